@@ -1,0 +1,237 @@
+"""What a model is: the architecture fields of a Hugging Face ``config.json``.
+
+Field names are those of Hugging Face, so that the two can be read side by side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from wedlm_jax.errors import InputError
+
+MODEL_TYPES = ("wedlm", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+
+# The published WeDLM checkpoints leave `mask_token_id` null and use this row of
+# the padded Qwen vocabulary.
+PUBLISHED_MASK_TOKEN_ID = 151665
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: base frequency and, where the context was extended, how.
+
+    Attributes:
+      theta: base of the geometric progression of wavelengths.
+      rope_type: one of ``ROPE_TYPES``.
+      parameters: the scaling's own numbers, under their Hugging Face names.
+    """
+
+    theta: float = 10000.0
+    rope_type: str = "default"
+    parameters: tuple[tuple[str, Any], ...] = ()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return dict(self.parameters).get(name, default)
+
+    def require(self, name: str) -> Any:
+        value = self.get(name)
+        if value is None:
+            raise InputError(f"RoPE scaling {self.rope_type!r} needs the field {name!r}")
+        return value
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Architecture of a Qwen2.5-, Qwen3- or WeDLM-shaped decoder.
+
+    ``mask_token_id`` is None where the vocabulary has no row for it: such a model
+    decodes autoregressively only.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    attention_bias: bool = False
+    qk_norm: bool = False
+    tie_word_embeddings: bool = False
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = RopeConfig()
+    max_position_embeddings: int = 32768
+    initializer_range: float = 0.02
+    mask_token_id: int | None = None
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    model_type: str = "wedlm"
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+            "num_attention_heads", "num_key_value_heads", "head_dim",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(f"model config: {name} must be a positive integer, not {value!r}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise InputError(
+                f"model config: num_attention_heads ({self.num_attention_heads}) must be a "
+                f"multiple of num_key_value_heads ({self.num_key_value_heads})"
+            )
+        if self.head_dim % 2:
+            raise InputError(f"model config: head_dim must be even, not {self.head_dim}")
+        for name in ("mask_token_id", "pad_token_id", "bos_token_id"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < self.vocab_size:
+                raise InputError(
+                    f"model config: {name} {value} lies outside the vocabulary of {self.vocab_size}"
+                )
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_attention_heads // self.num_key_value_heads
+
+    def require_mask_token_id(self) -> int:
+        if self.mask_token_id is None:
+            raise InputError(
+                "this model has no mask_token_id, which masked decoding and WeDLM training need: "
+                "set it in config.json, or decode autoregressively with a window of 0"
+            )
+        return self.mask_token_id
+
+    def num_parameters(self, *, embeddings: bool = True) -> int:
+        """Number of parameters; without ``embeddings``, those of the layers and norms only."""
+        d, f, h = self.hidden_size, self.intermediate_size, self.head_dim
+        q, kv = self.num_attention_heads * h, self.num_key_value_heads * h
+        layer = d * q * 2 + 2 * d * kv + 3 * d * f + 2 * d
+        layer += (q + 2 * kv) * self.attention_bias + 2 * h * self.qk_norm
+        tables = (1 if self.tie_word_embeddings else 2) * self.vocab_size * d * embeddings
+        return self.num_hidden_layers * layer + d + tables
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def _rope_from_hf(raw: dict[str, Any]) -> RopeConfig:
+    # Transformers 5 writes one `rope_parameters`; before, `rope_theta` and `rope_scaling`.
+    scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    theta = scaling.pop("rope_theta", None) or raw.get("rope_theta", 10000.0)
+    rope_type = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
+    scaling.pop("type", None)
+    if rope_type not in ROPE_TYPES:
+        raise InputError(
+            f"model config: RoPE type {rope_type!r} is not supported (only {', '.join(ROPE_TYPES)})"
+        )
+    if raw.get("partial_rotary_factor", scaling.pop("partial_rotary_factor", 1.0)) not in (1.0, 1):
+        raise InputError("model config: partial_rotary_factor other than 1 is not supported")
+    if rope_type == "yarn" and not scaling.get("original_max_position_embeddings"):
+        scaling["original_max_position_embeddings"] = raw["max_position_embeddings"]
+    return RopeConfig(float(theta), rope_type, tuple(sorted(scaling.items())))
+
+
+def _refuse_unsupported(raw: dict[str, Any]) -> None:
+    layers = raw.get("num_hidden_layers", 0)
+    sliding = [i for i, kind in enumerate(raw.get("layer_types") or []) if kind != "full_attention"]
+    if raw.get("use_sliding_window") and not raw.get("layer_types"):
+        sliding = list(range(raw.get("max_window_layers", 0), layers))
+    if sliding:
+        raise InputError(
+            f"model config: sliding-window layers are not supported (layer {sliding[0]} is one)"
+        )
+    if raw.get("hidden_act", "silu") != "silu":
+        raise InputError(f"model config: hidden_act {raw['hidden_act']!r} is not supported")
+    if raw["model_type"] == "qwen3" and raw.get("attention_bias"):
+        raise InputError("model config: attention_bias in a qwen3 model is not supported")
+
+
+def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
+    """Reads the content of a Hugging Face ``config.json``.
+
+    Args:
+      raw: the parsed file, of ``model_type`` wedlm, qwen2 or qwen3.
+
+    Raises:
+      InputError: a field is missing, malformed or asks for what is not supported.
+    """
+    model_type = raw.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise InputError(
+            f"model config: model_type {model_type!r} is not supported "
+            f"(only {', '.join(MODEL_TYPES)})"
+        )
+    _refuse_unsupported(raw)
+    try:
+        vocab_size, heads = raw["vocab_size"], raw["num_attention_heads"]
+        mask = raw.get("mask_token_id")
+        if mask is None and vocab_size > PUBLISHED_MASK_TOKEN_ID:
+            mask = PUBLISHED_MASK_TOKEN_ID
+        return ModelConfig(
+            vocab_size=vocab_size,
+            hidden_size=raw["hidden_size"],
+            intermediate_size=raw["intermediate_size"],
+            num_hidden_layers=raw["num_hidden_layers"],
+            num_attention_heads=heads,
+            num_key_value_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+            attention_bias=bool(raw.get("attention_bias", model_type == "qwen2")),
+            qk_norm=bool(raw.get("qk_norm", model_type == "qwen3")),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rope=_rope_from_hf(raw),
+            max_position_embeddings=raw.get("max_position_embeddings", 32768),
+            initializer_range=float(raw.get("initializer_range", 0.02)),
+            mask_token_id=mask,
+            pad_token_id=raw.get("pad_token_id"),
+            bos_token_id=raw.get("bos_token_id"),
+            eos_token_ids=_token_ids(raw.get("eos_token_id")),
+            model_type=model_type,
+        )
+    except KeyError as error:
+        raise InputError(f"model config: the field {error.args[0]!r} is missing") from None
+
+
+def config_to_hf(config: ModelConfig, *, dtype: str = "float32") -> dict[str, Any]:
+    """Writes ``config`` as the content of a Hugging Face ``config.json``."""
+    architecture = {"wedlm": "WeDLM", "qwen2": "Qwen2", "qwen3": "Qwen3"}[config.model_type]
+    eos = config.eos_token_ids
+    scaling = {"rope_type": config.rope.rope_type, **dict(config.rope.parameters)}
+    raw: dict[str, Any] = {
+        "architectures": [f"{architecture}ForCausalLM"],
+        "model_type": config.model_type,
+        "dtype": dtype,
+        "hidden_act": "silu",
+        "use_sliding_window": False,
+        "attention_dropout": 0.0,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": None if config.rope.rope_type == "default" else scaling,
+        "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else list(eos),
+    }
+    for field in dataclasses.fields(config):
+        if field.name not in ("rope", "eos_token_ids", "model_type"):
+            raw[field.name] = getattr(config, field.name)
+    return raw
+
+
+def read_config_json(folder: Path) -> dict[str, Any]:
+    """Reads ``folder/config.json`` as it stands."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; a model folder holds a config.json") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise InputError(f"{path}: expected a JSON object")
+    return raw

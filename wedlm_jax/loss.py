@@ -1,0 +1,166 @@
+"""The training losses, as sums and denominators that are divided once.
+
+Denominators depend on the masks alone, never on the parameters. So the caller takes
+them over the global batch (accumulation steps and devices included) before any
+gradient is computed, and every micro-batch contributes its exact share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from wedlm_jax.corruption import DualStreamBatch, PackedRows, next_token_targets
+from wedlm_jax.masks import CausalMask
+from wedlm_jax.model import Transformer
+
+RATIO_EPSILON = 1e-8
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """Which loss, and how it is computed.
+
+    Attributes:
+      weighting: "inverse_ratio" weighs a masked token by 1 / (γ + ε), "uniform" by 1.
+      ar_weight: a in (MLM + a·AR) / (1 + a).
+      chunk: rows of the logits that exist at once, per packed row.
+      dtype, remat, attention: passed to the model.
+    """
+
+    weighting: str = "inverse_ratio"
+    ar_weight: float = 1.0
+    chunk: int = 256
+    dtype: str = "float32"
+    remat: str = "none"
+    attention: str = "streams"
+
+    def __post_init__(self) -> None:
+        if self.weighting not in ("inverse_ratio", "uniform"):
+            raise ValueError(f"weighting {self.weighting!r}: inverse_ratio or uniform")
+
+
+def masked_weights(masked: Array, mask_ratio: Array, weighting: str) -> Array:
+    """float32 weights wᵢ of the MLM loss, 0 where not masked (WeDLM eq. 8)."""
+    weights = 1.0 / (mask_ratio + RATIO_EPSILON) if weighting == "inverse_ratio" else 1.0
+    return jnp.where(masked, weights, 0.0)
+
+
+def chunked_cross_entropy(
+    hidden: Array, head: Array, targets: Array, *, chunk: int
+) -> tuple[Array, Array]:
+    """Cross entropy of every row without the ``[T, V]`` logits of more than a chunk.
+
+    The logits of a chunk are computed, used and dropped, in the backward pass too.
+
+    Args:
+      hidden: ``[R, T, D]``.
+      head: ``[D, V]``.
+      targets: int32 ``[R, T]``.
+      chunk: rows of T at a time.
+
+    Returns:
+      float32 ``[R, T]`` negative log-likelihoods in nats, and bool ``[R, T]``: the
+      target is the argmax.
+    """
+    rows, length, _ = hidden.shape
+    chunk = min(chunk, length)
+    pad = -length % chunk
+
+    def split(x: Array) -> Array:
+        x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(rows, -1, chunk, *x.shape[2:]), 1, 0)
+
+    head = head.astype(hidden.dtype)
+
+    @jax.checkpoint
+    def body(_: None, inputs: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
+        states, target = inputs
+        logits = jnp.matmul(states, head, preferred_element_type=jnp.float32)
+        log_z = jax.nn.logsumexp(logits, axis=-1)
+        picked = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
+        return None, (log_z - picked, jnp.argmax(logits, axis=-1) == target)
+
+    _, outputs = jax.lax.scan(body, None, (split(hidden), split(targets)))
+    nll, correct = (jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, :length] for x in outputs)
+    return nll, correct
+
+
+def wedlm_denominators(batch: DualStreamBatch, config: LossConfig) -> dict[str, Array]:
+    """Σ wᵢ over masked rows, the number of masked rows, and of next-token targets."""
+    weights = masked_weights(batch.masked, batch.mask_ratio, config.weighting)
+    return {
+        "mlm": weights.sum(),
+        "masked": batch.masked.sum().astype(jnp.float32),
+        "ar": batch.next_valid.sum().astype(jnp.float32),
+    }
+
+
+def wedlm_loss(
+    model: Transformer, batch: DualStreamBatch, denominators: dict[str, Array], config: LossConfig
+) -> tuple[Array, dict[str, Array]]:
+    """This batch's share of the total loss (WeDLM eqs. 8-10).
+
+    Args:
+      model: the transformer.
+      batch: R dual-stream rows.
+      denominators: of the global batch, from `wedlm_denominators`.
+      config: see `LossConfig`.
+
+    Returns:
+      The scalar share of (MLM + a·AR) / (1 + a), and the shares of ``mlm_loss``,
+      ``ar_loss``, ``masked_accuracy`` and ``ar_accuracy``; each sums to the global
+      batch's value over micro-batches.
+    """
+    hidden, _ = model(
+        batch.token_ids,
+        batch.positions,
+        batch.mask,
+        dtype=jnp.dtype(config.dtype),
+        remat=config.remat,
+        attention=config.attention,
+    )
+    memory, prediction = jnp.split(hidden, 2, axis=1)
+    head = model.head_matrix()
+    mlm, mlm_hit = chunked_cross_entropy(prediction, head, batch.targets, chunk=config.chunk)
+    ar, ar_hit = chunked_cross_entropy(memory, head, batch.next_targets, chunk=config.chunk)
+    weights = masked_weights(batch.masked, batch.mask_ratio, config.weighting)
+    shares = {
+        "mlm_loss": _share((weights * mlm).sum(), denominators["mlm"]),
+        "ar_loss": _share((batch.next_valid * ar).sum(), denominators["ar"]),
+        "masked_accuracy": _share((batch.masked & mlm_hit).sum(), denominators["masked"]),
+        "ar_accuracy": _share((batch.next_valid & ar_hit).sum(), denominators["ar"]),
+    }
+    a = config.ar_weight
+    return (shares["mlm_loss"] + a * shares["ar_loss"]) / (1.0 + a), shares
+
+
+def ar_denominators(rows: PackedRows) -> dict[str, Array]:
+    """The number of next-token targets."""
+    return {"ar": next_token_targets(rows)[1].sum().astype(jnp.float32)}
+
+
+def ar_loss(
+    model: Transformer, rows: PackedRows, denominators: dict[str, Array], config: LossConfig
+) -> tuple[Array, dict[str, Array]]:
+    """This batch's share of the plain next-token loss, as in `wedlm_loss`."""
+    targets, valid = next_token_targets(rows)
+    hidden, _ = model(
+        rows.tokens,
+        rows.positions,
+        CausalMask(rows.segment_ids),
+        dtype=jnp.dtype(config.dtype),
+        remat=config.remat,
+        attention=config.attention,
+    )
+    nll, hit = chunked_cross_entropy(hidden, model.head_matrix(), targets, chunk=config.chunk)
+    loss = _share((valid * nll).sum(), denominators["ar"])
+    return loss, {"ar_loss": loss, "ar_accuracy": _share((valid & hit).sum(), denominators["ar"])}
+
+
+def _share(total: Array, denominator: Array) -> Array:
+    """``total / denominator``; 0 where the global batch has no such row at all."""
+    return total.astype(jnp.float32) / jnp.maximum(denominator, jnp.finfo(jnp.float32).tiny)

@@ -1,0 +1,114 @@
+"""Who sees whom: each attention pattern of WeDLM as a small specification.
+
+A mask is never stored as a matrix. It is a frozen dataclass that holds the few
+arrays that vary (segment ids, lengths) and can be asked for the dense 0/1 matrix
+(`dense`), which is the reference that every attention implementation must match.
+
+Rows are queries, columns are keys; both stand in physical order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+PAD_SEGMENT = 0
+"""Segment id of padding, which nothing sees and which sees nothing."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CausalMask:
+    """A token sees itself and what stands before it, within its own segment.
+
+    Without segment ids (one text a row), for four tokens::
+
+        1 . . .
+        1 1 . .
+        1 1 1 .
+        1 1 1 1
+
+    Attributes:
+      segment_ids: int32 ``[B, T]``, 0 for padding; None where a row is one text.
+    """
+
+    segment_ids: Array | None = None
+
+    def dense(self, batch: int, length: int) -> Array:
+        """bool ``[B, T, T]``."""
+        causal = jnp.broadcast_to(_causal(length), (batch, length, length))
+        return causal if self.segment_ids is None else causal & _same_segment(self.segment_ids)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DualStreamMask:
+    """The training mask over a memory stream followed by a prediction stream.
+
+    With L = 4 and B = 2 (``m`` memory, ``p`` prediction, both cut into two blocks)::
+
+              m0 m1 m2 m3 p0 p1 p2 p3
+        m0     1  .  .  .  .  .  .  .     memory: causal
+        m1     1  1  .  .  .  .  .  .
+        m2     1  1  1  .  .  .  .  .
+        m3     1  1  1  1  .  .  .  .
+        p0     .  .  .  .  1  .  .  .     prediction: the memory of earlier blocks,
+        p1     .  .  .  .  1  1  .  .     and its own block, causally
+        p2     1  1  .  .  .  .  1  .
+        p3     1  1  .  .  .  .  1  1
+
+    Samples are padded to whole blocks, so the pattern is the same for every row and
+    only the segment ids vary. Source: WeDLM section 4.2; DESIGN "Training batch".
+
+    Attributes:
+      segment_ids: int32 ``[B, L]``, shared by both streams; 0 for padding.
+      block_size: B; divides L.
+    """
+
+    segment_ids: Array
+    block_size: int = dataclasses.field(metadata={"static": True})
+
+    def dense(self) -> Array:
+        """bool ``[B, 2L, 2L]``."""
+        length = self.segment_ids.shape[1]
+        block = jnp.arange(length) // self.block_size
+        causal = _causal(length)
+        earlier = block[:, None] > block[None, :]
+        own = (block[:, None] == block[None, :]) & causal
+        pattern = jnp.block([[causal, jnp.zeros_like(causal)], [earlier, own]])
+        return pattern & _same_segment(jnp.tile(self.segment_ids, (1, 2)))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CachedMask:
+    """A decode window over a cache: committed rows, then the window, causally.
+
+    Attributes:
+      lengths: int32 ``[B]``, committed cache rows; the rest of the cache is unseen.
+    """
+
+    lengths: Array
+
+    def dense(self, cache_size: int, window: int) -> Array:
+        """bool ``[B, window, cache_size + window]``: cache columns, then window columns."""
+        batch = self.lengths.shape[0]
+        live = jnp.arange(cache_size) < self.lengths[:, None]
+        live = jnp.broadcast_to(live[:, None, :], (batch, window, cache_size))
+        causal = jnp.broadcast_to(_causal(window), (batch, window, window))
+        return jnp.concatenate([live, causal], axis=-1)
+
+
+Mask = CausalMask | DualStreamMask | CachedMask
+
+
+def _causal(length: int) -> Array:
+    return jnp.tril(jnp.ones((length, length), bool))
+
+
+def _same_segment(segment_ids: Array) -> Array:
+    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    return same & (segment_ids != PAD_SEGMENT)[:, :, None]

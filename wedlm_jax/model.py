@@ -1,0 +1,210 @@
+"""The causal transformer: Qwen2.5 and Qwen3 shapes, with explicit logical positions.
+
+One forward serves everything. What differs between prefill, the decode window and
+the dual-stream training batch is the mask specification and whether a cache stands
+before the input; the layers know of neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from wedlm_jax.attention import attend
+from wedlm_jax.config import ModelConfig
+from wedlm_jax.masks import Mask
+from wedlm_jax.rope import apply_rope, rope_tables
+
+KeyValues = tuple[Array, Array]
+
+REMAT_POLICIES: dict[str, Callable | None] = {
+    "none": None,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalisation in float32, as in Hugging Face's Qwen."""
+
+    def __init__(self, size: int, epsilon: float, dtype: jnp.dtype):
+        self.epsilon = epsilon
+        self.scale = nnx.Param(jnp.ones((size,), dtype))
+
+    def __call__(self, x: Array) -> Array:
+        x32 = x.astype(jnp.float32)
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
+        return self.scale[...].astype(x.dtype) * x32.astype(x.dtype)
+
+
+class Linear(nnx.Module):
+    """``x @ kernel (+ bias)``, parameters cast to the dtype of ``x``; kernel ``[in, out]``."""
+
+    def __init__(
+        self, n_in: int, n_out: int, *, bias: bool, scale: float, dtype: jnp.dtype, rngs: nnx.Rngs
+    ):
+        self.kernel = nnx.Param(_normal(rngs, (n_in, n_out), scale, dtype))
+        self.bias = nnx.Param(jnp.zeros((n_out,), dtype)) if bias else None
+
+    def __call__(self, x: Array) -> Array:
+        y = x @ self.kernel[...].astype(x.dtype)
+        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with RoPE and optional per-head QK-norm."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        d, h = config.hidden_size, config.head_dim
+        q_size, kv_size = config.num_attention_heads * h, config.num_key_value_heads * h
+        bias, scale = config.attention_bias, config.initializer_range
+        residual = scale / (2 * config.num_hidden_layers) ** 0.5
+        self.head_dim = h
+        self.q_proj = Linear(d, q_size, bias=bias, scale=scale, dtype=dtype, rngs=rngs)
+        self.k_proj = Linear(d, kv_size, bias=bias, scale=scale, dtype=dtype, rngs=rngs)
+        self.v_proj = Linear(d, kv_size, bias=bias, scale=scale, dtype=dtype, rngs=rngs)
+        self.o_proj = Linear(q_size, d, bias=False, scale=residual, dtype=dtype, rngs=rngs)
+        norm = config.qk_norm
+        self.q_norm = RMSNorm(h, config.rms_norm_eps, dtype) if norm else None
+        self.k_norm = RMSNorm(h, config.rms_norm_eps, dtype) if norm else None
+
+    def __call__(
+        self,
+        x: Array,
+        rope: tuple[Array, Array],
+        mask: Mask,
+        cache: KeyValues | None,
+        implementation: str,
+    ) -> tuple[Array, KeyValues]:
+        """``x [B, T, D]`` to the same shape, and this input's keys and values
+        ``[B, T, K, head_dim]``."""
+        batch, length, _ = x.shape
+        q, k, v = (
+            proj(x).reshape(batch, length, -1, self.head_dim)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
+        out = attend(q, k, v, mask, cache=cache, implementation=implementation)
+        return self.o_proj(out.reshape(batch, length, -1)), (k, v)
+
+
+class MLP(nnx.Module):
+    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        d, f, scale = config.hidden_size, config.intermediate_size, config.initializer_range
+        residual = scale / (2 * config.num_hidden_layers) ** 0.5
+        self.gate_proj = Linear(d, f, bias=False, scale=scale, dtype=dtype, rngs=rngs)
+        self.up_proj = Linear(d, f, bias=False, scale=scale, dtype=dtype, rngs=rngs)
+        self.down_proj = Linear(f, d, bias=False, scale=residual, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nnx.Module):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        d, epsilon = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(d, epsilon, dtype)
+        self.self_attn = Attention(config, dtype, rngs)
+        self.post_attention_layernorm = RMSNorm(d, epsilon, dtype)
+        self.mlp = MLP(config, dtype, rngs)
+
+    def __call__(
+        self,
+        x: Array,
+        rope: tuple[Array, Array],
+        mask: Mask,
+        cache: KeyValues | None,
+        implementation: str,
+    ) -> tuple[Array, KeyValues]:
+        mixed, kv = self.self_attn(self.input_layernorm(x), rope, mask, cache, implementation)
+        x = x + mixed
+        return x + self.mlp(self.post_attention_layernorm(x)), kv
+
+
+class Transformer(nnx.Module):
+    """Decoder of stacked, scanned layers.
+
+    Every layer parameter has a leading ``[num_hidden_layers]`` axis. Parameters are
+    held in ``dtype``; computation runs in the dtype passed to the call.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.dtype("float32")
+    ):
+        self.config = config
+        d, scale = config.hidden_size, config.initializer_range
+        self.embed_tokens = nnx.Param(_normal(rngs, (config.vocab_size, d), scale, dtype))
+        layer_keys = jax.random.split(rngs.params(), config.num_hidden_layers)
+        self.layers = nnx.vmap(lambda key: DecoderLayer(config, dtype, nnx.Rngs(params=key)))(
+            layer_keys
+        )
+        self.norm = RMSNorm(d, config.rms_norm_eps, dtype)
+        head = None if config.tie_word_embeddings else _normal(rngs, (d, config.vocab_size), scale, dtype)
+        self.lm_head = None if head is None else nnx.Param(head)
+
+    def __call__(
+        self,
+        token_ids: Array,
+        positions: Array,
+        mask: Mask,
+        *,
+        cache: KeyValues | None = None,
+        return_kv: bool = False,
+        dtype: jnp.dtype | None = None,
+        remat: str = "none",
+        attention: str = "streams",
+    ) -> tuple[Array, KeyValues | None]:
+        """Runs the layers.
+
+        Args:
+          token_ids: int32 ``[B, T]`` in physical order.
+          positions: int32 ``[B, T]``, the logical position of each; what RoPE sees.
+          mask: who sees whom.
+          cache: keys and values ``[num_hidden_layers, B, S, K, head_dim]`` that stand
+            before this input, with a `CachedMask`.
+          return_kv: whether to return this input's own keys and values.
+          dtype: compute dtype; that of the parameters by default.
+          remat: a name in `REMAT_POLICIES`.
+          attention: a name in `wedlm_jax.attention.IMPLEMENTATIONS`.
+
+        Returns:
+          Normalised hidden states ``[B, T, D]`` (see `logits`), and keys and values
+          ``[num_hidden_layers, B, T, K, head_dim]`` or None.
+        """
+        rope = rope_tables(self.config, positions)
+        x = self.embed_tokens[...][token_ids]
+        x = x if dtype is None else x.astype(dtype)
+        graph, parameters = nnx.split(self.layers)
+
+        def layer(
+            x: Array, inputs: tuple[nnx.State, KeyValues | None]
+        ) -> tuple[Array, KeyValues | None]:
+            layer_parameters, layer_cache = inputs
+            x, kv = nnx.merge(graph, layer_parameters)(x, rope, mask, layer_cache, attention)
+            return x, kv if return_kv else None
+
+        if (policy := REMAT_POLICIES[remat]) is not None:
+            layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+        x, kv = jax.lax.scan(layer, x, (parameters, cache))
+        return self.norm(x), kv
+
+    def head_matrix(self) -> Array:
+        """The output projection ``[D, V]``: its own, or the embedding transposed."""
+        return self.embed_tokens[...].T if self.lm_head is None else self.lm_head[...]
+
+    def logits(self, hidden: Array) -> Array:
+        """float32 logits ``[..., V]`` of hidden states ``[..., D]``."""
+        head = self.head_matrix().astype(hidden.dtype)
+        return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: jnp.dtype) -> Array:
+    return (jax.random.normal(rngs.params(), shape) * scale).astype(dtype)

@@ -1,0 +1,85 @@
+"""Block-aligned packing: samples of any length into rows of one, on the host.
+
+Every sample is padded to a multiple of the block size. So block structure is the same
+static pattern in every row, and only segment ids vary (DESIGN "Block-aligned packing").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from wedlm_jax.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenisedSample:
+    """One sample: int32 ``tokens [n]`` and bool ``trainable [n]`` (False on the prompt)."""
+
+    tokens: np.ndarray
+    trainable: np.ndarray
+
+
+def pack(
+    samples: Iterable[TokenisedSample], *, row_length: int, block_size: int, open_rows: int = 16
+) -> Iterator[list[TokenisedSample]]:
+    """First-fit packing over a bounded number of open rows.
+
+    Args:
+      samples: each at most ``row_length`` tokens.
+      row_length: L, a multiple of ``block_size``.
+      block_size: B; what a sample takes is rounded up to it.
+      open_rows: rows considered for each sample; the fullest is emitted when none fits.
+
+    Yields:
+      the samples of one row, in order.
+
+    Raises:
+      InputError: a sample is empty or longer than a row.
+    """
+    if row_length % block_size:
+        raise InputError(f"row length {row_length} is not a multiple of the block size {block_size}")
+    rows: list[tuple[int, list[TokenisedSample]]] = []
+    for number, sample in enumerate(samples):
+        size = len(sample.tokens)
+        if not 0 < size <= row_length:
+            raise InputError(
+                f"sample {number} has {size} tokens; a packed row takes 1 to {row_length}"
+            )
+        room = -(-size // block_size) * block_size
+        place = next((i for i, (used, _) in enumerate(rows) if used + room <= row_length), None)
+        if place is None:
+            if len(rows) == open_rows:
+                fullest = max(range(len(rows)), key=lambda i: rows[i][0])
+                yield rows.pop(fullest)[1]
+            rows.append((0, []))
+            place = len(rows) - 1
+        used, members = rows[place]
+        members.append(sample)
+        rows[place] = (used + room, members)
+    for _, members in rows:
+        yield members
+
+
+def row_arrays(
+    samples: list[TokenisedSample], *, row_length: int, block_size: int, pad_token_id: int
+) -> dict[str, np.ndarray]:
+    """The arrays of one packed row, the fields of `wedlm_jax.corruption.PackedRows`: ``[L]`` each."""
+    row = {
+        "tokens": np.full(row_length, pad_token_id, np.int32),
+        "positions": np.zeros(row_length, np.int32),
+        "segment_ids": np.zeros(row_length, np.int32),
+        "trainable": np.zeros(row_length, bool),
+    }
+    start = 0
+    for segment, sample in enumerate(samples, 1):
+        size = len(sample.tokens)
+        here = slice(start, start + size)
+        row["tokens"][here] = sample.tokens
+        row["positions"][here] = np.arange(size)
+        row["segment_ids"][here] = segment
+        row["trainable"][here] = sample.trainable
+        start += -(-size // block_size) * block_size
+    return row
