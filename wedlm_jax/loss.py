@@ -64,7 +64,7 @@ def chunked_cross_entropy(
 
     Returns:
       float32 ``[R, T]`` negative log-likelihoods in nats, and bool ``[R, T]``: the
-      target is the argmax.
+      target has the largest logit.
     """
     rows, length, _ = hidden.shape
     chunk = min(chunk, length)
@@ -80,9 +80,10 @@ def chunked_cross_entropy(
     def body(_: None, inputs: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
         states, target = inputs
         logits = jnp.matmul(states, head, preferred_element_type=jnp.float32)
-        log_z = jax.nn.logsumexp(logits, axis=-1)
+        top = jax.lax.stop_gradient(logits.max(axis=-1))
+        log_z = top + jnp.log(jnp.exp(logits - top[..., None]).sum(axis=-1))
         picked = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
-        return None, (log_z - picked, jnp.argmax(logits, axis=-1) == target)
+        return None, (log_z - picked, picked >= top)
 
     _, outputs = jax.lax.scan(body, None, (split(hidden), split(targets)))
     nll, correct = (jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, :length] for x in outputs)

@@ -1,0 +1,1 @@
+"""The training job: data, step, loop, checkpoints, metrics."""

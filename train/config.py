@@ -1,0 +1,148 @@
+"""A training run as typed fields: a YAML file plus ``key=value`` overrides.
+
+Unknown keys and wrong types are refused, with the nearest known name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from wedlm_jax.errors import InputError
+
+
+def _field(default: Any, meaning: str) -> Any:
+    if isinstance(default, (dict, list)):
+        return dataclasses.field(default_factory=lambda: default, metadata={"help": meaning})
+    return dataclasses.field(default=default, metadata={"help": meaning})
+
+
+@dataclasses.dataclass
+class ModelSection:
+    init_from: str | None = _field(None, "HF checkpoint folder to start from; null: from scratch")
+    architecture: dict[str, Any] = _field({}, "from scratch: the fields of an HF config.json")
+
+
+@dataclasses.dataclass
+class DataSection:
+    corpus_seed: int = _field(0, "seed of the synthetic corpus")
+    samples: int = _field(1000, "how many samples to generate")
+    weights: dict[str, float] = _field({}, "share of each regime in the samples")
+    tokenizer: str | None = _field(None, "folder of the tokenizer; null: train one")
+    vocab_size: int = _field(2048, "size of the tokenizer, where one is trained")
+    train_on_prompt: bool = _field(False, "whether prompt tokens are targets, too")
+
+
+@dataclasses.dataclass
+class OptimizerSection:
+    learning_rate: float = _field(3e-4, "peak")
+    final_learning_rate: float = _field(3e-5, "end of the cosine")
+    warmup_steps: int = _field(100, "linear warm-up from 0")
+    b1: float = _field(0.9, "AdamW's first moment decay")
+    b2: float = _field(0.95, "AdamW's second moment decay")
+    eps: float = _field(1e-8, "AdamW's epsilon")
+    weight_decay: float = _field(0.1, "on matrices only")
+    clip_norm: float = _field(1.0, "global gradient norm is clipped to this")
+
+
+@dataclasses.dataclass
+class LossSection:
+    weighting: str = _field("inverse_ratio", "of masked tokens: inverse_ratio or uniform")
+    ar_weight: float = _field(1.0, "a in (MLM + a AR) / (1 + a)")
+    chunk: int = _field(256, "rows of logits that exist at once, per packed row")
+    dtype: str = _field("bfloat16", "compute dtype; parameters stay float32")
+    remat: str = _field("full", "none, dots or full: what the backward pass recomputes")
+    attention: str = _field("streams", "attention implementation: streams or dense")
+
+
+@dataclasses.dataclass
+class TrainConfig:
+    objective: str = _field("wedlm", "wedlm (MLM + AR over dual streams) or ar (next token)")
+    steps: int = _field(1000, "optimizer steps")
+    rows: int = _field(8, "packed rows in a micro-batch")
+    accumulation: int = _field(1, "micro-batches in a step")
+    row_length: int = _field(512, "tokens in a packed row, a multiple of block_size")
+    block_size: int = _field(32, "B: consecutive positions that share a mask ratio")
+    seed: int = _field(0, "of initial parameters, data order and masks")
+    output: str = _field("runs/train", "folder for checkpoints, logs and the exported model")
+    checkpoint_every: int = _field(200, "steps between checkpoints")
+    keep_checkpoints: int = _field(2, "newest checkpoints kept")
+    log_every: int = _field(10, "steps between metric lines")
+    model: ModelSection = dataclasses.field(default_factory=ModelSection)
+    data: DataSection = dataclasses.field(default_factory=DataSection)
+    optimizer: OptimizerSection = dataclasses.field(default_factory=OptimizerSection)
+    loss: LossSection = dataclasses.field(default_factory=LossSection)
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainConfig:
+    """Reads a YAML file and applies ``section.key=value`` overrides.
+
+    Raises:
+      InputError: no such file, not YAML, an unknown key or a value of the wrong type.
+    """
+    for item in overrides or []:
+        if "=" not in item:
+            raise InputError(f"override {item!r}: expected key=value")
+    try:
+        given = OmegaConf.load(path)
+        merged = OmegaConf.merge(
+            OmegaConf.structured(TrainConfig), given, OmegaConf.from_dotlist(overrides or [])
+        )
+        config = OmegaConf.to_object(merged)
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such configuration file") from None
+    except ConfigKeyError as error:
+        raise InputError(f"{path}: {_unknown_key(str(error.full_key))}") from None
+    except (OmegaConfBaseException, ValueError, OSError) as error:
+        raise InputError(f"{path}: {str(error).splitlines()[0]}") from None
+    except Exception as error:
+        # A YAML parser has many error types of its own; all mean the file is not YAML.
+        raise InputError(f"{path}: not valid YAML ({str(error).splitlines()[0]})") from None
+    assert isinstance(config, TrainConfig)
+    _check(config, path)
+    return config
+
+
+def save_config(config: TrainConfig, path: Path) -> None:
+    """Writes the resolved configuration as YAML."""
+    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+
+
+def describe() -> list[tuple[str, str, str]]:
+    """Every field as (dotted name, default, meaning), for ``--help``."""
+
+    def walk(cls: type, prefix: str) -> list[tuple[str, str, str]]:
+        lines = []
+        for field in dataclasses.fields(cls):
+            factory = field.default_factory
+            if dataclasses.is_dataclass(factory):
+                lines += walk(factory, f"{prefix}{field.name}.")
+            else:
+                default = factory() if callable(factory) else field.default
+                lines.append((prefix + field.name, str(default), field.metadata["help"]))
+        return lines
+
+    return walk(TrainConfig, "")
+
+
+def _unknown_key(key: str) -> str:
+    near = difflib.get_close_matches(key, [name for name, _, _ in describe()], n=1, cutoff=0.4)
+    return f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def _check(config: TrainConfig, path: str | Path) -> None:
+    if config.objective not in ("wedlm", "ar"):
+        raise InputError(f"{path}: objective must be wedlm or ar, not {config.objective!r}")
+    for name in ("steps", "rows", "accumulation", "row_length", "block_size", "log_every"):
+        if getattr(config, name) < 1:
+            raise InputError(f"{path}: {name} must be at least 1, not {getattr(config, name)}")
+    if config.row_length % config.block_size:
+        raise InputError(
+            f"{path}: row_length {config.row_length} is not a multiple of "
+            f"block_size {config.block_size}"
+        )

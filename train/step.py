@@ -1,0 +1,176 @@
+"""The jitted training step: masks, loss, gradients, update, in one program.
+
+The global batch arrives as ``[A, R, L]``: A accumulation steps of R packed rows. The
+dual-stream batch is built on the device; denominators are taken over the whole global
+batch before the scan over A, so accumulation changes nothing but memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import Array
+
+from wedlm_jax.corruption import DualStreamBatch, PackedRows, dual_stream, sample_masks
+from wedlm_jax.loss import (
+    LossConfig,
+    ar_denominators,
+    ar_loss,
+    wedlm_denominators,
+    wedlm_loss,
+)
+from wedlm_jax.model import Transformer
+
+Metrics = dict[str, Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All that a step reads and writes.
+
+    Attributes:
+      step: int32 scalar, completed steps.
+      parameters: the model's `nnx.State`, float32.
+      optimizer: the optax state.
+    """
+
+    step: Array
+    parameters: nnx.State
+    optimizer: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """What is learned.
+
+    Attributes:
+      kind: "wedlm" (MLM + AR over dual streams) or "ar" (next token only).
+      block_size: B of the dual stream.
+      mask_token_id: what stands at masked inputs; unused by "ar".
+      loss: weights and memory of the loss.
+    """
+
+    kind: str
+    block_size: int
+    mask_token_id: int | None
+    loss: LossConfig
+
+
+def decayed(parameters: nnx.State) -> Any:
+    """True for matrices: what weight decay applies to. Norm scales and biases are spared,
+    although stacking the layers gives them two axes."""
+
+    def is_matrix(path: tuple[Any, ...], _: Array) -> bool:
+        names = [str(getattr(part, "key", getattr(part, "name", ""))) for part in path]
+        return not {"scale", "bias"} & set(names)
+
+    return jax.tree_util.tree_map_with_path(is_matrix, parameters)
+
+
+def make_optimizer(
+    schedule: optax.Schedule,
+    *,
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float,
+    clip_norm: float,
+) -> optax.GradientTransformation:
+    """AdamW after clipping by the global norm; decay on matrices only."""
+    return optax.chain(
+        optax.clip_by_global_norm(clip_norm),
+        optax.adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decayed),
+    )
+
+
+def make_train_step(
+    graph: nnx.GraphDef[Transformer],
+    optimizer: optax.GradientTransformation,
+    objective: Objective,
+) -> Callable[[TrainState, PackedRows, Array], tuple[TrainState, Metrics]]:
+    """The jitted step; its state argument is donated.
+
+    Returns:
+      ``step(state, rows, key)``: ``rows`` has arrays ``[A, R, L]``, ``key`` is the run's
+      mask key, folded with the step number inside. Metrics are float32 scalars.
+    """
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(state: TrainState, rows: PackedRows, key: Array) -> tuple[TrainState, Metrics]:
+        batches, denominators, loss = prepare(objective, rows, jax.random.fold_in(key, state.step))
+        gradients, metrics = accumulate(graph, state.parameters, batches, denominators, loss)
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
+        parameters = optax.apply_updates(state.parameters, updates)
+        metrics["gradient_norm"] = optax.global_norm(gradients)
+        return TrainState(state.step + 1, parameters, optimizer_state), metrics
+
+    return step
+
+
+LossFn = Callable[[Transformer, Any, dict[str, Array]], tuple[Array, Metrics]]
+
+
+def prepare(
+    objective: Objective, rows: PackedRows, key: Array
+) -> tuple[PackedRows | DualStreamBatch, dict[str, Array], LossFn]:
+    """The model's batches ``[A, R, ...]``, the global denominators, and the loss to share them."""
+    if objective.kind == "ar":
+        totals = jax.tree.map(jnp.sum, jax.vmap(ar_denominators)(rows))
+        return rows, totals, partial(_call, ar_loss, objective.loss)
+    keys = jax.random.split(key, rows.tokens.shape[0])
+    draw = partial(sample_masks, block_size=objective.block_size)
+    masked, ratio = jax.vmap(draw)(keys, rows.trainable)
+    return prepare_given(objective, rows, masked, ratio)
+
+
+def prepare_given(
+    objective: Objective, rows: PackedRows, masked: Array, mask_ratio: Array
+) -> tuple[DualStreamBatch, dict[str, Array], LossFn]:
+    """As `prepare`, with masks and ratios ``[A, R, L]`` (logical order) given."""
+    if objective.mask_token_id is None:
+        raise ValueError("WeDLM training needs a mask_token_id")
+    build = partial(
+        dual_stream, block_size=objective.block_size, mask_token_id=objective.mask_token_id
+    )
+    batches = jax.vmap(build)(rows, masked, mask_ratio)
+    per_step = jax.vmap(partial(wedlm_denominators, config=objective.loss))(batches)
+    return batches, jax.tree.map(jnp.sum, per_step), partial(_call, wedlm_loss, objective.loss)
+
+
+def _call(
+    loss: Callable, config: LossConfig, model: Transformer, batch: Any, denominators: dict
+) -> tuple[Array, Metrics]:
+    return loss(model, batch, denominators, config)
+
+
+def accumulate(
+    graph: nnx.GraphDef[Transformer],
+    parameters: nnx.State,
+    batches: Any,
+    denominators: dict[str, Array],
+    loss: LossFn,
+) -> tuple[nnx.State, Metrics]:
+    """Gradients and metrics of the global batch, one micro-batch in memory at a time."""
+
+    def total(parameters: nnx.State, batch: Any) -> tuple[Array, Metrics]:
+        value, shares = loss(nnx.merge(graph, parameters), batch, denominators)
+        return value, {"loss": value, **shares}
+
+    gradient = jax.grad(total, has_aux=True)
+
+    def body(carry: tuple[nnx.State, Metrics], batch: Any) -> tuple[tuple, None]:
+        return jax.tree.map(jnp.add, carry, gradient(parameters, batch)), None
+
+    first = jax.tree.map(lambda x: x[0], batches)
+    shapes = jax.eval_shape(gradient, parameters, first)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    (gradients, metrics), _ = jax.lax.scan(body, zeros, batches)
+    return gradients, metrics
