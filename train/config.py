@@ -17,8 +17,8 @@ from wedlm_jax.errors import InputError
 
 
 def _field(default: Any, meaning: str) -> Any:
-    if isinstance(default, (dict, list)):
-        return dataclasses.field(default_factory=lambda: default, metadata={"help": meaning})
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=lambda: dict(default), metadata={"help": meaning})
     return dataclasses.field(default=default, metadata={"help": meaning})
 
 

@@ -17,7 +17,7 @@ from train.config import TrainConfig, save_config
 from train.corpus import generate
 from train.data import PackedDataset, batches, build_dataset, load_dataset, save_dataset
 from train.metrics import MetricsLog
-from train.step import Objective, TrainState, make_optimizer, make_train_step
+from train.step import Objective, TrainState, TrainStep, make_optimizer, make_train_step
 from train.tokenizer import save_tokenizer, train_tokenizer
 from wedlm_jax.config import ModelConfig, config_from_hf
 from wedlm_jax.corruption import PackedRows
@@ -66,7 +66,7 @@ def train(config: TrainConfig) -> Path:
 def _run(
     config: TrainConfig,
     state: TrainState,
-    step_fn,  # noqa: ANN001 - the jitted step of make_train_step
+    step_fn: TrainStep,
     dataset: PackedDataset,
     checkpoints: Checkpoints,
     output: Path,
@@ -161,5 +161,3 @@ def _objective(config: TrainConfig, model: ModelConfig) -> Objective:
     mask = model.require_mask_token_id() if config.objective == "wedlm" else None
     loss = LossConfig(**dataclasses.asdict(config.loss))
     return Objective(config.objective, config.block_size, mask, loss)
-
-

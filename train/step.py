@@ -64,6 +64,9 @@ class Objective:
     loss: LossConfig
 
 
+TrainStep = Callable[[TrainState, PackedRows, Array], tuple[TrainState, Metrics]]
+
+
 def decayed(parameters: nnx.State) -> Any:
     """True for matrices: what weight decay applies to. Norm scales and biases are spared,
     although stacking the layers gives them two axes."""
@@ -95,7 +98,7 @@ def make_train_step(
     graph: nnx.GraphDef[Transformer],
     optimizer: optax.GradientTransformation,
     objective: Objective,
-) -> Callable[[TrainState, PackedRows, Array], tuple[TrainState, Metrics]]:
+) -> TrainStep:
     """The jitted step; its state argument is donated.
 
     Returns:

@@ -49,8 +49,7 @@ def attend(
     elif isinstance(mask, DualStreamMask) and implementation == "streams":
         out = _attend_streams(grouped, k, v, mask)
     else:
-        causal = isinstance(mask, CausalMask)
-        visible = mask.dense(batch, length) if causal else mask.dense()
+        visible = mask.dense(batch, length) if isinstance(mask, CausalMask) else mask.dense()
         out = _attend_pieces(grouped, [(k, v)], [visible])
     return out.reshape(q.shape)
 

@@ -113,9 +113,7 @@ class HFCheckpoint:
             raise InputError(f"{self.folder}: no such model folder")
         self.raw_config = read_config_json(self.folder)
         self._files = {name: SafetensorsFile(self.folder / name) for name in self._file_names()}
-        self.tensors = {
-            tensor: file for file in self._files.values() for tensor in file.names()
-        }
+        self.tensors = {tensor: file for file in self._files.values() for tensor in file.names()}
         self.config = self._config()
 
     def _file_names(self) -> list[str]:
@@ -269,9 +267,7 @@ def save_checkpoint(
     os.rename(beside, folder)
 
 
-def _write_shards(
-    tensors: Iterator[tuple[str, np.ndarray]], folder: Path, shard_bytes: int
-) -> str:
+def _write_shards(tensors: Iterator[tuple[str, np.ndarray]], folder: Path, shard_bytes: int) -> str:
     """Writes the tensors in files of bounded size; returns the dtype's name."""
     shards: list[list[str]] = []
     pending: dict[str, np.ndarray] = {}

@@ -147,7 +147,11 @@ class Transformer(nnx.Module):
             layer_keys
         )
         self.norm = RMSNorm(d, config.rms_norm_eps, dtype)
-        head = None if config.tie_word_embeddings else _normal(rngs, (d, config.vocab_size), scale, dtype)
+        head = (
+            None
+            if config.tie_word_embeddings
+            else _normal(rngs, (d, config.vocab_size), scale, dtype)
+        )
         self.lm_head = None if head is None else nnx.Param(head)
 
     def __call__(

@@ -40,7 +40,9 @@ def pack(
       InputError: a sample is empty or longer than a row.
     """
     if row_length % block_size:
-        raise InputError(f"row length {row_length} is not a multiple of the block size {block_size}")
+        raise InputError(
+            f"row length {row_length} is not a multiple of the block size {block_size}"
+        )
     rows: list[tuple[int, list[TokenisedSample]]] = []
     for number, sample in enumerate(samples):
         size = len(sample.tokens)
@@ -66,7 +68,7 @@ def pack(
 def row_arrays(
     samples: list[TokenisedSample], *, row_length: int, block_size: int, pad_token_id: int
 ) -> dict[str, np.ndarray]:
-    """The arrays of one packed row, the fields of `wedlm_jax.corruption.PackedRows`: ``[L]`` each."""
+    """One packed row: the fields of `wedlm_jax.corruption.PackedRows`, ``[L]`` each."""
     row = {
         "tokens": np.full(row_length, pad_token_id, np.int32),
         "positions": np.zeros(row_length, np.int32),

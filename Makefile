@@ -1,0 +1,69 @@
+# The two commands to know: `make demo` shows it working, `make test` checks it.
+# Both make their own environment in .venv, and renew it when pyproject.toml or
+# constraints.txt change.
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?= -n 2
+
+BIN := $(VENV)/bin
+LOCK := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-fast lint format env env-test clean clean-env
+
+help: ## show this list
+	@echo "wedlm-jax: WeDLM diffusion language models in JAX"
+	@echo
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@echo
+	@echo "Settings, given as NAME=VALUE after the target:"
+	@echo "  PYTHON       the Python (3.11 or newer) that makes the environment: $(PYTHON)"
+	@echo "  VENV         where the environment is: $(VENV)"
+	@echo "  PYTEST_ARGS  what pytest gets: $(PYTEST_ARGS)"
+	@echo
+	@echo "Start with: make demo"
+
+demo: env ## decode with the small model that is included, on this machine
+	@$(BIN)/wedlm demo
+
+test: lint ## lint, check types and run every test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-fast: env-test ## run the tests not marked slow, nothing else
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow"
+
+lint: env-test ## ruff check, ruff format --check and mypy; changes nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: env-test ## let ruff fix and format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+env: $(VENV)/.installed ## make the environment for running
+
+env-test: $(VENV)/.installed-test ## make the environment for running and testing
+
+clean: ## remove build products and caches, keep the environment
+	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . \( -name '.venv*' -o -name .git \) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+clean-env: ## remove the environment
+	rm -rf $(VENV)
+
+# The stamps are written last, so that an install cut short is done again.
+$(VENV)/.installed: $(LOCK) | $(BIN)/pip
+	$(BIN)/python -m pip install -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-test: $(LOCK) | $(BIN)/pip
+	$(BIN)/python -m pip install -c constraints.txt -e '.[test]'
+	@touch $(VENV)/.installed $@
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "wedlm-jax needs Python 3.11 or newer, which '$(PYTHON)' is not; name one, for example: make $(firstword $(MAKECMDGOALS)) PYTHON=python3.12" >&2; \
+	  exit 2; }
+	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,213 @@
+"""Answers that the prompt fixes to the last character: counting, tables, copies, formats.
+
+A model that has learned the format is sure of nearly every token, so a window of 16 masks can
+be filled in one or two forwards.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from train.corpus.words import ANIMALS, CITIES, COLORS, JOBS, NAMES, PLACES, SHORT_NOUNS, THINGS
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+STEPS = (1, 1, 2, 2, 3, 4, 5, 5, 10)
+DOINGS = ("sits", "sleeps", "waits", "runs", "walks", "sings", "hides", "rests")
+RELATIONS = ("near", "behind", "under", "above", "beside", "before")
+FRAMES = (
+    "I like {}.", "We can see {}.", "There are {} here.", "Please bring {}.",
+    "She draws {} every day.", "He sells {} at the market.",
+)  # fmt: skip
+WORD_POOLS = (SHORT_NOUNS, ANIMALS, COLORS, PLACES, THINGS)
+
+
+def count(rng: random.Random) -> tuple[str, str]:
+    """Counting up or down in equal steps."""
+    step, terms, low = rng.choice(STEPS), rng.randint(10, 20), rng.randrange(120)
+    values = [low + step * i for i in range(terms)]
+    if rng.random() < 0.4:
+        values.reverse()
+    prompt = rng.choice(
+        (
+            "Count from {} to {} in steps of {}.",
+            "Write the numbers from {} to {}, step {}.",
+            "List the numbers from {} to {} by {}.",
+        )
+    ).format(values[0], values[-1], step)
+    return prompt, ", ".join(map(str, values))
+
+
+def times_table(rng: random.Random) -> tuple[str, str]:
+    """A part of one multiplication table, a line each; nothing above 12 x 12."""
+    n, rows = rng.randint(2, 12), rng.randint(5, 9)
+    first = rng.randint(1, 13 - rows)
+    prompt = rng.choice(
+        (
+            "Write the {} times table from {} to {}.",
+            "Show the multiplication table of {} from {} to {}.",
+            "Multiply {} by each number from {} to {}.",
+            "List the products of {} with the numbers {} to {}.",
+        )
+    ).format(n, first, first + rows - 1)
+    return prompt, "\n".join(f"{n} x {i} = {n * i}" for i in range(first, first + rows))
+
+
+def sum_table(rng: random.Random) -> tuple[str, str]:
+    """The same small sum or difference for a run of numbers: arithmetic with a steady shape."""
+    n, rows = rng.randint(2, 20), rng.randint(5, 8)
+    if rng.random() < 0.5:
+        first = rng.randint(1, 60)
+        prompt = rng.choice(("Add {} to each number from {} to {}.", "Plus {}: from {} to {}."))
+        lines = [f"{i} + {n} = {i + n}" for i in range(first, first + rows)]
+    else:
+        first = n + rng.randint(0, 60)
+        prompt = rng.choice(("Take {} from each number from {} to {}.", "Minus {}: from {} to {}."))
+        lines = [f"{i} - {n} = {i - n}" for i in range(first, first + rows)]
+    return prompt.format(n, first, first + rows - 1), "\n".join(lines)
+
+
+def copy_line(rng: random.Random) -> tuple[str, str]:
+    """One sentence written several times, a line each."""
+    times = rng.randint(3, 6)
+    line = (
+        f"The {rng.choice(COLORS)} {rng.choice(ANIMALS)} {rng.choice(DOINGS)} "
+        f"{rng.choice(RELATIONS)} the {rng.choice(COLORS)} {rng.choice(PLACES)}."
+    )
+    prompt = rng.choice(("Write this line {} times: {}", "Repeat {} times: {}"))
+    return prompt.format(times, line), "\n".join([line] * times)
+
+
+def copy_list(rng: random.Random) -> tuple[str, str]:
+    """A short list of unrelated words copied on several lines."""
+    items = rng.sample(rng.choice(WORD_POOLS), rng.randint(5, 8))
+    times = rng.randint(3, 5)
+    line = ", ".join(items)
+    prompt = rng.choice(("Copy this list {} times: {}", "Write this list on {} lines: {}"))
+    return prompt.format(times, line), "\n".join([line] * times)
+
+
+def list_format(rng: random.Random) -> tuple[str, str]:
+    """A line of words turned into a numbered or a bulleted list."""
+    items = rng.sample(rng.choice(WORD_POOLS), rng.randint(8, 13))
+    if rng.random() < 0.6:
+        prompt = "Make a numbered list: {}"
+        lines = [f"{i}. {item}" for i, item in enumerate(items, 1)]
+    else:
+        prompt = "Make a list with dashes: {}"
+        lines = [f"- {item}" for item in items]
+    return prompt.format(", ".join(items)), "\n".join(lines)
+
+
+def frame(rng: random.Random) -> tuple[str, str]:
+    """One sentence frame, filled with each word of a list."""
+    pattern = rng.choice(FRAMES)
+    items = rng.sample(THINGS, rng.randint(6, 10))
+    prompt = f'Write "{pattern.format("...")}" with each word: {", ".join(items)}'
+    return prompt, "\n".join(map(pattern.format, items))
+
+
+def markdown(rng: random.Random) -> tuple[str, str]:
+    """Rows turned into a Markdown table of two or three columns."""
+    columns: dict[str, Callable[[], str]] = {
+        "name": lambda: rng.choice(NAMES),
+        "age": lambda: str(rng.randint(5, 90)),
+        "city": lambda: rng.choice(CITIES),
+        "job": lambda: rng.choice(JOBS),
+        "colour": lambda: rng.choice(COLORS),
+        "score": lambda: str(rng.randint(10, 99)),
+    }
+    wide = rng.random() < 0.5
+    heads = ["name", *rng.sample(tuple(columns)[1:], 2 if wide else 1)]
+    rows = [[columns[head]() for head in heads] for _ in range(rng.randint(3, 4 if wide else 6))]
+    prompt = f"Make a table of {', '.join(heads)}: {'; '.join(' '.join(row) for row in rows)}"
+    lines = [heads, ["---"] * len(heads), *rows]
+    return prompt, "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def json_records(rng: random.Random) -> tuple[str, str]:
+    """Fields turned into JSON, as one wide record or as a list of narrow ones."""
+    drawers: dict[str, Callable[[], str | int]] = {
+        "name": lambda: rng.choice(NAMES),
+        "age": lambda: rng.randint(5, 90),
+        "city": lambda: rng.choice(CITIES),
+        "job": lambda: rng.choice(JOBS),
+        "pet": lambda: rng.choice(ANIMALS),
+        "colour": lambda: rng.choice(COLORS),
+    }
+    if rng.random() < 0.5:
+        keys = ["name", *rng.sample(tuple(drawers)[1:], rng.randint(3, 5))]
+        record = {key: drawers[key]() for key in keys}
+        fields = ", ".join(f"{key} {value}" for key, value in record.items())
+        return f"Turn into JSON: {fields}", json.dumps(record, indent=2)
+    keys = ["name", *rng.sample(tuple(drawers)[1:], 1)]
+    records = [{key: drawers[key]() for key in keys} for _ in range(rng.randint(3, 5))]
+    rows = "; ".join(" ".join(str(value) for value in record.values()) for record in records)
+    lines = ",\n".join(json.dumps(record) for record in records)
+    return f"Turn into a JSON list of {' and '.join(keys)}: {rows}", f"[\n{lines}\n]"
+
+
+def pattern(rng: random.Random) -> tuple[str, str]:
+    """A few items repeated in turn."""
+    size = rng.randint(2, 4)
+    pool: tuple[str, ...] = rng.choice(
+        (COLORS, SHORT_NOUNS, tuple(LETTERS), tuple(map(str, range(10))))
+    )
+    items = rng.sample(pool, size)
+    times = rng.randint(32 // size, 48 // size)
+    prompt = rng.choice(("Repeat the pattern {} times: {}", "Write {} rounds of: {}"))
+    joined = " ".join(items)
+    return prompt.format(times, joined), " ".join([joined] * times)
+
+
+def letters(rng: random.Random) -> tuple[str, str]:
+    """A run of the alphabet, forwards or backwards, with or without numbers."""
+    size = rng.randint(12, 26)
+    start = rng.randint(0, 26 - size)
+    run = list(LETTERS[start : start + size])
+    if rng.random() < 0.5:
+        run = [letter.upper() for letter in run]
+    if rng.random() < 0.5:
+        run.reverse()
+    first, last = run[0], run[-1]
+    form = rng.choice(("with commas", "with numbers", "twice each", "with dashes"))
+    if form == "with numbers":
+        run = [f"{letter}{i}" for i, letter in enumerate(run[:16], 1)]
+        last = run[-1][0]
+    elif form == "twice each":
+        run = [letter for letter in run for _ in range(2)]
+    separator = {"with commas": ", ", "with dashes": " - "}.get(form, " ")
+    prompt = rng.choice(
+        ("Write the letters from {} to {} {}.", "List {} to {} {}.", "Letters {} to {}, {}.")
+    )
+    return prompt.format(first, last, form), separator.join(run)
+
+
+def reverse(rng: random.Random) -> tuple[str, str]:
+    """A short list forwards, then backwards: the second line copies the first in reverse."""
+    items = rng.sample(rng.choice(WORD_POOLS), rng.randint(5, 8))
+    prompt = rng.choice(
+        ("Write forwards and backwards: {}", "Write this list, then reverse it: {}")
+    ).format(", ".join(items))
+    backward = ", ".join(reversed(items))
+    return prompt, f"Forwards: {', '.join(items)}.\nBackwards: {backward}."
+
+
+KINDS: Mapping[str, Callable[[random.Random], tuple[str, str]]] = MappingProxyType(
+    {
+        "count": count,
+        "times_table": times_table,
+        "sum_table": sum_table,
+        "copy_line": copy_line,
+        "copy_list": copy_list,
+        "list_format": list_format,
+        "frame": frame,
+        "markdown": markdown,
+        "json_records": json_records,
+        "pattern": pattern,
+        "letters": letters,
+        "reverse": reverse,
+    }
+)

@@ -1,0 +1,174 @@
+"""Which masks to fill, and with what: entropies, the fill rule, token sampling."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from wedlm_jax.errors import InputError
+
+NO_STOP = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How one prompt is decoded.
+
+    Attributes:
+      temperature: 0 takes the most likely token; above, the logits are divided by it.
+      top_p: keep the smallest set of tokens whose probabilities reach this; 1 keeps all.
+      top_k: keep this many most likely tokens; 0 keeps all. Applied before ``top_p``.
+      max_tokens: completion tokens at most.
+      stop: texts that end the completion; matched on the decoded text, trimmed from it.
+      stop_token_ids: token ids that end it, beside the model's EOS; kept in ``token_ids``,
+        absent from ``text``.
+      entropy_threshold: τ in nats. Every mask whose adjusted entropy lies below is filled;
+        None fills one mask per forward.
+      position_penalty: λ, added to the entropy per slot of distance from the first mask.
+      seed: of the row's random stream; the same seed gives the same row in any batch.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    entropy_threshold: float | None = 0.4
+    position_penalty: float = 0.02
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        self._check_numbers()
+        if not all(isinstance(s, str) and s for s in self.stop):
+            raise InputError("stop: expected non-empty strings")
+        if not all(
+            isinstance(t, int) and not isinstance(t, bool) and t >= 0 for t in self.stop_token_ids
+        ):
+            raise InputError("stop_token_ids: expected token ids")
+
+    def _check_numbers(self) -> None:
+        def number(name: str, low: float, high: float, *, integer: bool = False) -> None:
+            value = getattr(self, name)
+            kinds = (int,) if integer else (int, float)
+            if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+                what = "an integer" if integer else "a number"
+                bounds = (
+                    f"of at least {low:g}" if high == float("inf") else f"from {low:g} to {high:g}"
+                )
+                raise InputError(f"{name}: expected {what} {bounds}, not {value!r}")
+
+        number("temperature", 0, 1e6)
+        number("top_p", 0, 1)
+        number("top_k", 0, float("inf"), integer=True)
+        number("max_tokens", 1, float("inf"), integer=True)
+        number("position_penalty", 0, 1e6)
+        number("seed", 0, 2**32 - 1, integer=True)
+        if self.entropy_threshold is not None:
+            number("entropy_threshold", 0, 1e6)
+        if self.top_p == 0:
+            raise InputError("top_p: expected a number above 0")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowParams:
+    """`SamplingParams` of a batch as arrays ``[B]``, and each row's window.
+
+    ``entropy_threshold`` is −inf for None: then no entropy lies below it. ``stop_ids`` is
+    int32 ``[B, N]``, filled up with `NO_STOP`.
+    """
+
+    window: Array
+    temperature: Array
+    top_p: Array
+    top_k: Array
+    max_tokens: Array
+    entropy_threshold: Array
+    position_penalty: Array
+    seed: Array
+    stop_ids: Array
+
+
+def entropy(logits: Array) -> Array:
+    """Shannon entropy in nats, float32 ``[...]``, of the softmax of ``logits [..., V]``.
+
+    A logit of −inf has probability 0 and adds nothing.
+    """
+    logits = logits.astype(jnp.float32)
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    weights = jnp.exp(shifted)
+    total = weights.sum(axis=-1)
+    energy = jnp.where(weights > 0, weights * shifted, 0.0).sum(axis=-1)
+    return jnp.log(total) - energy / total
+
+
+def fill_rule(
+    entropies: Array, slots: Array, is_mask: Array, threshold: Array, penalty: Array
+) -> Array:
+    """The masks to fill in this forward (WeDLM section 5; DESIGN step 5).
+
+    Args:
+      entropies: float32 ``[B, W]``.
+      slots: int32 ``[B, W]``, each candidate's logical slot; the first is the first mask.
+      is_mask: bool ``[B, W]``, False where a candidate is not there.
+      threshold, penalty: τ and λ, ``[B]``.
+
+    Returns:
+      bool ``[B, W]``: every mask with H + λ·distance < τ, or the single smallest.
+    """
+    distance = (slots - slots[:, :1]).astype(jnp.float32)
+    adjusted = jnp.where(is_mask, entropies + penalty[:, None] * distance, jnp.inf)
+    below = adjusted < threshold[:, None]
+    single = jnp.arange(slots.shape[1]) == jnp.argmin(adjusted, axis=-1)[:, None]
+    return jnp.where(below.any(axis=-1, keepdims=True), below, single & is_mask)
+
+
+def choose_tokens(logits: Array, slots: Array, forwards: Array, params: RowParams) -> Array:
+    """The token each position would be filled with: int32 ``[B, W]``.
+
+    Args:
+      logits: float32 ``[B, W, V]``.
+      slots: int32 ``[B, W]``, logical positions; with ``forwards [B]`` and the row's seed
+        they name the random stream, so a row draws the same numbers in any batch.
+    """
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def sample() -> Array:
+        def one(row_logits: Array, row_slots: Array, forward: Array, i: Array) -> Array:
+            key = jax.random.fold_in(jax.random.key(params.seed[i]), forward)
+            scaled = row_logits / jnp.maximum(params.temperature[i], 1e-6)
+            kept = truncate(scaled, params.top_k[i], params.top_p[i])
+            keys = jax.vmap(lambda slot: jax.random.fold_in(key, slot))(row_slots)
+            return jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
+
+        drawn = jax.vmap(one)(logits, slots, forwards, jnp.arange(logits.shape[0]))
+        return jnp.where(params.temperature[:, None] > 0, drawn, greedy)
+
+    return jax.lax.cond((params.temperature > 0).any(), sample, lambda: greedy)
+
+
+def truncate(logits: Array, top_k: Array, top_p: Array) -> Array:
+    """Sets to −inf what top-k, then top-p of the rest, leave out.
+
+    Args:
+      logits: ``[..., V]``, already divided by the temperature.
+      top_k: scalar, 0 for all. Exactly so many stay; of equal logits the lower ids.
+      top_p: scalar in (0, 1].
+    """
+    vocab = logits.shape[-1]
+    order = jnp.argsort(-logits, axis=-1, stable=True)
+    ranked = jnp.take_along_axis(logits, order, axis=-1)
+    k = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab)
+    ranked = jnp.where(jnp.arange(vocab) < k, ranked, -jnp.inf)
+    probability = jax.nn.softmax(ranked, axis=-1)
+    # What stands before a token must not yet reach top_p; the first always stays.
+    before = jnp.cumsum(probability, axis=-1) - probability
+    ranked = jnp.where((before < top_p) | (jnp.arange(vocab) == 0), ranked, -jnp.inf)
+    return jnp.take_along_axis(ranked, jnp.argsort(order, axis=-1), axis=-1)
