@@ -15,7 +15,7 @@ from wedlm_jax.config import ModelConfig
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys and values ``[num_hidden_layers, B, S, K, head_dim]``."""
+    """Keys and values ``[num_hidden_layers, B, K, S, head_dim]``."""
 
     keys: Array
     values: Array
@@ -23,7 +23,7 @@ class KVCache:
     @property
     def size(self) -> int:
         """S: the rows each sequence has."""
-        return self.keys.shape[2]
+        return self.keys.shape[3]
 
     def layers(self) -> tuple[Array, Array]:
         return self.keys, self.values
@@ -31,7 +31,7 @@ class KVCache:
 
 def allocate(config: ModelConfig, batch: int, size: int, dtype: Any) -> KVCache:
     shape = (
-        config.num_hidden_layers, batch, size, config.num_key_value_heads, config.head_dim,
+        config.num_hidden_layers, batch, config.num_key_value_heads, size, config.head_dim,
     )  # fmt: skip
     return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
@@ -40,7 +40,7 @@ def write(cache: KVCache, kv: tuple[Array, Array], starts: Array) -> KVCache:
     """Writes new rows behind what each sequence has.
 
     Args:
-      kv: keys and values ``[num_hidden_layers, B, P, K, head_dim]``.
+      kv: keys and values ``[num_hidden_layers, B, K, P, head_dim]``.
       starts: int32 ``[B]``, where each sequence's P rows go. ``starts + P`` must not exceed
         the cache size: XLA would move the write back over committed rows, so the engine
         allocates room for a whole window behind the last token.
@@ -48,7 +48,7 @@ def write(cache: KVCache, kv: tuple[Array, Array], starts: Array) -> KVCache:
 
     @jax.vmap
     def per_layer(old: Array, new: Array) -> Array:
-        return jax.vmap(lambda o, n, at: jax.lax.dynamic_update_slice(o, n, (at, 0, 0)))(
+        return jax.vmap(lambda o, n, at: jax.lax.dynamic_update_slice(o, n, (0, at, 0)))(
             old, new.astype(old.dtype), starts
         )
 

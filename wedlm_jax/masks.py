@@ -39,8 +39,9 @@ class CausalMask:
 
     def dense(self, batch: int, length: int) -> Array:
         """bool ``[B, T, T]``."""
-        causal = jnp.broadcast_to(_causal(length), (batch, length, length))
-        return causal if self.segment_ids is None else causal & _same_segment(self.segment_ids)
+        if self.segment_ids is not None:
+            return _causal(length) & _same_segment(self.segment_ids)
+        return jnp.broadcast_to(_causal(length), (batch, length, length))
 
 
 @jax.tree_util.register_dataclass

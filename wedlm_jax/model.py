@@ -81,7 +81,7 @@ class Attention(nnx.Module):
         implementation: str,
     ) -> tuple[Array, KeyValues]:
         """``x [B, T, D]`` to the same shape, and this input's keys and values
-        ``[B, T, K, head_dim]``."""
+        ``[B, K, T, head_dim]``."""
         batch, length, _ = x.shape
         q, k, v = (
             proj(x).reshape(batch, length, -1, self.head_dim)
@@ -90,6 +90,7 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
+        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
         out = attend(q, k, v, mask, cache=cache, implementation=implementation)
         return self.o_proj(out.reshape(batch, length, -1)), (k, v)
 
@@ -172,7 +173,7 @@ class Transformer(nnx.Module):
           token_ids: int32 ``[B, T]`` in physical order.
           positions: int32 ``[B, T]``, the logical position of each; what RoPE sees.
           mask: who sees whom.
-          cache: keys and values ``[num_hidden_layers, B, S, K, head_dim]`` that stand
+          cache: keys and values ``[num_hidden_layers, B, K, S, head_dim]`` that stand
             before this input, with a `CachedMask`.
           return_kv: whether to return this input's own keys and values.
           dtype: compute dtype; that of the parameters by default.
@@ -181,7 +182,7 @@ class Transformer(nnx.Module):
 
         Returns:
           Normalised hidden states ``[B, T, D]`` (see `logits`), and keys and values
-          ``[num_hidden_layers, B, T, K, head_dim]`` or None.
+          ``[num_hidden_layers, B, K, T, head_dim]`` or None.
         """
         rope = rope_tables(self.config, positions)
         x = self.embed_tokens[...][token_ids]
