@@ -1,0 +1,243 @@
+"""Runs every golden check on a folder in the goldens' format, a line a case.
+
+    python -m tests.check_goldens tests/goldens
+
+A folder holds one folder per checkpoint, each with ``config.json``, safetensors,
+``forward.npz``, ``decode_cases.json`` and ``train_case_*.npz``; see tests/goldens/README.md.
+Exits non-zero on any miss. Each check compares against the tolerance the goldens state.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from tests.decode_harness import DecodeCase, decode_cases, decode_trace
+from train.step import Objective, accumulate, prepare_given
+from wedlm_jax.corruption import PackedRows
+from wedlm_jax.errors import InputError
+from wedlm_jax.hf import arrays_from_model, load_checkpoint, parameter_entries
+from wedlm_jax.loss import LossConfig
+from wedlm_jax.masks import CausalMask
+from wedlm_jax.model import Transformer
+from wedlm_jax.packing import TokenisedSample, row_arrays
+
+LOGITS_TOLERANCE = 1e-4
+LOSS_TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = 1e-4
+
+Check = tuple[str, str | None]
+"""A case's name and what is wrong with it, None when it passes."""
+
+
+def all_checks(folder: Path) -> Iterator[Check]:
+    """Every check of every checkpoint under ``folder``."""
+    checkpoints = sorted(path.parent for path in folder.glob("*/config.json"))
+    if not checkpoints:
+        raise InputError(f"{folder}: no checkpoint folders with a config.json in here")
+    for checkpoint in checkpoints:
+        model = load_checkpoint(checkpoint, dtype=jnp.float32)
+        for name, problem in checkpoint_checks(checkpoint, model):
+            yield f"{checkpoint.name}/{name}", problem
+
+
+def checkpoint_checks(checkpoint: Path, model: Transformer) -> Iterator[Check]:
+    yield "forward", check_forward(model, checkpoint / "forward.npz")
+    cases = read_decode_cases(checkpoint)
+    yield from check_decode(model, cases)
+    for path in sorted(checkpoint.glob("train_case_*.npz")):
+        with np.load(path) as file:
+            yield from check_train(model, dict(file), path.stem)
+
+
+def check_forward(model: Transformer, path: Path) -> str | None:
+    with np.load(path) as golden:
+        hidden, _ = model(
+            jnp.asarray(golden["token_ids"]), jnp.asarray(golden["positions"]), CausalMask()
+        )
+        return _far(model.logits(hidden), golden["logits"], LOGITS_TOLERANCE)
+
+
+def read_decode_cases(checkpoint: Path) -> list[dict[str, Any]]:
+    return json.loads((checkpoint / "decode_cases.json").read_text(encoding="utf-8"))
+
+
+def as_decode_case(golden: dict[str, Any]) -> DecodeCase:
+    return DecodeCase(
+        prompt=golden["prompt_token_ids"],
+        window=golden["window_size"],
+        max_tokens=golden["max_tokens"],
+        entropy_threshold=golden["entropy_threshold"],
+        position_penalty=golden["pos_penalty_factor"],
+        stop_token_ids=golden["stop_token_ids"],
+    )
+
+
+COUNTS = ("token_ids", "num_forwards", "num_token_instances")
+
+
+def check_decode(model: Transformer, goldens: list[dict[str, Any]]) -> Iterator[Check]:
+    """Each case alone, all as one batch of mixed windows, and the traces."""
+    cases = [as_decode_case(golden) for golden in goldens]
+    batch = decode_cases(model, cases)
+    for i, (case, golden) in enumerate(zip(cases, goldens, strict=True)):
+        expected = {name: golden[name] for name in COUNTS}
+        yield f"decode[{i}] alone", _differs(decode_cases(model, [case])[0], expected)
+        yield f"decode[{i}] in a batch", _differs(batch[i], expected)
+        if "trace" in golden:
+            trace = {"trace": decode_trace(model, case)}
+            yield f"decode[{i}] trace", _differs(trace, {"trace": golden["trace"]})
+
+
+def check_train(model: Transformer, golden: dict[str, np.ndarray], name: str) -> Iterator[Check]:
+    block_size, mask_token_id = int(golden["block_size"]), int(golden["mask_token_id"])
+    rows, masked, ratio, layout = packed_rows(golden, block_size)
+    results = {}
+    for weighting in ("inverse_ratio", "uniform"):
+        loss_config = LossConfig(weighting=weighting, chunk=16)
+        objective = Objective("wedlm", block_size, mask_token_id, loss_config)
+        batch, denominators, loss = prepare_given(objective, rows, masked, ratio)
+        graph, parameters = nnx.split(model)
+        results[weighting] = jax.jit(accumulate, static_argnums=(0, 4))(
+            graph, parameters, batch, denominators, loss
+        )
+    batch = jax.tree.map(lambda x: x[0], batch)
+    yield f"{name} packed arrays", check_packed(batch, golden, layout)
+    yield f"{name} logits", check_logits(model, batch, golden, layout)
+
+    gradients, metrics = results["inverse_ratio"]
+    uniform = results["uniform"][1]["mlm_loss"]
+    for key, value in {
+        "mlm_loss_weighted": metrics["mlm_loss"],
+        "mlm_loss_uniform": uniform,
+        "ar_loss": metrics["ar_loss"],
+        "total_loss": metrics["loss"],
+    }.items():
+        yield f"{name} {key}", _far(value, golden[key], LOSS_TOLERANCE, relative=True)
+    yield from check_gradients(nnx.merge(graph, gradients), golden, name)
+
+
+def packed_rows(
+    golden: dict[str, np.ndarray], block_size: int
+) -> tuple[PackedRows, jax.Array, jax.Array, np.ndarray]:
+    """The case as one packed row ``[1, 1, L]``, and where its tokens stand in that row.
+
+    The goldens hold each sample's two streams one behind the other; ours, all memory
+    streams, then all prediction streams, samples padded to whole blocks. The last value
+    maps a place of theirs to a place of ours: int ``[2N]`` into ``2L``.
+    """
+    bounds = golden["cu_seqlens"]
+    samples, where, start = [], [], 0
+    for low, high in zip(bounds[:-1], bounds[1:], strict=True):
+        samples.append(
+            TokenisedSample(golden["tokens"][low:high], golden["labels"][low:high] >= 0)
+        )
+        where.append(start + np.arange(high - low))
+        start += -(-int(high - low) // block_size) * block_size
+    row = row_arrays(samples, row_length=start, block_size=block_size, pad_token_id=0)
+    rows = PackedRows(**{key: jnp.asarray(value)[None, None] for key, value in row.items()})
+    flat = np.concatenate(where)
+    masked, ratio = np.zeros(start, bool), np.zeros(start, np.float32)
+    masked[flat], ratio[flat] = golden["masked"], golden["mask_ratio"]
+    layout = np.concatenate([np.concatenate([w, w + start]) for w in where])
+    return rows, jnp.asarray(masked)[None, None], jnp.asarray(ratio)[None, None], layout
+
+
+def check_packed(batch: Any, golden: dict[str, np.ndarray], layout: np.ndarray) -> str | None:
+    length = batch.targets.shape[1]
+    memory = np.zeros(length, bool)
+    targets = np.concatenate([batch.token_ids[0, :length], batch.targets[0]])
+    is_masked = np.concatenate([memory, batch.masked[0]])
+    ratio = np.where(is_masked, np.concatenate([memory * 0.0, batch.mask_ratio[0]]), 0.0)
+    ours = {
+        "packed_input_ids": batch.token_ids[0],
+        "packed_positions": batch.positions[0],
+        "packed_targets": targets,
+        "packed_masked": is_masked,
+        "packed_mask_ratio": ratio,
+    }
+    for key, value in ours.items():
+        theirs = golden[key].reshape(-1)
+        if not np.allclose(np.asarray(value)[layout], theirs, rtol=0, atol=1e-6):
+            return f"{key} differs"
+    if "attention_mask" in golden:
+        dense = np.asarray(batch.mask.dense()[0])[np.ix_(layout, layout)]
+        if not np.array_equal(dense, golden["attention_mask"].astype(bool)):
+            return "attention_mask differs"
+    return None
+
+
+def check_logits(
+    model: Transformer, batch: Any, golden: dict[str, np.ndarray], layout: np.ndarray
+) -> str | None:
+    for attention in ("dense", "streams"):
+        hidden, _ = model(batch.token_ids, batch.positions, batch.mask, attention=attention)
+        logits = np.asarray(model.logits(hidden))[0][layout]
+        theirs = golden["logits"].reshape(logits.shape)
+        if problem := _far(logits, theirs, LOGITS_TOLERANCE):
+            return f"{attention} attention: {problem}"
+    return None
+
+
+def check_gradients(
+    gradients: Transformer, golden: dict[str, np.ndarray], name: str
+) -> Iterator[Check]:
+    """Norms of every parameter's gradient; values of those the goldens hold."""
+    values = arrays_from_model(gradients)
+    ours = {}
+    for entry in parameter_entries(gradients.config):
+        value = np.asarray(values[entry.path], np.float64)
+        parts = value if entry.stacked else value[None]
+        for tensor, part in zip(entry.hf_names, parts, strict=True):
+            ours[tensor] = part.T if entry.transposed else part
+    norms = [key for key in golden if key.startswith("gradnorm/")]
+    missed = {key.split("/", 1)[1] for key in norms} ^ set(ours)
+    yield f"{name} gradients", f"not the same parameters: {sorted(missed)}" if missed else None
+    for key in norms:
+        norm = np.linalg.norm(ours[key.split("/", 1)[1]])
+        yield f"{name} {key}", _far(norm, golden[key], GRADIENT_TOLERANCE, relative=True)
+    for key in (key for key in golden if key.startswith("grad/")):
+        value = ours[key.split("/", 1)[1]]
+        scale = np.abs(golden[key]).max()
+        yield f"{name} {key}", _far(value / scale, golden[key] / scale, GRADIENT_TOLERANCE)
+
+
+def _far(ours: Any, theirs: Any, tolerance: float, *, relative: bool = False) -> str | None:
+    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    error = np.abs(ours - theirs)
+    error = (error / np.maximum(np.abs(theirs), 1e-30) if relative else error).max()
+    return None if error <= tolerance else f"off by {error:.2e}, allowed {tolerance:.0e}"
+
+
+def _differs(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
+    wrong = [f"{key} {ours[key]}, expected {theirs[key]}" for key in theirs if ours[key] != theirs[key]]
+    return "; ".join(wrong) or None
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        print(__doc__)
+        return 2
+    failures = total = 0
+    try:
+        for name, problem in all_checks(Path(arguments[0])):
+            total += 1
+            failures += problem is not None
+            print(f"{'ok  ' if problem is None else 'MISS'} {name}" + (f": {problem}" if problem else ""))
+    except (InputError, OSError, KeyError) as error:
+        print(f"check_goldens: {error}")
+        return 2
+    print(f"{total - failures} passed, {failures} failed")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
