@@ -43,6 +43,9 @@ class DecodeState:
       filled: bool ``[B, P]``.
       active: int32 ``[B]``, slots the next forward runs; the rest do not exist yet.
       output: int32 ``[B, M]``, committed completion tokens.
+      output_forwards, output_instances: int32 ``[B, M]``, the value of ``num_forwards`` and
+        ``num_token_instances`` after the forward that committed each of them. With these a
+        completion can be cut short afterwards and still be counted exactly.
       num_output: int32 ``[B]``, how many of them.
       done: bool ``[B]``.
       num_forwards, num_token_instances: int32 ``[B]``, decode forwards of this row and the
@@ -55,6 +58,8 @@ class DecodeState:
     filled: Array
     active: Array
     output: Array
+    output_forwards: Array
+    output_instances: Array
     num_output: Array
     done: Array
     num_forwards: Array
@@ -95,6 +100,7 @@ def initial_state(
     """
     batch, slots = lengths.shape[0], num_slots(window)
     zeros = jnp.zeros((batch,), jnp.int32)
+    no_output = jnp.zeros((batch, max_output), jnp.int32)
     autoregressive = window == 0
     return DecodeState(
         cache=cache,
@@ -102,7 +108,9 @@ def initial_state(
         tokens=jnp.broadcast_to(last[:, None] * autoregressive, (batch, slots)),
         filled=jnp.full((batch, slots), autoregressive),
         active=zeros + 1 if autoregressive else params.window,
-        output=jnp.zeros((batch, max_output), jnp.int32),
+        output=no_output,
+        output_forwards=no_output,
+        output_instances=no_output,
         num_output=zeros,
         done=params.max_tokens <= 0,
         num_forwards=zeros,
@@ -191,14 +199,19 @@ def _commit(state: DecodeState, params: RowParams, tokens: Array, count: Array) 
     take = jnp.minimum(through_stop, params.max_tokens - state.num_output)
     stopped = is_stop.any(axis=-1) & (through_stop <= take)
 
-    place = jnp.where(
-        index < take[:, None], state.num_output[:, None] + index, state.output.shape[1]
-    )
+    end = state.output.shape[1]
+    place = jnp.where(index < take[:, None], state.num_output[:, None] + index, end)
     rows = jnp.arange(tokens.shape[0])[:, None]
+
+    def append(output: Array, values: Array) -> Array:
+        return output.at[rows, place].set(values, mode="drop")
+
     num_output = state.num_output + take
     return dataclasses.replace(
         state,
-        output=state.output.at[rows, place].set(tokens, mode="drop"),
+        output=append(state.output, tokens),
+        output_forwards=append(state.output_forwards, state.num_forwards[:, None]),
+        output_instances=append(state.output_instances, state.num_token_instances[:, None]),
         num_output=num_output,
         lengths=state.lengths + take,
         done=state.done | stopped | (num_output >= params.max_tokens),

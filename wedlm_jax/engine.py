@@ -8,6 +8,7 @@ It knows token ids only; text is `wedlm_jax.llm`'s.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -46,12 +47,26 @@ class RowResult:
       finish_reason: "stop", "length", or None while it is decoding.
       num_forwards: decode forwards this row took part in; prefill is not counted.
       num_token_instances: active window slots over those forwards.
+      forwards_at, instances_at: those two counts when each token was committed.
     """
 
     token_ids: list[int]
     finish_reason: str | None
     num_forwards: int
     num_token_instances: int
+    forwards_at: list[int]
+    instances_at: list[int]
+
+    def cut(self, length: int) -> RowResult:
+        """The row as if it had stopped at its first ``length`` (at least 1) tokens."""
+        return RowResult(
+            self.token_ids[:length],
+            "stop",
+            self.forwards_at[length - 1],
+            self.instances_at[length - 1],
+            self.forwards_at[:length],
+            self.instances_at[:length],
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +123,8 @@ class Engine:
             )
         self.config, self.window_size, self.refill = model.config, window_size, refill
         self._graph, self._parameters = nnx.split(model)
+        self._programs: dict[Any, Any] = {}
+        self.compile_seconds = 0.0
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Refuses a prompt that cannot be decoded.
@@ -161,11 +178,27 @@ class Engine:
         room = max(len(p) + s.max_tokens for p, s in zip(prompts, params, strict=True))
         size = max(length, room) + num_slots(self.window_size)
         row_params = self._row_params(list(params), windows, rows)
-        state = _start(
-            self._graph, self._parameters, jnp.asarray(tokens), jnp.asarray(lengths), row_params,
+        state = self._run(
+            _start, (jnp.asarray(tokens), jnp.asarray(lengths), row_params),
             window=self.window_size, max_output=max_output, cache_size=-(-size // 64) * 64,
         )  # fmt: skip
-        return Batch(self, state, row_params, [set(map(int, s)) for s in row_params.stop_ids], count)
+        return Batch(
+            self, state, row_params, [set(map(int, s)) for s in row_params.stop_ids], count
+        )
+
+    def _run(self, function: Any, arguments: tuple[Any, ...], **static: Any) -> Any:
+        """Calls a jitted function, compiling it first where the shapes are new.
+
+        Compilation is kept apart so that its time is known and never counted as decoding.
+        """
+        shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(arguments))
+        key = (function, shapes, tuple(static.items()))
+        if key not in self._programs:
+            started = time.monotonic()
+            lowered = function.lower(self._graph, self._parameters, *arguments, **static)
+            self._programs[key] = lowered.compile()
+            self.compile_seconds += time.monotonic() - started
+        return self._programs[key](self._parameters, *arguments)
 
     def _row_params(
         self, params: list[SamplingParams], windows: Sequence[int] | None, rows: int
@@ -218,8 +251,8 @@ class Batch:
     def advance(self, max_forwards: int = UNTIL_DONE) -> bool:
         """Runs at most so many forwards; returns whether every row is done."""
         engine = self._engine
-        self._state = _advance(
-            engine._graph, engine._parameters, self._state, self._params, jnp.int32(max_forwards),
+        self._state = engine._run(
+            _advance, (self._state, self._params, jnp.int32(max_forwards)),
             window=engine.window_size, refill=engine.refill,
         )  # fmt: skip
         return bool(self._state.done.all())
@@ -231,16 +264,16 @@ class Batch:
     def results(self) -> list[RowResult]:
         """What each row has committed so far, in order."""
         state = self._state
-        output, count, done, forwards, instances = jax.device_get(
-            (state.output, state.num_output, state.done, state.num_forwards,
-             state.num_token_instances)
-        )  # fmt: skip
+        counts = (state.num_output, state.done, state.num_forwards, state.num_token_instances)
+        outputs = (state.output, state.output_forwards, state.output_instances)
+        counts, outputs = jax.device_get((counts, outputs))
         results = []
         for i in range(self._count):
-            ids = output[i, : count[i]].tolist()
+            length, done, forwards, instances = (column[i].item() for column in counts)
+            ids, forwards_at, instances_at = (x[i, :length].tolist() for x in outputs)
             stopped = bool(ids) and ids[-1] in self._stop_ids[i]
-            reason = ("stop" if stopped else "length") if done[i] else None
-            results.append(RowResult(ids, reason, int(forwards[i]), int(instances[i])))
+            reason = ("stop" if stopped else "length") if done else None
+            results.append(RowResult(ids, reason, forwards, instances, forwards_at, instances_at))
         return results
 
     def window(self, row: int) -> WindowView:
