@@ -80,7 +80,7 @@ def build_dataset(
 def save_dataset(dataset: PackedDataset, path: Path) -> None:
     beside = path.with_suffix(".part.npz")
     numbers = {k: np.array(getattr(dataset, k)) for k in ("fill", "samples", "skipped")}
-    np.savez(beside, **dataset.arrays, **numbers)
+    np.savez(beside, allow_pickle=False, **dataset.arrays, **numbers)
     beside.replace(path)
 
 

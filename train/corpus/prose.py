@@ -87,7 +87,7 @@ def dialogue(rng: random.Random) -> tuple[str, str]:
         "reply",
         *(rng.choice(("ask", "reply", "turn")) for _ in range(rng.randint(1, 3))),
     ]
-    lines += [expand("{%s}" % slot, rng, subject) for slot in slots]
+    lines += [expand("{" + slot + "}", rng, subject) for slot in slots]
     text = "\n".join(f"{(n, m)[i % 2]}: {line}" for i, line in enumerate(lines))
     return f"Write a talk between {n} and {m} about a {subject['a']} and a {subject['b']}.", text
 

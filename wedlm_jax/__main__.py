@@ -1,0 +1,67 @@
+"""The `wedlm` command: one line a subcommand, each imported only when called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from wedlm_jax import __version__
+from wedlm_jax.errors import InputError
+
+SUBCOMMANDS = {
+    "demo": ("infer.demo", "watch the embedded model decode, with numbers"),
+    "generate": ("infer.generate", "complete a prompt, or a JSONL file of prompts"),
+    "train": ("train.command", "train a model from a recipe in configs/"),
+    "convert": ("wedlm_jax.convert", "Hugging Face checkpoint to orbax, or back"),
+    "info": ("wedlm_jax.info", "what a checkpoint folder is"),
+}
+
+HELP = """\
+usage: wedlm COMMAND [options]        (wedlm COMMAND --help tells more)
+
+Causal diffusion language models in JAX: WeDLM fills several masked tokens per
+forward pass under causal attention.
+
+commands:
+{commands}
+
+examples:
+  wedlm demo
+  wedlm generate --chat --prompt "Count from 12 to 30 in steps of 2."
+  wedlm generate --model DIR --input prompts.jsonl --output completions.jsonl
+"""
+
+
+def help_text() -> str:
+    lines = [f"  {name:<10} {what}" for name, (_, what) in SUBCOMMANDS.items()]
+    return HELP.format(commands="\n".join(lines))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a subcommand; returns the exit status: 2 for bad input, 130 when interrupted."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(help_text(), end="")
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(f"wedlm-jax {__version__}")
+        return 0
+    name, *rest = arguments
+    if name not in SUBCOMMANDS:
+        print(f"wedlm: no command {name!r}; there are {', '.join(SUBCOMMANDS)}", file=sys.stderr)
+        return 2
+    try:
+        return int(importlib.import_module(SUBCOMMANDS[name][0]).main(rest) or 0)
+    except InputError as error:
+        print(f"wedlm {name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"wedlm {name}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,326 @@
+"""The Python API: `LLM` and what it returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from wedlm_jax.engine import Batch, Engine, RowResult
+from wedlm_jax.errors import InputError
+from wedlm_jax.hf import load_checkpoint
+from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.text import Messages, StopStrings, TextCodec
+
+EMBEDDED_MODEL = Path(__file__).parent / "embedded"
+DTYPES = ("float32", "bfloat16")
+
+FORWARDS_PER_SLICE = 64
+"""Forwards between two looks at a batch: long enough to hide the look."""
+
+Prompt = str | Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """What became of one prompt.
+
+    Attributes:
+      text: the completion without stop token and stop string; None without a tokenizer.
+      token_ids: committed tokens, a stop token included; with a stop string, through the
+        token in which it is complete.
+      finish_reason: "stop", "length", or None while streaming.
+      num_forwards: decode forwards; prefill is not counted.
+      num_token_instances: active window slots over those forwards.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    finish_reason: str | None
+    num_forwards: int
+    num_token_instances: int
+
+    @property
+    def tokens_per_forward(self) -> float:
+        return len(self.token_ids) / max(self.num_forwards, 1)
+
+    @property
+    def p_cache(self) -> float:
+        """Completion tokens over processed token instances (WeDLM section 3)."""
+        return len(self.token_ids) / max(self.num_token_instances, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A piece of a streamed completion: new ``text`` and ``token_ids``, and all so far."""
+
+    text: str
+    token_ids: list[int]
+    completion: Completion
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Where a call to `LLM.generate` stands, counted over finished and running rows."""
+
+    finished: int
+    total: int
+    tokens: int
+    forwards: int
+
+
+class LLM:
+    """A checkpoint, ready to decode.
+
+    Args:
+      model: a folder in Hugging Face format, or a hub id; the embedded model by default.
+      window_size: W, the masked slots decoded in parallel; 0 is autoregressive decoding.
+      dtype: "float32" or "bfloat16"; by default float32 on a CPU, bfloat16 elsewhere.
+      max_model_len: prompt and completion tokens at most; the model's context by default.
+      max_batch_size: prompts that decode together.
+      refill: "streaming", or "blockwise" for the paper's baseline.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        window_size: int = 16,
+        dtype: str | None = None,
+        max_model_len: int | None = None,
+        max_batch_size: int = 16,
+        refill: str = "streaming",
+    ):
+        if dtype is None:
+            dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        if dtype not in DTYPES:
+            raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, not {dtype!r}")
+        if max_batch_size < 1:
+            raise InputError(f"max_batch_size: expected at least 1, not {max_batch_size}")
+        self.folder = resolve_model(model)
+        self.codec = TextCodec.load(self.folder)
+        self.max_batch_size = max_batch_size
+        self.engine = Engine(
+            load_checkpoint(self.folder, dtype=jnp.dtype(dtype)),
+            window_size=window_size,
+            refill=refill,
+            max_model_len=max_model_len,
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> list[Completion]:
+        """Completes prompts.
+
+        Args:
+          prompts: texts or token-id lists, one or many.
+          params: one for all, or one for each.
+          on_progress: called between slices of the decode loop.
+
+        Returns:
+          One result per prompt, in order.
+
+        Raises:
+          InputError: before anything runs, if any prompt cannot be decoded.
+        """
+        rows = self.prepare(prompts, params)
+        results: list[Completion | None] = [None] * len(rows)
+        done = _Tally(len(rows), on_progress)
+        for indices in self._batches(rows):
+            finished = self._decode([rows[i] for i in indices], done)
+            for i, completion in zip(indices, finished, strict=True):
+                results[i] = completion
+        return [completion for completion in results if completion is not None]
+
+    def chat(
+        self,
+        conversations: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> list[Completion]:
+        """As `generate`, for conversations through the chat template.
+
+        Args:
+          conversations: messages with ``role`` and ``content``; one conversation or many.
+        """
+        many = [conversations] if isinstance(conversations[0], dict) else conversations
+        prompts = [self.chat_prompt(messages) for messages in many]  # type: ignore[arg-type]
+        return self.generate(prompts, params, on_progress=on_progress)
+
+    def chat_prompt(self, messages: Messages) -> list[int]:
+        """The token ids of a conversation, ready for the assistant's turn."""
+        return self._require_codec("messages").encode_chat(messages)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """Completes one prompt, yielding whenever tokens are committed.
+
+        The texts of the chunks together are the text that `generate` returns: none holds
+        part of a character, of a stop string, or of a stop token.
+        """
+        token_ids, sampling = self.prepare([prompt], params)[0]
+        batch = self.engine.start([token_ids], [sampling])
+        sent_tokens = sent_text = 0
+        running = True
+        while running:
+            running = not batch.advance(1)
+            row = batch.results()[0]
+            if len(row.token_ids) == sent_tokens and running:
+                continue
+            completion = self._completion(row, sampling)
+            text = completion.text or ""
+            if completion.finish_reason is None and self.codec and sampling.stop:
+                text = text[: StopStrings(self.codec, sampling.stop).safe_length(text)]
+            yield Chunk(text[sent_text:], completion.token_ids[sent_tokens:], completion)
+            sent_tokens, sent_text = len(completion.token_ids), max(len(text), sent_text)
+            running = running and completion.finish_reason is None
+
+    def prepare(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[tuple[list[int], SamplingParams]]:
+        """Token ids and sampling parameters of every prompt, all checked.
+
+        Raises:
+          InputError: naming the first prompt (from 0) that cannot be decoded, and why.
+        """
+        many = _as_list(prompts)
+        each = (
+            [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else params
+        )
+        if len(each) != len(many):
+            raise InputError(f"{len(many)} prompts came with {len(each)} sampling parameters")
+        rows = []
+        for number, (prompt, sampling) in enumerate(zip(many, each, strict=True)):
+            try:
+                if isinstance(prompt, str):
+                    prompt = self._require_codec("text prompts").encode(prompt)
+                if sampling.stop:
+                    self._require_codec("stop strings")
+                self.engine.check(prompt, sampling)
+            except InputError as error:
+                raise InputError(
+                    f"prompt {number}: {error}" if len(many) > 1 else str(error)
+                ) from None
+            rows.append((list(prompt), sampling))
+        return rows
+
+    def _require_codec(self, what: str) -> TextCodec:
+        if self.codec is None:
+            raise InputError(f"{self.folder} has no tokenizer, which {what} need; give token ids")
+        return self.codec
+
+    def _batches(self, rows: list[tuple[list[int], SamplingParams]]) -> Iterator[list[int]]:
+        """Prompts of similar work together: a batch lasts as long as its longest row."""
+        order = sorted(range(len(rows)), key=lambda i: (rows[i][1].max_tokens, len(rows[i][0])))
+        for start in range(0, len(order), self.max_batch_size):
+            yield order[start : start + self.max_batch_size]
+
+    def _decode(
+        self, rows: list[tuple[list[int], SamplingParams]], tally: _Tally
+    ) -> list[Completion]:
+        params = [sampling for _, sampling in rows]
+        batch = self.engine.start([token_ids for token_ids, _ in rows], params)
+        while not batch.advance(FORWARDS_PER_SLICE):
+            results = batch.results()
+            self._finish_stopped(batch, results, params)
+            tally.running(results)
+        completions = [
+            self._completion(row, sampling)
+            for row, sampling in zip(batch.results(), params, strict=True)
+        ]
+        tally.finished(completions)
+        return completions
+
+    def _finish_stopped(
+        self, batch: Batch, results: list[RowResult], params: list[SamplingParams]
+    ) -> None:
+        """Ends rows whose stop string has come, which only the host can see."""
+        for i, (row, sampling) in enumerate(zip(results, params, strict=True)):
+            if row.finish_reason is None and self._completion(row, sampling).finish_reason:
+                batch.finish(i)
+
+    def _completion(self, row: RowResult, sampling: SamplingParams) -> Completion:
+        text = None
+        if self.codec is not None:
+            ids = row.token_ids[:-1] if row.finish_reason == "stop" else row.token_ids
+            text = self.codec.complete_text(ids)
+            if sampling.stop and (found := StopStrings(self.codec, sampling.stop).find(ids)):
+                length, text = found
+                row = row.cut(length)
+        return Completion(
+            text, row.token_ids, row.finish_reason, row.num_forwards, row.num_token_instances
+        )
+
+
+class _Tally:
+    """Adds up the rows of several batches for `Progress`."""
+
+    def __init__(self, total: int, report: Callable[[Progress], None] | None):
+        self._total, self._report = total, report
+        self._finished = self._tokens = self._forwards = 0
+
+    def running(self, rows: list[RowResult]) -> None:
+        self._tell(
+            sum(row.finish_reason is not None for row in rows),
+            sum(len(row.token_ids) for row in rows),
+            sum(row.num_forwards for row in rows),
+        )
+
+    def finished(self, completions: list[Completion]) -> None:
+        self._finished += len(completions)
+        self._tokens += sum(len(c.token_ids) for c in completions)
+        self._forwards += sum(c.num_forwards for c in completions)
+        self._tell(0, 0, 0)
+
+    def _tell(self, finished: int, tokens: int, forwards: int) -> None:
+        if self._report is not None:
+            self._report(
+                Progress(
+                    self._finished + finished,
+                    self._total,
+                    self._tokens + tokens,
+                    self._forwards + forwards,
+                )
+            )
+
+
+def resolve_model(model: str | Path | None) -> Path:
+    """The folder of a checkpoint: given, the embedded one, or fetched from the hub.
+
+    Raises:
+      InputError: it is neither a folder nor a hub id that can be reached.
+    """
+    if model is None:
+        return EMBEDDED_MODEL
+    folder = Path(model)
+    if folder.exists() or str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
+        return folder
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=wanted))
+    except Exception as error:
+        # The hub's client raises many types; to a user all mean: not a folder, not fetched.
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(
+            f"{model!r} is not a folder here and could not be fetched from the hub ({reason})"
+        ) from None
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]
