@@ -15,6 +15,7 @@ the single slot holds the last token, and its row predicts the next.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from jax import Array
 
 from wedlm_jax.cache import KVCache, write
 from wedlm_jax.masks import CachedMask, CausalMask
-from wedlm_jax.model import Transformer
+from wedlm_jax.model import KeyValues, Transformer
 from wedlm_jax.sampling import RowParams, choose_tokens, entropy, fill_rule
 
 REFILLS = ("streaming", "blockwise")
@@ -69,6 +70,14 @@ class DecodeState:
 def num_slots(window: int) -> int:
     """P: a window of W masks behind at most W filled slots; one slot where W = 0."""
     return max(2 * window, 1)
+
+
+def slot_widths(slots: int) -> tuple[int, ...]:
+    """The widths at which a window of P slots is compiled: a quarter, half and all of the
+    room that filled slots may take, beside the W masks."""
+    window = slots // 2
+    partial_room = {window + -(-window * part // 4) for part in (1, 2)} if window else set()
+    return tuple(sorted({slots, *partial_room}))
 
 
 def prefill(
@@ -163,14 +172,7 @@ def forward_step(
     order = physical_order(state.filled, state.active)
     # An AR window has no masks, so a model without a mask token can still use it.
     window_tokens = jnp.where(state.filled, state.tokens, mask_token_id or 0)
-    hidden, kv = model(
-        jnp.take_along_axis(window_tokens, order, axis=1),
-        state.lengths[:, None] + order,
-        CachedMask(state.lengths),
-        cache=state.cache.layers(),
-        return_kv=True,
-    )
-    assert kv is not None
+    hidden, kv = _run_slots(model, state, jnp.take_along_axis(window_tokens, order, axis=1), order)
     cache = write(state.cache, kv, state.lengths)
 
     slot = jnp.arange(order.shape[1])
@@ -187,6 +189,40 @@ def forward_step(
     state = _commit(state, params, state.tokens, run)
     state = _fill(model, state, params, hidden, order, window)
     return _shift(state, run, params, refill)
+
+
+def _run_slots(
+    model: Transformer, state: DecodeState, tokens: Array, order: Array
+) -> tuple[Array, KeyValues]:
+    """The model on the window in physical order, at the smallest width that holds every
+    row's active slots.
+
+    A window has 2W slots only after all W masks were filled out of order; it mostly has
+    few more than W. What is left out is inactive, and stands as zeros in what returns:
+    hidden states ``[B, P, D]`` and keys and values ``[num_hidden_layers, B, K, P, head_dim]``.
+    """
+    slots = order.shape[1]
+    widths = slot_widths(slots)
+
+    def at(width: int) -> tuple[Array, KeyValues]:
+        hidden, kv = model(
+            tokens[:, :width],
+            (state.lengths[:, None] + order)[:, :width],
+            CachedMask(state.lengths),
+            cache=state.cache.layers(),
+            return_kv=True,
+        )
+        assert kv is not None
+        return _pad(hidden, slots, axis=1), tuple(_pad(x, slots, axis=3) for x in kv)
+
+    needed = jnp.where(state.done, 0, state.active).max()
+    smallest = (needed > jnp.array(widths[:-1], jnp.int32)).sum()
+    return jax.lax.switch(smallest, [partial(at, width) for width in widths])
+
+
+def _pad(x: Array, size: int, *, axis: int) -> Array:
+    missing = [(0, size - n if i == axis else 0) for i, n in enumerate(x.shape)]
+    return jnp.pad(x, missing)
 
 
 def _commit(state: DecodeState, params: RowParams, tokens: Array, count: Array) -> DecodeState:
