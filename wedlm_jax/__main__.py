@@ -11,6 +11,7 @@ from wedlm_jax.errors import InputError
 SUBCOMMANDS = {
     "demo": ("infer.demo", "watch the embedded model decode, with numbers"),
     "generate": ("infer.generate", "complete a prompt, or a JSONL file of prompts"),
+    "evaluate": ("infer.evaluate", "accuracy and speed of the decoders on held-out prompts"),
     "train": ("train.command", "train a model from a recipe in configs/"),
     "convert": ("wedlm_jax.convert", "Hugging Face checkpoint to orbax, or back"),
     "info": ("wedlm_jax.info", "what a checkpoint folder is"),

@@ -213,7 +213,7 @@ def _run_slots(
             return_kv=True,
         )
         assert kv is not None
-        return _pad(hidden, slots, axis=1), tuple(_pad(x, slots, axis=3) for x in kv)
+        return _pad(hidden, slots, axis=1), (_pad(kv[0], slots, axis=3), _pad(kv[1], slots, axis=3))
 
     needed = jnp.where(state.done, 0, state.active).max()
     smallest = (needed > jnp.array(widths[:-1], jnp.int32)).sum()

@@ -1,0 +1,1 @@
+"""Decoding from the command line: prompts, files, the demo and the evaluation."""

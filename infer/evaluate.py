@@ -1,0 +1,235 @@
+"""`wedlm evaluate`: accuracy and speed on held-out prompts of the corpus.
+
+Decoders are compared from the same weights in the same process. Every decoder completes
+every prompt once untimed, which compiles what it needs; then they take turns, prompt set
+by prompt set, so that a busy machine slows them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from wedlm_jax.errors import InputError
+
+if TYPE_CHECKING:
+    from train.corpus import Sample
+    from wedlm_jax.llm import LLM, Completion
+    from wedlm_jax.sampling import SamplingParams
+
+MAX_TOKENS = 160
+"""Longer than any answer of the corpus."""
+
+PAPER_THRESHOLDS = (0.2, 0.4, 0.6, 0.9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """A way to decode: its name, the model that does it, and its sampling parameters."""
+
+    name: str
+    llm: LLM
+    params: SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """What one decoder did with the prompts of one regime.
+
+    Attributes:
+      decoder, regime: names.
+      samples: number of prompts.
+      accuracy: share answered right; None where there is no right answer.
+      tokens, forwards, instances: totals over completions: tokens committed, decode
+        forwards, active window slots.
+      seconds: median wall-clock of the timed passes over all prompts, prefill included,
+        compilation not.
+    """
+
+    decoder: str
+    regime: str
+    samples: int
+    accuracy: float | None
+    tokens: int
+    forwards: int
+    instances: int
+    seconds: float
+
+    @property
+    def tokens_per_forward(self) -> float:
+        return self.tokens / max(self.forwards, 1)
+
+    @property
+    def p_cache(self) -> float:
+        """Completion tokens over processed token instances (WeDLM section 3)."""
+        return self.tokens / max(self.instances, 1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / max(self.seconds, 1e-9)
+
+    def as_row(self) -> dict[str, object]:
+        """The fields and the ratios made of them, for a JSON file."""
+        ratios = ("tokens_per_forward", "p_cache", "tokens_per_second")
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in ratios}
+
+
+def heldout(regime: str, count: int, seed: int) -> list[Sample]:
+    """Prompts that no training run has seen, of one regime."""
+    from train.corpus import generate
+
+    return list(generate(seed, count, split="heldout", weights={regime: 1.0}))
+
+
+def evaluate(
+    decoders: Sequence[Decoder],
+    samples: Sequence[Sample],
+    *,
+    passes: int = 3,
+    on_pass: Callable[[str], None] = lambda _: None,
+) -> list[Score]:
+    """Scores decoders on the same prompts of one regime.
+
+    Args:
+      passes: timed passes of each decoder over all the prompts.
+      on_pass: told the name of the decoder whose pass begins.
+    """
+    answers, seconds = [], [[0.0] * passes for _ in decoders]
+    for decoder in decoders:
+        on_pass(decoder.name)
+        answers.append(_complete(decoder, samples))
+    for number in range(passes):
+        for decoder, times in zip(decoders, seconds, strict=True):
+            on_pass(decoder.name)
+            compiled, started = decoder.llm.engine.compile_seconds, time.perf_counter()
+            _complete(decoder, samples)
+            compiling = decoder.llm.engine.compile_seconds - compiled
+            times[number] = time.perf_counter() - started - compiling
+    return [
+        _score(decoder.name, samples, completions, statistics.median(times))
+        for decoder, completions, times in zip(decoders, answers, seconds, strict=True)
+    ]
+
+
+def chat_prompt(llm: LLM, sample: Sample) -> list[int]:
+    """The sample's prompt as the model was trained to read it."""
+    return llm.chat_prompt([{"role": "user", "content": sample.prompt}])
+
+
+def _complete(decoder: Decoder, samples: Iterable[Sample]) -> list[Completion]:
+    prompts = [chat_prompt(decoder.llm, sample) for sample in samples]
+    return decoder.llm.generate(prompts, decoder.params)
+
+
+def _score(
+    name: str, samples: Sequence[Sample], completions: Sequence[Completion], seconds: float
+) -> Score:
+    from train.corpus import check
+
+    pairs = zip(samples, completions, strict=True)
+    verdicts = [check(sample, completion.text or "") for sample, completion in pairs]
+    known = [verdict for verdict in verdicts if verdict is not None]
+    return Score(
+        name,
+        samples[0].regime,
+        len(samples),
+        sum(known) / len(known) if known else None,
+        sum(len(c.token_ids) for c in completions),
+        sum(c.num_forwards for c in completions),
+        sum(c.num_token_instances for c in completions),
+        seconds,
+    )
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="wedlm evaluate",
+        description="Accuracy and speed of AR, block-wise and streaming decoding from the same\n"
+        "weights, on held-out prompts of the corpus that the embedded model learned.",
+        epilog="example:\n  wedlm evaluate --samples 100 --entropy-threshold 0.4 "
+        "--output scores.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", metavar="DIR", help="checkpoint folder [the embedded model]")
+    add("--samples", type=int, default=300, metavar="N", help="prompts a regime [300]")
+    add("--window-size", type=int, default=16, metavar="N", help="W, masked slots [16]")
+    add("--entropy-threshold", type=float, nargs="+", default=list(PAPER_THRESHOLDS),
+        metavar="X", help="τ in nats, one or more [0.2 0.4 0.6 0.9]")  # fmt: skip
+    add("--position-penalty", type=float, default=0.02, metavar="X", help="λ [0.02]")
+    add("--batch-size", type=int, default=1, metavar="N", help="prompts at a time [1]")
+    add("--passes", type=int, default=3, metavar="N", help="timed passes [3]")
+    add("--seed", type=int, default=2026, metavar="N", help="of the held-out prompts [2026]")
+    add("--output", metavar="FILE", help="also write the scores as JSON")
+    options = parser.parse_args(arguments)
+    if options.samples < 1 or options.passes < 1:
+        raise InputError("--samples and --passes: expected at least 1")
+    if options.output is not None and not Path(options.output).resolve().parent.is_dir():
+        raise InputError(f"--output {options.output}: no such folder to write it in")
+
+    from infer.score_table import score_table
+
+    scores = _evaluate_all(options)
+    from rich.console import Console
+
+    Console().print(score_table(scores))
+    if options.output is not None:
+        text = json.dumps([score.as_row() for score in scores], indent=1)
+        Path(options.output).write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+def decoders_at(
+    model: str | None,
+    thresholds: Sequence[float],
+    *,
+    window_size: int = 16,
+    position_penalty: float = 0.02,
+    batch_size: int = 1,
+    blockwise: bool = True,
+) -> list[Decoder]:
+    """AR decoding, and block-wise and streaming decoding at each threshold."""
+    from wedlm_jax.llm import LLM
+    from wedlm_jax.sampling import SamplingParams
+
+    base = SamplingParams(max_tokens=MAX_TOKENS, position_penalty=position_penalty)
+    at = [dataclasses.replace(base, entropy_threshold=x) for x in thresholds]
+    decoders = [Decoder("AR", LLM(model, window_size=0, max_batch_size=batch_size), base)]
+    for refill in ("blockwise", "streaming") if blockwise else ("streaming",):
+        llm = LLM(model, window_size=window_size, max_batch_size=batch_size, refill=refill)
+        name = "WeDLM" if refill == "streaming" else "block-wise"
+        decoders += [Decoder(f"{name} τ={p.entropy_threshold:g}", llm, p) for p in at]
+    return decoders
+
+
+def _evaluate_all(options: argparse.Namespace) -> list[Score]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from train.corpus import REGIMES
+
+    decoders = decoders_at(
+        options.model,
+        options.entropy_threshold,
+        window_size=options.window_size,
+        position_penalty=options.position_penalty,
+        batch_size=options.batch_size,
+    )
+    scores: list[Score] = []
+    columns = (TextColumn("{task.description:<32}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=len(REGIMES) * len(decoders) * (options.passes + 1))
+        for regime in REGIMES:
+
+            def begin(name: str, regime: str = regime) -> None:
+                bar.update(task, advance=1, description=f"{regime} · {name}")
+
+            samples = heldout(regime, options.samples, options.seed)
+            scores += evaluate(decoders, samples, passes=options.passes, on_pass=begin)
+    return scores
