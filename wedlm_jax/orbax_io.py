@@ -1,0 +1,138 @@
+"""Orbax: the one file that imports it.
+
+Two kinds of folder: weights alone, a nested dictionary of arrays in one orbax checkpoint
+(`write_arrays`, `read_arrays`), and the numbered states of a training run (`StepFolders`).
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from wedlm_jax.errors import InputError
+
+
+class StepFolders:
+    """The newest few states of a run, written in the background, whole or not at all.
+
+    A state is a flat dictionary of arrays, global ones included: every process of a
+    multi-process run calls each method, and writes and reads its own shards.
+
+    Args:
+      folder: holds a folder a step; made if absent.
+      keep: how many of the newest to keep.
+    """
+
+    def __init__(self, folder: Path, keep: int):
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+        self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
+
+    def latest_step(self) -> int | None:
+        """The newest step that was written completely; None where there is none."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: dict[str, jax.Array]) -> None:
+        self._manager.save(step, args=ocp.args.StandardSave(state))
+
+    def restore(self, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The newest state, with the shapes, dtypes and placement of ``like``."""
+        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        step = self._manager.latest_step()
+        return self._manager.restore(step, args=ocp.args.StandardRestore(target))
+
+    def close(self) -> None:
+        """Waits until everything is on disk."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+
+def write_arrays(folder: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Writes arrays as one orbax checkpoint, nested at the dots of their paths.
+
+    Args:
+      folder: must not exist.
+      arrays: by dotted path, such as ``layers.mlp.up_proj.kernel``.
+    """
+    with _quiet(), ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder.resolve(), _nested(arrays))
+
+
+def array_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype name of each array by dotted path; no values are read.
+
+    Raises:
+      InputError: the folder is no orbax checkpoint, or parts of it are missing.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(_metadata(folder))
+    return {_dotted(path): (tuple(leaf.shape), np.dtype(leaf.dtype).name) for path, leaf in leaves}
+
+
+def read_arrays(folder: Path) -> dict[str, np.ndarray]:
+    """All arrays of a checkpoint in host memory, by dotted path.
+
+    Raises:
+      InputError: the folder is no orbax checkpoint, or parts of it are missing or cut off.
+    """
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), _metadata(folder))
+    try:
+        with _quiet(), ocp.PyTreeCheckpointer() as checkpointer:
+            tree = checkpointer.restore(
+                folder.resolve(), args=ocp.args.PyTreeRestore(restore_args=as_numpy)
+            )
+    except Exception as error:
+        # Tensorstore's errors are of many types; each means that the files are damaged.
+        raise _damaged(folder, error) from None
+    return {_dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _metadata(folder: Path) -> Any:
+    try:
+        with _quiet(), ocp.PyTreeCheckpointer() as checkpointer:
+            metadata = checkpointer.metadata(folder.resolve()).item_metadata
+        tree = metadata.tree
+    except Exception as error:
+        raise _damaged(folder, error) from None
+    if not jax.tree.leaves(tree):
+        raise InputError(f"{folder}: this orbax checkpoint holds no arrays")
+    return tree
+
+
+def _damaged(folder: Path, error: Exception) -> InputError:
+    reason = str(error).strip().splitlines()
+    return InputError(
+        f"{folder}: damaged or not an orbax checkpoint "
+        f"({reason[0][:200] if reason else type(error).__name__})"
+    )
+
+
+def _nested(arrays: dict[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in arrays.items():
+        *parents, name = path.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = value
+    return tree
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    return ".".join(str(part.key) for part in path)
+
+
+class _quiet:
+    """Keeps orbax's informational log lines off the terminal for a while."""
+
+    def __enter__(self) -> None:
+        self._logger = logging.getLogger("absl")
+        self._level = self._logger.level
+        self._logger.setLevel(logging.ERROR)
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.setLevel(self._level)
