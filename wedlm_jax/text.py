@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import importlib
+import json
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +16,9 @@ from wedlm_jax.errors import InputError
 
 INCOMPLETE = "\ufffd"
 """What decoding puts where the bytes of a character are not all there."""
+
+NO_LIMIT = 10**30
+"""Transformers' own value for a tokenizer without a maximal length."""
 
 Messages = Sequence[dict[str, str]]
 
@@ -19,23 +28,36 @@ class TextCodec:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self._incomplete_ids = self.encode(INCOMPLETE)
+        self._incomplete_ids = list(tokenizer(INCOMPLETE, add_special_tokens=False)["input_ids"])
 
     @classmethod
     def load(cls, folder: Path) -> TextCodec | None:
-        """The tokenizer in ``folder``; None where it has none."""
-        if not any((folder / name).exists() for name in ("tokenizer.json", "vocab.json")):
-            return None
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+        """The tokenizer in ``folder``; None where it has none.
 
-        try:
-            return cls(AutoTokenizer.from_pretrained(str(folder)))
-        except (ValueError, KeyError, OSError) as error:
-            # An unknown model_type and no tokenizer_class: the fast file stands for itself.
-            if (folder / "tokenizer.json").exists():
-                return cls(PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json")))
-            reason = str(error).splitlines()[0]
-            raise InputError(f"{folder}: the tokenizer cannot be read ({reason})") from None
+        Raises:
+          InputError: naming the file that is cut off or no tokenizer's.
+        """
+        fast = folder / "tokenizer.json"
+        if not fast.exists() and not (folder / "vocab.json").exists():
+            return None
+        _check_json(folder / "tokenizer_config.json")
+        with _quiet_transformers():
+            from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+            # tokenizer.json describes itself; only without it must config.json be asked
+            # which class this is, and transformers does not know every model_type.
+            kind = PreTrainedTokenizerFast if fast.exists() else AutoTokenizer
+            try:
+                # Lengths are the engine's to check, against the model and not this number.
+                tokenizer = kind.from_pretrained(str(folder), model_max_length=NO_LIMIT)
+            except Exception as error:
+                # The parser of tokenizer.json raises a bare Exception.
+                name = fast if fast.exists() else folder
+                reason = " ".join(str(error).split())[:200]
+                raise InputError(
+                    f"{name}: the tokenizer is truncated or malformed ({reason})"
+                ) from None
+        return cls(tokenizer)
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text)["input_ids"])
@@ -85,20 +107,23 @@ class StopStrings:
     def find(self, token_ids: Sequence[int]) -> tuple[int, str] | None:
         """The number of tokens in which the first stop string is complete, and the text
         before it; None where there is none."""
-        text = self._codec.complete_text(token_ids)
-        places = [place for stop in self._stop if (place := text.find(stop)) >= 0]
-        if not places:
+        if not self._in(self._codec.complete_text(token_ids)):
             return None
         # The fewest tokens whose text holds a stop string: decoding is monotonic in length.
         low, high = 1, len(token_ids)
         while low < high:
             middle = (low + high) // 2
-            part = self._codec.complete_text(token_ids[:middle])
-            if any(stop in part for stop in self._stop):
+            if self._in(self._codec.complete_text(token_ids[:middle])):
                 high = middle
             else:
                 low = middle + 1
-        return low, text[: min(places)]
+        # Only what those tokens say counts: the answer must not depend on how many more
+        # tokens had come when this was asked.
+        text = self._codec.complete_text(token_ids[:low])
+        return low, text[: min(place for stop in self._stop if (place := text.find(stop)) >= 0)]
+
+    def _in(self, text: str) -> bool:
+        return any(stop in text for stop in self._stop)
 
     def safe_length(self, text: str) -> int:
         """How much of ``text`` cannot turn out to belong to a stop string."""
@@ -109,3 +134,37 @@ class StopStrings:
                     longest = size
                     break
         return len(text) - longest
+
+
+def _check_json(path: Path) -> None:
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        pass
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"{path}: not valid JSON ({error})") from None
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Keeps transformers from advising on PyTorch and on model types it does not know."""
+    variable = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        # Importing sets the level of this logger, so it is lowered only afterwards.
+        importlib.import_module("transformers")
+        logger = logging.getLogger("transformers")
+        level = logger.level
+        logger.setLevel(logging.ERROR)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            logger.setLevel(level)
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
