@@ -1,0 +1,362 @@
+"""Text in and out: loading quietly, whole characters only, stop strings in any tokens."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+from wedlm_jax.engine import RowResult
+from wedlm_jax.errors import InputError
+from wedlm_jax.llm import LLM
+from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.text import StopStrings, TextCodec
+
+SPECIAL = ["<|endoftext|>", "<|im_end|>"]
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]"
+    "{% if enable_thinking is defined and enable_thinking is false %}(quick){% endif %}"
+    "{% endif %}"
+)
+TEXTS = ["naïve café", "日本語のテキスト", "🎉👩‍👩‍👧 ok", "plain", "a\n\n  b ", "��", "e\u0301"]
+
+
+def byte_tokenizer(merges: list[tuple[str, str]] | None = None) -> Tokenizer:
+    """Byte-level BPE whose tokens are the 256 bytes, the merges given, and the specials."""
+    merges = merges or []
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet()) + [a + b for a, b in merges]
+    model = models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    return tokenizer
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, **settings: object) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **settings}), encoding="utf-8"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    # "ab" and "bc" are single tokens, so that stop strings begin and end inside tokens.
+    tokenizer = byte_tokenizer([("a", "b"), ("b", "c"), ("ab", "ab")])
+    folder = write_tokenizer(
+        tmp_path_factory.mktemp("tokenizer"), tokenizer, chat_template=TEMPLATE
+    )
+    loaded = TextCodec.load(folder)
+    assert loaded is not None
+    return loaded
+
+
+def pieces(codec: TextCodec, *texts: str) -> list[int]:
+    """Token ids of texts that are tokenised one by one."""
+    return [token for text in texts for token in codec.encode(text)]
+
+
+# --- loading -----------------------------------------------------------------------------
+
+
+def test_folder_without_tokenizer_has_no_codec(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "wedlm"}')
+    assert TextCodec.load(tmp_path) is None
+
+
+def test_loading_is_silent_whatever_config_json_says(tmp_path: Path) -> None:
+    """A model_type unknown to transformers and old RoPE fields are none of its business."""
+    write_tokenizer(tmp_path, byte_tokenizer(), model_max_length=4)
+    config = {"model_type": "wedlm", "rope_scaling": {"type": "linear", "factor": 2.0}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    program = (
+        "import pathlib, sys; from wedlm_jax.text import TextCodec; "
+        "print(len(TextCodec.load(pathlib.Path(sys.argv[1])).encode('longer than four')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[2],
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("16\n", "")
+
+
+def test_loading_leaves_logging_and_environment_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import logging
+    import os
+
+    import transformers  # noqa: F401  (its import sets the level once)
+
+    monkeypatch.delenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", raising=False)
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    TextCodec.load(write_tokenizer(tmp_path, byte_tokenizer()))
+    assert logger.level == level
+    assert "TRANSFORMERS_NO_ADVISORY_WARNINGS" not in os.environ
+
+
+def test_agrees_with_auto_tokenizer(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    write_tokenizer(tmp_path, byte_tokenizer(), chat_template=TEMPLATE, eos_token="<|im_end|>")
+    ours, theirs = TextCodec.load(tmp_path), AutoTokenizer.from_pretrained(str(tmp_path))
+    assert ours is not None
+    for text in [*TEXTS, "a<|im_end|>b", ""]:
+        ids = theirs(text)["input_ids"]
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    messages = [{"role": "user", "content": "hi"}]
+    text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "[user] hi[assistant]"  # enable_thinking keeps the template's default
+    assert ours.encode_chat(messages) == theirs(text, add_special_tokens=False)["input_ids"]
+
+
+def test_vocabulary_and_merges_without_tokenizer_json(tmp_path: Path) -> None:
+    """The older pair of files, under the class that tokenizer_config.json names."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {piece: i for i, piece in enumerate([*alphabet, "ab", *SPECIAL])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n", encoding="utf-8")
+    settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text('{"model_type": "wedlm"}')
+    codec = TextCodec.load(tmp_path)
+    assert codec is not None
+    assert codec.encode("abc") == [vocabulary["ab"], vocabulary["c"]]
+    assert codec.decode([vocabulary["ab"], vocabulary["<|im_end|>"]]) == "ab"
+
+
+def test_template_in_a_file_of_its_own(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, byte_tokenizer())
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
+    codec = TextCodec.load(tmp_path)
+    assert codec is not None
+    assert codec.decode(codec.encode_chat([{"role": "user", "content": "hi"}])) == "hi!"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", None),  # cut off
+        ("tokenizer.json", ""),
+        ("tokenizer.json", "{}"),
+        ("tokenizer_config.json", '{"eos_token": '),
+        ("tokenizer_config.json", "\x00\x01"),
+    ],
+)
+def test_unreadable_files_are_named_in_one_sentence(
+    tmp_path: Path, name: str, content: str | None
+) -> None:
+    folder = write_tokenizer(tmp_path / "模型", byte_tokenizer())
+    path = folder / name
+    whole = path.read_text(encoding="utf-8")
+    path.write_text(whole[: len(whole) // 2] if content is None else content, encoding="utf-8")
+    with pytest.raises(InputError) as error:
+        TextCodec.load(folder)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+# --- messages ----------------------------------------------------------------------------
+
+
+def test_chat_without_template_is_refused(tmp_path: Path) -> None:
+    codec = TextCodec.load(write_tokenizer(tmp_path, byte_tokenizer()))
+    assert codec is not None
+    with pytest.raises(InputError, match="no chat template"):
+        codec.encode_chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("messages", [[{"role": "user"}], ["hi"], [{"content": "hi"}]])
+def test_malformed_messages_are_refused(codec: TextCodec, messages: list) -> None:
+    with pytest.raises(InputError, match="'role' and 'content'"):
+        codec.encode_chat(messages)
+
+
+def test_a_template_that_refuses_is_reported(tmp_path: Path) -> None:
+    template = "{{ raise_exception('roles must alternate') }}"
+    folder = write_tokenizer(tmp_path, byte_tokenizer(), chat_template=template)
+    codec = TextCodec.load(folder)
+    assert codec is not None
+    with pytest.raises(InputError, match="roles must alternate"):
+        codec.encode_chat([{"role": "user", "content": "hi"}])
+
+
+# --- whole characters --------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.text(max_size=12))
+def test_text_grows_by_whole_characters(codec: TextCodec, text: str) -> None:
+    """Every prefix of the tokens decodes to a prefix of the text, and all of them to it."""
+    ids = codec.encode(text)
+    assert codec.complete_text(ids) == text
+    for length in range(len(ids)):
+        assert text.startswith(codec.complete_text(ids[:length]))
+
+
+def test_incomplete_character_is_held_back(codec: TextCodec) -> None:
+    ids = codec.encode("x€")
+    assert len(ids) == 4
+    assert [codec.complete_text(ids[:n]) for n in range(5)] == ["", "x", "x", "x", "x€"]
+
+
+def test_no_special_token_is_added_to_the_replacement_character(tmp_path: Path) -> None:
+    """A tokenizer that puts a token before every text must not confuse the check."""
+    tokenizer = byte_tokenizer()
+    first = tokenizer.token_to_id("<|endoftext|>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", first)]
+    )
+    codec = TextCodec.load(write_tokenizer(tmp_path, tokenizer))
+    assert codec is not None
+    ids = codec.encode("a�")
+    assert ids[0] == first
+    assert codec.complete_text(ids) == "a�"
+
+
+# --- stop strings ------------------------------------------------------------------------
+
+
+def test_stop_string_straddles_tokens(codec: TextCodec) -> None:
+    ids = pieces(codec, "x", "ab", "bc", "y")
+    assert len(ids) == 4
+    stop = StopStrings(codec, ["bb"])  # the end of one token and the beginning of the next
+    assert stop.find(ids[:2]) is None
+    assert stop.find(ids) == (3, "xa")
+
+
+def test_stop_string_of_several_bytes_a_character(codec: TextCodec) -> None:
+    ids = pieces(codec, "x", "€", "y")
+    assert StopStrings(codec, ["€"]).find(ids) == (4, "x")
+    assert StopStrings(codec, ["€"]).find(ids[:3]) is None
+
+
+def test_earliest_of_several_stop_strings(codec: TextCodec) -> None:
+    ids = pieces(codec, "xyz")
+    assert StopStrings(codec, ["z", "y"]).find(ids) == (2, "x")
+    # Both are complete in the same token: the text ends before the first of them.
+    assert StopStrings(codec, ["z", "yz"]).find(ids) == (3, "x")
+
+
+def test_answer_does_not_depend_on_when_it_is_asked(codec: TextCodec) -> None:
+    """ "y" ends the text at its second token, whether or not "xyz" is there by then."""
+    ids = pieces(codec, "xyz")
+    stop = StopStrings(codec, ["xyz", "y"])
+    assert stop.find(ids[:2]) == stop.find(ids) == (2, "x")
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.text("abc€", max_size=10), st.lists(st.text("abc€", min_size=1, max_size=4), min_size=1))
+def test_find_agrees_with_a_scan(codec: TextCodec, text: str, stop: list[str]) -> None:
+    ids = codec.encode(text)
+    expected = None
+    for length in range(1, len(ids) + 1):
+        part = codec.complete_text(ids[:length])
+        if places := [part.index(s) for s in stop if s in part]:
+            expected = (length, part[: min(places)])
+            break
+    assert StopStrings(codec, stop).find(ids) == expected
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.text("ab", max_size=8), st.lists(st.text("ab", min_size=1, max_size=5), min_size=1))
+def test_safe_length_holds_back_every_beginning(
+    codec: TextCodec, text: str, stop: list[str]
+) -> None:
+    starts = [
+        i
+        for i in range(len(text))
+        for s in stop
+        if len(text) - i < len(s) and s.startswith(text[i:])
+    ]
+    assert StopStrings(codec, stop).safe_length(text) == min([*starts, len(text)])
+
+
+# --- streaming through the LLM -----------------------------------------------------------
+
+
+class ScriptedBatch:
+    """A batch of one row that commits given tokens, ``step`` at a time."""
+
+    def __init__(self, token_ids: list[int], step: int, finish_reason: str):
+        self._ids, self._step, self._reason = token_ids, step, finish_reason
+        self._count = 0
+
+    def advance(self, forwards: int) -> bool:
+        self._count = min(self._count + self._step * forwards, len(self._ids))
+        return self._count == len(self._ids)
+
+    def results(self) -> list[RowResult]:
+        n = self._count
+        reason = self._reason if n == len(self._ids) else None
+        return [RowResult(self._ids[:n], reason, n, n, list(range(n)), list(range(n)))]
+
+    def finish(self, row: int) -> None:
+        self._ids = self._ids[: self._count]
+
+
+def scripted_llm(codec: TextCodec, ids: list[int], step: int, finish_reason: str) -> LLM:
+    llm = LLM.__new__(LLM)
+    llm.codec, llm.folder, llm.max_batch_size = codec, Path("scripted"), 1
+    llm.engine = SimpleNamespace(  # type: ignore[assignment]
+        check=lambda prompt, sampling: None,
+        start=lambda prompts, params: ScriptedBatch(ids, step, finish_reason),
+    )
+    return llm
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7])
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("日本語 🎉 naïve", (), "日本語 🎉 naïve"),
+        ("one ab", ("abc",), "one ab"),  # withheld as a beginning, sent at the end
+        ("one abab two", ("bab ",), "one a"),
+        ("日本€語", ("€語",), "日本"),
+        ("stop at once", ("s",), ""),
+    ],
+)
+def test_chunks_join_to_the_whole_text(
+    codec: TextCodec, text: str, stop: tuple[str, ...], expected: str, step: int
+) -> None:
+    llm = scripted_llm(codec, codec.encode(text), step, "length")
+    params = SamplingParams(max_tokens=100, stop=stop)
+    chunks = list(llm.stream("p", params))
+    (whole,) = llm.generate("p", params)
+    assert "".join(chunk.text for chunk in chunks) == expected == whole.text
+    assert [t for chunk in chunks for t in chunk.token_ids] == whole.token_ids
+    assert chunks[-1].completion.finish_reason == whole.finish_reason
+    assert whole.finish_reason == ("stop" if expected != text else "length")
+    for chunk in chunks:
+        assert "�" not in chunk.text
+
+
+def test_cut_off_character_at_the_end_is_left_out(codec: TextCodec) -> None:
+    llm = scripted_llm(codec, codec.encode("ok€")[:-1], 1, "length")
+    params = SamplingParams(max_tokens=100)
+    assert llm.generate("p", params)[0].text == "ok"
+    assert "".join(chunk.text for chunk in llm.stream("p", params)) == "ok"
+
+
+def test_stop_token_is_in_the_tokens_and_not_in_the_text(codec: TextCodec) -> None:
+    ids = codec.encode("done") + codec.encode("<|im_end|>")
+    (completion,) = scripted_llm(codec, ids, 2, "stop").generate("p")
+    assert completion.text == "done"
+    assert completion.token_ids == ids
