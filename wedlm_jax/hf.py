@@ -10,7 +10,8 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,15 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
-from wedlm_jax.config import ModelConfig, config_from_hf, config_to_hf, read_config_json
+from wedlm_jax.config import ModelConfig, config_to_hf
 from wedlm_jax.errors import InputError
+from wedlm_jax.folder_swap import replacing
+from wedlm_jax.hf_folder import INDEX, TOKENIZER_FILES, WEIGHTS, HFCheckpoint
 from wedlm_jax.model import Transformer
-from wedlm_jax.safetensors_file import SafetensorsFile, write_safetensors
+from wedlm_jax.safetensors_file import write_safetensors
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 1000**3
-
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
+DTYPES = ("float32", "bfloat16", "float16")
 
 # The parameter-name table: our path, Hugging Face's name, whether the matrix is stored
 # the other way round there ([out, in]). "{}" stands for the layer; those are stacked here.
@@ -104,71 +101,29 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {hf_path(path): leaf.shape for path, leaf in leaves}
 
 
-class HFCheckpoint:
-    """An opened checkpoint folder: its configuration, and its tensors by name."""
+def check_tensors(checkpoint: HFCheckpoint) -> list[Entry]:
+    """Verifies that the tensors of a folder are exactly the model's; returns the table.
 
-    def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
-        if not self.folder.is_dir():
-            raise InputError(f"{self.folder}: no such model folder")
-        self.raw_config = read_config_json(self.folder)
-        self._files = {name: SafetensorsFile(self.folder / name) for name in self._file_names()}
-        self.tensors = {tensor: file for file in self._files.values() for tensor in file.names()}
-        self.config = self._config()
-
-    def _file_names(self) -> list[str]:
-        index = self.folder / INDEX
-        if index.exists():
-            try:
-                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-                return sorted(set(weight_map.values()))
-            except (ValueError, KeyError, AttributeError, TypeError):
-                raise InputError(f"{index}: not a safetensors index") from None
-        if (self.folder / WEIGHTS).exists():
-            return [WEIGHTS]
-        raise InputError(f"{self.folder}: neither {WEIGHTS} nor {INDEX} is here")
-
-    def _config(self) -> ModelConfig:
-        raw = dict(self.raw_config)
-        if raw.get("model_type") == "wedlm":
-            # Both Qwen styles carry this type; where the file is silent the tensors tell.
-            layer = "model.layers.0.self_attn."
-            raw.setdefault("attention_bias", layer + "q_proj.bias" in self.tensors)
-            raw.setdefault("qk_norm", layer + "q_norm.weight" in self.tensors)
-        try:
-            return config_from_hf(raw)
-        except InputError as error:
-            raise InputError(f"{self.folder / 'config.json'}: {error}") from None
-
-    def check(self) -> list[Entry]:
-        """Verifies that the tensors are exactly the model's; returns the table.
-
-        Raises:
-          InputError: naming the first missing, extra or misshapen tensor.
-        """
-        entries = parameter_entries(self.config)
-        expected = {name: entry.hf_shape for entry in entries for name in entry.hf_names}
-        extra = set(self.tensors) - set(expected)
-        if self.config.tie_word_embeddings:
-            extra.discard("lm_head.weight")  # some exporters write the tied head out
-        for name in sorted(set(expected) - set(self.tensors)):
-            raise InputError(f"{self.folder}: tensor {name!r} is missing")
-        for name in sorted(extra):
-            raise InputError(f"{self.folder}: tensor {name!r} is not part of this model")
-        for name, shape in expected.items():
-            found = self.tensors[name].shape(name)
-            if found != shape:
-                raise InputError(
-                    f"{self.folder}: tensor {name!r} has shape {list(found)}, "
-                    f"expected {list(shape)}"
-                )
-        return entries
-
-    def dtypes(self) -> set[str]:
-        return {file.dtype(name) for name, file in self.tensors.items()}
-
-    def read(self, name: str) -> np.ndarray:
-        return self.tensors[name].read(name)
+    Raises:
+      InputError: naming the first missing, extra or misshapen tensor.
+    """
+    config, folder = checkpoint.config, checkpoint.folder
+    entries = parameter_entries(config)
+    expected = {name: entry.hf_shape for entry in entries for name in entry.hf_names}
+    extra = set(checkpoint.tensors) - set(expected)
+    if config.tie_word_embeddings:
+        extra.discard("lm_head.weight")  # some exporters write the tied head out
+    for name in sorted(set(expected) - set(checkpoint.tensors)):
+        raise InputError(f"{folder}: tensor {name!r} is missing")
+    for name in sorted(extra):
+        raise InputError(f"{folder}: tensor {name!r} is not part of this model")
+    for name, shape in expected.items():
+        found = checkpoint.tensors[name].shape(name)
+        if found != shape:
+            raise InputError(
+                f"{folder}: tensor {name!r} has shape {list(found)}, expected {list(shape)}"
+            )
+    return entries
 
 
 def load_checkpoint(folder: str | Path, *, dtype: Any = None) -> Transformer:
@@ -182,7 +137,7 @@ def load_checkpoint(folder: str | Path, *, dtype: Any = None) -> Transformer:
       InputError: naming the file and tensor that is missing, extra, misshapen or truncated.
     """
     checkpoint = HFCheckpoint(folder)
-    values = {e.path: _read_entry(checkpoint, e, dtype) for e in checkpoint.check()}
+    values = {e.path: read_entry(checkpoint, e, dtype) for e in check_tensors(checkpoint)}
     return model_from_arrays(checkpoint.config, values)
 
 
@@ -201,27 +156,69 @@ def arrays_from_model(model: Transformer) -> dict[str, jax.Array]:
     return {hf_path(path): leaf for path, leaf in leaves}
 
 
-def _read_entry(checkpoint: HFCheckpoint, entry: Entry, dtype: Any) -> np.ndarray:
-    first = checkpoint.read(entry.hf_names[0])
-    target = np.dtype(dtype) if dtype is not None else first.dtype
-    if not entry.stacked:
-        return np.ascontiguousarray((first.T if entry.transposed else first).astype(target))
+def read_entry(checkpoint: HFCheckpoint, entry: Entry, dtype: Any = None) -> np.ndarray:
+    """One parameter, in our shape.
+
+    Args:
+      dtype: of the result; by default that of the file, and where the layers' tensors
+        differ in dtype, the narrowest that holds all their values.
+    """
+    names = entry.hf_names
+    kinds = {np.dtype(checkpoint.tensors[name].dtype(name)) for name in names}
+    target = np.dtype(dtype) if dtype is not None else _common_dtype(kinds)
     out = np.empty(entry.shape, target)
-    for i, name in enumerate(entry.hf_names):
-        tensor = checkpoint.read(name)
-        out[i] = tensor.T if entry.transposed else tensor
+    for i, name in enumerate(names):
+        tensor = cast(name, checkpoint.read(name), target)
+        out[i if entry.stacked else ...] = tensor.T if entry.transposed else tensor
     return out
 
 
-def hf_tensors(model: Transformer, dtype: Any = None) -> Iterator[tuple[str, np.ndarray]]:
-    """The model's tensors under their Hugging Face names and shapes, one at a time."""
-    values = arrays_from_model(model)
-    for entry in parameter_entries(model.config):
+def _common_dtype(kinds: set[np.dtype]) -> np.dtype:
+    return kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
+
+
+def cast(name: str, tensor: np.ndarray, dtype: Any) -> np.ndarray:
+    """``tensor`` in ``dtype``.
+
+    Raises:
+      InputError: it holds finite values that this dtype cannot (float16 ends at 65504).
+    """
+    if dtype is None or tensor.dtype == dtype:
+        return tensor
+    with np.errstate(over="ignore"):
+        result = tensor.astype(dtype)
+    if np.dtype(dtype).name != "float32" and np.any(np.isinf(result) & np.isfinite(tensor)):
+        raise InputError(
+            f"tensor {name!r} holds values too large for {np.dtype(dtype).name}; use bfloat16"
+        )
+    return result
+
+
+def hf_tensors(
+    entries: list[Entry], values: Mapping[str, Any], dtype: Any = None
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Parameters under their Hugging Face names and shapes, one at a time.
+
+    Args:
+      entries: the table, from `parameter_entries`.
+      values: the parameters by dotted path.
+      dtype: of the tensors; that of the parameters by default.
+    """
+    for entry in entries:
         value = np.asarray(values[entry.path])
         parts = value if entry.stacked else value[None]
         for name, part in zip(entry.hf_names, parts, strict=True):
             tensor = part.T if entry.transposed else part
-            yield name, np.ascontiguousarray(tensor if dtype is None else tensor.astype(dtype))
+            yield name, np.ascontiguousarray(cast(name, tensor, dtype))
+
+
+def numpy_dtype(name: str | None) -> np.dtype | None:
+    """The dtype called "float32", "bfloat16" or "float16"; None for None."""
+    if name is None:
+        return None
+    if name not in DTYPES:
+        raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, not {name!r}")
+    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def save_checkpoint(
@@ -247,31 +244,51 @@ def save_checkpoint(
       tokenizer_from: a folder whose tokenizer files are copied.
       raw_config: written as ``config.json`` instead, as it stands.
       shard_bytes: a file is closed before it exceeds this.
+
+    Raises:
+      InputError: ``folder`` holds something else, or the values do not fit ``dtype``.
     """
-    folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").exists():
+    np_dtype = numpy_dtype(dtype)
+    require_replaceable(Path(folder))
+    entries, values = parameter_entries(model.config), arrays_from_model(model)
+    with replacing(folder) as beside:
+        written = write_weights(hf_tensors(entries, values, np_dtype), beside, shard_bytes)
+        write_config(beside, raw_config or config_to_hf(config, dtype=dtype or written))
+        if tokenizer_from is not None:
+            copy_tokenizer(Path(tokenizer_from), beside)
+
+
+def require_replaceable(folder: Path) -> None:
+    """Refuses a folder that holds anything but a checkpoint."""
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").exists():
         raise InputError(f"{folder}: not empty, and not a checkpoint that could be replaced")
-    beside = folder.with_name(folder.name + ".part")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    np_dtype = None if dtype is None else np.dtype(getattr(ml_dtypes, dtype, dtype))
-    written = _write_shards(hf_tensors(model, np_dtype), beside, shard_bytes)
-    raw = raw_config or config_to_hf(config, dtype=dtype or written)
-    (beside / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-    for name in TOKENIZER_FILES if tokenizer_from is not None else ():
-        source = Path(str(tokenizer_from)) / name
-        if source.exists():
-            shutil.copyfile(source, beside / name)
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.rename(beside, folder)
 
 
-def _write_shards(tensors: Iterator[tuple[str, np.ndarray]], folder: Path, shard_bytes: int) -> str:
-    """Writes the tensors in files of bounded size; returns the dtype's name."""
+def write_config(folder: Path, raw: dict[str, Any]) -> None:
+    text = json.dumps(raw, indent=2, ensure_ascii=False) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def copy_tokenizer(source: Path, destination: Path) -> None:
+    """Copies what tokenizer files there are."""
+    if not source.is_dir():
+        raise InputError(f"{source}: no such folder to take the tokenizer from")
+    for name in TOKENIZER_FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, destination / name)
+
+
+def write_weights(
+    tensors: Iterable[tuple[str, np.ndarray]], folder: Path, shard_bytes: int = SHARD_BYTES
+) -> str:
+    """Writes tensors in files of bounded size, with an index where there are several.
+
+    Returns:
+      the name of the dtype that most values have.
+    """
     shards: list[list[str]] = []
     pending: dict[str, np.ndarray] = {}
-    total, dtype = 0, "float32"
+    size: Counter[str] = Counter()
 
     def flush() -> None:
         write_safetensors(folder / f"shard-{len(shards)}", pending)
@@ -282,9 +299,9 @@ def _write_shards(tensors: Iterator[tuple[str, np.ndarray]], folder: Path, shard
         if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > shard_bytes:
             flush()
         pending[name] = tensor
-        total += tensor.nbytes
-        dtype = tensor.dtype.name
+        size[tensor.dtype.name] += tensor.nbytes
     flush()
+    [(dtype, _)] = size.most_common(1)
     if len(shards) == 1:
         os.rename(folder / "shard-0", folder / WEIGHTS)
         return dtype
@@ -293,6 +310,7 @@ def _write_shards(tensors: Iterator[tuple[str, np.ndarray]], folder: Path, shard
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         os.rename(folder / f"shard-{i}", folder / file)
         weight_map.update(dict.fromkeys(names, file))
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    metadata = {"total_size": size.total()}
+    index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return dtype

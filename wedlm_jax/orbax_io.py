@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from etils import epath
 
 from wedlm_jax.errors import InputError
 

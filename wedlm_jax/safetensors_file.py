@@ -16,7 +16,11 @@ DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 
 class SafetensorsFile:
-    """A memory-mapped file: names, shapes and dtypes at once, values when read."""
+    """A memory-mapped file: names, shapes and dtypes at once, values when read.
+
+    Raises:
+      InputError: naming the file, and the tensor where it is one that cannot be used.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -27,10 +31,10 @@ class SafetensorsFile:
         except (SafetensorError, OSError) as error:
             raise InputError(f"{path}: truncated or not a safetensors file ({error})") from None
         self._slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118
-        for name in self._slices:
-            if self.dtype(name) not in DTYPES:
+        for name, header in self._slices.items():
+            if header.get_dtype() not in DTYPES:
                 raise InputError(
-                    f"{path}: tensor {name!r} has dtype {self.dtype(name)}, "
+                    f"{path}: tensor {name!r} has dtype {header.get_dtype()}, "
                     f"expected one of {', '.join(DTYPES)}"
                 )
 
@@ -41,7 +45,8 @@ class SafetensorsFile:
         return tuple(self._slices[name].get_shape())
 
     def dtype(self, name: str) -> str:
-        return self._slices[name].get_dtype()
+        """The dtype's NumPy name: "float32", "float16" or "bfloat16"."""
+        return np.dtype(DTYPES[self._slices[name].get_dtype()]).name
 
     def read(self, name: str) -> np.ndarray:
         return self._file.get_tensor(name)
@@ -50,5 +55,7 @@ class SafetensorsFile:
 def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
     """Writes ``tensors`` to ``path`` and waits until they are on disk."""
     save_file(tensors, str(path), metadata={"format": "pt"})
+    # The library makes a file that only its owner may read; let whoever may read the folder.
+    path.chmod(path.parent.stat().st_mode & 0o666)
     with path.open("rb") as file:
         os.fsync(file.fileno())

@@ -1,0 +1,105 @@
+"""What kind of checkpoint a folder holds, and the orbax kind opened.
+
+A Hugging Face folder holds ``config.json`` and safetensors files. An orbax folder holds the
+same ``config.json`` and, in ``orbax/``, one checkpoint of the parameters as this project
+names and stacks them (`wedlm_jax.hf.PARAMETER_TABLE`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from wedlm_jax.config import read_config_json
+from wedlm_jax.errors import InputError
+from wedlm_jax.hf_folder import INDEX, WEIGHTS, model_config
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from wedlm_jax.hf import Entry
+
+ORBAX = "orbax"
+FORMATS = ("hf", "orbax")
+
+
+def format_of(folder: Path) -> str:
+    """ "hf" or "orbax".
+
+    Raises:
+      InputError: there is no such folder, or it is neither or both.
+    """
+    if not folder.is_dir():
+        what = "is a file; expected a checkpoint folder" if folder.exists() else "no such folder"
+        raise InputError(f"{folder}: {what}")
+    is_hf = (folder / WEIGHTS).exists() or (folder / INDEX).exists()
+    is_orbax = (folder / ORBAX).is_dir()
+    if is_hf and is_orbax:
+        raise InputError(f"{folder}: holds both safetensors and {ORBAX}/; expected one of them")
+    if is_hf or is_orbax:
+        return "orbax" if is_orbax else "hf"
+    if (folder / "_CHECKPOINT_METADATA").exists() or any(folder.glob("*/_CHECKPOINT_METADATA")):
+        raise InputError(
+            f"{folder}: the state of a training run, not a model; its model is exported to the "
+            "run's hf/ folder when the run ends"
+        )
+    raise InputError(
+        f"{folder}: neither a Hugging Face checkpoint ({WEIGHTS} or {INDEX}) nor an orbax one "
+        f"({ORBAX}/)"
+    )
+
+
+class OrbaxCheckpoint:
+    """An opened orbax folder.
+
+    Attributes:
+      folder: where it is.
+      raw_config: ``config.json`` as it stands.
+      arrays: shape and dtype name of each parameter, by dotted path.
+      config: the architecture.
+
+    Raises:
+      InputError: a file is missing, cut off or not what it should be.
+    """
+
+    def __init__(self, folder: str | Path):
+        from wedlm_jax.orbax_io import array_shapes
+
+        self.folder = Path(folder)
+        self.raw_config = read_config_json(self.folder)
+        self.arrays = array_shapes(self.folder / ORBAX)
+        self.config = model_config(self.folder, self.raw_config, self._hf_names())
+
+    def _hf_names(self) -> set[str]:
+        from wedlm_jax.hf import PARAMETER_TABLE
+
+        return {name.format(0) for path, name, _ in PARAMETER_TABLE if path in self.arrays}
+
+    def read(self) -> dict[str, np.ndarray]:
+        """All parameters in host memory, by dotted path."""
+        from wedlm_jax.orbax_io import read_arrays
+
+        return read_arrays(self.folder / ORBAX)
+
+
+def check_arrays(checkpoint: OrbaxCheckpoint) -> list[Entry]:
+    """Verifies that the parameters are exactly the model's; returns the table.
+
+    Raises:
+      InputError: naming the first missing, extra or misshapen parameter.
+    """
+    from wedlm_jax.hf import parameter_entries
+
+    entries, folder = parameter_entries(checkpoint.config), checkpoint.folder / ORBAX
+    expected = {entry.path: entry.shape for entry in entries}
+    for path in sorted(set(expected) - set(checkpoint.arrays)):
+        raise InputError(f"{folder}: parameter {path!r} is missing")
+    for path in sorted(set(checkpoint.arrays) - set(expected)):
+        raise InputError(f"{folder}: parameter {path!r} is not part of this model")
+    for path, shape in expected.items():
+        found = checkpoint.arrays[path][0]
+        if found != shape:
+            raise InputError(
+                f"{folder}: parameter {path!r} has shape {list(found)}, expected {list(shape)}"
+            )
+    return entries
