@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from wedlm_jax.engine import Batch, Engine, RowResult
 from wedlm_jax.errors import InputError
 from wedlm_jax.hf import load_checkpoint
+from wedlm_jax.prompts import Prompt, as_list, as_token_ids, for_each, is_integer, numbered
 from wedlm_jax.sampling import SamplingParams
 from wedlm_jax.text import Messages, StopStrings, TextCodec
 
@@ -21,7 +22,8 @@ DTYPES = ("float32", "bfloat16")
 FORWARDS_PER_SLICE = 64
 """Forwards between two looks at a batch: long enough to hide the look."""
 
-Prompt = str | Sequence[int]
+Row = tuple[Sequence[int], SamplingParams]
+"""A checked prompt: its token ids, and how it is decoded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,11 +100,11 @@ class LLM:
             dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
         if dtype not in DTYPES:
             raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, not {dtype!r}")
-        if max_batch_size < 1:
-            raise InputError(f"max_batch_size: expected at least 1, not {max_batch_size}")
+        if not is_integer(max_batch_size) or max_batch_size < 1:
+            raise InputError(f"max_batch_size: expected 1 or more, not {max_batch_size!r}")
         self.folder = resolve_model(model)
         self.codec = TextCodec.load(self.folder)
-        self.max_batch_size = max_batch_size
+        self.dtype, self.max_batch_size = dtype, max_batch_size
         self.engine = Engine(
             load_checkpoint(self.folder, dtype=jnp.dtype(dtype)),
             window_size=window_size,
@@ -131,13 +133,22 @@ class LLM:
           InputError: before anything runs, if any prompt cannot be decoded.
         """
         rows = self.prepare(prompts, params)
-        results: list[Completion | None] = [None] * len(rows)
+        results = dict(item for batch in self.run(rows, on_progress) for item in batch)
+        return [results[i] for i in range(len(rows))]
+
+    def run(
+        self, rows: Sequence[Row], on_progress: Callable[[Progress], None] | None = None
+    ) -> Iterator[list[tuple[int, Completion]]]:
+        """Decodes rows that `prepare` or `prepare_one` has checked.
+
+        Yields:
+          Batch by batch, as each is done: the places of its rows in ``rows``, and what
+          became of them. The batches are in no order that a caller should rely on.
+        """
         done = _Tally(len(rows), on_progress)
         for indices in self._batches(rows):
-            finished = self._decode([rows[i] for i in indices], done)
-            for i, completion in zip(indices, finished, strict=True):
-                results[i] = completion
-        return [completion for completion in results if completion is not None]
+            completions = self._decode([rows[i] for i in indices], done)
+            yield list(zip(indices, completions, strict=True))
 
     def chat(
         self,
@@ -151,12 +162,26 @@ class LLM:
         Args:
           conversations: messages with ``role`` and ``content``; one conversation or many.
         """
-        many = [conversations] if isinstance(conversations[0], dict) else conversations
-        prompts = [self.chat_prompt(messages) for messages in many]  # type: ignore[arg-type]
+        if not isinstance(conversations, Sequence) or isinstance(conversations, str):
+            raise InputError(
+                f"conversations: expected lists of messages, not {type(conversations).__name__}"
+            )
+        single = bool(conversations) and isinstance(conversations[0], dict)
+        many = [conversations] if single else conversations
+        prompts: list[Prompt] = []
+        for number, messages in enumerate(many):
+            with numbered("conversation", number, len(many)):
+                prompts.append(self.chat_prompt(messages))  # type: ignore[arg-type]
         return self.generate(prompts, params, on_progress=on_progress)
 
     def chat_prompt(self, messages: Messages) -> list[int]:
-        """The token ids of a conversation, ready for the assistant's turn."""
+        """The token ids of a conversation, ready for the assistant's turn.
+
+        Raises:
+          InputError: there is no chat template, or the messages do not fit it.
+        """
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise InputError("messages: expected a list of at least one message")
         return self._require_codec("messages").encode_chat(messages)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
@@ -186,47 +211,55 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[tuple[list[int], SamplingParams]]:
+    ) -> list[Row]:
         """Token ids and sampling parameters of every prompt, all checked.
 
         Raises:
           InputError: naming the first prompt (from 0) that cannot be decoded, and why.
         """
-        many = _as_list(prompts)
-        each = (
-            [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else params
-        )
-        if len(each) != len(many):
-            raise InputError(f"{len(many)} prompts came with {len(each)} sampling parameters")
+        many = as_list(prompts)
         rows = []
-        for number, (prompt, sampling) in enumerate(zip(many, each, strict=True)):
-            try:
-                if isinstance(prompt, str):
-                    prompt = self._require_codec("text prompts").encode(prompt)
-                if sampling.stop:
-                    self._require_codec("stop strings")
-                self.engine.check(prompt, sampling)
-            except InputError as error:
-                raise InputError(
-                    f"prompt {number}: {error}" if len(many) > 1 else str(error)
-                ) from None
-            rows.append((list(prompt), sampling))
+        for number, (prompt, one) in enumerate(zip(many, for_each(many, params), strict=True)):
+            with numbered("prompt", number, len(many)):
+                rows.append(self.prepare_one(prompt, one))
         return rows
+
+    def prepare_one(self, prompt: Prompt, params: SamplingParams) -> Row:
+        """As `prepare`, for one prompt."""
+        token_ids = self._encode(prompt) if isinstance(prompt, str) else as_token_ids(prompt)
+        if params.stop:
+            self._require_codec("stop strings")
+        self.engine.check(token_ids, params)
+        if params.stop_token_ids:
+            vocab, largest = self.engine.config.vocab_size, max(params.stop_token_ids)
+            if largest >= vocab:
+                raise InputError(f"stop_token_ids: {largest} is outside the vocabulary of {vocab}")
+        return token_ids, params
+
+    def _encode(self, text: str) -> list[int]:
+        codec = self._require_codec("text prompts")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            # A lone surrogate: half a character, which no tokenizer takes.
+            raise InputError("the prompt is not text that UTF-8 can hold") from None
+        return codec.encode(text)
 
     def _require_codec(self, what: str) -> TextCodec:
         if self.codec is None:
             raise InputError(f"{self.folder} has no tokenizer, which {what} need; give token ids")
         return self.codec
 
-    def _batches(self, rows: list[tuple[list[int], SamplingParams]]) -> Iterator[list[int]]:
-        """Prompts of similar work together: a batch lasts as long as its longest row."""
-        order = sorted(range(len(rows)), key=lambda i: (rows[i][1].max_tokens, len(rows[i][0])))
+    def _batches(self, rows: Sequence[Row]) -> Iterator[list[int]]:
+        """Prompts of similar work together: a batch lasts as long as its longest row.
+
+        The longest come first, so that what does not fit into memory fails at once.
+        """
+        order = sorted(range(len(rows)), key=lambda i: (-rows[i][1].max_tokens, -len(rows[i][0])))
         for start in range(0, len(order), self.max_batch_size):
             yield order[start : start + self.max_batch_size]
 
-    def _decode(
-        self, rows: list[tuple[list[int], SamplingParams]], tally: _Tally
-    ) -> list[Completion]:
+    def _decode(self, rows: Sequence[Row], tally: _Tally) -> list[Completion]:
         params = [sampling for _, sampling in rows]
         batch = self.engine.start([token_ids for token_ids, _ in rows], params)
         while not batch.advance(FORWARDS_PER_SLICE):
@@ -245,7 +278,8 @@ class LLM:
     ) -> None:
         """Ends rows whose stop string has come, which only the host can see."""
         for i, (row, sampling) in enumerate(zip(results, params, strict=True)):
-            if row.finish_reason is None and self._completion(row, sampling).finish_reason:
+            running = row.finish_reason is None
+            if running and sampling.stop and self._completion(row, sampling).finish_reason:
                 batch.finish(i)
 
     def _completion(self, row: RowResult, sampling: SamplingParams) -> Completion:
@@ -300,6 +334,8 @@ def resolve_model(model: str | Path | None) -> Path:
       InputError: it is neither a folder nor a hub id that can be reached.
     """
     if model is None:
+        if not EMBEDDED_MODEL.is_dir():
+            raise InputError("no model is embedded in this installation; name a checkpoint folder")
         return EMBEDDED_MODEL
     folder = Path(model)
     if folder.exists() or str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
@@ -315,12 +351,3 @@ def resolve_model(model: str | Path | None) -> Path:
         raise InputError(
             f"{model!r} is not a folder here and could not be fetched from the hub ({reason})"
         ) from None
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]
