@@ -1,0 +1,93 @@
+"""Tiny random checkpoints and the ways to spoil them, for tests."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from wedlm_jax.config import ModelConfig, config_from_hf
+from wedlm_jax.hf import model_from_arrays, parameter_entries, save_checkpoint
+from wedlm_jax.model import Transformer
+
+CONFIG: dict[str, Any] = {
+    "model_type": "wedlm",
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "qk_norm": True,
+    "mask_token_id": 23,
+    "eos_token_id": 1,
+    "max_position_embeddings": 64,
+}
+
+
+def tiny_config(**changes: Any) -> ModelConfig:
+    return config_from_hf({**CONFIG, **changes})
+
+
+@functools.cache
+def tiny_model(config: ModelConfig, dtype: str = "float32") -> Transformer:
+    """Random parameters, the norms and biases too: a transposed or swapped one must show."""
+    random = np.random.default_rng(7)
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    shapes = {entry.path: entry.shape for entry in parameter_entries(config)}
+    return model_from_arrays(
+        config, {path: random.normal(size=shape).astype(kind) for path, shape in shapes.items()}
+    )
+
+
+def write_tiny(
+    folder: Path, *, dtype: str = "float32", shard_bytes: int = 10**9, **changes: Any
+) -> Path:
+    """Writes a Hugging Face folder, with a tokenizer's files that only look like some."""
+    config = tiny_config(**changes)
+    save_checkpoint(tiny_model(config, dtype), config, folder, shard_bytes=shard_bytes)
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}', encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "é"}', encoding="utf-8")
+    return folder
+
+
+def edit_config(folder: Path, remove: str | None = None, **changes: Any) -> None:
+    path = folder / "config.json"
+    raw = {**json.loads(path.read_text(encoding="utf-8")), **changes}
+    raw.pop(remove, None)
+    path.write_text(json.dumps(raw), encoding="utf-8")
+
+
+def hf_values(folder: Path) -> dict[str, np.ndarray]:
+    """All tensors of a Hugging Face folder, read by the safetensors library alone."""
+    tensors: dict[str, np.ndarray] = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= load_file(path)
+    return tensors
+
+
+def set_tensors(folder: Path, **changes: np.ndarray | None) -> None:
+    """Replaces, adds or (None) removes tensors of the folder's single file."""
+    path = folder / "model.safetensors"
+    tensors = {**load_file(path), **changes}
+    save_file({name: x for name, x in tensors.items() if x is not None}, path)
+
+
+def assert_same_bits(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
+    assert sorted(a) == sorted(b)
+    for name, value in a.items():
+        assert value.dtype == b[name].dtype, name
+        assert value.shape == b[name].shape, name
+        assert value.tobytes() == b[name].tobytes(), name
+
+
+def every_float16_pattern(count: int, dtype: str) -> np.ndarray:
+    """``count`` bit patterns of a 16-bit dtype: subnormals, −0, infinities, NaN payloads."""
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    return np.linspace(0, 65535, count).astype(np.uint16).view(kind)
