@@ -7,6 +7,7 @@ Two kinds of folder: weights alone, a nested dictionary of arrays in one orbax c
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ class StepFolders:
     """
 
     def __init__(self, folder: Path, keep: int):
+        self._folder = folder
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
         self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
 
@@ -40,15 +42,43 @@ class StepFolders:
         self._manager.save(step, args=ocp.args.StandardSave(state))
 
     def restore(self, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The newest state, with the shapes, dtypes and placement of ``like``."""
+        """The newest state, with the shapes, dtypes and placement of ``like``.
+
+        Raises:
+          InputError: there is none, or its arrays have other names or shapes.
+        """
+        step = self.latest_step()
+        if step is None:
+            raise InputError(f"{self._folder}: no complete state is in this folder")
+        _check_same_shapes(step_tree(self._folder / str(step)), like)
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        step = self._manager.latest_step()
         return self._manager.restore(step, args=ocp.args.StandardRestore(target))
 
     def close(self) -> None:
         """Waits until everything is on disk."""
         self._manager.wait_until_finished()
         self._manager.close()
+
+
+def step_tree(step_folder: Path) -> Path:
+    """Where a numbered state keeps its arrays."""
+    return step_folder / "default"
+
+
+def _check_same_shapes(folder: Path, like: dict[str, jax.Array]) -> None:
+    # Orbax's own words on another model's state tell only that a shape is not compatible.
+    found = array_shapes(folder)
+    if found.keys() != like.keys():
+        raise InputError(
+            f"{folder}: a state of {len(found)} arrays where this recipe has {len(like)}; it is "
+            "of another model or optimizer, so give the run a folder of its own"
+        )
+    for name, leaf in like.items():
+        if found[name][0] != leaf.shape:
+            raise InputError(
+                f"{folder}: array {name} has shape {list(found[name][0])} where this recipe has "
+                f"{list(leaf.shape)}; it is of another model, so give the run a folder of its own"
+            )
 
 
 def write_arrays(folder: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -72,18 +102,23 @@ def array_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     return {_dotted(path): (tuple(leaf.shape), np.dtype(leaf.dtype).name) for path, leaf in leaves}
 
 
-def read_arrays(folder: Path) -> dict[str, np.ndarray]:
-    """All arrays of a checkpoint in host memory, by dotted path.
+def read_arrays(folder: Path, paths: Iterable[str] | None = None) -> dict[str, np.ndarray]:
+    """Arrays of a checkpoint in host memory, by dotted path.
+
+    Args:
+      paths: those to read, all by default; the others stay on disk.
 
     Raises:
       InputError: the folder is no orbax checkpoint, or parts of it are missing or cut off.
     """
-    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), _metadata(folder))
+    shapes = array_shapes(folder)
+    wanted = shapes if paths is None else {path: shapes[path] for path in paths}
+    item = _nested({path: jax.ShapeDtypeStruct(*header) for path, header in wanted.items()})
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
+    args = ocp.args.PyTreeRestore(item=item, restore_args=as_numpy, partial_restore=True)
     try:
         with _quiet(), ocp.PyTreeCheckpointer() as checkpointer:
-            tree = checkpointer.restore(
-                folder.resolve(), args=ocp.args.PyTreeRestore(restore_args=as_numpy)
-            )
+            tree = checkpointer.restore(folder.resolve(), args=args)
     except Exception as error:
         # Tensorstore's errors are of many types; each means that the files are damaged.
         raise _damaged(folder, error) from None

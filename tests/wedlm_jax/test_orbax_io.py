@@ -1,0 +1,119 @@
+"""States of a run and folders of arrays, as orbax keeps them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from wedlm_jax.errors import InputError
+from wedlm_jax.orbax_io import StepFolders, array_shapes, read_arrays, step_tree, write_arrays
+
+STATE = {"0000": jnp.int32(7), "0001": jnp.arange(12.0).reshape(3, 4), "0002": jnp.ones(5)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run's folder with one state, written by orbax's own manager.
+
+    Not by `StepFolders`: runs that exist must stay readable whatever this code becomes.
+    """
+    path = tmp_path / "checkpoints"
+    manager = ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(create=True))
+    manager.save(7, args=ocp.args.StandardSave(STATE))
+    manager.wait_until_finished()
+    manager.close()
+    return path
+
+
+def test_restores_a_state_as_it_was(folder: Path) -> None:
+    states = StepFolders(folder, keep=2)
+    assert states.latest_step() == 7
+    restored = states.restore(jax.tree.map(jnp.zeros_like, STATE))
+    states.close()
+    assert restored.keys() == STATE.keys()
+    for name, leaf in STATE.items():
+        np.testing.assert_array_equal(restored[name], leaf)
+        assert restored[name].dtype == leaf.dtype
+
+
+def test_keeps_the_newest_states(folder: Path) -> None:
+    states = StepFolders(folder, keep=2)
+    for step in (8, 9):
+        states.save(step, {**STATE, "0000": jnp.int32(step)})
+    states.close()
+    assert sorted(path.name for path in folder.iterdir()) == ["8", "9"]
+    again = StepFolders(folder, keep=2)
+    assert int(again.restore(STATE)["0000"]) == 9
+    again.close()
+
+
+@pytest.mark.parametrize(
+    ("like", "expected"),
+    [
+        ({**STATE, "0001": jnp.zeros((4, 3))}, r"array 0001 has shape \[3, 4\].*\[4, 3\]"),
+        ({**STATE, "0001": jnp.zeros((6, 8))}, r"array 0001 has shape \[3, 4\].*\[6, 8\]"),
+        ({**STATE, "0003": jnp.zeros(2)}, "3 arrays where this recipe has 4"),
+        ({name: STATE[name] for name in ("0000", "0001")}, "3 arrays where this recipe has 2"),
+    ],
+)
+def test_state_of_another_model_is_refused(folder: Path, like: dict, expected: str) -> None:
+    states = StepFolders(folder, keep=2)
+    with pytest.raises(InputError, match=expected) as error:
+        states.restore(like)
+    states.close()
+    assert "\n" not in str(error.value)
+    assert str(folder) in str(error.value)
+
+
+def test_nothing_to_restore(tmp_path: Path) -> None:
+    states = StepFolders(tmp_path / "new", keep=2)
+    assert states.latest_step() is None
+    with pytest.raises(InputError, match="no complete state"):
+        states.restore(STATE)
+    states.close()
+
+
+def test_some_arrays_of_a_state(folder: Path) -> None:
+    tree = step_tree(folder / "7")
+    assert array_shapes(tree)["0001"] == ((3, 4), "float32")
+    (read,) = read_arrays(tree, ["0001"]).items()
+    assert read[0] == "0001"
+    np.testing.assert_array_equal(read[1], STATE["0001"])
+
+
+def test_arrays_keep_every_bit(tmp_path: Path) -> None:
+    """All 65536 patterns of both halves, NaN payloads and negative zeros among them."""
+    patterns = np.arange(2**16, dtype=np.uint16).reshape(2, -1)
+    arrays = {
+        "embed": patterns.view(ml_dtypes.bfloat16),
+        "layers.mlp.kernel": patterns.view(np.float16),
+        "layers.mlp.bias": np.array([-0.0, np.nan, np.inf, 1e-45], np.float32),
+    }
+    write_arrays(tmp_path / "orbax", arrays)
+    back = read_arrays(tmp_path / "orbax")
+    assert back.keys() == arrays.keys()
+    for name, value in arrays.items():
+        assert (back[name].dtype, back[name].shape) == (value.dtype, value.shape)
+        assert back[name].tobytes() == value.tobytes()
+
+
+@pytest.mark.parametrize("damage", ["empty", "no metadata", "no data"])
+def test_damaged_folders_are_named(tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "orbax"
+    if damage == "empty":
+        folder.mkdir()
+    else:
+        write_arrays(folder, {"a": np.ones(3, np.float32)})
+        pattern = "_METADATA" if damage == "no metadata" else "d/*"
+        for path in [*folder.glob(pattern), *folder.glob(f"ocdbt.process_0/{pattern}")]:
+            path.unlink()
+    with pytest.raises(InputError) as error:
+        read_arrays(folder)
+    assert str(folder) in str(error.value)
+    assert "\n" not in str(error.value)
