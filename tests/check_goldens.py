@@ -9,6 +9,7 @@ Exits non-zero on any miss. Each check compares against the tolerance the golden
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -136,10 +137,8 @@ def packed_rows(
     """
     bounds = golden["cu_seqlens"]
     samples, where, start = [], [], 0
-    for low, high in zip(bounds[:-1], bounds[1:], strict=True):
-        samples.append(
-            TokenisedSample(golden["tokens"][low:high], golden["labels"][low:high] >= 0)
-        )
+    for low, high in itertools.pairwise(bounds):
+        samples.append(TokenisedSample(golden["tokens"][low:high], golden["labels"][low:high] >= 0))
         where.append(start + np.arange(high - low))
         start += -(-int(high - low) // block_size) * block_size
     row = row_arrays(samples, row_length=start, block_size=block_size, pad_token_id=0)
@@ -218,7 +217,9 @@ def _far(ours: Any, theirs: Any, tolerance: float, *, relative: bool = False) ->
 
 
 def _differs(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
-    wrong = [f"{key} {ours[key]}, expected {theirs[key]}" for key in theirs if ours[key] != theirs[key]]
+    wrong = [
+        f"{key} {ours[key]}, expected {theirs[key]}" for key in theirs if ours[key] != theirs[key]
+    ]
     return "; ".join(wrong) or None
 
 
@@ -231,7 +232,7 @@ def main(arguments: list[str]) -> int:
         for name, problem in all_checks(Path(arguments[0])):
             total += 1
             failures += problem is not None
-            print(f"{'ok  ' if problem is None else 'MISS'} {name}" + (f": {problem}" if problem else ""))
+            print(f"ok   {name}" if problem is None else f"MISS {name}: {problem}")
     except (InputError, OSError, KeyError) as error:
         print(f"check_goldens: {error}")
         return 2

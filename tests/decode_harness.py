@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from wedlm_jax.engine import Engine
@@ -28,11 +29,17 @@ class DecodeCase:
         )
 
 
+@functools.lru_cache(maxsize=32)
+def _engine(model: Transformer, window: int, refill: str) -> Engine:
+    """Kept, because an engine keeps its compiled programs: cases of equal shapes share them."""
+    return Engine(model, window_size=window, refill=refill)
+
+
 def decode_cases(
     model: Transformer, cases: list[DecodeCase], refill: str = "streaming"
 ) -> list[dict[str, Any]]:
     """All cases as one batch, each row with its own window."""
-    engine = Engine(model, window_size=max(case.window for case in cases), refill=refill)
+    engine = _engine(model, max(case.window for case in cases), refill)
     batch = engine.start(
         [case.prompt for case in cases],
         [case.sampling() for case in cases],
@@ -44,7 +51,7 @@ def decode_cases(
 
 def decode_trace(model: Transformer, case: DecodeCase) -> list[dict[str, Any]]:
     """Forward by forward: the window in physical order and the run that the forward commits."""
-    engine = Engine(model, window_size=case.window)
+    engine = _engine(model, case.window, "streaming")
     batch = engine.start([case.prompt], [case.sampling()])
     mask = model.config.require_mask_token_id()
     trace, done = [], False
