@@ -68,7 +68,7 @@ class HFCheckpoint:
         try:
             weight_map = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
         except FileNotFoundError:
-            raise InputError(f"{self.folder}: neither {WEIGHTS} nor {INDEX} is here") from None
+            raise InputError(f"{self.folder}: {_why_no_weights(self.folder)}") from None
         except (OSError, ValueError, KeyError, TypeError):
             raise InputError(f"{path}: not a safetensors index") from None
         for tensor, name in weight_map.items():
@@ -83,6 +83,14 @@ class HFCheckpoint:
     def read(self, name: str) -> np.ndarray:
         """The values of one tensor, in the shape and dtype of the file."""
         return self.tensors[name].read(name)
+
+
+def _why_no_weights(folder: Path) -> str:
+    if (folder / "orbax").is_dir():
+        return "an orbax checkpoint; `wedlm convert` makes a Hugging Face one of it"
+    if list(folder.glob("pytorch_model*.bin")):
+        return "holds PyTorch's pytorch_model.bin; only safetensors files are read"
+    return f"neither {WEIGHTS} nor {INDEX} is here"
 
 
 def model_config(folder: Path, raw: dict[str, Any], tensors: Collection[str]) -> ModelConfig:

@@ -29,6 +29,10 @@ class SafetensorsFile:
         try:
             self._file = safe_open(str(path), framework="numpy")
         except (SafetensorError, OSError) as error:
+            if _is_lfs_pointer(path):
+                raise InputError(
+                    f"{path}: a Git LFS pointer, not the file itself; `git lfs pull` fetches it"
+                ) from None
             raise InputError(f"{path}: truncated or not a safetensors file ({error})") from None
         self._slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118
         for name, header in self._slices.items():
@@ -50,6 +54,13 @@ class SafetensorsFile:
 
     def read(self, name: str) -> np.ndarray:
         return self._file.get_tensor(name)
+
+
+def _is_lfs_pointer(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(30).startswith(b"version https://git-lfs")
 
 
 def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:

@@ -216,6 +216,10 @@ def test_missing_folder_and_empty_folder(tmp_path: Path) -> None:
 def test_no_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     refusal(folder, "neither model.safetensors nor model.safetensors.index.json")
+    (folder / "pytorch_model-00001-of-00002.bin").touch()
+    refusal(folder, "only safetensors files are read")
+    (folder / "orbax").mkdir()
+    refusal(folder, "an orbax checkpoint", "wedlm convert")
 
 
 @pytest.mark.parametrize("content", ["{", "", "[1]", "\x00\xff", "null"])

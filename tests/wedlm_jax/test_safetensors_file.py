@@ -65,6 +65,12 @@ def test_other_binary(tmp_path: Path) -> None:
     assert "truncated or not a safetensors file" in message(path)
 
 
+def test_pointer_of_git_lfs(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    assert "`git lfs pull` fetches it" in message(path)
+
+
 def test_missing_file(tmp_path: Path) -> None:
     assert "no such file" in message(tmp_path / "x.safetensors")
 
