@@ -79,9 +79,13 @@ def test_orbax_holds_our_parameters(pair: tuple[Path, Path]) -> None:
     assert not list(written.glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
-    "style", [{"tie_word_embeddings": True}, {"model_type": "qwen2", "qk_norm": False}]
+    ("style", "dtype"),
+    [
+        ({"tie_word_embeddings": True}, "bfloat16"),
+        ({"model_type": "qwen2", "qk_norm": False, "attention_bias": True}, "float32"),
+        ({}, "float16"),
+    ],
 )
 def test_round_trip_is_bit_exact(tmp_path: Path, style: dict, dtype: str) -> None:
     source = write_tiny(tmp_path / "模型", dtype=dtype, shard_bytes=4000, **style)

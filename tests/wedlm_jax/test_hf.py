@@ -74,8 +74,15 @@ def test_shapes_are_those_of_hugging_face(tmp_path: Path) -> None:
 # --- round trips -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    ("style", "dtype"),
+    [
+        ("qwen3_untied", "float16"),
+        ("qwen3_tied", "bfloat16"),
+        ("qwen2", "float32"),
+        ("both", "bfloat16"),
+    ],
+)
 def test_round_trip_is_bit_exact(tmp_path: Path, style: str, dtype: str) -> None:
     folder = write_tiny(tmp_path / "a", dtype=dtype, **STYLES[style])
     model = load_checkpoint(folder)
@@ -359,7 +366,7 @@ def test_kill_at_a_rename_loses_nothing(
     folder = tmp_path / "a"
     folder.mkdir()
     (folder / "x").write_text("old")
-    done = 0
+    done, real_rename = 0, os.rename
 
     class Killed(Exception):
         pass
@@ -369,7 +376,7 @@ def test_kill_at_a_rename_loses_nothing(
         if done == renames:
             raise Killed
         done += 1
-        shutil.move(source, target)
+        real_rename(source, target)
 
     with monkeypatch.context() as patch:
         patch.setattr("wedlm_jax.folder_swap._recover", lambda *_: None)
@@ -377,6 +384,7 @@ def test_kill_at_a_rename_loses_nothing(
         patch.setattr(os, "rename", rename)
         with pytest.raises(Killed), replacing(folder) as beside:
             (beside / "x").write_text("new")
+    assert (folder.exists(), done) == (renames == 0, renames)
     contents = {path.read_text() for path in tmp_path.rglob("x")}
     assert contents == {"old", "new"}
     with pytest.raises(Killed), replacing(folder):
