@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from wedlm_jax.hf_folder import HFCheckpoint
+    from wedlm_jax.model_folder import OrbaxCheckpoint
+    from wedlm_jax.run_folder import RunModel
 
 TITLES = {"hf": "Hugging Face", "orbax": "orbax"}
+RUN = "run"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +47,14 @@ def main(arguments: list[str]) -> int:
         "  wedlm convert ./WeDLM-8B ./WeDLM-8B-orbax            Hugging Face to orbax\n"
         "  wedlm convert ./WeDLM-8B-orbax ./back                and back, bit for bit\n"
         "  wedlm convert runs/my/hf ./small --to hf --dtype bfloat16\n"
-        "                                                       same format, other dtype",
+        "                                                       same format, other dtype\n"
+        "  wedlm convert runs/my ./now --config ./Qwen3-8B      a run's newest state, while it\n"
+        "                                                       trains from ./Qwen3-8B",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", metavar="SOURCE", help="a checkpoint folder, of either format")
+    parser.add_argument(
+        "source", metavar="SOURCE", help="a checkpoint folder, or with --config a training run's"
+    )
     parser.add_argument("destination", metavar="DESTINATION", help="the folder to write")
     parser.add_argument("--to", choices=FORMATS, help="the format to write [the other one]")
     parser.add_argument(
@@ -56,10 +63,20 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--force", action="store_true", help="replace the checkpoint that DESTINATION holds"
     )
+    parser.add_argument(
+        "--config",
+        metavar="DIR",
+        help="SOURCE is a training run: take config.json and the tokenizer from DIR",
+    )
     options = parser.parse_args(arguments)
     start = time.monotonic()
     done = convert(
-        options.source, options.destination, to=options.to, dtype=options.dtype, force=options.force
+        options.source,
+        options.destination,
+        to=options.to,
+        dtype=options.dtype,
+        force=options.force,
+        config_from=options.config,
     )
     print(
         f"wrote {options.destination}: {TITLES[done.format]}, {done.tensors} tensors, "
@@ -76,23 +93,27 @@ def convert(
     to: str | None = None,
     dtype: str | None = None,
     force: bool = False,
+    config_from: str | Path | None = None,
 ) -> Converted:
     """Writes the checkpoint in ``source`` anew, in the other format or another dtype.
 
     The destination appears whole or not at all.
 
     Args:
-      source: a Hugging Face or an orbax checkpoint folder.
+      source: a Hugging Face or an orbax checkpoint folder; with ``config_from`` a training
+        run's folder, of which the newest state's parameters are written.
       destination: must be absent or empty, or a checkpoint with ``force``.
-      to: "hf" or "orbax"; by default the format that the source has not.
+      to: "hf" or "orbax"; by default the format that the source has not, "hf" for a run.
       dtype: "float32", "bfloat16" or "float16"; as it is by default.
       force: replace a checkpoint at the destination.
+      config_from: where a run's ``config.json`` and tokenizer are: the checkpoint that it
+        started from, or any of the same shape.
 
     Raises:
       InputError: naming the folder, file or tensor, and what was expected of it.
     """
     source, destination = Path(source), Path(destination)
-    found = format_of(source)
+    found = RUN if config_from is not None else format_of(source)
     target = to or next(name for name in FORMATS if name != found)
     if target not in FORMATS:
         raise InputError(f"to: expected one of {', '.join(FORMATS)}, not {target!r}")
@@ -108,14 +129,14 @@ def convert(
     np_dtype = numpy_dtype(dtype)
     try:
         with replacing(destination) as beside, _progress() as progress:
-            opened: _Orbax | _HuggingFace
-            opened = (_Orbax if found == "orbax" else _HuggingFace)(source, np_dtype, progress)
+            opened = _open(source, config_from, found, np_dtype, progress)
             result = opened.write_orbax(beside) if target == "orbax" else opened.write_hf(beside)
-            if dtype is None:
+            if dtype is None and found != RUN:
                 shutil.copyfile(source / "config.json", beside / "config.json")
             else:
-                write_config(beside, _with_dtype(opened.raw_config, dtype))
-            copy_tokenizer(source, beside)
+                raw = opened.raw_config
+                write_config(beside, raw if dtype is None else _with_dtype(raw, dtype))
+            copy_tokenizer(source if config_from is None else Path(config_from), beside)
     except OSError as error:
         raise InputError(f"{destination}: writing failed ({error.strerror or error})") from None
     return result
@@ -145,6 +166,24 @@ def _with_dtype(raw: dict[str, Any], dtype: str) -> dict[str, Any]:
     """``config.json`` as it stands, but for the field that names a dtype."""
     field = "torch_dtype" if "torch_dtype" in raw and "dtype" not in raw else "dtype"
     return {**raw, field: dtype}
+
+
+def _open(
+    source: Path,
+    config_from: str | Path | None,
+    found: str,
+    dtype: np.dtype | None,
+    progress: Progress,
+) -> _HuggingFace | _Orbax:
+    if found == "hf":
+        return _HuggingFace(source, dtype, progress)
+    if config_from is None:
+        from wedlm_jax.model_folder import OrbaxCheckpoint
+
+        return _Orbax(OrbaxCheckpoint(source), dtype, progress)
+    from wedlm_jax.run_folder import RunModel
+
+    return _Orbax(RunModel(source, config_from), dtype, progress)
 
 
 class _HuggingFace:
@@ -180,12 +219,13 @@ class _HuggingFace:
 
 
 class _Orbax:
-    """An orbax source, checked and read."""
+    """An orbax source or a run's state, checked and read."""
 
-    def __init__(self, folder: Path, dtype: np.dtype | None, progress: Progress):
-        from wedlm_jax.model_folder import OrbaxCheckpoint, check_arrays
+    def __init__(
+        self, checkpoint: OrbaxCheckpoint | RunModel, dtype: np.dtype | None, progress: Progress
+    ):
+        from wedlm_jax.model_folder import check_arrays
 
-        checkpoint = OrbaxCheckpoint(folder)
         self._entries = check_arrays(checkpoint)
         self._dtype, self._progress = dtype, progress
         self.raw_config = checkpoint.raw_config

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from wedlm_jax.hf import Entry
+    from wedlm_jax.run_folder import RunModel
 
 ORBAX = "orbax"
 FORMATS = ("hf", "orbax")
@@ -38,10 +39,11 @@ def format_of(folder: Path) -> str:
         raise InputError(f"{folder}: holds both safetensors and {ORBAX}/; expected one of them")
     if is_hf or is_orbax:
         return "orbax" if is_orbax else "hf"
-    if (folder / "_CHECKPOINT_METADATA").exists() or any(folder.glob("*/_CHECKPOINT_METADATA")):
+    patterns = ("", "*/", "checkpoints/*/")
+    if any(any(folder.glob(f"{pattern}_CHECKPOINT_METADATA")) for pattern in patterns):
         raise InputError(
-            f"{folder}: the state of a training run, not a model; its model is exported to the "
-            "run's hf/ folder when the run ends"
+            f"{folder}: the state of a training run, not a model; the model is in the run's hf/ "
+            "folder when the run has ended, and until then `wedlm convert --config` exports it"
         )
     raise InputError(
         f"{folder}: neither a Hugging Face checkpoint ({WEIGHTS} or {INDEX}) nor an orbax one "
@@ -55,6 +57,7 @@ class OrbaxCheckpoint:
     Attributes:
       folder: where it is.
       raw_config: ``config.json`` as it stands.
+      array_folder: where orbax keeps the parameters.
       arrays: shape and dtype name of each parameter, by dotted path.
       config: the architecture.
 
@@ -67,7 +70,8 @@ class OrbaxCheckpoint:
 
         self.folder = Path(folder)
         self.raw_config = read_config_json(self.folder)
-        self.arrays = array_shapes(self.folder / ORBAX)
+        self.array_folder = self.folder / ORBAX
+        self.arrays = array_shapes(self.array_folder)
         self.config = model_config(self.folder, self.raw_config, self._hf_names())
 
     def _hf_names(self) -> set[str]:
@@ -79,10 +83,10 @@ class OrbaxCheckpoint:
         """All parameters in host memory, by dotted path."""
         from wedlm_jax.orbax_io import read_arrays
 
-        return read_arrays(self.folder / ORBAX)
+        return read_arrays(self.array_folder)
 
 
-def check_arrays(checkpoint: OrbaxCheckpoint) -> list[Entry]:
+def check_arrays(checkpoint: OrbaxCheckpoint | RunModel) -> list[Entry]:
     """Verifies that the parameters are exactly the model's; returns the table.
 
     Raises:
@@ -90,7 +94,7 @@ def check_arrays(checkpoint: OrbaxCheckpoint) -> list[Entry]:
     """
     from wedlm_jax.hf import parameter_entries
 
-    entries, folder = parameter_entries(checkpoint.config), checkpoint.folder / ORBAX
+    entries, folder = parameter_entries(checkpoint.config), checkpoint.array_folder
     expected = {entry.path: entry.shape for entry in entries}
     for path in sorted(set(expected) - set(checkpoint.arrays)):
         raise InputError(f"{folder}: parameter {path!r} is missing")
