@@ -1,0 +1,74 @@
+"""Runs the tests on the CPU, the same examples every time, on one tiny model."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.decode_examples import TINY
+from tests.reference.decode_loop import FullForward
+from wedlm_jax.engine import Engine
+from wedlm_jax.masks import CausalMask
+from wedlm_jax.model import Transformer
+
+# A first example compiles, so no deadline can hold.
+hypothesis.settings.register_profile(
+    "tests",
+    deadline=None,
+    derandomize=True,
+    max_examples=15,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("tests")
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Transformer:
+    return Transformer(TINY, rngs=nnx.Rngs(7))
+
+
+# Engines keep what they compiled, and compiling is what takes the time: one of each kind
+# serves all the tests.
+
+
+@pytest.fixture(scope="session")
+def streaming_engine(tiny_model: Transformer) -> Engine:
+    return Engine(tiny_model, window_size=4)
+
+
+@pytest.fixture(scope="session")
+def blockwise_engine(tiny_model: Transformer) -> Engine:
+    return Engine(tiny_model, window_size=4, refill="blockwise")
+
+
+@pytest.fixture(scope="session")
+def autoregressive_engine(tiny_model: Transformer) -> Engine:
+    return Engine(tiny_model, window_size=0)
+
+
+@pytest.fixture(scope="session")
+def full_forward(tiny_model: Transformer) -> FullForward:
+    """Logits ``[T, V]`` of a text under a plain causal mask, without a cache."""
+    graph, parameters = nnx.split(tiny_model)
+    length = 64
+
+    @jax.jit
+    def padded(parameters: nnx.State, ids: jax.Array, positions: jax.Array) -> jax.Array:
+        model = nnx.merge(graph, parameters)
+        return model.logits(model(ids, positions, CausalMask())[0])
+
+    def forward(ids, positions):  # type: ignore[no-untyped-def]
+        # Padding stands behind, where nothing sees it; one shape compiles once.
+        padding = [0] * (length - len(ids))
+        rows = (jnp.asarray([[*x, *padding]], jnp.int32) for x in (ids, positions))
+        return np.asarray(padded(parameters, *rows))[0, : len(ids)]
+
+    return forward

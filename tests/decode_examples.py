@@ -1,0 +1,93 @@
+"""Random rows to decode on the tiny model, and the reference's answer to each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from tests.reference.decode_loop import Decoded, FullForward, decode
+from wedlm_jax.config import ModelConfig
+from wedlm_jax.engine import Engine, RowResult
+from wedlm_jax.sampling import SamplingParams
+
+TINY = ModelConfig(
+    vocab_size=24,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    qk_norm=True,
+    # Large enough that predictions differ from place to place, and their entropies too.
+    initializer_range=0.5,
+    max_position_embeddings=48,
+    mask_token_id=23,
+    eos_token_ids=(1,),
+)
+
+BATCH = 4
+LONGEST_PROMPT, LONGEST_COMPLETION = 28, 20
+"""Together the context of the tiny model, and in one bucket whatever is drawn."""
+
+SAFE_MARGIN = 1e-4
+"""Choices decided by less may differ by rounding between a cached and a full forward."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    window: int
+
+
+@st.composite
+def rows(draw: st.DrawFn, *, window: int = 4, sampled: bool = True) -> Row:
+    """A prompt (which may hold the mask's id), parameters, and a window of at most ``window``."""
+    prompt = draw(st.lists(st.integers(0, 23), min_size=1, max_size=LONGEST_PROMPT))
+    hot = sampled and draw(st.booleans())
+    params = SamplingParams(
+        temperature=draw(st.sampled_from([0.5, 1.0, 1.7])) if hot else 0.0,
+        top_p=draw(st.sampled_from([0.3, 0.8, 1.0])) if hot else 1.0,
+        top_k=draw(st.sampled_from([0, 1, 3, 100])) if hot else 0,
+        max_tokens=draw(st.integers(1, LONGEST_COMPLETION)),
+        stop_token_ids=tuple(draw(st.lists(st.integers(2, 22), max_size=2))),
+        entropy_threshold=draw(st.sampled_from([None, 0.4, 1.0, 1.6, 2.2, 9.0])),
+        position_penalty=draw(st.sampled_from([0.0, 0.02, 0.4])),
+        seed=draw(st.integers(0, 2**32 - 1)),
+    )
+    return Row(tuple(prompt), params, draw(st.integers(1, window)) if window else 0)
+
+
+def batches(**options: object) -> st.SearchStrategy[list[Row]]:
+    return st.lists(rows(**options), min_size=BATCH, max_size=BATCH)
+
+
+def start(engine: Engine, batch: Sequence[Row]):  # type: ignore[no-untyped-def]
+    return engine.start(
+        [row.prompt for row in batch],
+        [row.params for row in batch],
+        windows=[row.window for row in batch],
+    )
+
+
+def run(engine: Engine, batch: Sequence[Row]) -> list[RowResult]:
+    running = start(engine, batch)
+    assert running.advance()
+    return running.results()
+
+
+def reference(
+    forward: FullForward, config: ModelConfig, row: Row, refill: str = "streaming"
+) -> Decoded:
+    return decode(
+        forward,
+        row.prompt,
+        row.params,
+        window=row.window,
+        mask_token_id=config.require_mask_token_id(),
+        eos_token_ids=config.eos_token_ids,
+        refill=refill,
+    )

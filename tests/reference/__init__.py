@@ -1,0 +1,1 @@
+"""Slow, obvious NumPy versions of what the library compiles, written for reading."""

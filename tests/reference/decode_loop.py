@@ -1,0 +1,124 @@
+"""Streaming, block-wise and autoregressive decoding of one text in plain Python.
+
+No cache, no batch, no static shapes: every forward runs the committed text and the window
+from the start. Source: WeDLM section 5.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tests.reference.sampling import choose_token, entropy, masks_to_fill
+from wedlm_jax.sampling import SamplingParams
+
+FullForward = Callable[[Sequence[int], Sequence[int]], np.ndarray]
+"""Token ids and logical positions, both ``[T]`` in physical order, to logits ``[T, V]``."""
+
+
+@dataclasses.dataclass
+class Decoded:
+    """A completion, the counts of DESIGN "Numbers to report", and the smallest margin of
+    all the choices that led to it."""
+
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+    num_forwards: int = 0
+    num_token_instances: int = 0
+    forwards_at: list[int] = dataclasses.field(default_factory=list)
+    instances_at: list[int] = dataclasses.field(default_factory=list)
+    margin: float = np.inf
+
+    def count_forward(self, active_slots: int) -> None:
+        self.num_forwards += 1
+        self.num_token_instances += active_slots
+
+    def commit(self, token: int, stop_ids: set[int], max_tokens: int) -> None:
+        self.token_ids.append(token)
+        self.forwards_at.append(self.num_forwards)
+        self.instances_at.append(self.num_token_instances)
+        if token in stop_ids:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) == max_tokens:
+            self.finish_reason = "length"
+
+
+def decode(
+    forward: FullForward,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    window: int,
+    mask_token_id: int,
+    eos_token_ids: Sequence[int] = (),
+    refill: str = "streaming",
+) -> Decoded:
+    """Decodes with a window of W > 0 masks; with W = 0, autoregressively."""
+    stop_ids = {*eos_token_ids, *params.stop_token_ids}
+
+    def predict(ids: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+        logits = np.array(forward(ids, positions), np.float64)
+        logits[:, mask_token_id] = -np.inf  # a mask is never emitted
+        return logits
+
+    if window == 0:
+        return _autoregressive(predict, prompt, params, stop_ids)
+
+    text, out = list(prompt), Decoded()
+    slots: list[int | None] = [None] * window
+    while True:
+        start = len(text)
+        filled = [s for s, token in enumerate(slots) if token is not None]
+        masks = [s for s, token in enumerate(slots) if token is None]
+        order = filled + masks
+        shown = [mask_token_id if slots[s] is None else slots[s] for s in order]
+        logits = predict(text + shown, [*range(start), *(start + s for s in order)])
+        out.count_forward(len(slots))
+
+        run = _leading_run(slots)
+        for token in slots[:run]:
+            text.append(token)
+            out.commit(token, stop_ids, params.max_tokens)
+            if out.finish_reason:
+                return out
+
+        if masks:
+            at_masks = logits[start + len(filled) :]
+            chosen, margin = masks_to_fill(
+                [entropy(row) for row in at_masks],
+                masks,
+                params.entropy_threshold,
+                params.position_penalty,
+            )
+            out.margin = min(out.margin, margin)
+            for i in chosen:
+                token, margin = choose_token(at_masks[i], params, out.num_forwards, masks[i])
+                out.margin = min(out.margin, margin)
+                slots[masks[i]] = token
+
+        slots = slots[run:]
+        if refill == "streaming":
+            # W slots must be left when the next forward has committed its leading run.
+            slots += [None] * (window + _leading_run(slots) - len(slots))
+        elif not slots:
+            slots = [None] * window
+
+
+def _autoregressive(
+    predict: FullForward, prompt: Sequence[int], params: SamplingParams, stop_ids: set[int]
+) -> Decoded:
+    text, out = list(prompt), Decoded()
+    while out.finish_reason is None:
+        logits = predict(text, range(len(text)))
+        out.count_forward(1)
+        token, margin = choose_token(logits[-1], params, out.num_forwards, 0)
+        out.margin = min(out.margin, margin)
+        text.append(token)
+        out.commit(token, stop_ids, params.max_tokens)
+    return out
+
+
+def _leading_run(slots: list[int | None]) -> int:
+    return slots.index(None) if None in slots else len(slots)

@@ -1,0 +1,85 @@
+"""Which masks to fill and with what, a position at a time, in float64.
+
+Each choice is returned with its margin: how far the numbers were from another outcome. A
+test compares only where the margin is far above float32 rounding.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from wedlm_jax.sampling import SamplingParams
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+def entropy(logits: np.ndarray) -> float:
+    """In nats; a token of probability 0 adds nothing."""
+    probability = softmax(np.asarray(logits, np.float64))
+    return float(-sum(p * np.log(p) for p in probability if p > 0))
+
+
+def masks_to_fill(
+    entropies: list[float], slots: list[int], threshold: float | None, penalty: float
+) -> tuple[list[int], float]:
+    """Indices of the masks to fill, in order, and the margin."""
+    adjusted = [h + penalty * (s - slots[0]) for h, s in zip(entropies, slots, strict=True)]
+    if threshold is None:
+        below, margin = [], np.inf
+    else:
+        below = [i for i, h in enumerate(adjusted) if h < threshold]
+        margin = min(abs(h - threshold) for h in adjusted)
+    if below:
+        return below, margin
+    return [int(np.argmin(adjusted))], min(margin, _gap(-np.array(adjusted)))
+
+
+def truncate(logits: np.ndarray, top_k: int, top_p: float) -> tuple[np.ndarray, float]:
+    """``logits [V]`` with −inf where top-k, then top-p of the rest, leave out; the margin."""
+    by_rank = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    candidates = by_rank[: top_k or None]
+    probability = softmax(logits[candidates])
+    kept, margin, reached = [], np.inf, 0.0
+    for token, p in zip(candidates, probability, strict=True):
+        if kept:
+            margin = min(margin, abs(reached - top_p)) if top_p < 1 else margin
+            if reached >= top_p:
+                break
+        kept.append(token)
+        reached += p
+    if len(candidates) < len(by_rank):
+        margin = min(margin, logits[candidates[-1]] - logits[by_rank[len(candidates)]])
+    out = np.full(len(logits), -np.inf)
+    out[kept] = logits[kept]
+    return out, float(margin)
+
+
+def choose_token(
+    logits: np.ndarray, params: SamplingParams, forward: int, slot: int
+) -> tuple[int, float]:
+    """The token for one mask, and the margin.
+
+    The random numbers are named by seed, forward and slot, so that a row draws the same
+    ones wherever it runs.
+    """
+    logits = np.asarray(logits, np.float64)
+    if params.temperature > 0:
+        logits, margin = truncate(logits / params.temperature, params.top_k, params.top_p)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(params.seed), forward), slot)
+        # The largest of logits plus Gumbel noise is a draw from their softmax.
+        logits = logits + np.asarray(jax.random.gumbel(key, logits.shape, np.float32))
+    else:
+        margin = np.inf
+    return int(np.argmax(logits)), min(margin, _gap(logits))
+
+
+def _gap(values: np.ndarray) -> float:
+    """How far the largest value stands above the next."""
+    if len(values) == 1:
+        return np.inf
+    second, first = np.sort(values)[-2:]
+    return float(first - second)
