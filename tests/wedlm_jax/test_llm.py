@@ -1,0 +1,287 @@
+"""The Python API: order, parameters, streaming, refusals, and independence of batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.tiny_checkpoint import CONTEXT, VOCAB_SIZE, write_tiny_checkpoint
+from wedlm_jax.engine import Engine
+from wedlm_jax.errors import InputError
+from wedlm_jax.llm import LLM, Completion, Progress, resolve_model
+from wedlm_jax.sampling import SamplingParams
+
+PROMPTS = ["the cat", "one two three", "naïve 日本", "12 + 30 = ", "a", "mat", "= 42", "on on on"]
+GREEDY = SamplingParams(max_tokens=24)
+SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, entropy_threshold=2.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(folder, window_size=4, max_batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def whole(llm: LLM) -> list[Completion]:
+    """What greedy decoding makes of each prompt."""
+    return llm.generate(PROMPTS, GREEDY)
+
+
+def tokens(completions: list[Completion]) -> list[list[int]]:
+    return [completion.token_ids for completion in completions]
+
+
+# --- order and parameters ----------------------------------------------------------------
+
+
+def test_results_are_in_the_order_of_the_prompts(llm: LLM, whole: list[Completion]) -> None:
+    assert len({tuple(ids) for ids in tokens(whole)}) == len(PROMPTS), "all differ, so order shows"
+    order = [5, 2, 7, 0, 3, 6, 1, 4]
+    assert llm.generate([PROMPTS[i] for i in order], GREEDY) == [whole[i] for i in order]
+
+
+def test_one_prompt_and_no_prompt(llm: LLM, whole: list[Completion]) -> None:
+    assert llm.generate(PROMPTS[0], GREEDY) == whole[:1]
+    assert llm.generate([], GREEDY) == []
+    assert llm.generate([], []) == []
+    assert llm.chat([]) == []
+
+
+def test_token_ids_in_any_container_are_the_text(llm: LLM, whole: list[Completion]) -> None:
+    assert llm.codec is not None
+    ids = llm.codec.encode(PROMPTS[1])
+    for prompt in (ids, tuple(ids), np.array(ids), [ids], [np.array(ids, np.int32)]):
+        assert llm.generate(prompt, GREEDY) == [whole[1]]  # type: ignore[arg-type]
+
+
+def test_each_row_has_its_own_parameters(llm: LLM, whole: list[Completion]) -> None:
+    end = whole[2].token_ids[6]
+    params = [
+        GREEDY,
+        dataclasses.replace(GREEDY, max_tokens=3),
+        dataclasses.replace(GREEDY, stop_token_ids=(end,)),
+        dataclasses.replace(GREEDY, entropy_threshold=None),
+    ]
+    mixed = llm.generate(PROMPTS[:4], params)
+    assert mixed == [
+        llm.generate(prompt, p)[0] for prompt, p in zip(PROMPTS[:4], params, strict=True)
+    ]
+    assert mixed[0] == whole[0]
+    assert len(mixed[1].token_ids) == 3
+    assert mixed[1].finish_reason == "length"
+    first_end = mixed[2].token_ids.index(end)
+    assert len(mixed[2].token_ids) == first_end + 1
+    assert mixed[2].finish_reason == "stop"
+    assert mixed[3].tokens_per_forward <= 1
+
+
+def test_one_token(llm: LLM, whole: list[Completion]) -> None:
+    one = llm.generate(PROMPTS, dataclasses.replace(GREEDY, max_tokens=1))
+    assert [len(ids) for ids in tokens(one)] == [1] * len(PROMPTS)
+    for result in one:
+        assert result.finish_reason in ("length", "stop")
+        assert result.num_forwards >= 1
+
+
+def test_stop_string_ends_the_text_before_it(llm: LLM, whole: list[Completion]) -> None:
+    text = whole[0].text
+    assert text
+    stop = text[len(text) // 2 :][:3]
+    (cut,) = llm.generate(PROMPTS[0], dataclasses.replace(GREEDY, stop=stop))
+    assert cut.text == text[: text.index(stop)]
+    assert cut.finish_reason == "stop"
+    assert cut.token_ids == whole[0].token_ids[: len(cut.token_ids)]
+    assert len(cut.token_ids) < len(whole[0].token_ids)
+    assert cut.num_forwards < whole[0].num_forwards
+
+
+def test_stop_string_of_one_row_leaves_its_batch_alone(llm: LLM, whole: list[Completion]) -> None:
+    assert whole[0].text
+    stop = whole[0].text[3:5]
+    params = [dataclasses.replace(GREEDY, stop=stop), GREEDY, GREEDY, GREEDY]
+    cut, *others = llm.generate(PROMPTS[:4], params)
+    assert cut.finish_reason == "stop"
+    assert others == whole[1:4]
+
+
+def test_chat_is_the_template_then_generate(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "the cat"}]
+    assert llm.codec is not None
+    ids = llm.codec.encode("<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n")
+    assert llm.chat_prompt(conversation) == ids
+    expected = llm.generate([ids], GREEDY)
+    assert llm.chat(conversation, GREEDY) == expected
+    assert llm.chat([conversation] * 4, GREEDY) == expected * 4
+
+
+def test_progress_reaches_the_totals(llm: LLM, whole: list[Completion]) -> None:
+    seen: list[Progress] = []
+    llm.generate(PROMPTS, GREEDY, on_progress=seen.append)
+    total = sum(map(len, tokens(whole))), sum(c.num_forwards for c in whole)
+    assert seen[-1] == Progress(len(PROMPTS), len(PROMPTS), *total)
+    assert [p.finished for p in seen] == sorted(p.finished for p in seen)
+
+
+# --- independence of batches -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_batch_size_changes_nothing(llm: LLM, folder: Path, params: SamplingParams) -> None:
+    each = [dataclasses.replace(params, seed=i) for i in range(len(PROMPTS))]
+    alone = [c for prompt, p in zip(PROMPTS, each, strict=True) for c in llm.generate(prompt, p)]
+    assert llm.generate(PROMPTS, each) == alone
+
+
+def test_autoregressive_decoding_takes_a_forward_a_token(folder: Path) -> None:
+    llm = LLM(folder, window_size=0, max_batch_size=4)
+    results = llm.generate(PROMPTS, GREEDY)
+    assert llm.generate(PROMPTS[3], GREEDY) == [results[3]]
+    for result in results:
+        assert result.num_forwards == result.num_token_instances == len(result.token_ids)
+
+
+def test_seed_names_the_sample(llm: LLM, whole: list[Completion]) -> None:
+    prompts = [PROMPTS[0]] * 4
+    seeds = [dataclasses.replace(SAMPLED, seed=seed) for seed in (5, 6, 5, 2**32 - 1)]
+    a, b, again, large = llm.generate(prompts, seeds)
+    assert a == again
+    assert len({tuple(c.token_ids) for c in (a, b, large, whole[0])}) == 4
+
+
+# --- streaming ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("with_stop", [False, True])
+def test_stream_adds_up_to_generate(
+    llm: LLM, number: int, params: SamplingParams, with_stop: bool
+) -> None:
+    (expected,) = llm.generate(PROMPTS[number], params)
+    if with_stop:
+        assert expected.text
+        params = dataclasses.replace(params, stop=(expected.text[-6:-3], "never"))
+        (expected,) = llm.generate(PROMPTS[number], params)
+        assert expected.finish_reason == "stop"
+    chunks = list(llm.stream(PROMPTS[number], params))
+    assert len(chunks) > 2
+    assert "".join(chunk.text for chunk in chunks) == expected.text
+    assert [t for chunk in chunks for t in chunk.token_ids] == expected.token_ids
+    assert chunks[-1].completion == expected
+    assert all(chunk.completion.finish_reason is None for chunk in chunks[:-1])
+
+
+# --- refusals ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object, **__: object) -> None:
+        raise AssertionError("it ran")
+
+    monkeypatch.setattr(Engine, "start", run)
+
+
+@pytest.mark.usefixtures("never_runs")
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        (["a", "b" * 400], GREEDY, rf"prompt 1: .*max_tokens 24 exceed max_model_len {CONTEXT}"),
+        ("a", SamplingParams(max_tokens=CONTEXT), f"1 tokens and max_tokens {CONTEXT} exceed"),
+        (["a", ""], GREEDY, "prompt 1: the prompt has no tokens"),
+        ([[]], GREEDY, "the prompt has no tokens"),
+        ([[1, VOCAB_SIZE]], GREEDY, f"token id {VOCAB_SIZE} lies outside the vocabulary"),
+        ([[1], [2, -1]], GREEDY, "prompt 1: prompt token id -1 lies outside"),
+        (["a", None], GREEDY, "prompt 1: expected a text or a flat list of token ids"),
+        ([[1, True]], GREEDY, "expected a text or a flat list of token ids"),
+        ([1, "a"], GREEDY, "prompt 0: expected a text or a flat list of token ids"),
+        ([[1.0, 2.0]], GREEDY, "expected a text or a flat list of token ids"),
+        ([[[1], [2, 3]]], GREEDY, "expected a text or a flat list of token ids"),
+        (7, GREEDY, "prompts: expected a text, .* not int"),
+        (b"text", GREEDY, "prompts: expected a text, .* not bytes"),
+        ({"prompt": "a"}, GREEDY, "prompts: expected a text, .* not dict"),
+        ("half \ud83d", GREEDY, "not text that UTF-8 can hold"),
+        ("a", {"max_tokens": 3}, "params: expected SamplingParams"),
+        ("a", "greedy", "params: expected SamplingParams"),
+        ("a", [None], "params: expected SamplingParams"),
+        (["a", "b"], [GREEDY], "2 prompts came with 1 sampling parameters"),
+        ("a", SamplingParams(stop_token_ids=(VOCAB_SIZE,)), "stop_token_ids: 300 is outside"),
+    ],
+)
+def test_refused_before_running(llm: LLM, prompts: Any, params: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        llm.generate(prompts, params)
+
+
+@pytest.mark.usefixtures("never_runs")
+@pytest.mark.parametrize(
+    ("conversations", "message"),
+    [
+        ("hello", "conversations: expected lists of messages, not str"),
+        (5, "conversations: expected lists of messages, not int"),
+        ([[]], "messages: expected a list of at least one"),
+        ([{"role": "user"}], "'role' and 'content'"),
+        ([[{"role": "user", "content": "a"}], ["b"]], "conversation 1: .*'role' and 'content'"),
+    ],
+)
+def test_refused_conversations(llm: LLM, conversations: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        llm.chat(conversations, GREEDY)
+
+
+def test_the_whole_context_can_be_used_and_no_more(folder: Path) -> None:
+    llm = LLM(folder, window_size=0, max_model_len=24, max_batch_size=1)
+    (full,) = llm.generate([[7] * 4], dataclasses.replace(GREEDY, max_tokens=20))
+    assert 1 <= len(full.token_ids) <= 20
+    with pytest.raises(InputError, match="exceed max_model_len 24"):
+        llm.generate([[7] * 5], dataclasses.replace(GREEDY, max_tokens=20))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtype": "float64"}, "dtype: expected one of"),
+        ({"max_batch_size": 0}, "max_batch_size: expected 1 or more"),
+        ({"max_batch_size": "4"}, "max_batch_size: expected 1 or more"),
+        ({"window_size": -1}, "window_size: expected an integer"),
+        ({"max_model_len": CONTEXT + 1}, f"max_model_len: expected 1 to {CONTEXT}"),
+        ({"refill": "never"}, "refill: expected one of"),
+    ],
+)
+def test_refused_settings(folder: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        LLM(folder, **arguments)
+
+
+def test_without_tokenizer_token_ids_only(
+    tmp_path: Path, llm: LLM, whole: list[Completion]
+) -> None:
+    bare = LLM(
+        write_tiny_checkpoint(tmp_path / "bare", tokenizer=False), window_size=4, max_batch_size=4
+    )
+    assert llm.codec is not None
+    ids = llm.codec.encode(PROMPTS[0])
+    assert bare.generate([ids], GREEDY) == [dataclasses.replace(whole[0], text=None)]
+    assert list(bare.stream(ids, GREEDY))[-1].completion.token_ids == whole[0].token_ids
+    for prompt, params in (("text", GREEDY), (ids, dataclasses.replace(GREEDY, stop="x"))):
+        with pytest.raises(InputError, match="bare has no tokenizer"):
+            bare.generate(prompt, params)
+    with pytest.raises(InputError, match="bare has no tokenizer"):
+        bare.chat([{"role": "user", "content": "hello"}])
+
+
+def test_missing_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="nowhere: no such model folder"):
+        LLM(tmp_path / "nowhere")
+    monkeypatch.setattr("wedlm_jax.llm.EMBEDDED_MODEL", tmp_path / "embedded")
+    with pytest.raises(InputError, match="no model is embedded"):
+        resolve_model(None)
