@@ -51,13 +51,11 @@ class PartFile:
         self._places: dict[int, tuple[int, int]] = {}
         with self._naming_itself():
             self._file = os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
-            self._lock()
-            self._end = self._take_over()
-            self._file.seek(self._end)
-            self._file.truncate()
-            if not self._end:
-                self._end = self._file.write(json.dumps(self._header).encode() + b"\n")
-            self._sync()
+            try:
+                self._begin()
+            except BaseException:
+                self._file.close()
+                raise
 
     @property
     def done(self) -> set[int]:
@@ -92,6 +90,15 @@ class PartFile:
 
     def close(self) -> None:
         self._file.close()
+
+    def _begin(self) -> None:
+        self._lock()
+        self._end = self._take_over()
+        self._file.seek(self._end)
+        self._file.truncate()
+        if not self._end:
+            self._end = self._file.write(json.dumps(self._header).encode() + b"\n")
+        self._sync()
 
     def _take_over(self) -> int:
         """Finds the rows of this job; returns where the last whole one ends."""

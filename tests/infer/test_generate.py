@@ -1,0 +1,205 @@
+"""`wedlm generate` on one prompt: what goes to which stream, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infer import generate
+from tests.tiny_checkpoint import write_tiny_checkpoint
+from wedlm_jax.__main__ import main
+from wedlm_jax.llm import LLM
+from wedlm_jax.sampling import SamplingParams
+
+SHAPE = ["--window-size", "4", "--max-tokens", "24"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(model: str) -> LLM:
+    return LLM(model, window_size=4)
+
+
+def run(model: str, *arguments: str) -> int:
+    return main(["generate", "--model", model, *SHAPE, *arguments])
+
+
+# --- the text and the summary ------------------------------------------------------------
+
+
+def test_prompt_prints_its_text_and_nothing_else(
+    model: str, llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (expected,) = llm.generate("the cat", SamplingParams(max_tokens=24))
+    assert run(model, "--prompt", "the cat") == 0
+    out, err = capsys.readouterr()
+    assert out == f"{expected.text}\n"
+    tokens, forwards = len(expected.token_ids), expected.num_forwards
+    assert err.startswith(
+        f"{tokens} tokens in {forwards} forwards ({tokens / forwards:.2f} tokens per forward), "
+    )
+    assert err.endswith(f"of compiling; finished by {expected.finish_reason}\n")
+    assert err.count("\n") == 1
+
+
+def test_options_reach_the_decoder(
+    model: str, llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    params = SamplingParams(
+        max_tokens=20, temperature=0.9, top_p=0.95, top_k=50, seed=11,
+        entropy_threshold=None, position_penalty=0.5,
+    )  # fmt: skip
+    (expected,) = llm.generate("the cat", params)
+    assert expected.text
+    options = "--max-tokens 20 --temperature 0.9 --top-p 0.95 --top-k 50 --seed 11"
+    options += " --entropy-threshold none --position-penalty 0.5"
+    assert run(model, "--prompt", "the cat", *options.split()) == 0
+    assert capsys.readouterr().out == f"{expected.text}\n"
+    stop = expected.text[5:8]
+    assert run(model, "--prompt", "the cat", *options.split(), "--stop", "never", stop) == 0
+    assert capsys.readouterr().out == expected.text[: expected.text.index(stop)] + "\n"
+
+
+@pytest.mark.parametrize("piped", ["the cat", "the cat\n", "the cat\r\n"])
+def test_prompt_from_standard_input(
+    model: str, llm: LLM, piped: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
+    assert run(model, "--prompt", "-") == 0
+    (expected,) = llm.generate("the cat", SamplingParams(max_tokens=24))
+    assert capsys.readouterr().out == f"{expected.text}\n"
+
+
+def test_chat_applies_the_template(
+    model: str, llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    params = SamplingParams(max_tokens=24)
+    (expected,) = llm.chat([{"role": "user", "content": "the cat"}], params)
+    (plain,) = llm.generate("the cat", params)
+    assert run(model, "--chat", "--prompt", "the cat") == 0
+    assert capsys.readouterr().out == f"{expected.text}\n" != f"{plain.text}\n"
+
+
+# --- help --------------------------------------------------------------------------------
+
+
+def test_help_names_the_defaults_that_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_status:
+        main(["generate", "--help"])
+    assert exit_status.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    shown = dict(re.findall(r"--([a-z-]+) (?:N|X|X\|none) [^\[]*\[([^\]]+)\]", text))
+    library = inspect.signature(LLM).parameters
+    params = SamplingParams()
+    expected = {
+        name.replace("_", "-"): str(getattr(params, name))
+        for name in ("temperature", "top_p", "top_k", "max_tokens", "entropy_threshold",
+                     "position_penalty", "seed")
+    }  # fmt: skip
+    expected["window-size"] = str(library["window_size"].default)
+    expected["batch-size"] = str(library["max_batch_size"].default)
+    assert {name: shown.get(name) for name in expected} == expected
+
+
+def test_examples_of_the_help_are_accepted() -> None:
+    examples = re.findall(r"wedlm generate (--.*?)(?: {3,}\(.*)?\n", generate.FILES)
+    assert len(examples) == generate.FILES.split("examples:")[1].count("wedlm generate") == 4
+    for example in examples:
+        options = vars(generate.parser().parse_args(shlex.split(example)))
+        generate._check_combination(options)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from wedlm_jax.__main__ import main\n"
+        "try:\n    main(['generate', '--help'])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'jax', 'numpy', 'flax', 'transformers', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+# --- refusals ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "expected either --prompt or --input, see --help"),
+        (["--prompt", "a", "--input", "b"], "expected either --prompt or --input, see --help"),
+        (["--input", "b"], "--input and --output go together; --output is missing"),
+        (["--prompt", "a", "--output", "b"], "go together; --input is missing"),
+        (["--prompt", ""], "the prompt has no tokens; at least one is needed"),
+        (["--prompt", "a", "--temperature", "-1"], "--temperature: expected a number"),
+        (["--prompt", "a", "--temperature", "nan"], "--temperature: expected a number"),
+        (["--prompt", "a", "--top-p", "0"], "--top-p: expected a number above 0"),
+        (["--prompt", "a", "--max-tokens", "0"], "--max-tokens: expected an integer of at least 1"),
+        (["--prompt", "a", "--entropy-threshold", "-1"], "--entropy-threshold: expected a number"),
+        (["--prompt", "a", "--seed", "-1"], "--seed: expected an integer from 0"),
+        (["--prompt", "a", "--stop", ""], "--stop: expected non-empty strings"),
+        (["--prompt", "a", "--window-size", "-1"], "--window-size: expected an integer"),
+        (["--prompt", "a", "--batch-size", "0"], "--batch-size: expected 1 or more"),
+        (["--prompt", "a", "--max-model-len", "9999"], "--max-model-len: expected 1 to 320"),
+        (["--prompt", "a", "--max-tokens", "320"], "exceed max_model_len 320"),
+        (["--prompt", "a", "--model", "/no/such"], "/no/such: no such model folder"),
+    ],
+)
+def test_refused(
+    model: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(model, *arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("wedlm generate: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--entropy-threshold", "abc"], ["--dtype", "int8"]])
+def test_refused_by_the_parser(
+    model: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_status:
+        run(model, "--prompt", "a", *arguments)
+    assert exit_status.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_text_needs_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = str(write_tiny_checkpoint(tmp_path / "bare", tokenizer=False))
+    for arguments in (["--prompt", "a"], ["--chat", "--prompt", "a"]):
+        assert run(bare, *arguments) == 2
+        assert "bare has no tokenizer" in capsys.readouterr().err
+
+
+def test_without_model_the_embedded_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    monkeypatch.setattr("wedlm_jax.llm.EMBEDDED_MODEL", Path(model))
+    assert main(["generate", *SHAPE, "--prompt", "the cat"]) == 0
+    assert capsys.readouterr().out
+    monkeypatch.setattr("wedlm_jax.llm.EMBEDDED_MODEL", tmp_path / "embedded")
+    assert main(["generate", *SHAPE, "--prompt", "the cat"]) == 2
+    assert "no model is embedded in this installation" in capsys.readouterr().err
+
+
+def test_standard_input_that_is_no_text(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stdin = io.TextIOWrapper(io.BytesIO("naïve".encode("utf-16")), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert run(model, "--prompt", "-") == 2
+    assert "--prompt -: expected UTF-8 text" in capsys.readouterr().err
