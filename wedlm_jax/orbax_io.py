@@ -6,8 +6,11 @@ Two kinds of folder: weights alone, a nested dictionary of arrays in one orbax c
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable
+import sys
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from wedlm_jax.errors import InputError
+
+LATE_REPORTS_S = 0.5
+"""How long reads that were under way at a failure may take to end."""
 
 
 class StepFolders:
@@ -129,7 +135,9 @@ def _metadata(folder: Path) -> Any:
     try:
         with _quiet(), ocp.PyTreeCheckpointer() as checkpointer:
             metadata = checkpointer.metadata(folder.resolve()).item_metadata
-        tree = metadata.tree
+            if metadata is None:
+                raise ValueError("its description cannot be read")
+            tree = metadata.tree
     except Exception as error:
         raise _damaged(folder, error) from None
     if not jax.tree.leaves(tree):
@@ -160,13 +168,27 @@ def _dotted(path: tuple[Any, ...]) -> str:
     return ".".join(str(part.key) for part in path)
 
 
-class _quiet:
-    """Keeps orbax's informational log lines off the terminal for a while."""
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps orbax's informational lines off the terminal, and what follows a failed read.
 
-    def __enter__(self) -> None:
-        self._logger = logging.getLogger("absl")
-        self._level = self._logger.level
-        self._logger.setLevel(logging.ERROR)
+    Orbax reads many parts at once and closes its event loop at the first failure; the other
+    parts then report to a closed loop, each with a traceback on standard error.
+    """
+    logger, hook = logging.getLogger("absl"), sys.unraisablehook
+    level = logger.level
 
-    def __exit__(self, *_: object) -> None:
-        self._logger.setLevel(self._level)
+    def without_late_reports(report: Any) -> None:
+        if str(report.exc_value) != "Event loop is closed":
+            hook(report)
+
+    logger.setLevel(logging.ERROR)
+    sys.unraisablehook = without_late_reports
+    try:
+        yield
+    except Exception:
+        time.sleep(LATE_REPORTS_S)
+        raise
+    finally:
+        sys.unraisablehook = hook
+        logger.setLevel(level)

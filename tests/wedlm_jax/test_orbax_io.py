@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +104,34 @@ def test_arrays_keep_every_bit(tmp_path: Path) -> None:
     for name, value in arrays.items():
         assert (back[name].dtype, back[name].shape) == (value.dtype, value.shape)
         assert back[name].tobytes() == value.tobytes()
+
+
+def test_reads_that_fail_late_are_not_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a damaged folder one sentence tells; what is no late read still reaches Python."""
+    heard: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda report: heard.append(str(report.exc_value)))
+    late: list[threading.Timer] = []
+
+    def report(text: str) -> None:
+        sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(text)))  # type: ignore[arg-type]
+
+    class Failing(ocp.PyTreeCheckpointer):
+        def metadata(self, directory: Path) -> None:  # type: ignore[override]
+            for text in ("Event loop is closed", "something else"):
+                late.append(threading.Timer(0.1, report, [text]))
+                late[-1].start()
+            raise ValueError("cut off")
+
+    monkeypatch.setattr(ocp, "PyTreeCheckpointer", Failing)
+    with pytest.raises(InputError, match="cut off"):
+        array_shapes(tmp_path)
+    for timer in late:
+        timer.join()
+    assert heard == ["something else"]
+    report("Event loop is closed")
+    assert heard[1:] == ["Event loop is closed"]  # afterwards the hook is Python's again
 
 
 @pytest.mark.parametrize("damage", ["empty", "no metadata", "no data"])
