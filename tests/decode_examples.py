@@ -44,10 +44,10 @@ class Row:
 
 
 @st.composite
-def rows(draw: st.DrawFn, *, window: int = 4, sampled: bool = True) -> Row:
+def rows(draw: st.DrawFn, *, window: int = 4) -> Row:
     """A prompt (which may hold the mask's id), parameters, and a window of at most ``window``."""
     prompt = draw(st.lists(st.integers(0, 23), min_size=1, max_size=LONGEST_PROMPT))
-    hot = sampled and draw(st.booleans())
+    hot = draw(st.booleans())
     params = SamplingParams(
         temperature=draw(st.sampled_from([0.5, 1.0, 1.7])) if hot else 0.0,
         top_p=draw(st.sampled_from([0.3, 0.8, 1.0])) if hot else 1.0,
@@ -61,8 +61,8 @@ def rows(draw: st.DrawFn, *, window: int = 4, sampled: bool = True) -> Row:
     return Row(tuple(prompt), params, draw(st.integers(1, window)) if window else 0)
 
 
-def batches(**options: object) -> st.SearchStrategy[list[Row]]:
-    return st.lists(rows(**options), min_size=BATCH, max_size=BATCH)
+def batches(*, window: int = 4) -> st.SearchStrategy[list[Row]]:
+    return st.lists(rows(window=window), min_size=BATCH, max_size=BATCH)
 
 
 def start(engine: Engine, batch: Sequence[Row]):  # type: ignore[no-untyped-def]

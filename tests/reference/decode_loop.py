@@ -79,6 +79,7 @@ def decode(
 
         run = _leading_run(slots)
         for token in slots[:run]:
+            assert token is not None
             text.append(token)
             out.commit(token, stop_ids, params.max_tokens)
             if out.finish_reason:

@@ -1,0 +1,173 @@
+"""Every golden case: logits, decodes alone and mixed, traces, packed arrays, losses, gradients.
+
+Figures of the paper's authors' own code; see tests/goldens/README.md.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import check_goldens
+from tests.check_goldens import (
+    COUNTS,
+    as_decode_case,
+    check_forward,
+    check_train,
+    read_decode_cases,
+)
+from tests.decode_harness import decode_cases, decode_trace
+from wedlm_jax import engine as engine_module
+from wedlm_jax.engine import Engine
+from wedlm_jax.hf import load_checkpoint
+from wedlm_jax.model import Transformer
+
+GOLDENS = Path(__file__).parent / "goldens"
+CHECKPOINTS = ("qwen2_style", "qwen3_style")
+DECODE_CASES = {name: read_decode_cases(GOLDENS / name) for name in CHECKPOINTS}
+TRAIN_CASES = [(name, i) for name in CHECKPOINTS for i in range(5)]
+
+Decoder = tuple[Transformer, list[dict[str, Any]], Engine]
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Transformer]:
+    return {name: load_checkpoint(GOLDENS / name, dtype=jnp.float32) for name in CHECKPOINTS}
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def decoder(request: pytest.FixtureRequest, models: dict[str, Transformer]) -> Iterator[Decoder]:
+    """A checkpoint's model and cases, and one engine for all of them.
+
+    The engine is as wide as the widest case and its buckets hold the longest, so that it
+    compiles once; each row decodes with its own window.
+    """
+    model, cases = models[request.param], DECODE_CASES[request.param]
+    engine = Engine(model, window_size=max(case["window_size"] for case in cases))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "SMALLEST_PROMPT_BUCKET", 128)
+        patch.setattr(engine_module, "SMALLEST_OUTPUT_BUCKET", 64)
+        yield model, cases, engine
+
+
+def counted(result: dict[str, Any]) -> dict[str, Any]:
+    return {name: result[name] for name in COUNTS}
+
+
+def test_all_cases_are_here() -> None:
+    assert sum(map(len, DECODE_CASES.values())) == 48
+    assert len(list(GOLDENS.glob("*/train_case_*.npz"))) == len(TRAIN_CASES)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_forward_logits(models: dict[str, Transformer], name: str) -> None:
+    assert check_forward(models[name], GOLDENS / name / "forward.npz") is None
+
+
+def test_decodes_one_by_one(decoder: Decoder) -> None:
+    _, cases, engine = decoder
+    for i, golden in enumerate(cases):
+        case = as_decode_case(golden)
+        batch = engine.start([case.prompt], [case.sampling()], windows=[case.window])
+        assert batch.advance()
+        result = batch.results()[0]
+        assert {name: getattr(result, name) for name in COUNTS} == counted(golden), f"case {i}"
+
+
+def test_decodes_as_one_mixed_batch(decoder: Decoder) -> None:
+    model, cases, _ = decoder
+    results = decode_cases(model, [as_decode_case(golden) for golden in cases])
+    assert [counted(result) for result in results] == [counted(golden) for golden in cases]
+
+
+def test_traces(decoder: Decoder) -> None:
+    model, cases, _ = decoder
+    traced = [golden for golden in cases if "trace" in golden]
+    assert len(traced) == 3
+    for golden in traced:
+        assert decode_trace(model, as_decode_case(golden)) == golden["trace"]
+
+
+@pytest.mark.parametrize(("name", "i"), TRAIN_CASES)
+def test_training_batch(models: dict[str, Transformer], name: str, i: int) -> None:
+    """Packed arrays, logits, losses, and the gradient norm of every parameter."""
+    with np.load(GOLDENS / name / f"train_case_{i}.npz") as file:
+        golden = dict(file)
+    checks = list(check_train(models[name], golden, f"train_case_{i}"))
+    assert [check for check in checks if check[1]] == []
+    figures = [key for key in golden if key.startswith(("gradnorm/", "grad/"))]
+    assert len(checks) == len(figures) + 7
+
+
+@pytest.fixture
+def small_copy(tmp_path: Path) -> Path:
+    """One checkpoint with its forward and three decode cases that compile fast."""
+    source, copy = GOLDENS / "qwen2_style", tmp_path / "goldens" / "qwen2_style"
+    copy.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", "forward.npz"):
+        shutil.copy(source / name, copy / name)
+    short = [case for case in DECODE_CASES["qwen2_style"] if case["window_size"] == 1][:3]
+    (copy / "decode_cases.json").write_text(json.dumps(short), encoding="utf-8")
+    return copy
+
+
+def misses(output: str) -> list[str]:
+    return [line.split(":")[0] for line in output.splitlines() if line.startswith("MISS")]
+
+
+def test_the_command_finds_each_corrupted_figure(
+    small_copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with np.load(small_copy / "forward.npz") as file:
+        forward = dict(file)
+    forward["logits"][0, 3, 5] += 3e-4
+    np.savez(small_copy / "forward.npz", **forward)
+    path = small_copy / "decode_cases.json"
+    cases = json.loads(path.read_text(encoding="utf-8"))
+    cases[0]["token_ids"][-1] += 1
+    cases[2]["num_token_instances"] += 1
+    path.write_text(json.dumps(cases), encoding="utf-8")
+
+    assert check_goldens.main([str(small_copy.parent)]) == 1
+    output = capsys.readouterr().out
+    assert misses(output) == [
+        f"MISS qwen2_style/{name}"
+        for name in (
+            "forward",
+            "decode[0] alone",
+            "decode[0] in a batch",
+            "decode[2] alone",
+            "decode[2] in a batch",
+        )
+    ]
+    assert output.endswith("2 passed, 5 failed\n")
+
+
+def test_a_corrupted_training_figure_is_a_miss(models: dict[str, Transformer]) -> None:
+    with np.load(GOLDENS / "qwen2_style" / "train_case_0.npz") as file:
+        golden = dict(file)
+    golden["ar_loss"] = golden["ar_loss"] * (1 + 3e-5)
+    golden["packed_positions"] = golden["packed_positions"].copy()
+    golden["packed_positions"].flat[0] += 1
+    norm = "gradnorm/model.norm.weight"
+    golden[norm] = golden[norm] * (1 + 3e-4)
+    checks = check_train(models["qwen2_style"], golden, "case")
+    missed = [name for name, problem in checks if problem]
+    assert missed == ["case packed arrays", "case ar_loss", f"case {norm}"]
+
+
+def test_the_command_says_one_sentence_on_a_missing_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "nowhere"
+    assert check_goldens.main([str(missing)]) == 2
+    output = capsys.readouterr().out
+    assert output.count("\n") == 1
+    assert str(missing) in output
