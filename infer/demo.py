@@ -12,9 +12,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from infer.evaluate import Decoder, Score
-    from train.corpus import Sample
+    from infer.heldout import Question
 
-SEED = 2026
 PROMPTS_A_REGIME = 4
 
 
@@ -32,7 +31,7 @@ def main(arguments: list[str]) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--samples", type=int, default=40, metavar="N",
-        help="prompts a regime that are measured at the end [40]",
+        help="questions a regime that are measured at the end [40]",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     if options.samples < PROMPTS_A_REGIME or not 0 <= options.delay <= 10:
@@ -44,38 +43,32 @@ def main(arguments: list[str]) -> int:
 
     console = Console(highlight=False, soft_wrap=True)
     console.print("Loading the embedded model ...")
-    from infer.evaluate import decoders_at
+    from infer.evaluate import EMBEDDED_QUESTIONS, decoders_at
+    from infer.heldout import read_questions
 
     decoders = decoders_at(None, [0.4], blockwise=False)
-    prompts = _prompts(options.samples)
+    regimes = [
+        questions[: options.samples] for questions in read_questions(EMBEDDED_QUESTIONS).values()
+    ]
     _introduce(console, decoders[-1])
-    for samples in prompts:
-        console.rule(f"[bold]{samples[0].regime.replace('_', ' ')}")
-        for number, sample in enumerate(samples[:PROMPTS_A_REGIME]):
-            _show(console, decoders[-1], sample, options.delay, trace=number == 0)
-    _measure(console, decoders, prompts)
+    for questions in regimes:
+        console.rule(f"[bold]{questions[0].regime.replace('_', ' ')}")
+        for number, question in enumerate(questions[:PROMPTS_A_REGIME]):
+            _show(console, decoders[-1], question, options.delay, trace=number == 0)
+    _measure(console, decoders, regimes)
     return 0
-
-
-def _prompts(count: int) -> list[list[Sample]]:
-    from infer.evaluate import heldout
-    from train.corpus import REGIMES
-
-    return [heldout(regime, count, SEED) for regime in REGIMES]
 
 
 def _introduce(console: Console, decoder: Decoder) -> None:
     import jax
-    import numpy as np
 
     from infer.evaluate import MAX_TOKENS
     from infer.window_view import LEGEND
 
     engine = decoder.llm.engine
     config, device = engine.config, jax.devices()[0]
-    count = sum(np.size(x) for x in jax.tree.leaves(engine._parameters))
     console.print(
-        f"{count / 1e6:.1f}M parameters, {config.num_hidden_layers} layers, vocabulary "
+        f"{engine.num_parameters / 1e6:.1f}M parameters, {config.num_hidden_layers} layers, vocabulary "
         f"{config.vocab_size}; W = {engine.window_size}, τ = {decoder.params.entropy_threshold}, "
         f"λ = {decoder.params.position_penalty}; on {device.platform}. Compiling ..."
     )
@@ -87,16 +80,17 @@ def _introduce(console: Console, decoder: Decoder) -> None:
         console.print(LEGEND)
 
 
-def _show(console: Console, decoder: Decoder, sample: Sample, delay: float, *, trace: bool) -> None:
+def _show(
+    console: Console, decoder: Decoder, question: Question, delay: float, *, trace: bool
+) -> None:
     """One prompt: live in a terminal; else the answer, after its forwards if ``trace``."""
     from infer.evaluate import chat_prompt
     from infer.window_view import plain, styled
-    from train.corpus import check
 
     codec, engine = decoder.llm.codec, decoder.llm.engine
     assert codec is not None
-    console.print(f"\n> {sample.prompt}", style="bold", markup=False)
-    batch = engine.start([chat_prompt(decoder.llm, sample)], [decoder.params])
+    console.print(f"\n> {question.prompt}", style="bold", markup=False)
+    batch = engine.start([chat_prompt(decoder.llm, question)], [decoder.params])
 
     def step() -> bool:
         done = batch.advance(1)
@@ -123,27 +117,28 @@ def _show(console: Console, decoder: Decoder, sample: Sample, delay: float, *, t
     text = codec.complete_text(row.token_ids)
     if not console.is_terminal:
         console.print(text, markup=False)
-    verdict = {True: ", right", False: f", wrong: expected {sample.expected!r}", None: ""}
+    verdicts = {True: ", right", False: f", wrong: expected {question.expected!r}", None: ""}
+    verdict = verdicts[question.is_right(text)]
     console.print(
         f"  {len(row.token_ids)} tokens in {row.num_forwards} forwards "
-        f"({len(row.token_ids) / row.num_forwards:.1f} a forward){verdict[check(sample, text)]}",
+        f"({len(row.token_ids) / row.num_forwards:.1f} a forward){verdict}",
         style="dim", markup=False,
     )  # fmt: skip
 
 
-def _measure(console: Console, decoders: list[Decoder], prompts: list[list[Sample]]) -> None:
+def _measure(console: Console, decoders: list[Decoder], regimes: list[list[Question]]) -> None:
     from infer.evaluate import evaluate
     from infer.score_table import score_table
 
     scores: list[Score] = []
     console.rule("[bold]measured")
-    for samples in prompts:
-        with console.status(f"{samples[0].regime}: AR and WeDLM by turns ..."):
-            scores += evaluate(decoders, samples)
+    for questions in regimes:
+        with console.status(f"{questions[0].regime}: AR and WeDLM by turns ..."):
+            scores += evaluate(decoders, questions)
     console.print(score_table(scores))
     compiling = sum(decoder.llm.engine.compile_seconds for decoder in decoders)
     console.print(
-        f"{len(prompts[0])} held-out prompts a regime, one at a time; the same weights and "
+        f"{len(regimes[0])} held-out questions a regime, one at a time; the same weights and "
         f"engine, AR being W = 0.\nWall-clock with prefill, without compilation "
         f"({compiling:.0f} s in all). Accuracy: low entropy by the whole text, reasoning by "
         "the final answer."

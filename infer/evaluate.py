@@ -16,12 +16,16 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import wedlm_jax
+from infer.heldout import read_questions
 from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
-    from train.corpus import Sample
+    from infer.heldout import Question
     from wedlm_jax.llm import LLM, Completion
     from wedlm_jax.sampling import SamplingParams
+
+EMBEDDED_QUESTIONS = Path(wedlm_jax.__file__).parent / "embedded" / "heldout.jsonl"
 
 MAX_TOKENS = 160
 """Longer than any answer of the corpus."""
@@ -44,7 +48,7 @@ class Score:
 
     Attributes:
       decoder, regime: names.
-      samples: number of prompts.
+      questions: how many.
       accuracy: share answered right; None where there is no right answer.
       tokens, forwards, instances: totals over completions: tokens committed, decode
         forwards, active window slots.
@@ -54,7 +58,7 @@ class Score:
 
     decoder: str
     regime: str
-    samples: int
+    questions: int
     accuracy: float | None
     tokens: int
     forwards: int
@@ -80,65 +84,56 @@ class Score:
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in ratios}
 
 
-def heldout(regime: str, count: int, seed: int) -> list[Sample]:
-    """Prompts that no training run has seen, of one regime."""
-    from train.corpus import generate
-
-    return list(generate(seed, count, split="heldout", weights={regime: 1.0}))
-
-
 def evaluate(
     decoders: Sequence[Decoder],
-    samples: Sequence[Sample],
+    questions: Sequence[Question],
     *,
     passes: int = 3,
     on_pass: Callable[[str], None] = lambda _: None,
 ) -> list[Score]:
-    """Scores decoders on the same prompts of one regime.
+    """Scores decoders on the same questions of one regime.
 
     Args:
-      passes: timed passes of each decoder over all the prompts.
+      passes: timed passes of each decoder over all the questions.
       on_pass: told the name of the decoder whose pass begins.
     """
     answers, seconds = [], [[0.0] * passes for _ in decoders]
     for decoder in decoders:
         on_pass(decoder.name)
-        answers.append(_complete(decoder, samples))
+        answers.append(_complete(decoder, questions))
     for number in range(passes):
         for decoder, times in zip(decoders, seconds, strict=True):
             on_pass(decoder.name)
             compiled, started = decoder.llm.engine.compile_seconds, time.perf_counter()
-            _complete(decoder, samples)
+            _complete(decoder, questions)
             compiling = decoder.llm.engine.compile_seconds - compiled
             times[number] = time.perf_counter() - started - compiling
     return [
-        _score(decoder.name, samples, completions, statistics.median(times))
+        _score(decoder.name, questions, completions, statistics.median(times))
         for decoder, completions, times in zip(decoders, answers, seconds, strict=True)
     ]
 
 
-def chat_prompt(llm: LLM, sample: Sample) -> list[int]:
-    """The sample's prompt as the model was trained to read it."""
-    return llm.chat_prompt([{"role": "user", "content": sample.prompt}])
+def chat_prompt(llm: LLM, question: Question) -> list[int]:
+    """The question as the model was trained to read it: a user's turn."""
+    return llm.chat_prompt([{"role": "user", "content": question.prompt}])
 
 
-def _complete(decoder: Decoder, samples: Iterable[Sample]) -> list[Completion]:
-    prompts = [chat_prompt(decoder.llm, sample) for sample in samples]
+def _complete(decoder: Decoder, questions: Iterable[Question]) -> list[Completion]:
+    prompts = [chat_prompt(decoder.llm, question) for question in questions]
     return decoder.llm.generate(prompts, decoder.params)
 
 
 def _score(
-    name: str, samples: Sequence[Sample], completions: Sequence[Completion], seconds: float
+    name: str, questions: Sequence[Question], completions: Sequence[Completion], seconds: float
 ) -> Score:
-    from train.corpus import check
-
-    pairs = zip(samples, completions, strict=True)
-    verdicts = [check(sample, completion.text or "") for sample, completion in pairs]
+    pairs = zip(questions, completions, strict=True)
+    verdicts = [question.is_right(completion.text or "") for question, completion in pairs]
     known = [verdict for verdict in verdicts if verdict is not None]
     return Score(
         name,
-        samples[0].regime,
-        len(samples),
+        questions[0].regime,
+        len(questions),
         sum(known) / len(known) if known else None,
         sum(len(c.token_ids) for c in completions),
         sum(c.num_forwards for c in completions),
@@ -151,31 +146,32 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="wedlm evaluate",
         description="Accuracy and speed of AR, block-wise and streaming decoding from the same\n"
-        "weights, on held-out prompts of the corpus that the embedded model learned.",
+        "weights, on questions held out from the embedded model's training, or your own.",
         epilog="example:\n  wedlm evaluate --samples 100 --entropy-threshold 0.4 "
         "--output scores.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--model", metavar="DIR", help="checkpoint folder [the embedded model]")
-    add("--samples", type=int, default=300, metavar="N", help="prompts a regime [300]")
+    add("--questions", metavar="FILE", help="JSONL questions [those of the embedded model]")
+    add("--samples", type=int, default=300, metavar="N", help="questions a regime [300]")
     add("--window-size", type=int, default=16, metavar="N", help="W, masked slots [16]")
     add("--entropy-threshold", type=float, nargs="+", default=list(PAPER_THRESHOLDS),
         metavar="X", help="τ in nats, one or more [0.2 0.4 0.6 0.9]")  # fmt: skip
     add("--position-penalty", type=float, default=0.02, metavar="X", help="λ [0.02]")
     add("--batch-size", type=int, default=1, metavar="N", help="prompts at a time [1]")
     add("--passes", type=int, default=3, metavar="N", help="timed passes [3]")
-    add("--seed", type=int, default=2026, metavar="N", help="of the held-out prompts [2026]")
     add("--output", metavar="FILE", help="also write the scores as JSON")
     options = parser.parse_args(arguments)
     if options.samples < 1 or options.passes < 1:
         raise InputError("--samples and --passes: expected at least 1")
+    regimes = read_questions(Path(options.questions or EMBEDDED_QUESTIONS))
     if options.output is not None and not Path(options.output).resolve().parent.is_dir():
         raise InputError(f"--output {options.output}: no such folder to write it in")
 
     from infer.score_table import score_table
 
-    scores = _evaluate_all(options)
+    scores = _evaluate_all(options, list(regimes.values()))
     from rich.console import Console
 
     Console().print(score_table(scores))
@@ -208,11 +204,9 @@ def decoders_at(
     return decoders
 
 
-def _evaluate_all(options: argparse.Namespace) -> list[Score]:
+def _evaluate_all(options: argparse.Namespace, regimes: list[list[Question]]) -> list[Score]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from train.corpus import REGIMES
 
     decoders = decoders_at(
         options.model,
@@ -224,12 +218,12 @@ def _evaluate_all(options: argparse.Namespace) -> list[Score]:
     scores: list[Score] = []
     columns = (TextColumn("{task.description:<32}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=len(REGIMES) * len(decoders) * (options.passes + 1))
-        for regime in REGIMES:
+        task = bar.add_task("", total=len(regimes) * len(decoders) * (options.passes + 1))
+        for questions in regimes:
 
-            def begin(name: str, regime: str = regime) -> None:
+            def begin(name: str, regime: str = questions[0].regime) -> None:
                 bar.update(task, advance=1, description=f"{regime} · {name}")
 
-            samples = heldout(regime, options.samples, options.seed)
-            scores += evaluate(decoders, samples, passes=options.passes, on_pass=begin)
+            chosen = questions[: options.samples]
+            scores += evaluate(decoders, chosen, passes=options.passes, on_pass=begin)
     return scores

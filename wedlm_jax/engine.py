@@ -126,6 +126,10 @@ class Engine:
         self._programs: dict[Any, Any] = {}
         self.compile_seconds = 0.0
 
+    @property
+    def num_parameters(self) -> int:
+        return sum(int(x.size) for x in jax.tree.leaves(self._parameters))
+
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Refuses a prompt that cannot be decoded.
 

@@ -1,0 +1,62 @@
+"""Makes the folder of the embedded model from a finished run.
+
+    python -m train.embedded runs/embedded_wedlm/hf wedlm_jax/embedded
+
+Weights are rounded to bfloat16; beside them go the tokenizer and the held-out questions of
+`infer.heldout`, none of which any training run sees, whatever its seed. The model card stays.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from train.corpus import REGIMES, generate
+from wedlm_jax.errors import InputError
+from wedlm_jax.hf import load_checkpoint, save_checkpoint
+
+QUESTIONS_A_REGIME = 400
+QUESTIONS_SEED = 2026
+MATCH = {"low_entropy": "text", "reasoning": "last_line", "prose": None}
+
+
+def export_embedded(trained: Path, destination: Path) -> None:
+    """Writes weights, config, tokenizer and questions into ``destination``."""
+    model = load_checkpoint(trained, dtype=jnp.float32)
+    destination.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=destination.parent) as beside:
+        folder = Path(beside) / "model"
+        save_checkpoint(model, model.config, folder, dtype="bfloat16", tokenizer_from=trained)
+        questions = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in _questions())
+        (folder / "heldout.jsonl").write_text(questions, encoding="utf-8")
+        for file in sorted(folder.iterdir()):
+            file.replace(destination / file.name)
+    size = sum(file.stat().st_size for file in destination.iterdir())
+    print(f"{destination}: {size / 1e6:.1f} MB")
+
+
+def _questions() -> Iterator[dict[str, str | None]]:
+    for regime in REGIMES:
+        samples = generate(
+            QUESTIONS_SEED, QUESTIONS_A_REGIME, split="heldout", weights={regime: 1.0}
+        )
+        for sample in samples:
+            yield {
+                "regime": regime,
+                "kind": sample.kind,
+                "prompt": sample.prompt,
+                "answer": sample.answer,
+                "match": MATCH[regime],
+            }
+
+
+if __name__ == "__main__":
+    try:
+        export_embedded(*map(Path, sys.argv[1:3]))
+    except (InputError, TypeError) as error:
+        sys.exit(f"train.embedded: {error}")
