@@ -68,8 +68,8 @@ def _introduce(console: Console, decoder: Decoder) -> None:
     engine = decoder.llm.engine
     config, device = engine.config, jax.devices()[0]
     console.print(
-        f"{engine.num_parameters / 1e6:.1f}M parameters, {config.num_hidden_layers} layers, vocabulary "
-        f"{config.vocab_size}; W = {engine.window_size}, τ = {decoder.params.entropy_threshold}, "
+        f"{engine.num_parameters / 1e6:.1f}M parameters, {config.num_hidden_layers} layers, "
+        f"vocabulary {config.vocab_size}; W = {engine.window_size}, τ = {decoder.params.entropy_threshold}, "
         f"λ = {decoder.params.position_penalty}; on {device.platform}. Compiling ..."
     )
     # One prompt of each length bucket, so that what is watched is decoding alone.
