@@ -69,8 +69,9 @@ def _introduce(console: Console, decoder: Decoder) -> None:
     config, device = engine.config, jax.devices()[0]
     console.print(
         f"{engine.num_parameters / 1e6:.1f}M parameters, {config.num_hidden_layers} layers, "
-        f"vocabulary {config.vocab_size}; W = {engine.window_size}, τ = {decoder.params.entropy_threshold}, "
-        f"λ = {decoder.params.position_penalty}; on {device.platform}. Compiling ..."
+        f"vocabulary {config.vocab_size}; W = {engine.window_size}, "
+        f"τ = {decoder.params.entropy_threshold}, λ = {decoder.params.position_penalty}; "
+        f"on {device.platform}. Compiling ..."
     )
     # One prompt of each length bucket, so that what is watched is decoding alone.
     for length in (24, 48):
