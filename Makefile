@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 LOCK := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint format env env-test clean clean-env
+.PHONY: help demo embedded test test-fast lint format env env-test clean clean-env
 
 help: ## show this list
 	@echo "wedlm-jax: WeDLM diffusion language models in JAX"
@@ -32,6 +32,11 @@ test: lint ## lint, check types and run every test
 
 test-fast: env-test ## run the tests not marked slow, nothing else
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow"
+
+embedded: env ## train the included model anew from configs/, about an hour and a half
+	$(BIN)/wedlm train --config configs/embedded_ar.yaml
+	$(BIN)/wedlm train --config configs/embedded_wedlm.yaml
+	$(BIN)/python -m train.embedded runs/embedded_wedlm/hf wedlm_jax/embedded
 
 lint: env-test ## ruff check, ruff format --check and mypy; changes nothing
 	$(BIN)/ruff check .
