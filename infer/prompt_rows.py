@@ -66,8 +66,8 @@ def read_rows(path: Path, params: SamplingParams) -> tuple[list[PromptRow], str]
             for line, raw in enumerate(file, 1):
                 digest.update(raw)
                 try:
-                    text = _decode(raw, line)
-                    if not text.strip():
+                    text = _decode(raw, line).strip()
+                    if not text:
                         continue
                     seed = (params.seed + len(rows)) % SEEDS
                     row = _row(text, line, len(rows), dataclasses.replace(params, seed=seed))
