@@ -174,7 +174,8 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     try:
         vocab_size, heads = raw["vocab_size"], raw["num_attention_heads"]
         mask = raw.get("mask_token_id")
-        if mask is None and vocab_size > PUBLISHED_MASK_TOKEN_ID:
+        # A vocab_size that is no number is refused below, by ModelConfig.
+        if mask is None and isinstance(vocab_size, int) and vocab_size > PUBLISHED_MASK_TOKEN_ID:
             mask = PUBLISHED_MASK_TOKEN_ID
         return ModelConfig(
             vocab_size=vocab_size,

@@ -1,0 +1,236 @@
+"""Model configurations: Hugging Face fields in and out, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wedlm_jax.config import (
+    PUBLISHED_MASK_TOKEN_ID,
+    ModelConfig,
+    RopeConfig,
+    config_from_hf,
+    config_to_hf,
+    read_config_json,
+)
+from wedlm_jax.errors import InputError
+from wedlm_jax.model import Transformer
+
+SMALL: dict[str, Any] = {
+    "model_type": "wedlm",
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+# The shapes of the published models, as their config.json has them.
+WEDLM_8B = {
+    "model_type": "wedlm",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "qk_norm": True,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+    "mask_token_id": None,
+    "eos_token_id": 151643,
+}
+WEDLM_7B = {
+    **WEDLM_8B,
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "qk_norm": False,
+    "attention_bias": True,
+}
+
+
+def without(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in raw.items() if key != name}
+
+
+@pytest.mark.parametrize(("raw", "billions"), [(WEDLM_8B, 8.19), (WEDLM_7B, 7.62)])
+def test_published_models_have_their_published_sizes(raw, billions):
+    config = config_from_hf(raw)
+    assert round(config.num_parameters() / 1e9, 2) == billions
+    assert config.mask_token_id == PUBLISHED_MASK_TOKEN_ID
+    assert config.eos_token_ids == (151643,)
+    assert config.rope == RopeConfig(1000000.0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"attention_bias": True}, {"qk_norm": True, "tie_word_embeddings": True, "head_dim": 6}],
+)
+def test_num_parameters_counts_the_model(changes):
+    config = config_from_hf({**SMALL, **changes})
+    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    sizes = [leaf.size for leaf in jax.tree.leaves(nnx.state(model))]
+    assert config.num_parameters() == sum(sizes)
+    tables = (1 if config.tie_word_embeddings else 2) * 24 * 16
+    assert config.num_parameters(embeddings=False) == sum(sizes) - tables
+
+
+def test_each_model_type_has_its_own_defaults():
+    """What a Qwen config.json leaves out is what Qwen's own code assumes."""
+    qwen2 = config_from_hf({**SMALL, "model_type": "qwen2"})
+    qwen3 = config_from_hf({**SMALL, "model_type": "qwen3", "head_dim": 6})
+    wedlm = config_from_hf(SMALL)
+    assert (qwen2.attention_bias, qwen2.qk_norm, qwen2.head_dim) == (True, False, 4)
+    assert (qwen3.attention_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 6)
+    assert (wedlm.attention_bias, wedlm.qk_norm) == (False, False)
+    assert config_from_hf(without(SMALL, "num_key_value_heads")).num_key_value_heads == 4
+
+
+def test_a_mask_token_is_assumed_only_where_the_vocabulary_has_its_row():
+    edge = PUBLISHED_MASK_TOKEN_ID
+    assert config_from_hf({**SMALL, "vocab_size": edge + 1}).mask_token_id == edge
+    assert config_from_hf({**SMALL, "vocab_size": edge}).mask_token_id is None
+    assert config_from_hf({**WEDLM_8B, "mask_token_id": 5}).mask_token_id == 5
+    with pytest.raises(InputError, match="mask_token_id"):
+        config_from_hf(SMALL).require_mask_token_id()
+
+
+ROPE_SPELLINGS: list[tuple[dict[str, Any], RopeConfig]] = [
+    ({}, RopeConfig(10000.0)),
+    ({"rope_theta": 5e5, "rope_scaling": None}, RopeConfig(5e5)),
+    (
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        RopeConfig(5e5, "linear", (("factor", 2.0),)),
+    ),
+    (
+        {"rope_parameters": {"rope_theta": 7.0, "rope_type": "linear", "factor": 2.0}},
+        RopeConfig(7.0, "linear", (("factor", 2.0),)),
+    ),
+    (
+        {"max_position_embeddings": 64, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        RopeConfig(10000.0, "yarn", (("factor", 4.0), ("original_max_position_embeddings", 64))),
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "expected"), ROPE_SPELLINGS)
+def test_rope_is_read_in_old_and_new_spelling(fields, expected):
+    assert config_from_hf({**SMALL, **fields}).rope == expected
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> ModelConfig:
+    model_type = draw(st.sampled_from(["wedlm", "qwen2", "qwen3"]))
+    scaling = draw(st.sampled_from([rope for _, rope in ROPE_SPELLINGS]))
+    groups, kv_heads = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    optional_id = st.none() | st.integers(0, 9)
+    return ModelConfig(
+        vocab_size=draw(st.integers(10, 99)),
+        hidden_size=draw(st.integers(1, 64)),
+        intermediate_size=draw(st.integers(1, 64)),
+        num_hidden_layers=draw(st.integers(1, 9)),
+        num_attention_heads=groups * kv_heads,
+        num_key_value_heads=kv_heads,
+        head_dim=2 * draw(st.integers(1, 16)),
+        attention_bias=model_type != "qwen3" and draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
+        tie_word_embeddings=draw(st.booleans()),
+        rms_norm_eps=draw(st.sampled_from([1e-6, 1e-5])),
+        rope=scaling,
+        mask_token_id=draw(optional_id),
+        pad_token_id=draw(optional_id),
+        bos_token_id=draw(optional_id),
+        eos_token_ids=tuple(draw(st.lists(st.integers(0, 9), max_size=3))),
+        model_type=model_type,
+    )
+
+
+@given(config=configs())
+def test_a_config_survives_the_json_file(config):
+    raw = json.loads(json.dumps(config_to_hf(config)))
+    assert config_from_hf(raw) == config
+    # In a folder that says so, nothing hangs on the defaults of the type.
+    assert raw["model_type"] == config.model_type
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "llama"}, "llama"),
+    ({"model_type": None}, "model_type"),
+    ({"hidden_act": "gelu"}, "gelu"),
+    ({"use_sliding_window": True, "max_window_layers": 2}, "layer 2"),
+    ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer 1"),
+    ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ({"model_type": "qwen3", "attention_bias": True}, "attention_bias"),
+    ({"num_attention_heads": 3}, "num_key_value_heads"),
+    ({"head_dim": 5}, "head_dim"),
+    ({"hidden_size": 0, "head_dim": 4}, "hidden_size"),
+    ({"num_hidden_layers": True}, "num_hidden_layers"),
+    ({"vocab_size": "24"}, "vocab_size"),
+    ({"mask_token_id": 24}, "mask_token_id 24"),
+    ({"pad_token_id": -1}, "pad_token_id -1"),
+]
+
+
+@pytest.mark.parametrize(("changes", "named"), REFUSED)
+def test_what_is_not_supported_is_refused_by_name(changes, named):
+    with pytest.raises(InputError, match=named):
+        config_from_hf({**SMALL, **changes})
+
+
+@pytest.mark.xfail(raises=(TypeError, ValueError, ZeroDivisionError), strict=True)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_attention_heads", "4"),
+        ("num_attention_heads", 0),
+        ("mask_token_id", "5"),
+        ("rms_norm_eps", "small"),
+        ("rope_theta", "large"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_named(name, value):
+    """A known fault: these end in a traceback that does not name the field."""
+    with pytest.raises(InputError, match=name):
+        config_from_hf({**SMALL, name: value})
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "hidden_size", "num_hidden_layers"])
+def test_a_missing_field_is_named(name):
+    with pytest.raises(InputError, match=f"'{name}' is missing"):
+        config_from_hf(without(SMALL, name))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "no such file"), (b"{", "not valid JSON"), (b"[]", "object"), (b"\xff", "not valid")],
+)
+def test_an_unreadable_file_is_named(tmp_path: Path, content, said):
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(InputError, match=said) as error:
+        read_config_json(tmp_path)
+    assert str(tmp_path / "config.json") in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config_from_hf(SMALL).vocab_size = 3
