@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich import box
 from rich.table import Table
 
 from infer.evaluate import Score
@@ -11,10 +12,11 @@ from infer.evaluate import Score
 
 def score_table(scores: Sequence[Score]) -> Table:
     """A row per regime and decoder; the speed-up is against the regime's first decoder."""
-    table = Table(header_style="bold")
+    # Narrow enough for a terminal of 80 columns.
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("regime", no_wrap=True)
     table.add_column("decoder", no_wrap=True)
-    for name in ("accuracy", "tokens per\nforward", "p_cache", "tokens\nper second", "speed-up"):
+    for name in ("accuracy", "tokens/\nforward", "p_cache", "tokens/\nsecond", "speed-\nup"):
         table.add_column(name, justify="right", no_wrap=True)
     reference = scores[0]
     for score in scores:

@@ -1,0 +1,117 @@
+"""Scores and the demo on a tiny checkpoint: every number is that of the completions."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+import infer.demo
+import infer.evaluate
+from infer.evaluate import MAX_TOKENS, decoders_at, evaluate
+from infer.heldout import Question
+from tests.tiny_checkpoint import write_tiny_checkpoint
+from wedlm_jax.errors import InputError
+
+PROMPTS = ("one two", "the cat", "12 + 30", "日本")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def questions_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("questions") / "heldout.jsonl"
+    rows = [
+        {"regime": regime, "kind": "k", "prompt": prompt, "answer": "no", "match": match}
+        for regime, match in (("low_entropy", "text"), ("prose", None))
+        for prompt in PROMPTS
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_scores_are_sums_over_completions(checkpoint: Path) -> None:
+    decoders = decoders_at(str(checkpoint), [0.4], batch_size=2)
+    assert [d.name for d in decoders] == ["AR", "block-wise τ=0.4", "WeDLM τ=0.4"]
+    question = Question("low_entropy", "k", PROMPTS[0], "", "text")
+    prompt = infer.evaluate.chat_prompt(decoders[2].llm, question)
+    answer = decoders[2].llm.generate([prompt], decoders[2].params)[0]
+    assert answer.text is not None
+    assert answer.num_forwards > 0
+    # One question whose right answer is what WeDLM says, one that nobody can answer.
+    questions = [
+        dataclasses.replace(question, answer=answer.text),
+        dataclasses.replace(question, answer=answer.text + "!"),
+    ]
+    told: list[str] = []
+    scores = evaluate(decoders, questions, passes=2, on_pass=told.append)
+    wedlm = scores[2]
+    assert wedlm.accuracy == 0.5
+    assert (wedlm.tokens, wedlm.forwards, wedlm.instances) == (
+        2 * len(answer.token_ids),
+        2 * answer.num_forwards,
+        2 * answer.num_token_instances,
+    )
+    assert wedlm.tokens_per_forward == len(answer.token_ids) / answer.num_forwards
+    assert scores[0].tokens == scores[0].forwards == scores[0].instances
+    assert all(score.seconds > 0 for score in scores)
+    # Once untimed, then by turns.
+    assert told == [d.name for d in decoders] * 3
+
+
+def test_the_command_writes_what_it_prints(
+    checkpoint: Path, questions_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "scores.json"
+    arguments = f"--model {checkpoint} --questions {questions_file} --output {output} "
+    arguments += "--samples 2 --passes 1 --entropy-threshold 0.4 --batch-size 2"
+    assert infer.evaluate.main(arguments.split()) == 0
+    scores = json.loads(output.read_text(encoding="utf-8"))
+    assert [(s["regime"], s["decoder"]) for s in scores] == [
+        (regime, decoder)
+        for regime in ("low_entropy", "prose")
+        for decoder in ("AR", "block-wise τ=0.4", "WeDLM τ=0.4")
+    ]
+    assert [s["accuracy"] for s in scores[3:]] == [None] * 3
+    assert all(s["questions"] == 2 and s["tokens"] <= 2 * MAX_TOKENS for s in scores)
+    printed = capsys.readouterr().out
+    assert all(f"{s['tokens_per_forward']:.2f}" in printed for s in scores)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--samples 0", "--samples"),
+        ("--passes 0", "--passes"),
+        ("--questions nowhere.jsonl", "nowhere.jsonl"),
+    ],
+)
+def test_bad_options_are_refused(arguments: str, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        infer.evaluate.main(arguments.split())
+
+
+def test_the_demo_prints_plain_lines_without_a_terminal(
+    checkpoint: Path,
+    questions_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("wedlm_jax.llm.EMBEDDED_MODEL", checkpoint)
+    monkeypatch.setattr("infer.evaluate.EMBEDDED_QUESTIONS", questions_file)
+    assert infer.demo.main(["--samples", "4"]) == 0
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert all(f"> {prompt}" in printed for prompt in PROMPTS)
+    assert printed.count(" forwards (") == 2 * len(PROMPTS)
+    assert "WeDLM τ=0.4" in printed
+    assert "compilation" in printed
+
+
+@pytest.mark.parametrize("arguments", ["--samples 1", "--delay -1", "--delay nan"])
+def test_the_demo_refuses_bad_options(arguments: str) -> None:
+    with pytest.raises(InputError, match="--samples"):
+        infer.demo.main(arguments.split())
