@@ -1,0 +1,106 @@
+"""The dual-stream sample and its losses for one sample at a time: no packing, no padding,
+no chunks, float64. Source: WeDLM section 4."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from tests.reference.masks import dual_stream_matrix
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedSample:
+    """One sample in logical order, ``[n]`` each; ``ratio`` is the γ of the token's block."""
+
+    tokens: np.ndarray
+    trainable: np.ndarray
+    masked: np.ndarray
+    ratio: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Streams:
+    """The sample's physical input ``[2n]``, who sees whom ``[2n, 2n]``, and what each
+    prediction row is to say ``[n]``."""
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    matrix: np.ndarray
+    targets: np.ndarray
+    masked: np.ndarray
+    ratio: np.ndarray
+
+
+def block_order(masked: Sequence[bool], block_size: int) -> list[int]:
+    """Logical indices in physical order: in each block the observed, then the masked."""
+    order = []
+    for start in range(0, len(masked), block_size):
+        block = range(start, min(start + block_size, len(masked)))
+        order += [i for i in block if not masked[i]]
+        order += [i for i in block if masked[i]]
+    return order
+
+
+def dual_streams(sample: MaskedSample, block_size: int, mask_token_id: int) -> Streams:
+    length = len(sample.tokens)
+    order = block_order(sample.masked.tolist(), block_size)
+    predicted = [mask_token_id if sample.masked[i] else sample.tokens[i] for i in order]
+    return Streams(
+        token_ids=np.array([*sample.tokens, *predicted]),
+        positions=np.array([*range(length), *order]),
+        matrix=dual_stream_matrix([1] * length, block_size),
+        targets=sample.tokens[order],
+        masked=sample.masked[order],
+        ratio=sample.ratio[order],
+    )
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    logits = logits.astype(np.float64)
+    logits = logits - logits.max(-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def cross_entropy(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Nats ``[T]`` of whole logits ``[T, V]``."""
+    return -log_softmax(logits)[np.arange(len(targets)), targets]
+
+
+def cross_entropy_gradients(
+    hidden: np.ndarray, head: np.ndarray, targets: np.ndarray, weights: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Gradients of ``Σ weights · cross entropy`` by ``hidden [T, D]`` and ``head [D, V]``."""
+    hidden, head = hidden.astype(np.float64), head.astype(np.float64)
+    by_logits = np.exp(log_softmax(hidden @ head))
+    by_logits[np.arange(len(targets)), targets] -= 1
+    by_logits *= weights[:, None]
+    return by_logits @ head.T, hidden.T @ by_logits
+
+
+def wedlm_losses(
+    samples: Sequence[MaskedSample],
+    logits: Sequence[np.ndarray],
+    *,
+    block_size: int,
+    weighting: str = "inverse_ratio",
+    ar_weight: float = 1.0,
+) -> dict[str, float]:
+    """The losses over a batch of samples, given each one's whole logits ``[2n, V]``."""
+    mlm = mlm_weight = ar = ar_count = 0.0
+    for sample, rows in zip(samples, logits, strict=True):
+        length = len(sample.tokens)
+        streams = dual_streams(sample, block_size, mask_token_id=0)
+        nats = cross_entropy(rows[length:], streams.targets)
+        for i in range(length):
+            if streams.masked[i]:
+                weight = 1 / (streams.ratio[i] + 1e-8) if weighting == "inverse_ratio" else 1.0
+                mlm += weight * nats[i]
+                mlm_weight += weight
+        nats = cross_entropy(rows[: length - 1], sample.tokens[1:])
+        ar += nats[sample.trainable[1:]].sum()
+        ar_count += sample.trainable[1:].sum()
+    mlm, ar = mlm / max(mlm_weight, 1e-30), ar / max(ar_count, 1e-30)
+    return {"mlm_loss": mlm, "ar_loss": ar, "loss": (mlm + ar_weight * ar) / (1 + ar_weight)}

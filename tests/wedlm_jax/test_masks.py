@@ -1,0 +1,92 @@
+"""Each mask is the 0/1 matrix that a person draws."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.reference.masks import causal_matrix, dual_stream_matrix, from_drawing
+from wedlm_jax.masks import CachedMask, CausalMask, DualStreamMask
+
+# Blocks of two. Sample 1 has three tokens and one of padding, sample 2 has two tokens.
+DUAL_STREAM_SEGMENTS = [1, 1, 1, 0, 2, 2]
+DUAL_STREAM = """
+                memory       prediction
+           1 1 1 - 2 2      1 1 1 - 2 2
+    m 1  | 1 . . . . .      . . . . . .
+    m 1  | 1 1 . . . .      . . . . . .
+    m 1  | 1 1 1 . . .      . . . . . .
+    m -  | . . . . . .      . . . . . .
+    m 2  | . . . . 1 .      . . . . . .
+    m 2  | . . . . 1 1      . . . . . .
+    p 1  | . . . . . .      1 . . . . .
+    p 1  | . . . . . .      1 1 . . . .
+    p 1  | 1 1 . . . .      . . 1 . . .
+    p -  | . . . . . .      . . . . . .
+    p 2  | . . . . . .      . . . . 1 .
+    p 2  | . . . . . .      . . . . 1 1
+"""
+
+CAUSAL_SEGMENTS = [1, 1, 2, 2, 0]
+CAUSAL = """
+    1 | 1 . . . .
+    1 | 1 1 . . .
+    2 | . . 1 . .
+    2 | . . 1 1 .
+    - | . . . . .
+"""
+
+CACHED = """
+                cache    window
+    n = 2, w0 | 1 1 . .  1 . .
+           w1 | 1 1 . .  1 1 .
+           w2 | 1 1 . .  1 1 1
+    n = 0, w0 | . . . .  1 . .
+           w1 | . . . .  1 1 .
+           w2 | . . . .  1 1 1
+"""
+
+
+def test_dual_stream_mask_is_the_drawing() -> None:
+    mask = DualStreamMask(jnp.array([DUAL_STREAM_SEGMENTS]), 2)
+    drawn = from_drawing(DUAL_STREAM)
+    assert drawn.shape == (12, 12)
+    np.testing.assert_array_equal(mask.dense()[0], drawn)
+    np.testing.assert_array_equal(dual_stream_matrix(DUAL_STREAM_SEGMENTS, 2), drawn)
+
+
+def test_causal_mask_is_the_drawing() -> None:
+    mask = CausalMask(jnp.array([CAUSAL_SEGMENTS]))
+    drawn = from_drawing(CAUSAL)
+    assert drawn.shape == (5, 5)
+    np.testing.assert_array_equal(mask.dense(1, 5)[0], drawn)
+    np.testing.assert_array_equal(causal_matrix(CAUSAL_SEGMENTS), drawn)
+
+
+def test_causal_mask_without_segments_is_a_triangle_in_every_row() -> None:
+    expected = np.tril(np.ones((4, 4), bool))
+    np.testing.assert_array_equal(CausalMask().dense(3, 4), np.stack([expected] * 3))
+
+
+def test_cached_mask_is_the_drawing() -> None:
+    dense = CachedMask(jnp.array([2, 0])).dense(cache_size=4, window=3)
+    assert dense.shape == (2, 3, 7)
+    np.testing.assert_array_equal(dense.reshape(6, 7), from_drawing(CACHED))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 7), min_size=1, max_size=4),
+    block_size=st.sampled_from([1, 2, 3, 4]),
+    padding_blocks=st.integers(0, 2),
+)
+def test_dual_stream_mask_is_the_reference_matrix(
+    lengths: list[int], block_size: int, padding_blocks: int
+) -> None:
+    segments: list[int] = []
+    for number, length in enumerate(lengths, 1):
+        segments += [number] * length + [0] * (-length % block_size)
+    segments += [0] * (padding_blocks * block_size)
+    mask = DualStreamMask(jnp.array([segments]), block_size)
+    np.testing.assert_array_equal(mask.dense()[0], dual_stream_matrix(segments, block_size))
