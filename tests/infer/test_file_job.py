@@ -481,6 +481,7 @@ def start_process(model: Path, cache: Path) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.slow
 def test_killed_and_interrupted_processes_lose_nothing(
     work: Path, model: Path, decoded: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
