@@ -1,0 +1,180 @@
+"""Drawing masks, reordering blocks, and laying the two streams behind each other."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.reference.training import block_order, dual_streams
+from tests.training_examples import BLOCK, MASK_TOKEN, packed, random_sample
+from wedlm_jax.corruption import (
+    PackedRows,
+    dual_stream,
+    next_token_targets,
+    reorder_blocks,
+    sample_masks,
+)
+
+ROWS, LENGTH = 2, 16
+
+draw_masks = jax.jit(sample_masks, static_argnames="block_size")
+reorder = jax.jit(reorder_blocks, static_argnames="block_size")
+
+
+@jax.jit
+def _lay_out(rows, masked, ratio):
+    batch = dual_stream(rows, masked, ratio, block_size=BLOCK, mask_token_id=MASK_TOKEN)
+    return batch, batch.mask.dense()
+
+
+def lay_out(rows: PackedRows, masked, ratio):
+    """The batch and its dense mask, as NumPy arrays: cheap to take apart."""
+    return jax.device_get(_lay_out(rows, masked, ratio))
+
+
+flags = st.lists(st.booleans(), min_size=LENGTH, max_size=LENGTH)
+seeds = st.integers(0, 2**31 - 1)
+
+
+def drawn(seed: int, trainable: np.ndarray, block_size: int = BLOCK):
+    """``masked`` and ``ratio``, cut into blocks ``[R, L / B, B]``."""
+    masked, ratio = draw_masks(jax.random.key(seed), jnp.asarray(trainable), block_size=block_size)
+    shape = (trainable.shape[0], -1, block_size)
+    return np.asarray(masked).reshape(shape), np.asarray(ratio).reshape(shape)
+
+
+@given(seed=seeds, trainable=st.lists(flags, min_size=ROWS, max_size=ROWS))
+def test_each_block_masks_its_share_of_the_trainable_tokens(seed, trainable):
+    trainable = np.array(trainable)
+    masked, ratio = drawn(seed, trainable)
+    blocks = trainable.reshape(masked.shape)
+    assert not (masked & ~blocks).any()
+    assert ((ratio > 0) & (ratio <= 1)).all()
+    assert (ratio == ratio[..., :1]).all()
+    expected = np.round(ratio[..., 0] * blocks.sum(-1).astype(np.float32))
+    np.testing.assert_array_equal(masked.sum(-1), expected)
+
+
+def test_a_key_names_its_masks():
+    trainable = np.ones((400, 40), bool)
+    first, again, other = (drawn(seed, trainable) for seed in (3, 3, 4))
+    np.testing.assert_array_equal(first[0], again[0])
+    np.testing.assert_array_equal(first[1], again[1])
+    assert (first[0] != other[0]).any()
+    assert len(np.unique(first[1])) > 3990, "each block draws its own ratio"
+
+
+# Bounds below are five standard deviations: what they let pass by chance is one in a million.
+
+
+def test_ratios_are_uniform():
+    _, ratio = drawn(0, np.ones((400, 40), bool))
+    ratios = np.sort(ratio[..., 0].ravel())
+    count = len(ratios)
+    # The distribution function, everywhere (Kolmogorov-Smirnov).
+    assert np.abs(ratios - np.arange(1, count + 1) / count).max() < 2.7 / count**0.5
+    blocks = ratio[..., 0]
+    assert abs(np.corrcoef(blocks[:, 0], blocks[:, 1])[0, 1]) < 5 / 400**0.5
+
+
+def test_every_subset_of_a_block_is_equally_likely():
+    # The third of five tokens is a prompt token: two of the other four are six subsets.
+    trainable = np.tile([True, True, False, True, True], (12000, 1))
+    masked, _ = drawn(1, trainable, block_size=5)
+    pairs = masked[:, 0][masked.sum(-1)[:, 0] == 2]
+    subsets, counts = np.unique(pairs, axis=0, return_counts=True)
+    assert len(subsets) == 6
+    share, total = 1 / 6, len(pairs)
+    assert total > 2000
+    assert np.abs(counts - total * share).max() < 5 * (total * share * (1 - share)) ** 0.5
+
+
+def test_a_share_is_taken_of_the_trainable_tokens_not_of_the_block():
+    """Each token of a block with three trainable ones is masked as often as in a full one."""
+    trainable = np.tile([[False] * 5 + [True] * 3 + [True] * 8], (4000, 1))
+    masked, _ = drawn(2, trainable, block_size=8)
+    short, full = masked[:, 0, 5:].mean(), masked[:, 1].mean()
+    assert abs(short - 0.5) < 5 * 0.32 / 4000**0.5
+    assert abs(full - 0.5) < 5 * 0.30 / 4000**0.5
+
+
+@given(masked=flags, padding=flags)
+def test_blocks_are_reordered_observed_then_masked_then_padding(masked, padding):
+    order = reorder(jnp.array([masked]), jnp.array([padding]), block_size=BLOCK)
+    expected = []
+    for start in range(0, LENGTH, BLOCK):
+        block = range(start, start + BLOCK)
+        expected += [i for i in block if not masked[i] and not padding[i]]
+        expected += [i for i in block if masked[i] and not padding[i]]
+        expected += [i for i in block if padding[i]]
+    assert np.asarray(order)[0].tolist() == expected
+    if not any(padding):
+        assert expected == block_order(masked, BLOCK)
+
+
+@given(seed=seeds, lengths=st.lists(st.integers(1, 8), min_size=2, max_size=2))
+def test_a_packed_sample_has_the_streams_it_has_alone(seed, lengths):
+    random = np.random.default_rng(seed)
+    samples = [random_sample(random, n, prompt=int(random.integers(n))) for n in lengths]
+    (batch, dense), start = lay_out(*packed([samples], LENGTH)), 0
+    for sample in samples:
+        alone = dual_streams(sample, BLOCK, MASK_TOKEN)
+        memory = start + np.arange(len(sample.tokens))
+        both = np.concatenate([memory, LENGTH + memory])
+        np.testing.assert_array_equal(batch.token_ids[0, both], alone.token_ids)
+        np.testing.assert_array_equal(batch.positions[0, both], alone.positions)
+        np.testing.assert_array_equal(batch.targets[0, memory], alone.targets)
+        np.testing.assert_array_equal(batch.masked[0, memory], alone.masked)
+        np.testing.assert_array_equal(batch.mask_ratio[0, memory], alone.ratio)
+        np.testing.assert_array_equal(dense[0][np.ix_(both, both)], alone.matrix)
+        others = np.setdiff1d(np.arange(2 * LENGTH), both)
+        assert not dense[0][np.ix_(both, others)].any()
+        start += -(-len(sample.tokens) // BLOCK) * BLOCK
+
+
+HAND_DRAWN = PackedRows(
+    # Two samples, of 6 and 3 tokens, padded to blocks of 4.
+    tokens=jnp.array([[11, 12, 13, 14, 15, 16, 0, 0, 21, 22, 23, 0]]),
+    positions=jnp.array([[0, 1, 2, 3, 4, 5, 0, 0, 0, 1, 2, 0]]),
+    segment_ids=jnp.array([[1, 1, 1, 1, 1, 1, 0, 0, 2, 2, 2, 0]]),
+    trainable=jnp.array([[0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 0]], bool),
+)
+
+
+def test_the_streams_of_a_hand_drawn_row():
+    masked = jnp.array([[0, 0, 1, 0, 1, 0, 0, 0, 1, 1, 0, 0]], bool)
+    batch, _ = lay_out(HAND_DRAWN, masked, jnp.full((1, 12), 0.5))
+    m = MASK_TOKEN
+    memory, prediction = batch.token_ids[0, :12].tolist(), batch.token_ids[0, 12:].tolist()
+    assert memory == HAND_DRAWN.tokens[0].tolist()
+    assert prediction == [11, 12, 14, m, 16, m, 0, 0, 23, m, m, 0]
+    assert batch.positions[0, 12:].tolist() == [0, 1, 3, 2, 5, 4, 0, 0, 2, 0, 1, 0]
+    assert batch.targets[0].tolist() == [11, 12, 14, 13, 16, 15, 0, 0, 23, 21, 22, 0]
+    assert np.nonzero(batch.masked[0])[0].tolist() == [3, 5, 9, 10]
+
+
+def test_padding_is_never_masked():
+    batch, _ = lay_out(HAND_DRAWN, jnp.ones((1, 12), bool), jnp.ones((1, 12)))
+    assert batch.masked.sum() == 9
+    assert batch.token_ids[0, 12:].tolist() == [MASK_TOKEN] * 6 + [0, 0] + [MASK_TOKEN] * 3 + [0]
+
+
+def test_next_targets_stay_in_their_sample_and_skip_the_prompt():
+    targets, valid = next_token_targets(HAND_DRAWN)
+    (where,) = np.nonzero(np.asarray(valid)[0])
+    # Token 12 is a prompt token, so row 0 has no target; 16 and 23 are the last of theirs.
+    assert where.tolist() == [1, 2, 3, 4, 8, 9]
+    assert targets[0, where].tolist() == [13, 14, 15, 16, 22, 23]
+
+
+def test_samples_without_a_gap_do_not_predict_each_other():
+    rows = PackedRows(
+        tokens=jnp.arange(8)[None],
+        positions=jnp.tile(jnp.arange(4), 2)[None],
+        segment_ids=jnp.array([[1] * 4 + [2] * 4]),
+        trainable=jnp.ones((1, 8), bool),
+    )
+    assert np.nonzero(np.asarray(next_token_targets(rows)[1])[0])[0].tolist() == [0, 1, 2, 4, 5, 6]
