@@ -1,0 +1,276 @@
+"""The training step: accumulation, update, randomness, and what it never holds in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.jaxpr_shapes import shapes_in
+from tests.training_examples import BLOCK, MASK_TOKEN, packed, random_sample, tiny_transformer
+from train.step import (
+    Objective,
+    TrainState,
+    accumulate,
+    decayed,
+    make_optimizer,
+    make_train_step,
+    prepare,
+    prepare_given,
+)
+from wedlm_jax.corruption import PackedRows
+from wedlm_jax.loss import LossConfig
+
+LENGTH, CHUNK = 32, 4
+LEARNING_RATE, WEIGHT_DECAY, CLIP_NORM = 0.01, 0.1, 0.5
+B1, B2, EPSILON = 0.9, 0.95, 1e-8
+
+OBJECTIVE = Objective("wedlm", BLOCK, MASK_TOKEN, LossConfig(chunk=CHUNK))
+AR_OBJECTIVE = Objective("ar", BLOCK, None, LossConfig(chunk=CHUNK))
+GRAPH, PARAMETERS = nnx.split(tiny_transformer())
+KEY = jax.random.key(11)
+
+
+def optimizer() -> optax.GradientTransformation:
+    return make_optimizer(
+        optax.constant_schedule(LEARNING_RATE),
+        b1=B1, b2=B2, eps=EPSILON, weight_decay=WEIGHT_DECAY, clip_norm=CLIP_NORM,
+    )  # fmt: skip
+
+
+def fresh_state(step: int = 0) -> TrainState:
+    """Copies, because the step donates its state."""
+    parameters = jax.tree.map(jnp.array, PARAMETERS)
+    return TrainState(jnp.int32(step), parameters, optimizer().init(parameters))
+
+
+# Both compile once, for [2, 2, L] rows.
+wedlm_step = make_train_step(GRAPH, optimizer(), OBJECTIVE)
+ar_step = make_train_step(GRAPH, optimizer(), AR_OBJECTIVE)
+
+
+def micro_batches(x: jax.Array, steps: int) -> jax.Array:
+    """``[A * R, L]`` to ``[A, R, L]``."""
+    return x.reshape(steps, -1, *x.shape[1:])
+
+
+def global_batch(seed: int = 0) -> tuple[PackedRows, jax.Array, jax.Array]:
+    """Four rows that weigh very differently: one full, one short, one prompt, one empty."""
+    random = np.random.default_rng(seed)
+    full = [random_sample(random, 13), random_sample(random, 15, prompt=4)]
+    short, prompt_only = [random_sample(random, 5, prompt=1)], [random_sample(random, 20, 20)]
+    return packed([full, short, prompt_only, []], LENGTH)
+
+
+def training_rows(seed: int = 0) -> PackedRows:
+    return jax.tree.map(lambda x: micro_batches(x, 2), global_batch(seed)[0])
+
+
+def named(tree: nnx.State) -> dict[str, np.ndarray]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+@partial(jax.jit, static_argnames=("steps", "objective"))
+def gradients_of(
+    rows: PackedRows, masked: jax.Array, ratio: jax.Array, *, steps: int, objective: Objective
+) -> tuple:
+    batch = jax.tree.map(lambda x: micro_batches(x, steps), (rows, masked, ratio))
+    return accumulate(GRAPH, PARAMETERS, *prepare_given(objective, *batch))
+
+
+def assert_same(ours: tuple, theirs: tuple) -> None:
+    """Gradients and metrics, up to float32 rounding."""
+    for name, value in theirs[1].items():
+        np.testing.assert_allclose(ours[1][name], value, rtol=1e-5, err_msg=name)
+    expected = named(theirs[0])
+    for name, value in named(ours[0]).items():
+        scale = np.abs(expected[name]).max()
+        assert scale > 0, name
+        np.testing.assert_allclose(value / scale, expected[name] / scale, atol=2e-5, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def whole_batch() -> tuple:
+    return gradients_of(*global_batch(), steps=1, objective=OBJECTIVE)
+
+
+@pytest.mark.parametrize("steps", [2, 4])
+def test_accumulation_equals_one_big_batch(whole_batch, steps):
+    """Also where one micro-batch holds all the targets and another none."""
+    assert float(whole_batch[1]["loss"]) > 1
+    assert_same(gradients_of(*global_batch(), steps=steps, objective=OBJECTIVE), whole_batch)
+
+
+def test_rematerialising_changes_no_gradient(whole_batch):
+    loss = dataclasses.replace(OBJECTIVE.loss, remat="full")
+    objective = dataclasses.replace(OBJECTIVE, loss=loss)
+    assert_same(gradients_of(*global_batch(), steps=1, objective=objective), whole_batch)
+
+
+def test_dense_attention_has_the_same_gradients(whole_batch):
+    loss = dataclasses.replace(OBJECTIVE.loss, attention="dense")
+    objective = dataclasses.replace(OBJECTIVE, loss=loss)
+    assert_same(gradients_of(*global_batch(), steps=1, objective=objective), whole_batch)
+
+
+def test_bfloat16_compute_keeps_float32_sums(whole_batch):
+    loss = dataclasses.replace(OBJECTIVE.loss, dtype="bfloat16")
+    objective = dataclasses.replace(OBJECTIVE, loss=loss)
+    gradients, metrics = gradients_of(*global_batch(), steps=2, objective=objective)
+    leaves = [*jax.tree.leaves(gradients), *metrics.values()]
+    assert {leaf.dtype for leaf in leaves} == {np.dtype("float32")}
+    # bfloat16 has eight bits, so it must differ, and only by so much.
+    error = abs(float(metrics["loss"]) / float(whole_batch[1]["loss"]) - 1)
+    assert 0 < error < 0.05
+
+
+def traced_shapes(chunk: int, attention: str = "streams") -> set[tuple[int, ...]]:
+    loss = LossConfig(chunk=chunk, attention=attention)
+    step = make_train_step(GRAPH, optimizer(), dataclasses.replace(OBJECTIVE, loss=loss))
+    state, rows = jax.eval_shape(fresh_state), training_rows()
+    return set(shapes_in(jax.make_jaxpr(step)(state, rows, KEY).jaxpr))
+
+
+def rows_of_logits(shapes: set[tuple[int, ...]]) -> int:
+    """The most rows of logits in one array; parameters have the vocabulary's axis too."""
+    parameters = {(12, 97), (97,)}
+    return max(int(np.prod(s[:-1])) for s in shapes if s[-1:] == (97,) and s not in parameters)
+
+
+def test_logits_of_a_whole_row_never_exist():
+    rows_per_micro_batch = 2
+    assert rows_of_logits(traced_shapes(CHUNK)) == rows_per_micro_batch * CHUNK
+    # The measure sees whole streams where the chunk is one.
+    assert rows_of_logits(traced_shapes(LENGTH)) == rows_per_micro_batch * LENGTH
+
+
+def test_a_mask_over_both_streams_never_exists():
+    def square(shapes: set[tuple[int, ...]]) -> bool:
+        return any(shape[-2:] == (2 * LENGTH, 2 * LENGTH) for shape in shapes)
+
+    assert not square(traced_shapes(CHUNK))
+    assert square(traced_shapes(CHUNK, attention="dense"))
+
+
+def test_decay_is_for_matrices_only():
+    flags = {name: bool(flag) for name, flag in named(decayed(PARAMETERS)).items()}
+    spared = sorted({name for name, flag in flags.items() if not flag})
+    # Every weight matrix, and nothing else, has two axes beside that of the layers.
+    for name, value in named(PARAMETERS).items():
+        axes = value.ndim - ("layers" in name)
+        assert flags[name] == (axes == 2), name
+    assert len(spared) == 8, spared  # two norms, q and k norm, three biases, the last norm
+    assert len(flags) == 8 + 9  # seven matrices of a layer, embedding and head
+
+
+def test_a_step_is_adamw_on_clipped_gradients():
+    rows = training_rows()
+    batches, denominators, loss = prepare(OBJECTIVE, rows, jax.random.fold_in(KEY, 0))
+    gradients = named(accumulate(GRAPH, PARAMETERS, batches, denominators, loss)[0])
+    norm = np.sqrt(sum((value.astype(np.float64) ** 2).sum() for value in gradients.values()))
+    assert norm > CLIP_NORM
+
+    state, metrics = wedlm_step(fresh_state(), rows, KEY)
+    np.testing.assert_allclose(metrics["gradient_norm"], norm, rtol=1e-5)
+    assert int(state.step) == 1
+    after, is_decayed = named(state.parameters), named(decayed(PARAMETERS))
+    for name, before in named(PARAMETERS).items():
+        clipped = gradients[name].astype(np.float64) * CLIP_NORM / norm
+        mean = (1 - B1) * clipped / (1 - B1)
+        square = (1 - B2) * clipped**2 / (1 - B2)
+        update = mean / (np.sqrt(square) + EPSILON) + WEIGHT_DECAY * is_decayed[name] * before
+        expected = before - LEARNING_RATE * update
+        # Where the gradient is of rounding's size, so is the sign that Adam makes of it.
+        sure = (np.abs(clipped) > 1e-5) | (gradients[name] == 0)
+        assert sure.mean() > 0.5, name
+        np.testing.assert_allclose(after[name][sure], expected[sure], atol=2e-5, err_msg=name)
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 10**6))
+def test_a_step_is_finite_whatever_the_rows_hold(seed):
+    random = np.random.default_rng(seed)
+
+    def row():
+        kind = random.integers(4)
+        if kind == 0:
+            return []
+        length = int(random.integers(1, LENGTH + 1))
+        prompt = length if kind == 1 else int(random.integers(length))
+        return [random_sample(random, length, prompt)]
+
+    rows, _, _ = packed([row() for _ in range(4)], LENGTH)
+    rows = jax.tree.map(lambda x: micro_batches(x, 2), rows)
+    state, metrics = wedlm_step(fresh_state(), rows, jax.random.key(seed))
+    for leaf in (*jax.tree.leaves(state.parameters), *metrics.values()):
+        assert np.isfinite(leaf).all()
+
+
+@pytest.mark.parametrize("step", [wedlm_step, ar_step], ids=["wedlm", "ar"])
+def test_without_a_target_only_the_decay_moves_parameters(step):
+    nothing = dataclasses.replace(training_rows(), trainable=jnp.zeros((2, 2, LENGTH), bool))
+    state, metrics = step(fresh_state(), nothing, KEY)
+    assert {name: float(value) for name, value in metrics.items()} == dict.fromkeys(metrics, 0.0)
+    is_decayed, after = named(decayed(PARAMETERS)), named(state.parameters)
+    for name, before in named(PARAMETERS).items():
+        expected = before * (1 - LEARNING_RATE * WEIGHT_DECAY * is_decayed[name])
+        np.testing.assert_allclose(after[name], expected, rtol=1e-6, err_msg=name)
+
+
+def test_masks_are_named_by_key_and_step():
+    def loss(step: int, key: jax.Array) -> float:
+        return float(wedlm_step(fresh_state(step), training_rows(), key)[1]["mlm_loss"])
+
+    assert loss(0, KEY) == loss(0, KEY)
+    assert loss(0, KEY) != loss(1, KEY)
+    assert loss(0, KEY) != loss(0, jax.random.key(12))
+
+
+def test_equal_rows_draw_masks_of_their_own():
+    """In one micro-batch and across them."""
+    sample = random_sample(np.random.default_rng(0), LENGTH)
+    rows = jax.tree.map(lambda x: micro_batches(x, 2), packed([[sample]] * 4, LENGTH)[0])
+    batches, _, _ = prepare(OBJECTIVE, rows, KEY)
+    assert len(np.unique(np.asarray(batches.masked).reshape(4, LENGTH), axis=0)) == 4
+
+
+def test_a_run_resumed_from_its_state_is_the_same_run():
+    def run(state: TrainState, steps: range) -> TrainState:
+        for step in steps:
+            state, _ = wedlm_step(state, training_rows(step), KEY)
+        return state
+
+    saved = jax.device_get(run(fresh_state(), range(2)))
+    resumed = run(jax.tree.map(jnp.asarray, saved), range(2, 4))
+    whole = run(fresh_state(), range(4))
+    for a, b in zip(jax.tree.leaves(resumed), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("step", [wedlm_step, ar_step], ids=["wedlm", "ar"])
+def test_steps_on_one_batch_learn_it(step):
+    state, rows, losses = fresh_state(), training_rows(), []
+    for _ in range(40):
+        state, metrics = step(state, rows, KEY)
+        losses.append(float(metrics["ar_loss"]))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_the_ar_objective_never_draws_masks():
+    first, second = (ar_step(fresh_state(), training_rows(), jax.random.key(k)) for k in (0, 1))
+    assert float(first[1]["ar_loss"]) == float(first[1]["loss"])
+    assert float(first[1]["loss"]) == float(second[1]["loss"])
+
+
+def test_wedlm_training_needs_a_mask_token():
+    with pytest.raises(ValueError, match="mask_token_id"):
+        prepare(dataclasses.replace(OBJECTIVE, mask_token_id=None), training_rows(), KEY)
