@@ -1,0 +1,165 @@
+"""Attention sees what its mask says, in every implementation, forward and backward."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.jaxpr_shapes import shapes_in
+from tests.reference.masks import from_drawing
+from tests.wedlm_jax.test_masks import DUAL_STREAM, DUAL_STREAM_SEGMENTS
+from wedlm_jax.attention import IMPLEMENTATIONS
+from wedlm_jax.attention import attend as attend_eagerly
+from wedlm_jax.masks import CachedMask, CausalMask, DualStreamMask
+
+Arrays = tuple[jax.Array, jax.Array, jax.Array]
+
+# One compilation instead of one an operation.
+attend = jax.jit(attend_eagerly, static_argnames="implementation")
+
+# Rows of 12 in blocks of 4: two samples with padding inside and behind, one long sample,
+# and a row of padding only.
+SEGMENTS = jnp.array([[1, 1, 1, 1, 1, 1, 0, 0, 2, 2, 2, 0], [1] * 12, [0] * 12])
+MASK = DualStreamMask(SEGMENTS, 4)
+
+
+def random_qkv(length: int, batch: int = 3, dtype: str = "float32") -> Arrays:
+    keys = jax.random.split(jax.random.key(length), 3)
+    q = jax.random.normal(keys[0], (batch, length, 6, 8))
+    k, v = (jax.random.normal(key, (batch, 2, length, 8)) for key in keys[1:])
+    return q.astype(dtype), k.astype(dtype), v.astype(dtype)
+
+
+def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, visible: np.ndarray) -> np.ndarray:
+    """``q [B, T, H, h]``, ``k, v [B, K, S, h]``, ``visible [B, T, S]``: a query at a time."""
+    out = np.zeros(q.shape)
+    group = q.shape[2] // k.shape[1]
+    for b, t, h in np.ndindex(q.shape[:3]):
+        seen = np.flatnonzero(visible[b, t])
+        if not len(seen):
+            continue
+        keys, values = k[b, h // group, seen], v[b, h // group, seen]
+        scores = keys.astype(np.float64) @ q[b, t, h] / np.sqrt(q.shape[-1])
+        weights = np.exp(scores - scores.max())
+        out[b, t, h] = weights / weights.sum() @ values
+    return out
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_each_query_weighs_exactly_the_keys_of_the_drawing(implementation: str) -> None:
+    drawn = from_drawing(DUAL_STREAM)
+    size = len(drawn)
+    keys = jax.random.split(jax.random.key(0), 2)
+    q = jax.random.normal(keys[0], (1, size, 4, size))
+    k = jax.random.normal(keys[1], (1, 2, size, size))
+    # Values that are unit vectors make the output the attention weights themselves.
+    v = jnp.broadcast_to(jnp.eye(size), (1, 2, size, size))
+    mask = DualStreamMask(jnp.array([DUAL_STREAM_SEGMENTS]), 2)
+    weights = np.asarray(attend(q, k, v, mask, implementation=implementation))[0]
+    for head in range(4):
+        np.testing.assert_array_equal(weights[:, head] > 0, drawn)
+        np.testing.assert_allclose(weights[:, head].sum(-1), drawn.any(-1), atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_dual_stream_attention_equals_the_reference(implementation: str) -> None:
+    q, k, v = random_qkv(24)
+    expected = reference(*map(np.asarray, (q, k, v)), np.asarray(MASK.dense()))
+    out = attend(q, k, v, MASK, implementation=implementation)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("segments", [None, SEGMENTS])
+def test_causal_attention_equals_the_reference(segments: jax.Array | None) -> None:
+    q, k, v = random_qkv(12)
+    mask = CausalMask(segments)
+    expected = reference(*map(np.asarray, (q, k, v)), np.asarray(mask.dense(3, 12)))
+    np.testing.assert_allclose(attend(q, k, v, mask), expected, atol=2e-6)
+
+
+def test_cached_attention_equals_the_reference_over_the_live_cache() -> None:
+    q, k, v = random_qkv(5)
+    _, cache_k, cache_v = random_qkv(7)
+    mask = CachedMask(jnp.array([0, 3, 7]))
+    whole_k, whole_v = (
+        np.concatenate([np.asarray(old), np.asarray(new)], axis=2)
+        for old, new in ((cache_k, k), (cache_v, v))
+    )
+    expected = reference(np.asarray(q), whole_k, whole_v, np.asarray(mask.dense(7, 5)))
+    out = attend(q, k, v, mask, cache=(cache_k, cache_v))
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+def test_gradients_of_streams_equal_those_of_dense() -> None:
+    qkv = random_qkv(24)
+    probe = jax.random.normal(jax.random.key(9), qkv[0].shape)
+
+    def gradients(implementation: str) -> Arrays:
+        def scalar(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return (attend(q, k, v, MASK, implementation=implementation) * probe).sum()
+
+        return jax.jit(jax.grad(scalar, argnums=(0, 1, 2)))(*qkv)
+
+    for streams, dense in zip(gradients("streams"), gradients("dense"), strict=True):
+        assert float(jnp.abs(dense).max()) > 0.1
+        np.testing.assert_allclose(streams, dense, atol=5e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_padding_gives_zeros_and_takes_no_gradient(implementation: str) -> None:
+    q, k, v = random_qkv(24)
+    padding = np.tile(np.asarray(SEGMENTS) == 0, (1, 2))
+    out = np.asarray(attend(q, k, v, MASK, implementation=implementation))
+    assert (out[padding] == 0).all()
+    assert (out[~padding] != 0).any(axis=(-1, -2)).all()
+
+    def scalar(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return (attend(q, k, v, MASK, implementation=implementation) ** 2).sum()
+
+    by_q, by_k, by_v = (
+        np.asarray(g) for g in jax.jit(jax.grad(scalar, argnums=(0, 1, 2)))(q, k, v)
+    )
+    for gradient in (by_q, by_k.swapaxes(1, 2), by_v.swapaxes(1, 2)):
+        assert np.isfinite(gradient).all()
+        assert (gradient[padding] == 0).all()
+        assert (gradient[~padding] != 0).any()
+
+
+def test_streams_never_builds_a_square_of_both_streams() -> None:
+    def rows_by_columns(implementation: str) -> set[tuple[int, ...]]:
+        def scalar(*qkv: jax.Array) -> jax.Array:
+            return attend_eagerly(*qkv, MASK, implementation=implementation).sum()
+
+        traced = jax.make_jaxpr(jax.value_and_grad(scalar, argnums=(0, 1, 2)))(*random_qkv(24))
+        return {shape[-2:] for shape in shapes_in(traced.jaxpr)}
+
+    assert (24, 24) in rows_by_columns("dense")
+    assert (24, 24) not in rows_by_columns("streams")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_bfloat16_inputs_are_scored_and_summed_in_float32(implementation: str) -> None:
+    q, k, v = random_qkv(24, dtype="bfloat16")
+    out = attend(q, k, v, MASK, implementation=implementation)
+    assert out.dtype == jnp.bfloat16
+    exact = reference(*(np.asarray(x, np.float32) for x in (q, k, v)), np.asarray(MASK.dense()))
+    # Only the weights and the result are rounded to 8 bits, each value of size 3 at most.
+    np.testing.assert_allclose(np.asarray(out, np.float32), exact, atol=3 * 2**-8)
+    exact_scores = attend(q * 30, k, v, MASK, implementation=implementation)
+    expected = reference(
+        *(np.asarray(x, np.float32) for x in (q * 30, k, v)), np.asarray(MASK.dense())
+    )
+    # Scores in the hundreds: rounded to 8 bits they would be off by whole units.
+    np.testing.assert_allclose(np.asarray(exact_scores, np.float32), expected, atol=3 * 2**-8)
+
+
+def test_unknown_implementation_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"'flash'.*dense.*streams"):
+        attend_eagerly(*random_qkv(24), MASK, implementation="flash")
+
+
+def test_cached_mask_without_a_cache_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a cache"):
+        attend_eagerly(*random_qkv(5), CachedMask(jnp.array([0, 1, 2])))
