@@ -1,0 +1,177 @@
+"""Recipes: typed, overridable, and refused with one clear sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from train.config import TrainConfig, describe, load_config, save_config
+from wedlm_jax.errors import InputError
+from wedlm_jax.loss import LossConfig
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+def recipe(folder: Path, text: str = "steps: 5\n") -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_recipe_loads_with_the_values_it_states(path: Path) -> None:
+    config = dataclasses.asdict(load_config(path))
+    stated = yaml.safe_load(path.read_text(encoding="utf-8"))
+    for key, value in stated.items():
+        if isinstance(value, dict):
+            assert {name: config[key][name] for name in value} == value, key
+        else:
+            assert config[key] == value, key
+
+
+def test_there_are_recipes() -> None:
+    assert {"embedded_ar", "embedded_wedlm"} <= {path.stem for path in CONFIGS}
+
+
+def test_what_a_recipe_leaves_out_has_its_default(tmp_path: Path) -> None:
+    config = load_config(recipe(tmp_path))
+    assert config == dataclasses.replace(TrainConfig(), steps=5)
+    empty = load_config(recipe(tmp_path, "# nothing\n"))
+    assert empty == TrainConfig()
+
+
+def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "steps: 5\noptimizer: {learning_rate: 0.5}\n")
+    given = ["steps=7", "optimizer.b1=0.8", "data.weights={prose: 1}", "model.init_from=some/dir"]
+    config = load_config(path, given)
+    assert (config.steps, config.optimizer.b1, config.optimizer.learning_rate) == (7, 0.8, 0.5)
+    assert config.data.weights == {"prose": 1.0}
+    assert config.model.init_from == "some/dir"
+    assert load_config(path, ["model.init_from=null"]).model.init_from is None
+
+
+def test_a_saved_recipe_loads_as_the_same(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "steps: 5\nmodel: {architecture: {hidden_size: 8, qk_norm: true}}\n")
+    config = load_config(path, ["loss.dtype=float32", "data.weights={prose: 0.25}"])
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("text", "unknown", "near"),
+    [
+        ("stpes: 5", "stpes", "steps"),
+        ("row_lenght: 64", "row_lenght", "row_length"),
+        ("optimizer: {learning_rat: 1}", "optimizer.learning_rat", "optimizer.learning_rate"),
+        ("loss: {wieghting: uniform}", "loss.wieghting", "loss.weighting"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_one(
+    tmp_path: Path, text: str, unknown: str, near: str
+) -> None:
+    path = recipe(tmp_path, text)
+    with pytest.raises(InputError) as refused:
+        load_config(path)
+    assert str(refused.value) == f"{path}: unknown key {unknown!r}; did you mean {near!r}?"
+
+
+def test_an_unknown_key_like_no_other_is_named_alone(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"unknown key 'qqqq'$"):
+        load_config(recipe(tmp_path, "qqqq: 5"))
+
+
+def test_an_unknown_override_is_named_with_the_nearest_one(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="unknown key 'stepz'; did you mean 'steps'"):
+        load_config(recipe(tmp_path), ["stepz=5"])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("steps: many", "many"),
+        ("steps: 2.5", "2.5"),
+        ("optimizer: {learning_rate: fast}", "fast"),
+        ("data: {train_on_prompt: perhaps}", "perhaps"),
+    ],
+)
+def test_a_wrong_type_is_refused_with_its_value(tmp_path: Path, text: str, value: str) -> None:
+    path = recipe(tmp_path, text)
+    with pytest.raises(InputError) as refused:
+        load_config(path)
+    message = str(refused.value)
+    assert message.startswith(f"{path}: ")
+    assert value in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("text", ["steps:", "optimizer: 3", "- a\n- b", "just words"])
+def test_what_is_no_mapping_of_fields_is_refused(tmp_path: Path, text: str) -> None:
+    path = recipe(tmp_path, text)
+    with pytest.raises(InputError, match=r"recipe\.yaml: ") as refused:
+        load_config(path)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["steps: [1, 2", "a: b: c", "\tsteps: 5", "steps: *unknown"])
+def test_what_is_not_yaml_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(InputError, match=r"recipe\.yaml: not valid YAML") as refused:
+        load_config(recipe(tmp_path, text))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"none\.yaml: no such configuration file"):
+        load_config(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("content", [b"\x00\x01\x02", bytes(range(256)), b"\xff\xfe\xfa" * 50])
+def test_a_binary_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"model\.safetensors: ") as refused:
+        load_config(path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=str(tmp_path)):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["steps", "rows", "accumulation", "block_size", "log_every"])
+def test_a_count_below_one_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError, match=f"{name} must be at least 1, not 0"):
+        load_config(recipe(tmp_path), [f"{name}=0"])
+
+
+def test_a_row_of_broken_blocks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="row_length 100 is not a multiple of block_size 32"):
+        load_config(recipe(tmp_path), ["row_length=100"])
+
+
+def test_an_unknown_objective_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="objective must be wedlm or ar, not 'mlm'"):
+        load_config(recipe(tmp_path), ["objective=mlm"])
+
+
+def test_an_override_without_a_value_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="override 'steps': expected key=value"):
+        load_config(recipe(tmp_path), ["steps"])
+
+
+def test_every_field_is_described_once() -> None:
+    lines = describe()
+    names = [name for name, _, _ in lines]
+    assert len(set(names)) == len(names)
+    assert ("steps", "1000", "optimizer steps") in lines
+    assert ("optimizer.b2", "0.95", "AdamW's second moment decay") in lines
+    assert "model.init_from" in names
+    assert all(meaning for _, _, meaning in lines)
+
+
+def test_every_setting_of_the_loss_can_be_set_in_a_recipe() -> None:
+    section = {f.name: f.type for f in dataclasses.fields(type(TrainConfig().loss))}
+    assert section == {f.name: f.type for f in dataclasses.fields(LossConfig)}
