@@ -97,7 +97,7 @@ def cache_bucket(size: int) -> int:
     A third of it stands idle at most; in return prompts of all lengths share few programs.
     """
     power = bucket(size, 64)
-    return power * 3 // 4 if 128 <= power and size <= power * 3 // 4 else power
+    return power * 3 // 4 if power >= 128 and size <= power * 3 // 4 else power
 
 
 class Engine:

@@ -1,0 +1,83 @@
+"""`wedlm train` on the command line: help, overrides, and exit status 2 for bad input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import train.loop
+from train.config import TrainConfig, describe
+from wedlm_jax.__main__ import main
+
+
+@pytest.fixture
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
+    """The configurations of the runs that the command starts, none of which trains."""
+    configs: list[TrainConfig] = []
+
+    def record(config: TrainConfig) -> Path:
+        configs.append(config)
+        return Path(config.output) / "hf"
+
+    monkeypatch.setattr(train.loop, "train", record)
+    return configs
+
+
+def recipe(folder: Path, text: str = "steps: 5\n") -> str:
+    path = folder / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_recipe_and_overrides_reach_the_loop(
+    asked_for: list[TrainConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(["train", "--config", recipe(tmp_path), "rows=3", "output=some/run"])
+    assert status == 0
+    assert [(c.steps, c.rows) for c in asked_for] == [(5, 3)]
+    assert capsys.readouterr().out.split() == ["exported", str(Path("some/run/hf"))]
+
+
+def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--help"])
+    assert ended.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    named = {line.split()[0]: line for line in lines if line.startswith("  ") and line.split()}
+    for name, default, meaning in describe():
+        assert meaning in named[name]
+        assert named[name].endswith(f"[{default}]")
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        ("stpes: 5", [], "unknown key 'stpes'; did you mean 'steps'?"),
+        ("steps: 5", ["rows=none"], "none"),
+        ("steps: 5", ["rows"], "override 'rows': expected key=value"),
+        ("steps: 5", ["row_length=33"], "row_length 33 is not a multiple of block_size 32"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    asked_for: list[TrainConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    text: str, overrides: list[str], message: str,
+) -> None:  # fmt: skip
+    assert main(["train", "--config", recipe(tmp_path, text), *overrides]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("wedlm train: ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert not asked_for
+
+
+def test_a_missing_recipe_is_status_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["train", "--config", str(tmp_path / "none.yaml")]) == 2
+    assert "none.yaml: no such configuration file" in capsys.readouterr().err
+
+
+def test_no_recipe_at_all_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train"])
+    assert ended.value.code == 2
+    assert "--config" in capsys.readouterr().err

@@ -1,0 +1,164 @@
+"""Packed rows from the corpus, and the order in which steps read them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from train.config import DataSection, TrainConfig
+from train.corpus import generate
+from train.data import (
+    PackedDataset,
+    batches,
+    build_dataset,
+    load_dataset,
+    save_dataset,
+    tokenise,
+)
+from train.tokenizer import train_tokenizer
+from wedlm_jax.errors import InputError
+
+CONFIG = TrainConfig(
+    rows=3,
+    accumulation=2,
+    row_length=192,
+    block_size=32,
+    seed=4,
+    data=DataSection(corpus_seed=3, samples=60),
+)
+PAD = 0
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    samples = generate(3, 300, split="train")
+    return train_tokenizer((f"{s.prompt}\n{s.answer}\n" for s in samples), 600)
+
+
+@pytest.fixture(scope="module")
+def dataset(tokenizer: Tokenizer) -> PackedDataset:
+    return build_dataset(CONFIG, tokenizer, PAD, report=lambda _: None)
+
+
+def numbered(rows: int, length: int = 4) -> PackedDataset:
+    """Row i holds the number i everywhere."""
+    tokens = np.repeat(np.arange(rows, dtype=np.int32)[:, None], length, axis=1)
+    return PackedDataset({"tokens": tokens, "segment_ids": tokens * 2}, 1.0, rows, 0)
+
+
+def test_a_sample_is_one_chat_turn_whose_answer_alone_is_a_target(tokenizer: Tokenizer) -> None:
+    sample = next(generate(0, 1, split="train"))
+    row = tokenise(sample, tokenizer, train_on_prompt=False)
+    text = tokenizer.decode(row.tokens.tolist(), skip_special_tokens=False)
+    assert text == (
+        f"<|im_start|>user\n{sample.prompt}<|im_end|>\n"
+        f"<|im_start|>assistant\n{sample.answer}<|im_end|>"
+    )
+    targets = tokenizer.decode(row.tokens[row.trainable].tolist(), skip_special_tokens=False)
+    assert targets == f"{sample.answer}<|im_end|>"
+    assert row.tokens.dtype == np.int32
+    whole = tokenise(sample, tokenizer, train_on_prompt=True)
+    np.testing.assert_array_equal(whole.tokens, row.tokens)
+    assert whole.trainable.all()
+
+
+def test_every_sample_that_fits_stands_in_exactly_one_row(
+    tokenizer: Tokenizer, dataset: PackedDataset
+) -> None:
+    samples = generate(3, 60, split="train")
+    rows = [tokenise(sample, tokenizer, train_on_prompt=False) for sample in samples]
+    expected = Counter(tuple(row.tokens) for row in rows if len(row.tokens) <= 192)
+    assert dataset.skipped == 60 - expected.total() > 0
+    assert dataset.samples == 60
+    found: Counter[tuple[int, ...]] = Counter()
+    for tokens, segments, positions in zip(
+        *(dataset.arrays[name] for name in ("tokens", "segment_ids", "positions")), strict=True
+    ):
+        for segment in range(1, segments.max() + 1):
+            here = np.flatnonzero(segments == segment)
+            assert here[0] % CONFIG.block_size == 0
+            np.testing.assert_array_equal(here, here[0] + np.arange(len(here)))
+            np.testing.assert_array_equal(positions[here], np.arange(len(here)))
+            found[tuple(tokens[here])] += 1
+        assert (tokens[segments == 0] == PAD).all()
+    assert found == expected
+
+
+def test_arrays_have_the_shape_of_rows_and_fill_counts_tokens(dataset: PackedDataset) -> None:
+    assert set(dataset.arrays) == {"tokens", "positions", "segment_ids", "trainable"}
+    shapes = {array.shape for array in dataset.arrays.values()}
+    assert len(shapes) == 1
+    assert shapes.pop()[1] == 192
+    assert dataset.fill == pytest.approx((dataset.arrays["segment_ids"] != 0).mean())
+    assert 0.3 < dataset.fill < 1
+
+
+def test_a_dataset_is_the_same_when_built_again_and_when_read_back(
+    tokenizer: Tokenizer, dataset: PackedDataset, tmp_path: Path
+) -> None:
+    save_dataset(dataset, tmp_path / "rows.npz")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.npz"]
+    again = build_dataset(CONFIG, tokenizer, PAD, report=lambda _: None)
+    for other in (again, load_dataset(tmp_path / "rows.npz")):
+        assert (other.fill, other.samples, other.skipped) == (
+            dataset.fill, dataset.samples, dataset.skipped,
+        )  # fmt: skip
+        assert set(other.arrays) == set(dataset.arrays)
+        for name, array in dataset.arrays.items():
+            assert other.arrays[name].dtype == array.dtype
+            np.testing.assert_array_equal(other.arrays[name], array)
+
+
+def test_an_empty_corpus_is_refused(tokenizer: Tokenizer) -> None:
+    config = TrainConfig(data=DataSection(samples=0))
+    with pytest.raises(InputError, match="corpus is empty"):
+        build_dataset(config, tokenizer, PAD, report=lambda _: None)
+
+
+def test_a_batch_is_accumulation_by_rows_of_whole_rows() -> None:
+    batch = batches(numbered(20), CONFIG)[0]
+    assert batch["tokens"].shape == (2, 3, 4)
+    assert (batch["tokens"] == batch["tokens"][..., :1]).all()
+    np.testing.assert_array_equal(batch["segment_ids"], batch["tokens"] * 2)
+
+
+def test_an_epoch_reads_every_row_once_and_the_next_in_another_order() -> None:
+    source = batches(numbered(24), CONFIG)
+    epochs = [
+        np.concatenate([source[step]["tokens"][..., 0].reshape(-1) for step in steps])
+        for steps in (range(4), range(4, 8))
+    ]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(24))
+        assert list(epoch) != sorted(epoch)
+    assert list(epochs[0]) != list(epochs[1])
+
+
+def test_a_step_reads_the_same_rows_whichever_was_read_before() -> None:
+    in_order = batches(numbered(20), CONFIG)
+    read = [in_order[step]["tokens"] for step in range(9)]
+    resumed = batches(numbered(20), CONFIG)
+    np.testing.assert_array_equal(resumed[8]["tokens"], read[8])
+    np.testing.assert_array_equal(resumed[2]["tokens"], read[2])
+
+
+def test_the_seed_decides_the_order() -> None:
+    other = TrainConfig(rows=3, accumulation=2, seed=5)
+    here, there = (batches(numbered(24), config)[0]["tokens"] for config in (CONFIG, other))
+    assert not np.array_equal(here, there)
+
+
+def test_accumulation_splits_the_same_global_batch() -> None:
+    whole = TrainConfig(rows=6, accumulation=1, seed=4)
+    here, there = (batches(numbered(24), config)[1]["tokens"] for config in (CONFIG, whole))
+    np.testing.assert_array_equal(here.reshape(6, 4), there.reshape(6, 4))
+
+
+def test_fewer_rows_than_a_batch_are_refused() -> None:
+    with pytest.raises(InputError, match="5 packed rows are fewer than one batch of 6"):
+        batches(numbered(5), CONFIG)
+    assert batches(numbered(6), CONFIG)[3]["tokens"].shape == (2, 3, 4)

@@ -1,0 +1,242 @@
+"""A whole training run on a tiny recipe: stopped and resumed, refused, exported."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+import train.loop
+from tests.checkpoints import assert_same_bits, hf_values
+from train.config import DataSection, LossSection, ModelSection, OptimizerSection, TrainConfig
+from train.corpus import generate
+from train.loop import train as run_training
+from train.step import TrainState
+from train.tokenizer import save_tokenizer, train_tokenizer
+from wedlm_jax.errors import InputError
+from wedlm_jax.hf import load_checkpoint
+from wedlm_jax.llm import LLM
+from wedlm_jax.sampling import SamplingParams
+
+ARCHITECTURE = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "qk_norm": True,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    texts = (f"{s.prompt}\n{s.answer}\n" for s in generate(0, 100, split="train"))
+    save_tokenizer(train_tokenizer(texts, 300), folder)
+    return folder
+
+
+def tiny_recipe(output: Path, tokenizer: Path | None, **changes: object) -> TrainConfig:
+    config = TrainConfig(
+        steps=4,
+        rows=2,
+        accumulation=2,
+        row_length=128,
+        block_size=32,
+        seed=1,
+        output=str(output),
+        checkpoint_every=100,
+        log_every=1,
+        model=ModelSection(architecture=dict(ARCHITECTURE)),
+        data=DataSection(
+            samples=40,
+            weights={"reasoning": 1.0},
+            tokenizer=str(tokenizer) if tokenizer else None,
+            vocab_size=300,
+        ),
+        optimizer=OptimizerSection(learning_rate=0.01, warmup_steps=1),
+        loss=LossSection(dtype="float32", remat="none", chunk=64),
+    )
+    return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
+
+
+def metric_lines(output: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        # A wall-clock number, the one that no run repeats.
+        assert line.pop("tokens_per_second") > 0
+    return lines
+
+
+@pytest.fixture(scope="module")
+def finished(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("runs") / "uninterrupted"
+    assert run_training(tiny_recipe(output, tokenizer_folder)) == output / "hf"
+    return output
+
+
+class Stopped(Exception):
+    """What ends a run from outside."""
+
+
+def stop_before_step(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
+    """The run dies when it reads the batch of step ``last``."""
+    real = train.loop.batches
+
+    class UntilStopped:
+        def __init__(self, *arguments: object):
+            self.source = real(*arguments)  # type: ignore[arg-type]
+
+        def __getitem__(self, step: int) -> object:
+            if step == last:
+                raise Stopped
+            return self.source[step]
+
+    monkeypatch.setattr(train.loop, "batches", UntilStopped)
+
+
+def test_a_run_that_was_killed_and_resumed_is_the_uninterrupted_run(
+    finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    config = tiny_recipe(tmp_path, tokenizer_folder, checkpoint_every=2)
+    with monkeypatch.context() as patch:
+        stop_before_step(patch, 2)
+        with pytest.raises(Stopped):
+            run_training(config)
+    assert not (tmp_path / "hf").exists()
+    assert [line["step"] for line in metric_lines(tmp_path)] == [1, 2]
+    capsys.readouterr()
+    run_training(config)
+    assert "resumed from step 2" in capsys.readouterr().out
+    assert metric_lines(tmp_path) == metric_lines(finished)
+    assert_same_bits(hf_values(tmp_path / "hf"), hf_values(finished / "hf"))
+
+
+def test_metrics_have_a_line_a_step_and_the_loss_falls(finished: Path) -> None:
+    lines = metric_lines(finished)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert {"loss", "mlm_loss", "ar_loss", "masked_accuracy", "gradient_norm"} <= set(lines[0])
+    # A fresh model knows nothing of 300 tokens.
+    assert lines[0]["ar_loss"] == pytest.approx(np.log(300), rel=0.02)
+    assert lines[-1]["ar_loss"] < lines[0]["ar_loss"]
+
+
+def test_a_finished_run_started_again_trains_no_further(
+    finished: Path, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines, values = metric_lines(finished), hf_values(finished / "hf")
+    run_training(tiny_recipe(finished, tokenizer_folder))
+    assert "resumed from step 4" in capsys.readouterr().out
+    assert metric_lines(finished) == lines
+    assert_same_bits(hf_values(finished / "hf"), values)
+
+
+def test_the_exported_folder_decodes(finished: Path) -> None:
+    model = load_checkpoint(finished / "hf")
+    assert model.config.model_type == "wedlm"
+    tokenizer = Tokenizer.from_file(str(finished / "hf" / "tokenizer.json"))
+    assert model.config.mask_token_id == tokenizer.token_to_id("<|mask|>")
+    assert model.config.eos_token_ids == (tokenizer.token_to_id("<|im_end|>"),)
+    llm = LLM(finished / "hf", window_size=4)
+    result = llm.generate(["How many?"], SamplingParams(max_tokens=5))[0]
+    assert 1 <= len(result.token_ids) <= 5
+
+
+def test_wedlm_training_continues_an_ar_checkpoint(tokenizer_folder: Path, tmp_path: Path) -> None:
+    first = tiny_recipe(tmp_path / "ar", tokenizer_folder, objective="ar", steps=2)
+    exported = run_training(first)
+    assert set(metric_lines(tmp_path / "ar")[0]) == {
+        "step", "loss", "ar_loss", "ar_accuracy", "gradient_norm",
+    }  # fmt: skip
+    # A learning rate of nothing gives back what was loaded: tokenizer and parameters.
+    second = tiny_recipe(
+        tmp_path / "wedlm",
+        None,
+        steps=1,
+        model=ModelSection(init_from=str(exported)),
+        optimizer=OptimizerSection(learning_rate=0.0, final_learning_rate=0.0, warmup_steps=0),
+    )
+    folder = run_training(second)
+    assert "mlm_loss" in metric_lines(tmp_path / "wedlm")[0]
+    assert_same_bits(hf_values(folder), hf_values(exported))
+    assert (folder / "tokenizer.json").read_bytes() == (exported / "tokenizer.json").read_bytes()
+
+
+def test_a_run_without_a_tokenizer_trains_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train.loop, "TOKENIZER_SAMPLES", 50)
+    folder = train.loop._tokenizer_folder(tiny_recipe(tmp_path, None), tmp_path)
+    assert Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size() == 300
+    # The second call reads what the first one made.
+    monkeypatch.setattr(train.loop, "train_tokenizer", None)
+    assert train.loop._tokenizer_folder(tiny_recipe(tmp_path, None), tmp_path) == folder
+
+
+def test_packed_rows_are_made_anew_when_the_data_changes(
+    tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+
+    def rows(**changes: object) -> np.ndarray:
+        config = tiny_recipe(tmp_path, tokenizer_folder, **changes)
+        return train.loop._dataset(config, tmp_path, tokenizer, 0).arrays["tokens"]
+
+    first = rows()
+    assert "packing" in capsys.readouterr().out
+    np.testing.assert_array_equal(rows(steps=9), first)
+    assert "packing" not in capsys.readouterr().out
+    assert rows(row_length=160).shape[1] == 160
+    assert "packing" in capsys.readouterr().out
+    fewer = DataSection(samples=20, weights={"reasoning": 1.0}, tokenizer=str(tokenizer_folder))
+    assert len(rows(data=fewer)) < len(first)
+
+
+def test_samples_too_long_for_a_row_are_counted_aloud(
+    tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    config = tiny_recipe(tmp_path, tokenizer_folder, row_length=96)
+    dataset = train.loop._dataset(config, tmp_path, tokenizer, 0)
+    assert 0 < dataset.skipped < 40
+    assert f"{dataset.skipped} samples too long and left out" in capsys.readouterr().out
+
+
+def test_a_loss_that_is_no_number_stops_the_run(
+    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken_step(*_: object) -> object:
+        def step(state: TrainState, rows: object, key: object) -> tuple[TrainState, dict]:
+            following = dataclasses.replace(state, step=state.step + 1)
+            return following, {"loss": jax.numpy.float32(np.nan)}
+
+        return step
+
+    monkeypatch.setattr(train.loop, "make_train_step", broken_step)
+    with pytest.raises(InputError, match="step 1: the loss is nan; stopped"):
+        run_training(tiny_recipe(tmp_path, tokenizer_folder))
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_tokenizer_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(InputError, match=r"empty: no tokenizer\.json in this folder"):
+        run_training(tiny_recipe(tmp_path / "run", empty))
+
+
+def test_an_unknown_field_value_of_the_architecture_is_refused(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    model = ModelSection(architecture={**ARCHITECTURE, "head_dim": 7})
+    with pytest.raises(InputError, match="head_dim must be even"):
+        run_training(tiny_recipe(tmp_path, tokenizer_folder, model=model))
