@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -65,7 +66,7 @@ def full_forward(tiny_model: Transformer) -> FullForward:
         model = nnx.merge(graph, parameters)
         return model.logits(model(ids, positions, CausalMask())[0])
 
-    def forward(ids, positions):  # type: ignore[no-untyped-def]
+    def forward(ids: Sequence[int], positions: Sequence[int]) -> np.ndarray:
         # Padding stands behind, where nothing sees it; one shape compiles once.
         padding = [0] * (length - len(ids))
         rows = (jnp.asarray([[*x, *padding]], jnp.int32) for x in (ids, positions))

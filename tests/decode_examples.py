@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.reference.decode_loop import Decoded, FullForward, decode
 from wedlm_jax.config import ModelConfig
-from wedlm_jax.engine import Engine, RowResult
+from wedlm_jax.engine import Batch, Engine, RowResult
 from wedlm_jax.sampling import SamplingParams
 
 TINY = ModelConfig(
@@ -65,7 +65,7 @@ def batches(*, window: int = 4) -> st.SearchStrategy[list[Row]]:
     return st.lists(rows(window=window), min_size=BATCH, max_size=BATCH)
 
 
-def start(engine: Engine, batch: Sequence[Row]):  # type: ignore[no-untyped-def]
+def start(engine: Engine, batch: Sequence[Row]) -> Batch:
     return engine.start(
         [row.prompt for row in batch],
         [row.params for row in batch],

@@ -73,8 +73,10 @@ def decode(
         filled = [s for s, token in enumerate(slots) if token is not None]
         masks = [s for s, token in enumerate(slots) if token is None]
         order = filled + masks
-        shown = [mask_token_id if slots[s] is None else slots[s] for s in order]
-        logits = predict(text + shown, [*range(start), *(start + s for s in order)])
+        tokens = [mask_token_id if token is None else token for token in slots]
+        logits = predict(
+            text + [tokens[s] for s in order], [*range(start), *(start + s for s in order)]
+        )
         out.count_forward(len(slots))
 
         run = _leading_run(slots)

@@ -43,7 +43,8 @@ def truncate(logits: np.ndarray, top_k: int, top_p: float) -> tuple[np.ndarray, 
     by_rank = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     candidates = by_rank[: top_k or None]
     probability = softmax(logits[candidates])
-    kept, margin, reached = [], np.inf, 0.0
+    kept: list[int] = []
+    margin, reached = np.inf, 0.0
     for token, p in zip(candidates, probability, strict=True):
         if kept:
             margin = min(margin, abs(reached - top_p)) if top_p < 1 else margin

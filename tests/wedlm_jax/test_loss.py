@@ -1,0 +1,302 @@
+"""The losses equal those of whole logits, packed or not, forward and backward."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.jaxpr_shapes import shapes_in
+from tests.reference.training import (
+    MaskedSample,
+    cross_entropy,
+    cross_entropy_gradients,
+    dual_streams,
+    wedlm_losses,
+)
+from tests.training_examples import (
+    BLOCK,
+    MASK_TOKEN,
+    MatrixMask,
+    packed,
+    random_sample,
+    tiny_transformer,
+)
+from wedlm_jax.corruption import PackedRows, dual_stream
+from wedlm_jax.loss import (
+    LossConfig,
+    ar_denominators,
+    ar_loss,
+    chunked_cross_entropy,
+    masked_weights,
+    wedlm_denominators,
+    wedlm_loss,
+)
+
+ROW_LENGTH = 32
+Metrics = dict[str, jax.Array]
+
+
+@pytest.fixture(scope="module")
+def model_parts() -> tuple[nnx.GraphDef, nnx.State]:
+    return nnx.split(tiny_transformer())
+
+
+@pytest.fixture(scope="module")
+def packed_loss(model_parts: tuple) -> Callable:
+    """Metrics and gradients of packed rows, compiled once for each shape and weighting."""
+    graph, parameters = model_parts
+
+    @partial(jax.jit, static_argnames=("config",))
+    def run(
+        rows: PackedRows, masked: jax.Array, ratio: jax.Array, config: LossConfig
+    ) -> tuple[nnx.State, Metrics]:
+        batch = dual_stream(rows, masked, ratio, block_size=BLOCK, mask_token_id=MASK_TOKEN)
+        denominators = wedlm_denominators(batch, config)
+
+        def total(parameters: nnx.State) -> tuple[jax.Array, Metrics]:
+            loss, shares = wedlm_loss(nnx.merge(graph, parameters), batch, denominators, config)
+            return loss, {"loss": loss, **shares}
+
+        return jax.grad(total, has_aux=True)(parameters)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole_logits(model_parts: tuple) -> Callable[[MaskedSample], np.ndarray]:
+    """Logits ``[2n, V]`` of one sample's streams under the reference's own 0/1 matrix."""
+    graph, parameters = model_parts
+
+    @jax.jit
+    def forward(token_ids: jax.Array, positions: jax.Array, matrix: jax.Array) -> jax.Array:
+        model = nnx.merge(graph, parameters)
+        hidden, _ = model(token_ids, positions, MatrixMask(matrix=matrix), attention="dense")
+        return model.logits(hidden)
+
+    def logits(sample: MaskedSample) -> np.ndarray:
+        streams = dual_streams(sample, BLOCK, MASK_TOKEN)
+        # Behind the streams stand rows that nothing sees, so that one shape serves all.
+        size, room = len(streams.token_ids), 2 * ROW_LENGTH
+        ids, positions = np.zeros((2, 1, room), np.int32)
+        matrix = np.zeros((1, room, room), bool)
+        ids[0, :size], positions[0, :size] = streams.token_ids, streams.positions
+        matrix[0, :size, :size] = streams.matrix
+        return np.asarray(forward(ids, positions, matrix))[0, :size]
+
+    return logits
+
+
+def random_rows(seed: int, lengths: list[list[int]]) -> list[list[MaskedSample]]:
+    random = np.random.default_rng(seed)
+    return [
+        [random_sample(random, length, prompt=int(random.integers(0, length))) for length in row]
+        for row in lengths
+    ]
+
+
+def row_of_lengths(sizes: list[int]) -> list[int]:
+    """As many of ``sizes`` as fit one row."""
+    kept: list[int] = []
+    for size in sizes:
+        if sum(-(-n // BLOCK) * BLOCK for n in [*kept, size]) <= ROW_LENGTH:
+            kept.append(size)
+    return kept
+
+
+@settings(max_examples=10)
+@given(
+    seed=st.integers(0, 10**6),
+    sizes=st.lists(st.lists(st.integers(1, 14), min_size=1, max_size=5), min_size=2, max_size=2),
+    weighting=st.sampled_from(["inverse_ratio", "uniform"]),
+)
+def test_packed_rows_have_the_losses_of_their_samples_alone(
+    packed_loss: Callable,
+    whole_logits: Callable[[MaskedSample], np.ndarray],
+    seed: int,
+    sizes: list[list[int]],
+    weighting: str,
+) -> None:
+    rows = random_rows(seed, [row_of_lengths(row) for row in sizes])
+    samples = [sample for row in rows for sample in row]
+    logits = [whole_logits(sample) for sample in samples]
+    expected = wedlm_losses(samples, logits, block_size=BLOCK, weighting=weighting)
+    config = LossConfig(weighting=weighting, chunk=8)
+    _, metrics = packed_loss(*packed(rows, ROW_LENGTH), config=config)
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=2e-5, err_msg=name)
+
+
+def test_packed_gradient_is_that_of_one_sample_a_row(packed_loss: Callable) -> None:
+    samples = [sample for row in random_rows(3, [[9, 4, 13]]) for sample in row]
+    together, _ = packed_loss(*packed([samples, []], ROW_LENGTH), config=LossConfig(chunk=8))
+    apart, _ = packed_loss(*packed([[s] for s in samples], ROW_LENGTH), config=LossConfig(chunk=8))
+    assert_same_gradients(together, apart)
+
+
+def assert_same_gradients(ours: nnx.State, theirs: nnx.State) -> None:
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        scale = float(jnp.abs(b).max())
+        assert scale > 0
+        np.testing.assert_allclose(np.asarray(a) / scale, np.asarray(b) / scale, atol=2e-5)
+
+
+@pytest.mark.parametrize("ar_weight", [0.0, 0.5, 1.0])
+def test_total_weighs_the_two_losses(packed_loss: Callable, ar_weight: float) -> None:
+    config = LossConfig(ar_weight=ar_weight, chunk=8)
+    _, metrics = packed_loss(*packed(random_rows(4, [[9], [7]]), ROW_LENGTH), config=config)
+    mlm, ar = float(metrics["mlm_loss"]), float(metrics["ar_loss"])
+    assert abs(mlm - ar) > 0.01
+    expected = (mlm + ar_weight * ar) / (1 + ar_weight)
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 5, 12, 100])
+def test_chunked_cross_entropy_equals_whole_logits(chunk: int) -> None:
+    random = np.random.default_rng(0)
+    hidden = random.normal(size=(2, 12, 6)).astype(np.float32)
+    head = random.normal(size=(6, 30)).astype(np.float32) * 3
+    targets = random.integers(0, 30, (2, 12))
+    weights = random.uniform(0, 2, (2, 12)).astype(np.float32)
+
+    @jax.jit
+    def run(hidden: jax.Array, head: jax.Array) -> tuple:
+        def total(hidden: jax.Array, head: jax.Array) -> tuple[jax.Array, tuple]:
+            nll, hit = chunked_cross_entropy(hidden, head, targets, chunk=chunk)
+            return (nll * weights).sum(), (nll, hit)
+
+        return jax.grad(total, argnums=(0, 1), has_aux=True)(hidden, head)
+
+    (by_hidden, by_head), (nll, hit) = run(hidden, head)
+    flat, flat_targets = hidden.reshape(24, 6), targets.reshape(24)
+    expected = cross_entropy(flat.astype(np.float64) @ head, flat_targets)
+    np.testing.assert_allclose(nll.reshape(24), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(hit.reshape(24), (flat @ head).argmax(-1) == flat_targets)
+    wanted = cross_entropy_gradients(flat, head, flat_targets, weights.reshape(24))
+    np.testing.assert_allclose(by_hidden.reshape(24, 6), wanted[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(by_head, wanted[1], rtol=1e-4, atol=1e-5)
+
+
+def test_cross_entropy_holds_logits_of_one_chunk_only() -> None:
+    hidden, head = jnp.ones((2, 12, 6)), jnp.ones((6, 97))
+    targets = jnp.zeros((2, 12), jnp.int32)
+
+    def logits_rows(chunk: int) -> int:
+        """The most rows of logits that one array holds, forward and backward."""
+
+        def total(hidden: jax.Array, head: jax.Array) -> jax.Array:
+            return chunked_cross_entropy(hidden, head, targets, chunk=chunk)[0].sum()
+
+        traced = jax.make_jaxpr(jax.grad(total, argnums=(0, 1)))(hidden, head)
+        sizes = [s[:-1] for s in shapes_in(traced.jaxpr) if s[-1:] == (97,) and s != head.shape]
+        return max(int(np.prod(size)) for size in sizes)
+
+    assert logits_rows(12) == 24
+    assert logits_rows(4) == 8
+
+
+def test_logits_of_bfloat16_states_are_float32() -> None:
+    random = np.random.default_rng(1)
+    hidden = jnp.asarray(random.normal(size=(1, 5, 64)), jnp.bfloat16)
+    head = jnp.asarray(random.normal(size=(64, 30)), jnp.float32)
+    targets = jnp.asarray(random.integers(0, 30, (1, 5)))
+    nll, _ = chunked_cross_entropy(hidden, head, targets, chunk=5)
+    assert nll.dtype == jnp.float32
+    rounded = np.asarray(head.astype(jnp.bfloat16), np.float64)
+    exact = cross_entropy(np.asarray(hidden[0], np.float64) @ rounded, np.asarray(targets[0]))
+    # Logits in bfloat16 would be off by about 0.05 here.
+    np.testing.assert_allclose(nll[0], exact, atol=1e-4)
+
+
+def test_weights_are_inverse_ratios_of_masked_tokens() -> None:
+    masked = jnp.array([True, False, True, True])
+    ratio = jnp.array([0.5, 0.5, 1.0, 0.125])
+    exact = [1 / (0.5 + 1e-8), 0, 1 / (1 + 1e-8), 1 / (0.125 + 1e-8)]
+    weights = masked_weights(masked, ratio, "inverse_ratio")
+    np.testing.assert_allclose(weights, exact, rtol=2.0**-22)  # two roundings of float32
+    np.testing.assert_array_equal(masked_weights(masked, ratio, "uniform"), [1, 0, 1, 1])
+
+
+def test_a_prompt_without_targets_gives_zero_loss_and_gradient(packed_loss: Callable) -> None:
+    random = np.random.default_rng(0)
+    prompt_only = random_sample(random, 9, prompt=9)
+    gradient, metrics = packed_loss(
+        *packed([[prompt_only], []], ROW_LENGTH), config=LossConfig(chunk=8)
+    )
+    assert {name: float(value) for name, value in metrics.items()} == dict.fromkeys(metrics, 0.0)
+    assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(gradient))
+
+
+def test_a_row_without_targets_changes_nothing(packed_loss: Callable) -> None:
+    random = np.random.default_rng(0)
+    sample, prompt_only = random_sample(random, 14, prompt=3), random_sample(random, 9, prompt=9)
+    config = LossConfig(chunk=8)
+    alone, alone_metrics = packed_loss(*packed([[sample], []], ROW_LENGTH), config=config)
+    both, metrics = packed_loss(*packed([[sample], [prompt_only]], ROW_LENGTH), config=config)
+    assert float(metrics["loss"]) > 1
+    for name, value in metrics.items():
+        np.testing.assert_allclose(value, alone_metrics[name], rtol=1e-6, err_msg=name)
+    assert_same_gradients(both, alone)
+
+
+def test_ar_loss_is_the_mean_over_next_tokens_of_each_sample(
+    model_parts: tuple, whole_logits: Callable[[MaskedSample], np.ndarray]
+) -> None:
+    graph, parameters = model_parts
+    rows = random_rows(8, [[9, 5], [14]])
+    samples = [sample for row in rows for sample in row]
+    logits = [whole_logits(sample) for sample in samples]
+    nats: list[float] = []
+    hits: list[bool] = []
+    for sample, whole in zip(samples, logits, strict=True):
+        memory, targets = whole[: len(sample.tokens) - 1], sample.tokens[1:]
+        counted = sample.trainable[1:]
+        nats += cross_entropy(memory, targets)[counted].tolist()
+        hits += (memory.argmax(-1) == targets)[counted].tolist()
+    arrays, _, _ = packed(rows, ROW_LENGTH)
+    config = LossConfig(chunk=8)
+
+    @jax.jit
+    def run(rows: PackedRows) -> tuple[jax.Array, Metrics]:
+        return ar_loss(nnx.merge(graph, parameters), rows, ar_denominators(rows), config)
+
+    loss, metrics = run(arrays)
+    np.testing.assert_allclose(loss, np.mean(nats), rtol=1e-5)
+    np.testing.assert_allclose(metrics["ar_accuracy"], np.mean(hits), atol=1e-6)
+
+
+def test_masked_accuracy_counts_masked_rows_only(
+    packed_loss: Callable, whole_logits: Callable[[MaskedSample], np.ndarray]
+) -> None:
+    random = np.random.default_rng(0)
+    sample = random_sample(random, 16)
+    # Truth taken from the model itself for half of the masks: accuracy is then known.
+    streams = dual_streams(sample, BLOCK, MASK_TOKEN)
+    places = np.flatnonzero(streams.masked)
+    said = whole_logits(sample)[len(sample.tokens) :].argmax(-1)
+    # The last block's targets are seen by no other row, so changing them changes no logits
+    # of the prediction stream.
+    last = [p for p in places if p >= 12]
+    assert last
+    tokens = sample.tokens.copy()
+    for place in last:
+        tokens[streams.positions[16 + place]] = said[place]
+    sample = dataclasses.replace(sample, tokens=tokens)
+    said = whole_logits(sample)[len(tokens) :].argmax(-1)
+    right = (said == dual_streams(sample, BLOCK, MASK_TOKEN).targets)[places]
+    assert right.sum() >= len(last)
+    _, metrics = packed_loss(*packed([[sample], []], ROW_LENGTH), config=LossConfig(chunk=8))
+    np.testing.assert_allclose(metrics["masked_accuracy"], right.mean(), atol=1e-6)
+
+
+def test_unknown_weighting_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"'inverse'.*inverse_ratio or uniform"):
+        LossConfig(weighting="inverse")
