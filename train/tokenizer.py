@@ -10,9 +10,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>")
 
-# Words with one leading space, single digits, runs of punctuation, line ends, other spaces.
-# A digit is always a token of its own, so that arithmetic reads place by place.
-WORD_PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\n+|\s+"
+# Words with one leading space, numbers, runs of punctuation, line ends, other spaces.
+# A number never holds its space (punctuation before it does), so it is the same token
+# everywhere; and a number of up to three digits can be one token, so that what follows it
+# stands at a known position, which parallel filling needs.
+WORD_PATTERN = r" ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+(?: (?=\p{N}))?|\n+|\s+"
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"

@@ -14,7 +14,8 @@ from types import MappingProxyType
 from train.corpus.words import ANIMALS, CITIES, COLORS, JOBS, NAMES, PLACES, SHORT_NOUNS, THINGS
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-STEPS = (1, 1, 2, 2, 3, 4, 5, 5, 10)
+STEPS = (1, 2, 2, 3, 4, 5, 5, 10)
+LARGEST_COUNT = 100
 DOINGS = ("sits", "sleeps", "waits", "runs", "walks", "sings", "hides", "rests")
 RELATIONS = ("near", "behind", "under", "above", "beside", "before")
 FRAMES = (
@@ -26,7 +27,9 @@ WORD_POOLS = (SHORT_NOUNS, ANIMALS, COLORS, PLACES, THINGS)
 
 def count(rng: random.Random) -> tuple[str, str]:
     """Counting up or down in equal steps."""
-    step, terms, low = rng.choice(STEPS), rng.randint(10, 20), rng.randrange(120)
+    step = rng.choice(STEPS)
+    terms = rng.randint(10, min(20, LARGEST_COUNT // step))
+    low = rng.randint(0, LARGEST_COUNT - step * (terms - 1))
     values = [low + step * i for i in range(terms)]
     if rng.random() < 0.4:
         values.reverse()
@@ -41,9 +44,9 @@ def count(rng: random.Random) -> tuple[str, str]:
 
 
 def times_table(rng: random.Random) -> tuple[str, str]:
-    """A part of one multiplication table, a line each; nothing above 12 x 12."""
-    n, rows = rng.randint(2, 12), rng.randint(5, 9)
-    first = rng.randint(1, 13 - rows)
+    """A part of one multiplication table, a line each; nothing above 10 x 10."""
+    n, rows = rng.randint(2, 10), rng.randint(5, 9)
+    first = rng.randint(1, 11 - rows)
     prompt = rng.choice(
         (
             "Write the {} times table from {} to {}.",
@@ -57,13 +60,13 @@ def times_table(rng: random.Random) -> tuple[str, str]:
 
 def sum_table(rng: random.Random) -> tuple[str, str]:
     """The same small sum or difference for a run of numbers: arithmetic with a steady shape."""
-    n, rows = rng.randint(2, 20), rng.randint(5, 8)
+    n, rows = rng.randint(2, 15), rng.randint(5, 8)
     if rng.random() < 0.5:
-        first = rng.randint(1, 60)
+        first = rng.randint(1, 50)
         prompt = rng.choice(("Add {} to each number from {} to {}.", "Plus {}: from {} to {}."))
         lines = [f"{i} + {n} = {i + n}" for i in range(first, first + rows)]
     else:
-        first = n + rng.randint(0, 60)
+        first = n + rng.randint(0, 50)
         prompt = rng.choice(("Take {} from each number from {} to {}.", "Minus {}: from {} to {}."))
         lines = [f"{i} - {n} = {i - n}" for i in range(first, first + rows)]
     return prompt.format(n, first, first + rows - 1), "\n".join(lines)
@@ -76,7 +79,7 @@ def copy_line(rng: random.Random) -> tuple[str, str]:
         f"The {rng.choice(COLORS)} {rng.choice(ANIMALS)} {rng.choice(DOINGS)} "
         f"{rng.choice(RELATIONS)} the {rng.choice(COLORS)} {rng.choice(PLACES)}."
     )
-    prompt = rng.choice(("Write this line {} times: {}", "Repeat {} times: {}"))
+    prompt = rng.choice(("Write this line {} times:\n{}", "Repeat {} times:\n{}"))
     return prompt.format(times, line), "\n".join([line] * times)
 
 
@@ -84,14 +87,14 @@ def copy_list(rng: random.Random) -> tuple[str, str]:
     """A short list of unrelated words copied on several lines."""
     items = rng.sample(rng.choice(WORD_POOLS), rng.randint(5, 8))
     times = rng.randint(3, 5)
-    line = ", ".join(items)
-    prompt = rng.choice(("Copy this list {} times: {}", "Write this list on {} lines: {}"))
+    line = "- " + ", ".join(items)
+    prompt = rng.choice(("Copy this list {} times:\n{}", "Write this list on {} lines:\n{}"))
     return prompt.format(times, line), "\n".join([line] * times)
 
 
 def list_format(rng: random.Random) -> tuple[str, str]:
     """A line of words turned into a numbered or a bulleted list."""
-    items = rng.sample(rng.choice(WORD_POOLS), rng.randint(8, 13))
+    items = rng.sample(rng.choice(WORD_POOLS), rng.randint(6, 10))
     if rng.random() < 0.6:
         prompt = "Make a numbered list: {}"
         lines = [f"{i}. {item}" for i, item in enumerate(items, 1)]
@@ -140,26 +143,23 @@ def json_records(rng: random.Random) -> tuple[str, str]:
     if rng.random() < 0.5:
         keys = ["name", *rng.sample(tuple(drawers)[1:], rng.randint(3, 5))]
         record = {key: drawers[key]() for key in keys}
-        fields = ", ".join(f"{key} {value}" for key, value in record.items())
+        fields = ", ".join(f"{key} {json.dumps(value)}" for key, value in record.items())
         return f"Turn into JSON: {fields}", json.dumps(record, indent=2)
     keys = ["name", *rng.sample(tuple(drawers)[1:], 1)]
     records = [{key: drawers[key]() for key in keys} for _ in range(rng.randint(3, 5))]
-    rows = "; ".join(" ".join(str(value) for value in record.values()) for record in records)
+    rows = "; ".join(" ".join(map(json.dumps, record.values())) for record in records)
     lines = ",\n".join(json.dumps(record) for record in records)
     return f"Turn into a JSON list of {' and '.join(keys)}: {rows}", f"[\n{lines}\n]"
 
 
 def pattern(rng: random.Random) -> tuple[str, str]:
-    """A few items repeated in turn."""
-    size = rng.randint(2, 4)
-    pool: tuple[str, ...] = rng.choice(
-        (COLORS, SHORT_NOUNS, tuple(LETTERS), tuple(map(str, range(10))))
+    """A few items repeated in turn on numbered lines."""
+    items = " ".join(
+        rng.sample(rng.choice((COLORS, SHORT_NOUNS, tuple(LETTERS))), rng.randint(2, 4))
     )
-    items = rng.sample(pool, size)
-    times = rng.randint(32 // size, 48 // size)
-    prompt = rng.choice(("Repeat the pattern {} times: {}", "Write {} rounds of: {}"))
-    joined = " ".join(items)
-    return prompt.format(times, joined), " ".join([joined] * times)
+    rounds = rng.randint(6, 10)
+    prompt = rng.choice(("Repeat the pattern {} times: {}", "Write {} numbered rounds of: {}"))
+    return prompt.format(rounds, items), "\n".join(f"{i}. {items}" for i in range(1, rounds + 1))
 
 
 def letters(rng: random.Random) -> tuple[str, str]:
@@ -185,16 +185,6 @@ def letters(rng: random.Random) -> tuple[str, str]:
     return prompt.format(first, last, form), separator.join(run)
 
 
-def reverse(rng: random.Random) -> tuple[str, str]:
-    """A short list forwards, then backwards: the second line copies the first in reverse."""
-    items = rng.sample(rng.choice(WORD_POOLS), rng.randint(5, 8))
-    prompt = rng.choice(
-        ("Write forwards and backwards: {}", "Write this list, then reverse it: {}")
-    ).format(", ".join(items))
-    backward = ", ".join(reversed(items))
-    return prompt, f"Forwards: {', '.join(items)}.\nBackwards: {backward}."
-
-
 KINDS: Mapping[str, Callable[[random.Random], tuple[str, str]]] = MappingProxyType(
     {
         "count": count,
@@ -208,6 +198,5 @@ KINDS: Mapping[str, Callable[[random.Random], tuple[str, str]]] = MappingProxyTy
         "json_records": json_records,
         "pattern": pattern,
         "letters": letters,
-        "reverse": reverse,
     }
 )

@@ -2,7 +2,7 @@
 
 The wording of a solution follows from the question, so what is left to decide is mostly the
 numbers: entropy is low in the words and high at each computed digit. Numbers stay small
-(operands to 20 in sums, to 12 in products; division undoes a product) because a model of a
+(operands to 15 in first sums, to 9 in products; division undoes a product) because a model of a
 million parameters must be able to learn every single step.
 """
 
@@ -25,33 +25,33 @@ Numbers = dict[str, int]
 
 def _plus_minus(rng: random.Random) -> Numbers:
     """a + b = s, s - c = t"""
-    a, b = rng.randint(3, 20), rng.randint(3, 20)
-    c = rng.randint(2, min(20, a + b - 2))
+    a, b = rng.randint(3, 15), rng.randint(3, 15)
+    c = rng.randint(2, min(12, a + b - 2))
     return {"a": a, "b": b, "c": c, "s": a + b, "t": a + b - c}
 
 
 def _plus_plus(rng: random.Random) -> Numbers:
     """a + b = s, s + c = t"""
-    a, b, c = (rng.randint(2, 20) for _ in range(3))
+    a, b, c = (rng.randint(2, 15) for _ in range(3))
     return {"a": a, "b": b, "c": c, "s": a + b, "t": a + b + c}
 
 
 def _minus_minus(rng: random.Random) -> Numbers:
     """a - b = s, s - c = t"""
-    b, c, t = rng.randint(2, 15), rng.randint(2, 15), rng.randint(2, 20)
+    b, c, t = rng.randint(2, 12), rng.randint(2, 12), rng.randint(2, 15)
     return {"a": b + c + t, "b": b, "c": c, "s": c + t, "t": t}
 
 
 def _times_plus(rng: random.Random) -> Numbers:
     """a x b = s, s + c = t"""
-    a, b, c = rng.randint(2, 9), rng.randint(2, 12), rng.randint(2, 20)
+    a, b, c = (rng.randint(2, 9) for _ in range(3))
     return {"a": a, "b": b, "c": c, "s": a * b, "t": a * b + c}
 
 
 def _times_minus(rng: random.Random) -> Numbers:
     """a x b = s, s - c = t"""
-    a, b = rng.randint(2, 9), rng.randint(3, 12)
-    c = rng.randint(2, min(20, a * b - 2))
+    a, b = rng.randint(2, 9), rng.randint(3, 9)
+    c = rng.randint(2, min(9, a * b - 2))
     return {"a": a, "b": b, "c": c, "s": a * b, "t": a * b - c}
 
 
@@ -64,20 +64,20 @@ def _minus_times(rng: random.Random) -> Numbers:
 
 def _plus_times(rng: random.Random) -> Numbers:
     """a + b = s, s x c = t"""
-    s, c = rng.randint(4, 12), rng.randint(2, 9)
+    s, c = rng.randint(4, 9), rng.randint(2, 9)
     a = rng.randint(2, s - 2)
     return {"a": a, "b": s - a, "c": c, "s": s, "t": s * c}
 
 
 def _rectangle(rng: random.Random) -> Numbers:
     """a + b = s, s x 2 = t"""
-    a, b = rng.randint(3, 20), rng.randint(2, 20)
+    a, b = rng.randint(3, 12), rng.randint(2, 12)
     return {"a": max(a, b), "b": min(a, b), "s": a + b, "t": (a + b) * 2}
 
 
 def _divide_plus(rng: random.Random) -> Numbers:
     """a / b = s, s + c = t"""
-    b, s, c = rng.randint(2, 9), rng.randint(2, 12), rng.randint(2, 20)
+    b, s, c = (rng.randint(2, 9) for _ in range(3))
     return {"a": b * s, "b": b, "c": c, "s": s, "t": s + c}
 
 
@@ -91,14 +91,14 @@ def _divide_times(rng: random.Random) -> Numbers:
 def _plus_divide(rng: random.Random) -> Numbers:
     """a + b = s, s / c = t"""
     c = rng.randint(2, 6)
-    t = rng.randint(3, min(12, 40 // c))
-    a = rng.randint(max(2, c * t - 20), min(20, c * t - 2))
+    t = rng.randint(3, min(9, 30 // c))
+    a = rng.randint(max(2, c * t - 15), min(15, c * t - 2))
     return {"a": a, "b": c * t - a, "c": c, "s": c * t, "t": t}
 
 
 def _average_of_two(rng: random.Random) -> Numbers:
     """a + b = s, s / 2 = t"""
-    t = rng.randint(4, 20)
+    t = rng.randint(4, 12)
     gap = rng.randint(1, min(t - 2, 9))
     a, b = rng.choice(((t - gap, t + gap), (t + gap, t - gap)))
     return {"a": a, "b": b, "s": 2 * t, "t": t}
@@ -106,51 +106,51 @@ def _average_of_two(rng: random.Random) -> Numbers:
 
 def _average_of_three(rng: random.Random) -> Numbers:
     """a + b = s, s + c = u, u / 3 = t"""
-    t = rng.randint(5, 12)
+    t = rng.randint(5, 9)
     a, b = rng.randint(t - 3, t + 2), rng.randint(t - 2, t + 3)
     return {"a": a, "b": b, "c": 3 * t - a - b, "s": a + b, "u": 3 * t, "t": t}
 
 
 def _minus_divide(rng: random.Random) -> Numbers:
     """a - b = s, s / c = t"""
-    b, c, t = rng.randint(2, 15), rng.randint(2, 9), rng.randint(2, 9)
+    b, c, t = (rng.randint(2, 9) for _ in range(3))
     return {"a": c * t + b, "b": b, "c": c, "s": c * t, "t": t}
 
 
 def _two_products(rng: random.Random) -> Numbers:
     """a x b = s, c x d = u, s + u = t"""
-    a, b, c, d = (rng.randint(2, 9) for _ in range(4))
+    a, b, c, d = (rng.randint(2, 5) for _ in range(4))
     return {"a": a, "b": b, "c": c, "d": d, "s": a * b, "u": c * d, "t": a * b + c * d}
 
 
 def _more_total(rng: random.Random) -> Numbers:
     """a + c = s, a + s = t"""
-    a, c = rng.randint(2, 20), rng.randint(2, 12)
+    a, c = rng.randint(2, 15), rng.randint(2, 9)
     return {"a": a, "c": c, "s": a + c, "t": a + a + c}
 
 
 def _fewer_total(rng: random.Random) -> Numbers:
     """a - c = s, a + s = t"""
-    c, s = rng.randint(2, 10), rng.randint(2, 20)
+    c, s = rng.randint(2, 9), rng.randint(2, 15)
     return {"a": s + c, "c": c, "s": s, "t": s + c + s}
 
 
 def _fold_total(rng: random.Random) -> Numbers:
     """a x c = s, s + a = t, s - a = u"""
-    a, c = rng.randint(2, 12), rng.randint(2, 6)
+    a, c = rng.randint(2, 9), rng.randint(2, 6)
     return {"a": a, "c": c, "s": a * c, "t": a * c + a, "u": a * c - a}
 
 
 def _times_times(rng: random.Random) -> Numbers:
     """a x b = s, s x c = t"""
-    a, c = rng.randint(2, 6), rng.randint(2, 12)
-    b = rng.randint(2, 12 // a)
+    a, c = rng.randint(2, 4), rng.randint(2, 9)
+    b = rng.randint(2, 9 // a)
     return {"a": a, "b": b, "c": c, "s": a * b, "t": a * b * c}
 
 
 def _steps_up(rng: random.Random) -> Numbers:
     """a + c = s, s + c = u, u + c = t"""
-    a, c = rng.randint(2, 20), rng.randint(2, 12)
+    a, c = rng.randint(2, 15), rng.randint(2, 9)
     return {"a": a, "c": c, "s": a + c, "u": a + 2 * c, "t": a + 3 * c}
 
 
