@@ -13,7 +13,15 @@ from typing import Any
 from wedlm_jax.errors import InputError
 
 MODEL_TYPES = ("wedlm", "qwen2", "qwen3")
-ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+ROPE_FIELDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": (
+        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+    ),
+}  # fmt: skip
+"""The supported RoPE types, and the numbers that each cannot do without."""
 
 # The published WeDLM checkpoints leave `mask_token_id` null and use this row of
 # the padded Qwen vocabulary.
@@ -26,7 +34,7 @@ class RopeConfig:
 
     Attributes:
       theta: base of the geometric progression of wavelengths.
-      rope_type: one of ``ROPE_TYPES``.
+      rope_type: a key of `ROPE_FIELDS`.
       parameters: the scaling's own numbers, under their Hugging Face names.
     """
 
@@ -34,14 +42,22 @@ class RopeConfig:
     rope_type: str = "default"
     parameters: tuple[tuple[str, Any], ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.rope_type not in tuple(ROPE_FIELDS):
+            raise InputError(
+                f"model config: RoPE type {self.rope_type!r} is not supported "
+                f"(only {', '.join(ROPE_FIELDS)})"
+            )
+        for name in ROPE_FIELDS[self.rope_type]:
+            value = self.get(name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+                raise InputError(
+                    f"model config: RoPE scaling {self.rope_type!r} needs a positive number as "
+                    f"{name!r}, not {value!r}"
+                )
+
     def get(self, name: str, default: Any = None) -> Any:
         return dict(self.parameters).get(name, default)
-
-    def require(self, name: str) -> Any:
-        value = self.get(name)
-        if value is None:
-            raise InputError(f"RoPE scaling {self.rope_type!r} needs the field {name!r}")
-        return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +93,7 @@ class ModelConfig:
             "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
             "num_attention_heads", "num_key_value_heads", "head_dim",
         ):  # fmt: skip
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"model config: {name} must be a positive integer, not {value!r}")
+            _require_size(name, getattr(self, name))
         if self.num_attention_heads % self.num_key_value_heads:
             raise InputError(
                 f"model config: num_attention_heads ({self.num_attention_heads}) must be a "
@@ -89,7 +103,11 @@ class ModelConfig:
             raise InputError(f"model config: head_dim must be even, not {self.head_dim}")
         for name in ("mask_token_id", "pad_token_id", "bos_token_id"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value < self.vocab_size:
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise InputError(f"model config: {name} must be a token id, not {value!r}")
+            if not 0 <= value < self.vocab_size:
                 raise InputError(
                     f"model config: {name} {value} lies outside the vocabulary of {self.vocab_size}"
                 )
@@ -117,6 +135,18 @@ class ModelConfig:
         return self.num_hidden_layers * layer + d + tables
 
 
+def _require_size(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"model config: {name} must be a positive integer, not {value!r}")
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InputError(f"model config: {name} must be a number, not {value!r}")
+    return float(value)
+
+
 def _token_ids(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
@@ -129,15 +159,13 @@ def _rope_from_hf(raw: dict[str, Any]) -> RopeConfig:
     theta = scaling.pop("rope_theta", None) or raw.get("rope_theta", 10000.0)
     rope_type = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
-    if rope_type not in ROPE_TYPES:
-        raise InputError(
-            f"model config: RoPE type {rope_type!r} is not supported (only {', '.join(ROPE_TYPES)})"
-        )
     if raw.get("partial_rotary_factor", scaling.pop("partial_rotary_factor", 1.0)) not in (1.0, 1):
         raise InputError("model config: partial_rotary_factor other than 1 is not supported")
     if rope_type == "yarn" and not scaling.get("original_max_position_embeddings"):
         scaling["original_max_position_embeddings"] = raw["max_position_embeddings"]
-    return RopeConfig(float(theta), rope_type, tuple(sorted(scaling.items())))
+    # A configuration is a key of compiled programs, so it must be hashable throughout.
+    parameters = {k: tuple(v) if isinstance(v, list) else v for k, v in scaling.items()}
+    return RopeConfig(_number("rope_theta", theta), rope_type, tuple(sorted(parameters.items())))
 
 
 def _refuse_unsupported(raw: dict[str, Any]) -> None:
@@ -172,26 +200,28 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
         )
     _refuse_unsupported(raw)
     try:
-        vocab_size, heads = raw["vocab_size"], raw["num_attention_heads"]
+        vocab_size = raw["vocab_size"]
+        heads = _require_size("num_attention_heads", raw["num_attention_heads"])
+        width = _require_size("hidden_size", raw["hidden_size"])
         mask = raw.get("mask_token_id")
         # A vocab_size that is no number is refused below, by ModelConfig.
         if mask is None and isinstance(vocab_size, int) and vocab_size > PUBLISHED_MASK_TOKEN_ID:
             mask = PUBLISHED_MASK_TOKEN_ID
         return ModelConfig(
             vocab_size=vocab_size,
-            hidden_size=raw["hidden_size"],
+            hidden_size=width,
             intermediate_size=raw["intermediate_size"],
             num_hidden_layers=raw["num_hidden_layers"],
             num_attention_heads=heads,
             num_key_value_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+            head_dim=raw.get("head_dim") or width // heads,
             attention_bias=bool(raw.get("attention_bias", model_type == "qwen2")),
             qk_norm=bool(raw.get("qk_norm", model_type == "qwen3")),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=_number("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
             rope=_rope_from_hf(raw),
             max_position_embeddings=raw.get("max_position_embeddings", 32768),
-            initializer_range=float(raw.get("initializer_range", 0.02)),
+            initializer_range=_number("initializer_range", raw.get("initializer_range", 0.02)),
             mask_token_id=mask,
             pad_token_id=raw.get("pad_token_id"),
             bos_token_id=raw.get("bos_token_id"),

@@ -27,7 +27,7 @@ def inverse_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
     rope, dim = config.rope, config.head_dim
     base = rope.theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
     if rope.rope_type == "linear":
-        return (base / rope.require("factor")).astype(np.float32), 1.0
+        return (base / rope.get("factor")).astype(np.float32), 1.0
     if rope.rope_type == "llama3":
         return _llama3(base, rope).astype(np.float32), 1.0
     if rope.rope_type == "yarn":
@@ -38,16 +38,16 @@ def inverse_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
 
 def _llama3(base: np.ndarray, rope: RopeConfig) -> np.ndarray:
     """Long wavelengths are stretched by ``factor``, short ones kept, a ramp between."""
-    factor = rope.require("factor")
-    low, high = rope.require("low_freq_factor"), rope.require("high_freq_factor")
-    turns = rope.require("original_max_position_embeddings") * base / (2 * math.pi)
+    factor = rope.get("factor")
+    low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
+    turns = rope.get("original_max_position_embeddings") * base / (2 * math.pi)
     smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return (1 - smooth) * base / factor + smooth * base
 
 
 def _yarn(base: np.ndarray, rope: RopeConfig, dim: int) -> tuple[np.ndarray, float]:
-    factor = rope.require("factor")
-    length = rope.require("original_max_position_embeddings")
+    factor = rope.get("factor")
+    length = rope.get("original_max_position_embeddings")
 
     def dimension_of(turns: float) -> float:
         """The (fractional) pair index that makes so many turns over the trained length."""
