@@ -11,8 +11,9 @@ from wedlm_jax.errors import InputError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from infer.evaluate import Decoder, Score
+    from infer.evaluate import Decoder
     from infer.heldout import Question
+    from infer.score import Score
 
 PROMPTS_A_REGIME = 4
 
@@ -129,7 +130,7 @@ def _show(
 
 def _measure(console: Console, decoders: list[Decoder], regimes: list[list[Question]]) -> None:
     from infer.evaluate import evaluate
-    from infer.score_table import score_table
+    from infer.score import score_table
 
     scores: list[Score] = []
     console.rule("[bold]measured")

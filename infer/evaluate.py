@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import wedlm_jax
 from infer.heldout import read_questions
+from infer.score import Score
 from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -40,48 +41,6 @@ class Decoder:
     name: str
     llm: LLM
     params: SamplingParams
-
-
-@dataclasses.dataclass(frozen=True)
-class Score:
-    """What one decoder did with the prompts of one regime.
-
-    Attributes:
-      decoder, regime: names.
-      questions: how many.
-      accuracy: share answered right; None where there is no right answer.
-      tokens, forwards, instances: totals over completions: tokens committed, decode
-        forwards, active window slots.
-      seconds: median wall-clock of the timed passes over all prompts, prefill included,
-        compilation not.
-    """
-
-    decoder: str
-    regime: str
-    questions: int
-    accuracy: float | None
-    tokens: int
-    forwards: int
-    instances: int
-    seconds: float
-
-    @property
-    def tokens_per_forward(self) -> float:
-        return self.tokens / max(self.forwards, 1)
-
-    @property
-    def p_cache(self) -> float:
-        """Completion tokens over processed token instances (WeDLM section 3)."""
-        return self.tokens / max(self.instances, 1)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / max(self.seconds, 1e-9)
-
-    def as_row(self) -> dict[str, object]:
-        """The fields and the ratios made of them, for a JSON file."""
-        ratios = ("tokens_per_forward", "p_cache", "tokens_per_second")
-        return dataclasses.asdict(self) | {name: getattr(self, name) for name in ratios}
 
 
 def evaluate(
@@ -169,7 +128,7 @@ def main(arguments: list[str]) -> int:
     if options.output is not None and not Path(options.output).resolve().parent.is_dir():
         raise InputError(f"--output {options.output}: no such folder to write it in")
 
-    from infer.score_table import score_table
+    from infer.score import score_table
 
     scores = _evaluate_all(options, list(regimes.values()))
     from rich.console import Console

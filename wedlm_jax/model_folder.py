@@ -8,7 +8,7 @@ names and stacks them (`wedlm_jax.hf.PARAMETER_TABLE`).
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from wedlm_jax.config import read_config_json
 from wedlm_jax.errors import InputError
@@ -17,8 +17,8 @@ from wedlm_jax.hf_folder import INDEX, WEIGHTS, model_config
 if TYPE_CHECKING:
     import numpy as np
 
+    from wedlm_jax.config import ModelConfig
     from wedlm_jax.hf import Entry
-    from wedlm_jax.run_folder import RunModel
 
 ORBAX = "orbax"
 FORMATS = ("hf", "orbax")
@@ -86,7 +86,15 @@ class OrbaxCheckpoint:
         return read_arrays(self.array_folder)
 
 
-def check_arrays(checkpoint: OrbaxCheckpoint | RunModel) -> list[Entry]:
+class StoredParameters(Protocol):
+    """A model's parameters in orbax's files, wherever they stand; see `OrbaxCheckpoint`."""
+
+    config: ModelConfig
+    array_folder: Path
+    arrays: dict[str, tuple[tuple[int, ...], str]]
+
+
+def check_arrays(checkpoint: StoredParameters) -> list[Entry]:
     """Verifies that the parameters are exactly the model's; returns the table.
 
     Raises:

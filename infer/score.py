@@ -1,0 +1,78 @@
+"""What a decoder did with the prompts of a regime, and scores as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """What one decoder did with the prompts of one regime.
+
+    Attributes:
+      decoder, regime: names.
+      questions: how many.
+      accuracy: share answered right; None where there is no right answer.
+      tokens, forwards, instances: totals over completions: tokens committed, decode
+        forwards, active window slots.
+      seconds: median wall-clock of the timed passes over all prompts, prefill included,
+        compilation not.
+    """
+
+    decoder: str
+    regime: str
+    questions: int
+    accuracy: float | None
+    tokens: int
+    forwards: int
+    instances: int
+    seconds: float
+
+    @property
+    def tokens_per_forward(self) -> float:
+        return self.tokens / max(self.forwards, 1)
+
+    @property
+    def p_cache(self) -> float:
+        """Completion tokens over processed token instances (WeDLM section 3)."""
+        return self.tokens / max(self.instances, 1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / max(self.seconds, 1e-9)
+
+    def as_row(self) -> dict[str, object]:
+        """The fields and the ratios made of them, for a JSON file."""
+        ratios = ("tokens_per_forward", "p_cache", "tokens_per_second")
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in ratios}
+
+
+def score_table(scores: Sequence[Score]) -> Table:
+    """A row per regime and decoder; the speed-up is against the regime's first decoder."""
+    # Narrow enough for a terminal of 80 columns.
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("regime", no_wrap=True)
+    table.add_column("decoder", no_wrap=True)
+    for name in ("accuracy", "tokens/\nforward", "p_cache", "tokens/\nsecond", "speed-\nup"):
+        table.add_column(name, justify="right", no_wrap=True)
+    reference = scores[0]
+    for score in scores:
+        first = score.regime != reference.regime or score is scores[0]
+        if first:
+            reference = score
+            if score is not scores[0]:
+                table.add_section()
+        table.add_row(
+            score.regime.replace("_", " ") if first else "",
+            score.decoder,
+            "-" if score.accuracy is None else f"{score.accuracy:.1%}",
+            f"{score.tokens_per_forward:.2f}",
+            f"{score.p_cache:.2f}",
+            f"{score.tokens_per_second:,.0f}",
+            f"{score.tokens_per_second / reference.tokens_per_second:.2f}x",
+        )
+    return table
