@@ -58,6 +58,7 @@ class LossSection:
     dtype: str = _field("bfloat16", "compute dtype; parameters stay float32")
     remat: str = _field("full", "none, dots or full: what the backward pass recomputes")
     attention: str = _field("streams", "attention implementation: streams or dense")
+    unroll: int = _field(1, "layers in one turn of the scan over layers; more compile longer")
 
 
 @dataclasses.dataclass

@@ -28,7 +28,7 @@ class LossConfig:
       weighting: "inverse_ratio" weighs a masked token by 1 / (γ + ε), "uniform" by 1.
       ar_weight: a in (MLM + a·AR) / (1 + a).
       chunk: rows of the logits that exist at once, per packed row.
-      dtype, remat, attention: passed to the model.
+      dtype, remat, attention, unroll: passed to the model.
     """
 
     weighting: str = "inverse_ratio"
@@ -37,6 +37,7 @@ class LossConfig:
     dtype: str = "float32"
     remat: str = "none"
     attention: str = "streams"
+    unroll: int = 1
 
     def __post_init__(self) -> None:
         if self.weighting not in ("inverse_ratio", "uniform"):
@@ -123,6 +124,7 @@ def wedlm_loss(
         dtype=jnp.dtype(config.dtype),
         remat=config.remat,
         attention=config.attention,
+        unroll=config.unroll,
     )
     memory, prediction = jnp.split(hidden, 2, axis=1)
     head = model.head_matrix()
@@ -156,6 +158,7 @@ def ar_loss(
         dtype=jnp.dtype(config.dtype),
         remat=config.remat,
         attention=config.attention,
+        unroll=config.unroll,
     )
     nll, hit = chunked_cross_entropy(hidden, model.head_matrix(), targets, chunk=config.chunk)
     loss = _share((valid * nll).sum(), denominators["ar"])

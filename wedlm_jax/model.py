@@ -166,6 +166,7 @@ class Transformer(nnx.Module):
         dtype: jnp.dtype | None = None,
         remat: str = "none",
         attention: str = "streams",
+        unroll: int = 1,
     ) -> tuple[Array, KeyValues | None]:
         """Runs the layers.
 
@@ -179,6 +180,7 @@ class Transformer(nnx.Module):
           dtype: compute dtype; that of the parameters by default.
           remat: a name in `REMAT_POLICIES`.
           attention: a name in `wedlm_jax.attention.IMPLEMENTATIONS`.
+          unroll: layers in one turn of the scan; more of them compile longer.
 
         Returns:
           Normalised hidden states ``[B, T, D]`` (see `logits`), and keys and values
@@ -198,7 +200,7 @@ class Transformer(nnx.Module):
 
         if (policy := REMAT_POLICIES[remat]) is not None:
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-        x, kv = jax.lax.scan(layer, x, (parameters, cache))
+        x, kv = jax.lax.scan(layer, x, (parameters, cache), unroll=unroll)
         return self.norm(x), kv
 
     def head_matrix(self) -> Array:

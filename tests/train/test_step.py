@@ -110,14 +110,9 @@ def test_accumulation_equals_one_big_batch(whole_batch, steps):
     assert_same(gradients_of(*global_batch(), steps=steps, objective=OBJECTIVE), whole_batch)
 
 
-def test_rematerialising_changes_no_gradient(whole_batch):
-    loss = dataclasses.replace(OBJECTIVE.loss, remat="full")
-    objective = dataclasses.replace(OBJECTIVE, loss=loss)
-    assert_same(gradients_of(*global_batch(), steps=1, objective=objective), whole_batch)
-
-
-def test_dense_attention_has_the_same_gradients(whole_batch):
-    loss = dataclasses.replace(OBJECTIVE.loss, attention="dense")
+@pytest.mark.parametrize("how", [{"remat": "full"}, {"unroll": 2}, {"attention": "dense"}], ids=str)
+def test_how_it_is_computed_changes_no_gradient(whole_batch, how):
+    loss = dataclasses.replace(OBJECTIVE.loss, **how)
     objective = dataclasses.replace(OBJECTIVE, loss=loss)
     assert_same(gradients_of(*global_batch(), steps=1, objective=objective), whole_batch)
 

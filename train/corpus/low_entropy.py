@@ -18,10 +18,12 @@ STEPS = (1, 2, 2, 3, 4, 5, 5, 10)
 LARGEST_COUNT = 100
 DOINGS = ("sits", "sleeps", "waits", "runs", "walks", "sings", "hides", "rests")
 RELATIONS = ("near", "behind", "under", "above", "beside", "before")
-FRAMES = (
-    "I like {}.", "We can see {}.", "There are {} here.", "Please bring {}.",
-    "She draws {} every day.", "He sells {} at the market.",
-)  # fmt: skip
+SCHEMAS = (
+    ("name", "age", "city", "job"),
+    ("name", "pet", "colour", "city"),
+    ("name", "job", "city", "pet", "age"),
+    ("name", "colour", "pet", "age", "job", "city"),
+)
 WORD_POOLS = (SHORT_NOUNS, ANIMALS, COLORS, PLACES, THINGS)
 
 
@@ -87,51 +89,13 @@ def copy_list(rng: random.Random) -> tuple[str, str]:
     """A short list of unrelated words copied on several lines."""
     items = rng.sample(rng.choice(WORD_POOLS), rng.randint(5, 8))
     times = rng.randint(3, 5)
-    line = "- " + ", ".join(items)
+    line = "- " + " ".join(items)
     prompt = rng.choice(("Copy this list {} times:\n{}", "Write this list on {} lines:\n{}"))
     return prompt.format(times, line), "\n".join([line] * times)
 
 
-def list_format(rng: random.Random) -> tuple[str, str]:
-    """A line of words turned into a numbered or a bulleted list."""
-    items = rng.sample(rng.choice(WORD_POOLS), rng.randint(6, 10))
-    if rng.random() < 0.6:
-        prompt = "Make a numbered list: {}"
-        lines = [f"{i}. {item}" for i, item in enumerate(items, 1)]
-    else:
-        prompt = "Make a list with dashes: {}"
-        lines = [f"- {item}" for item in items]
-    return prompt.format(", ".join(items)), "\n".join(lines)
-
-
-def frame(rng: random.Random) -> tuple[str, str]:
-    """One sentence frame, filled with each word of a list."""
-    pattern = rng.choice(FRAMES)
-    items = rng.sample(THINGS, rng.randint(6, 10))
-    prompt = f'Write "{pattern.format("...")}" with each word: {", ".join(items)}'
-    return prompt, "\n".join(map(pattern.format, items))
-
-
-def markdown(rng: random.Random) -> tuple[str, str]:
-    """Rows turned into a Markdown table of two or three columns."""
-    columns: dict[str, Callable[[], str]] = {
-        "name": lambda: rng.choice(NAMES),
-        "age": lambda: str(rng.randint(5, 90)),
-        "city": lambda: rng.choice(CITIES),
-        "job": lambda: rng.choice(JOBS),
-        "colour": lambda: rng.choice(COLORS),
-        "score": lambda: str(rng.randint(10, 99)),
-    }
-    wide = rng.random() < 0.5
-    heads = ["name", *rng.sample(tuple(columns)[1:], 2 if wide else 1)]
-    rows = [[columns[head]() for head in heads] for _ in range(rng.randint(3, 4 if wide else 6))]
-    prompt = f"Make a table of {', '.join(heads)}: {'; '.join(' '.join(row) for row in rows)}"
-    lines = [heads, ["---"] * len(heads), *rows]
-    return prompt, "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def json_records(rng: random.Random) -> tuple[str, str]:
-    """Fields turned into JSON, as one wide record or as a list of narrow ones."""
+def _record(rng: random.Random) -> dict[str, str | int]:
+    """The fields of one of a few schemas, in their order."""
     drawers: dict[str, Callable[[], str | int]] = {
         "name": lambda: rng.choice(NAMES),
         "age": lambda: rng.randint(5, 90),
@@ -140,16 +104,22 @@ def json_records(rng: random.Random) -> tuple[str, str]:
         "pet": lambda: rng.choice(ANIMALS),
         "colour": lambda: rng.choice(COLORS),
     }
-    if rng.random() < 0.5:
-        keys = ["name", *rng.sample(tuple(drawers)[1:], rng.randint(3, 5))]
-        record = {key: drawers[key]() for key in keys}
-        fields = ", ".join(f"{key} {json.dumps(value)}" for key, value in record.items())
-        return f"Turn into JSON: {fields}", json.dumps(record, indent=2)
-    keys = ["name", *rng.sample(tuple(drawers)[1:], 1)]
-    records = [{key: drawers[key]() for key in keys} for _ in range(rng.randint(3, 5))]
-    rows = "; ".join(" ".join(map(json.dumps, record.values())) for record in records)
-    lines = ",\n".join(json.dumps(record) for record in records)
-    return f"Turn into a JSON list of {' and '.join(keys)}: {rows}", f"[\n{lines}\n]"
+    return {key: drawers[key]() for key in rng.choice(SCHEMAS)}
+
+
+def markdown(rng: random.Random) -> tuple[str, str]:
+    """The fields of a record as a Markdown table, a row each."""
+    record = _record(rng)
+    fields = ", ".join(f"{key} {value}" for key, value in record.items())
+    rows = "\n".join(f"| {key} | {value} |" for key, value in record.items())
+    return f"Make a table: {fields}", f"| field | value |\n| --- | --- |\n{rows}"
+
+
+def json_records(rng: random.Random) -> tuple[str, str]:
+    """The fields of a record as JSON."""
+    record = _record(rng)
+    fields = ", ".join(f"{key} {json.dumps(value)}" for key, value in record.items())
+    return f"Turn into JSON: {fields}", json.dumps(record, indent=2)
 
 
 def pattern(rng: random.Random) -> tuple[str, str]:
@@ -172,12 +142,10 @@ def letters(rng: random.Random) -> tuple[str, str]:
     if rng.random() < 0.5:
         run.reverse()
     first, last = run[0], run[-1]
-    form = rng.choice(("with commas", "with numbers", "twice each", "with dashes"))
+    form = rng.choice(("with commas", "with numbers", "with dashes"))
     if form == "with numbers":
         run = [f"{letter}{i}" for i, letter in enumerate(run[:16], 1)]
         last = run[-1][0]
-    elif form == "twice each":
-        run = [letter for letter in run for _ in range(2)]
     separator = {"with commas": ", ", "with dashes": " - "}.get(form, " ")
     prompt = rng.choice(
         ("Write the letters from {} to {} {}.", "List {} to {} {}.", "Letters {} to {}, {}.")
@@ -192,8 +160,6 @@ KINDS: Mapping[str, Callable[[random.Random], tuple[str, str]]] = MappingProxyTy
         "sum_table": sum_table,
         "copy_line": copy_line,
         "copy_list": copy_list,
-        "list_format": list_format,
-        "frame": frame,
         "markdown": markdown,
         "json_records": json_records,
         "pattern": pattern,
