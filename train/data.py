@@ -71,7 +71,12 @@ def build_dataset(
         for members in pack(tokenised(), **sizes)
     ]
     if not rows:
-        raise InputError("data.samples: the corpus is empty")
+        raise InputError(
+            f"row_length: none of the {skipped} samples fits into a row of "
+            f"{config.row_length} tokens"
+            if skipped
+            else "data.samples: the corpus is empty"
+        )
     arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     fill = float((arrays["segment_ids"] > 0).mean())
     return PackedDataset(arrays, fill, data.samples, skipped)

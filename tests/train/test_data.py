@@ -25,7 +25,7 @@ from wedlm_jax.errors import InputError
 CONFIG = TrainConfig(
     rows=3,
     accumulation=2,
-    row_length=192,
+    row_length=128,
     block_size=32,
     seed=4,
     data=DataSection(corpus_seed=3, samples=60),
@@ -71,7 +71,7 @@ def test_every_sample_that_fits_stands_in_exactly_one_row(
 ) -> None:
     samples = generate(3, 60, split="train")
     rows = [tokenise(sample, tokenizer, train_on_prompt=False) for sample in samples]
-    expected = Counter(tuple(row.tokens) for row in rows if len(row.tokens) <= 192)
+    expected = Counter(tuple(row.tokens) for row in rows if len(row.tokens) <= CONFIG.row_length)
     assert dataset.skipped == 60 - expected.total() > 0
     assert dataset.samples == 60
     found: Counter[tuple[int, ...]] = Counter()
@@ -92,7 +92,7 @@ def test_arrays_have_the_shape_of_rows_and_fill_counts_tokens(dataset: PackedDat
     assert set(dataset.arrays) == {"tokens", "positions", "segment_ids", "trainable"}
     shapes = {array.shape for array in dataset.arrays.values()}
     assert len(shapes) == 1
-    assert shapes.pop()[1] == 192
+    assert shapes.pop()[1] == CONFIG.row_length
     assert dataset.fill == pytest.approx((dataset.arrays["segment_ids"] != 0).mean())
     assert 0.3 < dataset.fill < 1
 
@@ -116,6 +116,12 @@ def test_a_dataset_is_the_same_when_built_again_and_when_read_back(
 def test_an_empty_corpus_is_refused(tokenizer: Tokenizer) -> None:
     config = TrainConfig(data=DataSection(samples=0))
     with pytest.raises(InputError, match="corpus is empty"):
+        build_dataset(config, tokenizer, PAD, report=lambda _: None)
+
+
+def test_rows_too_short_for_any_sample_are_refused(tokenizer: Tokenizer) -> None:
+    config = TrainConfig(row_length=32, data=DataSection(samples=20))
+    with pytest.raises(InputError, match="none of the 20 samples fits into a row of 32 tokens"):
         build_dataset(config, tokenizer, PAD, report=lambda _: None)
 
 

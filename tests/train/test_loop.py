@@ -205,7 +205,7 @@ def test_samples_too_long_for_a_row_are_counted_aloud(
     tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
-    config = tiny_recipe(tmp_path, tokenizer_folder, row_length=96)
+    config = tiny_recipe(tmp_path, tokenizer_folder)
     dataset = train.loop._dataset(config, tmp_path, tokenizer, 0)
     assert 0 < dataset.skipped < 40
     assert f"{dataset.skipped} samples too long and left out" in capsys.readouterr().out

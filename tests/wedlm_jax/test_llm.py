@@ -160,7 +160,7 @@ def test_seed_names_the_sample(llm: LLM, whole: list[Completion]) -> None:
 # --- streaming ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", [0, 1, 3])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("with_stop", [False, True])
 def test_stream_adds_up_to_generate(
