@@ -39,8 +39,3 @@ CITIES = (
 JOBS = (
     "baker", "doctor", "teacher", "farmer", "pilot", "painter", "sailor", "writer",
 )  # fmt: skip
-
-SHORT_NOUNS = (
-    "sun", "moon", "star", "tree", "leaf", "stone", "cup", "lamp", "chair", "table", "door",
-    "boat", "bell", "rope", "hat", "bread", "milk", "salt", "soup", "map", "clock", "drum",
-)  # fmt: skip
