@@ -12,6 +12,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -23,6 +24,8 @@ from wedlm_jax.hf import load_checkpoint, save_checkpoint
 # Prose has no right answers: its questions measure speed, for which fewer do.
 QUESTIONS = {"low_entropy": 400, "reasoning": 400, "prose": 60}
 QUESTIONS_SEED = 2026
+# So many are drawn for each that is kept.
+DRAWS = 4
 MATCH = {"low_entropy": "text", "reasoning": "last_line", "prose": None}
 
 
@@ -42,9 +45,13 @@ def export_embedded(trained: Path, destination: Path) -> None:
 
 
 def _questions() -> Iterator[dict[str, str | None]]:
+    """Held-out questions, none twice: the smaller kinds have only a few dozen."""
     for regime in REGIMES:
-        count = QUESTIONS[regime]
-        for sample in generate(QUESTIONS_SEED, count, split="heldout", weights={regime: 1.0}):
+        stream = generate(
+            QUESTIONS_SEED, DRAWS * QUESTIONS[regime], split="heldout", weights={regime: 1.0}
+        )
+        distinct = {sample.prompt: sample for sample in stream}
+        for sample in islice(distinct.values(), QUESTIONS[regime]):
             yield {
                 "regime": regime,
                 "kind": sample.kind,
