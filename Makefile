@@ -33,7 +33,7 @@ test: lint ## lint, check types and run every test
 test-fast: env-test ## run the tests not marked slow, nothing else
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow"
 
-embedded: env ## train the included model anew from configs/, about two hours
+embedded: env ## train the included model anew from configs/, about 90 minutes
 	$(BIN)/wedlm train --config configs/embedded_ar.yaml
 	$(BIN)/wedlm train --config configs/embedded_wedlm.yaml
 	$(BIN)/python -m train.embedded runs/embedded_wedlm/hf wedlm_jax/embedded

@@ -38,7 +38,7 @@ the same input and settings (the batch size may change), and begins anew otherwi
 Sampled rows draw from seed + row number, unless they name a seed of their own.
 
 examples:
-  wedlm generate --chat --prompt "Count from 12 to 30 in steps of 2."
+  wedlm generate --chat --prompt "Count from 12 to 40 in steps of 2."
   echo "Once upon a time" | wedlm generate --prompt - --max-tokens 64
   wedlm generate --model DIR --input prompts.jsonl --output completions.jsonl --batch-size 64
   wedlm generate --model DIR --window-size 0 --prompt "..."     (autoregressive decoding)

@@ -28,7 +28,7 @@ commands:
 
 examples:
   wedlm demo
-  wedlm generate --chat --prompt "Count from 12 to 30 in steps of 2."
+  wedlm generate --chat --prompt "Count from 12 to 40 in steps of 2."
   wedlm generate --model DIR --input prompts.jsonl --output completions.jsonl
 """
 
