@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from wedlm_jax.attention import IMPLEMENTATIONS
 from wedlm_jax.errors import InputError
 
 
@@ -57,7 +58,7 @@ class LossSection:
     chunk: int = _field(256, "rows of logits that exist at once, per packed row")
     dtype: str = _field("bfloat16", "compute dtype; parameters stay float32")
     remat: str = _field("full", "none, dots or full: what the backward pass recomputes")
-    attention: str = _field("streams", "attention implementation: streams or dense")
+    attention: str = _field("streams", "attention: dense, streams, blockwise or splash (TPU)")
     unroll: int = _field(1, "layers in one turn of the scan over layers; more compile longer")
 
 
@@ -142,6 +143,11 @@ def _check(config: TrainConfig, path: str | Path) -> None:
     for name in ("steps", "rows", "accumulation", "row_length", "block_size", "log_every"):
         if getattr(config, name) < 1:
             raise InputError(f"{path}: {name} must be at least 1, not {getattr(config, name)}")
+    if config.loss.attention not in IMPLEMENTATIONS:
+        raise InputError(
+            f"{path}: loss.attention must be one of {', '.join(IMPLEMENTATIONS)}, "
+            f"not {config.loss.attention!r}"
+        )
     if config.row_length % config.block_size:
         raise InputError(
             f"{path}: row_length {config.row_length} is not a multiple of "

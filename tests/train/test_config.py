@@ -152,6 +152,11 @@ def test_a_row_of_broken_blocks_is_refused(tmp_path: Path) -> None:
         load_config(recipe(tmp_path), ["row_length=100"])
 
 
+def test_an_unknown_attention_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"loss\.attention must be one of dense.*not 'flash'"):
+        load_config(recipe(tmp_path), ["loss.attention=flash"])
+
+
 def test_an_unknown_objective_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="objective must be wedlm or ar, not 'mlm'"):
         load_config(recipe(tmp_path), ["objective=mlm"])

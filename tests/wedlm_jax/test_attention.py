@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +13,9 @@ import pytest
 from tests.jaxpr_shapes import shapes_in
 from tests.reference.masks import from_drawing
 from tests.wedlm_jax.test_masks import DUAL_STREAM, DUAL_STREAM_SEGMENTS
-from wedlm_jax.attention import IMPLEMENTATIONS
+from wedlm_jax.attention import IMPLEMENTATIONS, dispatch, splash
 from wedlm_jax.attention import attend as attend_eagerly
+from wedlm_jax.attention.blockwise import TileGrid, attend_blockwise
 from wedlm_jax.masks import CachedMask, CausalMask, DualStreamMask
 
 Arrays = tuple[jax.Array, jax.Array, jax.Array]
@@ -23,6 +27,15 @@ attend = jax.jit(attend_eagerly, static_argnames="implementation")
 # and a row of padding only.
 SEGMENTS = jnp.array([[1, 1, 1, 1, 1, 1, 0, 0, 2, 2, 2, 0], [1] * 12, [0] * 12])
 MASK = DualStreamMask(SEGMENTS, 4)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_tiles_and_kernels_in_python() -> Iterator[None]:
+    """Rows of 12 then make several tiles, and a TPU kernel runs here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "attend_blockwise", partial(attend_blockwise, tile=8))
+        patch.setattr(splash, "attend_splash", partial(splash.attend_splash, interpret=True))
+        yield
 
 
 def random_qkv(length: int, batch: int = 3, dtype: str = "float32") -> Arrays:
@@ -71,12 +84,16 @@ def test_dual_stream_attention_equals_the_reference(implementation: str) -> None
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("segments", [None, SEGMENTS])
-def test_causal_attention_equals_the_reference(segments: jax.Array | None) -> None:
+def test_causal_attention_equals_the_reference(
+    segments: jax.Array | None, implementation: str
+) -> None:
     q, k, v = random_qkv(12)
     mask = CausalMask(segments)
     expected = reference(*map(np.asarray, (q, k, v)), np.asarray(mask.dense(3, 12)))
-    np.testing.assert_allclose(attend(q, k, v, mask), expected, atol=2e-6)
+    out = attend(q, k, v, mask, implementation=implementation)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
 def test_cached_attention_equals_the_reference_over_the_live_cache() -> None:
@@ -92,7 +109,8 @@ def test_cached_attention_equals_the_reference_over_the_live_cache() -> None:
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
-def test_gradients_of_streams_equal_those_of_dense() -> None:
+@pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "dense"])
+def test_gradients_equal_those_of_dense(implementation: str) -> None:
     qkv = random_qkv(24)
     probe = jax.random.normal(jax.random.key(9), qkv[0].shape)
 
@@ -102,9 +120,9 @@ def test_gradients_of_streams_equal_those_of_dense() -> None:
 
         return jax.jit(jax.grad(scalar, argnums=(0, 1, 2)))(*qkv)
 
-    for streams, dense in zip(gradients("streams"), gradients("dense"), strict=True):
+    for own, dense in zip(gradients(implementation), gradients("dense"), strict=True):
         assert float(jnp.abs(dense).max()) > 0.1
-        np.testing.assert_allclose(streams, dense, atol=5e-6)
+        np.testing.assert_allclose(own, dense, atol=5e-6)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -127,7 +145,7 @@ def test_padding_gives_zeros_and_takes_no_gradient(implementation: str) -> None:
         assert (gradient[~padding] != 0).any()
 
 
-def test_streams_never_builds_a_square_of_both_streams() -> None:
+def test_only_dense_builds_a_square_of_both_streams() -> None:
     def rows_by_columns(implementation: str) -> set[tuple[int, ...]]:
         def scalar(*qkv: jax.Array) -> jax.Array:
             return attend_eagerly(*qkv, MASK, implementation=implementation).sum()
@@ -137,6 +155,66 @@ def test_streams_never_builds_a_square_of_both_streams() -> None:
 
     assert (24, 24) in rows_by_columns("dense")
     assert (24, 24) not in rows_by_columns("streams")
+    assert (12, 12) in rows_by_columns("streams")
+    # Padded to 16 rows a stream, in tiles of 8 by 8.
+    assert (8, 8) in rows_by_columns("blockwise")
+    assert max(map(min, filter(None, rows_by_columns("blockwise")))) <= 12
+
+
+@pytest.mark.parametrize(("length", "block", "tile"), [(16, 4, 8), (16, 4, 4), (24, 2, 12)])
+@pytest.mark.parametrize("streams", [1, 2])
+def test_the_grid_holds_each_tile_that_any_query_sees_and_no_other(
+    streams: int, length: int, block: int, tile: int
+) -> None:
+    one = jnp.ones((1, length), jnp.int32)
+    mask = DualStreamMask(one, block) if streams == 2 else CausalMask(one)
+    dense = np.asarray(mask.dense() if streams == 2 else mask.dense(1, length))[0]
+    grid = TileGrid(streams, length, tile, block)
+    cut = dense.reshape(dense.shape[0] // tile, tile, -1, tile).swapaxes(1, 2)
+    listed = {(i, j) for i, j in grid.visible().tolist()}
+    assert listed == set(zip(*map(np.ndarray.tolist, cut.any((2, 3)).nonzero()), strict=True))
+    for i, j in listed:
+        np.testing.assert_array_equal(grid.seen(jnp.int32(i), jnp.int32(j)), cut[i, j])
+
+
+@pytest.mark.parametrize(("length", "block"), [(16, 4), (8, 1), (64, 32)])
+def test_the_kernels_pattern_is_the_mask(length: int, block: int) -> None:
+    pattern = splash.DualStreamPattern(length, block)[:, :]
+    dense = DualStreamMask(jnp.ones((1, length), jnp.int32), block).dense()[0]
+    np.testing.assert_array_equal(pattern, dense)
+
+
+def test_the_kernel_refuses_a_block_size_that_is_no_power_of_two() -> None:
+    with pytest.raises(ValueError, match="2\\^n, not 3"):
+        attend_eagerly(*random_qkv(24), DualStreamMask(SEGMENTS, 3), implementation="splash")
+
+
+def test_long_rows_of_several_tiles_equal_dense_in_both_tiled_forms() -> None:
+    """Tiles of their full size, a length that is no multiple of them, ragged segments."""
+    length, block = 640, 32
+    lengths = [[200, 96, 300], [620, 0, 0]]
+    segments = np.zeros((2, length), np.int32)
+    for row, sizes in zip(segments, lengths, strict=True):
+        start = 0
+        for number, size in enumerate(sizes, 1):
+            row[start : start + size] = number if size else 0
+            start += -(-size // block) * block
+    mask = DualStreamMask(jnp.asarray(segments), block)
+    qkv = random_qkv(2 * length, batch=2)
+    probe = jax.random.normal(jax.random.key(1), qkv[0].shape)
+
+    def run(implementation: str) -> list[jax.Array]:
+        def scalar(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+            out = attend_eagerly(q, k, v, mask, implementation=implementation)
+            return (out * probe).sum(), out
+
+        gradients, out = jax.jit(jax.grad(scalar, argnums=(0, 1, 2), has_aux=True))(*qkv)
+        return [out, *gradients]
+
+    dense = run("dense")
+    for implementation in ("blockwise", "splash"):
+        for own, expected in zip(run(implementation), dense, strict=True):
+            np.testing.assert_allclose(own, expected, atol=3e-5)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -148,8 +226,13 @@ def test_bfloat16_inputs_are_scored_and_summed_in_float32(implementation: str) -
     # Only the weights and the result are rounded to 8 bits, each value of size 3 at most.
     np.testing.assert_allclose(np.asarray(out, np.float32), exact, atol=3 * 2**-8)
     exact_scores = attend(q * 30, k, v, MASK, implementation=implementation)
+    q_seen = np.asarray(q * 30, np.float32)
+    if implementation == "splash":
+        # The kernel has no scale: it takes queries that are scaled, and rounded, before.
+        scale = q.shape[-1] ** -0.5
+        q_seen = np.asarray(q * 30 * scale, np.float32) / scale
     expected = reference(
-        *(np.asarray(x, np.float32) for x in (q * 30, k, v)), np.asarray(MASK.dense())
+        q_seen, *(np.asarray(x, np.float32) for x in (k, v)), np.asarray(MASK.dense())
     )
     # Scores in the hundreds: rounded to 8 bits they would be off by whole units.
     np.testing.assert_allclose(np.asarray(exact_scores, np.float32), expected, atol=3 * 2**-8)

@@ -1,0 +1,80 @@
+"""The one place that knows which form of attention runs.
+
+Scores, softmax and their sums are float32 in every form. A row that sees nothing (padding)
+gives zeros. Nothing falls back to another form in silence.
+"""
+
+from __future__ import annotations
+
+from jax import Array
+
+from wedlm_jax.attention.blockwise import attend_blockwise
+from wedlm_jax.attention.dense import attend_pieces
+from wedlm_jax.attention.streams import attend_streams
+from wedlm_jax.masks import CachedMask, CausalMask, DualStreamMask, Mask
+
+IMPLEMENTATIONS = {
+    "dense": "the whole mask and all scores in memory: the reference",
+    "streams": "dense products of the parts that see each other; for short rows",
+    "blockwise": "visible tiles only, in plain XLA, for any device; for long rows",
+    "splash": "visible tiles only, in a TPU kernel",
+}
+"""The forms by name, and what each is for."""
+
+
+def attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask,
+    *,
+    cache: tuple[Array, Array] | None = None,
+    implementation: str = "streams",
+) -> Array:
+    """Softmax attention of queries over the keys that ``mask`` lets them see.
+
+    Args:
+      q: ``[B, T, H, head_dim]``.
+      k, v: ``[B, K, T, head_dim]``, K dividing H.
+      mask: the specification; `CachedMask` goes with ``cache``, the others without.
+      cache: keys and values ``[B, K, S, head_dim]`` that stand before the queries' own. A
+        decode window is short: it is computed densely, whatever the implementation.
+      implementation: a name in `IMPLEMENTATIONS`.
+
+    Returns:
+      ``[B, T, H, head_dim]`` in the dtype of ``q``.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"attention implementation {implementation!r}: not in {list(IMPLEMENTATIONS)}"
+        )
+    batch, length, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    # Queries of one KV head side by side, [B, K, G, T, head_dim]: plain batched products.
+    grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
+    grouped = grouped.transpose(0, 2, 3, 1, 4)
+    if isinstance(mask, CachedMask):
+        out = _attend_cached(grouped, k, v, mask, cache)
+    elif implementation == "blockwise":
+        out = attend_blockwise(grouped, k, v, mask)
+    elif implementation == "splash":
+        # Pallas takes a while to import, and only TPUs need it.
+        from wedlm_jax.attention.splash import attend_splash
+
+        out = attend_splash(grouped, k, v, mask)
+    elif implementation == "streams" and isinstance(mask, DualStreamMask):
+        out = attend_streams(grouped, k, v, mask)
+    else:
+        visible = mask.dense(batch, length) if isinstance(mask, CausalMask) else mask.dense()
+        out = attend_pieces(grouped, [(k, v)], [visible])
+    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+def _attend_cached(
+    q: Array, k: Array, v: Array, mask: CachedMask, cache: tuple[Array, Array] | None
+) -> Array:
+    if cache is None:
+        raise ValueError("a CachedMask needs a cache")
+    size = cache[0].shape[2]
+    visible = mask.dense(size, k.shape[2])
+    return attend_pieces(q, [cache, (k, v)], [visible[..., :size], visible[..., size:]])

@@ -1,0 +1,118 @@
+"""Attention on TPUs by the splash kernel of JAX: visible tiles only.
+
+The static part of a mask is a function of two row numbers, which the kernel evaluates within
+the tiles it visits; segment ids do the rest. Nothing of the size of a mask exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+# The base of all masks that are computed, not stored. Private, but the only way in.
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import (
+    _ComputableMask,
+)
+
+from wedlm_jax.attention.padding import pad_streams, stream_layout, stream_segments, trim_streams
+from wedlm_jax.masks import PAD_SEGMENT, CausalMask, DualStreamMask
+
+DEFAULT_TILE = 512
+LANES = 128
+"""Tiles are multiples of the vector width."""
+
+
+class DualStreamPattern(_ComputableMask):
+    """The static pattern of `DualStreamMask` over ``2 * length`` rows.
+
+    Written with shifts and comparisons alone, which the kernel's compiler takes.
+    """
+
+    def __init__(self, length: int, block_size: int):
+        self.length, self.block_size = length, block_size
+        shift = block_size.bit_length() - 1
+
+        def visible(query: Array, key: Array) -> Array:
+            causal = key <= query
+            query_block, key_block = query >> shift, key >> shift
+            memory = (query < length) & causal
+            earlier = (key < length) & (key_block < ((query - length) >> shift))
+            own = (key >= length) & causal & (key_block == query_block)
+            return memory | ((query >= length) & (earlier | own))
+
+        super().__init__((2 * length, 2 * length), visible)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DualStreamPattern) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[int, int]:
+        return self.length, self.block_size
+
+
+def attend_splash(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: CausalMask | DualStreamMask,
+    *,
+    tile: int = DEFAULT_TILE,
+    interpret: bool = False,
+) -> Array:
+    """Softmax attention under ``mask``; padding gives zeros. The scaled queries are rounded
+    to their dtype: the kernel has no scale of its own.
+
+    Args:
+      q: ``[B, K, G, T, head_dim]``, grouped by KV head.
+      k, v: ``[B, K, T, head_dim]``.
+      mask: over T rows; T = 2L for the dual stream. B must be a power of two.
+      tile: rows and columns of a tile, a multiple of 128; smaller for short rows.
+      interpret: run the kernel in Python on any device, for tests.
+
+    Returns:
+      ``[B, K, G, T, head_dim]`` in the dtype of ``q``.
+    """
+    batch, kv_heads, groups, rows, head_dim = q.shape
+    streams, block_size = stream_layout(mask)
+    if block_size & (block_size - 1):
+        raise ValueError(f"splash attention needs a block size that is 2^n, not {block_size}")
+    length = rows // streams
+    tile = min(tile, -(-length // LANES) * LANES)
+    padding = -length % tile
+    segments = stream_segments(mask, batch, rows, padding)
+    q, k, v = (pad_streams(x, streams, padding) for x in (q, k, v))
+    kernel = _kernel(streams, length + padding, block_size, kv_heads * groups, tile, interpret)
+    heads = (q * head_dim**-0.5).reshape(batch, kv_heads * groups, -1, head_dim)
+    out = jax.vmap(kernel)(heads, k, v, splash.SegmentIds(segments, segments))
+    # Padding is a segment like any other to the kernel, which sees itself.
+    out = jnp.where((segments != PAD_SEGMENT)[:, None, :, None], out, 0.0).astype(q.dtype)
+    return trim_streams(out.reshape(q.shape), streams, padding)
+
+
+@lru_cache
+def _pattern(streams: int, length: int, block_size: int) -> _ComputableMask:
+    if streams == 2:
+        return DualStreamPattern(length, block_size)
+    return splash.CausalMask((length, length))
+
+
+def _kernel(
+    streams: int, length: int, block_size: int, heads: int, tile: int, interpret: bool
+) -> Callable[..., Array]:
+    """The kernel for these static sizes; its mask is the same for every head."""
+    pattern = _pattern(streams, length, block_size)
+    sizes = splash.BlockSizes(
+        block_q=tile, block_kv=tile, block_kv_compute=tile,
+        block_q_dkv=tile, block_kv_dkv=tile, block_kv_dkv_compute=tile,
+        block_q_dq=tile, block_kv_dq=tile,
+    )  # fmt: skip
+    return splash.make_splash_mha_single_device(
+        splash.MultiHeadMask([pattern] * heads), block_sizes=sizes, interpret=interpret
+    )
