@@ -20,6 +20,9 @@ from wedlm_jax.engine import Engine
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer
 
+# Devices for the tests of sharding. What is not sharded runs on the first alone.
+jax.config.update("jax_num_cpu_devices", 8)
+
 # A first example compiles, so no deadline can hold.
 hypothesis.settings.register_profile(
     "tests",

@@ -18,9 +18,27 @@ def main(arguments: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="a YAML recipe")
+    parser.add_argument(
+        "--compile-only",
+        action="store_true",
+        help="compile the step for --topology, say what it takes, and stop; needs no TPU",
+    )
+    parser.add_argument(
+        "--topology",
+        metavar="NAME",
+        default="v5p:4x4x4",
+        help="chip and shape to compile for: v5e:16x16, v5p:8x8x8*2 (two slices) [%(default)s]",
+    )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="replace a field")
     options = parser.parse_args(arguments)
     config = load_config(options.config, options.overrides)
+
+    if options.compile_only:
+        from train.compile_only import compile_step
+        from train.compile_only import describe as describe_step
+
+        print(describe_step(compile_step(config, options.topology)))
+        return 0
 
     from train.loop import train
 

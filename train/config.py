@@ -63,6 +63,14 @@ class LossSection:
 
 
 @dataclasses.dataclass
+class MeshSection:
+    data: int = _field(1, "replicas of the parameters; one of the four may be -1: what is left")
+    fsdp: int = _field(-1, "devices that share the batch, the parameters and their moments")
+    tensor: int = _field(1, "devices that share heads, the MLP and the vocabulary")
+    sequence: int = _field(1, "devices that share the tokens of a row; divides the KV heads")
+
+
+@dataclasses.dataclass
 class TrainConfig:
     objective: str = _field("wedlm", "wedlm (MLM + AR over dual streams) or ar (next token)")
     steps: int = _field(1000, "optimizer steps")
@@ -79,6 +87,7 @@ class TrainConfig:
     data: DataSection = dataclasses.field(default_factory=DataSection)
     optimizer: OptimizerSection = dataclasses.field(default_factory=OptimizerSection)
     loss: LossSection = dataclasses.field(default_factory=LossSection)
+    mesh: MeshSection = dataclasses.field(default_factory=MeshSection)
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainConfig:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
+from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
 from train.checkpoint import Checkpoints
@@ -17,14 +17,15 @@ from train.config import TrainConfig, save_config
 from train.corpus import generate
 from train.data import PackedDataset, batches, build_dataset, load_dataset, save_dataset
 from train.metrics import MetricsLog
-from train.step import Objective, TrainState, TrainStep, make_optimizer, make_train_step
+from train.setup import objective_of, optimizer_of, placed_state
+from train.step import TrainState, TrainStep, make_train_step
 from train.tokenizer import save_tokenizer, train_tokenizer
-from wedlm_jax.config import ModelConfig, config_from_hf
+from wedlm_jax.config import config_from_hf
 from wedlm_jax.corruption import PackedRows
 from wedlm_jax.errors import InputError
 from wedlm_jax.hf import load_checkpoint, save_checkpoint
-from wedlm_jax.loss import LossConfig
 from wedlm_jax.model import Transformer
+from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh
 
 TOKENIZER_SAMPLES = 20_000
 
@@ -44,16 +45,19 @@ def train(config: TrainConfig) -> Path:
     dataset = _dataset(config, output, tokenizer, model.config.pad_token_id or 0)
 
     graph, parameters = nnx.split(model)
-    optimizer = _optimizer(config)
-    objective = _objective(config, model.config)
-    state = TrainState(jnp.zeros((), jnp.int32), parameters, optimizer.init(parameters))
+    optimizer = optimizer_of(config)
+    objective = objective_of(config, model.config)
+    mesh = make_mesh(dataclasses.asdict(config.mesh))
+    check_fits(mesh, model.config, rows=config.rows, row_length=config.row_length)
+    state = placed_state(mesh, parameters, optimizer)
     checkpoints = Checkpoints(output / "checkpoints", config.keep_checkpoints)
     if (resumed := checkpoints.latest_step()) is not None:
         state = checkpoints.restore(state)
         print(f"resumed from step {resumed}", flush=True)
     try:
-        state = _run(config, state, make_train_step(graph, optimizer, objective), dataset,
-                     checkpoints, output)  # fmt: skip
+        step = make_train_step(graph, optimizer, objective, mesh)
+        with jax.set_mesh(mesh):
+            state = _run(config, mesh, state, step, dataset, checkpoints, output)
     finally:
         checkpoints.close()
     trained = nnx.merge(graph, state.parameters)
@@ -65,6 +69,7 @@ def train(config: TrainConfig) -> Path:
 
 def _run(
     config: TrainConfig,
+    mesh: Mesh,
     state: TrainState,
     step_fn: TrainStep,
     dataset: PackedDataset,
@@ -78,7 +83,7 @@ def _run(
     tokens = config.accumulation * config.rows * config.row_length
     try:
         for step in range(done, config.steps):
-            rows = PackedRows(**{name: jnp.asarray(x) for name, x in source[step].items()})
+            rows = PackedRows(**jax.device_put(source[step], batch_sharding(mesh)))
             state, metrics = step_fn(state, rows, key)
             last = step + 1 == config.steps
             if (step + 1) % config.log_every == 0 or last:
@@ -145,19 +150,3 @@ def _dataset(
     save_dataset(dataset, path)
     recipe_path.write_text(recipe, encoding="utf-8")
     return dataset
-
-
-def _optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    o = config.optimizer
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, o.learning_rate, o.warmup_steps, config.steps, o.final_learning_rate
-    )
-    return make_optimizer(
-        schedule, b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay, clip_norm=o.clip_norm
-    )
-
-
-def _objective(config: TrainConfig, model: ModelConfig) -> Objective:
-    mask = model.require_mask_token_id() if config.objective == "wedlm" else None
-    loss = LossConfig(**dataclasses.asdict(config.loss))
-    return Objective(config.objective, config.block_size, mask, loss)

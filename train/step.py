@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh
 
 from wedlm_jax.corruption import DualStreamBatch, PackedRows, dual_stream, sample_masks
 from wedlm_jax.loss import (
@@ -27,6 +28,7 @@ from wedlm_jax.loss import (
     wedlm_loss,
 )
 from wedlm_jax.model import Transformer
+from wedlm_jax.sharding import tree_shardings
 
 Metrics = dict[str, Array]
 
@@ -64,7 +66,14 @@ class Objective:
     loss: LossConfig
 
 
-TrainStep = Callable[[TrainState, PackedRows, Array], tuple[TrainState, Metrics]]
+class TrainStep(Protocol):
+    """A jitted step: called with arrays, or lowered with their shapes."""
+
+    def __call__(
+        self, state: TrainState, rows: PackedRows, key: Array
+    ) -> tuple[TrainState, Metrics]: ...
+
+    def lower(self, state: TrainState, rows: PackedRows, key: Array) -> jax.stages.Lowered: ...
 
 
 def decayed(parameters: nnx.State) -> Any:
@@ -98,15 +107,22 @@ def make_train_step(
     graph: nnx.GraphDef[Transformer],
     optimizer: optax.GradientTransformation,
     objective: Objective,
+    mesh: Mesh | None = None,
 ) -> TrainStep:
     """The jitted step; its state argument is donated.
+
+    Args:
+      graph: of the model.
+      optimizer: as from `make_optimizer`.
+      objective: what is learned.
+      mesh: where state and batch are laid out by the rules of `wedlm_jax.sharding`; the step
+        is then called under ``jax.set_mesh(mesh)``. None: one device.
 
     Returns:
       ``step(state, rows, key)``: ``rows`` has arrays ``[A, R, L]``, ``key`` is the run's
       mask key, folded with the step number inside. Metrics are float32 scalars.
     """
 
-    @partial(jax.jit, donate_argnums=0)
     def step(state: TrainState, rows: PackedRows, key: Array) -> tuple[TrainState, Metrics]:
         batches, denominators, loss = prepare(objective, rows, jax.random.fold_in(key, state.step))
         gradients, metrics = accumulate(graph, state.parameters, batches, denominators, loss)
@@ -115,7 +131,15 @@ def make_train_step(
         metrics["gradient_norm"] = optax.global_norm(gradients)
         return TrainState(state.step + 1, parameters, optimizer_state), metrics
 
-    return step
+    if mesh is None:
+        return jax.jit(step, donate_argnums=0)
+
+    def on_mesh(state: TrainState, rows: PackedRows, key: Array) -> tuple[TrainState, Metrics]:
+        new_state, metrics = step(state, rows, key)
+        layout = tree_shardings(mesh, new_state)
+        return jax.lax.with_sharding_constraint(new_state, layout), metrics
+
+    return jax.jit(on_mesh, donate_argnums=0)
 
 
 LossFn = Callable[[Transformer, Any, dict[str, Array]], tuple[Array, Metrics]]

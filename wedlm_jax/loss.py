@@ -16,6 +16,7 @@ from jax import Array
 from wedlm_jax.corruption import DualStreamBatch, PackedRows, next_token_targets
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer
+from wedlm_jax.sharding import constrain
 
 RATIO_EPSILON = 1e-8
 
@@ -80,10 +81,14 @@ def chunked_cross_entropy(
     @jax.checkpoint
     def body(_: None, inputs: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
         states, target = inputs
+        states = constrain(states, "batch", "length")
         logits = jnp.matmul(states, head, preferred_element_type=jnp.float32)
+        logits = constrain(logits, "batch", "length", "vocab")
         top = jax.lax.stop_gradient(logits.max(axis=-1))
         log_z = top + jnp.log(jnp.exp(logits - top[..., None]).sum(axis=-1))
-        picked = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
+        # A sum, not a gather: it stays where its share of the vocabulary is.
+        here = jnp.arange(logits.shape[-1]) == target[..., None]
+        picked = jnp.where(here, logits, 0.0).sum(axis=-1)
         return None, (log_z - picked, picked >= top)
 
     _, outputs = jax.lax.scan(body, None, (split(hidden), split(targets)))

@@ -18,6 +18,7 @@ from wedlm_jax.attention import attend
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.masks import Mask
 from wedlm_jax.rope import apply_rope, rope_tables
+from wedlm_jax.sharding import constrain
 
 KeyValues = tuple[Array, Array]
 
@@ -90,7 +91,8 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
-        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+        q = constrain(q, "batch", None, "attention_heads")
+        k, v = (constrain(x.swapaxes(1, 2), "batch", "attention_heads") for x in (k, v))
         out = attend(q, k, v, mask, cache=cache, implementation=implementation)
         return self.o_proj(out.reshape(batch, length, -1)), (k, v)
 
@@ -126,8 +128,9 @@ class DecoderLayer(nnx.Module):
         implementation: str,
     ) -> tuple[Array, KeyValues]:
         mixed, kv = self.self_attn(self.input_layernorm(x), rope, mask, cache, implementation)
-        x = x + mixed
-        return x + self.mlp(self.post_attention_layernorm(x)), kv
+        x = constrain(x + mixed, "batch", "length")
+        x = x + self.mlp(self.post_attention_layernorm(x))
+        return constrain(x, "batch", "length"), kv
 
 
 class Transformer(nnx.Module):
@@ -188,7 +191,7 @@ class Transformer(nnx.Module):
         """
         rope = rope_tables(self.config, positions)
         x = self.embed_tokens[...][token_ids]
-        x = x if dtype is None else x.astype(dtype)
+        x = constrain(x if dtype is None else x.astype(dtype), "batch", "length")
         graph, parameters = nnx.split(self.layers)
 
         def layer(

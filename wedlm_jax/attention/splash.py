@@ -21,6 +21,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask impo
 
 from wedlm_jax.attention.padding import pad_streams, stream_layout, stream_segments, trim_streams
 from wedlm_jax.masks import PAD_SEGMENT, CausalMask, DualStreamMask
+from wedlm_jax.sharding import on_own_shard
 
 DEFAULT_TILE = 512
 LANES = 128
@@ -79,7 +80,7 @@ def attend_splash(
     Returns:
       ``[B, K, G, T, head_dim]`` in the dtype of ``q``.
     """
-    batch, kv_heads, groups, rows, head_dim = q.shape
+    batch, _, groups, rows, head_dim = q.shape
     streams, block_size = stream_layout(mask)
     if block_size & (block_size - 1):
         raise ValueError(f"splash attention needs a block size that is 2^n, not {block_size}")
@@ -88,12 +89,20 @@ def attend_splash(
     padding = -length % tile
     segments = stream_segments(mask, batch, rows, padding)
     q, k, v = (pad_streams(x, streams, padding) for x in (q, k, v))
-    kernel = _kernel(streams, length + padding, block_size, kv_heads * groups, tile, interpret)
-    heads = (q * head_dim**-0.5).reshape(batch, kv_heads * groups, -1, head_dim)
-    out = jax.vmap(kernel)(heads, k, v, splash.SegmentIds(segments, segments))
-    # Padding is a segment like any other to the kernel, which sees itself.
-    out = jnp.where((segments != PAD_SEGMENT)[:, None, :, None], out, 0.0).astype(q.dtype)
-    return trim_streams(out.reshape(q.shape), streams, padding)
+
+    def local(q: Array, k: Array, v: Array, segments: Array) -> Array:
+        own_batch, own_kv_heads = q.shape[:2]
+        own_heads = own_kv_heads * groups
+        kernel = _kernel(streams, length + padding, block_size, own_heads, tile, interpret)
+        heads = (q * head_dim**-0.5).reshape(own_batch, own_heads, -1, head_dim)
+        out = jax.vmap(kernel)(heads, k, v, splash.SegmentIds(segments, segments))
+        # Padding is a segment like any other to the kernel, which sees itself.
+        out = jnp.where((segments != PAD_SEGMENT)[:, None, :, None], out, 0.0)
+        return out.astype(q.dtype).reshape(q.shape)
+
+    # The compiler does not cut a kernel: each device runs it on its own rows and heads.
+    local = on_own_shard(local, [("batch", "attention_heads")] * 3 + [("batch",)])
+    return trim_streams(local(q, k, v, segments), streams, padding)
 
 
 @lru_cache

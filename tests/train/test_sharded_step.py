@@ -1,0 +1,149 @@
+"""A step on a mesh of eight devices is the step on one."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from tests.training_examples import BLOCK, MASK_TOKEN, packed, random_sample, tiny_transformer
+from train.step import (
+    Metrics,
+    Objective,
+    TrainState,
+    accumulate,
+    make_optimizer,
+    make_train_step,
+    prepare,
+)
+from wedlm_jax.corruption import PackedRows
+from wedlm_jax.errors import InputError
+from wedlm_jax.loss import LossConfig
+from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh, tree_shardings
+
+LENGTH, ROWS, STEPS = 32, 8, 3
+KEY = jax.random.key(3)
+MODEL = tiny_transformer(
+    vocab_size=104, hidden_size=16, intermediate_size=24, num_attention_heads=8,
+    num_key_value_heads=4,
+)  # fmt: skip
+GRAPH, PARAMETERS = nnx.split(MODEL)
+LAYOUTS = {
+    "fsdp": {"fsdp": 8},
+    "tensor": {"data": 2, "tensor": 4},
+    "mixed": {"data": 2, "fsdp": 2, "tensor": 2},
+    "sequence": {"fsdp": 2, "tensor": 2, "sequence": 2},
+}
+
+
+def optimizer() -> optax.GradientTransformation:
+    schedule = optax.constant_schedule(0.01)
+    return make_optimizer(schedule, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=0.5)
+
+
+def objective(attention: str) -> Objective:
+    return Objective("wedlm", BLOCK, MASK_TOKEN, LossConfig(chunk=8, attention=attention))
+
+
+def fresh_state() -> TrainState:
+    parameters = jax.tree.map(jnp.array, PARAMETERS)
+    return TrainState(jnp.int32(0), parameters, optimizer().init(parameters))
+
+
+@cache
+def batches() -> list[PackedRows]:
+    """``[2, R, L]`` a step: two micro-batches, samples of many lengths."""
+    random = np.random.default_rng(4)
+    steps = []
+    for _ in range(STEPS):
+        lengths = [(9, 12), (30,), (4, 5, 6), (17, 8)] * (2 * ROWS // 4)
+        samples = [[random_sample(random, n, prompt=2) for n in row] for row in lengths]
+        stacked, _, _ = packed(samples, LENGTH)
+        steps.append(jax.tree.map(lambda x: x.reshape(2, ROWS, LENGTH), stacked))
+    return steps
+
+
+@cache
+def on_one_device() -> tuple[list[Metrics], TrainState]:
+    return run(make_train_step(GRAPH, optimizer(), objective("streams")), fresh_state(), batches())
+
+
+def run(step, state, rows):  # type: ignore[no-untyped-def]
+    seen = []
+    for batch in rows:
+        state, metrics = step(state, batch, KEY)
+        seen.append(jax.device_get(metrics))
+    return seen, jax.device_get(state)
+
+
+@pytest.mark.parametrize(
+    ("layout", "attention"), [*((name, "streams") for name in LAYOUTS), ("sequence", "blockwise")]
+)
+def test_losses_gradients_and_parameters_equal_those_of_one_device(
+    layout: str, attention: str
+) -> None:
+    mesh = make_mesh(LAYOUTS[layout])
+    state = fresh_state()
+    state = jax.device_put(state, tree_shardings(mesh, state))
+    rows = [jax.device_put(batch, batch_sharding(mesh)) for batch in batches()]
+    step = make_train_step(GRAPH, optimizer(), objective(attention), mesh)
+    with jax.set_mesh(mesh):
+        losses, state = run(step, state, rows)
+    expected_losses, expected = on_one_device()
+    for own, one in zip(losses, expected_losses, strict=True):
+        for name in one:
+            np.testing.assert_allclose(own[name], one[name], rtol=2e-5, err_msg=name)
+    for own, one in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(own, one, rtol=2e-4, atol=2e-5)
+
+
+def test_every_matrix_and_its_moments_are_cut_and_stay_so() -> None:
+    mesh = make_mesh(LAYOUTS["mixed"])
+    state = fresh_state()
+    state = jax.device_put(state, tree_shardings(mesh, state))
+    rows = jax.device_put(batches()[0], batch_sharding(mesh))
+    step = make_train_step(GRAPH, optimizer(), objective("streams"), mesh)
+    with jax.set_mesh(mesh):
+        new_state, _ = step(state, rows, KEY)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(new_state)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        shards = {shard.data.shape for shard in leaf.addressable_shards}
+        if "kernel" in name or "embed_tokens" in name or "lm_head" in name:
+            assert {np.prod(shape) for shape in shards} == {leaf.size // 4}, name
+        elif "bias" in name:
+            assert {np.prod(shape) for shape in shards} == {leaf.size // 2}, name
+        else:
+            assert shards == {leaf.shape}, name
+
+
+def test_gradients_alone_are_cut_like_their_parameters() -> None:
+    """What stands between backward pass and update is never whole on a device."""
+    mesh = make_mesh(LAYOUTS["mixed"])
+    layout = tree_shardings(mesh, PARAMETERS)
+    parameters = jax.device_put(PARAMETERS, layout)
+    rows = jax.device_put(batches()[0], batch_sharding(mesh))
+
+    @jax.jit
+    def gradients(parameters: nnx.State, rows: PackedRows) -> nnx.State:
+        prepared, totals, loss = prepare(objective("streams"), rows, KEY)
+        return accumulate(GRAPH, parameters, prepared, totals, loss)[0]
+
+    with jax.set_mesh(mesh):
+        found = gradients(parameters, rows)
+    for gradient, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(layout), strict=True):
+        if gradient.ndim > 1:
+            assert gradient.sharding.is_equivalent_to(wanted, gradient.ndim)
+
+
+def test_sizes_that_the_mesh_does_not_divide_are_refused_by_name() -> None:
+    config = MODEL.config
+    check_fits(make_mesh(LAYOUTS["sequence"]), config, rows=8, row_length=32)
+    with pytest.raises(InputError, match=r"num_key_value_heads = 4 .* tensor 8 x sequence 1"):
+        check_fits(make_mesh({"tensor": 8}), config, rows=8, row_length=32)
+    with pytest.raises(InputError, match=r"rows = 6 .* data 1 x fsdp 8"):
+        check_fits(make_mesh({"fsdp": 8}), config, rows=6, row_length=32)

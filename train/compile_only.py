@@ -1,0 +1,212 @@
+"""`wedlm train --compile-only`: the true train step, compiled for TPUs that are not here.
+
+What comes out is the program that the pod would run: its memory a chip as the compiler counts
+it, its collectives, and from these and the chip's figures the shortest time a step can take.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from train.config import TrainConfig
+from train.setup import abstract_state, objective_of, optimizer_of
+from train.step import TrainState, make_train_step
+from wedlm_jax.config import ModelConfig, config_from_hf
+from wedlm_jax.corruption import PackedRows
+from wedlm_jax.errors import InputError
+from wedlm_jax.hlo_cost import program_cost
+from wedlm_jax.model import Transformer
+from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh
+from wedlm_jax.topology import Topology, describe_topology
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """What the compiler and the chip's figures say of one step.
+
+    Attributes:
+      topology, devices, mesh: what it was compiled for.
+      parameters: of the model.
+      tokens: trained tokens a step, L a row; each is computed twice, once a stream.
+      state_bytes: parameters and moments on one device.
+      peak_bytes: the compiler's peak of HBM on one device.
+      hbm_bytes: what the chip has.
+      model_flops: of the whole step: three times the forward pass's products.
+      device_flops: of one device, with what is computed anew in the backward pass.
+      collective_bytes, collective_count: of one device, by kind.
+      compute_seconds, network_seconds: lower bounds at the chip's peak figures.
+      compile_seconds: on this machine.
+    """
+
+    topology: str
+    devices: int
+    mesh: dict[str, int]
+    parameters: int
+    tokens: int
+    state_bytes: int
+    peak_bytes: int
+    hbm_bytes: int
+    model_flops: float
+    device_flops: float
+    collective_bytes: dict[str, int]
+    collective_count: dict[str, int]
+    compute_seconds: float
+    network_seconds: float
+    compile_seconds: float
+
+    @property
+    def step_seconds(self) -> float:
+        """Compute and network at the same time, neither waiting for the other."""
+        return max(self.compute_seconds, self.network_seconds)
+
+    @property
+    def headroom(self) -> float:
+        """Share of HBM that is left."""
+        return 1 - self.peak_bytes / self.hbm_bytes
+
+
+def compile_step(config: TrainConfig, topology_name: str) -> CompiledStep:
+    """Lowers and compiles the step of a recipe for a topology.
+
+    Raises:
+      InputError: an unknown topology, sizes that the mesh does not divide, or a program that
+        does not fit into the chip's memory.
+    """
+    model = recipe_model(config)
+    topology = describe_topology(topology_name)
+    mesh = make_mesh(dataclasses.asdict(config.mesh), topology.devices)
+    check_fits(mesh, model, rows=config.rows, row_length=config.row_length)
+    shapes = nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0)))
+    graph, parameters = nnx.split(shapes)
+    optimizer = optimizer_of(config)
+    state: Any = abstract_state(mesh, parameters, optimizer)
+    step = make_train_step(graph, optimizer, objective_of(config, model), mesh)
+    started = time.perf_counter()
+    try:
+        with jax.set_mesh(mesh), jax.default_device(topology.devices[0]):
+            compiled = step.lower(state, _rows(config, mesh), _key(mesh)).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = next((line for line in str(error).splitlines() if "hbm" in line.lower()), "")
+        raise InputError(f"{topology_name}: the step does not fit: {reason.strip()}") from None
+    seconds = time.perf_counter() - started
+    return _report(config, model, topology, dict(mesh.shape), compiled, state, seconds)
+
+
+def recipe_model(config: TrainConfig) -> ModelConfig:
+    """The model of a recipe, from its architecture or from the checkpoint's config.json."""
+    if config.model.init_from is None:
+        return config_from_hf({"model_type": "wedlm", **config.model.architecture})
+    path = Path(config.model.init_from) / "config.json"
+    try:
+        return config_from_hf(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _rows(config: TrainConfig, mesh: jax.sharding.Mesh) -> Any:
+    shape = (config.accumulation, config.rows, config.row_length)
+    place = batch_sharding(mesh)
+    whole: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
+    flags: Any = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=place)
+    return PackedRows(tokens=whole, positions=whole, segment_ids=whole, trainable=flags)
+
+
+def _key(mesh: jax.sharding.Mesh) -> Any:
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
+
+
+def forward_flops(model: ModelConfig, rows: int, row_length: int) -> float:
+    """Products of the dual-stream forward pass: a multiply-add is two.
+
+    Each stream passes through every layer and the head. A query of either stream sees half
+    the row on average (both its own block and the memory are triangles), hence L² pairs a row.
+    """
+    matrices = model.num_parameters(embeddings=False) + model.hidden_size * model.vocab_size
+    pairs = rows * row_length**2
+    width = model.num_attention_heads * model.head_dim
+    return 2 * matrices * 2 * rows * row_length + 4 * width * pairs * model.num_hidden_layers
+
+
+# Bytes that leave a device for each byte of the result, in a ring of many.
+_SENT = {"all-gather": 1, "all-reduce": 2, "reduce-scatter": 1, "all-to-all": 1,
+         "collective-permute": 1}  # fmt: skip
+
+
+def _peak_bytes(compiled: jax.stages.Compiled) -> int:
+    memory = compiled.memory_analysis()
+    assert memory is not None, "this backend does not count memory"
+    return memory.peak_memory_in_bytes
+
+
+def _report(
+    config: TrainConfig,
+    model: ModelConfig,
+    topology: Topology,
+    mesh: dict[str, int],
+    compiled: jax.stages.Compiled,
+    state: TrainState,
+    seconds: float,
+) -> CompiledStep:
+    cost = program_cost(compiled.as_text() or "")
+    rows = config.rows * config.accumulation
+    forward = forward_flops(model, rows, config.row_length)
+    device_flops = (4 if config.loss.remat == "full" else 3) * forward / len(topology.devices)
+    sent = sum(_SENT[kind] * size for kind, size in cost.collective_bytes.items())
+    local = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(state)]
+    sizes = [leaf.dtype.itemsize for leaf in jax.tree.leaves(state)]
+    return CompiledStep(
+        topology=topology.name,
+        devices=len(topology.devices),
+        mesh=mesh,
+        parameters=model.num_parameters(),
+        tokens=rows * config.row_length,
+        state_bytes=sum(math.prod(shape) * size for shape, size in zip(local, sizes, strict=True)),
+        peak_bytes=_peak_bytes(compiled),
+        hbm_bytes=topology.chip.hbm_bytes,
+        model_flops=3 * forward,
+        device_flops=device_flops,
+        collective_bytes=cost.collective_bytes,
+        collective_count=cost.collective_count,
+        compute_seconds=device_flops / topology.chip.peak_flops,
+        network_seconds=sent / topology.chip.ici_bandwidth,
+        compile_seconds=seconds,
+    )
+
+
+def describe(step: CompiledStep) -> str:
+    """The report as lines of text."""
+    gib = 2**30
+    axes = " x ".join(f"{axis} {size}" for axis, size in step.mesh.items() if size > 1)
+    lines = [
+        f"{step.topology}: {step.devices:,} chips as {axes or 'one'}; "
+        f"compiled in {step.compile_seconds:.0f} s",
+        f"parameters           {step.parameters / 1e9:.2f} B",
+        f"tokens a step        {step.tokens:,}, each in both streams",
+        f"state a chip         {step.state_bytes / gib:.2f} GiB (float32 parameters, two moments)",
+        f"peak of HBM a chip   {step.peak_bytes / gib:.2f} of {step.hbm_bytes / gib:.0f} GiB, "
+        f"{step.headroom:.0%} to spare",
+        f"products a step      {step.model_flops:.3g} FLOP (forward three times over)",
+        f"products a chip      {step.device_flops:.3g} FLOP, what is computed anew included",
+    ]
+    lines += [
+        f"  {kind:<19}{step.collective_count[kind]:,} times, {size / gib:.2f} GiB a chip"
+        for kind, size in sorted(step.collective_bytes.items())
+    ]
+    lines.append(
+        f"shortest step        {step.step_seconds:.3f} s: {step.compute_seconds:.3f} s of products "
+        f"at peak, {step.network_seconds:.3f} s of network at full bandwidth, at once"
+    )
+    return "\n".join(lines)

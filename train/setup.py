@@ -1,0 +1,60 @@
+"""What a recipe means: its optimizer, its objective, and its first state on a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from train.config import TrainConfig
+from train.step import Objective, TrainState, make_optimizer
+from wedlm_jax.config import ModelConfig
+from wedlm_jax.loss import LossConfig
+from wedlm_jax.sharding import tree_shardings
+
+
+def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
+    """AdamW under a linear warm-up and a cosine over the run's steps."""
+    o = config.optimizer
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, o.learning_rate, o.warmup_steps, config.steps, o.final_learning_rate
+    )
+    return make_optimizer(
+        schedule, b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay, clip_norm=o.clip_norm
+    )
+
+
+def objective_of(config: TrainConfig, model: ModelConfig) -> Objective:
+    mask = model.require_mask_token_id() if config.objective == "wedlm" else None
+    loss = LossConfig(**dataclasses.asdict(config.loss))
+    return Objective(config.objective, config.block_size, mask, loss)
+
+
+def first_state(parameters: nnx.State, optimizer: optax.GradientTransformation) -> TrainState:
+    return TrainState(jnp.zeros((), jnp.int32), parameters, optimizer.init(parameters))
+
+
+def abstract_state(
+    mesh: Mesh, parameters: nnx.State, optimizer: optax.GradientTransformation
+) -> TrainState:
+    """Shapes, dtypes and places of the first state; ``parameters`` may be shapes, too."""
+    shapes = jax.eval_shape(lambda p: first_state(p, optimizer), parameters)
+
+    def place(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(place, shapes, tree_shardings(mesh, shapes))
+
+
+def placed_state(
+    mesh: Mesh, parameters: nnx.State, optimizer: optax.GradientTransformation
+) -> TrainState:
+    """The first state, each array made on the devices that the rules give it."""
+    parameters = jax.device_put(parameters, tree_shardings(mesh, parameters))
+    layout = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(mesh, parameters, optimizer))
+    return jax.jit(lambda p: first_state(p, optimizer), out_shardings=layout)(parameters)

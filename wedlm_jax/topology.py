@@ -1,0 +1,106 @@
+"""TPUs that are not here: their figures, and a compiler's description of a pod of them.
+
+`libtpu` compiles for a topology on any machine (`pip install "wedlm-jax[tpu]"`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from wedlm_jax.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """Figures of one chip, as its maker publishes them.
+
+    Attributes:
+      hbm_bytes: capacity.
+      peak_flops: bfloat16 FLOP/s.
+      hbm_bandwidth: bytes/s.
+      ici_bandwidth: bytes/s over all links between chips, one way.
+    """
+
+    hbm_bytes: int
+    peak_flops: float
+    hbm_bandwidth: float
+    ici_bandwidth: float
+
+
+CHIPS: Mapping[str, Chip] = MappingProxyType(
+    {
+        "v5e": Chip(16 * 2**30, 197e12, 819e9, 200e9),
+        "v5p": Chip(95 * 2**30, 459e12, 2765e9, 600e9),
+        "v6e": Chip(32 * 2**30, 918e12, 1640e9, 448e9),
+    }
+)
+EXAMPLE = "v5p:4x4x4"
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Devices to compile for.
+
+    Attributes:
+      name: as given, such as ``v5p:4x4x4`` or ``v5p:8x8x8*2`` for two slices.
+      chip: figures of each device.
+      devices: of the compiler, in the order of the topology.
+    """
+
+    name: str
+    chip: Chip
+    devices: tuple[Any, ...]
+
+
+def parse_topology(name: str) -> tuple[str, tuple[int, ...], int]:
+    """``v5p:8x8x8*2`` as ("v5p", (8, 8, 8), 2).
+
+    Raises:
+      InputError: the name is not of this form, or the generation is unknown.
+    """
+    found = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)(?:\*(\d+))?", name)
+    if not found or found.group(1) not in CHIPS:
+        raise InputError(
+            f"topology {name!r}: expected a chip ({', '.join(CHIPS)}) and its shape, as in "
+            f"{EXAMPLE}, and *N behind it for N slices"
+        )
+    shape = tuple(int(size) for size in found.group(2).split("x"))
+    return found.group(1), shape, int(found.group(3) or 1)
+
+
+def describe_topology(name: str) -> Topology:
+    """The compiler's devices of a topology; no TPU is touched.
+
+    Raises:
+      InputError: a malformed name, no libtpu, or a shape that the chip does not come in.
+    """
+    kind, shape, slices = parse_topology(name)
+    # libtpu otherwise asks a metadata server, which only TPU machines have.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", f"{kind}-{math.prod(shape)}")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_WORKER_ID", "0")
+    jax.config.update("jax_platforms", "cpu")
+    from jax.experimental import topologies
+
+    options = {"num_slices": slices} if slices > 1 else {}
+    try:
+        described = topologies.get_topology_desc(
+            platform="tpu", topology_name=f"{kind}:{'x'.join(map(str, shape))}", **options
+        )
+    except Exception as error:
+        # The plugin has one error type for a missing library and for a wrong shape.
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f'topology {name!r}: {reason[:200]} (compiling for TPUs needs "wedlm-jax[tpu]")'
+        ) from None
+    return Topology(name, CHIPS[kind], tuple(described.devices))
