@@ -1,0 +1,70 @@
+"""The step compiles for TPUs on this machine, and its report says what is so."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from train.compile_only import CompiledStep, describe, forward_flops
+from wedlm_jax.config import ModelConfig
+
+MODEL = ModelConfig(
+    vocab_size=100, hidden_size=8, intermediate_size=16, num_hidden_layers=3,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=6,
+)  # fmt: skip
+STEP = CompiledStep(
+    topology="v5p:2x2x1", devices=4, mesh={"data": 1, "fsdp": 4}, parameters=8_190_000_000,
+    tokens=4096, state_bytes=2**30, peak_bytes=90 * 2**30, hbm_bytes=100 * 2**30,
+    model_flops=3e15, device_flops=1e15, collective_bytes={"all-gather": 2**31},
+    collective_count={"all-gather": 72}, compute_seconds=2.0, network_seconds=0.5,
+    compile_seconds=30.0,
+)  # fmt: skip
+
+
+def test_flops_are_those_counted_by_hand() -> None:
+    rows, length = 2, 32
+    layer = 8 * 24 + 2 * 8 * 12 + 24 * 8 + 3 * 8 * 16  # q, k and v, o, MLP
+    norms = 3 * (2 * 8) + 8
+    products = 2 * (3 * layer + norms + 8 * 100) * 2 * rows * length
+    # Scores and values of what is seen: half a square of the row, for each stream.
+    attention = 3 * 2 * (2 * 24 * length * length) * rows
+    assert forward_flops(MODEL, rows, length) == products + attention
+
+
+def test_a_step_takes_as_long_as_its_slowest_part() -> None:
+    assert STEP.step_seconds == 2.0
+    assert dataclasses.replace(STEP, network_seconds=3.0).step_seconds == 3.0
+    assert STEP.headroom == pytest.approx(0.1)
+
+
+def test_the_report_says_memory_collectives_and_time() -> None:
+    text = describe(STEP)
+    assert "4 chips as fsdp 4" in text
+    assert "90.00 of 100 GiB, 10% to spare" in text
+    assert "all-gather         72 times, 2.00 GiB a chip" in text
+    assert "shortest step        2.000 s" in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+def test_a_small_step_compiles_for_a_real_topology() -> None:
+    """In a process of its own: the compiler's library wants one to itself."""
+    sizes = {
+        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 1024,
+        "mask_token_id": 1000, "eos_token_id": 1001,
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "wedlm_jax", "train", "--config", "configs/wedlm_8b.yaml",
+         "--compile-only", "--topology", "v5e:2x4", "rows=8", "row_length=512", "mesh.tensor=2",
+         *(f"model.architecture.{name}={value}" for name, value in sizes.items())],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "v5e:2x4: 8 chips as fsdp 4 x tensor 2" in done.stdout
+    assert "of 16 GiB" in done.stdout
