@@ -89,7 +89,7 @@ def compile_step(config: TrainConfig, topology_name: str) -> CompiledStep:
     graph, parameters = nnx.split(shapes)
     optimizer = optimizer_of(config)
     state: Any = abstract_state(mesh, parameters, optimizer)
-    step = make_train_step(graph, optimizer, objective_of(config, model), mesh)
+    step = make_train_step(graph, optimizer, objective_of(config, model))
     started = time.perf_counter()
     try:
         with jax.set_mesh(mesh), jax.default_device(topology.devices[0]):

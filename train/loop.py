@@ -55,7 +55,7 @@ def train(config: TrainConfig) -> Path:
         state = checkpoints.restore(state)
         print(f"resumed from step {resumed}", flush=True)
     try:
-        step = make_train_step(graph, optimizer, objective, mesh)
+        step = make_train_step(graph, optimizer, objective)
         with jax.set_mesh(mesh):
             state = _run(config, mesh, state, step, dataset, checkpoints, output)
     finally:

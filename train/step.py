@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh
 
 from wedlm_jax.corruption import DualStreamBatch, PackedRows, dual_stream, sample_masks
 from wedlm_jax.loss import (
@@ -28,7 +27,7 @@ from wedlm_jax.loss import (
     wedlm_loss,
 )
 from wedlm_jax.model import Transformer
-from wedlm_jax.sharding import tree_shardings
+from wedlm_jax.sharding import constrain_tree
 
 Metrics = dict[str, Array]
 
@@ -107,39 +106,31 @@ def make_train_step(
     graph: nnx.GraphDef[Transformer],
     optimizer: optax.GradientTransformation,
     objective: Objective,
-    mesh: Mesh | None = None,
 ) -> TrainStep:
-    """The jitted step; its state argument is donated.
+    """The jitted step; its state argument is donated. Called under ``jax.set_mesh``, it runs on
+    that mesh, laid out by the rules of `wedlm_jax.sharding`.
 
     Args:
       graph: of the model.
       optimizer: as from `make_optimizer`.
       objective: what is learned.
-      mesh: where state and batch are laid out by the rules of `wedlm_jax.sharding`; the step
-        is then called under ``jax.set_mesh(mesh)``. None: one device.
 
     Returns:
       ``step(state, rows, key)``: ``rows`` has arrays ``[A, R, L]``, ``key`` is the run's
       mask key, folded with the step number inside. Metrics are float32 scalars.
     """
 
+    @partial(jax.jit, donate_argnums=0)
     def step(state: TrainState, rows: PackedRows, key: Array) -> tuple[TrainState, Metrics]:
         batches, denominators, loss = prepare(objective, rows, jax.random.fold_in(key, state.step))
         gradients, metrics = accumulate(graph, state.parameters, batches, denominators, loss)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
         parameters = optax.apply_updates(state.parameters, updates)
         metrics["gradient_norm"] = optax.global_norm(gradients)
-        return TrainState(state.step + 1, parameters, optimizer_state), metrics
+        new_state = TrainState(state.step + 1, parameters, optimizer_state)
+        return constrain_tree(new_state), metrics
 
-    if mesh is None:
-        return jax.jit(step, donate_argnums=0)
-
-    def on_mesh(state: TrainState, rows: PackedRows, key: Array) -> tuple[TrainState, Metrics]:
-        new_state, metrics = step(state, rows, key)
-        layout = tree_shardings(mesh, new_state)
-        return jax.lax.with_sharding_constraint(new_state, layout), metrics
-
-    return jax.jit(on_mesh, donate_argnums=0)
+    return step
 
 
 LossFn = Callable[[Transformer, Any, dict[str, Array]], tuple[Array, Metrics]]
@@ -194,7 +185,9 @@ def accumulate(
     gradient = jax.grad(total, has_aux=True)
 
     def body(carry: tuple[nnx.State, Metrics], batch: Any) -> tuple[tuple, None]:
-        return jax.tree.map(jnp.add, carry, gradient(parameters, batch)), None
+        gradients, shares = jax.tree.map(jnp.add, carry, gradient(parameters, batch))
+        # Cut like the parameters: a sum over micro-batches is never whole on a device.
+        return (constrain_tree(gradients), shares), None
 
     first = jax.tree.map(lambda x: x[0], batches)
     shapes = jax.eval_shape(gradient, parameters, first)

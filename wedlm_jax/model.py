@@ -190,7 +190,8 @@ class Transformer(nnx.Module):
           ``[num_hidden_layers, B, K, T, head_dim]`` or None.
         """
         rope = rope_tables(self.config, positions)
-        x = self.embed_tokens[...][token_ids]
+        # Each device looks up whole rows in its share of the vocabulary.
+        x = constrain(self.embed_tokens[...], "vocab", None)[token_ids]
         x = constrain(x if dtype is None else x.astype(dtype), "batch", "length")
         graph, parameters = nnx.split(self.layers)
 

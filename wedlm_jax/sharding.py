@@ -108,14 +108,19 @@ def parameter_axes(path: str) -> tuple[str, ...] | None:
     return None
 
 
-def tree_shardings(mesh: Mesh, tree: Any) -> Any:
-    """A `NamedSharding` for each leaf of a tree of parameters, moments and counts."""
+def tree_specs(tree: Any) -> Any:
+    """A `PartitionSpec` for each leaf of a tree of parameters, moments and counts."""
 
-    def of_leaf(path: tuple[Any, ...], _: Any) -> NamedSharding:
+    def of_leaf(path: tuple[Any, ...], _: Any) -> PartitionSpec:
         axes = parameter_axes(jax.tree_util.keystr(path, simple=True, separator="/"))
-        return NamedSharding(mesh, PartitionSpec() if axes is None else spec(axes))
+        return PartitionSpec() if axes is None else spec(axes)
 
     return jax.tree_util.tree_map_with_path(of_leaf, tree)
+
+
+def tree_shardings(mesh: Mesh, tree: Any) -> Any:
+    """`tree_specs` on a mesh."""
+    return jax.tree.map(lambda leaf: NamedSharding(mesh, leaf), tree_specs(tree))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -129,6 +134,14 @@ def constrain(x: Array, *axes: str | None) -> Array:
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.lax.with_sharding_constraint(x, spec(axes))
+
+
+def constrain_tree(tree: Any) -> Any:
+    """A tree of parameters, gradients or moments laid out as the rules say; as it is where no
+    mesh is set."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return tree
+    return jax.tree.map(jax.lax.with_sharding_constraint, tree, tree_specs(tree))
 
 
 def on_own_shard(

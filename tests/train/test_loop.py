@@ -22,6 +22,7 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.hf import load_checkpoint
 from wedlm_jax.llm import LLM
 from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.sharding import make_mesh
 
 ARCHITECTURE = {
     "hidden_size": 16,
@@ -34,6 +35,17 @@ ARCHITECTURE = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 256,
 }
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests have eight, which a recipe would use."""
+    on_devices(monkeypatch, 1)
+
+
+def on_devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    devices = jax.devices()[:count]
+    monkeypatch.setattr(train.loop, "make_mesh", lambda sizes: make_mesh(sizes, devices))
 
 
 @pytest.fixture(scope="module")
@@ -240,3 +252,26 @@ def test_an_unknown_field_value_of_the_architecture_is_refused(
     model = ModelSection(architecture={**ARCHITECTURE, "head_dim": 7})
     with pytest.raises(InputError, match="head_dim must be even"):
         run_training(tiny_recipe(tmp_path, tokenizer_folder, model=model))
+
+
+def test_a_run_on_two_devices_logs_and_exports_what_one_does(
+    tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_training(tiny_recipe(tmp_path / "one", tokenizer_folder))
+    on_devices(monkeypatch, 2)
+    run_training(tiny_recipe(tmp_path / "two", tokenizer_folder))
+    one, two = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").open()]
+        for name in ("one", "two")
+    )
+    for alone, shared in zip(one, two, strict=True):
+        assert shared["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+        assert shared["gradient_norm"] == pytest.approx(alone["gradient_norm"], rel=1e-3)
+
+
+def test_rows_that_the_devices_do_not_share_evenly_are_refused(
+    tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_devices(monkeypatch, 8)
+    with pytest.raises(InputError, match="rows = 2 is not divisible by data 1 x fsdp 8"):
+        run_training(tiny_recipe(tmp_path, tokenizer_folder))

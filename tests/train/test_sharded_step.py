@@ -91,7 +91,7 @@ def test_losses_gradients_and_parameters_equal_those_of_one_device(
     state = fresh_state()
     state = jax.device_put(state, tree_shardings(mesh, state))
     rows = [jax.device_put(batch, batch_sharding(mesh)) for batch in batches()]
-    step = make_train_step(GRAPH, optimizer(), objective(attention), mesh)
+    step = make_train_step(GRAPH, optimizer(), objective(attention))
     with jax.set_mesh(mesh):
         losses, state = run(step, state, rows)
     expected_losses, expected = on_one_device()
@@ -107,7 +107,7 @@ def test_every_matrix_and_its_moments_are_cut_and_stay_so() -> None:
     state = fresh_state()
     state = jax.device_put(state, tree_shardings(mesh, state))
     rows = jax.device_put(batches()[0], batch_sharding(mesh))
-    step = make_train_step(GRAPH, optimizer(), objective("streams"), mesh)
+    step = make_train_step(GRAPH, optimizer(), objective("streams"))
     with jax.set_mesh(mesh):
         new_state, _ = step(state, rows, KEY)
     for path, leaf in jax.tree_util.tree_flatten_with_path(new_state)[0]:
