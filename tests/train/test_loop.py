@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -37,10 +38,12 @@ ARCHITECTURE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def one_device() -> Iterator[None]:
     """The tests have eight, which a recipe would use."""
-    on_devices(monkeypatch, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        on_devices(patch, 1)
+        yield
 
 
 def on_devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -261,7 +264,7 @@ def test_a_run_on_two_devices_logs_and_exports_what_one_does(
     on_devices(monkeypatch, 2)
     run_training(tiny_recipe(tmp_path / "two", tokenizer_folder))
     one, two = (
-        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").open()]
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("one", "two")
     )
     for alone, shared in zip(one, two, strict=True):
