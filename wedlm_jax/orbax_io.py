@@ -187,6 +187,7 @@ def _quiet() -> Iterator[None]:
     try:
         yield
     except Exception:
+        # Whatever failed: the late reports come before the hook is put back.
         time.sleep(LATE_REPORTS_S)
         raise
     finally:
