@@ -41,6 +41,7 @@ class DataSection:
 
 @dataclasses.dataclass
 class OptimizerSection:
+    name: str = _field("adamw", "adamw, or muon (layers' matrices; AdamW for the rest)")
     learning_rate: float = _field(3e-4, "peak")
     final_learning_rate: float = _field(3e-5, "end of the cosine")
     warmup_steps: int = _field(100, "linear warm-up from 0")
@@ -149,6 +150,10 @@ def _unknown_key(key: str) -> str:
 def _check(config: TrainConfig, path: str | Path) -> None:
     if config.objective not in ("wedlm", "ar"):
         raise InputError(f"{path}: objective must be wedlm or ar, not {config.objective!r}")
+    if config.optimizer.name not in ("adamw", "muon"):
+        raise InputError(
+            f"{path}: optimizer.name must be adamw or muon, not {config.optimizer.name!r}"
+        )
     for name in ("steps", "rows", "accumulation", "row_length", "block_size", "log_every"):
         if getattr(config, name) < 1:
             raise InputError(f"{path}: {name} must be at least 1, not {getattr(config, name)}")

@@ -12,20 +12,27 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from train.config import TrainConfig
-from train.step import Objective, TrainState, make_optimizer
+from train.optimizer import make_optimizer
+from train.step import Objective, TrainState
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.loss import LossConfig
 from wedlm_jax.sharding import tree_shardings
 
 
 def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW under a linear warm-up and a cosine over the run's steps."""
+    """The recipe's optimizer under a linear warm-up and a cosine over the run's steps."""
     o = config.optimizer
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, o.learning_rate, o.warmup_steps, config.steps, o.final_learning_rate
     )
     return make_optimizer(
-        schedule, b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay, clip_norm=o.clip_norm
+        schedule,
+        name=o.name,
+        b1=o.b1,
+        b2=o.b2,
+        eps=o.eps,
+        weight_decay=o.weight_decay,
+        clip_norm=o.clip_norm,
     )
 
 

@@ -75,33 +75,6 @@ class TrainStep(Protocol):
     def lower(self, state: TrainState, rows: PackedRows, key: Array) -> jax.stages.Lowered: ...
 
 
-def decayed(parameters: nnx.State) -> Any:
-    """True for matrices: what weight decay applies to. Norm scales and biases are spared,
-    although stacking the layers gives them two axes."""
-
-    def is_matrix(path: tuple[Any, ...], _: Array) -> bool:
-        names = [str(getattr(part, "key", getattr(part, "name", ""))) for part in path]
-        return not {"scale", "bias"} & set(names)
-
-    return jax.tree_util.tree_map_with_path(is_matrix, parameters)
-
-
-def make_optimizer(
-    schedule: optax.Schedule,
-    *,
-    b1: float,
-    b2: float,
-    eps: float,
-    weight_decay: float,
-    clip_norm: float,
-) -> optax.GradientTransformation:
-    """AdamW after clipping by the global norm; decay on matrices only."""
-    return optax.chain(
-        optax.clip_by_global_norm(clip_norm),
-        optax.adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decayed),
-    )
-
-
 def make_train_step(
     graph: nnx.GraphDef[Transformer],
     optimizer: optax.GradientTransformation,

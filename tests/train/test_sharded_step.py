@@ -12,12 +12,12 @@ import pytest
 from flax import nnx
 
 from tests.training_examples import BLOCK, MASK_TOKEN, packed, random_sample, tiny_transformer
+from train.optimizer import make_optimizer
 from train.step import (
     Metrics,
     Objective,
     TrainState,
     accumulate,
-    make_optimizer,
     make_train_step,
     prepare,
 )

@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 
 from tests.jaxpr_shapes import shapes_in
 from tests.training_examples import BLOCK, MASK_TOKEN, packed, random_sample, tiny_transformer
+from train.optimizer import decayed, make_optimizer
 from train.step import (
     Objective,
     TrainState,
     accumulate,
-    decayed,
-    make_optimizer,
     make_train_step,
     prepare,
     prepare_given,
@@ -154,17 +153,6 @@ def test_a_mask_over_both_streams_never_exists():
 
     assert not square(traced_shapes(CHUNK))
     assert square(traced_shapes(CHUNK, attention="dense"))
-
-
-def test_decay_is_for_matrices_only():
-    flags = {name: bool(flag) for name, flag in named(decayed(PARAMETERS)).items()}
-    spared = sorted({name for name, flag in flags.items() if not flag})
-    # Every weight matrix, and nothing else, has two axes beside that of the layers.
-    for name, value in named(PARAMETERS).items():
-        axes = value.ndim - ("layers" in name)
-        assert flags[name] == (axes == 2), name
-    assert len(spared) == 8, spared  # two norms, q and k norm, three biases, the last norm
-    assert len(flags) == 8 + 9  # seven matrices of a layer, embedding and head
 
 
 def test_a_step_is_adamw_on_clipped_gradients():

@@ -1,0 +1,101 @@
+"""The optimizers: what decays, and what Muon does to which parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from tests.training_examples import tiny_transformer
+from train.optimizer import MUON_RMS, decayed, make_optimizer
+
+PARAMETERS = nnx.state(tiny_transformer())
+RATE, DECAY = 0.01, 0.1
+SETTINGS: dict[str, Any] = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "clip_norm": 1e9}
+
+
+def named(tree: Any) -> dict[str, Any]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
+
+
+def random_gradients(seed: int) -> nnx.State:
+    random = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), x.dtype), PARAMETERS)
+
+
+def updates_of(name: str, gradients: nnx.State, decay: float = 0.0) -> dict[str, np.ndarray]:
+    optimizer = make_optimizer(
+        optax.constant_schedule(RATE), name=name, weight_decay=decay, **SETTINGS
+    )
+    updates, _ = optimizer.update(gradients, optimizer.init(PARAMETERS), PARAMETERS)
+    return {path: np.asarray(leaf) for path, leaf in named(updates).items()}
+
+
+def is_layer_matrix(path: str) -> bool:
+    return path.startswith("layers/") and "kernel" in path
+
+
+def test_decay_is_for_matrices_only() -> None:
+    flags = named(decayed(PARAMETERS))
+    # Every weight matrix, and nothing else, has two axes beside that of the layers.
+    for path, value in named(PARAMETERS).items():
+        assert flags[path] == (value.ndim - ("layers" in path) == 2), path
+    assert sum(flags.values()) == 9  # seven matrices of a layer, embedding and head
+    assert len(flags) == 9 + 8  # two norms, q and k norm, three biases, the last norm
+
+
+def test_muon_orthogonalises_the_matrix_of_every_layer() -> None:
+    updates = updates_of("muon", random_gradients(0))
+    seen = 0
+    for path, update in updates.items():
+        if not is_layer_matrix(path):
+            continue
+        for matrix in update / -RATE:
+            values = np.linalg.svd(matrix, compute_uv=False)
+            # Five Newton-Schulz turns bring singular values near 1, not to 1; the scale makes
+            # the root mean square of the entries that of AdamW.
+            scale = MUON_RMS * max(matrix.shape) ** 0.5
+            assert (values > 0.5 * scale).all(), path
+            assert (values < 1.3 * scale).all(), path
+            seen += 1
+    assert seen == 7 * PARAMETERS["layers"]["mlp"]["up_proj"]["kernel"][...].shape[0]
+
+
+def test_muon_takes_each_layer_by_itself() -> None:
+    gradients = random_gradients(1)
+    turned = jax.tree_util.tree_map_with_path(
+        lambda path, x: x[::-1] if "layers" in jax.tree_util.keystr(path) else x, gradients
+    )
+    straight, reversed_ = updates_of("muon", gradients), updates_of("muon", turned)
+    for path in filter(is_layer_matrix, straight):
+        np.testing.assert_allclose(straight[path], reversed_[path][::-1], atol=1e-6)
+
+
+def test_muon_leaves_the_rest_to_adamw() -> None:
+    gradients = random_gradients(2)
+    muon, adamw = updates_of("muon", gradients, DECAY), updates_of("adamw", gradients)
+    rest = [path for path in muon if not is_layer_matrix(path)]
+    assert len(rest) == len(muon) - 7
+    for path in rest:
+        # Adam's first step is the sign of the gradient, with Nesterov's momentum or without.
+        np.testing.assert_allclose(np.sign(muon[path]), np.sign(adamw[path]), err_msg=path)
+        np.testing.assert_allclose(muon[path], adamw[path], rtol=0.5, err_msg=path)
+
+
+def test_muon_decays_its_own_matrices() -> None:
+    gradients = random_gradients(3)
+    with_decay, without = updates_of("muon", gradients, DECAY), updates_of("muon", gradients)
+    for path, parameter in named(PARAMETERS).items():
+        expected = -RATE * DECAY * np.asarray(parameter) * is_layer_matrix(path)
+        np.testing.assert_allclose(with_decay[path] - without[path], expected, atol=1e-7)
+
+
+def test_an_unknown_optimizer_is_refused() -> None:
+    with pytest.raises(ValueError, match="'lion'"):
+        make_optimizer(optax.constant_schedule(RATE), name="lion", weight_decay=0.0, **SETTINGS)
