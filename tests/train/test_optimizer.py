@@ -64,7 +64,7 @@ def test_muon_orthogonalises_the_matrix_of_every_layer() -> None:
             assert (values > 0.5 * scale).all(), path
             assert (values < 1.3 * scale).all(), path
             seen += 1
-    assert seen == 7 * PARAMETERS["layers"]["mlp"]["up_proj"]["kernel"][...].shape[0]
+    assert seen == 7 * tiny_transformer().config.num_hidden_layers
 
 
 def test_muon_takes_each_layer_by_itself() -> None:
