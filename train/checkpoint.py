@@ -1,37 +1,114 @@
-"""Training checkpoints: a `TrainState` as the flat dictionary that orbax writes."""
+"""Training checkpoints: a `TrainState` as the flat dictionary that orbax writes.
+
+Each state carries a checksum of every array, computed on the devices, so that a file that
+was damaged on disk is found out when it is read and not some thousand steps later.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import multihost_utils
 
 from train.step import TrainState
-from wedlm_jax.orbax_io import StepFolders
+from wedlm_jax.errors import InputError
+from wedlm_jax.orbax_io import DamagedCheckpoint, StepFolders
+
+CHECKSUMS = "checksums"
 
 
 class Checkpoints:
-    """The newest few states of a run, written in the background, whole or not at all."""
+    """The states of a run.
 
-    def __init__(self, folder: Path, keep: int):
-        self._folders = StepFolders(folder, keep)
+    Args:
+      folder: where they are.
+      keep: how many of the newest to keep.
+      keep_every: also keep each whose step is a multiple of this; 0 for none.
+    """
 
-    def latest_step(self) -> int | None:
-        return self._folders.latest_step()
+    def __init__(self, folder: Path, keep: int, keep_every: int = 0):
+        self._folder = folder
+        self._folders = StepFolders(folder, keep, keep_every)
 
     def save(self, state: TrainState) -> None:
-        self._folders.save(int(state.step), _as_dict(state))
+        """Starts to write a state, unless that step is already there."""
+        step = int(state.step)
+        if step not in self._folders.steps():
+            arrays = _as_dict(state)
+            self._folders.save(step, arrays | {CHECKSUMS: checksums(arrays)})
 
-    def restore(self, like: TrainState) -> TrainState:
-        """The newest state, with the shapes, dtypes and placement of ``like``."""
-        restored = self._folders.restore(_as_dict(like))
-        return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(restored))
+    def restore(self, like: TrainState, say: Callable[[str], None] = print) -> TrainState | None:
+        """The newest state that is whole, shaped and placed like ``like``; None where there are
+        no states at all. Damaged ones are told through ``say`` and set aside.
+
+        Raises:
+          InputError: all states are damaged, or the newest is of another model.
+        """
+        steps = self._folders.steps()
+        for step in steps:
+            try:
+                return self._read(step, like)
+            except DamagedCheckpoint as damage:
+                say(f"{damage}; it is set aside, and the state before it is tried")
+                self._folders.set_aside(step)
+        if steps:
+            raise InputError(f"{self._folder}: every state is damaged; nothing can be resumed")
+        return None
+
+    def _read(self, step: int, like: TrainState) -> TrainState:
+        arrays = _as_dict(like)
+        expected = jnp.zeros((len(arrays),), jnp.uint32)
+        damage = restored = None
+        try:
+            restored = self._folders.restore(step, arrays | {CHECKSUMS: expected})
+        except DamagedCheckpoint as error:
+            damage = error
+        if _anywhere(damage is not None):
+            raise damage or DamagedCheckpoint(f"{self._folder}/{step}: damaged on another host")
+        assert restored is not None
+        expected = restored.pop(CHECKSUMS)
+        wrong = jax.device_get(checksums(restored) != expected)
+        if wrong.any():
+            names = ", ".join(name for name, bad in zip(sorted(arrays), wrong, strict=True) if bad)
+            raise DamagedCheckpoint(
+                f"{self._folder / str(step)}: array {names} is not what was written"
+            )
+        return jax.tree.unflatten(jax.tree.structure(like), [restored[n] for n in sorted(restored)])
 
     def close(self) -> None:
         self._folders.close()
 
 
-def _as_dict(state: TrainState) -> dict[str, jax.Array]:
+@jax.jit
+def checksums(arrays: dict[str, Array]) -> Array:
+    """uint32 ``[N]``, one for each array in the order of their names: the sum of its words, each
+    times an odd number of its place, modulo 2³²."""
+    return jnp.stack([_checksum(arrays[name]) for name in sorted(arrays)])
+
+
+def _checksum(x: Array) -> Array:
+    words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    # The place along each axis, wrapped at 2³², mixed by odd factors: no flat index, which
+    # would move a sharded array about.
+    weights = jnp.ones((), jnp.uint32)
+    for axis in range(x.ndim):
+        place = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        weights = weights * jnp.uint32(2654435761) + 2 * place
+    return (words.astype(jnp.uint32) * weights).sum(dtype=jnp.uint32)
+
+
+def _anywhere(here: bool) -> bool:
+    """Whether it holds in any process."""
+    if jax.process_count() == 1:
+        return here
+    return bool(multihost_utils.process_allgather(jnp.array(here)).any())
+
+
+def _as_dict(state: TrainState) -> dict[str, Array]:
     """Leaves under flat, sortable names: orbax then needs to know none of our classes."""
     leaves = jax.tree.leaves(state)
     return {f"{i:04d}": leaf for i, leaf in enumerate(leaves)}

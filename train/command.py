@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 
 from train.config import describe, load_config
+from train.processes import add_options, join, say
 
 
 def main(arguments: list[str]) -> int:
@@ -29,6 +32,7 @@ def main(arguments: list[str]) -> int:
         default="v5p:4x4x4",
         help="chip and shape to compile for: v5e:16x16, v5p:8x8x8*2 (two slices) [%(default)s]",
     )
+    add_options(parser)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="replace a field")
     options = parser.parse_args(arguments)
     config = load_config(options.config, options.overrides)
@@ -41,6 +45,23 @@ def main(arguments: list[str]) -> int:
         return 0
 
     from train.loop import train
+    from train.stop import EXIT_STATUS, Stopped
 
-    print(f"exported {train(config)}")
+    join(options)
+    keep_compiled(Path(config.output) / "compiled")
+    try:
+        folder = train(config)
+    except Stopped as stopped:
+        text = f"wedlm train: {stopped}; the same command goes on from there"
+        print(text, file=sys.stderr, flush=True)
+        return EXIT_STATUS
+    say(f"exported {folder}")
     return 0
+
+
+def keep_compiled(folder: Path) -> None:
+    """Compiled programs are kept in ``folder``: a run that is resumed starts faster."""
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)

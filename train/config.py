@@ -50,6 +50,10 @@ class OptimizerSection:
     eps: float = _field(1e-8, "AdamW's epsilon")
     weight_decay: float = _field(0.1, "on matrices only")
     clip_norm: float = _field(1.0, "global gradient norm is clipped to this")
+    spike_factor: float = _field(
+        10.0, "skip a step whose gradient norm is so many times the running mean; 0: never"
+    )
+    max_skipped: int = _field(20, "steps skipped in a row at which the run stops")
 
 
 @dataclasses.dataclass
@@ -72,6 +76,22 @@ class MeshSection:
 
 
 @dataclasses.dataclass
+class MetricsSection:
+    tensorboard: bool = _field(False, "write events for TensorBoard to <output>/tensorboard")
+    wandb: str | None = _field(None, "project at Weights & Biases to log to; null: none")
+    profile_from: int = _field(0, "first step of a profile for xprof, in <output>/profile")
+    profile_steps: int = _field(0, "steps profiled; 0: no profile")
+
+
+@dataclasses.dataclass
+class EvaluationSection:
+    every: int = _field(0, "steps between evaluations, in <output>/evaluation.jsonl; 0: none")
+    rows: int = _field(64, "held-out packed rows to take losses over")
+    prompts: int = _field(8, "of these rows, how many beginnings to decode")
+    max_tokens: int = _field(64, "completion tokens of each")
+
+
+@dataclasses.dataclass
 class TrainConfig:
     objective: str = _field("wedlm", "wedlm (MLM + AR over dual streams) or ar (next token)")
     steps: int = _field(1000, "optimizer steps")
@@ -83,12 +103,15 @@ class TrainConfig:
     output: str = _field("runs/train", "folder for checkpoints, logs and the exported model")
     checkpoint_every: int = _field(200, "steps between checkpoints")
     keep_checkpoints: int = _field(2, "newest checkpoints kept")
+    keep_every: int = _field(0, "checkpoints at multiples of this are kept for good; 0: none")
     log_every: int = _field(10, "steps between metric lines")
     model: ModelSection = dataclasses.field(default_factory=ModelSection)
     data: DataSection = dataclasses.field(default_factory=DataSection)
     optimizer: OptimizerSection = dataclasses.field(default_factory=OptimizerSection)
     loss: LossSection = dataclasses.field(default_factory=LossSection)
     mesh: MeshSection = dataclasses.field(default_factory=MeshSection)
+    metrics: MetricsSection = dataclasses.field(default_factory=MetricsSection)
+    evaluation: EvaluationSection = dataclasses.field(default_factory=EvaluationSection)
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainConfig:

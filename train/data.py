@@ -16,7 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from train.config import TrainConfig
-from train.corpus import Sample, generate
+from train.corpus import Sample, Split, generate
 from wedlm_jax.errors import InputError
 from wedlm_jax.packing import TokenisedSample, pack, row_arrays
 
@@ -44,7 +44,11 @@ def tokenise(sample: Sample, tokenizer: Tokenizer, *, train_on_prompt: bool) -> 
 
 
 def build_dataset(
-    config: TrainConfig, tokenizer: Tokenizer, pad_token_id: int, report: Callable[[int], None]
+    config: TrainConfig,
+    tokenizer: Tokenizer,
+    pad_token_id: int,
+    report: Callable[[int], None],
+    split: Split = "train",
 ) -> PackedDataset:
     """Generates, tokenises and packs the corpus that ``config`` describes.
 
@@ -55,7 +59,7 @@ def build_dataset(
     def tokenised() -> Iterator[TokenisedSample]:
         nonlocal skipped
         weights = data.weights or None
-        stream = generate(data.corpus_seed, data.samples, split="train", weights=weights)
+        stream = generate(data.corpus_seed, data.samples, split=split, weights=weights)
         for number, sample in enumerate(stream, 1):
             row = tokenise(sample, tokenizer, train_on_prompt=data.train_on_prompt)
             if len(row.tokens) > config.row_length:

@@ -1,33 +1,43 @@
-"""The training loop: set up, resume, step, log, save, export."""
+"""The training loop: resume, step, log, evaluate, save, export."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import time
 from pathlib import Path
+from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
+from train.budget import describe_budget, peak_flops, step_flops
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig, save_config
-from train.corpus import generate
-from train.data import PackedDataset, batches, build_dataset, load_dataset, save_dataset
-from train.metrics import MetricsLog
-from train.setup import objective_of, optimizer_of, placed_state
-from train.step import TrainState, TrainStep, make_train_step
-from train.tokenizer import save_tokenizer, train_tokenizer
-from wedlm_jax.config import config_from_hf
+from train.data import batches, build_dataset
+from train.evaluation import Evaluation, append_record, held_out
+from train.metrics import (
+    MetricsLog,
+    Record,
+    Sink,
+    StepClock,
+    TensorBoard,
+    Wandb,
+    as_json,
+    flatten,
+)
+from train.processes import is_first, say, wait_for_all
+from train.setup import guard_of, objective_of, optimizer_of, placed_state, schedule_of
+from train.start import initial_model, packed_dataset, tokenizer_folder
+from train.step import Metrics, TrainState, make_train_step
+from train.stop import Stopped, StopRequest
+from wedlm_jax.config import ModelConfig
 from wedlm_jax.corruption import PackedRows
 from wedlm_jax.errors import InputError
-from wedlm_jax.hf import load_checkpoint, save_checkpoint
-from wedlm_jax.model import Transformer
+from wedlm_jax.hf import save_checkpoint
 from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh
-
-TOKENIZER_SAMPLES = 20_000
 
 
 def train(config: TrainConfig) -> Path:
@@ -35,118 +45,207 @@ def train(config: TrainConfig) -> Path:
 
     Returns:
       the folder of the exported Hugging Face checkpoint, ``<output>/hf``.
+
+    Raises:
+      InputError: something in the recipe or its files is not right, or too many steps in a row
+        had to be skipped.
+      Stopped: SIGTERM came; the state is saved, and the same call goes on from it.
     """
     output = Path(config.output)
-    output.mkdir(parents=True, exist_ok=True)
-    save_config(config, output / "config.yaml")
-    tokenizer_folder = _tokenizer_folder(config, output)
-    tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
-    model = _initial_model(config, tokenizer)
-    dataset = _dataset(config, output, tokenizer, model.config.pad_token_id or 0)
-
-    graph, parameters = nnx.split(model)
-    optimizer = optimizer_of(config)
-    objective = objective_of(config, model.config)
+    if is_first():
+        output.mkdir(parents=True, exist_ok=True)
+        save_config(config, output / "config.yaml")
+    wait_for_all("output")
     mesh = make_mesh(dataclasses.asdict(config.mesh))
+    folder = tokenizer_folder(config, output)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model = initial_model(config, tokenizer, mesh)
     check_fits(mesh, model.config, rows=config.rows, row_length=config.row_length)
-    state = placed_state(mesh, parameters, optimizer)
-    checkpoints = Checkpoints(output / "checkpoints", config.keep_checkpoints)
-    if (resumed := checkpoints.latest_step()) is not None:
-        state = checkpoints.restore(state)
-        print(f"resumed from step {resumed}", flush=True)
-    try:
-        step = make_train_step(graph, optimizer, objective)
-        with jax.set_mesh(mesh):
-            state = _run(config, mesh, state, step, dataset, checkpoints, output)
-    finally:
-        checkpoints.close()
-    trained = nnx.merge(graph, state.parameters)
+    graph, parameters = nnx.split(model)
+    with jax.set_mesh(mesh):
+        state = Run(config, mesh, graph, model.config, tokenizer, output).run(parameters)
     exported = dataclasses.replace(model.config, model_type="wedlm")
-    folder = output / "hf"
-    save_checkpoint(trained, exported, folder, dtype="float32", tokenizer_from=tokenizer_folder)
-    return folder
+    trained = nnx.merge(graph, state.parameters)
+    save_checkpoint(trained, exported, output / "hf", dtype="float32", tokenizer_from=folder)
+    return output / "hf"
 
 
-def _run(
-    config: TrainConfig,
-    mesh: Mesh,
-    state: TrainState,
-    step_fn: TrainStep,
-    dataset: PackedDataset,
-    checkpoints: Checkpoints,
-    output: Path,
-) -> TrainState:
-    source = batches(dataset, config)
-    key = jax.random.key(config.seed)
-    done = int(state.step)
-    log = MetricsLog(output, config.steps, done, config.objective)
-    tokens = config.accumulation * config.rows * config.row_length
-    try:
-        for step in range(done, config.steps):
-            rows = PackedRows(**jax.device_put(source[step], batch_sharding(mesh)))
-            state, metrics = step_fn(state, rows, key)
-            last = step + 1 == config.steps
-            if (step + 1) % config.log_every == 0 or last:
-                values = {name: float(value) for name, value in metrics.items()}
-                if not jnp.isfinite(values["loss"]):
-                    raise InputError(f"step {step + 1}: the loss is {values['loss']}; stopped")
-                log.write(step + 1, values, tokens)
-            if (step + 1) % config.checkpoint_every == 0 or last:
-                checkpoints.save(state)
-    finally:
-        log.close()
-    return state
+class Run:
+    """One attempt at a run: from its newest checkpoint to its last step.
 
+    Args:
+      config: the recipe.
+      mesh: already set.
+      graph, model: of the model.
+      tokenizer: for the synthetic corpus.
+      output: the run's folder.
+    """
 
-def _initial_model(config: TrainConfig, tokenizer: Tokenizer) -> Transformer:
-    if config.model.init_from is not None:
-        return load_checkpoint(Path(config.model.init_from), dtype=jnp.float32)
-    special = {
-        "mask_token_id": tokenizer.token_to_id("<|mask|>"),
-        "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
-        "pad_token_id": tokenizer.token_to_id("<|endoftext|>"),
-    }
-    architecture = {"model_type": "wedlm", "vocab_size": tokenizer.get_vocab_size(), **special}
-    model_config = config_from_hf({**architecture, **config.model.architecture})
-    return Transformer(model_config, rngs=nnx.Rngs(params=jax.random.key(config.seed)))
-
-
-def _tokenizer_folder(config: TrainConfig, output: Path) -> Path:
-    """The tokenizer given, that of the starting checkpoint, or one trained on the corpus."""
-    for given in (config.data.tokenizer, config.model.init_from):
-        if given is not None:
-            if not (Path(given) / "tokenizer.json").exists():
-                raise InputError(f"{given}: no tokenizer.json in this folder")
-            return Path(given)
-    folder = output / "tokenizer"
-    if not (folder / "tokenizer.json").exists():
-        print(f"training a tokenizer of {config.data.vocab_size} tokens", flush=True)
-        weights = config.data.weights or None
-        samples = generate(
-            config.data.corpus_seed, TOKENIZER_SAMPLES, split="train", weights=weights
+    def __init__(
+        self,
+        config: TrainConfig,
+        mesh: Mesh,
+        graph: nnx.GraphDef,
+        model: ModelConfig,
+        tokenizer: Tokenizer,
+        output: Path,
+    ):
+        self._config, self._mesh, self._output = config, mesh, output
+        pad = model.pad_token_id or 0
+        self._source = batches(packed_dataset(config, output, tokenizer, pad), config)
+        self._optimizer, objective = optimizer_of(config), objective_of(config, model)
+        self._step = make_train_step(
+            graph, self._optimizer, objective, schedule=schedule_of(config), guard=guard_of(config)
         )
-        texts = (f"{sample.prompt}\n{sample.answer}\n" for sample in samples)
-        save_tokenizer(train_tokenizer(texts, config.data.vocab_size), folder)
-    return folder
+        self._flops = step_flops(config, model)
+        self._tokens = config.accumulation * config.rows * config.row_length
+        self._evaluation = None
+        if config.evaluation.every:
+            rows = build_dataset(held_out(config), tokenizer, pad, lambda _: None, "heldout")
+            held = {name: x[: config.evaluation.rows] for name, x in rows.arrays.items()}
+            self._evaluation = Evaluation(config, mesh, graph, objective, held)
+
+    def run(self, parameters: nnx.State) -> TrainState:
+        """Trains from these parameters, or from the newest checkpoint."""
+        config = self._config
+        state = placed_state(self._mesh, parameters, self._optimizer)
+        checkpoints = Checkpoints(
+            self._output / "checkpoints", config.keep_checkpoints, config.keep_every
+        )
+        try:
+            if (resumed := checkpoints.restore(state, say)) is not None:
+                state = resumed
+                say(f"resumed from step {int(state.step)}")
+            if int(state.step) < config.steps:
+                state = self._train(state, checkpoints)
+        finally:
+            checkpoints.close()
+        return state
+
+    def _train(self, state: TrainState, checkpoints: Checkpoints) -> TrainState:
+        config, done = self._config, int(state.step)
+        key = jax.random.key(config.seed)
+        compiled = self._compile(state, key)
+        clock, recent = StepClock(), Recent(self._output, config.optimizer.max_skipped)
+        log = self._open_log(done)
+        try:
+            with StopRequest() as stop:
+                for step in range(done, config.steps):
+                    self._profile(step)
+                    rows, waited = self._rows(step)
+                    state, metrics = compiled(state, rows, key)
+                    clock.count(waited)
+                    recent.add(step + 1, metrics)
+                    last = step + 1 == config.steps
+                    if last or (step + 1) % config.log_every == 0:
+                        record = recent.read()
+                        self._log(log, step + 1, record, clock)
+                    ends = stop.after(step + 1)
+                    if last or ends or (step + 1) % config.checkpoint_every == 0:
+                        checkpoints.save(state)
+                    self._evaluate(step + 1, state, clock)
+                    if ends and not last:
+                        raise Stopped(step + 1)
+        finally:
+            if log is not None:
+                log.close()
+        return state
+
+    def _compile(self, state: TrainState, key: jax.Array) -> Any:
+        """The step, compiled before the clock runs, and what it takes of the memory."""
+        if not hasattr(self._step, "lower"):
+            return self._step
+        started = time.monotonic()
+        compiled = self._step.lower(state, self._rows(0)[0], key).compile()
+        say(f"compiled in {time.monotonic() - started:.0f} s; {describe_budget(state, compiled)}")
+        return compiled
+
+    def _rows(self, step: int) -> tuple[PackedRows, float]:
+        """The global batch of a step, and the seconds it had to be waited for."""
+        started = time.monotonic()
+        sharding = batch_sharding(self._mesh)
+
+        def place(x: np.ndarray) -> jax.Array:
+            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+        arrays = {name: place(x) for name, x in self._source[step].items()}
+        return PackedRows(**arrays), time.monotonic() - started
+
+    def _open_log(self, done: int) -> MetricsLog | None:
+        if not is_first():
+            return None
+        config, sinks = self._config, list[Sink]()
+        if config.metrics.tensorboard:
+            sinks.append(TensorBoard(self._output / "tensorboard", done))
+        if config.metrics.wandb:
+            settings = dataclasses.asdict(config)
+            sinks.append(Wandb(config.metrics.wandb, self._output, settings))
+        return MetricsLog(self._output, config.steps, done, config.objective, sinks)
+
+    def _log(self, log: MetricsLog | None, step: int, record: Record, clock: StepClock) -> None:
+        speed = clock.read(self._tokens)
+        devices = self._mesh.devices.flat
+        if (peak := peak_flops(devices[0])) is not None:
+            record["mfu"] = self._flops / speed["step_seconds"] / (peak * len(devices))
+        if used := (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"):
+            record["memory_peak_bytes"] = used
+        if log is not None:
+            log.write(step, record | speed)
+
+    def _evaluate(self, step: int, state: TrainState, clock: StepClock) -> None:
+        every = self._config.evaluation.every
+        if self._evaluation is None or (step % every and step != self._config.steps):
+            return
+        record = self._evaluation.run(state.parameters)
+        append_record(self._output / "evaluation.jsonl", step, record)
+        say(f"held out, step {step}: " + " ".join(f"{k} {v:.4g}" for k, v in record.items()))
+        clock.restart()
+
+    def _profile(self, step: int) -> None:
+        first, count = self._config.metrics.profile_from, self._config.metrics.profile_steps
+        if count and step == first:
+            jax.profiler.start_trace(str(self._output / "profile"))
+        if count and step == first + count:
+            jax.profiler.stop_trace()
+            say(f"profile of steps {first} to {step - 1} in {self._output / 'profile'}")
 
 
-def _dataset(
-    config: TrainConfig, output: Path, tokenizer: Tokenizer, pad_token_id: int
-) -> PackedDataset:
-    """The packed rows, made once; made anew when what they depend on has changed."""
-    path, recipe_path = output / "rows.npz", output / "rows.json"
-    recipe = json.dumps(
-        [dataclasses.asdict(config.data), config.row_length, config.block_size, tokenizer.to_str()]
-    )
-    if path.exists() and recipe_path.exists() and recipe_path.read_text() == recipe:
-        return load_dataset(path)
-    print(f"tokenising and packing {config.data.samples:,} samples", flush=True)
-    dataset = build_dataset(config, tokenizer, pad_token_id, report=lambda _: None)
-    print(
-        f"{len(dataset.arrays['tokens']):,} rows of {config.row_length}, "
-        f"{dataset.fill:.1%} filled, {dataset.skipped} samples too long and left out",
-        flush=True,
-    )
-    save_dataset(dataset, path)
-    recipe_path.write_text(recipe, encoding="utf-8")
-    return dataset
+class Recent:
+    """Metrics of the steps since the last record, still on the devices.
+
+    Reading them finds the steps that were skipped: each is named in ``skipped.jsonl``, with the
+    number of its batch (that of the step, from 0), and too many in a row end the run.
+    """
+
+    def __init__(self, output: Path, max_skipped: int):
+        self._path, self._max = output / "skipped.jsonl", max_skipped
+        self._waiting: list[tuple[int, Metrics]] = []
+
+    def add(self, step: int, metrics: Metrics) -> None:
+        self._waiting.append((step, metrics))
+
+    def read(self) -> Record:
+        """The newest step's metrics; waits for it.
+
+        Raises:
+          InputError: more steps in a row were skipped than allowed.
+        """
+        record: Record = {}
+        for step, metrics in self._waiting:
+            record = flatten(jax.device_get(metrics))
+            if record["skipped"]:
+                self._note(step, record)
+        self._waiting.clear()
+        return record
+
+    def _note(self, step: int, record: Record) -> None:
+        why = {name: record[name] for name in ("loss", "gradient_norm")}
+        say(f"step {step} skipped: " + ", ".join(f"{k} {v:.4g}" for k, v in why.items()))
+        if is_first():
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(as_json(step, {"batch": step - 1, **why}))
+        if record["skipped"] >= self._max:
+            raise InputError(
+                f"step {step}: {record['skipped']:.0f} steps in a row were skipped, which is as "
+                f"many as optimizer.max_skipped allows; {self._path} names their batches"
+            )

@@ -1,12 +1,20 @@
-"""What a run says of itself: a metrics line a person reads and a JSONL a program reads."""
+"""What a run says of itself: a line a person reads, a JSONL a program reads, and boards.
+
+`metrics.jsonl` has a record at every logged step. After a restart it is cut back to the step
+that the run goes on from, so that it reads as if the run had never stopped.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -17,12 +25,70 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from wedlm_jax.errors import InputError
+
+Record = dict[str, float]
+BY_RATIO = "mlm_loss_by_ratio"
+SHOWN = {
+    "loss": "loss",
+    "mlm_loss": "mlm",
+    "ar_loss": "ar",
+    "masked_accuracy": "masked acc",
+    "gradient_norm": "norm",
+    "learning_rate": "lr",
+    "mfu": "mfu",
+}
+"""On the line for a person, in this order and by these names; all else is in the files."""
+
+
+def flatten(metrics: Mapping[str, Any]) -> Record:
+    """Metrics of a step as plain numbers. The MLM loss by mask ratio becomes a number a bin,
+    ``mlm_loss_ratio_0.25_0.50``; bins without a mask are left out."""
+    record: Record = {}
+    for name, value in metrics.items():
+        if name != BY_RATIO:
+            record[name] = float(value)
+            continue
+        losses = np.asarray(value)
+        for i, loss in enumerate(losses):
+            if loss > 0:
+                low, high = i / len(losses), (i + 1) / len(losses)
+                record[f"mlm_loss_ratio_{low:.2f}_{high:.2f}"] = float(loss)
+    return record
+
+
+def as_json(step: int, record: Mapping[str, float]) -> str:
+    """A line of a JSONL file. JSON has no word for what is not finite: it becomes null."""
+    known = {name: x if math.isfinite(x) else None for name, x in record.items()}
+    return json.dumps({"step": step, **known}) + "\n"
+
+
+class Sink(Protocol):
+    """Where records go besides the JSONL file."""
+
+    def write(self, step: int, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
 
 class MetricsLog:
-    """Progress bar with ETA on a terminal, plain lines elsewhere, ``metrics.jsonl`` always."""
+    """Progress bar with ETA on a terminal, plain lines elsewhere, ``metrics.jsonl`` always.
 
-    def __init__(self, folder: Path, total_steps: int, done: int, title: str):
-        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+    Args:
+      folder: of the run.
+      total_steps: of the run.
+      done: completed steps; later records in the file are dropped.
+      title: of the bar.
+      sinks: where records go, too.
+    """
+
+    def __init__(
+        self, folder: Path, total_steps: int, done: int, title: str, sinks: list[Sink] | None = None
+    ):
+        path = folder / "metrics.jsonl"
+        cut_back(path, done)
+        self._file = path.open("a", encoding="utf-8")
+        self._sinks = sinks or []
         self._console = Console()
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
@@ -36,24 +102,124 @@ class MetricsLog:
         )
         self._progress.start()
         self._task = self._progress.add_task(title, total=total_steps, completed=done, line="")
-        self._total, self._last = total_steps, (time.monotonic(), done)
+        self._total = total_steps
 
-    def write(self, step: int, metrics: dict[str, float], tokens_per_step: int) -> None:
-        """Logs one line; tokens/s is over the steps since the last."""
-        now = time.monotonic()
-        seconds, steps = now - self._last[0], step - self._last[1]
-        self._last = (now, step)
-        speed = steps * tokens_per_step / max(seconds, 1e-9)
-        record: dict[str, Any] = {"step": step, **metrics, "tokens_per_second": round(speed, 1)}
-        self._file.write(json.dumps(record) + "\n")
+    def write(self, step: int, record: Record) -> None:
+        """Logs one record; it has ``step_seconds`` and ``tokens_per_second``."""
+        self._file.write(as_json(step, record))
         self._file.flush()
-        line = " ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        line += f" {speed:,.0f} tokens/s"
+        for sink in self._sinks:
+            sink.write(step, record)
+        shown = (f"{short} {record[name]:.4g}" for name, short in SHOWN.items() if name in record)
+        line = " ".join([*shown, f"{record['tokens_per_second']:,.0f} tokens/s"])
         self._progress.update(self._task, completed=step, line=line)
         if not self._console.is_terminal:
-            left = (self._total - step) * seconds / max(steps, 1)
+            left = (self._total - step) * record["step_seconds"]
             print(f"step {step}/{self._total} {line} ETA {left / 60:.1f} min", flush=True)
 
     def close(self) -> None:
         self._progress.stop()
         self._file.close()
+        for sink in self._sinks:
+            sink.close()
+
+
+def cut_back(path: Path, step: int) -> None:
+    """Drops the records behind ``step``, and what a crash left of a line."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue
+    beside = path.with_suffix(".part")
+    with beside.open("w", encoding="utf-8") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+class TensorBoard:
+    """Scalars for TensorBoard.
+
+    Raises:
+      InputError: tensorboardX is not installed.
+    """
+
+    def __init__(self, folder: Path, done: int):
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError:
+            raise InputError(
+                'metrics.tensorboard needs tensorboardX: pip install "wedlm-jax[tensorboard]"'
+            ) from None
+        # What an earlier attempt wrote behind the step that the run goes on from is purged.
+        self._writer = SummaryWriter(str(folder), purge_step=done + 1)
+
+    def write(self, step: int, record: Record) -> None:
+        for name, value in record.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """A run of Weights & Biases, resumed by the name of the run's folder.
+
+    Raises:
+      InputError: wandb is not installed.
+    """
+
+    def __init__(self, project: str, folder: Path, settings: dict[str, Any]):
+        try:
+            import wandb
+        except ImportError:
+            raise InputError("metrics.wandb needs wandb: pip install wandb") from None
+        name = folder.resolve().name
+        self._run = wandb.init(
+            project=project, id=name, name=name, resume="allow", dir=str(folder), config=settings
+        )
+
+    def write(self, step: int, record: Record) -> None:
+        self._run.log(record, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class StepClock:
+    """Wall-clock of the steps between two records.
+
+    Args:
+      now: a clock in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic):
+        self._now = now
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets what was before, such as compiling."""
+        self._started, self._steps, self._waited = self._now(), 0, 0.0
+
+    def count(self, waited: float) -> None:
+        """Notes a step that waited so many seconds for its input."""
+        self._steps += 1
+        self._waited += waited
+
+    def read(self, tokens_per_step: int) -> Record:
+        """``step_seconds``, ``tokens_per_second`` and ``input_wait`` (share of the time) since
+        the last reading."""
+        seconds = max(self._now() - self._started, 1e-9)
+        steps, waited = self._steps, self._waited
+        self.restart()
+        return {
+            "step_seconds": round(seconds / max(steps, 1), 6),
+            "tokens_per_second": round(steps * tokens_per_step / seconds, 1),
+            "input_wait": round(waited / seconds, 4),
+        }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import Array
 
@@ -55,6 +56,13 @@ def make_optimizer(
     else:
         raise ValueError(f"unknown optimizer {name!r}")
     return optax.chain(optax.clip_by_global_norm(clip_norm), update)
+
+
+def learning_rate(schedule: optax.Schedule, state: Any) -> Array:
+    """What the next update of an optimizer in this state will use: float32 scalar."""
+    counts = optax.tree_utils.tree_get_all_with_path(state, "count")
+    # Every part of the optimizer counts the same updates.
+    return jnp.asarray(schedule(counts[0][1]), jnp.float32)
 
 
 def decayed(parameters: Any) -> Any:

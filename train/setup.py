@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from train.config import TrainConfig
+from train.guard import Guard, GuardState
 from train.optimizer import make_optimizer
 from train.step import Objective, TrainState
 from wedlm_jax.config import ModelConfig
@@ -19,14 +20,19 @@ from wedlm_jax.loss import LossConfig
 from wedlm_jax.sharding import tree_shardings
 
 
-def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
-    """The recipe's optimizer under a linear warm-up and a cosine over the run's steps."""
+def schedule_of(config: TrainConfig) -> optax.Schedule:
+    """Learning rate by step: a linear warm-up, then a cosine over the rest of the run."""
     o = config.optimizer
-    schedule = optax.warmup_cosine_decay_schedule(
+    return optax.warmup_cosine_decay_schedule(
         0.0, o.learning_rate, o.warmup_steps, config.steps, o.final_learning_rate
     )
+
+
+def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
+    """The recipe's optimizer under its schedule."""
+    o = config.optimizer
     return make_optimizer(
-        schedule,
+        schedule_of(config),
         name=o.name,
         b1=o.b1,
         b2=o.b2,
@@ -34,6 +40,10 @@ def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
         weight_decay=o.weight_decay,
         clip_norm=o.clip_norm,
     )
+
+
+def guard_of(config: TrainConfig) -> Guard:
+    return Guard(spike_factor=config.optimizer.spike_factor)
 
 
 def objective_of(config: TrainConfig, model: ModelConfig) -> Objective:
@@ -61,7 +71,10 @@ def abstract_state(
 def placed_state(
     mesh: Mesh, parameters: nnx.State, optimizer: optax.GradientTransformation
 ) -> TrainState:
-    """The first state, each array made on the devices that the rules give it."""
-    parameters = jax.device_put(parameters, tree_shardings(mesh, parameters))
+    """The first state around parameters that are placed already, the rest made where the rules
+    put it."""
     layout = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(mesh, parameters, optimizer))
-    return jax.jit(lambda p: first_state(p, optimizer), out_shardings=layout)(parameters)
+    moments = jax.jit(optimizer.init, out_shardings=layout.optimizer)(parameters)
+    step = jax.device_put(jnp.zeros((), jnp.int32), layout.step)
+    guard = jax.device_put(GuardState.first(), layout.guard)
+    return TrainState(step, parameters, moments, guard)

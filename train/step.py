@@ -18,6 +18,8 @@ import optax
 from flax import nnx
 from jax import Array
 
+from train.guard import Guard, GuardState, judge
+from train.optimizer import learning_rate
 from wedlm_jax.corruption import DualStreamBatch, PackedRows, dual_stream, sample_masks
 from wedlm_jax.loss import (
     LossConfig,
@@ -41,11 +43,13 @@ class TrainState:
       step: int32 scalar, completed steps.
       parameters: the model's `nnx.State`, float32.
       optimizer: the optax state.
+      guard: what decides which steps are skipped.
     """
 
     step: Array
     parameters: nnx.State
     optimizer: Any
+    guard: GuardState = dataclasses.field(default_factory=GuardState.first)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +83,9 @@ def make_train_step(
     graph: nnx.GraphDef[Transformer],
     optimizer: optax.GradientTransformation,
     objective: Objective,
+    *,
+    schedule: optax.Schedule | None = None,
+    guard: Guard | None = None,
 ) -> TrainStep:
     """The jitted step; its state argument is donated. Called under ``jax.set_mesh``, it runs on
     that mesh, laid out by the rules of `wedlm_jax.sharding`.
@@ -87,10 +94,14 @@ def make_train_step(
       graph: of the model.
       optimizer: as from `make_optimizer`.
       objective: what is learned.
+      schedule: the optimizer's, to report the learning rate.
+      guard: which steps are skipped; only those whose gradients are not finite by default.
 
     Returns:
       ``step(state, rows, key)``: ``rows`` has arrays ``[A, R, L]``, ``key`` is the run's
-      mask key, folded with the step number inside. Metrics are float32 scalars.
+      mask key, folded with the step number inside. Metrics are float32 scalars, but
+      ``mlm_loss_by_ratio`` (see `wedlm_jax.loss.wedlm_loss`); ``skipped`` counts the steps
+      skipped in a row, 0 where this one was taken.
     """
 
     @partial(jax.jit, donate_argnums=0)
@@ -99,11 +110,41 @@ def make_train_step(
         gradients, metrics = accumulate(graph, state.parameters, batches, denominators, loss)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
         parameters = optax.apply_updates(state.parameters, updates)
-        metrics["gradient_norm"] = optax.global_norm(gradients)
-        new_state = TrainState(state.step + 1, parameters, optimizer_state)
+        norm = optax.global_norm(gradients)
+        taken, guard_state = judge(guard or Guard(), state.guard, state.step, norm)
+        parameters, optimizer_state = jax.tree.map(
+            partial(jnp.where, taken),
+            (parameters, optimizer_state),
+            (state.parameters, state.optimizer),
+        )
+        metrics |= {"gradient_norm": norm, "skipped": guard_state.skipped}
+        if schedule is not None:
+            metrics["learning_rate"] = learning_rate(schedule, state.optimizer)
+        new_state = TrainState(state.step + 1, parameters, optimizer_state, guard_state)
         return constrain_tree(new_state), metrics
 
     return step
+
+
+EvaluationStep = Callable[[nnx.State, PackedRows, Array], Metrics]
+
+
+def make_evaluation_step(graph: nnx.GraphDef[Transformer], objective: Objective) -> EvaluationStep:
+    """The jitted forward pass over held-out rows ``[A, R, L]``: the metrics of a training step
+    that depend on no gradient. ``key`` draws the masks."""
+
+    @jax.jit
+    def evaluate(parameters: nnx.State, rows: PackedRows, key: Array) -> Metrics:
+        batches, denominators, loss = prepare(objective, rows, key)
+
+        def body(_: None, batch: Any) -> tuple[None, Metrics]:
+            value, shares = loss(nnx.merge(graph, parameters), batch, denominators)
+            return None, {"loss": value, **shares}
+
+        _, shares = jax.lax.scan(body, None, batches)
+        return jax.tree.map(partial(jnp.sum, axis=0), shares)
+
+    return evaluate
 
 
 LossFn = Callable[[Transformer, Any, dict[str, Array]], tuple[Array, Metrics]]
@@ -133,7 +174,8 @@ def prepare_given(
     )
     batches = jax.vmap(build)(rows, masked, mask_ratio)
     per_step = jax.vmap(partial(wedlm_denominators, config=objective.loss))(batches)
-    return batches, jax.tree.map(jnp.sum, per_step), partial(_call, wedlm_loss, objective.loss)
+    totals = jax.tree.map(partial(jnp.sum, axis=0), per_step)
+    return batches, totals, partial(_call, wedlm_loss, objective.loss)
 
 
 def _call(

@@ -135,6 +135,10 @@ class Engine:
         self._programs: dict[Any, Any] = {}
         self.compile_seconds = 0.0
 
+    def update(self, model: Transformer) -> None:
+        """Decodes with other weights of the same shapes from now on; nothing is compiled anew."""
+        self._parameters = nnx.state(model)
+
     @property
     def num_parameters(self) -> int:
         return sum(int(x.size) for x in jax.tree.leaves(self._parameters))

@@ -20,6 +20,9 @@ from wedlm_jax.sharding import constrain
 
 RATIO_EPSILON = 1e-8
 
+RATIO_BINS = 4
+"""Bins of the mask ratio, equal parts of (0, 1], by which the MLM loss is reported."""
+
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
@@ -102,8 +105,16 @@ def wedlm_denominators(batch: DualStreamBatch, config: LossConfig) -> dict[str, 
     return {
         "mlm": weights.sum(),
         "masked": batch.masked.sum().astype(jnp.float32),
+        "masked_by_ratio": _by_ratio(batch, batch.masked),
         "ar": batch.next_valid.sum().astype(jnp.float32),
     }
+
+
+def _by_ratio(batch: DualStreamBatch, values: Array) -> Array:
+    """Sums of values ``[R, L]`` of masked rows, by bin of their mask ratio: ``[RATIO_BINS]``."""
+    place = jnp.ceil(batch.mask_ratio * RATIO_BINS) - 1
+    inside = (place[..., None] == jnp.arange(RATIO_BINS)) & batch.masked[..., None]
+    return jnp.where(inside, values[..., None], 0.0).sum(axis=(0, 1))
 
 
 def wedlm_loss(
@@ -119,8 +130,9 @@ def wedlm_loss(
 
     Returns:
       The scalar share of (MLM + a·AR) / (1 + a), and the shares of ``mlm_loss``,
-      ``ar_loss``, ``masked_accuracy`` and ``ar_accuracy``; each sums to the global
-      batch's value over micro-batches.
+      ``ar_loss``, ``masked_accuracy``, ``ar_accuracy`` and ``mlm_loss_by_ratio``
+      (``[RATIO_BINS]``, the plain mean over the masks of a bin, however they are weighted);
+      each sums to the global batch's value over micro-batches.
     """
     hidden, _ = model(
         batch.token_ids,
@@ -141,6 +153,7 @@ def wedlm_loss(
         "ar_loss": _share((batch.next_valid * ar).sum(), denominators["ar"]),
         "masked_accuracy": _share((batch.masked & mlm_hit).sum(), denominators["masked"]),
         "ar_accuracy": _share((batch.next_valid & ar_hit).sum(), denominators["ar"]),
+        "mlm_loss_by_ratio": _share(_by_ratio(batch, mlm), denominators["masked_by_ratio"]),
     }
     a = config.ar_weight
     return (shares["mlm_loss"] + a * shares["ar_loss"]) / (1.0 + a), shares

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from wedlm_jax.errors import InputError
 
@@ -24,8 +25,12 @@ LATE_REPORTS_S = 0.5
 """How long reads that were under way at a failure may take to end."""
 
 
+class DamagedCheckpoint(InputError):
+    """What is on disk cannot be read, or is not what was written."""
+
+
 class StepFolders:
-    """The newest few states of a run, written in the background, whole or not at all.
+    """Numbered states of a run, written in the background, whole or not at all.
 
     A state is a flat dictionary of arrays, global ones included: every process of a
     multi-process run calls each method, and writes and reads its own shards.
@@ -33,32 +38,54 @@ class StepFolders:
     Args:
       folder: holds a folder a step; made if absent.
       keep: how many of the newest to keep.
+      keep_every: also keep each state whose step is a multiple of this; 0 for none.
     """
 
-    def __init__(self, folder: Path, keep: int):
+    def __init__(self, folder: Path, keep: int, keep_every: int = 0):
         self._folder = folder
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
-        self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, keep_period=keep_every or None, create=True
+        )
+        with _quiet():
+            self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
 
-    def latest_step(self) -> int | None:
-        """The newest step that was written completely; None where there is none."""
-        return self._manager.latest_step()
+    def steps(self) -> list[int]:
+        """The steps whose states were written completely, newest first."""
+        return sorted(self._manager.all_steps(), reverse=True)
 
     def save(self, step: int, state: dict[str, jax.Array]) -> None:
-        self._manager.save(step, args=ocp.args.StandardSave(state))
+        """Writes a state in the background; returns when its arrays may be overwritten."""
+        self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
 
-    def restore(self, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The newest state, with the shapes, dtypes and placement of ``like``.
+    def restore(self, step: int, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The state of a step, with the shapes, dtypes and placement of ``like``.
 
         Raises:
-          InputError: there is none, or its arrays have other names or shapes.
+          DamagedCheckpoint: it cannot be read.
+          InputError: its arrays have other names or shapes.
         """
-        step = self.latest_step()
-        if step is None:
-            raise InputError(f"{self._folder}: no complete state is in this folder")
-        _check_same_shapes(step_tree(self._folder / str(step)), like)
+        folder = step_tree(self._folder / str(step))
+        _check_same_shapes(folder, like)
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        return self._manager.restore(step, args=ocp.args.StandardRestore(target))
+        try:
+            with _quiet():
+                return self._manager.restore(step, args=ocp.args.StandardRestore(target))
+        except Exception as error:
+            # Tensorstore's errors are of many types; each means that the files are damaged.
+            raise _damaged(folder, error) from None
+
+    def set_aside(self, step: int) -> None:
+        """Renames a state, so that it counts no more and its step can be written again."""
+        folder = self._folder / str(step)
+        if jax.process_index() == 0:
+            place, number = folder.with_name(f"{step}.damaged"), 1
+            while place.exists():
+                number += 1
+                place = folder.with_name(f"{step}.damaged-{number}")
+            folder.rename(place)
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices(f"set aside {step}")
+        self._manager.reload()
 
     def close(self) -> None:
         """Waits until everything is on disk."""
@@ -145,9 +172,9 @@ def _metadata(folder: Path) -> Any:
     return tree
 
 
-def _damaged(folder: Path, error: Exception) -> InputError:
+def _damaged(folder: Path, error: Exception) -> DamagedCheckpoint:
     reason = str(error).strip().splitlines()
-    return InputError(
+    return DamagedCheckpoint(
         f"{folder}: damaged or not an orbax checkpoint "
         f"({reason[0][:200] if reason else type(error).__name__})"
     )

@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-import train.loop
+import train.start
 from tests.checkpoints import assert_same_bits, hf_values
-from train.config import DataSection, LossSection, ModelSection, OptimizerSection, TrainConfig
-from train.corpus import generate
+from tests.tiny_run import (
+    ARCHITECTURE,
+    Killed,
+    metric_lines,
+    on_devices,
+    stop_before_step,
+    tiny_recipe,
+)
+from train.config import DataSection, ModelSection, OptimizerSection
 from train.loop import train as run_training
-from train.step import TrainState
-from train.tokenizer import save_tokenizer, train_tokenizer
+from train.start import packed_dataset
+from train.start import tokenizer_folder as tokenizer_folder_of
 from wedlm_jax.errors import InputError
 from wedlm_jax.hf import load_checkpoint
 from wedlm_jax.llm import LLM
 from wedlm_jax.sampling import SamplingParams
-from wedlm_jax.sharding import make_mesh
-
-ARCHITECTURE = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "qk_norm": True,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 256,
-}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -46,78 +38,6 @@ def one_device() -> Iterator[None]:
         yield
 
 
-def on_devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    devices = jax.devices()[:count]
-    monkeypatch.setattr(train.loop, "make_mesh", lambda sizes: make_mesh(sizes, devices))
-
-
-@pytest.fixture(scope="module")
-def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    texts = (f"{s.prompt}\n{s.answer}\n" for s in generate(0, 100, split="train"))
-    save_tokenizer(train_tokenizer(texts, 300), folder)
-    return folder
-
-
-def tiny_recipe(output: Path, tokenizer: Path | None, **changes: object) -> TrainConfig:
-    config = TrainConfig(
-        steps=4,
-        rows=2,
-        accumulation=2,
-        row_length=128,
-        block_size=32,
-        seed=1,
-        output=str(output),
-        checkpoint_every=100,
-        log_every=1,
-        model=ModelSection(architecture=dict(ARCHITECTURE)),
-        data=DataSection(
-            samples=40,
-            weights={"reasoning": 1.0},
-            tokenizer=str(tokenizer) if tokenizer else None,
-            vocab_size=300,
-        ),
-        optimizer=OptimizerSection(learning_rate=0.01, warmup_steps=1),
-        loss=LossSection(dtype="float32", remat="none", chunk=64),
-    )
-    return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
-
-
-def metric_lines(output: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        # A wall-clock number, the one that no run repeats.
-        assert line.pop("tokens_per_second") > 0
-    return lines
-
-
-@pytest.fixture(scope="module")
-def finished(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("runs") / "uninterrupted"
-    assert run_training(tiny_recipe(output, tokenizer_folder)) == output / "hf"
-    return output
-
-
-class Stopped(Exception):
-    """What ends a run from outside."""
-
-
-def stop_before_step(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
-    """The run dies when it reads the batch of step ``last``."""
-    real = train.loop.batches
-
-    class UntilStopped:
-        def __init__(self, *arguments: object):
-            self.source = real(*arguments)  # type: ignore[arg-type]
-
-        def __getitem__(self, step: int) -> object:
-            if step == last:
-                raise Stopped
-            return self.source[step]
-
-    monkeypatch.setattr(train.loop, "batches", UntilStopped)
-
-
 def test_a_run_that_was_killed_and_resumed_is_the_uninterrupted_run(
     finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -125,7 +45,7 @@ def test_a_run_that_was_killed_and_resumed_is_the_uninterrupted_run(
     config = tiny_recipe(tmp_path, tokenizer_folder, checkpoint_every=2)
     with monkeypatch.context() as patch:
         stop_before_step(patch, 2)
-        with pytest.raises(Stopped):
+        with pytest.raises(Killed):
             run_training(config)
     assert not (tmp_path / "hf").exists()
     assert [line["step"] for line in metric_lines(tmp_path)] == [1, 2]
@@ -170,7 +90,7 @@ def test_wedlm_training_continues_an_ar_checkpoint(tokenizer_folder: Path, tmp_p
     first = tiny_recipe(tmp_path / "ar", tokenizer_folder, objective="ar", steps=2)
     exported = run_training(first)
     assert set(metric_lines(tmp_path / "ar")[0]) == {
-        "step", "loss", "ar_loss", "ar_accuracy", "gradient_norm",
+        "step", "loss", "ar_loss", "ar_accuracy", "gradient_norm", "learning_rate", "skipped",
     }  # fmt: skip
     # A learning rate of nothing gives back what was loaded: tokenizer and parameters.
     second = tiny_recipe(
@@ -189,12 +109,12 @@ def test_wedlm_training_continues_an_ar_checkpoint(tokenizer_folder: Path, tmp_p
 def test_a_run_without_a_tokenizer_trains_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train.loop, "TOKENIZER_SAMPLES", 50)
-    folder = train.loop._tokenizer_folder(tiny_recipe(tmp_path, None), tmp_path)
+    monkeypatch.setattr(train.start, "TOKENIZER_SAMPLES", 50)
+    folder = tokenizer_folder_of(tiny_recipe(tmp_path, None), tmp_path)
     assert Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size() == 300
     # The second call reads what the first one made.
-    monkeypatch.setattr(train.loop, "train_tokenizer", None)
-    assert train.loop._tokenizer_folder(tiny_recipe(tmp_path, None), tmp_path) == folder
+    monkeypatch.setattr(train.start, "train_tokenizer", None)
+    assert tokenizer_folder_of(tiny_recipe(tmp_path, None), tmp_path) == folder
 
 
 def test_packed_rows_are_made_anew_when_the_data_changes(
@@ -204,7 +124,7 @@ def test_packed_rows_are_made_anew_when_the_data_changes(
 
     def rows(**changes: object) -> np.ndarray:
         config = tiny_recipe(tmp_path, tokenizer_folder, **changes)
-        return train.loop._dataset(config, tmp_path, tokenizer, 0).arrays["tokens"]
+        return packed_dataset(config, tmp_path, tokenizer, 0).arrays["tokens"]
 
     first = rows()
     assert "packing" in capsys.readouterr().out
@@ -221,25 +141,9 @@ def test_samples_too_long_for_a_row_are_counted_aloud(
 ) -> None:
     tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     config = tiny_recipe(tmp_path, tokenizer_folder)
-    dataset = train.loop._dataset(config, tmp_path, tokenizer, 0)
+    dataset = packed_dataset(config, tmp_path, tokenizer, 0)
     assert 0 < dataset.skipped < 40
     assert f"{dataset.skipped} samples too long and left out" in capsys.readouterr().out
-
-
-def test_a_loss_that_is_no_number_stops_the_run(
-    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken_step(*_: object) -> object:
-        def step(state: TrainState, rows: object, key: object) -> tuple[TrainState, dict]:
-            following = dataclasses.replace(state, step=state.step + 1)
-            return following, {"loss": jax.numpy.float32(np.nan)}
-
-        return step
-
-    monkeypatch.setattr(train.loop, "make_train_step", broken_step)
-    with pytest.raises(InputError, match="step 1: the loss is nan; stopped"):
-        run_training(tiny_recipe(tmp_path, tokenizer_folder))
-    assert not (tmp_path / "hf").exists()
 
 
 def test_a_tokenizer_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,125 @@
+"""A recipe that trains in seconds, and ways to stop it: for the tests of the loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import sys
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import jax
+import pytest
+
+import train.loop
+from train.config import (
+    DataSection,
+    LossSection,
+    ModelSection,
+    OptimizerSection,
+    TrainConfig,
+    save_config,
+)
+from wedlm_jax.__main__ import main
+from wedlm_jax.sharding import make_mesh
+
+ARCHITECTURE = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "qk_norm": True,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 256,
+}
+
+
+WALL_CLOCK = {"tokens_per_second", "step_seconds", "input_wait"}
+"""Numbers that no run repeats."""
+
+
+def on_devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    devices = jax.devices()[:count]
+    monkeypatch.setattr(train.loop, "make_mesh", lambda sizes: make_mesh(sizes, devices))
+
+
+def tiny_recipe(output: Path, tokenizer: Path | None, **changes: object) -> TrainConfig:
+    config = TrainConfig(
+        steps=4,
+        rows=2,
+        accumulation=2,
+        row_length=128,
+        block_size=32,
+        seed=1,
+        output=str(output),
+        checkpoint_every=100,
+        log_every=1,
+        model=ModelSection(architecture=dict(ARCHITECTURE)),
+        data=DataSection(
+            samples=40,
+            weights={"reasoning": 1.0},
+            tokenizer=str(tokenizer) if tokenizer else None,
+            vocab_size=300,
+        ),
+        optimizer=OptimizerSection(learning_rate=0.01, warmup_steps=1),
+        loss=LossSection(dtype="float32", remat="none", chunk=64),
+    )
+    return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
+
+
+def metric_lines(output: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{name: x for name, x in line.items() if name not in WALL_CLOCK} for line in lines]
+
+
+class Killed(Exception):
+    """What ends a run from outside."""
+
+
+def stop_before_step(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
+    """The run dies when it reads the batch of step ``last``."""
+    real = train.loop.batches
+
+    class UntilStopped:
+        def __init__(self, *arguments: object):
+            self.source = real(*arguments)  # type: ignore[arg-type]
+
+        def __getitem__(self, step: int) -> object:
+            if step == last:
+                raise Killed
+            return self.source[step]
+
+    monkeypatch.setattr(train.loop, "batches", UntilStopped)
+
+
+def command_in_child(arguments: list[str], output: Path, devices: int = 1) -> None:
+    """`wedlm train` in a process of its own, what it prints in the file ``output``.
+
+    For `multiprocessing`: its server has imported the project already, so that a child is
+    ready in a moment.
+    """
+    with output.open("a", encoding="utf-8") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+        jax.config.update("jax_num_cpu_devices", devices)
+        sys.exit(main(["train", *arguments]))
+
+
+def start_command(arguments: list[str], output: Path, devices: int = 1) -> BaseProcess:
+    """Starts `command_in_child`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.tiny_run"])
+    child = context.Process(target=command_in_child, args=(arguments, output, devices))
+    child.start()
+    return child
+
+
+def write_recipe(config: TrainConfig, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "recipe.yaml"
+    save_config(config, path)
+    return path

@@ -1,0 +1,29 @@
+"""What the tests of training share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_run import on_devices, tiny_recipe
+from train.corpus import generate
+from train.loop import train as run_training
+from train.tokenizer import save_tokenizer, train_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    texts = (f"{s.prompt}\n{s.answer}\n" for s in generate(0, 100, split="train"))
+    save_tokenizer(train_tokenizer(texts, 300), folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def finished(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("runs") / "uninterrupted"
+    with pytest.MonkeyPatch.context() as patch:
+        on_devices(patch, 1)
+        assert run_training(tiny_recipe(output, tokenizer_folder)) == output / "hf"
+    return output

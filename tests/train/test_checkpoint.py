@@ -1,0 +1,127 @@
+"""Checkpoints on disk: whole or set aside, kept or dropped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from train.checkpoint import Checkpoints, checksums
+from train.step import TrainState
+from wedlm_jax.errors import InputError
+
+
+def state(step: int) -> TrainState:
+    key = jax.random.key(step)
+    parameters = {
+        "kernel": jax.random.normal(key, (64, 32)),
+        "half": jnp.full((7,), step, jnp.bfloat16),
+    }
+    return TrainState(jnp.int32(step), parameters, (jnp.zeros((3,)),))
+
+
+def write(folder: Path, *steps: int, keep: int = 5, keep_every: int = 0) -> None:
+    checkpoints = Checkpoints(folder, keep, keep_every)
+    for step in steps:
+        checkpoints.save(state(step))
+    checkpoints.close()
+
+
+def read(folder: Path) -> tuple[TrainState | None, list[str]]:
+    said: list[str] = []
+    checkpoints = Checkpoints(folder, 5)
+    try:
+        return checkpoints.restore(state(0), said.append), said
+    finally:
+        checkpoints.close()
+
+
+def assert_is_step(found: TrainState | None, step: int) -> None:
+    assert found is not None
+    for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(state(step)), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def biggest_file(folder: Path) -> Path:
+    return max((f for f in folder.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+
+
+def test_the_newest_state_comes_back(tmp_path: Path) -> None:
+    write(tmp_path, 2, 4, 6)
+    found, said = read(tmp_path)
+    assert_is_step(found, 6)
+    assert said == []
+
+
+def test_no_states_are_no_error(tmp_path: Path) -> None:
+    assert read(tmp_path / "new") == (None, [])
+
+
+def test_the_newest_and_every_so_manieth_are_kept(tmp_path: Path) -> None:
+    write(tmp_path, *range(1, 9), keep=2, keep_every=3)
+    assert sorted(int(p.name) for p in tmp_path.iterdir() if p.name.isdigit()) == [3, 6, 7, 8]
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    file.write_bytes(content)
+
+
+DAMAGES = {
+    "cut": cut,
+    "flip": flip,
+    "gone": Path.unlink,
+    "empty": lambda file: file.write_bytes(b""),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_state_is_told_and_the_one_before_it_is_used(tmp_path: Path, damage: str) -> None:
+    write(tmp_path, 2, 4)
+    DAMAGES[damage](biggest_file(tmp_path / "4"))
+    found, said = read(tmp_path)
+    assert_is_step(found, 2)
+    assert len(said) == 1
+    assert str(tmp_path / "4") in said[0]
+    assert "the state before it is tried" in said[0]
+    # Its step can be written again, and what was damaged is still there to be looked at.
+    write(tmp_path, 4)
+    assert_is_step(read(tmp_path)[0], 4)
+    assert (tmp_path / "4.damaged").is_dir()
+
+
+def test_when_all_are_damaged_the_run_does_not_begin_anew_in_silence(tmp_path: Path) -> None:
+    write(tmp_path, 2, 4)
+    for step in ("2", "4"):
+        flip(biggest_file(tmp_path / step))
+    with pytest.raises(InputError, match="every state is damaged"):
+        read(tmp_path)
+
+
+def test_a_state_of_another_model_is_refused_not_set_aside(tmp_path: Path) -> None:
+    write(tmp_path, 2)
+    checkpoints = Checkpoints(tmp_path, 5)
+    other = TrainState(jnp.int32(0), {"kernel": jnp.zeros((8, 8))}, ())
+    with pytest.raises(InputError, match="another model"):
+        checkpoints.restore(other)
+    checkpoints.close()
+    assert (tmp_path / "2").is_dir()
+
+
+def test_a_checksum_sees_each_bit_and_each_place() -> None:
+    x = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    first = int(checksums({"x": jnp.asarray(x)})[0])
+    for index in np.ndindex(*x.shape):
+        changed = x.copy()
+        changed[index] = np.nextafter(changed[index], np.float32(np.inf))
+        assert int(checksums({"x": jnp.asarray(changed)})[0]) != first
+    for axis in range(3):
+        assert int(checksums({"x": jnp.asarray(np.flip(x, axis))})[0]) != first

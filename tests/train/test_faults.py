@@ -1,0 +1,157 @@
+"""Runs that are ended from outside, at any moment, and go on as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import train.loop
+from tests.checkpoints import assert_same_bits, hf_values
+from tests.tiny_run import (
+    Killed,
+    metric_lines,
+    on_devices,
+    start_command,
+    stop_before_step,
+    tiny_recipe,
+    write_recipe,
+)
+from tests.train.test_checkpoint import biggest_file, flip
+from train.loop import train as run_training
+from train.stop import EXIT_STATUS, Stopped
+
+KILLS = 10
+LIMIT_S = 300
+
+
+def test_sigterm_saves_and_the_run_goes_on_from_there(
+    finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    on_devices(monkeypatch, 1)
+    config = tiny_recipe(tmp_path, tokenizer_folder)
+    real = train.loop.batches
+
+    class Terminating:
+        def __init__(self, *arguments: object):
+            self.source = real(*arguments)  # type: ignore[arg-type]
+            self.reads = 0
+
+        def __getitem__(self, step: int) -> object:
+            self.reads += 1
+            if self.reads == 3:  # one for compiling, one for the first step
+                os.kill(os.getpid(), signal.SIGTERM)
+            return self.source[step]
+
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        patch.setattr(train.loop, "batches", Terminating)
+        with pytest.raises(Stopped, match="stopped after step 2"):
+            run_training(config)
+    assert signal.getsignal(signal.SIGTERM) is before
+    capsys.readouterr()
+    run_training(config)
+    assert "resumed from step 2" in capsys.readouterr().out
+    assert metric_lines(tmp_path) == metric_lines(finished)
+    assert_same_bits(hf_values(tmp_path / "hf"), hf_values(finished / "hf"))
+
+
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
+    finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    on_devices(monkeypatch, 1)
+    config = tiny_recipe(tmp_path, tokenizer_folder, checkpoint_every=1)
+    with monkeypatch.context() as patch:
+        stop_before_step(patch, 3)
+        with pytest.raises(Killed):
+            run_training(config)
+    flip(biggest_file(tmp_path / "checkpoints" / "3"))
+    capsys.readouterr()
+    run_training(config)
+    said = capsys.readouterr().out
+    assert "is set aside" in said
+    assert "resumed from step 2" in said
+    assert metric_lines(tmp_path) == metric_lines(finished)
+    assert_same_bits(hf_values(tmp_path / "hf"), hf_values(finished / "hf"))
+
+
+def test_a_run_goes_on_with_the_same_data_on_another_mesh(
+    finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_recipe(tmp_path, tokenizer_folder, checkpoint_every=2)
+    with monkeypatch.context() as patch:
+        on_devices(patch, 1)
+        stop_before_step(patch, 2)
+        with pytest.raises(Killed):
+            run_training(config)
+    on_devices(monkeypatch, 2)
+    run_training(config)
+    for moved, stayed in zip(metric_lines(tmp_path), metric_lines(finished), strict=True):
+        assert moved["step"] == stayed["step"]
+        assert moved["loss"] == pytest.approx(stayed["loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_killed_ten_times_is_the_run_that_was_never_killed(
+    finished: Path, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    steps = 30
+    whole = tiny_recipe(tmp_path / "whole", tokenizer_folder, steps=steps, checkpoint_every=3)
+    killed = tiny_recipe(tmp_path / "killed", tokenizer_folder, steps=steps, checkpoint_every=3)
+    recipes = [
+        ["--config", str(write_recipe(config, tmp_path / name))]
+        for name, config in (("a", whole), ("b", killed))
+    ]
+    unbroken = start_command(recipes[0], tmp_path / "whole.txt")
+    unbroken.join(LIMIT_S)
+    assert unbroken.exitcode == 0, (tmp_path / "whole.txt").read_text()
+
+    chance = random.Random(1)
+    for _ in range(KILLS):
+        child = start_command(recipes[1], tmp_path / "killed.txt")
+        wait_for_records(tmp_path / "killed", chance.randint(0, 3))
+        time.sleep(chance.random() * 0.3)
+        assert child.exitcode is None, (tmp_path / "killed.txt").read_text()
+        child.kill()
+        child.join()
+    last = start_command(recipes[1], tmp_path / "killed.txt")
+    last.join(LIMIT_S)
+    assert last.exitcode == 0, (tmp_path / "killed.txt").read_text()
+    assert metric_lines(tmp_path / "killed") == metric_lines(tmp_path / "whole")
+    values = (hf_values(tmp_path / name / "hf") for name in ("killed", "whole"))
+    assert_same_bits(*values)
+
+
+def wait_for_records(output: Path, more: int) -> None:
+    """Until the run that has just begun has logged so many steps; not at all for 0."""
+    path = output / "metrics.jsonl"
+    deadline, seen, counted = time.monotonic() + LIMIT_S, None, 0
+    while counted < more and time.monotonic() < deadline:
+        size = path.stat().st_size if path.exists() else 0
+        # A resumed run first cuts the file back, so growth is what is counted.
+        if seen is not None and size > seen:
+            counted += 1
+        seen = size
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_sigterm_ends_the_command_with_its_own_status(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    config = tiny_recipe(tmp_path / "run", tokenizer_folder, steps=10_000)
+    recipe = write_recipe(config, tmp_path)
+    child = start_command(["--config", str(recipe)], tmp_path / "said.txt")
+    wait_for_records(tmp_path / "run", 2)
+    child.terminate()
+    child.join(LIMIT_S)
+    said = (tmp_path / "said.txt").read_text()
+    assert child.exitcode == EXIT_STATUS, said
+    assert "the same command goes on from there" in said
+    assert list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))

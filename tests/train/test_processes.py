@@ -1,0 +1,74 @@
+"""Several processes in one run, on this machine; and the options that start them."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.checkpoints import hf_values
+from tests.tiny_run import metric_lines, start_command, tiny_recipe, write_recipe
+from wedlm_jax.__main__ import main
+
+LIMIT_S = 300
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return int(listener.getsockname()[1])
+
+
+@pytest.mark.slow
+def test_two_processes_train_together_what_one_trains_alone(
+    finished: Path, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    config = tiny_recipe(tmp_path / "run", tokenizer_folder, checkpoint_every=2)
+    recipe, address = write_recipe(config, tmp_path), f"localhost:{free_port()}"
+    common = ["--config", str(recipe), "--coordinator", address, "--num-processes", "2"]
+    children = [
+        start_command([*common, "--process-id", str(i)], tmp_path / f"{i}.txt") for i in range(2)
+    ]
+    for child in children:
+        child.join(LIMIT_S)
+    said = [(tmp_path / f"{i}.txt").read_text() for i in range(2)]
+    assert [child.exitcode for child in children] == [0, 0], said
+    together, alone = metric_lines(tmp_path / "run"), metric_lines(finished)
+    assert [line["step"] for line in together] == [line["step"] for line in alone]
+    for one, two in zip(alone, together, strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+        assert two["gradient_norm"] == pytest.approx(one["gradient_norm"], rel=1e-3)
+    # One process speaks for all.
+    assert "step 4/4" in said[0]
+    assert "step" not in said[1]
+    values, expected = hf_values(tmp_path / "run" / "hf"), hf_values(finished / "hf")
+    assert values.keys() == expected.keys()
+    for name, value in values.items():
+        # Adam divides small differences of the sums by small numbers.
+        np.testing.assert_allclose(value, expected[name], atol=2e-3, err_msg=name)
+    config_file = json.loads((tmp_path / "run" / "hf" / "config.json").read_text())
+    assert config_file["model_type"] == "wedlm"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--coordinator", "localhost:1"], "needs both other numbers"),
+        (["--num-processes", "2"], "go with --coordinator"),
+        (
+            ["--coordinator", "localhost:1", "--num-processes", "2", "--process-id", "2"],
+            "--process-id: expected 0 to 1, not 2",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    options: list[str], message: str, tokenizer_folder: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    recipe = write_recipe(tiny_recipe(tmp_path / "run", tokenizer_folder), tmp_path)
+    assert main(["train", "--config", str(recipe), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

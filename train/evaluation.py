@@ -1,0 +1,126 @@
+"""A look at the model in mid-run: losses on held-out rows, and what its decoder makes of them.
+
+Rows and masks are the same at every evaluation, so its numbers differ by the model alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from train.config import TrainConfig
+from train.metrics import Record, as_json, flatten
+from train.processes import is_first
+from train.step import Objective, make_evaluation_step
+from wedlm_jax.corruption import PackedRows
+from wedlm_jax.engine import Engine
+from wedlm_jax.model import Transformer
+from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.sharding import batch_sharding
+
+MASKS = 2**31
+"""Folded into the run's key for the masks; no step has this number."""
+WINDOW = 16
+
+
+class Evaluation:
+    """Held-out rows and prompts, and the compiled programs that judge a model by them.
+
+    Args:
+      config: the recipe.
+      mesh: of the run.
+      graph: of the model.
+      objective: of the run.
+      rows: held-out packed rows, arrays ``[N, L]``; the last are left out where N is no
+        multiple of the recipe's rows.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        mesh: Mesh,
+        graph: nnx.GraphDef[Transformer],
+        objective: Objective,
+        rows: dict[str, np.ndarray],
+    ):
+        self._config, self._graph = config, graph
+        count = max(len(rows["tokens"]) // config.rows, 1) * config.rows
+        sharding = batch_sharding(mesh)
+
+        def place(x: np.ndarray) -> jax.Array:
+            # Rows are repeated where there are fewer than a micro-batch.
+            x = np.resize(x, (count, *x.shape[1:])).reshape(-1, config.rows, *x.shape[1:])
+            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+        self._rows = PackedRows(**{name: place(x) for name, x in rows.items()})
+        self._key = jax.random.fold_in(jax.random.key(config.seed), MASKS)
+        self._step = make_evaluation_step(graph, objective)
+        wanted = config.evaluation.prompts if mesh.size == 1 and objective.kind == "wedlm" else 0
+        self._prompts = prompts_of(rows, wanted)
+        self._engine: Engine | None = None
+
+    def run(self, parameters: nnx.State) -> Record:
+        """Losses, perplexity, and decoding of the prompts: tokens per forward and p_cache.
+
+        Decoding is left out on a mesh of several devices."""
+        record = flatten(jax.device_get(self._step(parameters, self._rows, self._key)))
+        record["ar_perplexity"] = math.exp(min(record["ar_loss"], 100.0))
+        return record | self._decode(parameters)
+
+    def _decode(self, parameters: nnx.State) -> Record:
+        if not self._prompts:
+            return {}
+        dtype = jnp.dtype(self._config.loss.dtype)
+        model = nnx.merge(self._graph, jax.tree.map(lambda x: x.astype(dtype), parameters))
+        if self._engine is None:
+            self._engine = Engine(model, window_size=WINDOW)
+        else:
+            self._engine.update(model)
+        limit = self._engine.max_model_len
+        tokens = min(self._config.evaluation.max_tokens, limit - max(map(len, self._prompts)))
+        params = SamplingParams(max_tokens=tokens)
+        batch = self._engine.start(self._prompts, [params] * len(self._prompts))
+        batch.advance()
+        results = batch.results()
+        made = sum(len(r.token_ids) for r in results)
+        return {
+            "tokens_per_forward": made / sum(r.num_forwards for r in results),
+            "p_cache": made / sum(r.num_token_instances for r in results),
+        }
+
+
+def prompts_of(rows: dict[str, np.ndarray], count: int) -> list[list[int]]:
+    """Beginnings of the first samples of packed rows: what stands before the first trainable
+    token, or the first half of a sample that is trainable from its start."""
+    prompts: list[list[int]] = []
+    for tokens, segments, trainable in zip(
+        rows["tokens"], rows["segment_ids"], rows["trainable"], strict=True
+    ):
+        for segment in range(1, int(segments.max(initial=0)) + 1):
+            place = np.flatnonzero(segments == segment)
+            if len(prompts) == count:
+                return prompts
+            first = int(np.argmax(trainable[place])) or len(place) // 2
+            if first:
+                prompts.append(tokens[place[:first]].tolist())
+    return prompts
+
+
+def append_record(path: Path, step: int, record: Record) -> None:
+    """One line more in ``evaluation.jsonl``, by the first process."""
+    if is_first():
+        with path.open("a", encoding="utf-8") as file:
+            file.write(as_json(step, record))
+
+
+def held_out(config: TrainConfig) -> TrainConfig:
+    """The recipe of the held-out rows: as many samples as fill them amply."""
+    samples = max(config.evaluation.rows, config.rows) * config.row_length // 16
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, samples=samples))

@@ -1,0 +1,110 @@
+"""What a run starts from: its tokenizer, its model on the mesh, its packed rows.
+
+The first process makes what has to be made; the others wait for it and read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from tokenizers import Tokenizer
+
+from train.config import TrainConfig
+from train.corpus import generate
+from train.data import PackedDataset, build_dataset, load_dataset, save_dataset
+from train.processes import is_first, say, wait_for_all
+from train.tokenizer import save_tokenizer, train_tokenizer
+from wedlm_jax.config import ModelConfig, config_from_hf
+from wedlm_jax.errors import InputError
+from wedlm_jax.hf import load_checkpoint
+from wedlm_jax.model import Transformer
+from wedlm_jax.sharding import tree_shardings
+
+TOKENIZER_SAMPLES = 20_000
+
+
+def tokenizer_folder(config: TrainConfig, output: Path) -> Path:
+    """The tokenizer given, that of the starting checkpoint, or one trained on the corpus."""
+    for given in (config.data.tokenizer, config.model.init_from):
+        if given is not None:
+            if not (Path(given) / "tokenizer.json").exists():
+                raise InputError(f"{given}: no tokenizer.json in this folder")
+            return Path(given)
+    folder = output / "tokenizer"
+    if is_first() and not (folder / "tokenizer.json").exists():
+        say(f"training a tokenizer of {config.data.vocab_size} tokens")
+        weights = config.data.weights or None
+        samples = generate(
+            config.data.corpus_seed, TOKENIZER_SAMPLES, split="train", weights=weights
+        )
+        texts = (f"{sample.prompt}\n{sample.answer}\n" for sample in samples)
+        save_tokenizer(train_tokenizer(texts, config.data.vocab_size), folder)
+    wait_for_all("tokenizer")
+    return folder
+
+
+def initial_model(config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh) -> Transformer:
+    """The model to start from, float32, each parameter on the devices that the rules give it."""
+    if config.model.init_from is not None:
+        return _placed(load_checkpoint(Path(config.model.init_from), dtype=jnp.float32), mesh)
+    model_config = _new_model_config(config, tokenizer)
+
+    def make() -> nnx.State:
+        key = jax.random.key(config.seed)
+        return nnx.state(Transformer(model_config, rngs=nnx.Rngs(params=key)))
+
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(model_config, rngs=nnx.Rngs(0))))
+    layout = tree_shardings(mesh, jax.eval_shape(make))
+    return nnx.merge(graph, jax.jit(make, out_shardings=layout)())
+
+
+def _placed(model: Transformer, mesh: Mesh) -> Transformer:
+    graph, parameters = nnx.split(model)
+
+    def place(x: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
+        host = np.asarray(x)
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: host[index])
+
+    return nnx.merge(graph, jax.tree.map(place, parameters, tree_shardings(mesh, parameters)))
+
+
+def _new_model_config(config: TrainConfig, tokenizer: Tokenizer) -> ModelConfig:
+    special = {
+        "mask_token_id": tokenizer.token_to_id("<|mask|>"),
+        "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
+        "pad_token_id": tokenizer.token_to_id("<|endoftext|>"),
+    }
+    architecture = {"model_type": "wedlm", "vocab_size": tokenizer.get_vocab_size(), **special}
+    return config_from_hf({**architecture, **config.model.architecture})
+
+
+def packed_dataset(
+    config: TrainConfig, output: Path, tokenizer: Tokenizer, pad_token_id: int
+) -> PackedDataset:
+    """The packed rows, made once; made anew when what they depend on has changed."""
+    path, recipe_path = output / "rows.npz", output / "rows.json"
+    recipe = json.dumps(
+        [dataclasses.asdict(config.data), config.row_length, config.block_size, tokenizer.to_str()]
+    )
+
+    def is_made() -> bool:
+        return path.exists() and recipe_path.exists() and recipe_path.read_text() == recipe
+
+    if is_first() and not is_made():
+        say(f"tokenising and packing {config.data.samples:,} samples")
+        dataset = build_dataset(config, tokenizer, pad_token_id, report=lambda _: None)
+        say(
+            f"{len(dataset.arrays['tokens']):,} rows of {config.row_length}, "
+            f"{dataset.fill:.1%} filled, {dataset.skipped} samples too long and left out"
+        )
+        save_dataset(dataset, path)
+        recipe_path.write_text(recipe, encoding="utf-8")
+    wait_for_all("rows")
+    return load_dataset(path)
