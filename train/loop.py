@@ -25,6 +25,7 @@ from wedlm_jax.corruption import PackedRows
 from wedlm_jax.errors import InputError
 from wedlm_jax.hf import load_checkpoint, save_checkpoint
 from wedlm_jax.model import Transformer
+from wedlm_jax.run_folder import describe_run
 from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh
 
 TOKENIZER_SAMPLES = 20_000
@@ -54,6 +55,7 @@ def train(config: TrainConfig) -> Path:
     if (resumed := checkpoints.latest_step()) is not None:
         state = checkpoints.restore(state)
         print(f"resumed from step {resumed}", flush=True)
+    describe_run(output, model.config, tokenizer_folder)
     try:
         step = make_train_step(graph, optimizer, objective)
         with jax.set_mesh(mesh):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 from wedlm_jax.dtypes import bits
 from wedlm_jax.errors import InputError
 from wedlm_jax.hf_folder import INDEX, WEIGHTS
-from wedlm_jax.processes import Processes
+from wedlm_jax.processes import ALONE, Processes
 from wedlm_jax.safetensors_file import Header, write_safetensors
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def model_tensors(
@@ -153,7 +154,7 @@ def plan_files(
 
 
 def write_weights(
-    files: Mapping[str, Sequence[Tensor]], folder: Path, processes: Processes
+    files: Mapping[str, Sequence[Tensor]], folder: Path, processes: Processes = ALONE
 ) -> None:
     """Writes the files of a plan, with an index where there are several.
 
@@ -192,16 +193,3 @@ def _write_index(files: Mapping[str, Sequence[Tensor]], folder: Path) -> None:
     total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def counted(tensors: Sequence[Tensor], step: Callable[[], Any]) -> list[Tensor]:
-    """The same tensors; ``step`` is called as each is read."""
-
-    def one(tensor: Tensor) -> Tensor:
-        def read() -> np.ndarray:
-            step()
-            return tensor.read()
-
-        return dataclasses.replace(tensor, read=read)
-
-    return [one(tensor) for tensor in tensors]

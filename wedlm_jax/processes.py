@@ -30,14 +30,17 @@ class Processes:
     all_true: Callable[[bool], bool]
 
 
+ALONE = Processes(0, 1, lambda mine: mine)
+
+
 def jax_processes() -> Processes:
-    """Those of JAX's distributed runtime; this one alone where there is none."""
+    """Those of JAX's distributed runtime; `ALONE` where there is none."""
+    if jax.process_count() == 1:
+        return ALONE
     return Processes(jax.process_index(), jax.process_count(), _all_true)
 
 
 def _all_true(mine: bool) -> bool:
-    if jax.process_count() == 1:
-        return mine
     from jax.experimental import multihost_utils
 
     return bool(np.all(multihost_utils.process_allgather(np.array(mine))))

@@ -122,7 +122,7 @@ class SafetensorsFile:
             yield start, part[:, left - read_left : right - read_left]
 
     def _fill(self, values: np.ndarray, offset: int) -> None:
-        view = memoryview(values.reshape(-1).view(np.uint8))
+        view = values.reshape(-1).view(np.uint8).data
         while view:
             count = os.preadv(self._handle, [view], offset)
             if count == 0:
@@ -155,9 +155,9 @@ def write_safetensors(
         text = json.dumps(_header(headers), separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         file.write(len(text).to_bytes(8, "little") + text)
-        for (name, (shape, dtype)), value in zip(headers.items(), values, strict=True):
-            assert value.shape == shape, f"{name}: {value.shape} where {shape} was announced"
-            _write_values(file, name, value, dtype)
+        source = iter(values)
+        for name, header in headers.items():
+            _write_values(file, name, next(source), header)  # and kept by no name here
         file.flush()
         os.fsync(file.fileno())
     # Whoever may read the folder may read the file, whatever the process's mask says.
@@ -176,7 +176,9 @@ def _header(headers: Mapping[str, Header]) -> dict[str, dict]:
     return content
 
 
-def _write_values(file: BinaryIO, name: str, value: np.ndarray, dtype: np.dtype) -> None:
+def _write_values(file: BinaryIO, name: str, value: np.ndarray, header: Header) -> None:
+    shape, dtype = header
+    assert value.shape == shape, f"{name}: {value.shape} where {shape} was announced"
     rows = value.reshape(1) if value.ndim == 0 else value
     at_once = max(1, BUFFER_BYTES * len(rows) // max(1, rows.nbytes))
     for start in range(0, len(rows), at_once):
