@@ -89,9 +89,9 @@ def test_file_cut_while_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a" / "model.safetensors"
     with path.open("rb+") as file:
         file.truncate(path.stat().st_size // 2)
+    last = list(checkpoint.tensors)[-1]
     with pytest.raises(InputError, match=r"model\.safetensors: truncated while"):
-        for entry in parameter_entries(checkpoint.config):
-            read_parameter(checkpoint, entry)
+        checkpoint.read(last)
 
 
 @pytest.fixture
@@ -265,7 +265,9 @@ def test_files_hold_what_was_asked_for() -> None:
     sizes = [(entry.path, len(entry.hf_names)) for entry in parameter_entries(config)]
     dtype = np.dtype(np.float32)
     tensors = [
-        Tensor(f"{path}.{i}", (10,), dtype, lambda: np.zeros(10)) for path, n in sizes for i in range(n)
+        Tensor(f"{path}.{i}", (10,), dtype, lambda: np.zeros(10))
+        for path, n in sizes
+        for i in range(n)
     ]
     for most in (1, 40, 100, 10**9):
         files = plan_files(tensors, most)
