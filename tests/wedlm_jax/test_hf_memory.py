@@ -85,7 +85,6 @@ def test_1_7b_onto_eight_devices_and_back(tmp_path: Path) -> None:
     source, back = tmp_path / "source", tmp_path / "back"
     try:
         digests = write_large(source)
-        largest = max(path.stat().st_size for path in source.glob("*.safetensors"))
         done = subprocess.run(
             [sys.executable, "-m", "tests.hf_memory", str(source), str(back), str(SHARD_BYTES)],
             cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True,
@@ -93,10 +92,11 @@ def test_1_7b_onto_eight_devices_and_back(tmp_path: Path) -> None:
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         facts = json.loads(done.stdout)
-        print(facts, largest)
+        print(facts)
         assert facts["parameters"] == 2 * config_from_hf(QWEN3_1_7B).num_parameters()
-        assert facts["import"] < facts["parameters"] + 1.3 * largest
-        assert facts["export"] < facts["parameters"] + 1.3 * largest
+        most = facts["parameters"] + 1.3 * facts["parameters"] / 5  # a file on average
+        assert facts["import"] < most
+        assert facts["export"] < most
         assert len(list(back.glob("*.safetensors"))) == 5
         assert dict(stored_digests(back)) == digests
     finally:
