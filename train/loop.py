@@ -37,6 +37,7 @@ from wedlm_jax.config import ModelConfig
 from wedlm_jax.corruption import PackedRows
 from wedlm_jax.errors import InputError
 from wedlm_jax.hf import save_checkpoint
+from wedlm_jax.run_folder import describe_run
 from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh
 
 
@@ -61,6 +62,7 @@ def train(config: TrainConfig) -> Path:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     model = initial_model(config, tokenizer, mesh)
     check_fits(mesh, model.config, rows=config.rows, row_length=config.row_length)
+    describe_run(output, model.config, folder)
     graph, parameters = nnx.split(model)
     with jax.set_mesh(mesh):
         state = Run(config, mesh, graph, model.config, tokenizer, output).run(parameters)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from tokenizers import Tokenizer
@@ -53,7 +52,7 @@ def tokenizer_folder(config: TrainConfig, output: Path) -> Path:
 def initial_model(config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh) -> Transformer:
     """The model to start from, float32, each parameter on the devices that the rules give it."""
     if config.model.init_from is not None:
-        return _placed(load_checkpoint(Path(config.model.init_from), dtype=jnp.float32), mesh)
+        return load_checkpoint(Path(config.model.init_from), dtype=jnp.float32, mesh=mesh)
     model_config = _new_model_config(config, tokenizer)
 
     def make() -> nnx.State:
@@ -63,16 +62,6 @@ def initial_model(config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh) -> Tran
     graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(model_config, rngs=nnx.Rngs(0))))
     layout = tree_shardings(mesh, jax.eval_shape(make))
     return nnx.merge(graph, jax.jit(make, out_shardings=layout)())
-
-
-def _placed(model: Transformer, mesh: Mesh) -> Transformer:
-    graph, parameters = nnx.split(model)
-
-    def place(x: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
-        host = np.asarray(x)
-        return jax.make_array_from_callback(x.shape, sharding, lambda index: host[index])
-
-    return nnx.merge(graph, jax.tree.map(place, parameters, tree_shardings(mesh, parameters)))
 
 
 def _new_model_config(config: TrainConfig, tokenizer: Tokenizer) -> ModelConfig:

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from wedlm_jax.errors import InputError
-from wedlm_jax.model_folder import FORMATS, ORBAX, format_of
+from wedlm_jax.model_folder import FORMATS, ORBAX, format_of, run_model_folder
 
 if TYPE_CHECKING:
-    import numpy as np
     from rich.progress import Progress
 
-    from wedlm_jax.hf_folder import HFCheckpoint
-    from wedlm_jax.model_folder import OrbaxCheckpoint
-    from wedlm_jax.run_folder import RunModel
+    from wedlm_jax.hf import Entry
+    from wedlm_jax.hf_export import Tensor
+    from wedlm_jax.model_folder import StoredParameters
+    from wedlm_jax.orbax_io import DeferredArray
 
 TITLES = {"hf": "Hugging Face", "orbax": "orbax"}
 RUN = "run"
@@ -48,13 +51,11 @@ def main(arguments: list[str]) -> int:
         "  wedlm convert ./WeDLM-8B-orbax ./back                and back, bit for bit\n"
         "  wedlm convert runs/my/hf ./small --to hf --dtype bfloat16\n"
         "                                                       same format, other dtype\n"
-        "  wedlm convert runs/my ./now --config ./Qwen3-8B      a run's newest state, while it\n"
-        "                                                       trains from ./Qwen3-8B",
+        "  wedlm convert runs/my ./now                          a run's newest state, while it\n"
+        "                                                       trains",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "source", metavar="SOURCE", help="a checkpoint folder, or with --config a training run's"
-    )
+    parser.add_argument("source", metavar="SOURCE", help="a checkpoint folder, or a training run's")
     parser.add_argument("destination", metavar="DESTINATION", help="the folder to write")
     parser.add_argument("--to", choices=FORMATS, help="the format to write [the other one]")
     parser.add_argument(
@@ -66,9 +67,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--config",
         metavar="DIR",
-        help="SOURCE is a training run: take config.json and the tokenizer from DIR",
+        help="SOURCE is a training run: take config.json and the tokenizer from DIR [its model/]",
     )
     options = parser.parse_args(arguments)
+    # Nothing here is computed on a device, and one that is in use should be left alone.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     start = time.monotonic()
     done = convert(
         options.source,
@@ -100,20 +103,21 @@ def convert(
     The destination appears whole or not at all.
 
     Args:
-      source: a Hugging Face or an orbax checkpoint folder; with ``config_from`` a training
-        run's folder, of which the newest state's parameters are written.
+      source: a Hugging Face or an orbax checkpoint folder; or a training run's, its
+        ``checkpoints`` or one state in there: of a run the newest state's parameters are written.
       destination: must be absent or empty, or a checkpoint with ``force``.
       to: "hf" or "orbax"; by default the format that the source has not, "hf" for a run.
       dtype: "float32", "bfloat16" or "float16"; as it is by default.
       force: replace a checkpoint at the destination.
-      config_from: where a run's ``config.json`` and tokenizer are: the checkpoint that it
-        started from, or any of the same shape.
+      config_from: where a run's ``config.json`` and tokenizer are, if not in the run's own
+        ``model`` folder: the checkpoint that it started from, or any of the same shape.
 
     Raises:
       InputError: naming the folder, file or tensor, and what was expected of it.
     """
     source, destination = Path(source), Path(destination)
-    found = RUN if config_from is not None else format_of(source)
+    described = run_model_folder(source) if config_from is None else Path(config_from)
+    found = format_of(source) if described is None else RUN
     target = to or next(name for name in FORMATS if name != found)
     if target not in FORMATS:
         raise InputError(f"to: expected one of {', '.join(FORMATS)}, not {target!r}")
@@ -123,20 +127,22 @@ def convert(
         )
     _check_destination(source, destination, force)
     # Imported late: all of JAX comes with them, and mistakes should be told at once.
+    from wedlm_jax.dtypes import numpy_dtype
     from wedlm_jax.folder_swap import replacing
-    from wedlm_jax.hf import copy_tokenizer, numpy_dtype, write_config
+    from wedlm_jax.hf import copy_tokenizer, write_config
 
     np_dtype = numpy_dtype(dtype)
     try:
         with replacing(destination) as beside, _progress() as progress:
-            opened = _open(source, config_from, found, np_dtype, progress)
-            result = opened.write_orbax(beside) if target == "orbax" else opened.write_hf(beside)
+            opened = _open(source, described, found, np_dtype)
+            write = _write_orbax if target == "orbax" else _write_hf
+            result = write(opened, beside, progress)
             if dtype is None and found != RUN:
                 shutil.copyfile(source / "config.json", beside / "config.json")
             else:
                 raw = opened.raw_config
                 write_config(beside, raw if dtype is None else _with_dtype(raw, dtype))
-            copy_tokenizer(source if config_from is None else Path(config_from), beside)
+            copy_tokenizer(described or source, beside)
     except OSError as error:
         raise InputError(f"{destination}: writing failed ({error.strerror or error})") from None
     return result
@@ -168,108 +174,144 @@ def _with_dtype(raw: dict[str, Any], dtype: str) -> dict[str, Any]:
     return {**raw, field: dtype}
 
 
-def _open(
-    source: Path,
-    config_from: str | Path | None,
-    found: str,
-    dtype: np.dtype | None,
-    progress: Progress,
-) -> _HuggingFace | _Orbax:
+class _Source(Protocol):
+    """A checkpoint, opened and checked; no values are read before they are asked for."""
+
+    raw_config: dict[str, Any]
+
+    def parameters(self) -> dict[str, DeferredArray]:
+        """The parameters by dotted path, as an orbax checkpoint holds them."""
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors of a Hugging Face checkpoint."""
+
+
+def _open(source: Path, described: Path | None, found: str, dtype: np.dtype | None) -> _Source:
     if found == "hf":
-        return _HuggingFace(source, dtype, progress)
-    if config_from is None:
+        return _HuggingFace(source, dtype)
+    if described is None:
         from wedlm_jax.model_folder import OrbaxCheckpoint
 
-        return _Orbax(OrbaxCheckpoint(source), dtype, progress)
+        return _Orbax(OrbaxCheckpoint(source), dtype)
     from wedlm_jax.run_folder import RunModel
 
-    return _Orbax(RunModel(source, config_from), dtype, progress)
+    return _Orbax(RunModel(source, described), dtype)
 
 
 class _HuggingFace:
-    """A Hugging Face source, checked."""
-
-    def __init__(self, folder: Path, dtype: np.dtype | None, progress: Progress):
+    def __init__(self, folder: Path, dtype: np.dtype | None):
         from wedlm_jax.hf import check_tensors
         from wedlm_jax.hf_folder import HFCheckpoint
 
-        self._checkpoint: HFCheckpoint = HFCheckpoint(folder)
+        self._checkpoint = HFCheckpoint(folder)
         self._entries = check_tensors(self._checkpoint)
-        self._dtype, self._progress = dtype, progress
+        self._dtype = dtype
         self.raw_config = self._checkpoint.raw_config
 
-    def write_orbax(self, folder: Path) -> Converted:
-        from wedlm_jax.hf import read_entry
+    def parameters(self) -> dict[str, DeferredArray]:
+        from wedlm_jax.hf_import import entry_dtype, read_parameter
+        from wedlm_jax.orbax_io import DeferredArray
 
-        values = {
-            entry.path: read_entry(self._checkpoint, entry, self._dtype)
-            for entry in self._progress.track(self._entries, description="reading")
-        }
-        return _write_orbax(values, folder, self._progress)
+        def deferred(entry: Entry) -> DeferredArray:
+            dtype = entry_dtype(self._checkpoint, entry, self._dtype)
+            return DeferredArray(
+                entry.shape, dtype, lambda: read_parameter(self._checkpoint, entry, dtype)
+            )
 
-    def write_hf(self, folder: Path) -> Converted:
-        return _write_hf(self._tensors(), folder)
+        return {entry.path: deferred(entry) for entry in self._entries}
 
-    def _tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        from wedlm_jax.hf import cast
+    def tensors(self) -> list[Tensor]:
+        from wedlm_jax.hf_export import Tensor
 
-        names = [name for entry in self._entries for name in entry.hf_names]
-        for name in self._progress.track(names, description="converting"):
-            yield name, cast(name, self._checkpoint.read(name), self._dtype)
+        def tensor(name: str, shape: tuple[int, ...]) -> Tensor:
+            dtype = self._dtype or np.dtype(self._checkpoint.tensors[name].dtype(name))
+            return Tensor(name, shape, dtype, lambda: self._checkpoint.read(name))
+
+        return [tensor(name, entry.hf_shape) for entry in self._entries for name in entry.hf_names]
 
 
 class _Orbax:
-    """An orbax source or a run's state, checked and read."""
+    """An orbax checkpoint or a run's state."""
 
-    def __init__(
-        self, checkpoint: OrbaxCheckpoint | RunModel, dtype: np.dtype | None, progress: Progress
-    ):
+    def __init__(self, checkpoint: StoredParameters, dtype: np.dtype | None):
         from wedlm_jax.model_folder import check_arrays
 
+        self._checkpoint = checkpoint
         self._entries = check_arrays(checkpoint)
-        self._dtype, self._progress = dtype, progress
+        self._dtype = dtype
+        self._newest: tuple[str, np.ndarray] | None = None
         self.raw_config = checkpoint.raw_config
-        with _spinner(progress, "reading"):
-            self._values = checkpoint.read()
 
-    def write_orbax(self, folder: Path) -> Converted:
-        from wedlm_jax.hf import cast
+    def parameters(self) -> dict[str, DeferredArray]:
+        from wedlm_jax.dtypes import cast
+        from wedlm_jax.orbax_io import DeferredArray
 
-        values = {path: cast(path, value, self._dtype) for path, value in self._values.items()}
-        return _write_orbax(values, folder, self._progress)
+        def deferred(path: str) -> DeferredArray:
+            shape, stored = self._checkpoint.arrays[path]
+            dtype = self._dtype or np.dtype(stored)
+            return DeferredArray(
+                shape, dtype, lambda: cast(path, self._checkpoint.read(path), dtype)
+            )
 
-    def write_hf(self, folder: Path) -> Converted:
-        from wedlm_jax.hf import hf_tensors
+        return {entry.path: deferred(entry.path) for entry in self._entries}
 
-        count = sum(len(entry.hf_names) for entry in self._entries)
-        tensors = hf_tensors(self._entries, self._values, self._dtype)
-        return _write_hf(self._progress.track(tensors, total=count, description="writing"), folder)
+    def tensors(self) -> list[Tensor]:
+        from wedlm_jax.hf_export import Tensor
+
+        def tensor(entry: Entry, layer: int, name: str) -> Tensor:
+            def read() -> np.ndarray:
+                values = self._read(entry.path)
+                values = values[layer] if entry.stacked else values
+                return values.T if entry.transposed else values
+
+            dtype = self._dtype or np.dtype(self._checkpoint.arrays[entry.path][1])
+            return Tensor(name, entry.hf_shape, dtype, read)
+
+        return [
+            tensor(entry, layer, name)
+            for entry in self._entries
+            for layer, name in enumerate(entry.hf_names)
+        ]
+
+    def _read(self, path: str) -> np.ndarray:
+        """One parameter, kept until another is asked for: its layers are written in turn."""
+        if self._newest is None or self._newest[0] != path:
+            self._newest = None
+            self._newest = (path, self._checkpoint.read(path))
+        return self._newest[1]
 
 
-def _write_orbax(values: dict[str, np.ndarray], folder: Path, progress: Progress) -> Converted:
+def _write_orbax(source: _Source, folder: Path, progress: Progress) -> Converted:
     from wedlm_jax.orbax_io import write_arrays
 
-    with _spinner(progress, "writing"):
-        write_arrays(folder / ORBAX, values)
-    size = sum(value.nbytes for value in values.values())
-    dtypes = sorted({value.dtype.name for value in values.values()})
-    return Converted("orbax", len(values), size, tuple(dtypes))
+    arrays = source.parameters()
+    task = progress.add_task("converting", total=len(arrays))
+    write_arrays(folder / ORBAX, {p: _reporting(x, progress, task) for p, x in arrays.items()})
+    return _converted("orbax", list(arrays.values()))
 
 
-def _write_hf(tensors: Iterator[tuple[str, np.ndarray]] | Any, folder: Path) -> Converted:
-    from wedlm_jax.hf import write_weights
+def _write_hf(source: _Source, folder: Path, progress: Progress) -> Converted:
+    from wedlm_jax.hf_export import plan_files, write_weights
 
-    count, size, dtypes = 0, 0, set()
+    tensors = source.tensors()
+    task = progress.add_task("converting", total=len(tensors))
+    write_weights(plan_files([_reporting(tensor, progress, task) for tensor in tensors]), folder)
+    return _converted("hf", tensors)
 
-    def counted() -> Iterator[tuple[str, np.ndarray]]:
-        nonlocal count, size
-        for name, tensor in tensors:
-            count, size = count + 1, size + tensor.nbytes
-            dtypes.add(tensor.dtype.name)
-            yield name, tensor
 
-    write_weights(counted(), folder)
-    return Converted("hf", count, size, tuple(sorted(dtypes)))
+def _converted(name: str, written: Sequence[Tensor | DeferredArray]) -> Converted:
+    dtypes = sorted({item.dtype.name for item in written})
+    return Converted(name, len(written), sum(item.nbytes for item in written), tuple(dtypes))
+
+
+def _reporting(item: Any, progress: Progress, task: Any) -> Any:
+    """The same, and the bar moves on when its values are read."""
+
+    def read() -> np.ndarray:
+        progress.advance(task)
+        return item.read()
+
+    return dataclasses.replace(item, read=read)
 
 
 @contextmanager
@@ -281,10 +323,3 @@ def _progress() -> Iterator[Progress]:
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         yield progress
-
-
-@contextmanager
-def _spinner(progress: Progress, what: str) -> Iterator[None]:
-    task = progress.add_task(what, total=None)
-    yield
-    progress.remove_task(task)

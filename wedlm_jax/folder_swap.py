@@ -23,8 +23,7 @@ def replacing(folder: str | Path) -> Iterator[Path]:
     Raises:
       InputError: ``folder`` is a file, or cannot be written where it is asked for.
     """
-    folder = Path(folder).resolve()
-    beside = folder.with_name(f".{folder.name}.wedlm-part")
+    folder, beside = Path(folder).resolve(), part_folder(folder)
     old = folder.with_name(f".{folder.name}.wedlm-old")
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is a file, where a folder is to be written")
@@ -48,6 +47,12 @@ def replacing(folder: str | Path) -> Iterator[Path]:
         shutil.rmtree(beside, ignore_errors=True)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def part_folder(folder: str | Path) -> Path:
+    """Where what is to be ``folder`` is written."""
+    folder = Path(folder).resolve()
+    return folder.with_name(f".{folder.name}.wedlm-part")
 
 
 def _recover(folder: Path, old: Path) -> None:

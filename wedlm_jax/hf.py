@@ -1,35 +1,37 @@
 """Weights from and to Hugging Face checkpoint folders, through one table of names.
 
-Files are read and written as raw safetensors, tensor by tensor, without PyTorch. A
-round trip is bit-exact: values are only transposed, stacked and, if asked, cast.
+Files are read (`wedlm_jax.hf_import`) and written (`wedlm_jax.hf_export`) as raw safetensors,
+a few rows at a time, without PyTorch. A round trip is bit-exact: values are only transposed,
+stacked and, if asked, cast.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
-import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from wedlm_jax.config import ModelConfig, config_to_hf
+from wedlm_jax.dtypes import numpy_dtype
 from wedlm_jax.errors import InputError
-from wedlm_jax.folder_swap import replacing
-from wedlm_jax.hf_folder import INDEX, TOKENIZER_FILES, WEIGHTS, HFCheckpoint
+from wedlm_jax.hf_export import (
+    SHARD_BYTES,
+    largest_dtype,
+    model_tensors,
+    plan_files,
+    write_weights,
+)
+from wedlm_jax.hf_folder import TOKENIZER_FILES, HFCheckpoint
+from wedlm_jax.hf_import import load_parameter, parameter_sharding
 from wedlm_jax.model import Transformer
-from wedlm_jax.safetensors_file import write_safetensors
-
-SHARD_BYTES = 5 * 1000**3
-DTYPES = ("float32", "bfloat16", "float16")
+from wedlm_jax.processes import Processes, jax_processes, replacing_together
 
 # The parameter-name table: our path, Hugging Face's name, whether the matrix is stored
 # the other way round there ([out, in]). "{}" stands for the layer; those are stacked here.
@@ -126,18 +128,30 @@ def check_tensors(checkpoint: HFCheckpoint) -> list[Entry]:
     return entries
 
 
-def load_checkpoint(folder: str | Path, *, dtype: Any = None) -> Transformer:
+def load_checkpoint(
+    folder: str | Path, *, dtype: Any = None, mesh: Mesh | None = None
+) -> Transformer:
     """Reads a Hugging Face checkpoint (wedlm, qwen2 or qwen3) into a model.
+
+    Names, shapes and sizes are checked before any values are read. Beyond the parameters
+    themselves a host holds its slices of one of them; see `wedlm_jax.hf_import`.
 
     Args:
       folder: holds ``config.json`` and one or several safetensors files.
       dtype: of the parameters; that of the file by default.
+      mesh: lays each parameter out as `wedlm_jax.sharding` says, and each host reads only the
+        slices that its devices hold; the default device holds all without one.
 
     Raises:
-      InputError: naming the file and tensor that is missing, extra, misshapen or truncated.
+      InputError: naming the file and tensor that is missing, extra, misshapen or truncated,
+        or the parameter that the mesh does not divide.
     """
     checkpoint = HFCheckpoint(folder)
-    values = {e.path: read_entry(checkpoint, e, dtype) for e in check_tensors(checkpoint)}
+    entries = check_tensors(checkpoint)
+    if mesh is not None:
+        for entry in entries:
+            parameter_sharding(mesh, entry)
+    values = {e.path: load_parameter(checkpoint, e, dtype, mesh) for e in entries}
     return model_from_arrays(checkpoint.config, values)
 
 
@@ -156,71 +170,6 @@ def arrays_from_model(model: Transformer) -> dict[str, jax.Array]:
     return {hf_path(path): leaf for path, leaf in leaves}
 
 
-def read_entry(checkpoint: HFCheckpoint, entry: Entry, dtype: Any = None) -> np.ndarray:
-    """One parameter, in our shape.
-
-    Args:
-      dtype: of the result; by default that of the file, and where the layers' tensors
-        differ in dtype, the narrowest that holds all their values.
-    """
-    names = entry.hf_names
-    kinds = {np.dtype(checkpoint.tensors[name].dtype(name)) for name in names}
-    target = np.dtype(dtype) if dtype is not None else _common_dtype(kinds)
-    out = np.empty(entry.shape, target)
-    for i, name in enumerate(names):
-        tensor = cast(name, checkpoint.read(name), target)
-        out[i if entry.stacked else ...] = tensor.T if entry.transposed else tensor
-    return out
-
-
-def _common_dtype(kinds: set[np.dtype]) -> np.dtype:
-    return kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
-
-
-def cast(name: str, tensor: np.ndarray, dtype: Any) -> np.ndarray:
-    """``tensor`` in ``dtype``.
-
-    Raises:
-      InputError: it holds finite values that this dtype cannot (float16 ends at 65504).
-    """
-    if dtype is None or tensor.dtype == dtype:
-        return tensor
-    with np.errstate(over="ignore"):
-        result = tensor.astype(dtype)
-    if np.dtype(dtype).name != "float32" and np.any(np.isinf(result) & np.isfinite(tensor)):
-        raise InputError(
-            f"tensor {name!r} holds values too large for {np.dtype(dtype).name}; use bfloat16"
-        )
-    return result
-
-
-def hf_tensors(
-    entries: list[Entry], values: Mapping[str, Any], dtype: Any = None
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Parameters under their Hugging Face names and shapes, one at a time.
-
-    Args:
-      entries: the table, from `parameter_entries`.
-      values: the parameters by dotted path.
-      dtype: of the tensors; that of the parameters by default.
-    """
-    for entry in entries:
-        value = np.asarray(values[entry.path])
-        parts = value if entry.stacked else value[None]
-        for name, part in zip(entry.hf_names, parts, strict=True):
-            tensor = part.T if entry.transposed else part
-            yield name, np.ascontiguousarray(cast(name, tensor, dtype))
-
-
-def numpy_dtype(name: str | None) -> np.dtype | None:
-    """The dtype called "float32", "bfloat16" or "float16"; None for None."""
-    if name is None:
-        return None
-    if name not in DTYPES:
-        raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, not {name!r}")
-    return np.dtype(getattr(ml_dtypes, name, name))
-
-
 def save_checkpoint(
     model: Transformer,
     config: ModelConfig,
@@ -230,32 +179,41 @@ def save_checkpoint(
     tokenizer_from: str | Path | None = None,
     raw_config: dict[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
+    processes: Processes | None = None,
 ) -> None:
     """Writes a Hugging Face checkpoint folder: weights, ``config.json``, tokenizer files.
 
     The folder appears whole or not at all: files are written to one beside it, which
     then takes its name.
 
+    Beyond the parameters a host holds one tensor. In a job of several processes all of them
+    call this: each writes some of the files, process 0 the rest of the folder, and parameters
+    that lie on several hosts are gathered tensor by tensor.
+
     Args:
-      model: what to write.
+      model: what to write, however it is sharded.
       config: written as ``config.json``; normally ``model.config``.
       folder: must not exist, or hold an earlier checkpoint, which is replaced.
       dtype: "float32", "bfloat16" or "float16"; that of the parameters by default.
       tokenizer_from: a folder whose tokenizer files are copied.
       raw_config: written as ``config.json`` instead, as it stands.
-      shard_bytes: a file is closed before it exceeds this.
+      shard_bytes: a file holds at most this, but for a tensor that alone has more.
+      processes: of the job; those of JAX by default.
 
     Raises:
       InputError: ``folder`` holds something else, or the values do not fit ``dtype``.
     """
     np_dtype = numpy_dtype(dtype)
     require_replaceable(Path(folder))
-    entries, values = parameter_entries(model.config), arrays_from_model(model)
-    with replacing(folder) as beside:
-        written = write_weights(hf_tensors(entries, values, np_dtype), beside, shard_bytes)
-        write_config(beside, raw_config or config_to_hf(config, dtype=dtype or written))
-        if tokenizer_from is not None:
-            copy_tokenizer(Path(tokenizer_from), beside)
+    processes = processes or jax_processes()
+    tensors = model_tensors(parameter_entries(model.config), arrays_from_model(model), np_dtype)
+    with replacing_together(folder, processes) as beside:
+        write_weights(plan_files(tensors, shard_bytes), beside, processes)
+        if processes.index == 0:
+            written = dtype or largest_dtype(tensors)
+            write_config(beside, raw_config or config_to_hf(config, dtype=written))
+            if tokenizer_from is not None:
+                copy_tokenizer(Path(tokenizer_from), beside)
 
 
 def require_replaceable(folder: Path) -> None:
@@ -276,41 +234,3 @@ def copy_tokenizer(source: Path, destination: Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).exists():
             shutil.copyfile(source / name, destination / name)
-
-
-def write_weights(
-    tensors: Iterable[tuple[str, np.ndarray]], folder: Path, shard_bytes: int = SHARD_BYTES
-) -> str:
-    """Writes tensors in files of bounded size, with an index where there are several.
-
-    Returns:
-      the name of the dtype that most values have.
-    """
-    shards: list[list[str]] = []
-    pending: dict[str, np.ndarray] = {}
-    size: Counter[str] = Counter()
-
-    def flush() -> None:
-        write_safetensors(folder / f"shard-{len(shards)}", pending)
-        shards.append(list(pending))
-        pending.clear()
-
-    for name, tensor in tensors:
-        if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > shard_bytes:
-            flush()
-        pending[name] = tensor
-        size[tensor.dtype.name] += tensor.nbytes
-    flush()
-    [(dtype, _)] = size.most_common(1)
-    if len(shards) == 1:
-        os.rename(folder / "shard-0", folder / WEIGHTS)
-        return dtype
-    weight_map = {}
-    for i, names in enumerate(shards):
-        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        os.rename(folder / f"shard-{i}", folder / file)
-        weight_map.update(dict.fromkeys(names, file))
-    metadata = {"total_size": size.total()}
-    index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return dtype

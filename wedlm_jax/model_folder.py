@@ -8,7 +8,7 @@ names and stacks them (`wedlm_jax.hf.PARAMETER_TABLE`).
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from wedlm_jax.config import read_config_json
 from wedlm_jax.errors import InputError
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from wedlm_jax.hf import Entry
 
 ORBAX = "orbax"
+RUN_STATES = "checkpoints"
+RUN_MODEL = "model"
 FORMATS = ("hf", "orbax")
 
 
@@ -43,12 +45,34 @@ def format_of(folder: Path) -> str:
     if any(any(folder.glob(f"{pattern}_CHECKPOINT_METADATA")) for pattern in patterns):
         raise InputError(
             f"{folder}: the state of a training run, not a model; the model is in the run's hf/ "
-            "folder when the run has ended, and until then `wedlm convert --config` exports it"
+            "folder when the run has ended, and until then `wedlm convert` exports it, with "
+            "--config where the run has no model/ folder that says what its model is"
         )
     raise InputError(
         f"{folder}: neither a Hugging Face checkpoint ({WEIGHTS} or {INDEX}) nor an orbax one "
         f"({ORBAX}/)"
     )
+
+
+def run_model_folder(folder: Path) -> Path | None:
+    """The folder in which a training run keeps its model's ``config.json`` and tokenizer.
+
+    Args:
+      folder: the run's, its ``checkpoints``, or one state in there.
+
+    Returns:
+      None where there is no such folder: it is no run, or one of an earlier version.
+    """
+    folder = folder.resolve()
+    if folder.name == RUN_STATES:
+        run = folder.parent
+    elif folder.parent.name == RUN_STATES:
+        run = folder.parent.parent
+    else:
+        run = folder
+    described = run / RUN_MODEL
+    is_run = (run / RUN_STATES).is_dir() and (described / "config.json").exists()
+    return described if is_run else None
 
 
 class OrbaxCheckpoint:
@@ -79,11 +103,11 @@ class OrbaxCheckpoint:
 
         return {name.format(0) for path, name, _ in PARAMETER_TABLE if path in self.arrays}
 
-    def read(self) -> dict[str, np.ndarray]:
-        """All parameters in host memory, by dotted path."""
+    def read(self, path: str) -> np.ndarray:
+        """One parameter in host memory."""
         from wedlm_jax.orbax_io import read_arrays
 
-        return read_arrays(self.array_folder)
+        return read_arrays(self.array_folder, [path])[path]
 
 
 class StoredParameters(Protocol):
@@ -92,6 +116,9 @@ class StoredParameters(Protocol):
     config: ModelConfig
     array_folder: Path
     arrays: dict[str, tuple[tuple[int, ...], str]]
+    raw_config: dict[str, Any]
+
+    def read(self, path: str) -> np.ndarray: ...
 
 
 def check_arrays(checkpoint: StoredParameters) -> list[Entry]:

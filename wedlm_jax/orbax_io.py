@@ -7,10 +7,12 @@ Two kinds of folder: weights alone, a nested dictionary of arrays in one orbax c
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
+import math
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
+from orbax.checkpoint import type_handlers
 
 from wedlm_jax.errors import InputError
 
@@ -114,15 +117,57 @@ def _check_same_shapes(folder: Path, like: dict[str, jax.Array]) -> None:
             )
 
 
-def write_arrays(folder: Path, arrays: dict[str, np.ndarray]) -> None:
+@dataclasses.dataclass(frozen=True)
+class DeferredArray:
+    """An array that is read only when it is written: its shape, dtype, and values on demand."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], np.ndarray]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+
+class _OneAtATime(type_handlers.NumpyHandler):
+    """Writes deferred arrays as NumPy ones, the next when the last is on disk."""
+
+    def __init__(self) -> None:
+        super().__init__(deepcopy_host_arrays=False)
+
+    async def serialize(
+        self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> Sequence[Any]:
+        for i, (value, info) in enumerate(zip(values, infos, strict=True)):
+            own = None if args is None else args[i : i + 1]
+            for future in await super().serialize([value.read()], [info], own):
+                future.result()
+        return []
+
+
+def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray | DeferredArray]) -> None:
     """Writes arrays as one orbax checkpoint, nested at the dots of their paths.
 
     Args:
       folder: must not exist.
-      arrays: by dotted path, such as ``layers.mlp.up_proj.kernel``.
+      arrays: by dotted path, such as ``layers.mlp.up_proj.kernel``. Of those deferred, a few
+        are in memory at once: one is read, one is being written.
     """
-    with _quiet(), ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder.resolve(), _nested(arrays))
+    deferred = {
+        path: DeferredArray(array.shape, array.dtype, lambda array=array: array)  # type: ignore[misc]
+        if isinstance(array, np.ndarray)
+        else array
+        for path, array in arrays.items()
+    }
+    registry = type_handlers.create_type_handler_registry((DeferredArray, _OneAtATime()))
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    with _quiet(), ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(folder.resolve(), args=ocp.args.PyTreeSave(_nested(deferred)))
 
 
 def array_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -180,7 +225,7 @@ def _damaged(folder: Path, error: Exception) -> DamagedCheckpoint:
     )
 
 
-def _nested(arrays: dict[str, Any]) -> dict[str, Any]:
+def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for path, value in arrays.items():
         *parents, name = path.split(".")

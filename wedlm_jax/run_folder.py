@@ -1,8 +1,8 @@
 """The model in a training run's newest complete state, before the run has exported it.
 
 A state knows nothing of the model: its arrays are numbered in the order of
-`jax.tree.leaves`, the step first and then the parameters (`train.checkpoint`). So a
-configuration has to be given beside it.
+`jax.tree.leaves`, the step first and then the parameters (`train.checkpoint`). So a run
+says beside its states what its model is (`describe_run`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from flax import nnx
 
 from wedlm_jax.config import ModelConfig, config_to_hf, read_config_json
 from wedlm_jax.errors import InputError
-from wedlm_jax.hf import hf_path
+from wedlm_jax.hf import copy_tokenizer, hf_path, write_config
 from wedlm_jax.hf_folder import INDEX, WEIGHTS, HFCheckpoint, model_config
 from wedlm_jax.model import Transformer
-from wedlm_jax.model_folder import ORBAX, OrbaxCheckpoint
+from wedlm_jax.model_folder import ORBAX, RUN_MODEL, RUN_STATES, OrbaxCheckpoint
 from wedlm_jax.orbax_io import array_shapes, read_arrays, step_tree
+from wedlm_jax.processes import jax_processes, replacing_together
 
 LEAVES_BEFORE_PARAMETERS = 1  # the step
 
@@ -62,10 +63,22 @@ class RunModel:
         dtypes = {dtype for _, dtype in self.arrays.values()}
         self.raw_config: dict[str, Any] = config_to_hf(self.config, dtype=min(dtypes))
 
-    def read(self) -> dict[str, np.ndarray]:
-        """The parameters in host memory, by dotted path; the optimizer stays on disk."""
-        values = read_arrays(self.array_folder, self._names.values())
-        return {path: values[name] for path, name in self._names.items()}
+    def read(self, path: str) -> np.ndarray:
+        """One parameter in host memory; the others and the optimizer stay on disk."""
+        name = self._names[path]
+        return read_arrays(self.array_folder, [name])[name]
+
+
+def describe_run(run: Path, config: ModelConfig, tokenizer_from: Path) -> None:
+    """Writes ``<run>/model``: the model's ``config.json`` and the tokenizer's files.
+
+    They are what an export needs beside a state. All processes of a run call this.
+    """
+    processes = jax_processes()
+    with replacing_together(run / RUN_MODEL, processes) as beside:
+        if processes.index == 0:
+            write_config(beside, config_to_hf(dataclasses.replace(config, model_type="wedlm")))
+            copy_tokenizer(tokenizer_from, beside)
 
 
 def newest_state(folder: Path) -> Path:
@@ -76,7 +89,7 @@ def newest_state(folder: Path) -> Path:
     """
     if folder.name.isdigit() and _is_state(folder):
         return folder
-    for place in (folder / "checkpoints", folder):
+    for place in (folder / RUN_STATES, folder):
         states = [path for path in place.glob("*") if path.name.isdigit() and _is_state(path)]
         if states:
             return max(states, key=lambda path: int(path.name))

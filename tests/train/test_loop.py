@@ -24,6 +24,7 @@ from train.config import DataSection, ModelSection, OptimizerSection
 from train.loop import train as run_training
 from train.start import packed_dataset
 from train.start import tokenizer_folder as tokenizer_folder_of
+from wedlm_jax.convert import convert
 from wedlm_jax.errors import InputError
 from wedlm_jax.hf import load_checkpoint
 from wedlm_jax.llm import LLM
@@ -84,6 +85,13 @@ def test_the_exported_folder_decodes(finished: Path) -> None:
     llm = LLM(finished / "hf", window_size=4)
     result = llm.generate(["How many?"], SamplingParams(max_tokens=5))[0]
     assert 1 <= len(result.token_ids) <= 5
+
+
+def test_a_run_says_what_its_model_is(finished: Path, tmp_path: Path) -> None:
+    """So its newest state is exported without more: here the last, which the run has exported."""
+    convert(finished, tmp_path / "out")
+    for path in (finished / "hf").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 def test_wedlm_training_continues_an_ar_checkpoint(tokenizer_folder: Path, tmp_path: Path) -> None:

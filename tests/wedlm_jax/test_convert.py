@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -311,6 +312,17 @@ def test_command_converts_and_says_what_it_wrote(
     size = sum(x.size * 2 for x in arrays_from_model(load_checkpoint(hf)).values()) / 1e6
     assert f"wrote {tmp_path / 'out'}: orbax, 17 tensors, {size:.1f} MB, bfloat16" in captured.out
     assert captured.err == ""
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "cpu"), ("cpu,tpu", "cpu,tpu")])
+def test_command_leaves_accelerators_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str
+) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", given or "")
+    if given is None:
+        monkeypatch.delenv("JAX_PLATFORMS")
+    assert main(["convert", str(tmp_path / "no"), str(tmp_path / "out")]) == 2
+    assert os.environ["JAX_PLATFORMS"] == expected
 
 
 def test_command_tells_a_mistake_in_one_line(

@@ -23,7 +23,7 @@ from tests.checkpoints import (
     tiny_model,
     write_tiny,
 )
-from wedlm_jax import hf
+from wedlm_jax import hf_export
 from wedlm_jax.errors import InputError
 from wedlm_jax.folder_swap import replacing
 from wedlm_jax.hf import arrays_from_model, load_checkpoint, parameter_entries, save_checkpoint
@@ -350,7 +350,7 @@ def test_failure_while_writing_keeps_the_earlier_checkpoint(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hf, "write_safetensors", full)
+    monkeypatch.setattr(hf_export, "write_safetensors", full)
     with pytest.raises(OSError, match="No space"):
         save_checkpoint(model, model.config, folder)
     assert_same_bits(hf_values(folder), before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,14 @@ import orbax.checkpoint as ocp
 import pytest
 
 from wedlm_jax.errors import InputError
-from wedlm_jax.orbax_io import StepFolders, array_shapes, read_arrays, step_tree, write_arrays
+from wedlm_jax.orbax_io import (
+    DeferredArray,
+    StepFolders,
+    array_shapes,
+    read_arrays,
+    step_tree,
+    write_arrays,
+)
 
 STATE = {"0000": jnp.int32(7), "0001": jnp.arange(12.0).reshape(3, 4), "0002": jnp.ones(5)}
 
@@ -104,6 +112,25 @@ def test_arrays_keep_every_bit(tmp_path: Path) -> None:
     for name, value in arrays.items():
         assert (back[name].dtype, back[name].shape) == (value.dtype, value.shape)
         assert back[name].tobytes() == value.tobytes()
+
+
+def test_deferred_arrays_are_read_when_their_turn_has_come(tmp_path: Path) -> None:
+    """However many there are: a few in memory."""
+    seen: list[weakref.ref] = []
+    most = 0
+
+    def read() -> np.ndarray:
+        nonlocal most
+        values = np.full((8, 4), len(seen), np.float32)
+        seen.append(weakref.ref(values))
+        most = max(most, sum(ref() is not None for ref in seen))
+        return values
+
+    arrays = {f"a{i}": DeferredArray((8, 4), np.dtype(np.float32), read) for i in range(9)}
+    write_arrays(tmp_path / "orbax", arrays)
+    assert most <= 3
+    back = read_arrays(tmp_path / "orbax")
+    assert [float(back[f"a{i}"][0, 0]) for i in range(9)] == [*range(9)]
 
 
 def test_reads_that_fail_late_are_not_heard(

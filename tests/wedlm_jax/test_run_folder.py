@@ -21,7 +21,8 @@ from wedlm_jax.convert import convert
 from wedlm_jax.errors import InputError
 from wedlm_jax.hf import arrays_from_model, load_checkpoint, save_checkpoint
 from wedlm_jax.model import Transformer
-from wedlm_jax.run_folder import newest_state
+from wedlm_jax.model_folder import run_model_folder
+from wedlm_jax.run_folder import describe_run, newest_state
 
 QWEN2 = {"model_type": "qwen2", "qk_norm": False, "attention_bias": True}
 
@@ -63,6 +64,33 @@ def test_newest_state_is_what_the_run_would_export(tmp_path: Path, changes: dict
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == files
     for name in files:
         assert (tmp_path / "out" / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+def test_run_that_says_what_its_model_is_needs_no_configuration(tmp_path: Path) -> None:
+    start = write_tiny(tmp_path / "start", **QWEN2)
+    run = write_run(tmp_path / "run", {9: trained(QWEN2, 3.0), 10: trained(QWEN2, 2.0)})
+    describe_run(run, tiny_config(**QWEN2), start)
+    describe_run(run, tiny_config(**QWEN2), start)  # as when it is resumed
+    convert(run, tmp_path / "expected", config_from=start)
+    for name, source in {"run": run, "states": run / "checkpoints"}.items():
+        out = tmp_path / "out" / name
+        convert(source, out)
+        for path in (tmp_path / "expected").iterdir():
+            assert (out / path.name).read_bytes() == path.read_bytes(), path.name
+    convert(run / "checkpoints" / "9", tmp_path / "nine")
+    before, after = weights(start), weights(tmp_path / "nine")
+    np.testing.assert_array_equal(after["embed_tokens"], before["embed_tokens"] * 3)
+
+
+def test_what_a_run_has_exported_is_no_run(tmp_path: Path) -> None:
+    start = write_tiny(tmp_path / "start")
+    run = write_run(tmp_path / "run", {1: trained({}, 2.0)})
+    describe_run(run, tiny_config(), start)
+    write_tiny(run / "hf")
+    assert run_model_folder(run) == run / "model"
+    assert run_model_folder(run / "hf") is None
+    convert(run / "hf", tmp_path / "out")
+    assert (tmp_path / "out" / "orbax").is_dir()
 
 
 def test_any_level_of_the_run_can_be_named(tmp_path: Path) -> None:

@@ -15,6 +15,11 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.safetensors_file import SafetensorsFile, write_safetensors
 
 
+def write(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    headers = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    write_safetensors(path, headers, tensors.values())
+
+
 def test_written_values_come_back_bit_for_bit(tmp_path: Path) -> None:
     path = tmp_path / "权重 ü.safetensors"
     bits = np.arange(65536, dtype=np.uint16).reshape(256, 256)  # NaN payloads and −0 as well
@@ -23,7 +28,7 @@ def test_written_values_come_back_bit_for_bit(tmp_path: Path) -> None:
         "b": bits.view(np.float16),
         "c": np.float32([[0.0, -0.0, np.inf]]),
     }
-    write_safetensors(path, tensors)
+    write(path, tensors)
     file = SafetensorsFile(path)
     assert sorted(file.names()) == ["a", "b", "c"]
     assert [file.dtype(name) for name in "abc"] == ["bfloat16", "float16", "float32"]
@@ -37,7 +42,7 @@ def test_file_may_be_read_by_whoever_may_read_the_folder(tmp_path: Path) -> None
     for mode in (0o755, 0o700):
         tmp_path.chmod(mode)
         path = tmp_path / f"{mode}.safetensors"
-        write_safetensors(path, {"a": np.zeros(1, np.float32)})
+        write(path, {"a": np.zeros(1, np.float32)})
         assert stat.S_IMODE(os.stat(path).st_mode) == mode & 0o666
 
 
@@ -52,7 +57,7 @@ def message(path: Path) -> str:
 @pytest.mark.parametrize("kept", [0, 7, 40, 0.5, -1])
 def test_truncated_file(tmp_path: Path, kept: float) -> None:
     path = tmp_path / "x.safetensors"
-    write_safetensors(path, {"a": np.zeros((64, 8), np.float32)})
+    write(path, {"a": np.zeros((64, 8), np.float32)})
     content = path.read_bytes()
     end = int(len(content) * kept) if isinstance(kept, float) else kept
     path.write_bytes(content[:end])

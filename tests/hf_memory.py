@@ -1,0 +1,50 @@
+"""Imports a checkpoint onto eight devices, exports it, and prints what memory that took.
+
+    python -m tests.hf_memory SOURCE DESTINATION SHARD_BYTES
+
+A process of its own, since a peak is the process's. SOURCE is removed when it has been read.
+Linux only: the peak is that of the kernel, which unlike `getrusage` forgets the parent's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from wedlm_jax.hf import arrays_from_model, load_checkpoint, save_checkpoint
+from wedlm_jax.sharding import make_mesh
+
+
+def memory(field: str) -> int:
+    """Bytes: "VmRSS" is what is resident now, "VmHWM" the most that ever was."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{field}:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
+
+
+def main(source: Path, destination: Path, shard_bytes: int) -> None:
+    jax.config.update("jax_num_cpu_devices", 8)
+    mesh = make_mesh({"fsdp": 4, "tensor": 2})
+    jnp.zeros(8).block_until_ready()
+    before, start = memory("VmRSS"), time.monotonic()
+    model = load_checkpoint(source, mesh=mesh)
+    shutil.rmtree(source)
+    facts = {
+        "parameters": sum(value.nbytes for value in arrays_from_model(model).values()),
+        "import": memory("VmHWM") - before,
+        "import_s": time.monotonic() - start,
+    }
+    start = time.monotonic()
+    save_checkpoint(model, model.config, destination, shard_bytes=shard_bytes)
+    facts |= {"export": memory("VmHWM") - before, "export_s": time.monotonic() - start}
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,29 @@
+"""One process of a job of two that imports a checkpoint onto a mesh and exports it again.
+
+python -m tests.hf_process INDEX PORT SOURCE DESTINATION
+"""
+
+from __future__ import annotations
+
+import sys
+
+import jax
+
+from wedlm_jax.errors import InputError
+from wedlm_jax.hf import load_checkpoint, save_checkpoint
+from wedlm_jax.sharding import make_mesh
+
+
+def main(index: int, port: int, source: str, destination: str) -> None:
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.distributed.initialize(f"localhost:{port}", 2, index)
+    assert (jax.process_count(), jax.device_count()) == (2, 4)
+    model = load_checkpoint(source, mesh=make_mesh({"fsdp": 2, "tensor": 2}))
+    save_checkpoint(model, model.config, destination, shard_bytes=8000)
+
+
+if __name__ == "__main__":
+    try:
+        main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    except InputError as error:
+        sys.exit(f"process {sys.argv[1]}: {error}")

@@ -1,0 +1,104 @@
+"""A checkpoint as large as a real one goes onto a mesh and back within bounded memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from wedlm_jax.config import config_from_hf
+from wedlm_jax.hf import parameter_entries, write_config
+from wedlm_jax.hf_export import Tensor, plan_files, write_weights
+
+ROOT = Path(__file__).parents[2]
+
+QWEN3_1_7B = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": True,
+    "eos_token_id": 151645,
+}
+SHARD_BYTES = 750 * 1000**2
+
+
+PATTERN = np.random.default_rng(0).integers(0, 2**16, 2_097_593, np.uint16)
+"""A prime number of them, so that no two rows, layers or tensors are alike."""
+
+
+def values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Bit patterns that belong to a name: NaN payloads and subnormals among them."""
+    start = zlib.crc32(name.encode()) % len(PATTERN)
+    repeated = np.resize(np.roll(PATTERN, start), math.prod(shape))
+    return repeated.view(ml_dtypes.bfloat16).reshape(shape)
+
+
+def large_tensors() -> list[Tensor]:
+    def tensor(name: str, shape: tuple[int, ...]) -> Tensor:
+        return Tensor(name, shape, np.dtype(ml_dtypes.bfloat16), lambda: values_of(name, shape))
+
+    entries = parameter_entries(config_from_hf(QWEN3_1_7B))
+    return [tensor(name, entry.hf_shape) for entry in entries for name in entry.hf_names]
+
+
+def write_large(folder: Path) -> None:
+    """Writes the checkpoint in five files."""
+    folder.mkdir()
+    write_config(folder, QWEN3_1_7B)
+    files = plan_files(large_tensors(), SHARD_BYTES)
+    assert len(files) == 5
+    write_weights(files, folder)
+
+
+def assert_holds_the_same(folder: Path) -> None:
+    """Bit by bit, as the safetensors library reads it, tensor by tensor."""
+    expected = {tensor.name: tensor for tensor in large_tensors()}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118
+                found, wanted = file.get_tensor(name), expected.pop(name).read()
+                assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype), name
+                assert np.array_equal(found.view(np.uint16), wanted.view(np.uint16)), name
+    assert not expected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
+def test_1_7b_onto_eight_devices_and_back(tmp_path: Path) -> None:
+    source, back = tmp_path / "source", tmp_path / "back"
+    try:
+        write_large(source)
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.hf_memory", str(source), str(back), str(SHARD_BYTES)],
+            cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True,
+            timeout=1200, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        facts = json.loads(done.stdout)
+        print(facts)
+        assert facts["parameters"] == 2 * config_from_hf(QWEN3_1_7B).num_parameters()
+        most = facts["parameters"] + 1.3 * facts["parameters"] / 5  # a file on average
+        assert facts["import"] < most
+        assert facts["export"] < most
+        assert len(list(back.glob("*.safetensors"))) == 5
+        assert_holds_the_same(back)
+    finally:
+        shutil.rmtree(source, ignore_errors=True)
+        shutil.rmtree(back, ignore_errors=True)
