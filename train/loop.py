@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import jax
@@ -15,13 +14,14 @@ from tokenizers import Tokenizer
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig, save_config
 from train.corpus import generate
-from train.data import PackedDataset, batches, build_dataset, load_dataset, save_dataset
+from train.data.batches import TrainBatches, TrainingRows
+from train.data.sources import open_sources
+from train.data.synthetic import build_dataset, load_dataset, rows_recipe, save_dataset
 from train.metrics import MetricsLog
 from train.setup import objective_of, optimizer_of, placed_state
 from train.step import TrainState, TrainStep, make_train_step
 from train.tokenizer import save_tokenizer, train_tokenizer
 from wedlm_jax.config import config_from_hf
-from wedlm_jax.corruption import PackedRows
 from wedlm_jax.errors import InputError
 from wedlm_jax.hf import load_checkpoint, save_checkpoint
 from wedlm_jax.model import Transformer
@@ -72,19 +72,18 @@ def _run(
     mesh: Mesh,
     state: TrainState,
     step_fn: TrainStep,
-    dataset: PackedDataset,
+    dataset: TrainingRows,
     checkpoints: Checkpoints,
     output: Path,
 ) -> TrainState:
-    source = batches(dataset, config)
     key = jax.random.key(config.seed)
     done = int(state.step)
+    batches = TrainBatches(dataset, config, batch_sharding(mesh), start=done)
     log = MetricsLog(output, config.steps, done, config.objective)
     tokens = config.accumulation * config.rows * config.row_length
     try:
         for step in range(done, config.steps):
-            rows = PackedRows(**jax.device_put(source[step], batch_sharding(mesh)))
-            state, metrics = step_fn(state, rows, key)
+            state, metrics = step_fn(state, next(batches), key)
             last = step + 1 == config.steps
             if (step + 1) % config.log_every == 0 or last:
                 values = {name: float(value) for name, value in metrics.items()}
@@ -94,6 +93,7 @@ def _run(
             if (step + 1) % config.checkpoint_every == 0 or last:
                 checkpoints.save(state)
     finally:
+        batches.close()
         log.close()
     return state
 
@@ -132,12 +132,13 @@ def _tokenizer_folder(config: TrainConfig, output: Path) -> Path:
 
 def _dataset(
     config: TrainConfig, output: Path, tokenizer: Tokenizer, pad_token_id: int
-) -> PackedDataset:
-    """The packed rows, made once; made anew when what they depend on has changed."""
+) -> TrainingRows:
+    """The packed rows: of the sources, or of the corpus, made once and made anew when what
+    they depend on has changed."""
+    if config.data.sources:
+        return open_sources(config, tokenizer, pad_token_id)
     path, recipe_path = output / "rows.npz", output / "rows.json"
-    recipe = json.dumps(
-        [dataclasses.asdict(config.data), config.row_length, config.block_size, tokenizer.to_str()]
-    )
+    recipe = rows_recipe(config, tokenizer)
     if path.exists() and recipe_path.exists() and recipe_path.read_text() == recipe:
         return load_dataset(path)
     print(f"tokenising and packing {config.data.samples:,} samples", flush=True)
