@@ -104,18 +104,20 @@ class Stopped(Exception):
 
 def stop_before_step(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
     """The run dies when it reads the batch of step ``last``."""
-    real = train.loop.batches
+    real = train.loop.TrainBatches
 
-    class UntilStopped:
-        def __init__(self, *arguments: object):
-            self.source = real(*arguments)  # type: ignore[arg-type]
+    class UntilStopped(real):  # type: ignore[misc, valid-type]
+        def __init__(self, *arguments: object, start: int):
+            super().__init__(*arguments, start=start)
+            self.step = start
 
-        def __getitem__(self, step: int) -> object:
-            if step == last:
+        def __next__(self) -> object:
+            if self.step == last:
                 raise Stopped
-            return self.source[step]
+            self.step += 1
+            return super().__next__()
 
-    monkeypatch.setattr(train.loop, "batches", UntilStopped)
+    monkeypatch.setattr(train.loop, "TrainBatches", UntilStopped)
 
 
 def test_a_run_that_was_killed_and_resumed_is_the_uninterrupted_run(

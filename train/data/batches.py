@@ -54,9 +54,7 @@ class TrainBatches:
         )
         self._rows = host_rows(sharding, self._shape)
         steps = HostSteps(order, self._shape[:2], self._rows, start, config.steps)
-        self._ahead = read_ahead(
-            steps, workers=config.data.workers, prefetch=config.data.prefetch
-        )
+        self._ahead = read_ahead(steps, workers=config.data.workers, prefetch=config.data.prefetch)
         self._ready: queue.Queue[Any] = queue.Queue(config.data.prefetch)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._fill, name="train-batches", daemon=True)

@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
         help="further end tokens behind each assistant's turn, trained on: teaches what "
         "to fill behind an end [%(default)s]")  # fmt: skip
     add("--document-end", metavar="TOKEN",
-        help="token behind each document [<|endoftext|>, or the tokenizer's eos_token]")  # fmt: skip
+        help="token behind each document [<|endoftext|>, or else the eos_token]")  # fmt: skip
     add("--workers", type=int, default=0, metavar="N",
         help="processes that read and tokenise; 0: none but this one [%(default)s]")  # fmt: skip
     add("--rows-per-shard", type=int, default=32_768, metavar="N",

@@ -175,7 +175,7 @@ def _line_chunks(path: Path, size: int) -> Iterator[Chunk]:
     lines: list[bytes | None] = []
     held, problem = 0, None
     with path.open("rb") as raw:
-        file: IO[bytes] = gzip.open(raw) if name.lower().endswith(".gz") else raw  # type: ignore[assignment]
+        file: Any = gzip.GzipFile(fileobj=raw) if name.lower().endswith(".gz") else raw
         while True:
             try:
                 line = _bounded_line(file)
@@ -224,9 +224,7 @@ def _parquet_chunks(path: Path, size: int) -> Iterator[Chunk]:
         return
     for group, rows in enumerate(groups):
         here = size * (group + 1) // len(groups)
-        yield Chunk(
-            str(path), "parquet", first, count=rows, group=group, bytes_read=here - told
-        )
+        yield Chunk(str(path), "parquet", first, count=rows, group=group, bytes_read=here - told)
         first, told = first + rows, here
 
 
@@ -253,9 +251,7 @@ def _arrayrecord_chunks(path: Path, size: int) -> Iterator[Chunk]:
     for start in range(0, count, CHUNK_RECORDS):
         rows = min(CHUNK_RECORDS, count - start)
         here = size * (start + rows) // count
-        yield Chunk(
-            str(path), "arrayrecord", start + 1, count=rows, bytes_read=here - told
-        )
+        yield Chunk(str(path), "arrayrecord", start + 1, count=rows, bytes_read=here - told)
         told = here
 
 
