@@ -81,18 +81,18 @@ def test_fewer_rows_than_a_batch_are_refused() -> None:
 
 
 def test_weights_are_shares_of_every_stretch_and_each_source_has_epochs_of_its_own() -> None:
-    sets = ((NumberedRows(50), 6.0), (NumberedRows(10, first=100), 3.0),
-            (NumberedRows(300, first=1000), 1.0))  # fmt: skip
+    sets = ((NumberedRows(500), 6.0), (NumberedRows(50, first=1000), 3.0),
+            (NumberedRows(900, first=2000), 1.0))  # fmt: skip
     order = order_of(*sets)
-    read = [int(order[i]["tokens"][0]) for i in range(1000)]
-    for stretch in (read[:100], read[500:600], read):
-        sources = Counter(0 if n < 100 else 1 if n < 1000 else 2 for n in stretch)
+    read = [int(order[i]["tokens"][0]) for i in range(400)]
+    for stretch in (read[:100], read[250:350], read):
+        sources = Counter(n // 1000 for n in stretch)
         for source, share in enumerate((0.6, 0.3, 0.1)):
             assert sources[source] / len(stretch) == pytest.approx(share, abs=0.02)
-    small = [n for n in read if 100 <= n < 1000]
-    for epoch in range(len(small) // 10):
-        assert sorted(small[10 * epoch :][:10]) == list(range(100, 110))
-    assert len({n for n in read if n >= 1000}) == len([n for n in read if n >= 1000])
+    small = [n for n in read if n // 1000 == 1]
+    for epoch in range(len(small) // 50):
+        assert sorted(small[50 * epoch :][:50]) == list(range(1000, 1050))
+    assert max(Counter(n for n in read if n // 1000 != 1).values()) == 1
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 4])
