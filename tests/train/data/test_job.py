@@ -92,7 +92,7 @@ def test_the_output_is_the_same_byte_for_byte_for_any_number_of_workers(
     assert contents(tmp_path / "two") == contents(made)
 
 
-@pytest.mark.parametrize(("row_length", "count"), [(2048, 1500), (512, 1500)])
+@pytest.mark.parametrize(("row_length", "count"), [(1024, 600), (512, 1000)])
 def test_documents_of_varied_lengths_fill_their_rows(
     tmp_path: Path, row_length: int, count: int
 ) -> None:

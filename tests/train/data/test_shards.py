@@ -77,11 +77,11 @@ def test_a_damaged_row_is_named_when_it_is_read(folder: Path) -> None:
     manifest = read_manifest(folder)
     shard = folder / manifest.shards[1].file
     content = bytearray(shard.read_bytes())
-    content[len(content) // 4 : len(content) // 2] = bytes(len(content) // 2 - len(content) // 4)
+    content[200:1200] = bytes(1000)  # behind the file's own header
     shard.write_bytes(bytes(content))
     rows = ShardRows(folder, read_manifest(folder), 0)
     assert len(rows[14]["tokens"]) == ROW
-    with pytest.raises(InputError, match=rf"rows: row \d+ cannot be read"):
+    with pytest.raises(InputError, match=r"rows: row \d+ cannot be read"):
         for number in range(15, len(rows)):
             rows[number]
 
@@ -145,7 +145,7 @@ def test_a_run_reads_its_sources_by_weight(
     assert "ones: 75.0% of the rows; 30 rows, 3,000 tokens" in capsys.readouterr().out
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     with TrainBatches(data, recipe(sources), place) as batches:
-        read = [rows for rows in batches]
+        read = list(batches)
     assert read[0].tokens.shape == (1, 4, ROW)
     sevens = np.concatenate([np.asarray(rows.tokens[0, :, 0]) == 7 for rows in read])
     assert sevens.sum() == 15
