@@ -95,8 +95,11 @@ def random_rows(folder: Path, rows: int, row_length: int) -> Sources:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m train.input_speed", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m train.input_speed",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--data", metavar="DIR", help="a folder of `wedlm tokenize`")
     parser.add_argument("--row-length", type=int, default=4096, help="[%(default)s]")
     parser.add_argument("--rows", type=int, default=2000, help="random rows [%(default)s]")
