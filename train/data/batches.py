@@ -75,10 +75,11 @@ class TrainBatches:
     def close(self) -> None:
         """Ends the threads and processes that read ahead."""
         self._closed.set()
+        self._thread.join()
         with contextlib.suppress(queue.Empty):
             while True:
                 self._ready.get_nowait()
-        self._thread.join()
+        self._ready.put(StopIteration())  # for whoever asks for more
         if close := getattr(self._ahead, "close", None):
             close()
 

@@ -129,5 +129,7 @@ def test_waiting_for_input_is_counted_and_closing_ends_the_reading() -> None:
     assert batches.input_wait > 0.03  # sixteen rows of 5 ms, from when the reading began
     batches.close()
     batches.close()
+    with pytest.raises(StopIteration):
+        next(batches)
     assert not batches._thread.is_alive()
     assert threading.active_count() <= threads + CONFIG.data.prefetch + 1  # grain's own, idle
