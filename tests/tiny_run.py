@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -81,19 +82,32 @@ class Killed(Exception):
 
 
 def stop_before_step(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
-    """The run dies when it reads the batch of step ``last``."""
-    real = train.loop.batches
+    """The run dies when it asks for the batch of step ``last``."""
 
-    class UntilStopped:
-        def __init__(self, *arguments: object):
-            self.source = real(*arguments)  # type: ignore[arg-type]
+    def die() -> None:
+        raise Killed
 
-        def __getitem__(self, step: int) -> object:
-            if step == last:
-                raise Killed
-            return self.source[step]
+    call_before_step(monkeypatch, last, die)
 
-    monkeypatch.setattr(train.loop, "batches", UntilStopped)
+
+def call_before_step(
+    monkeypatch: pytest.MonkeyPatch, step: int, function: Callable[[], None]
+) -> None:
+    """``function`` is called when a run asks for the batch of ``step``."""
+    real = train.loop.TrainBatches
+
+    class Watched(real):  # type: ignore[misc, valid-type]
+        def __init__(self, *arguments: object, start: int):
+            super().__init__(*arguments, start=start)
+            self.step = start
+
+        def __next__(self) -> object:
+            if self.step == step:
+                function()
+            self.step += 1
+            return super().__next__()
+
+    monkeypatch.setattr(train.loop, "TrainBatches", Watched)
 
 
 def command_in_child(arguments: list[str], output: Path, devices: int = 1) -> None:

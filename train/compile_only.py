@@ -14,18 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from train.config import TrainConfig
-from train.setup import abstract_state, objective_of, optimizer_of
+from train.setup import abstract_rows, abstract_state, objective_of, optimizer_of
 from train.step import TrainState, make_train_step
 from wedlm_jax.config import ModelConfig, config_from_hf
-from wedlm_jax.corruption import PackedRows
 from wedlm_jax.errors import InputError
 from wedlm_jax.hlo_cost import program_cost
 from wedlm_jax.model import Transformer
-from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh
+from wedlm_jax.sharding import check_fits, make_mesh
 from wedlm_jax.topology import Topology, describe_topology
 
 
@@ -93,7 +91,7 @@ def compile_step(config: TrainConfig, topology_name: str) -> CompiledStep:
     started = time.perf_counter()
     try:
         with jax.set_mesh(mesh), jax.default_device(topology.devices[0]):
-            compiled = step.lower(state, _rows(config, mesh), _key(mesh)).compile()
+            compiled = step.lower(state, abstract_rows(config, mesh), _key(mesh)).compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -112,14 +110,6 @@ def recipe_model(config: TrainConfig) -> ModelConfig:
         return config_from_hf(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: {error}") from None
-
-
-def _rows(config: TrainConfig, mesh: jax.sharding.Mesh) -> Any:
-    shape = (config.accumulation, config.rows, config.row_length)
-    place = batch_sharding(mesh)
-    whole: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
-    flags: Any = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=place)
-    return PackedRows(tokens=whole, positions=whole, segment_ids=whole, trainable=flags)
 
 
 def _key(mesh: jax.sharding.Mesh) -> Any:

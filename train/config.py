@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,11 @@ class DataSection:
     tokenizer: str | None = _field(None, "folder of the tokenizer; null: train one")
     vocab_size: int = _field(2048, "size of the tokenizer, where one is trained")
     train_on_prompt: bool = _field(False, "whether prompt tokens are targets, too")
+    sources: dict[str, float] = _field(
+        {}, "folders of `wedlm tokenize` and their shares of a batch; empty: the synthetic corpus"
+    )
+    workers: int = _field(0, "processes that read rows ahead; 0: threads of this one")
+    prefetch: int = _field(2, "batches that wait ready, read and placed each")
 
 
 @dataclasses.dataclass
@@ -86,6 +92,10 @@ class MetricsSection:
 @dataclasses.dataclass
 class EvaluationSection:
     every: int = _field(0, "steps between evaluations, in <output>/evaluation.jsonl; 0: none")
+    source: str | None = _field(
+        None,
+        "folder of `wedlm tokenize` to evaluate on; null: held-out part of the corpus",
+    )
     rows: int = _field(64, "held-out packed rows to take losses over")
     prompts: int = _field(8, "of these rows, how many beginnings to decode")
     max_tokens: int = _field(64, "completion tokens of each")
@@ -180,6 +190,19 @@ def _check(config: TrainConfig, path: str | Path) -> None:
     for name in ("steps", "rows", "accumulation", "row_length", "block_size", "log_every"):
         if getattr(config, name) < 1:
             raise InputError(f"{path}: {name} must be at least 1, not {getattr(config, name)}")
+    for name, least in (("workers", 0), ("prefetch", 1)):
+        if (value := getattr(config.data, name)) < least:
+            raise InputError(f"{path}: data.{name} must be at least {least}, not {value}")
+    for folder, weight in config.data.sources.items():
+        if not 0 < weight < math.inf:
+            raise InputError(
+                f"{path}: data.sources: the share of {folder} must be above 0, not {weight}"
+            )
+    if config.data.sources and not (config.data.tokenizer or config.model.init_from):
+        raise InputError(
+            f"{path}: data.sources needs the tokenizer that made them, "
+            "as data.tokenizer or in model.init_from"
+        )
     if config.loss.attention not in IMPLEMENTATIONS:
         raise InputError(
             f"{path}: loss.attention must be one of {', '.join(IMPLEMENTATIONS)}, "

@@ -5,7 +5,6 @@ Rows and masks are the same at every evaluation, so its numbers differ by the mo
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 
@@ -118,9 +117,3 @@ def append_record(path: Path, step: int, record: Record) -> None:
     if is_first():
         with path.open("a", encoding="utf-8") as file:
             file.write(as_json(step, record))
-
-
-def held_out(config: TrainConfig) -> TrainConfig:
-    """The recipe of the held-out rows: as many samples as fill them amply."""
-    samples = max(config.evaluation.rows, config.rows) * config.row_length // 16
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, samples=samples))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from tokenizers import Tokenizer
@@ -16,8 +15,8 @@ from tokenizers import Tokenizer
 from train.budget import describe_budget, peak_flops, step_flops
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig, save_config
-from train.data import batches, build_dataset
-from train.evaluation import Evaluation, append_record, held_out
+from train.data.batches import TrainBatches
+from train.evaluation import Evaluation, append_record
 from train.metrics import (
     MetricsLog,
     Record,
@@ -29,12 +28,18 @@ from train.metrics import (
     flatten,
 )
 from train.processes import is_first, say, wait_for_all
-from train.setup import guard_of, objective_of, optimizer_of, placed_state, schedule_of
-from train.start import initial_model, packed_dataset, tokenizer_folder
+from train.setup import (
+    abstract_rows,
+    guard_of,
+    objective_of,
+    optimizer_of,
+    placed_state,
+    schedule_of,
+)
+from train.start import held_out_rows, initial_model, tokenizer_folder, training_rows
 from train.step import Metrics, TrainState, make_train_step
 from train.stop import Stopped, StopRequest
 from wedlm_jax.config import ModelConfig
-from wedlm_jax.corruption import PackedRows
 from wedlm_jax.errors import InputError
 from wedlm_jax.hf import save_checkpoint
 from wedlm_jax.run_folder import describe_run
@@ -94,7 +99,7 @@ class Run:
     ):
         self._config, self._mesh, self._output = config, mesh, output
         pad = model.pad_token_id or 0
-        self._source = batches(packed_dataset(config, output, tokenizer, pad), config)
+        self._data = training_rows(config, output, tokenizer, pad)
         self._optimizer, objective = optimizer_of(config), objective_of(config, model)
         self._step = make_train_step(
             graph, self._optimizer, objective, schedule=schedule_of(config), guard=guard_of(config)
@@ -103,8 +108,7 @@ class Run:
         self._tokens = config.accumulation * config.rows * config.row_length
         self._evaluation = None
         if config.evaluation.every:
-            rows = build_dataset(held_out(config), tokenizer, pad, lambda _: None, "heldout")
-            held = {name: x[: config.evaluation.rows] for name, x in rows.arrays.items()}
+            held = held_out_rows(config, tokenizer, pad)
             self._evaluation = Evaluation(config, mesh, graph, objective, held)
 
     def run(self, parameters: nnx.State) -> TrainState:
@@ -129,14 +133,15 @@ class Run:
         key = jax.random.key(config.seed)
         compiled = self._compile(state, key)
         clock, recent = StepClock(), Recent(self._output, config.optimizer.max_skipped)
+        batches = TrainBatches(self._data, config, batch_sharding(self._mesh), start=done)
         log = self._open_log(done)
         try:
             with StopRequest() as stop:
                 for step in range(done, config.steps):
                     self._profile(step)
-                    rows, waited = self._rows(step)
-                    state, metrics = compiled(state, rows, key)
-                    clock.count(waited)
+                    waited = batches.input_wait
+                    state, metrics = compiled(state, next(batches), key)
+                    clock.count(batches.input_wait - waited)
                     recent.add(step + 1, metrics)
                     last = step + 1 == config.steps
                     if last or (step + 1) % config.log_every == 0:
@@ -149,6 +154,7 @@ class Run:
                     if ends and not last:
                         raise Stopped(step + 1)
         finally:
+            batches.close()
             if log is not None:
                 log.close()
         return state
@@ -158,20 +164,10 @@ class Run:
         if not hasattr(self._step, "lower"):
             return self._step
         started = time.monotonic()
-        compiled = self._step.lower(state, self._rows(0)[0], key).compile()
+        rows = abstract_rows(self._config, self._mesh)
+        compiled = self._step.lower(state, rows, key).compile()
         say(f"compiled in {time.monotonic() - started:.0f} s; {describe_budget(state, compiled)}")
         return compiled
-
-    def _rows(self, step: int) -> tuple[PackedRows, float]:
-        """The global batch of a step, and the seconds it had to be waited for."""
-        started = time.monotonic()
-        sharding = batch_sharding(self._mesh)
-
-        def place(x: np.ndarray) -> jax.Array:
-            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
-
-        arrays = {name: place(x) for name, x in self._source[step].items()}
-        return PackedRows(**arrays), time.monotonic() - started
 
     def _open_log(self, done: int) -> MetricsLog | None:
         if not is_first():

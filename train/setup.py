@@ -16,8 +16,9 @@ from train.guard import Guard, GuardState
 from train.optimizer import make_optimizer
 from train.step import Objective, TrainState
 from wedlm_jax.config import ModelConfig
+from wedlm_jax.corruption import PackedRows
 from wedlm_jax.loss import LossConfig
-from wedlm_jax.sharding import tree_shardings
+from wedlm_jax.sharding import batch_sharding, tree_shardings
 
 
 def schedule_of(config: TrainConfig) -> optax.Schedule:
@@ -66,6 +67,15 @@ def abstract_state(
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(place, shapes, tree_shardings(mesh, shapes))
+
+
+def abstract_rows(config: TrainConfig, mesh: Mesh) -> PackedRows:
+    """Shapes, dtypes and places of a global batch ``[A, R, L]``."""
+    shape = (config.accumulation, config.rows, config.row_length)
+    place = batch_sharding(mesh)
+    whole: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
+    flags: Any = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=place)
+    return PackedRows(tokens=whole, positions=whole, segment_ids=whole, trainable=flags)
 
 
 def placed_state(

@@ -6,18 +6,26 @@ The first process makes what has to be made; the others wait for it and read.
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
 from train.config import TrainConfig
 from train.corpus import generate
-from train.data import PackedDataset, build_dataset, load_dataset, save_dataset
+from train.data.batches import TrainingRows
+from train.data.sources import open_sources
+from train.data.synthetic import (
+    PackedDataset,
+    build_dataset,
+    load_dataset,
+    rows_recipe,
+    save_dataset,
+)
 from train.processes import is_first, say, wait_for_all
 from train.tokenizer import save_tokenizer, train_tokenizer
 from wedlm_jax.config import ModelConfig, config_from_hf
@@ -74,14 +82,41 @@ def _new_model_config(config: TrainConfig, tokenizer: Tokenizer) -> ModelConfig:
     return config_from_hf({**architecture, **config.model.architecture})
 
 
+def training_rows(
+    config: TrainConfig, output: Path, tokenizer: Tokenizer, pad_token_id: int
+) -> TrainingRows:
+    """The rows to train on: of the recipe's sources, or of the synthetic corpus."""
+    if config.data.sources:
+        return open_sources(config, tokenizer, pad_token_id)
+    return packed_dataset(config, output, tokenizer, pad_token_id)
+
+
+def held_out_rows(
+    config: TrainConfig, tokenizer: Tokenizer, pad_token_id: int
+) -> dict[str, np.ndarray]:
+    """The rows to evaluate on, arrays ``[N, L]``: the first of the evaluation's source, or of the
+    corpus's held-out part."""
+    count, data = config.evaluation.rows, config.data
+    if config.evaluation.source is not None:
+        source = dataclasses.replace(data, sources={config.evaluation.source: 1.0})
+        opened = open_sources(dataclasses.replace(config, data=source), tokenizer, pad_token_id)
+        first = [opened.rows[0][i] for i in range(min(count, len(opened.rows[0])))]
+        return {name: np.stack([row[name] for row in first]) for name in first[0]}
+    if data.sources:
+        raise InputError("evaluation.source: data.sources need a folder of held-out rows beside")
+    # As many samples as fill the rows amply.
+    amply = dataclasses.replace(data, samples=count * config.row_length // 16)
+    recipe = dataclasses.replace(config, data=amply)
+    rows = build_dataset(recipe, tokenizer, pad_token_id, lambda _: None, "heldout")
+    return {name: x[:count] for name, x in rows.arrays.items()}
+
+
 def packed_dataset(
     config: TrainConfig, output: Path, tokenizer: Tokenizer, pad_token_id: int
 ) -> PackedDataset:
-    """The packed rows, made once; made anew when what they depend on has changed."""
+    """The corpus as packed rows, made once; made anew when what they depend on has changed."""
     path, recipe_path = output / "rows.npz", output / "rows.json"
-    recipe = json.dumps(
-        [dataclasses.asdict(config.data), config.row_length, config.block_size, tokenizer.to_str()]
-    )
+    recipe = rows_recipe(config, tokenizer)
 
     def is_made() -> bool:
         return path.exists() and recipe_path.exists() and recipe_path.read_text() == recipe

@@ -13,6 +13,7 @@ SUBCOMMANDS = {
     "generate": ("infer.generate", "complete a prompt, or a JSONL file of prompts"),
     "evaluate": ("infer.evaluate", "accuracy and speed of the decoders on held-out prompts"),
     "train": ("train.command", "train a model from a recipe in configs/"),
+    "tokenize": ("train.data.command", "tokenise and pack training data, once"),
     "convert": ("wedlm_jax.convert", "Hugging Face checkpoint to orbax, or back"),
     "info": ("wedlm_jax.info", "what a checkpoint folder is"),
 }

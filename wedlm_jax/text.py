@@ -59,11 +59,25 @@ class TextCodec:
                 ) from None
         return cls(tokenizer)
 
+    @property
+    def eos_token_id(self) -> int | None:
+        token = self._tokenizer.eos_token_id
+        return None if token is None else int(token)
+
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text)["input_ids"])
 
     def encode_chat(self, messages: Messages) -> list[int]:
         """A conversation through the chat template, ready for the assistant's turn.
+
+        Raises:
+          InputError: the tokenizer has no template, or the messages do not fit it.
+        """
+        text = self.render_chat(messages, add_generation_prompt=True)
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def render_chat(self, messages: Messages, *, add_generation_prompt: bool) -> str:
+        """A conversation as the text that the chat template makes of it.
 
         Raises:
           InputError: the tokenizer has no template, or the messages do not fit it.
@@ -75,12 +89,12 @@ class TextCodec:
             raise InputError("this checkpoint's tokenizer has no chat template")
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except Exception as error:
             # Templates are programs of their own and raise what they like.
             raise InputError(f"messages: the chat template refused them ({error})") from None
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return str(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids`` without special tokens, as it stands."""

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import train.loop
 from tests.checkpoints import assert_same_bits, hf_values
 from tests.tiny_run import (
     Killed,
+    call_before_step,
     metric_lines,
     on_devices,
     start_command,
@@ -35,22 +35,9 @@ def test_sigterm_saves_and_the_run_goes_on_from_there(
 ) -> None:  # fmt: skip
     on_devices(monkeypatch, 1)
     config = tiny_recipe(tmp_path, tokenizer_folder)
-    real = train.loop.batches
-
-    class Terminating:
-        def __init__(self, *arguments: object):
-            self.source = real(*arguments)  # type: ignore[arg-type]
-            self.reads = 0
-
-        def __getitem__(self, step: int) -> object:
-            self.reads += 1
-            if self.reads == 3:  # one for compiling, one for the first step
-                os.kill(os.getpid(), signal.SIGTERM)
-            return self.source[step]
-
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
-        patch.setattr(train.loop, "batches", Terminating)
+        call_before_step(patch, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
         with pytest.raises(Stopped, match="stopped after step 2"):
             run_training(config)
     assert signal.getsignal(signal.SIGTERM) is before

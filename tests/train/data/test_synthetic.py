@@ -1,4 +1,4 @@
-"""Packed rows from the corpus, and the order in which steps read them."""
+"""Packed rows from the corpus."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from tokenizers import Tokenizer
 
 from train.config import DataSection, TrainConfig
 from train.corpus import generate
-from train.data import (
+from train.data.synthetic import (
     PackedDataset,
-    batches,
     build_dataset,
     load_dataset,
     save_dataset,
@@ -42,12 +41,6 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def dataset(tokenizer: Tokenizer) -> PackedDataset:
     return build_dataset(CONFIG, tokenizer, PAD, report=lambda _: None)
-
-
-def numbered(rows: int, length: int = 4) -> PackedDataset:
-    """Row i holds the number i everywhere."""
-    tokens = np.repeat(np.arange(rows, dtype=np.int32)[:, None], length, axis=1)
-    return PackedDataset({"tokens": tokens, "segment_ids": tokens * 2}, 1.0, rows, 0)
 
 
 def test_a_sample_is_one_chat_turn_whose_answer_alone_is_a_target(tokenizer: Tokenizer) -> None:
@@ -123,48 +116,3 @@ def test_rows_too_short_for_any_sample_are_refused(tokenizer: Tokenizer) -> None
     config = TrainConfig(row_length=32, data=DataSection(samples=20))
     with pytest.raises(InputError, match="none of the 20 samples fits into a row of 32 tokens"):
         build_dataset(config, tokenizer, PAD, report=lambda _: None)
-
-
-def test_a_batch_is_accumulation_by_rows_of_whole_rows() -> None:
-    batch = batches(numbered(20), CONFIG)[0]
-    assert batch["tokens"].shape == (2, 3, 4)
-    assert (batch["tokens"] == batch["tokens"][..., :1]).all()
-    np.testing.assert_array_equal(batch["segment_ids"], batch["tokens"] * 2)
-
-
-def test_an_epoch_reads_every_row_once_and_the_next_in_another_order() -> None:
-    source = batches(numbered(24), CONFIG)
-    epochs = [
-        np.concatenate([source[step]["tokens"][..., 0].reshape(-1) for step in steps])
-        for steps in (range(4), range(4, 8))
-    ]
-    for epoch in epochs:
-        assert sorted(epoch) == list(range(24))
-        assert list(epoch) != sorted(epoch)
-    assert list(epochs[0]) != list(epochs[1])
-
-
-def test_a_step_reads_the_same_rows_whichever_was_read_before() -> None:
-    in_order = batches(numbered(20), CONFIG)
-    read = [in_order[step]["tokens"] for step in range(9)]
-    resumed = batches(numbered(20), CONFIG)
-    np.testing.assert_array_equal(resumed[8]["tokens"], read[8])
-    np.testing.assert_array_equal(resumed[2]["tokens"], read[2])
-
-
-def test_the_seed_decides_the_order() -> None:
-    other = TrainConfig(rows=3, accumulation=2, seed=5)
-    here, there = (batches(numbered(24), config)[0]["tokens"] for config in (CONFIG, other))
-    assert not np.array_equal(here, there)
-
-
-def test_accumulation_splits_the_same_global_batch() -> None:
-    whole = TrainConfig(rows=6, accumulation=1, seed=4)
-    here, there = (batches(numbered(24), config)[1]["tokens"] for config in (CONFIG, whole))
-    np.testing.assert_array_equal(here.reshape(6, 4), there.reshape(6, 4))
-
-
-def test_fewer_rows_than_a_batch_are_refused() -> None:
-    with pytest.raises(InputError, match="5 packed rows are fewer than one batch of 6"):
-        batches(numbered(5), CONFIG)
-    assert batches(numbered(6), CONFIG)[3]["tokens"].shape == (2, 3, 4)

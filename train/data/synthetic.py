@@ -1,17 +1,15 @@
-"""Packed training rows: corpus samples, tokenised, packed once, then read through grain.
+"""Packed rows of the synthetic corpus: generated, tokenised, packed once.
 
-The rows live in one `.npz` beside the run. Grain shuffles them anew each epoch from
-the seed and addresses batches by step number, so a resumed run sees the same order.
+The rows live in one `.npz` beside the run.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import grain
 import numpy as np
 from tokenizers import Tokenizer
 
@@ -32,6 +30,9 @@ class PackedDataset:
     fill: float
     samples: int
     skipped: int
+
+    def row_sets(self) -> list[tuple[MemoryRows, float]]:
+        return [(MemoryRows(self.arrays), 1.0)]
 
 
 def tokenise(sample: Sample, tokenizer: Tokenizer, *, train_on_prompt: bool) -> TokenisedSample:
@@ -86,6 +87,14 @@ def build_dataset(
     return PackedDataset(arrays, fill, data.samples, skipped)
 
 
+def rows_recipe(config: TrainConfig, tokenizer: Tokenizer) -> str:
+    """All that the rows depend on, as a text to compare."""
+    fields = dataclasses.asdict(config.data)
+    for name in ("sources", "workers", "prefetch"):  # how rows are read, not what is in them
+        del fields[name]
+    return json.dumps([fields, config.row_length, config.block_size, tokenizer.to_str()])
+
+
 def save_dataset(dataset: PackedDataset, path: Path) -> None:
     beside = path.with_suffix(".part.npz")
     numbers = {k: np.array(getattr(dataset, k)) for k in ("fill", "samples", "skipped")}
@@ -100,8 +109,8 @@ def load_dataset(path: Path) -> PackedDataset:
     return PackedDataset(arrays, **numbers)
 
 
-class _Rows(grain.sources.RandomAccessDataSource):
-    """The packed rows as grain sees them."""
+class MemoryRows:
+    """Packed rows in memory, by number."""
 
     def __init__(self, arrays: dict[str, np.ndarray]):
         self._arrays = arrays
@@ -109,24 +118,8 @@ class _Rows(grain.sources.RandomAccessDataSource):
     def __len__(self) -> int:
         return len(self._arrays["tokens"])
 
-    def __getitem__(self, index: Any) -> dict[str, np.ndarray]:
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         return {name: array[index] for name, array in self._arrays.items()}
 
     def __repr__(self) -> str:
-        return f"_Rows({len(self)})"
-
-
-def batches(dataset: PackedDataset, config: TrainConfig) -> grain.MapDataset:
-    """Batch number s is step s's global batch: arrays ``[accumulation, rows, row_length]``."""
-    shape = (config.accumulation, config.rows)
-    size = config.accumulation * config.rows
-    if len(dataset.arrays["tokens"]) < size:
-        raise InputError(
-            f"data: {len(dataset.arrays['tokens'])} packed rows are fewer than one batch of {size}"
-        )
-
-    def fold(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return {name: x.reshape(*shape, *x.shape[1:]) for name, x in batch.items()}
-
-    source = grain.MapDataset.source(_Rows(dataset.arrays)).seed(config.seed).shuffle().repeat()
-    return source.batch(size, drop_remainder=True).map(fold)
+        return f"MemoryRows({len(self)})"

@@ -1,0 +1,154 @@
+"""Which tokens of a conversation are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jinja2
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from tests.data_examples import CHAT, EMBEDDED
+from train.corpus import generate
+from train.data.chat import ChatFormat, Message, Render, TurnsNotFound
+from train.data.samples import load_tokenizer
+from train.data.synthetic import tokenise
+from train.tokenizer import CHAT_TEMPLATE
+from wedlm_jax.errors import InputError
+
+# As Qwen3's: thoughts of earlier turns are left out, the last turn always has some.
+THINKING = """\
+{%- set last = namespace(user=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for m in messages %}
+{%- set said = m.content.split('</think>')[-1].lstrip('\\n') %}
+{%- if m.role == 'assistant' and loop.index0 > last.user %}
+{%- set said = '<think>\\n' + (m.content.split('</think>')[0].split('<think>')[-1].strip('\\n')
+    if '</think>' in m.content else '') + '\\n</think>\\n\\n' + said %}
+{%- endif %}
+{{- '<|im_start|>' + m.role + '\\n' + said + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+def template(source: str) -> Render:
+    made = jinja2.Environment().from_string(source)
+
+    def render(messages: Sequence[Message], ask: bool) -> str:
+        return made.render(messages=messages, add_generation_prompt=ask)
+
+    return render
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(EMBEDDED)
+
+
+def trained(chat: ChatFormat, tokenizer: Tokenizer, messages: Sequence[Message]) -> list[str]:
+    """The texts of the trainable runs."""
+    sample = chat.sample(messages, train_on_prompt=False)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], sample.trainable, [0]])))
+    return [
+        tokenizer.decode(sample.tokens[start:stop].tolist(), skip_special_tokens=False)
+        for start, stop in edges.reshape(-1, 2)
+    ]
+
+
+def test_each_assistants_turn_is_trainable_and_nothing_else_is(tokenizer: Tokenizer) -> None:
+    chat = ChatFormat(template(CHAT_TEMPLATE), tokenizer, end_tokens=0)
+    sample = chat.sample(CHAT, train_on_prompt=False)
+    # Drawn by hand: the text, and below each character whether it is trained on.
+    parts = [
+        ("<|im_start|>system\nBe brief.<|im_end|>\n", False),
+        ("<|im_start|>user\nCount to 3.<|im_end|>\n", False),
+        ("<|im_start|>assistant\n", False),
+        ("1, 2, 3<|im_end|>", True),
+        ("\n<|im_start|>user\nAnd back?<|im_end|>\n", False),
+        ("<|im_start|>assistant\n", False),
+        ("3, 2, 1<|im_end|>", True),
+    ]
+    assert tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=False) == "".join(
+        text for text, _ in parts
+    )
+    assert trained(chat, tokenizer, CHAT) == [text for text, flag in parts if flag]
+    ends = tokenizer.token_to_id("<|im_end|>")
+    assert (sample.tokens == ends).sum() == 5
+    assert sample.trainable[sample.tokens == ends].tolist() == [False, False, True, False, True]
+
+
+def test_further_end_tokens_follow_each_turns_own(tokenizer: Tokenizer) -> None:
+    chat = ChatFormat(template(CHAT_TEMPLATE), tokenizer, end_tokens=3)
+    end = "<|im_end|>"
+    assert trained(chat, tokenizer, CHAT) == ["1, 2, 3" + 4 * end, "3, 2, 1" + 4 * end]
+
+
+def test_the_prompt_is_trained_on_if_asked_for(tokenizer: Tokenizer) -> None:
+    chat = ChatFormat(template(CHAT_TEMPLATE), tokenizer, end_tokens=0)
+    sample = chat.sample(CHAT, train_on_prompt=True)
+    assert sample.trainable.all()
+    text = tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=False)
+    assert text == template(CHAT_TEMPLATE)(CHAT, False)
+
+
+def test_a_conversation_is_the_sample_that_the_synthetic_corpus_makes(
+    tokenizer: Tokenizer,
+) -> None:
+    chat = ChatFormat(template(CHAT_TEMPLATE), tokenizer, end_tokens=0)
+    for sample in generate(1, 10, split="train"):
+        expected = tokenise(sample, tokenizer, train_on_prompt=False)
+        made = chat.sample(
+            [{"role": "user", "content": sample.prompt},
+             {"role": "assistant", "content": sample.answer}], train_on_prompt=False,
+        )  # fmt: skip
+        np.testing.assert_array_equal(made.tokens, expected.tokens)
+        np.testing.assert_array_equal(made.trainable, expected.trainable)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["", "x", "ends in <|im_end|>", "  spaces  ", "two\nlines\n", "Hi.", "<|im_start|>assistant\n",
+     "z<|im_end|>\n<|im_start|>user\nAnd back?"],
+)  # fmt: skip
+def test_no_answer_hides_its_own_end(tokenizer: Tokenizer, answer: str) -> None:
+    chat = ChatFormat(template(CHAT_TEMPLATE), tokenizer, end_tokens=0)
+    messages = [*CHAT[:2], {"role": "assistant", "content": answer}, *CHAT[3:]]
+    whole, spans = chat.turns(messages)
+    assert [whole[slice(*span)] for span in spans] == [answer + "<|im_end|>", "3, 2, 1<|im_end|>"]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_followed(tokenizer: Tokenizer) -> None:
+    chat = ChatFormat(template(THINKING), tokenizer, end_tokens=0)
+    assert trained(chat, tokenizer, CHAT) == [
+        "1, 2, 3<|im_end|>", "<think>\n\n</think>\n\n3, 2, 1<|im_end|>",
+    ]  # fmt: skip
+    thought = {"role": "assistant", "content": "<think>\nbackwards\n</think>\n\n3, 2, 1"}
+    assert trained(chat, tokenizer, [*CHAT[:-1], thought])[-1] == (
+        "<think>\nbackwards\n</think>\n\n3, 2, 1<|im_end|>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+         "{% if add_generation_prompt %}assistant: {% endif %}", "with a special token"),
+        ("{{ messages|length }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>"
+         "{% endfor %}", "differently once the turn is there"),
+    ],
+)  # fmt: skip
+def test_a_template_that_hides_the_turns_is_refused(
+    tokenizer: Tokenizer, source: str, reason: str
+) -> None:
+    with pytest.raises(InputError, match=f"chat template cannot be trained on: .*{reason}"):
+        ChatFormat(template(source), tokenizer, end_tokens=0)
+
+
+def test_one_conversation_that_hides_its_turns_is_told_apart(tokenizer: Tokenizer) -> None:
+    counts_long = "{% if messages|length > 4 %}long {% endif %}" + CHAT_TEMPLATE
+    chat = ChatFormat(template(counts_long), tokenizer, end_tokens=0)
+    assert trained(chat, tokenizer, CHAT[:3]) == ["1, 2, 3<|im_end|>"]
+    with pytest.raises(TurnsNotFound):
+        chat.sample(CHAT, train_on_prompt=False)

@@ -1,0 +1,198 @@
+"""`wedlm tokenize`: the folder it makes, whole or not at all, the same for any worker count."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import train.data.records
+from tests.data_examples import BLOCK, CHAT, EMBEDDED, ROW, documents, tokenised, write_jsonl
+from train.data.manifest import read_manifest
+from train.data.samples import load_tokenizer
+from train.data.shards import ShardRows
+from wedlm_jax.__main__ import main
+from wedlm_jax.errors import InputError
+
+BAD = [{"text": 1}, {"messages": CHAT[:1]}, {"text": 2}]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_jsonl(folder / "a.jsonl", [*documents(30), *BAD, *documents(10, seed=1)])
+    write_jsonl(folder / "b.jsonl", [{"messages": CHAT}] * 20)
+    (folder / "c.txt").write_text("A text of its own.")
+    (folder / "d.jsonl").write_text("")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def made(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("made") / "rows"
+    tokenised([inputs], output, shard_rows=20)
+    return output
+
+
+def test_every_token_is_in_the_rows_and_every_bad_record_in_the_list(
+    inputs: Path, made: Path
+) -> None:
+    manifest = read_manifest(made)
+    rows = ShardRows(made, manifest, pad_token_id=0)
+    arrays = [rows[number] for number in range(len(rows))]
+    tokens = sum(int((row["segment_ids"] > 0).sum()) for row in arrays)
+    assert (tokens, manifest.tokens) == (manifest.tokens, tokens)
+    assert manifest.fill == pytest.approx(tokens / (len(rows) * ROW), abs=1e-6)
+    trainable = sum(int(row["trainable"].sum()) for row in arrays)
+    assert manifest.trainable_tokens == trainable < tokens
+    for row in arrays:
+        starts = np.flatnonzero(np.diff(row["segment_ids"], prepend=0) > 0)
+        assert (starts % BLOCK == 0).all()
+        assert not row["trainable"][row["segment_ids"] == 0].any()
+    tokenizer = load_tokenizer(EMBEDDED)
+    text = "".join(
+        tokenizer.decode(row["tokens"].tolist(), skip_special_tokens=False) for row in arrays
+    )
+    assert text.count("A text of its own.<|endoftext|>") == 1
+    assert text.count("3, 2, 1<|im_end|>") == 20
+    named = [json.loads(line) for line in (made / "malformed.jsonl").read_text().splitlines()]
+    assert [(Path(one["file"]).name, one["line"], one["reason"]) for one in named] == [
+        ("a.jsonl", 31, "wrong type"), ("a.jsonl", 32, "no assistant turn"),
+        ("a.jsonl", 33, "wrong type"), ("d.jsonl", 0, "the file is empty"),
+    ]  # fmt: skip
+    assert manifest.malformed == 4
+    assert manifest.reasons["wrong type"] == {
+        "records": 2, "first": [f"{inputs / 'a.jsonl'}:31", f"{inputs / 'a.jsonl'}:33"],
+    }  # fmt: skip
+    assert manifest.records == 30 + 3 + 10 + 20 + 1 + 1
+    assert sum(shard.rows for shard in manifest.shards) == manifest.rows == len(rows)
+    assert [shard.file for shard in manifest.shards][:1] == [
+        f"rows-00000-of-{len(manifest.shards):05d}.arrayrecord"
+    ]
+    assert len(manifest.shards) > 1
+
+
+def test_the_output_is_the_same_byte_for_byte_for_any_number_of_workers(
+    inputs: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Small chunks, that both workers have some of every file.
+    monkeypatch.setattr(train.data.records, "CHUNK_RECORDS", 4)
+    tokenised([inputs], tmp_path / "none", shard_rows=20)
+    tokenised([inputs], tmp_path / "two", shard_rows=20, workers=2)
+    assert contents(tmp_path / "none") == contents(made)
+    assert contents(tmp_path / "two") == contents(made)
+
+
+@pytest.mark.parametrize(("row_length", "count"), [(1024, 600), (512, 1000)])
+def test_documents_of_varied_lengths_fill_their_rows(
+    tmp_path: Path, row_length: int, count: int
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", documents(count, mean_words=row_length / 2))
+    manifest = tokenised([path], tmp_path / "rows", row_length=row_length, block_size=8)
+    assert manifest.fill >= 0.97
+    assert manifest.samples > count  # some were cut
+
+
+KILLED = """
+import os, signal, sys
+import train.data.records
+from pathlib import Path
+from tests.data_examples import options
+from train.data.job import tokenise
+
+class Killer:
+    def progress(self, bytes_read, bytes_total, tokens):
+        if bytes_read > bytes_total / 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    train.data.records.CHUNK_RECORDS = 4
+    tokenise(options([Path(sys.argv[1])], Path(sys.argv[2]), shard_rows=20), Killer())
+"""
+
+
+def test_a_job_killed_halfway_leaves_no_folder_and_runs_again(
+    inputs: Path, made: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "rows"
+    command = [sys.executable, "-c", KILLED, str(inputs), str(output)]
+    root = Path(__file__).parents[3]
+    ended = subprocess.run(command, cwd=root, capture_output=True, timeout=300, check=False)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    assert not output.exists()
+    assert [path.name for path in tmp_path.iterdir()] == [".rows.wedlm-part"]
+    tokenised([inputs], output, shard_rows=20)
+    assert contents(output) == contents(made)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows"]
+
+
+def test_fail_fast_names_the_first_malformed_record_and_leaves_nothing(
+    inputs: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=r"a\.jsonl:31: wrong type \(text must be a text\)"):
+        tokenised([inputs], tmp_path / "rows", fail_fast=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_that_is_there_is_never_touched(inputs: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "mine").write_text("keep")
+    with pytest.raises(InputError, match="rows: is there already"):
+        tokenised([inputs], tmp_path / "rows")
+    assert contents(tmp_path / "rows") == {"mine": b"keep"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"row_length": 100}, "--row-length 100 is not a multiple of --block-size 32"),
+        ({"block_size": 0}, "--block-size must be at least 1, not 0"),
+        ({"end_tokens": -1}, "--end-tokens must be at least 0, not -1"),
+        ({"workers": -2}, "--workers must be at least 0, not -2"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(
+    inputs: Path, tmp_path: Path, changes: dict[str, int], sentence: str
+) -> None:
+    with pytest.raises(InputError, match=sentence):
+        tokenised([inputs], tmp_path / "rows", **changes)
+
+
+def test_an_input_without_a_usable_record_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    with pytest.raises(InputError, match="the input has no records"):
+        tokenised([tmp_path / "blank.jsonl"], tmp_path / "rows")
+    bad = write_jsonl(tmp_path / "bad.jsonl", BAD)
+    with pytest.raises(
+        InputError, match=r"none of the 3 records can be used; most often: wrong type, as in .*:1"
+    ):
+        tokenised([bad], tmp_path / "rows")
+    assert not (tmp_path / "rows").exists()
+
+
+def test_the_command_says_what_it_made_and_what_it_left_out(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (inputs / "notes.md").write_text("not data")
+    command = [
+        "tokenize", "--input", str(inputs), "--tokenizer", str(EMBEDDED), "--row-length", "128",
+        "--output", str(tmp_path / "rows"), "--end-tokens", "2",
+    ]  # fmt: skip
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert f"1 files of other kinds are not read: {inputs / 'notes.md'}" in said
+    assert "filled" in said
+    assert "4 records left out, all named in" in said
+    assert f"  2 wrong type: {inputs / 'a.jsonl'}:31, {inputs / 'a.jsonl'}:33" in said
+    assert read_manifest(tmp_path / "rows").made_with["end_tokens"] == 2
+    assert main(command) == 2
+    assert "wedlm tokenize:" in capsys.readouterr().err

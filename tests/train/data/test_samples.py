@@ -1,0 +1,238 @@
+"""Records of every kind and of every wrong kind."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
+
+import train.data.records
+from tests.data_examples import CHAT, EMBEDDED, ROW, write_jsonl
+from train.data.records import Malformed, chunks, find_files
+from train.data.samples import SampleMaker, SampleOptions, load_tokenizer
+from wedlm_jax.errors import InputError
+from wedlm_jax.packing import TokenisedSample
+
+MAKER = SampleMaker(SampleOptions(str(EMBEDDED), ROW))
+END = MAKER.tokenizer.token_to_id("<|endoftext|>")
+
+
+def made_of(
+    path: Path, maker: SampleMaker = MAKER
+) -> tuple[list[TokenisedSample], list[Malformed], int]:
+    results = [maker.make(chunk) for chunk in chunks(path)]
+    samples = [sample for result in results for sample in result.samples]
+    malformed = [what for result in results for what in result.malformed]
+    return samples, malformed, sum(result.records for result in results)
+
+
+def ids(text: str) -> list[int]:
+    return MAKER.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_a_document_ends_with_the_end_of_text_and_is_trained_on_whole(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "Count to 3."}, {"text": "1\n2", "id": 4}])
+    samples, malformed, records = made_of(path)
+    assert [sample.tokens.tolist() for sample in samples] == [
+        [*ids("Count to 3."), END], [*ids("1\n2"), END],
+    ]  # fmt: skip
+    assert all(sample.trainable.all() for sample in samples)
+    assert (malformed, records) == ([], 2)
+
+
+def test_a_text_file_is_one_document_and_a_long_one_is_cut_into_rows(tmp_path: Path) -> None:
+    text = "\ufeff" + "one two three four five six\n" * 60
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    samples, malformed, records = made_of(tmp_path / "a.txt")
+    whole = [*ids(text.removeprefix("\ufeff")), END]
+    assert len(samples) == -(-len(whole) // ROW) > 2
+    assert all(len(sample.tokens) == ROW for sample in samples[:-1])
+    assert np.concatenate([sample.tokens for sample in samples]).tolist() == whole
+    assert (malformed, records) == ([], 1)
+
+
+def test_token_ids_are_a_document_or_with_trainable_a_finished_sample(tmp_path: Path) -> None:
+    path = write_jsonl(
+        tmp_path / "a.jsonl",
+        [{"token_ids": list(range(200))},
+         {"token_ids": [5, 6, 7], "trainable": [False, True, 1]}],
+    )  # fmt: skip
+    samples, malformed, _ = made_of(path)
+    assert [len(sample.tokens) for sample in samples] == [ROW, 200 - ROW, 3]
+    assert samples[2].tokens.tolist() == [5, 6, 7]
+    assert samples[2].trainable.tolist() == [False, True, True]
+    assert not malformed
+
+
+LONG_CHAT = [*CHAT[:2], {"role": "assistant", "content": "one two " * ROW}]
+RECORDS: list[tuple[Any, str]] = [
+    ({}, "missing key"),
+    ({"prompt": "a"}, "missing key"),
+    ({"text": "a", "messages": CHAT}, "several formats"),
+    ({"text": 3}, "wrong type"),
+    ({"text": ""}, "empty"),
+    ({"text": "half \ud83d"}, "not UTF-8"),
+    ({"messages": []}, "wrong type"),
+    ({"messages": "hello"}, "wrong type"),
+    ({"messages": ["hello"]}, "wrong type"),
+    ({"messages": [{"role": "user"}]}, "wrong type"),
+    ({"messages": [{"role": "assistant", "content": None}]}, "wrong type"),
+    ({"messages": CHAT[:2]}, "no assistant turn"),
+    ({"messages": LONG_CHAT}, "longer than a row"),
+    ({"token_ids": []}, "empty"),
+    ({"token_ids": "12"}, "wrong type"),
+    ({"token_ids": [1, 2.5]}, "wrong type"),
+    ({"token_ids": [1, True]}, "wrong type"),
+    ({"token_ids": [1, 10**12]}, "unknown token"),
+    ({"token_ids": [-1]}, "unknown token"),
+    ({"token_ids": [1, 2], "trainable": [1]}, "wrong length"),
+    ({"token_ids": [1, 2], "trainable": [0, 7]}, "wrong type"),
+    ({"token_ids": [1, 2], "trainable": [0, 0]}, "nothing to train on"),
+    ({"token_ids": [1] * 200, "trainable": [1] * 200}, "longer than a row"),
+    ([1, 2], "not a JSON object"),
+    ("text", "not a JSON object"),
+    (None, "not a JSON object"),
+]
+
+
+def test_every_malformed_record_is_named_and_the_good_ones_between_are_kept(
+    tmp_path: Path,
+) -> None:
+    good = {"token_ids": [1, 2, 3]}
+    path = write_jsonl(tmp_path / "a.jsonl", [r for record, _ in RECORDS for r in (record, good)])
+    samples, malformed, records = made_of(path)
+    assert [(what.line, what.reason) for what in malformed] == [
+        (2 * number + 1, reason) for number, (_, reason) in enumerate(RECORDS)
+    ]
+    assert len(samples) == len(RECORDS)
+    assert records == 2 * len(RECORDS)
+
+
+def test_lines_that_are_no_json_or_no_text_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train.data.records, "LARGEST_RECORD", 3000)
+    lines = [
+        b"\xef\xbb\xbf" + b'{"text": "with a mark"}',
+        b"{",
+        b'{"text": "a"} {"text": "b"}',
+        b'{"text": "\xff\xfe"}',
+        bytes(range(1, 9)),
+        b"",
+        b"   ",
+        b'{"text": "' + b"x" * 10_000 + b'"}',
+        b"[" * 2900,
+        b'{"token_ids": [' + b"9" * 2000 + b"]}",
+        b'{"token_ids": [1]}',
+    ]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    samples, malformed, records = made_of(tmp_path / "a.jsonl")
+    assert [(what.line, what.reason) for what in malformed] == [
+        (2, "not JSON"), (3, "not JSON"), (4, "not UTF-8"), (5, "not JSON"),
+        (8, "too long to read"), (9, "not JSON"), (10, "unknown token"),
+    ]  # fmt: skip
+    assert [len(sample.tokens) for sample in samples] == [len(ids("with a mark")) + 1, 1]
+    assert records == 9  # lines of nothing are no records
+    assert str(malformed[0]).startswith(f"{tmp_path / 'a.jsonl'}:2: not JSON (")
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    packed = gzip.compress(b'{"token_ids": [1]}\n' * 5000)
+    contents = {
+        "empty.jsonl": (b"", "the file is empty"),
+        "empty.txt": (b"", "the file is empty"),
+        "binary.txt": (b"\xff\x00\x01", "not UTF-8"),
+        "zeros.txt": (b"\0" * 10, "not a text"),
+        "cut.jsonl.gz": (packed[: len(packed) // 2], "the compressed data is damaged"),
+        "plain.jsonl.gz": (b'{"token_ids": [1]}\n', "the compressed data is damaged"),
+        "other.arrayrecord": (b"no records" * 100, "not an ArrayRecord file"),
+    }
+    for name, (content, reason) in contents.items():
+        (tmp_path / name).write_bytes(content)
+        _, malformed, _ = made_of(tmp_path / name)
+        assert [(what.file, what.line, what.reason) for what in malformed] == [
+            (str(tmp_path / name), 0, reason)
+        ]
+
+
+def test_compressed_lines_and_records_of_a_file_are_read_alike(tmp_path: Path) -> None:
+    lines = [json.dumps({"token_ids": [n % 50, 1]}).encode() for n in range(1300)]
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n".join(lines)))
+    writer = ArrayRecordWriter(str(tmp_path / "a.arrayrecord"), "group_size:1")
+    for line in lines:
+        writer.write(line)
+    writer.close()
+    for name in ("a.jsonl.gz", "a.arrayrecord"):
+        samples, malformed, records = made_of(tmp_path / name)
+        assert [int(sample.tokens[0]) for sample in samples] == [n % 50 for n in range(1300)]
+        assert (malformed, records) == ([], 1300)
+        size = (tmp_path / name).stat().st_size
+        assert sum(chunk.bytes_read for chunk in chunks(tmp_path / name)) == size
+
+
+def test_parquet_rows_are_read_where_pyarrow_is_installed(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    texts = ["one", None, "three"]
+    table = pyarrow.table({"text": texts, "token_ids": [None, [4, 5], None], "id": [1, 2, 3]})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    samples, malformed, records = made_of(tmp_path / "a.parquet")
+    assert [sample.tokens.tolist() for sample in samples] == [
+        [*ids("one"), END], [4, 5], [*ids("three"), END],
+    ]  # fmt: skip
+    assert (malformed, records) == ([], 3)
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 no more")
+    assert [what.reason for what in made_of(tmp_path / "b.parquet")[1]] == ["not a Parquet file"]
+
+
+def test_parquet_without_pyarrow_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(InputError, match=r"need pyarrow.*pip install 'wedlm-jax\[data\]'"):
+        find_files([str(tmp_path)])
+
+
+def test_folders_are_searched_in_order_and_what_is_no_input_is_refused(tmp_path: Path) -> None:
+    for name in ("b/2.jsonl", "a.txt", "b/1.jsonl.gz", "b/readme.md", ".cache/c.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    files, other = find_files([str(tmp_path / "b" / "2.jsonl"), str(tmp_path)])
+    assert [str(path.relative_to(tmp_path)) for path in files] == [
+        "b/2.jsonl", "a.txt", "b/1.jsonl.gz", "b/2.jsonl",
+    ]  # fmt: skip
+    assert [path.name for path in other] == ["readme.md"]
+    for name, reason in (
+        ("none.jsonl", "no such file"), ("b/readme.md", "expected a .jsonl"), ("d", "file is in"),
+    ):  # fmt: skip
+        (tmp_path / "d").mkdir(exist_ok=True)
+        with pytest.raises(InputError, match=reason):
+            find_files([str(tmp_path / name)])
+
+
+def test_a_format_that_is_asked_for_reads_that_key_only(tmp_path: Path) -> None:
+    maker = SampleMaker(SampleOptions(str(EMBEDDED), ROW, format="tokens"))
+    path = write_jsonl(
+        tmp_path / "a.jsonl", [{"text": "a", "token_ids": [1]}, {"text": "a"}, {"messages": CHAT}]
+    )
+    samples, malformed, _ = made_of(path, maker)
+    assert len(samples) == 1
+    assert [what.reason for what in malformed] == ["missing key", "missing key"]
+
+
+def test_a_tokenizer_that_does_not_serve_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no tokenizer\.json in this folder"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match=r"tokenizer\.json: the tokenizer is truncated"):
+        load_tokenizer(tmp_path)
+    options = SampleOptions(str(EMBEDDED), ROW, document_end="<|none|>")
+    with pytest.raises(InputError, match=r"the tokenizer has no <\|none\|>"):
+        made_of(write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}]), SampleMaker(options))

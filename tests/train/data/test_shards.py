@@ -1,0 +1,167 @@
+"""Packed rows on disk: what is written is read, and what is damaged is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from tests.data_examples import BLOCK, EMBEDDED, ROW, documents, tokenised, write_jsonl
+from train.config import DataSection, TrainConfig, load_config
+from train.corpus import generate
+from train.data.batches import TrainBatches
+from train.data.manifest import read_manifest, tokenizer_fingerprint
+from train.data.row_codec import decode_row, encode_row
+from train.data.shards import ShardRows
+from train.data.sources import open_sources
+from train.tokenizer import train_tokenizer
+from wedlm_jax.errors import InputError
+from wedlm_jax.packing import TokenisedSample, row_arrays
+
+SIZES = {"row_length": 64, "block_size": 8, "pad_token_id": 3}
+
+
+@given(st.lists(st.integers(1, 16), min_size=1, max_size=4), st.integers(0, 2**31))
+def test_a_row_comes_back_as_it_was_packed(sizes: list[int], seed: int) -> None:
+    random = np.random.default_rng(seed)
+    samples = [
+        TokenisedSample(random.integers(0, 2**31 - 1, n).astype(np.int32), random.random(n) < 0.5)
+        for n in sizes
+    ]
+    decoded = decode_row(encode_row(samples), **SIZES)
+    expected = row_arrays(samples, **SIZES)
+    assert decoded.keys() == expected.keys()
+    for name, array in expected.items():
+        assert decoded[name].dtype == array.dtype
+        np.testing.assert_array_equal(decoded[name], array)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [b"", b"\1\0\0", b"\0\0\0\0", b"\xff\xff\xff\xff" + bytes(40), b"\1\0\0\0\2\0\0\0" + bytes(4)],
+)
+def test_bytes_that_are_no_row_are_refused(record: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - of whatever text; the reader names the row
+        decode_row(record, **SIZES)
+
+
+def test_a_row_of_another_length_is_refused() -> None:
+    sample = TokenisedSample(np.arange(65, dtype=np.int32), np.ones(65, bool))
+    with pytest.raises(ValueError, match="1 samples take 72 tokens of 64"):
+        decode_row(encode_row([sample]), **SIZES)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = write_jsonl(tmp_path / "a.jsonl", documents(40))
+    tokenised([path], tmp_path / "rows", shard_rows=15)
+    return tmp_path / "rows"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
+
+
+def recipe(sources: dict[str, float], **changes: int) -> TrainConfig:
+    fields = {"steps": 5, "rows": 4, "row_length": ROW, "block_size": BLOCK, **changes}
+    return TrainConfig(data=DataSection(sources=sources), **fields)  # type: ignore[arg-type]
+
+
+def test_a_damaged_row_is_named_when_it_is_read(folder: Path) -> None:
+    manifest = read_manifest(folder)
+    shard = folder / manifest.shards[1].file
+    content = bytearray(shard.read_bytes())
+    content[200:1200] = bytes(1000)  # behind the file's own header
+    shard.write_bytes(bytes(content))
+    rows = ShardRows(folder, read_manifest(folder), 0)
+    assert len(rows[14]["tokens"]) == ROW
+    with pytest.raises(InputError, match=r"rows: row \d+ cannot be read"):
+        _ = [rows[number] for number in range(15, len(rows))]
+
+
+def test_a_folder_that_is_not_whole_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no dataset\.json here; `wedlm tokenize` makes one"):
+        read_manifest(tmp_path)
+    shards = read_manifest(folder).shards
+    (folder / shards[0].file).write_bytes(b"cut")
+    with pytest.raises(InputError, match=r"rows-00000-of-.*: of 3 bytes, where .* says"):
+        read_manifest(folder)
+    (folder / shards[0].file).unlink()
+    with pytest.raises(InputError, match=r"rows-00000-of-.*: missing, where"):
+        read_manifest(folder)
+    fields = json.loads((folder / "dataset.json").read_text())
+    for broken, reason in (
+        ("{", "not a manifest"), ("[]", "not a manifest"),
+        (json.dumps({**fields, "version": 2}), "version 2, where 1 is read here"),
+        (json.dumps({**fields, "colour": 1}), "not a manifest"),
+    ):  # fmt: skip
+        (folder / "dataset.json").write_text(broken)
+        with pytest.raises(InputError, match=reason):
+            read_manifest(folder)
+
+
+def test_rows_of_other_sizes_or_of_another_tokenizer_are_refused(
+    folder: Path, tokenizer: Tokenizer
+) -> None:
+    sources = {str(folder): 1.0}
+    with pytest.raises(InputError, match="rows: row_length 128, where the recipe has 256"):
+        open_sources(recipe(sources, row_length=256), tokenizer, 0)
+    with pytest.raises(InputError, match="rows: block_size 32, where the recipe has 16"):
+        open_sources(recipe(sources, block_size=16), tokenizer, 0)
+    texts = (sample.answer for sample in generate(0, 50, split="train"))
+    with pytest.raises(InputError, match="rows: made with another tokenizer"):
+        open_sources(recipe(sources), train_tokenizer(texts, 300), 0)
+
+
+def test_a_fingerprint_is_of_the_tokenizer_and_not_of_its_file(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    content = json.loads((EMBEDDED / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content, indent=7, sort_keys=True))
+    same = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer_fingerprint(same) == tokenizer_fingerprint(tokenizer)
+    content["model"]["merges"] = content["model"]["merges"][:-200]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    other = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer_fingerprint(other) != tokenizer_fingerprint(tokenizer)
+
+
+def test_a_run_reads_its_sources_by_weight(
+    folder: Path, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import jax
+
+    counted = write_jsonl(tmp_path / "ones.jsonl", [{"token_ids": [7] * 100}] * 30)
+    tokenised([counted], tmp_path / "ones")
+    sources = {str(folder): 1.0, str(tmp_path / "ones"): 3.0}
+    data = open_sources(recipe(sources), tokenizer, pad_token_id=0)
+    assert "ones: 75.0% of the rows; 30 rows, 3,000 tokens" in capsys.readouterr().out
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with TrainBatches(data, recipe(sources), place) as batches:
+        read = list(batches)
+    assert read[0].tokens.shape == (1, 4, ROW)
+    sevens = np.concatenate([np.asarray(rows.tokens[0, :, 0]) == 7 for rows in read])
+    assert sevens.sum() == 15
+    assert int(read[0].positions.max()) <= ROW
+
+
+def test_weights_and_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    for data, sentence in (
+        ("{sources: {a: 0}, tokenizer: t}", "the share of a must be above 0, not 0"),
+        ("{sources: {a: -1.5}, tokenizer: t}", "the share of a must be above 0, not -1.5"),
+        ("{sources: {a: 1}}", "data.sources needs the tokenizer that made them"),
+        ("{workers: -1}", "data.workers must be at least 0, not -1"),
+        ("{prefetch: 0}", "data.prefetch must be at least 1, not 0"),
+    ):
+        path.write_text(f"data: {data}\n")
+        with pytest.raises(InputError, match=sentence):
+            load_config(path)
+    path.write_text("data: {sources: {a: 1, b: 0.5}, tokenizer: t, workers: 3}\n")
+    assert load_config(path).data.sources == {"a": 1.0, "b": 0.5}

@@ -1,0 +1,147 @@
+"""Global batches on the mesh, made ahead of the step from the rows that this host holds."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from train.config import TrainConfig
+from train.data.order import HostBatch, HostSteps, RowSet, global_order, read_ahead
+from wedlm_jax.corruption import PackedRows
+
+
+class TrainingRows(Protocol):
+    """What a run reads: sets of packed rows, and the share that each has of a batch."""
+
+    def row_sets(self) -> Sequence[tuple[RowSet, float]]: ...
+
+
+class TrainBatches:
+    """The batches of a run in order, from step ``start`` on: an iterator of global `PackedRows`.
+
+    A batch is a function of the seed and the step number alone. Every host reads only the rows
+    that its devices hold; threads or worker processes read ahead, and one thread places what
+    they read on the devices.
+
+    Args:
+      data: the packed rows.
+      config: of the run: shape of a batch, seed, last step, and how to read ahead.
+      sharding: of the arrays ``[A, R, L]``.
+      start: the first step.
+
+    Attributes:
+      input_wait: seconds that `next` has waited for input, all calls together.
+
+    Raises:
+      InputError: there are fewer rows than one batch takes; while iterating, a shard that
+        cannot be read.
+    """
+
+    def __init__(self, data: TrainingRows, config: TrainConfig, sharding: Sharding, start: int = 0):
+        self.input_wait = 0.0
+        self._shape = (config.accumulation, config.rows, config.row_length)
+        self._sharding = sharding
+        order = global_order(
+            data.row_sets(), seed=config.seed, batch_rows=config.accumulation * config.rows
+        )
+        self._rows = host_rows(sharding, self._shape)
+        steps = HostSteps(order, self._shape[:2], self._rows, start, config.steps)
+        self._ahead = read_ahead(steps, workers=config.data.workers, prefetch=config.data.prefetch)
+        self._ready: queue.Queue[Any] = queue.Queue(config.data.prefetch)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._fill, name="train-batches", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> TrainBatches:
+        return self
+
+    def __next__(self) -> PackedRows:
+        asked = time.perf_counter()
+        item = self._ready.get()
+        self.input_wait += time.perf_counter() - asked
+        if isinstance(item, BaseException):
+            self._ready.put(item)  # a later call must not wait for a thread that has ended
+            raise item
+        return item
+
+    def close(self) -> None:
+        """Ends the threads and processes that read ahead."""
+        self._closed.set()
+        self._thread.join()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._ready.get_nowait()
+        self._ready.put(StopIteration())  # for whoever asks for more
+        if close := getattr(self._ahead, "close", None):
+            close()
+
+    def __enter__(self) -> TrainBatches:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _fill(self) -> None:
+        last: BaseException = StopIteration()
+        try:
+            for local in self._ahead:
+                if not self._offer(place_rows(local, self._rows, self._shape, self._sharding)):
+                    return
+        except BaseException as error:
+            last = error
+        self._offer(last)
+
+    def _offer(self, item: Any) -> bool:
+        """Whether there was room for it before the batches were closed."""
+        while not self._closed.is_set():
+            with contextlib.suppress(queue.Full):
+                self._ready.put(item, timeout=0.05)
+                return True
+        return False
+
+
+def host_rows(
+    sharding: Sharding, shape: tuple[int, int, int], devices: Collection[jax.Device] | None = None
+) -> list[int]:
+    """Which of the R rows of an array ``[A, R, L]`` stand on these devices, ascending.
+
+    Args:
+      sharding: of the array.
+      shape: (A, R, L).
+      devices: default: those of this host.
+    """
+    indices = sharding.devices_indices_map(shape)
+    devices = sharding.addressable_devices if devices is None else devices
+    return sorted({row for device in devices for row in range(shape[1])[indices[device][1]]})
+
+
+def place_rows(
+    local: HostBatch, rows: Sequence[int], shape: tuple[int, int, int], sharding: Sharding
+) -> PackedRows:
+    """The global batch of which this host has ``rows``.
+
+    Args:
+      local: arrays ``[A, len(rows), L]``.
+      rows: which of the R rows these are, ascending.
+      shape: (A, R, L), the global one.
+      sharding: of the global arrays.
+    """
+    place = {row: number for number, row in enumerate(rows)}
+
+    def whole(array: np.ndarray) -> jax.Array:
+        def shard(index: Any) -> np.ndarray:
+            wanted = range(shape[1])[index[1]]
+            here = slice(place[wanted[0]], place[wanted[-1]] + 1)
+            return array[index[0], here, index[2]]
+
+        return jax.make_array_from_callback(shape, sharding, shard)
+
+    return PackedRows(**{name: whole(array) for name, array in local.items()})

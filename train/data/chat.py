@@ -1,0 +1,129 @@
+"""Conversations as samples: the chat template's text, the assistant's turns marked.
+
+A turn that is trained on begins where the template, asked for the assistant's turn, stops: so
+it is what the model will have to write behind a prompt. It ends with the special token that the
+template puts after the turn's content.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from wedlm_jax.errors import InputError
+from wedlm_jax.packing import TokenisedSample
+
+Message = dict[str, str]
+Render = Callable[[Sequence[Message], bool], str]
+"""(messages, whether to ask for the assistant's turn) to text; raises `InputError`."""
+
+ASSISTANT = "assistant"
+
+_PROBE = [
+    {"role": "user", "content": "Hello"},
+    {"role": ASSISTANT, "content": "Hi."},
+    {"role": "user", "content": "More?"},
+    {"role": ASSISTANT, "content": "No."},
+]
+
+
+class TurnsNotFound(ValueError):
+    """The template does not show where an assistant's turn begins or ends."""
+
+
+class ChatFormat:
+    """A chat template and the tokenizer it goes with.
+
+    Args:
+      render: the template.
+      tokenizer: gives the ids of the text, and knows which tokens are special.
+      end_tokens: how many more of a turn's end token follow it, trainable.
+
+    Raises:
+      InputError: the template does not show where an assistant's turn begins or ends.
+    """
+
+    def __init__(self, render: Render, tokenizer: Tokenizer, end_tokens: int):
+        self._render, self._tokenizer, self._extra = render, tokenizer, end_tokens
+        added = tokenizer.get_added_tokens_decoder().values()
+        special = sorted((t.content for t in added if t.special), key=len, reverse=True)
+        self._end = re.compile(rf"\s*({'|'.join(map(re.escape, special)) or '(?!)'})")
+        try:
+            self.turns(_PROBE)
+        except (TurnsNotFound, InputError) as error:
+            raise InputError(
+                f"this tokenizer's chat template cannot be trained on: {error}"
+            ) from None
+
+    def turns(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
+        """The whole text, and ``[start, stop)`` of each assistant's turn in it, end token included.
+
+        Raises:
+          TurnsNotFound: the template writes this conversation in a way that hides them.
+          InputError: the template refuses the messages.
+        """
+        whole = self._render(messages, False)
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            prompt = self._render(messages[:number], True)
+            if not whole.startswith(prompt):
+                raise TurnsNotFound(
+                    "it writes what stands before an assistant's turn differently once the turn "
+                    "is there"
+                )
+            # Whatever else the turn says, the text behind it stays as it is.
+            other = {**message, "content": _unlike(message["content"])}
+            varied = self._render([*messages[:number], other, *messages[number + 1 :]], False)
+            behind = _common_ending(whole[len(prompt) :], varied[len(prompt) :])
+            end = self._end.match(whole, len(whole) - behind)
+            if end is None:
+                raise TurnsNotFound("it does not end an assistant's turn with a special token")
+            spans.append((len(prompt), end.end()))
+        return whole, spans
+
+    def sample(self, messages: Sequence[Message], *, train_on_prompt: bool) -> TokenisedSample:
+        """Token ids of a conversation; only the assistant's turns are trainable, unless
+        ``train_on_prompt``. What stands behind the last trainable token is left out.
+
+        Turns and what is between them are tokenised apart, as a prompt and its answer are.
+
+        Raises:
+          TurnsNotFound, InputError: as `turns`.
+        """
+        whole, spans = self.turns(messages)
+        tokens: list[int] = []
+        trainable: list[bool] = []
+
+        def add(ids: list[int], flag: bool) -> None:
+            tokens.extend(ids)
+            trainable.extend([flag or train_on_prompt] * len(ids))
+
+        last = 0
+        for start, stop in spans:
+            add(self._ids(whole[last:start]), False)
+            turn = self._ids(whole[start:stop])
+            add(turn + turn[-1:] * self._extra, True)
+            last = stop
+        if train_on_prompt:
+            add(self._ids(whole[last:]), False)
+        return TokenisedSample(np.array(tokens, np.int32), np.array(trainable, bool))
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _unlike(content: str) -> str:
+    """A text whose last character is not that of ``content``, trimmed or not."""
+    taken = content[-1:] + content.rstrip()[-1:]
+    return next(letter for letter in "xyz" if letter not in taken)
+
+
+def _common_ending(one: str, other: str) -> int:
+    """How many characters at the end of two texts are the same."""
+    longest = min(len(one), len(other))
+    return next((n for n in range(longest) if one[-1 - n] != other[-1 - n]), longest)

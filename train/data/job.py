@@ -1,0 +1,254 @@
+"""`wedlm tokenize` without its command line: files into a folder of packed rows.
+
+Worker processes read and tokenise chunks; this process packs the samples in the order of the
+input and writes. So the output is the same, byte for byte, for any number of workers.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from train.data.manifest import Manifest, tokenizer_fingerprint, write_manifest
+from train.data.records import Chunk, Malformed, chunks, find_files, total_bytes
+from train.data.row_codec import encode_row
+from train.data.samples import ChunkSamples, SampleMaker, SampleOptions, load_tokenizer
+from train.data.shards import ShardWriter
+from wedlm_jax.errors import InputError
+from wedlm_jax.folder_swap import replacing
+from wedlm_jax.packing import TokenisedSample, pack
+
+MALFORMED = "malformed.jsonl"
+OPEN_ROWS = 128
+"""Rows that packing keeps open at a time: memory and time against fill."""
+
+FIRST_NAMED = 5
+"""Malformed records that the manifest names for each reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TokeniseOptions:
+    """What to make of what.
+
+    Attributes:
+      inputs: files and folders.
+      output: folder to make; must not exist, or be empty.
+      block_size: B; samples begin at multiples of it.
+      samples: what decides the samples, the row length among it.
+      workers: processes that read and tokenise; 0: this one does.
+      fail_fast: stop at the first malformed record.
+      shard_rows: rows in a file of the output.
+    """
+
+    inputs: tuple[str, ...]
+    output: str
+    block_size: int
+    samples: SampleOptions
+    workers: int = 0
+    fail_fast: bool = False
+    shard_rows: int = 32_768
+
+
+class Watcher(Protocol):
+    """Is told how far the job is, after each chunk."""
+
+    def progress(self, bytes_read: int, bytes_total: int, tokens: int) -> None: ...
+
+
+@dataclasses.dataclass
+class _Counts:
+    """Grows while samples stream into rows."""
+
+    records: int = 0
+    samples: int = 0
+    rows: int = 0
+    tokens: int = 0
+    trainable: int = 0
+    malformed: int = 0
+    bytes_read: int = 0
+    reasons: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+
+def tokenise(options: TokeniseOptions, watcher: Watcher) -> Manifest:
+    """Makes the folder of packed rows, whole or not at all.
+
+    Returns:
+      what its `dataset.json` says.
+
+    Raises:
+      InputError: options that do not fit, an input or tokenizer that cannot be read, no usable
+        record, or, with ``fail_fast``, the first malformed one.
+    """
+    check_options(options)
+    files, _ = find_files(options.inputs)
+    fingerprint = tokenizer_fingerprint(load_tokenizer(Path(options.samples.tokenizer)))
+    counts, row_length = _Counts(), options.samples.row_length
+    with replacing(options.output) as folder:
+        writer = ShardWriter(folder, options.shard_rows)
+        with (folder / MALFORMED).open("w", encoding="utf-8") as named:
+            samples = _samples(options, files, counts, named, watcher)
+            for members in pack(
+                samples, row_length=row_length, block_size=options.block_size, open_rows=OPEN_ROWS
+            ):
+                writer.write(encode_row(members))
+                counts.rows += 1
+        if not counts.rows:
+            raise InputError(_nothing(counts))
+        shards, content = writer.finish()
+        manifest = Manifest(
+            row_length=row_length,
+            block_size=options.block_size,
+            tokenizer=fingerprint,
+            records=counts.records,
+            samples=counts.samples,
+            rows=counts.rows,
+            tokens=counts.tokens,
+            trainable_tokens=counts.trainable,
+            fill=round(counts.tokens / (counts.rows * row_length), 6),
+            malformed=counts.malformed,
+            reasons=dict(sorted(counts.reasons.items())),
+            made_with=_made_with(options),
+            content=content,
+            shards=shards,
+        )
+        write_manifest(manifest, folder)
+    return manifest
+
+
+def check_options(options: TokeniseOptions) -> None:
+    """Refuses sizes that do not fit together, and an output that is there already."""
+    least = {
+        "--row-length": (options.samples.row_length, 1),
+        "--block-size": (options.block_size, 1),
+        "--end-tokens": (options.samples.end_tokens, 0),
+        "--workers": (options.workers, 0),
+        "--rows-per-shard": (options.shard_rows, 1),
+    }
+    for name, (value, smallest) in least.items():
+        if value < smallest:
+            raise InputError(f"{name} must be at least {smallest}, not {value}")
+    if options.samples.row_length % options.block_size:
+        raise InputError(
+            f"--row-length {options.samples.row_length} is not a multiple of "
+            f"--block-size {options.block_size}"
+        )
+    output = Path(options.output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise InputError(f"{output}: is there already; remove it, or name another folder")
+
+
+def _samples(
+    options: TokeniseOptions,
+    files: Sequence[Path],
+    counts: _Counts,
+    named: IO[str],
+    watcher: Watcher,
+) -> Iterator[TokenisedSample]:
+    """All samples in order; what is malformed is written down on the way."""
+    total = total_bytes(files)
+    stream = (chunk for path in files for chunk in chunks(path))
+    for chunk, result in _results(options, stream):
+        for what in result.malformed:
+            if options.fail_fast:
+                raise InputError(str(what))
+            _note(what, counts, named)
+        counts.records += result.records
+        for sample in result.samples:
+            counts.samples += 1
+            counts.tokens += len(sample.tokens)
+            counts.trainable += int(sample.trainable.sum())
+            yield sample
+        counts.bytes_read += chunk.bytes_read
+        watcher.progress(counts.bytes_read, total, counts.tokens)
+
+
+def _results(
+    options: TokeniseOptions, stream: Iterator[Chunk]
+) -> Iterator[tuple[Chunk, ChunkSamples]]:
+    """Each chunk with what became of it, in order; few chunks are under way at a time."""
+    if not options.workers:
+        maker = SampleMaker(options.samples)
+        for chunk in stream:
+            yield chunk, maker.make(chunk)
+        return
+    # Spawned, not forked: the tokenizer has threads of its own.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(options.workers, context, initializer=_start_worker)
+    waiting: collections.deque[tuple[Chunk, Future[ChunkSamples]]] = collections.deque()
+    try:
+        for chunk in stream:
+            waiting.append((chunk, pool.submit(_make, options.samples, chunk)))
+            if len(waiting) > 4 * options.workers:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        while waiting:
+            first, future = waiting.popleft()
+            yield first, future.result()
+    except BrokenProcessPool:
+        raise InputError(
+            f"{waiting[0][0].file if waiting else 'input'}: a worker process died, for want of "
+            "memory perhaps; use fewer --workers"
+        ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+@functools.cache
+def _maker(options: SampleOptions) -> SampleMaker:
+    return SampleMaker(options)
+
+
+def _make(options: SampleOptions, chunk: Chunk) -> ChunkSamples:
+    """What a worker process does; it makes its tokenizer once."""
+    return _maker(options).make(chunk)
+
+
+def _start_worker() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the job
+    parent = multiprocessing.parent_process()
+
+    def end_with_parent() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def _note(what: Malformed, counts: _Counts, named: IO[str]) -> None:
+    named.write(json.dumps(dataclasses.asdict(what), ensure_ascii=False) + "\n")
+    counts.malformed += 1
+    reason = counts.reasons.setdefault(what.reason, {"records": 0, "first": []})
+    reason["records"] += 1
+    if len(reason["first"]) < FIRST_NAMED:
+        reason["first"].append(f"{what.file}:{what.line}" if what.line else what.file)
+
+
+def _nothing(counts: _Counts) -> str:
+    if not counts.malformed:
+        return "the input has no records"
+    worst = max(counts.reasons, key=lambda reason: counts.reasons[reason]["records"])
+    return (
+        f"none of the {counts.records} records can be used; most often: {worst}, "
+        f"as in {counts.reasons[worst]['first'][0]}"
+    )
+
+
+def _made_with(options: TokeniseOptions) -> dict[str, Any]:
+    """The settings that decided the rows; not the folders' names, which may change."""
+    settings = dataclasses.asdict(options.samples)
+    for name in ("tokenizer", "row_length"):
+        del settings[name]
+    return settings

@@ -1,0 +1,109 @@
+"""`dataset.json`: what a folder of packed rows holds, and how it was made."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from wedlm_jax.errors import InputError
+
+MANIFEST = "dataset.json"
+VERSION = 1
+
+PROBE = (
+    "The 3 cats' naïve café cost $1,234.50!\n\n\tdef f(x): return x**2  # 数学 và Ελλάδα 🙂 "
+    "don't DON'T 2026-01-31 ﬁ é"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One file of rows."""
+
+    file: str
+    rows: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """The content of a `dataset.json`.
+
+    Attributes:
+      row_length, block_size: L and B of the packed rows.
+      tokenizer: its `tokenizer_fingerprint`.
+      records: records that were read, the malformed included.
+      samples: samples in the rows; a long document is several.
+      rows: packed rows.
+      tokens, trainable_tokens: in the rows, without padding.
+      fill: tokens / (rows * row_length).
+      malformed: records left out; reasons: how many for each, and where the first ones stand.
+      made_with: the settings that decided the rows.
+      content: SHA-256 of all rows in order.
+      shards: the files in order.
+    """
+
+    row_length: int
+    block_size: int
+    tokenizer: str
+    records: int
+    samples: int
+    rows: int
+    tokens: int
+    trainable_tokens: int
+    fill: float
+    malformed: int
+    reasons: dict[str, dict[str, Any]]
+    made_with: dict[str, Any]
+    content: str
+    shards: list[Shard]
+    version: int = VERSION
+
+
+def write_manifest(manifest: Manifest, folder: Path) -> None:
+    text = json.dumps(dataclasses.asdict(manifest), indent=2, ensure_ascii=False)
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a folder, its shards being there and of their sizes.
+
+    Raises:
+      InputError: naming the folder or the file that is missing, cut off or of another version.
+    """
+    path = folder / MANIFEST
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        version = fields["version"]
+        if version != VERSION:
+            raise InputError(f"{path}: version {version!r}, where {VERSION} is read here")
+        manifest = Manifest(**{**fields, "shards": [Shard(**one) for one in fields["shards"]]})
+    except FileNotFoundError:
+        raise InputError(f"{folder}: no {MANIFEST} here; `wedlm tokenize` makes one") from None
+    except InputError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path}: not a manifest of packed rows ({error})") from None
+    for shard in manifest.shards:
+        file = folder / shard.file
+        size = file.stat().st_size if file.is_file() else None
+        if size != shard.bytes:
+            found = "missing" if size is None else f"of {size:,} bytes"
+            raise InputError(f"{file}: {found}, where {path} says {shard.bytes:,} bytes")
+    return manifest
+
+
+def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
+    """Tells tokenizers apart by what they do: their vocabulary, and the ids of a probe text.
+
+    Two files that differ in layout only have the same fingerprint.
+    """
+    vocabulary = sorted(tokenizer.get_vocab(with_added_tokens=True).items())
+    probe = tokenizer.encode(PROBE, add_special_tokens=False).ids
+    text = json.dumps([vocabulary, probe], ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()

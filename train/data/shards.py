@@ -1,0 +1,116 @@
+"""Folders of packed rows: ArrayRecord shards, written in order, read by row number.
+
+A shard is ``rows-00000-of-00008.arrayrecord``; a record in it is one row (`row_codec`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from array_record.python.array_record_data_source import ArrayRecordDataSource
+from array_record.python.array_record_module import ArrayRecordWriter
+
+from train.data.manifest import Manifest, Shard
+from train.data.row_codec import decode_row
+from wedlm_jax.errors import InputError
+
+WRITER_OPTIONS = "group_size:1,zstd:1"
+"""One row a group: rows are read one by one, in no order of the file's."""
+
+
+class ShardWriter:
+    """Writes rows into shards of ``shard_rows`` each; their names come last, with their count.
+
+    Args:
+      folder: exists, and is empty of shards.
+      shard_rows: rows in a file.
+
+    Raises:
+      InputError: a file cannot be written.
+    """
+
+    def __init__(self, folder: Path, shard_rows: int):
+        self._folder, self._shard_rows = folder, shard_rows
+        self._paths: list[Path] = []
+        self._rows: list[int] = []
+        self._writer: Any = None
+        self._digest = hashlib.sha256()
+
+    def write(self, record: bytes) -> None:
+        if self._writer is None or self._rows[-1] == self._shard_rows:
+            self._finish_shard()
+            self._paths.append(self._folder / f"{len(self._paths):05d}.arrayrecord")
+            self._rows.append(0)
+            self._checked(self._open)
+        self._checked(self._writer.write, record)
+        self._rows[-1] += 1
+        self._digest.update(len(record).to_bytes(8, "little"))
+        self._digest.update(record)
+
+    def finish(self) -> tuple[list[Shard], str]:
+        """Closes and names the shards; returns them and the SHA-256 of all rows in order."""
+        self._finish_shard()
+        shards = []
+        for number, (path, rows) in enumerate(zip(self._paths, self._rows, strict=True)):
+            name = f"rows-{number:05d}-of-{len(self._paths):05d}.arrayrecord"
+            path = path.rename(self._folder / name)
+            shards.append(Shard(name, rows, path.stat().st_size))
+        return shards, self._digest.hexdigest()
+
+    def _open(self) -> None:
+        self._writer = ArrayRecordWriter(str(self._paths[-1]), WRITER_OPTIONS)
+
+    def _finish_shard(self) -> None:
+        if self._writer is not None:
+            self._checked(self._writer.close)
+            self._writer = None
+
+    def _checked(self, act: Any, *arguments: Any) -> None:
+        try:
+            act(*arguments)
+        except (OSError, RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise InputError(f"{self._paths[-1]}: cannot be written ({reason})") from None
+
+
+class ShardRows:
+    """The rows of a folder by number; opened when first read, in whatever process that is.
+
+    Args:
+      folder: of the shards.
+      manifest: the folder's.
+      pad_token_id: what padding holds.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, pad_token_id: int):
+        self._folder, self._manifest = folder, manifest
+        self._sizes = {
+            "row_length": manifest.row_length,
+            "block_size": manifest.block_size,
+            "pad_token_id": pad_token_id,
+        }
+        # With their numbers of rows given, files are not opened to be counted.
+        self._records = ArrayRecordDataSource(
+            [f"{folder / shard.file}[0:{shard.rows}]" for shard in manifest.shards]
+        )
+
+    def __len__(self) -> int:
+        return self._manifest.rows
+
+    def __getitem__(self, index: Any) -> dict[str, np.ndarray]:
+        """Row ``index``: the fields of `wedlm_jax.corruption.PackedRows`, ``[L]`` each.
+
+        Raises:
+          InputError: naming the folder and the row that cannot be read.
+        """
+        try:
+            return decode_row(self._records[int(index)], **self._sizes)
+        except (OSError, RuntimeError, ValueError, IndexError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise InputError(f"{self._folder}: row {index} cannot be read ({reason})") from None
+
+    def __repr__(self) -> str:
+        return f"ShardRows({self._folder}, {self._manifest.content})"

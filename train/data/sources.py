@@ -1,0 +1,63 @@
+"""The folders that a recipe trains on, checked against the recipe and mixed by weight."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from train.config import TrainConfig
+from train.data.manifest import Manifest, read_manifest, tokenizer_fingerprint
+from train.data.shards import ShardRows
+from wedlm_jax.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Sources:
+    """Opened folders of packed rows and their weights."""
+
+    rows: list[ShardRows]
+    manifests: list[Manifest]
+    weights: list[float]
+
+    def row_sets(self) -> list[tuple[ShardRows, float]]:
+        return list(zip(self.rows, self.weights, strict=True))
+
+
+def open_sources(config: TrainConfig, tokenizer: Tokenizer, pad_token_id: int) -> Sources:
+    """Opens ``data.sources`` of a recipe, and says what each holds.
+
+    Args:
+      config: the recipe.
+      tokenizer: the model's.
+      pad_token_id: what padding holds.
+
+    Raises:
+      InputError: a folder that is none of packed rows, or of rows with another length, block
+        size or tokenizer than the recipe's.
+    """
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    sources = Sources([], [], [])
+    total = sum(config.data.sources.values())
+    for name, weight in config.data.sources.items():
+        folder = Path(name)
+        manifest = read_manifest(folder)
+        for field in ("row_length", "block_size"):
+            theirs, ours = getattr(manifest, field), getattr(config, field)
+            if theirs != ours:
+                raise InputError(f"{folder}: {field} {theirs}, where the recipe has {ours}")
+        if manifest.tokenizer != fingerprint:
+            raise InputError(
+                f"{folder}: made with another tokenizer "
+                f"({manifest.tokenizer[:12]}) than the model's ({fingerprint[:12]})"
+            )
+        sources.manifests.append(manifest)
+        sources.rows.append(ShardRows(folder, manifest, pad_token_id))
+        sources.weights.append(weight)
+        print(
+            f"{folder}: {weight / total:.1%} of the rows; {manifest.rows:,} rows, "
+            f"{manifest.tokens:,} tokens, {manifest.fill:.1%} filled",
+            flush=True,
+        )
+    return sources
