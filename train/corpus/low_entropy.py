@@ -67,7 +67,7 @@ def times_table(rng: random.Random) -> tuple[str, str]:
 def sum_table(rng: random.Random) -> tuple[str, str]:
     """The same small sum or difference for a run of numbers: arithmetic with a steady shape."""
     n = rng.randint(2, 9)
-    first = rng.randint(n, 50)
+    first = rng.randint(n, 20)
     sign, value = rng.choice((("+", n), ("-", -n)))
     verb = {"+": "Add {} to", "-": "Take {} from"}[sign]
     prompt = (verb + rng.choice((" each number from {} to {}.", " the numbers {} to {}."))).format(

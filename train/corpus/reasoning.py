@@ -1,9 +1,11 @@
 """Short word problems with worked solutions.
 
 The wording of a solution follows from the question, so what is left to decide is mostly the
-numbers: entropy is low in the words and high at each computed digit. Numbers stay small
-(operands to 15 in first sums, to 9 in products; division undoes a product) because a model of a
-million parameters must be able to learn every single step.
+numbers: entropy is low in the words and high at each computed number. Numbers stay small
+(operands to 9 in first sums, products to 20 where more is to be done with them; division undoes a
+product), so that there are few distinct sums: a model of a million parameters must be able to
+learn every one of them twice, as the next token and as a masked one, and sees a masked result with
+both of its operands in sight in one of twelve cases only.
 """
 
 from __future__ import annotations
@@ -23,42 +25,49 @@ _FINAL = re.compile(rf"{MARKER}(-?\d+)[ \t.]*(?:\n|$)")
 Numbers = dict[str, int]
 
 
+def _small_factors(rng: random.Random) -> tuple[int, int]:
+    """Two factors whose product is at most 20."""
+    a = rng.randint(2, 9)
+    return a, rng.randint(2, min(9, 20 // a))
+
+
 def _plus_minus(rng: random.Random) -> Numbers:
     """a + b = s, s - c = t"""
-    a, b = rng.randint(3, 15), rng.randint(3, 15)
-    c = rng.randint(2, min(12, a + b - 2))
+    a, b = rng.randint(2, 9), rng.randint(2, 9)
+    c = rng.randint(2, min(9, a + b - 2))
     return {"a": a, "b": b, "c": c, "s": a + b, "t": a + b - c}
 
 
 def _plus_plus(rng: random.Random) -> Numbers:
     """a + b = s, s + c = t"""
-    a, b, c = (rng.randint(2, 15) for _ in range(3))
+    a, b, c = (rng.randint(2, 9) for _ in range(3))
     return {"a": a, "b": b, "c": c, "s": a + b, "t": a + b + c}
 
 
 def _minus_minus(rng: random.Random) -> Numbers:
     """a - b = s, s - c = t"""
-    b, c, t = rng.randint(2, 12), rng.randint(2, 12), rng.randint(2, 15)
+    b, c, t = (rng.randint(2, 6) for _ in range(3))
     return {"a": b + c + t, "b": b, "c": c, "s": c + t, "t": t}
 
 
 def _times_plus(rng: random.Random) -> Numbers:
     """a x b = s, s + c = t"""
-    a, b, c = (rng.randint(2, 9) for _ in range(3))
+    a, b = _small_factors(rng)
+    c = rng.randint(2, 9)
     return {"a": a, "b": b, "c": c, "s": a * b, "t": a * b + c}
 
 
 def _times_minus(rng: random.Random) -> Numbers:
     """a x b = s, s - c = t"""
-    a, b = rng.randint(2, 9), rng.randint(3, 9)
+    a, b = _small_factors(rng)
     c = rng.randint(2, min(9, a * b - 2))
     return {"a": a, "b": b, "c": c, "s": a * b, "t": a * b - c}
 
 
 def _minus_times(rng: random.Random) -> Numbers:
     """a x b = s, c - s = t; c is a round sum, as in paying or in a journey"""
-    a, b = rng.randint(2, 9), rng.randint(2, 9)
-    c = 10 * rng.randint((a * b + 2 + 9) // 10, min(10, (a * b + 2 + 9) // 10 + 2))
+    a, b = _small_factors(rng)
+    c = 10 * rng.randint((a * b + 2 + 9) // 10, 3)
     return {"a": a, "b": b, "c": c, "s": a * b, "t": c - a * b}
 
 
@@ -71,7 +80,7 @@ def _plus_times(rng: random.Random) -> Numbers:
 
 def _rectangle(rng: random.Random) -> Numbers:
     """a + b = s, s x 2 = t"""
-    a, b = rng.randint(3, 12), rng.randint(2, 12)
+    a, b = rng.randint(2, 9), rng.randint(2, 9)
     return {"a": max(a, b), "b": min(a, b), "s": a + b, "t": (a + b) * 2}
 
 
@@ -90,16 +99,16 @@ def _divide_times(rng: random.Random) -> Numbers:
 
 def _plus_divide(rng: random.Random) -> Numbers:
     """a + b = s, s / c = t"""
-    c = rng.randint(2, 6)
-    t = rng.randint(3, min(9, 30 // c))
-    a = rng.randint(max(2, c * t - 15), min(15, c * t - 2))
+    c = rng.randint(2, 4)
+    t = rng.randint(3, 18 // c)
+    a = rng.randint(max(2, c * t - 9), min(9, c * t - 2))
     return {"a": a, "b": c * t - a, "c": c, "s": c * t, "t": t}
 
 
 def _average_of_two(rng: random.Random) -> Numbers:
     """a + b = s, s / 2 = t"""
-    t = rng.randint(4, 12)
-    gap = rng.randint(1, min(t - 2, 9))
+    t = rng.randint(4, 9)
+    gap = rng.randint(1, min(t - 2, 5))
     a, b = rng.choice(((t - gap, t + gap), (t + gap, t - gap)))
     return {"a": a, "b": b, "s": 2 * t, "t": t}
 
@@ -113,31 +122,32 @@ def _average_of_three(rng: random.Random) -> Numbers:
 
 def _minus_divide(rng: random.Random) -> Numbers:
     """a - b = s, s / c = t"""
-    b, c, t = (rng.randint(2, 9) for _ in range(3))
+    c, t = _small_factors(rng)
+    b = rng.randint(2, 9)
     return {"a": c * t + b, "b": b, "c": c, "s": c * t, "t": t}
 
 
 def _two_products(rng: random.Random) -> Numbers:
     """a x b = s, c x d = u, s + u = t"""
-    a, b, c, d = (rng.randint(2, 5) for _ in range(4))
+    a, b, c, d = (rng.randint(2, 4) for _ in range(4))
     return {"a": a, "b": b, "c": c, "d": d, "s": a * b, "u": c * d, "t": a * b + c * d}
 
 
 def _more_total(rng: random.Random) -> Numbers:
     """a + c = s, a + s = t"""
-    a, c = rng.randint(2, 15), rng.randint(2, 9)
+    a, c = rng.randint(2, 9), rng.randint(2, 9)
     return {"a": a, "c": c, "s": a + c, "t": a + a + c}
 
 
 def _fewer_total(rng: random.Random) -> Numbers:
     """a - c = s, a + s = t"""
-    c, s = rng.randint(2, 9), rng.randint(2, 15)
+    c, s = rng.randint(2, 9), rng.randint(2, 9)
     return {"a": s + c, "c": c, "s": s, "t": s + c + s}
 
 
 def _fold_total(rng: random.Random) -> Numbers:
     """a x c = s, s + a = t, s - a = u"""
-    a, c = rng.randint(2, 9), rng.randint(2, 6)
+    a, c = _small_factors(rng)
     return {"a": a, "c": c, "s": a * c, "t": a * c + a, "u": a * c - a}
 
 
@@ -150,7 +160,7 @@ def _times_times(rng: random.Random) -> Numbers:
 
 def _steps_up(rng: random.Random) -> Numbers:
     """a + c = s, s + c = u, u + c = t"""
-    a, c = rng.randint(2, 15), rng.randint(2, 9)
+    a, c = rng.randint(2, 9), rng.randint(2, 6)
     return {"a": a, "c": c, "s": a + c, "u": a + 2 * c, "t": a + 3 * c}
 
 
