@@ -60,8 +60,11 @@ def main(arguments: list[str]) -> int:
 
 
 def keep_compiled(folder: Path) -> None:
-    """Compiled programs are kept in ``folder``: a run that is resumed starts faster."""
+    """Compiled programs are kept in ``folder``, unless JAX has been given another: a run that is
+    resumed starts faster."""
     import jax
 
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
     jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)

@@ -35,10 +35,14 @@ class PackedDataset:
         return [(MemoryRows(self.arrays), 1.0)]
 
 
-def tokenise(sample: Sample, tokenizer: Tokenizer, *, train_on_prompt: bool) -> TokenisedSample:
-    """A corpus sample as one chat turn; the prompt is a target only if asked for."""
+def tokenise(
+    sample: Sample, tokenizer: Tokenizer, *, train_on_prompt: bool, end_tokens: int = 0
+) -> TokenisedSample:
+    """A corpus sample as one chat turn, with so many end tokens more behind it; the prompt is a
+    target only if asked for."""
     prompt = tokenizer.encode(CHAT_PROMPT.format(prompt=sample.prompt)).ids
     answer = tokenizer.encode(sample.answer + CHAT_END).ids
+    answer += answer[-1:] * end_tokens
     trainable = np.ones(len(prompt) + len(answer), bool)
     trainable[: len(prompt)] = train_on_prompt
     return TokenisedSample(np.array(prompt + answer, np.int32), trainable)
@@ -62,7 +66,12 @@ def build_dataset(
         weights = data.weights or None
         stream = generate(data.corpus_seed, data.samples, split=split, weights=weights)
         for number, sample in enumerate(stream, 1):
-            row = tokenise(sample, tokenizer, train_on_prompt=data.train_on_prompt)
+            row = tokenise(
+                sample,
+                tokenizer,
+                train_on_prompt=data.train_on_prompt,
+                end_tokens=data.end_tokens,
+            )
             if len(row.tokens) > config.row_length:
                 skipped += 1
             else:
