@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -30,7 +31,11 @@ from wedlm_jax.folder_swap import replacing
 from wedlm_jax.packing import TokenisedSample, pack
 
 MALFORMED = "malformed.jsonl"
-OPEN_ROWS = 128
+SORTED_SAMPLES = 1024
+"""So many samples at a time are packed longest first, which fills rows better than their own
+order: 99 % against 96 to 98 % of documents' rows. A run reads rows shuffled, anyway."""
+
+OPEN_ROWS = 512
 """Rows that packing keeps open at a time: memory and time against fill."""
 
 FIRST_NAMED = 5
@@ -97,7 +102,7 @@ def tokenise(options: TokeniseOptions, watcher: Watcher) -> Manifest:
     with replacing(options.output) as folder:
         writer = ShardWriter(folder, options.shard_rows)
         with (folder / MALFORMED).open("w", encoding="utf-8") as named:
-            samples = _samples(options, files, counts, named, watcher)
+            samples = _longest_first(_samples(options, files, counts, named, watcher))
             for members in pack(
                 samples, row_length=row_length, block_size=options.block_size, open_rows=OPEN_ROWS
             ):
@@ -171,6 +176,11 @@ def _samples(
             yield sample
         counts.bytes_read += chunk.bytes_read
         watcher.progress(counts.bytes_read, total, counts.tokens)
+
+
+def _longest_first(samples: Iterator[TokenisedSample]) -> Iterator[TokenisedSample]:
+    while window := list(itertools.islice(samples, SORTED_SAMPLES)):
+        yield from sorted(window, key=lambda sample: -len(sample.tokens))
 
 
 def _results(
