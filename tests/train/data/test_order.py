@@ -116,8 +116,8 @@ def test_reading_ahead_keeps_the_order() -> None:
 
 
 PINNED = {
-    "embedded_ar": "41d64c88e4044cf620e28dc9e0f626eb28d42ef0cb5f9b97259a21fa8b974275",
-    "embedded_wedlm": "8c7f5fde76da9d3ca0efa1308f0ca0b38c33fb9cb7b14251216432576531f873",
+    "embedded_ar": "4d891b2a337ea056f436ebe82680ae457aa966d54e10c7726f7adef980bdc361",
+    "embedded_wedlm": "20b0d1115ecb3adeaf9790fd9fc32f7f5f69a482976c09d6a6824f0957f9e18f",
 }
 
 
