@@ -10,20 +10,17 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from functools import partial
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
-_SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\]")
-_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_CALLS = re.compile(r"\b(?:calls|body|to_apply|called_computations)=\{?%?([\w.\-]+)")
-_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+from wedlm_jax.hlo_groups import group_of
+from wedlm_jax.hlo_text import Computation, Instruction, Program, parse
+from wedlm_jax.hlo_traffic import hbm_bytes
+
 _CONTRACTED = re.compile(r"\blhs_contracting_dims=\{([0-9,]*)\}")
-_OPERAND = re.compile(r"%([\w.\-]+)")
-
-_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4,
-          "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}  # fmt: skip
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+# What these call combines two numbers.
+_SCALAR_CALLERS = (*COLLECTIVES, "reduce", "scatter", "sort", "reduce-window", "map")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,121 +28,129 @@ class ProgramCost:
     """Totals of one run of a program, per device.
 
     Attributes:
-      dot_flops: of matrix products; a multiply-add is two.
+      dot_flops: of matrix products; a multiply-add is two. Programs for TPUs write them as
+        convolutions, which are not counted.
+      hbm_bytes: read and written in main memory: operands and results of each fusion, as
+        `wedlm_jax.hlo_traffic` counts them.
       collective_bytes: by kind, the bytes that its results take.
       collective_count: by kind, how often it runs.
+      sent_bytes: that leave a device in collectives within a slice, each done as a ring.
+      slice_bytes: likewise, in collectives between slices.
       unknown_loops: loops whose trip count the compiler does not know, counted once.
     """
 
     dot_flops: int
+    hbm_bytes: int
     collective_bytes: dict[str, int]
     collective_count: dict[str, int]
+    sent_bytes: int
+    slice_bytes: int
     unknown_loops: int
 
 
 @dataclasses.dataclass
-class _Computation:
+class _Totals:
     flops: int = 0
+    memory: int = 0
     moved: Counter[str] = dataclasses.field(default_factory=Counter)
     runs: Counter[str] = dataclasses.field(default_factory=Counter)
+    sent: Counter[bool] = dataclasses.field(default_factory=Counter)
     unknown_loops: int = 0
-    calls: list[tuple[str, int]] = dataclasses.field(default_factory=list)
 
 
-def program_cost(hlo: str) -> ProgramCost:
+def program_cost(
+    hlo: str, *, slice_of: Sequence[int] = (), branch: int | None = None
+) -> ProgramCost:
     """Costs of the entry computation of ``compiled.as_text()``.
 
-    Branches of a conditional all count, because which one runs is not known. Matrix products
-    within a custom call (a Pallas kernel) are not seen.
+    Matrix products within a custom call (a Pallas kernel) are not seen.
+
+    Args:
+      hlo: the text.
+      slice_of: the slice of each device, in the order of the mesh; all in one by default.
+      branch: which branch of a conditional counts (the last, where there are fewer); all of
+        them by default, because which one runs is not known.
 
     Raises:
       ValueError: there is no entry computation in the text.
     """
-    computations: dict[str, _Computation] = {}
-    entry = None
-    for name, is_entry, lines in _computations(hlo):
-        computations[name] = _read(lines)
-        entry = name if is_entry else entry
-    if entry is None:
-        raise ValueError("not the text of a compiled program: it has no ENTRY computation")
-    total = _Computation()
-    _add(total, computations, entry, 1)
-    return ProgramCost(total.flops, dict(total.moved), dict(total.runs), total.unknown_loops)
+    program = parse(hlo)
+    total = _Totals()
+    _add(total, program, program.entry, 1, partial(_chosen, branch), slice_of, fused=False)
+    return ProgramCost(
+        total.flops, total.memory, dict(total.moved), dict(total.runs),
+        total.sent[False], total.sent[True], total.unknown_loops,
+    )  # fmt: skip
 
 
-def _computations(hlo: str) -> Iterator[tuple[str, bool, list[str]]]:
-    name: str | None = None
-    is_entry, lines = False, list[str]()
-    for line in hlo.splitlines():
-        if name is None:
-            if found := _COMPUTATION.match(line):
-                name, is_entry, lines = found.group(2), found.group(1) is not None, []
-        elif line.startswith("}"):
-            yield name, is_entry, lines
-            name = None
-        else:
-            lines.append(line)
+def _chosen(branch: int | None, names: list[str]) -> list[str]:
+    return names if branch is None or not names else [names[min(branch, len(names) - 1)]]
 
 
-def _read(lines: list[str]) -> _Computation:
-    shapes: dict[str, str] = {}
-    own = _Computation()
-    for line in lines:
-        found = _INSTRUCTION.match(line)
-        if not found:
-            continue
-        name, shape, opcode, rest = found.groups()
-        shapes[name] = shape
-        if opcode == "dot":
-            own.flops += _dot_flops(shape, rest, shapes)
-        kind = opcode.removesuffix("-start")
+def _add(
+    total: _Totals,
+    program: Program,
+    name: str,
+    times: int,
+    chosen: Callable[[list[str]], list[str]],
+    slice_of: Sequence[int],
+    *,
+    fused: bool,
+) -> None:
+    """Adds ``times`` runs of a computation. Within a fusion nothing goes through HBM."""
+    computation = program.computations[name]
+    for own in computation.values():
+        kind = own.opcode.removesuffix("-start")
+        if own.opcode == "dot":
+            total.flops += times * _dot_flops(own, computation)
         if kind in COLLECTIVES:
-            own.runs[kind] += 1
-            own.moved[kind] += _result_bytes(shape, started=opcode != kind)
-        times = 1
-        if opcode == "while":
-            trips = _TRIP_COUNT.search(rest)
-            times = int(trips.group(1)) if trips else 1
-            own.unknown_loops += trips is None
-        if kind in COLLECTIVES or opcode in ("reduce", "scatter", "sort", "reduce-window", "map"):
-            continue  # what they call combines two numbers
-        own.calls += [(callee, times) for callee in _CALLS.findall(rest)]
-        for branches in _BRANCHES.findall(rest):
-            own.calls += [(callee, 1) for callee in _OPERAND.findall(branches)]
-    return own
+            _add_collective(total, own, kind, computation, times, slice_of)
+        if not fused:
+            total.memory += times * hbm_bytes(own, computation, program)
+        if kind in _SCALAR_CALLERS or own.opcode in ("async-update", "async-done"):
+            continue
+        trips = own.trip_count if own.opcode == "while" else 1
+        total.unknown_loops += trips is None
+        for callee in [*own.callees, *chosen(own.branches)]:
+            if callee in program.computations:
+                inside = fused or own.opcode == "fusion"
+                _add(total, program, callee, times * (trips or 1), chosen, slice_of, fused=inside)
 
 
-def _add(total: _Computation, known: dict[str, _Computation], name: str, times: int) -> None:
-    own = known[name]
-    total.flops += own.flops * times
-    total.unknown_loops += own.unknown_loops
-    for kind in own.runs:
-        total.runs[kind] += own.runs[kind] * times
-        total.moved[kind] += own.moved[kind] * times
-    for callee, trips in own.calls:
-        if callee in known:
-            _add(total, known, callee, times * trips)
+def _add_collective(
+    total: _Totals,
+    own: Instruction,
+    kind: str,
+    computation: Computation,
+    times: int,
+    slice_of: Sequence[int],
+) -> None:
+    parts = [array.bytes for array in own.arrays]
+    # What a start yields holds its operands first.
+    started = own.opcode != kind and len(parts) > 1
+    result = max(parts, default=0) if started else sum(parts)
+    if kind == "reduce-scatter" and started:
+        result = min(parts)
+    total.runs[kind] += times
+    total.moved[kind] += times * result
+    members = group_of(own.attributes, len(slice_of))
+    others = max(len(members) - 1, 0) if members else 1
+    share = others / len(members) if members else 1.0
+    sent = {
+        "all-gather": share * result,
+        "all-reduce": 2 * share * result,
+        "reduce-scatter": others * result,
+        "all-to-all": share * result,
+        "collective-permute": result,
+    }[kind]
+    crosses = len({slice_of[member] for member in members if member < len(slice_of)}) > 1
+    total.sent[crosses] += int(times * sent)
 
 
-def _dot_flops(shape: str, rest: str, shapes: dict[str, str]) -> int:
-    contracted = _CONTRACTED.search(rest)
-    left = _OPERAND.search(rest)
-    if contracted is None or left is None:
+def _dot_flops(own: Instruction, computation: Computation) -> int:
+    contracted = _CONTRACTED.search(own.attributes)
+    if contracted is None or not own.operands:
         return 0
-    sizes = _arrays(shapes[left.group(1)])[0][1]
-    width = math.prod([sizes[int(axis)] for axis in contracted.group(1).split(",") if axis])
-    return 2 * math.prod(_arrays(shape)[0][1]) * width
-
-
-def _result_bytes(shape: str, *, started: bool) -> int:
-    """Bytes of a collective's result. What a start yields holds its operands first."""
-    parts = [math.prod(sizes) * _BYTES.get(dtype, 4) for dtype, sizes in _arrays(shape)]
-    return max(parts, default=0) if started and len(parts) > 1 else sum(parts)
-
-
-def _arrays(shape: str) -> list[tuple[str, list[int]]]:
-    """The dtype and the sizes of each array of a shape or tuple of shapes."""
-    return [
-        (dtype, [int(size) for size in sizes.split(",") if size])
-        for dtype, sizes in _SHAPE.findall(shape)
-    ]
+    left = computation[own.operands[0]].arrays[0].sizes
+    width = math.prod(left[int(axis)] for axis in contracted.group(1).split(",") if axis)
+    return 2 * math.prod(own.arrays[0].sizes) * width

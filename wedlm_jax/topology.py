@@ -26,20 +26,23 @@ class Chip:
       hbm_bytes: capacity.
       peak_flops: bfloat16 FLOP/s.
       hbm_bandwidth: bytes/s.
-      ici_bandwidth: bytes/s over all links between chips, one way.
+      ici_bandwidth: bytes/s over all links between chips of a slice, one way.
+      dcn_bandwidth: bytes/s of the data-centre network between slices, one way: the chip's
+        share of its host's.
     """
 
     hbm_bytes: int
     peak_flops: float
     hbm_bandwidth: float
     ici_bandwidth: float
+    dcn_bandwidth: float
 
 
 CHIPS: Mapping[str, Chip] = MappingProxyType(
     {
-        "v5e": Chip(16 * 2**30, 197e12, 819e9, 200e9),
-        "v5p": Chip(95 * 2**30, 459e12, 2765e9, 600e9),
-        "v6e": Chip(32 * 2**30, 918e12, 1640e9, 448e9),
+        "v5e": Chip(16 * 2**30, 197e12, 819e9, 200e9, 3.125e9),
+        "v5p": Chip(95 * 2**30, 459e12, 2765e9, 600e9, 6.25e9),
+        "v6e": Chip(32 * 2**30, 918e12, 1638e9, 400e9, 12.5e9),
     }
 )
 EXAMPLE = "v5p:4x4x4"
@@ -53,11 +56,13 @@ class Topology:
       name: as given, such as ``v5p:4x4x4`` or ``v5p:8x8x8*2`` for two slices.
       chip: figures of each device.
       devices: of the compiler, in the order of the topology.
+      slices: pods that only a data-centre network joins.
     """
 
     name: str
     chip: Chip
     devices: tuple[Any, ...]
+    slices: int = 1
 
 
 def parse_topology(name: str) -> tuple[str, tuple[int, ...], int]:
@@ -103,4 +108,4 @@ def describe_topology(name: str) -> Topology:
         raise InputError(
             f'topology {name!r}: {reason[:200]} (compiling for TPUs needs "wedlm-jax[tpu]")'
         ) from None
-    return Topology(name, CHIPS[kind], tuple(described.devices))
+    return Topology(name, CHIPS[kind], tuple(described.devices), slices)
