@@ -130,9 +130,7 @@ def decode_mesh(model: ModelConfig, topology: Topology) -> Mesh:
     return make_mesh({"tensor": tensor, "data": -1}, topology.devices)
 
 
-def compile_decoder(
-    model: ModelConfig, topology_name: str, sizes: DecodeSizes
-) -> CompiledDecoder:
+def compile_decoder(model: ModelConfig, topology_name: str, sizes: DecodeSizes) -> CompiledDecoder:
     """Lowers and compiles prefill and decode loop for a topology.
 
     Raises:

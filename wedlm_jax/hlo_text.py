@@ -117,9 +117,7 @@ def parse(hlo: str) -> Program:
             operands, attributes = _split_operands(rest)
             number = int(operands) if opcode == "parameter" else None
             names = tuple(_OPERAND.findall(operands))
-            current[name] = Instruction(
-                name, shape, opcode, names, number, attributes, bool(root)
-            )
+            current[name] = Instruction(name, shape, opcode, names, number, attributes, bool(root))
     if entry is None:
         raise ValueError("not the text of a compiled program: it has no ENTRY computation")
     return Program(computations, entry)

@@ -64,9 +64,7 @@ def _used(own: Instruction, body: Computation, program: Program, whole: int) -> 
     return total
 
 
-def _used_by(
-    user: Instruction, place: int, body: Computation, program: Program, whole: int
-) -> int:
+def _used_by(user: Instruction, place: int, body: Computation, program: Program, whole: int) -> int:
     if user.opcode in ("bitcast", "copy", "reshape", "convert") and not user.is_root:
         return _used(user, body, program, whole)
     if user.opcode in _SLICES and place == 0:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 import os
 import re
@@ -88,6 +89,10 @@ def describe_topology(name: str) -> Topology:
       InputError: a malformed name, no libtpu, or a shape that the chip does not come in.
     """
     kind, shape, slices = parse_topology(name)
+    if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
+        raise InputError(
+            'compiling for TPUs needs libtpu, which is not installed: pip install "wedlm-jax[tpu]"'
+        )
     # libtpu otherwise asks a metadata server, which only TPU machines have.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -103,9 +108,6 @@ def describe_topology(name: str) -> Topology:
             platform="tpu", topology_name=f"{kind}:{'x'.join(map(str, shape))}", **options
         )
     except Exception as error:
-        # The plugin has one error type for a missing library and for a wrong shape.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(
-            f'topology {name!r}: {reason[:200]} (compiling for TPUs needs "wedlm-jax[tpu]")'
-        ) from None
+        raise InputError(f"topology {name!r}: {reason[:200]}") from None
     return Topology(name, CHIPS[kind], tuple(described.devices), slices)

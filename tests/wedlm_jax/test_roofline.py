@@ -7,9 +7,7 @@ import pytest
 from wedlm_jax.roofline import Roofline, roofline
 from wedlm_jax.topology import Chip
 
-CHIP = Chip(
-    hbm_bytes=1, peak_flops=100.0, hbm_bandwidth=10.0, ici_bandwidth=5.0, dcn_bandwidth=1.0
-)
+CHIP = Chip(hbm_bytes=1, peak_flops=100.0, hbm_bandwidth=10.0, ici_bandwidth=5.0, dcn_bandwidth=1.0)
 
 
 def test_each_resource_has_its_own_time() -> None:
