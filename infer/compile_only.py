@@ -300,7 +300,7 @@ def main(options: dict[str, Any]) -> int:
     model = read_model(options["model"])
     sizes = DecodeSizes(
         options.get("batch_size", 16),
-        options.get("max_model_len", 2016),
+        options.get("max_model_len", 1280),
         options.get("max_tokens", 256),
         options.get("window_size", 16),
     )
