@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from wedlm_jax.hlo_groups import group_of
-from wedlm_jax.hlo_text import Computation, Instruction, Program, parse
+from wedlm_jax.hlo_text import Computation, Instruction, Program, parse, trip_count
 from wedlm_jax.hlo_traffic import hbm_bytes
 
 _CONTRACTED = re.compile(r"\blhs_contracting_dims=\{([0-9,]*)\}")
@@ -109,7 +109,7 @@ def _add(
             total.memory += times * hbm_bytes(own, computation, program)
         if kind in _SCALAR_CALLERS or own.opcode in ("async-update", "async-done"):
             continue
-        trips = own.trip_count if own.opcode == "while" else 1
+        trips = trip_count(own, program) if own.opcode == "while" else 1
         total.unknown_loops += trips is None
         for callee in [*own.callees, *chosen(own.branches)]:
             if callee in program.computations:

@@ -12,6 +12,7 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\](\{[^}]*\})?")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
 _CALLS = re.compile(r"\b(?:calls|body|to_apply|called_computations)=\{?%?([\w.\-]+)")
 _BRANCHES = re.compile(
     r"\b(?:branch_computations=\{([^}]*)\}|"
@@ -44,7 +45,7 @@ class Instruction:
     Attributes:
       shape: as written; see `arrays`.
       operands: names, in order.
-      number: which parameter this is; None for other instructions.
+      number: which parameter this is, or what an integer constant is; None for others.
       attributes: the text behind the operands.
       is_root: whether it is what its computation returns.
     """
@@ -61,12 +62,6 @@ class Instruction:
     def arrays(self) -> tuple[ArrayShape, ...]:
         """The arrays of its shape, tuples flattened."""
         return arrays_of(self.shape)
-
-    @property
-    def trip_count(self) -> int | None:
-        """How often a while loop runs, where the compiler knows it."""
-        found = _TRIP_COUNT.search(self.attributes)
-        return int(found.group(1)) if found else None
 
     @property
     def callees(self) -> list[str]:
@@ -115,12 +110,37 @@ def parse(hlo: str) -> Program:
         elif found := _INSTRUCTION.match(line):
             root, name, shape, opcode, rest = found.groups()
             operands, attributes = _split_operands(rest)
-            number = int(operands) if opcode == "parameter" else None
+            numbered = opcode in ("parameter", "constant") and operands.isdigit()
+            number = int(operands) if numbered else None
             names = tuple(_OPERAND.findall(operands))
             current[name] = Instruction(name, shape, opcode, names, number, attributes, bool(root))
     if entry is None:
         raise ValueError("not the text of a compiled program: it has no ENTRY computation")
     return Program(computations, entry)
+
+
+def trip_count(loop: Instruction, program: Program) -> int | None:
+    """How often a while loop runs, where that is known.
+
+    Compilers write it beside the loop, or leave it to be seen in a condition that compares the
+    counter, from 0 on, with a constant.
+    """
+    if found := _TRIP_COUNT.search(loop.attributes):
+        return int(found.group(1))
+    found = _CONDITION.search(loop.attributes)
+    condition = program.computations.get(found.group(1), {}) if found else {}
+    root = next((own for own in condition.values() if own.is_root), None)
+    if root is None:
+        return None
+    compared = root
+    if root.opcode == "fusion" and root.callees:
+        body = program.computations.get(root.callees[0], {})
+        compared = next((own for own in body.values() if own.is_root), root)
+    if compared.opcode != "compare" or "direction=LT" not in compared.attributes:
+        return None
+    constants = [condition[name] for name in root.operands if name in condition]
+    limits = [own.number for own in constants if own.opcode == "constant"]
+    return limits[0] if len(limits) == 1 else None
 
 
 def arrays_of(shape: str) -> tuple[ArrayShape, ...]:
