@@ -219,7 +219,7 @@ def _report(
     # Of the embedding only the rows of the slots' tokens are read.
     table = model.vocab_size * model.hidden_size * itemsize * (not model.tie_word_embeddings)
     least = weights - table // mesh.shape["tensor"] + cache
-    cost = program_cost(decode.as_text() or "", branch=0)
+    cost = program_cost(decode.as_text() or "", devices=devices, branch=0)
     return CompiledDecoder(
         topology=topology.name,
         devices=devices,

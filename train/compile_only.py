@@ -146,9 +146,8 @@ def _report(
     state: TrainState,
     seconds: float,
 ) -> CompiledStep:
-    devices = list(mesh.devices.flat)
-    slices = [getattr(device, "slice_index", 0) for device in devices]
-    cost = program_cost(compiled.as_text() or "", slice_of=slices)
+    devices, slices = topology.devices, topology.slices
+    cost = program_cost(compiled.as_text() or "", devices=len(devices) // slices, slices=slices)
     rows = config.rows * config.accumulation
     model_flops = 3 * forward_flops(model, rows, config.row_length)
     flops = program_flops(config, model, rows) / len(devices)

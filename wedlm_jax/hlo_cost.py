@@ -1,7 +1,7 @@
 """What a compiled program will do, read from its HLO text, loops counted as often as they run.
 
 XLA's own cost analysis counts the body of a loop once. Here each computation's cost is
-multiplied by the known trip count of the loop that calls it.
+multiplied by the trip count of the loop that calls it.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
 
-from wedlm_jax.hlo_groups import group_of
+from wedlm_jax.hlo_groups import group_size
 from wedlm_jax.hlo_text import Computation, Instruction, Program, parse, trip_count
-from wedlm_jax.hlo_traffic import hbm_bytes
+from wedlm_jax.hlo_traffic import COLLECTIVES, hbm_bytes
 
 _CONTRACTED = re.compile(r"\blhs_contracting_dims=\{([0-9,]*)\}")
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+_BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 # What these call combines two numbers.
 _SCALAR_CALLERS = (*COLLECTIVES, "reduce", "scatter", "sort", "reduce-window", "map")
 
@@ -30,13 +29,13 @@ class ProgramCost:
     Attributes:
       dot_flops: of matrix products; a multiply-add is two. Programs for TPUs write them as
         convolutions, which are not counted.
-      hbm_bytes: read and written in main memory: operands and results of each fusion, as
-        `wedlm_jax.hlo_traffic` counts them.
-      collective_bytes: by kind, the bytes that its results take.
+      hbm_bytes: read and written in main memory, as `wedlm_jax.hlo_traffic` counts them.
+      collective_bytes: by kind, the bytes that its results take; collectives between slices
+        are kinds of their own.
       collective_count: by kind, how often it runs.
       sent_bytes: that leave a device in collectives within a slice, each done as a ring.
       slice_bytes: likewise, in collectives between slices.
-      unknown_loops: loops whose trip count the compiler does not know, counted once.
+      unknown_loops: loops whose trip count is not known, counted once.
     """
 
     dot_flops: int
@@ -48,18 +47,8 @@ class ProgramCost:
     unknown_loops: int
 
 
-@dataclasses.dataclass
-class _Totals:
-    flops: int = 0
-    memory: int = 0
-    moved: Counter[str] = dataclasses.field(default_factory=Counter)
-    runs: Counter[str] = dataclasses.field(default_factory=Counter)
-    sent: Counter[bool] = dataclasses.field(default_factory=Counter)
-    unknown_loops: int = 0
-
-
 def program_cost(
-    hlo: str, *, slice_of: Sequence[int] = (), branch: int | None = None
+    hlo: str, *, devices: int = 0, slices: int = 1, branch: int | None = None
 ) -> ProgramCost:
     """Costs of the entry computation of ``compiled.as_text()``.
 
@@ -67,7 +56,8 @@ def program_cost(
 
     Args:
       hlo: the text.
-      slice_of: the slice of each device, in the order of the mesh; all in one by default.
+      devices: of a slice, for collectives that name no groups.
+      slices: that run the program together.
       branch: which branch of a conditional counts (the last, where there are fewer); all of
         them by default, because which one runs is not known.
 
@@ -75,76 +65,113 @@ def program_cost(
       ValueError: there is no entry computation in the text.
     """
     program = parse(hlo)
-    total = _Totals()
-    _add(total, program, program.entry, 1, partial(_chosen, branch), slice_of, fused=False)
+    count = _Count(program, devices, slices, branch)
+    count.add(program.entry, 1, fused=False, seen=set())
     return ProgramCost(
-        total.flops, total.memory, dict(total.moved), dict(total.runs),
-        total.sent[False], total.sent[True], total.unknown_loops,
+        count.flops, count.memory, dict(count.moved), dict(count.runs), int(count.sent),
+        int(count.slice_sent), count.unknown_loops,
     )  # fmt: skip
 
 
-def _chosen(branch: int | None, names: list[str]) -> list[str]:
-    return names if branch is None or not names else [names[min(branch, len(names) - 1)]]
+class _Count:
+    """Sums over the computations of a program."""
 
+    def __init__(self, program: Program, devices: int, slices: int, branch: int | None):
+        self._program, self._devices, self._slices = program, devices, slices
+        self._branch = branch
+        self.flops = self.memory = self.unknown_loops = 0
+        self.sent = self.slice_sent = 0.0
+        self.moved: Counter[str] = Counter()
+        self.runs: Counter[str] = Counter()
 
-def _add(
-    total: _Totals,
-    program: Program,
-    name: str,
-    times: int,
-    chosen: Callable[[list[str]], list[str]],
-    slice_of: Sequence[int],
-    *,
-    fused: bool,
-) -> None:
-    """Adds ``times`` runs of a computation. Within a fusion nothing goes through HBM."""
-    computation = program.computations[name]
-    for own in computation.values():
-        kind = own.opcode.removesuffix("-start")
-        if own.opcode == "dot":
-            total.flops += times * _dot_flops(own, computation)
-        if kind in COLLECTIVES:
-            _add_collective(total, own, kind, computation, times, slice_of)
-        if not fused:
-            total.memory += times * hbm_bytes(own, computation, program)
-        if kind in _SCALAR_CALLERS or own.opcode in ("async-update", "async-done"):
-            continue
-        trips = trip_count(own, program) if own.opcode == "while" else 1
-        total.unknown_loops += trips is None
-        for callee in [*own.callees, *chosen(own.branches)]:
-            if callee in program.computations:
-                inside = fused or own.opcode == "fusion"
-                _add(total, program, callee, times * (trips or 1), chosen, slice_of, fused=inside)
+    def add(self, name: str, times: int, *, fused: bool, seen: set[str]) -> None:
+        """Adds ``times`` runs of a computation. Within a fusion nothing goes through HBM;
+        ``seen`` are the channels of collectives that are under way."""
+        computations = self._program.computations
+        computation = computations[name]
+        for own in computation.values():
+            kind = own.opcode.removesuffix("-start")
+            if own.opcode == "dot":
+                self.flops += times * _dot_flops(own, computation)
+            if kind in COLLECTIVES:
+                # In a fusion named so, each device keeps its share of the sum only.
+                scattered = kind == "all-reduce" and name.startswith("all-reduce-scatter")
+                kind = "reduce-scatter" if scattered else kind
+                self._add_collective(own, kind, computation, times, fused=fused, seen=seen)
+            elif own.opcode == "send":
+                self._add_transfer(own, computation, times)
+            if not fused:
+                self.memory += times * hbm_bytes(own, computation, self._program)
+            if kind in _SCALAR_CALLERS or own.opcode in ("async-update", "async-done"):
+                continue
+            trips = trip_count(own, computation, self._program) if own.opcode == "while" else 1
+            self.unknown_loops += trips is None
+            inside = fused or own.opcode == "fusion"
+            for callee in [*own.callees, *self._chosen(own.branches)]:
+                if callee in computations:
+                    under_way = seen if inside else set()
+                    self.add(callee, times * (1 if trips is None else trips), fused=inside,
+                             seen=under_way)  # fmt: skip
 
+    def _chosen(self, names: list[str]) -> list[str]:
+        if self._branch is None or not names:
+            return names
+        return [names[min(self._branch, len(names) - 1)]]
 
-def _add_collective(
-    total: _Totals,
-    own: Instruction,
-    kind: str,
-    computation: Computation,
-    times: int,
-    slice_of: Sequence[int],
-) -> None:
-    parts = [array.bytes for array in own.arrays]
-    # What a start yields holds its operands first.
-    started = own.opcode != kind and len(parts) > 1
-    result = max(parts, default=0) if started else sum(parts)
-    if kind == "reduce-scatter" and started:
-        result = min(parts)
-    total.runs[kind] += times
-    total.moved[kind] += times * result
-    members = group_of(own.attributes, len(slice_of))
-    others = max(len(members) - 1, 0) if members else 1
-    share = others / len(members) if members else 1.0
-    sent = {
-        "all-gather": share * result,
-        "all-reduce": 2 * share * result,
-        "reduce-scatter": others * result,
-        "all-to-all": share * result,
-        "collective-permute": result,
-    }[kind]
-    crosses = len({slice_of[member] for member in members if member < len(slice_of)}) > 1
-    total.sent[crosses] += int(times * sent)
+    def _add_collective(
+        self,
+        own: Instruction,
+        kind: str,
+        computation: Computation,
+        times: int,
+        *,
+        fused: bool,
+        seen: set[str],
+    ) -> None:
+        # TPUs take a collective through several fusions that compute meanwhile.
+        channel = _CHANNEL.search(own.attributes)
+        if fused and channel:
+            if channel.group(1) in seen:
+                return
+            seen.add(channel.group(1))
+        members = group_size(own.attributes, self._devices)
+        share = (members - 1) / members if members else 1.0
+        read = [
+            array.bytes
+            for name in own.operands
+            if name in computation
+            for array in computation[name].arrays
+        ]
+        result = sum(array.bytes for array in own.arrays)
+        if own.opcode.endswith("-start"):
+            # What a start yields holds its operands, too.
+            result = max(result - sum(read), 0) or result
+        if kind == "reduce-scatter" and own.opcode.startswith("all-reduce"):
+            result = result // members if members else result
+        sent = {
+            "all-gather": share * result,
+            "all-reduce": 2 * share * result,
+            "reduce-scatter": share * sum(read),
+            "all-to-all": share * result,
+            "collective-permute": result,
+        }[kind]
+        self.runs[kind] += times
+        self.moved[kind] += times * result
+        self.sent += times * sent
+        if fused:
+            self.memory += times * (sum(read) + result)
+
+    def _add_transfer(self, own: Instruction, computation: Computation, times: int) -> None:
+        """A collective between slices: each device hands its share to its host's network."""
+        found = _BETWEEN_SLICES.search(own.attributes)
+        if not found:
+            return
+        size = sum(array.bytes for array in computation[own.operands[0]].arrays)
+        kind = f"{found.group(1).lower().replace('_', '-')} between slices"
+        ring = 2 * (self._slices - 1) / self._slices if "ALL_REDUCE" in found.group(1) else 1
+        self.runs[kind] += times
+        self.moved[kind] += times * size
+        self.slice_sent += times * ring * size
 
 
 def _dot_flops(own: Instruction, computation: Computation) -> int:

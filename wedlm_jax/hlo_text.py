@@ -13,6 +13,7 @@ _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\](\{[^}]*\})?")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
+_INDEX = re.compile(r"\bindex=(\d+)")
 _CALLS = re.compile(r"\b(?:calls|body|to_apply|called_computations)=\{?%?([\w.\-]+)")
 _BRANCHES = re.compile(
     r"\b(?:branch_computations=\{([^}]*)\}|"
@@ -105,7 +106,7 @@ def parse(hlo: str) -> Program:
             if found := _COMPUTATION.match(line):
                 current = computations.setdefault(found.group(2), {})
                 entry = found.group(2) if found.group(1) else entry
-        elif line.startswith("}"):
+        elif line.rstrip() == "}":  # a kernel's attributes go over lines that begin so, too
             current = None
         elif found := _INSTRUCTION.match(line):
             root, name, shape, opcode, rest = found.groups()
@@ -119,11 +120,11 @@ def parse(hlo: str) -> Program:
     return Program(computations, entry)
 
 
-def trip_count(loop: Instruction, program: Program) -> int | None:
+def trip_count(loop: Instruction, around: Computation, program: Program) -> int | None:
     """How often a while loop runs, where that is known.
 
-    Compilers write it beside the loop, or leave it to be seen in a condition that compares the
-    counter, from 0 on, with a constant.
+    Compilers write it beside the loop, or leave it to be seen: the condition compares a counter,
+    which goes up by one from a constant of the computation ``around``, with a constant.
     """
     if found := _TRIP_COUNT.search(loop.attributes):
         return int(found.group(1))
@@ -138,9 +139,24 @@ def trip_count(loop: Instruction, program: Program) -> int | None:
         compared = next((own for own in body.values() if own.is_root), root)
     if compared.opcode != "compare" or "direction=LT" not in compared.attributes:
         return None
-    constants = [condition[name] for name in root.operands if name in condition]
-    limits = [own.number for own in constants if own.opcode == "constant"]
-    return limits[0] if len(limits) == 1 else None
+    sides = [condition[name] for name in root.operands if name in condition]
+    limits = [own.number for own in sides if own.opcode == "constant"]
+    counters = [own for own in sides if own.opcode == "get-tuple-element"]
+    if len(limits) != 1 or limits[0] is None or len(counters) != 1:
+        return None
+    return limits[0] - _first_value(loop, counters[0], around)
+
+
+def _first_value(loop: Instruction, counter: Instruction, around: Computation) -> int:
+    """What a loop's counter begins with; 0 where that is not seen."""
+    index = _INDEX.search(counter.attributes)
+    state = around.get(loop.operands[0]) if loop.operands else None
+    if index is None or state is None or state.opcode != "tuple":
+        return 0
+    first = around.get(state.operands[int(index.group(1))])
+    while first is not None and first.opcode in ("copy", "bitcast") and first.operands:
+        first = around.get(first.operands[0])
+    return first.number or 0 if first is not None and first.opcode == "constant" else 0
 
 
 def arrays_of(shape: str) -> tuple[ArrayShape, ...]:

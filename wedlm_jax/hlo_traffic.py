@@ -3,7 +3,8 @@
 A fusion reads its operands and writes its result, each once; what it computes in between
 stays on the chip. Of an operand that it only slices, the slice counts; of a result that it
 only updates in place, the update. So does a kernel, whose own repeated reading is not seen.
-Arrays that the compiler holds in the chip's vector memory do not count.
+Arrays that the compiler holds in the chip's vector memory do not count, nor does what a fusion
+hands on of a collective that is under way: who counts the collective counts its bytes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ _FREE = frozenset({
     "all-gather-done", "all-reduce-done", "collective-permute-done", "send", "send-done",
     "recv", "recv-done", "domain", "add-dependency",
 })  # fmt: skip
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _SLICES = ("dynamic-slice", "slice", "gather")
 
 
@@ -67,6 +69,8 @@ def _used(own: Instruction, body: Computation, program: Program, whole: int) -> 
 def _used_by(user: Instruction, place: int, body: Computation, program: Program, whole: int) -> int:
     if user.opcode in ("bitcast", "copy", "reshape", "convert") and not user.is_root:
         return _used(user, body, program, whole)
+    if _under_way(user):
+        return 0
     if user.opcode in _SLICES and place == 0:
         return sum(array.bytes for array in user.arrays)
     if user.opcode == "dynamic-update-slice" and place == 0:
@@ -76,12 +80,20 @@ def _used_by(user: Instruction, place: int, body: Computation, program: Program,
     return whole
 
 
+def _under_way(own: Instruction) -> bool:
+    return own.opcode in COLLECTIVES or (
+        own.opcode == "custom-call" and "AsyncCollective" in own.attributes
+    )
+
+
 def _root_bytes(own: Instruction, body: Computation, program: Program) -> int:
     """What a fusion writes: of an update in place, the update."""
     root = next((part for part in body.values() if part.is_root), None)
     outputs = own.arrays
     if root is None:
         return _size(own)
+    if _under_way(root):
+        return 0
     parts = [body[name] for name in root.operands] if root.opcode == "tuple" else [root]
     if len(parts) != len(outputs):
         return _size(own)
@@ -93,7 +105,15 @@ def _root_bytes(own: Instruction, body: Computation, program: Program) -> int:
 
 
 def _written(part: Instruction, body: Computation, program: Program, whole: int) -> int:
-    while part.opcode == "bitcast" and part.operands and part.operands[0] in body:
+    start = part
+    while part.opcode in ("bitcast", "get-tuple-element", "dynamic-slice") and part.operands:
+        if part.operands[0] not in body:
+            break
+        part = body[part.operands[0]]
+    if _under_way(part):
+        return 0
+    part = start
+    while part.opcode == "bitcast" and part.operands[0] in body:
         part = body[part.operands[0]]
     if part.opcode == "dynamic-update-slice":
         return min(whole, sum(array.bytes for array in body[part.operands[1]].arrays))

@@ -129,10 +129,13 @@ def test_collectives_between_slices_are_told_apart() -> None:
     ENTRY %main (a: f32[8]) -> f32[8] {
       %a = f32[8]{0} parameter(0)
       %g = f32[16]{0} all-gather(%a), replica_groups=[2,2]<=[4], dimensions={0}
-      ROOT %r = f32[8]{0} all-reduce(%a), replica_groups={{0,2},{1,3}}, to_apply=%add
+      %t = token[] after-all()
+      %s = (f32[8]{0}, u32[], token[]) send(%a, %t), channel_id=4, is_host_transfer=true, \
+frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
+      ROOT %r = f32[8]{0} add(%a, %a)
     }
     """
-    cost = program_cost(textwrap.dedent(text), slice_of=[0, 0, 1, 1])
+    cost = program_cost(textwrap.dedent(text), slices=2)
     assert cost.sent_bytes == 16 * 4 // 2
-    assert cost.slice_bytes == 2 * 8 * 4 // 2
-    assert cost.collective_count == {"all-gather": 1, "all-reduce": 1}
+    assert cost.slice_bytes == 8 * 4
+    assert cost.collective_count == {"all-gather": 1, "all-reduce between slices": 1}
