@@ -66,6 +66,12 @@ def parser() -> argparse.ArgumentParser:
         help="a prompt is a user's message, put through the chat template")  # fmt: skip
     _add_model(result.add_argument_group("model"))
     _add_decoding(result.add_argument_group("decoding"))
+    add = result.add_argument_group("without a TPU").add_argument
+    add("--compile-only", action="store_true", default=False,
+        help="compile the decoder of --model (a folder, or a recipe that states its sizes) for "
+        "--topology, say what it takes, and stop")  # fmt: skip
+    add("--topology", metavar="NAME", default="v5e:2x4",
+        help="chip and shape to compile for [%(default)s]")  # fmt: skip
     return result
 
 
@@ -106,6 +112,10 @@ _threshold.__name__ = "number or 'none'"  # what argparse calls it in its messag
 
 def main(arguments: list[str]) -> int:
     options = vars(parser().parse_args(arguments))
+    if options["compile_only"]:
+        from infer.compile_only import main as compile_only
+
+        return compile_only(options)
     _check_combination(options)
     if "prompt" in options:
         from infer.prompt import complete_prompt, read_prompt

@@ -7,19 +7,15 @@ from typing import Any
 
 import jax
 
-from train.config import TrainConfig
 from train.step import TrainState
-from wedlm_jax.config import ModelConfig
+from wedlm_jax.topology import CHIPS
 
 GIB = 2**30
 
 PEAK_FLOPS = {
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
+    "TPU v5 lite": CHIPS["v5e"].peak_flops,
+    "TPU v5": CHIPS["v5p"].peak_flops,
+    "TPU v6 lite": CHIPS["v6e"].peak_flops,
     "NVIDIA A100": 312e12,
     "NVIDIA H100": 989e12,
     "NVIDIA H200": 989e12,
@@ -32,31 +28,6 @@ def peak_flops(device: jax.Device) -> float | None:
     """bfloat16 FLOP/s of a device; None where it is not known, as for a CPU."""
     kinds = [kind for kind in PEAK_FLOPS if device.device_kind.startswith(kind)]
     return PEAK_FLOPS[max(kinds, key=len)] if kinds else None
-
-
-def forward_flops(model: ModelConfig, rows: int, row_length: int, *, streams: int = 2) -> float:
-    """Products of the forward pass over packed rows: a multiply-add is two.
-
-    Each stream passes through every layer and the head. A query of either stream sees half
-    the row on average (both its own block and the memory are triangles).
-
-    Args:
-      model: its shape.
-      rows: of the global batch.
-      row_length: L.
-      streams: 2 for the dual stream, 1 for plain next-token training.
-    """
-    matrices = model.num_parameters(embeddings=False) + model.hidden_size * model.vocab_size
-    pairs = streams * rows * row_length**2 / 2
-    width = model.num_attention_heads * model.head_dim
-    return 2 * matrices * streams * rows * row_length + 4 * width * pairs * model.num_hidden_layers
-
-
-def step_flops(config: TrainConfig, model: ModelConfig) -> float:
-    """Products of a training step: forward and backward, nothing computed anew counted."""
-    streams = 2 if config.objective == "wedlm" else 1
-    rows = config.rows * config.accumulation
-    return 3 * forward_flops(model, rows, config.row_length, streams=streams)
 
 
 def local_bytes(tree: Any) -> int:

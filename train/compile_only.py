@@ -19,10 +19,12 @@ from flax import nnx
 from train.config import TrainConfig
 from train.setup import abstract_rows, abstract_state, objective_of, optimizer_of
 from train.step import TrainState, make_train_step
+from train.step_flops import forward_flops, program_flops
 from wedlm_jax.config import ModelConfig, config_from_hf
 from wedlm_jax.errors import InputError
 from wedlm_jax.hlo_cost import program_cost
 from wedlm_jax.model import Transformer
+from wedlm_jax.roofline import ASSUMPTIONS, Roofline, roofline
 from wedlm_jax.sharding import check_fits, make_mesh
 from wedlm_jax.topology import Topology, describe_topology
 
@@ -37,11 +39,14 @@ class CompiledStep:
       tokens: trained tokens a step, L a row; each is computed twice, once a stream.
       state_bytes: parameters and moments on one device.
       peak_bytes: the compiler's peak of HBM on one device.
-      hbm_bytes: what the chip has.
+      hbm_limit: what the chip has.
       model_flops: of the whole step: three times the forward pass's products.
       device_flops: of one device, with what is computed anew in the backward pass.
+      hbm_bytes: that one device reads and writes, as `wedlm_jax.hlo_traffic` counts them.
       collective_bytes, collective_count: of one device, by kind.
-      compute_seconds, network_seconds: lower bounds at the chip's peak figures.
+      sent_bytes, slice_bytes: that leave one device, within its slice and between slices.
+      roofline: lower bounds of the step's time.
+      mfu_bound: model_flops over what the chips could do in the step's shortest time.
       compile_seconds: on this machine.
     """
 
@@ -52,24 +57,22 @@ class CompiledStep:
     tokens: int
     state_bytes: int
     peak_bytes: int
-    hbm_bytes: int
+    hbm_limit: int
     model_flops: float
     device_flops: float
+    hbm_bytes: int
     collective_bytes: dict[str, int]
     collective_count: dict[str, int]
-    compute_seconds: float
-    network_seconds: float
+    sent_bytes: int
+    slice_bytes: int
+    roofline: Roofline
+    mfu_bound: float
     compile_seconds: float
-
-    @property
-    def step_seconds(self) -> float:
-        """Compute and network at the same time, neither waiting for the other."""
-        return max(self.compute_seconds, self.network_seconds)
 
     @property
     def headroom(self) -> float:
         """Share of HBM that is left."""
-        return 1 - self.peak_bytes / self.hbm_bytes
+        return 1 - self.peak_bytes / self.hbm_limit
 
 
 def compile_step(config: TrainConfig, topology_name: str) -> CompiledStep:
@@ -98,7 +101,7 @@ def compile_step(config: TrainConfig, topology_name: str) -> CompiledStep:
         reason = next((line for line in str(error).splitlines() if "hbm" in line.lower()), "")
         raise InputError(f"{topology_name}: the step does not fit: {reason.strip()}") from None
     seconds = time.perf_counter() - started
-    return _report(config, model, topology, dict(mesh.shape), compiled, state, seconds)
+    return _report(config, model, topology, mesh, compiled, state, seconds)
 
 
 def recipe_model(config: TrainConfig) -> ModelConfig:
@@ -118,23 +121,6 @@ def _key(mesh: jax.sharding.Mesh) -> Any:
     return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
 
 
-def forward_flops(model: ModelConfig, rows: int, row_length: int) -> float:
-    """Products of the dual-stream forward pass: a multiply-add is two.
-
-    Each stream passes through every layer and the head. A query of either stream sees half
-    the row on average (both its own block and the memory are triangles), hence L² pairs a row.
-    """
-    matrices = model.num_parameters(embeddings=False) + model.hidden_size * model.vocab_size
-    pairs = rows * row_length**2
-    width = model.num_attention_heads * model.head_dim
-    return 2 * matrices * 2 * rows * row_length + 4 * width * pairs * model.num_hidden_layers
-
-
-# Bytes that leave a device for each byte of the result, in a ring of many.
-_SENT = {"all-gather": 1, "all-reduce": 2, "reduce-scatter": 1, "all-to-all": 1,
-         "collective-permute": 1}  # fmt: skip
-
-
 def _peak_bytes(compiled: jax.stages.Compiled) -> int:
     memory = compiled.memory_analysis()
     assert memory is not None, "this backend does not count memory"
@@ -145,33 +131,40 @@ def _report(
     config: TrainConfig,
     model: ModelConfig,
     topology: Topology,
-    mesh: dict[str, int],
+    mesh: jax.sharding.Mesh,
     compiled: jax.stages.Compiled,
     state: TrainState,
     seconds: float,
 ) -> CompiledStep:
-    cost = program_cost(compiled.as_text() or "")
+    devices, slices = topology.devices, topology.slices
+    cost = program_cost(compiled.as_text() or "", devices=len(devices) // slices, slices=slices)
     rows = config.rows * config.accumulation
-    forward = forward_flops(model, rows, config.row_length)
-    device_flops = (4 if config.loss.remat == "full" else 3) * forward / len(topology.devices)
-    sent = sum(_SENT[kind] * size for kind, size in cost.collective_bytes.items())
+    model_flops = 3 * forward_flops(model, rows, config.row_length)
+    flops = program_flops(config, model, rows) / len(devices)
+    bound = roofline(
+        topology.chip, flops=flops, hbm_bytes=cost.hbm_bytes, sent_bytes=cost.sent_bytes,
+        slice_bytes=cost.slice_bytes,
+    )  # fmt: skip
     local = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(state)]
     sizes = [leaf.dtype.itemsize for leaf in jax.tree.leaves(state)]
     return CompiledStep(
         topology=topology.name,
-        devices=len(topology.devices),
-        mesh=mesh,
+        devices=len(devices),
+        mesh=dict(mesh.shape),
         parameters=model.num_parameters(),
         tokens=rows * config.row_length,
         state_bytes=sum(math.prod(shape) * size for shape, size in zip(local, sizes, strict=True)),
         peak_bytes=_peak_bytes(compiled),
-        hbm_bytes=topology.chip.hbm_bytes,
-        model_flops=3 * forward,
-        device_flops=device_flops,
+        hbm_limit=topology.chip.hbm_bytes,
+        model_flops=model_flops,
+        device_flops=flops,
+        hbm_bytes=cost.hbm_bytes,
         collective_bytes=cost.collective_bytes,
         collective_count=cost.collective_count,
-        compute_seconds=device_flops / topology.chip.peak_flops,
-        network_seconds=sent / topology.chip.ici_bandwidth,
+        sent_bytes=cost.sent_bytes,
+        slice_bytes=cost.slice_bytes,
+        roofline=bound,
+        mfu_bound=model_flops / (len(devices) * topology.chip.peak_flops * bound.seconds),
         compile_seconds=seconds,
     )
 
@@ -180,23 +173,31 @@ def describe(step: CompiledStep) -> str:
     """The report as lines of text."""
     gib = 2**30
     axes = " x ".join(f"{axis} {size}" for axis, size in step.mesh.items() if size > 1)
+    bound = step.roofline
     lines = [
         f"{step.topology}: {step.devices:,} chips as {axes or 'one'}; "
         f"compiled in {step.compile_seconds:.0f} s",
         f"parameters           {step.parameters / 1e9:.2f} B",
         f"tokens a step        {step.tokens:,}, each in both streams",
-        f"state a chip         {step.state_bytes / gib:.2f} GiB (float32 parameters, two moments)",
-        f"peak of HBM a chip   {step.peak_bytes / gib:.2f} of {step.hbm_bytes / gib:.0f} GiB, "
+        f"state a chip         {step.state_bytes / gib:.2f} GiB (float32 parameters, moments)",
+        f"peak of HBM a chip   {step.peak_bytes / gib:.2f} of {step.hbm_limit / gib:.0f} GiB, "
         f"{step.headroom:.0%} to spare",
         f"products a step      {step.model_flops:.3g} FLOP (forward three times over)",
         f"products a chip      {step.device_flops:.3g} FLOP, what is computed anew included",
+        f"HBM traffic a chip   {step.hbm_bytes / gib:.0f} GiB",
+        f"sent by a chip       {step.sent_bytes / gib:.2f} GiB to its slice, "
+        f"{step.slice_bytes / gib:.2f} GiB to others",
     ]
     lines += [
         f"  {kind:<19}{step.collective_count[kind]:,} times, {size / gib:.2f} GiB a chip"
         for kind, size in sorted(step.collective_bytes.items())
     ]
-    lines.append(
-        f"shortest step        {step.step_seconds:.3f} s: {step.compute_seconds:.3f} s of products "
-        f"at peak, {step.network_seconds:.3f} s of network at full bandwidth, at once"
-    )
+    lines += [
+        f"shortest step        {bound.seconds:.3f} s, by {bound.bound}: compute "
+        f"{bound.compute:.3f} s, memory {bound.memory:.3f} s, network {bound.network:.3f} s, "
+        f"slices {bound.slices:.3f} s",
+        f"at best              {step.tokens / bound.seconds:,.0f} tokens/s, "
+        f"{step.mfu_bound:.0%} of the chips' peak in the model's products",
+        f"assumed              {'; '.join(ASSUMPTIONS)}",
+    ]
     return "\n".join(lines)

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
-from train.budget import describe_budget, peak_flops, step_flops
+from train.budget import describe_budget, peak_flops
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig, save_config
 from train.data.batches import TrainBatches
@@ -38,6 +38,7 @@ from train.setup import (
 )
 from train.start import held_out_rows, initial_model, tokenizer_folder, training_rows
 from train.step import Metrics, TrainState, make_train_step
+from train.step_flops import model_flops
 from train.stop import Stopped, StopRequest
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
@@ -104,7 +105,7 @@ class Run:
         self._step = make_train_step(
             graph, self._optimizer, objective, schedule=schedule_of(config), guard=guard_of(config)
         )
-        self._flops = step_flops(config, model)
+        self._flops = model_flops(config, model)
         self._tokens = config.accumulation * config.rows * config.row_length
         self._evaluation = None
         if config.evaluation.every:

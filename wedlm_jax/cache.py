@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from wedlm_jax.config import ModelConfig
+from wedlm_jax.sharding import CACHE_AXES, constrain, on_own_shard
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +34,8 @@ def allocate(config: ModelConfig, batch: int, size: int, dtype: Any) -> KVCache:
     shape = (
         config.num_hidden_layers, batch, config.num_key_value_heads, size, config.head_dim,
     )  # fmt: skip
-    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    keys, values = (constrain(jnp.zeros(shape, dtype), *CACHE_AXES) for _ in range(2))
+    return KVCache(keys, values)
 
 
 def write(cache: KVCache, kv: tuple[Array, Array], starts: Array) -> KVCache:
@@ -46,10 +48,12 @@ def write(cache: KVCache, kv: tuple[Array, Array], starts: Array) -> KVCache:
         allocates room for a whole window behind the last token.
     """
 
-    @jax.vmap
-    def per_layer(old: Array, new: Array) -> Array:
-        return jax.vmap(lambda o, n, at: jax.lax.dynamic_update_slice(o, n, (0, at, 0)))(
-            old, new.astype(old.dtype), starts
-        )
+    def put(old: Array, new: Array, starts: Array) -> Array:
+        def row(old: Array, new: Array, at: Array) -> Array:
+            return jax.lax.dynamic_update_slice(old, new, (0, at, 0))
 
-    return KVCache(per_layer(cache.keys, kv[0]), per_layer(cache.values, kv[1]))
+        return jax.vmap(jax.vmap(row), in_axes=(0, 0, None))(old, new.astype(old.dtype), starts)
+
+    # Each device writes its own rows and heads: nothing of the cache ever moves.
+    put = on_own_shard(put, [CACHE_AXES, CACHE_AXES, ("batch",)])
+    return KVCache(put(cache.keys, kv[0], starts), put(cache.values, kv[1], starts))

@@ -25,6 +25,7 @@ from wedlm_jax.cache import KVCache, write
 from wedlm_jax.masks import CachedMask, CausalMask
 from wedlm_jax.model import KeyValues, Transformer
 from wedlm_jax.sampling import RowParams, choose_tokens, entropy, fill_rule
+from wedlm_jax.sharding import constrain
 
 REFILLS = ("streaming", "blockwise")
 
@@ -256,7 +257,7 @@ def _commit(state: DecodeState, params: RowParams, tokens: Array, count: Array) 
 
 def _masked_logits(model: Transformer, hidden: Array) -> Array:
     """float32 logits with the mask token's own at −inf: a mask is never emitted."""
-    logits = model.logits(hidden)
+    logits = constrain(model.logits(hidden), "batch", None, "vocab")
     if model.config.mask_token_id is not None:
         logits = logits.at[..., model.config.mask_token_id].set(-jnp.inf)
     return logits

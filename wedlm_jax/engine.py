@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -337,3 +337,32 @@ def _advance(
 ) -> DecodeState:
     model = nnx.merge(graph, parameters)
     return decode(model, state, params, window=window, refill=refill, max_forwards=max_forwards)
+
+
+def lower_programs(
+    graph: nnx.GraphDef[Transformer],
+    parameters: nnx.State,
+    prompts: Array,
+    lengths: Array,
+    params: RowParams,
+    *,
+    window: int,
+    max_output: int,
+    cache_size: int,
+    place: Callable[[DecodeState], DecodeState],
+) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
+    """The programs of a batch, prefill and streaming decode loop, lowered for shapes alone.
+
+    Args:
+      parameters, prompts, lengths, params: `jax.ShapeDtypeStruct` for every array.
+      place: gives the shapes of the state between the two programs their shardings.
+    """
+    arguments = (graph, parameters, prompts, lengths, params)
+    sizes = {"window": window, "max_output": max_output, "cache_size": cache_size}
+    state = place(jax.eval_shape(partial(_start, graph, **sizes), *arguments[1:]))
+    forwards: Any = jax.ShapeDtypeStruct((), jnp.int32)
+    started = _start.lower(*arguments, **sizes)
+    advanced = _advance.lower(
+        graph, parameters, state, params, forwards, window=window, refill=REFILLS[0]
+    )
+    return started, advanced

@@ -1,7 +1,7 @@
 """What a compiled program will do, read from its HLO text, loops counted as often as they run.
 
 XLA's own cost analysis counts the body of a loop once. Here each computation's cost is
-multiplied by the known trip count of the loop that calls it.
+multiplied by the trip count of the loop that calls it.
 """
 
 from __future__ import annotations
@@ -10,20 +10,16 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
-_SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\]")
-_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_CALLS = re.compile(r"\b(?:calls|body|to_apply|called_computations)=\{?%?([\w.\-]+)")
-_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+from wedlm_jax.hlo_groups import group_size
+from wedlm_jax.hlo_text import Computation, Instruction, Program, parse, trip_count
+from wedlm_jax.hlo_traffic import COLLECTIVES, hbm_bytes
+
 _CONTRACTED = re.compile(r"\blhs_contracting_dims=\{([0-9,]*)\}")
-_OPERAND = re.compile(r"%([\w.\-]+)")
-
-_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4,
-          "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}  # fmt: skip
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+_BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+# What these call combines two numbers.
+_SCALAR_CALLERS = (*COLLECTIVES, "reduce", "scatter", "sort", "reduce-window", "map")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,121 +27,157 @@ class ProgramCost:
     """Totals of one run of a program, per device.
 
     Attributes:
-      dot_flops: of matrix products; a multiply-add is two.
-      collective_bytes: by kind, the bytes that its results take.
+      dot_flops: of matrix products; a multiply-add is two. Programs for TPUs write them as
+        convolutions, which are not counted.
+      hbm_bytes: read and written in main memory, as `wedlm_jax.hlo_traffic` counts them.
+      collective_bytes: by kind, the bytes that its results take; collectives between slices
+        are kinds of their own.
       collective_count: by kind, how often it runs.
-      unknown_loops: loops whose trip count the compiler does not know, counted once.
+      sent_bytes: that leave a device in collectives within a slice, each done as a ring.
+      slice_bytes: likewise, in collectives between slices.
+      unknown_loops: loops whose trip count is not known, counted once.
     """
 
     dot_flops: int
+    hbm_bytes: int
     collective_bytes: dict[str, int]
     collective_count: dict[str, int]
+    sent_bytes: int
+    slice_bytes: int
     unknown_loops: int
 
 
-@dataclasses.dataclass
-class _Computation:
-    flops: int = 0
-    moved: Counter[str] = dataclasses.field(default_factory=Counter)
-    runs: Counter[str] = dataclasses.field(default_factory=Counter)
-    unknown_loops: int = 0
-    calls: list[tuple[str, int]] = dataclasses.field(default_factory=list)
-
-
-def program_cost(hlo: str) -> ProgramCost:
+def program_cost(
+    hlo: str, *, devices: int = 0, slices: int = 1, branch: int | None = None
+) -> ProgramCost:
     """Costs of the entry computation of ``compiled.as_text()``.
 
-    Branches of a conditional all count, because which one runs is not known. Matrix products
-    within a custom call (a Pallas kernel) are not seen.
+    Matrix products within a custom call (a Pallas kernel) are not seen.
+
+    Args:
+      hlo: the text.
+      devices: of a slice, for collectives that name no groups.
+      slices: that run the program together.
+      branch: which branch of a conditional counts (the last, where there are fewer); all of
+        them by default, because which one runs is not known.
 
     Raises:
       ValueError: there is no entry computation in the text.
     """
-    computations: dict[str, _Computation] = {}
-    entry = None
-    for name, is_entry, lines in _computations(hlo):
-        computations[name] = _read(lines)
-        entry = name if is_entry else entry
-    if entry is None:
-        raise ValueError("not the text of a compiled program: it has no ENTRY computation")
-    total = _Computation()
-    _add(total, computations, entry, 1)
-    return ProgramCost(total.flops, dict(total.moved), dict(total.runs), total.unknown_loops)
+    program = parse(hlo)
+    count = _Count(program, devices, slices, branch)
+    count.add(program.entry, 1, fused=False, seen=set())
+    return ProgramCost(
+        count.flops, count.memory, dict(count.moved), dict(count.runs), int(count.sent),
+        int(count.slice_sent), count.unknown_loops,
+    )  # fmt: skip
 
 
-def _computations(hlo: str) -> Iterator[tuple[str, bool, list[str]]]:
-    name: str | None = None
-    is_entry, lines = False, list[str]()
-    for line in hlo.splitlines():
-        if name is None:
-            if found := _COMPUTATION.match(line):
-                name, is_entry, lines = found.group(2), found.group(1) is not None, []
-        elif line.startswith("}"):
-            yield name, is_entry, lines
-            name = None
-        else:
-            lines.append(line)
+class _Count:
+    """Sums over the computations of a program."""
 
+    def __init__(self, program: Program, devices: int, slices: int, branch: int | None):
+        self._program, self._devices, self._slices = program, devices, slices
+        self._branch = branch
+        self.flops = self.memory = self.unknown_loops = 0
+        self.sent = self.slice_sent = 0.0
+        self.moved: Counter[str] = Counter()
+        self.runs: Counter[str] = Counter()
 
-def _read(lines: list[str]) -> _Computation:
-    shapes: dict[str, str] = {}
-    own = _Computation()
-    for line in lines:
-        found = _INSTRUCTION.match(line)
+    def add(self, name: str, times: int, *, fused: bool, seen: set[str]) -> None:
+        """Adds ``times`` runs of a computation. Within a fusion nothing goes through HBM;
+        ``seen`` are the channels of collectives that are under way."""
+        computations = self._program.computations
+        computation = computations[name]
+        for own in computation.values():
+            kind = own.opcode.removesuffix("-start")
+            if own.opcode == "dot":
+                self.flops += times * _dot_flops(own, computation)
+            if kind in COLLECTIVES:
+                # In a fusion named so, each device keeps its share of the sum only.
+                scattered = kind == "all-reduce" and name.startswith("all-reduce-scatter")
+                kind = "reduce-scatter" if scattered else kind
+                self._add_collective(own, kind, computation, times, fused=fused, seen=seen)
+            elif own.opcode == "send":
+                self._add_transfer(own, computation, times)
+            if not fused:
+                self.memory += times * hbm_bytes(own, computation, self._program)
+            if kind in _SCALAR_CALLERS or own.opcode in ("async-update", "async-done"):
+                continue
+            trips = trip_count(own, computation, self._program) if own.opcode == "while" else 1
+            self.unknown_loops += trips is None
+            inside = fused or own.opcode == "fusion"
+            for callee in [*own.callees, *self._chosen(own.branches)]:
+                if callee in computations:
+                    under_way = seen if inside else set()
+                    self.add(callee, times * (1 if trips is None else trips), fused=inside,
+                             seen=under_way)  # fmt: skip
+
+    def _chosen(self, names: list[str]) -> list[str]:
+        if self._branch is None or not names:
+            return names
+        return [names[min(self._branch, len(names) - 1)]]
+
+    def _add_collective(
+        self,
+        own: Instruction,
+        kind: str,
+        computation: Computation,
+        times: int,
+        *,
+        fused: bool,
+        seen: set[str],
+    ) -> None:
+        # TPUs take a collective through several fusions that compute meanwhile.
+        channel = _CHANNEL.search(own.attributes)
+        if fused and channel:
+            if channel.group(1) in seen:
+                return
+            seen.add(channel.group(1))
+        members = group_size(own.attributes, self._devices)
+        share = (members - 1) / members if members else 1.0
+        read = [
+            array.bytes
+            for name in own.operands
+            if name in computation
+            for array in computation[name].arrays
+        ]
+        result = sum(array.bytes for array in own.arrays)
+        if own.opcode.endswith("-start"):
+            # What a start yields holds its operands, too.
+            result = max(result - sum(read), 0) or result
+        if kind == "reduce-scatter" and own.opcode.startswith("all-reduce"):
+            result = result // members if members else result
+        sent = {
+            "all-gather": share * result,
+            "all-reduce": 2 * share * result,
+            "reduce-scatter": share * sum(read),
+            "all-to-all": share * result,
+            "collective-permute": result,
+        }[kind]
+        self.runs[kind] += times
+        self.moved[kind] += times * result
+        self.sent += times * sent
+        if fused:
+            self.memory += times * (sum(read) + result)
+
+    def _add_transfer(self, own: Instruction, computation: Computation, times: int) -> None:
+        """A collective between slices: each device hands its share to its host's network."""
+        found = _BETWEEN_SLICES.search(own.attributes)
         if not found:
-            continue
-        name, shape, opcode, rest = found.groups()
-        shapes[name] = shape
-        if opcode == "dot":
-            own.flops += _dot_flops(shape, rest, shapes)
-        kind = opcode.removesuffix("-start")
-        if kind in COLLECTIVES:
-            own.runs[kind] += 1
-            own.moved[kind] += _result_bytes(shape, started=opcode != kind)
-        times = 1
-        if opcode == "while":
-            trips = _TRIP_COUNT.search(rest)
-            times = int(trips.group(1)) if trips else 1
-            own.unknown_loops += trips is None
-        if kind in COLLECTIVES or opcode in ("reduce", "scatter", "sort", "reduce-window", "map"):
-            continue  # what they call combines two numbers
-        own.calls += [(callee, times) for callee in _CALLS.findall(rest)]
-        for branches in _BRANCHES.findall(rest):
-            own.calls += [(callee, 1) for callee in _OPERAND.findall(branches)]
-    return own
+            return
+        size = sum(array.bytes for array in computation[own.operands[0]].arrays)
+        kind = f"{found.group(1).lower().replace('_', '-')} between slices"
+        ring = 2 * (self._slices - 1) / self._slices if "ALL_REDUCE" in found.group(1) else 1
+        self.runs[kind] += times
+        self.moved[kind] += times * size
+        self.slice_sent += times * ring * size
 
 
-def _add(total: _Computation, known: dict[str, _Computation], name: str, times: int) -> None:
-    own = known[name]
-    total.flops += own.flops * times
-    total.unknown_loops += own.unknown_loops
-    for kind in own.runs:
-        total.runs[kind] += own.runs[kind] * times
-        total.moved[kind] += own.moved[kind] * times
-    for callee, trips in own.calls:
-        if callee in known:
-            _add(total, known, callee, times * trips)
-
-
-def _dot_flops(shape: str, rest: str, shapes: dict[str, str]) -> int:
-    contracted = _CONTRACTED.search(rest)
-    left = _OPERAND.search(rest)
-    if contracted is None or left is None:
+def _dot_flops(own: Instruction, computation: Computation) -> int:
+    contracted = _CONTRACTED.search(own.attributes)
+    if contracted is None or not own.operands:
         return 0
-    sizes = _arrays(shapes[left.group(1)])[0][1]
-    width = math.prod([sizes[int(axis)] for axis in contracted.group(1).split(",") if axis])
-    return 2 * math.prod(_arrays(shape)[0][1]) * width
-
-
-def _result_bytes(shape: str, *, started: bool) -> int:
-    """Bytes of a collective's result. What a start yields holds its operands first."""
-    parts = [math.prod(sizes) * _BYTES.get(dtype, 4) for dtype, sizes in _arrays(shape)]
-    return max(parts, default=0) if started and len(parts) > 1 else sum(parts)
-
-
-def _arrays(shape: str) -> list[tuple[str, list[int]]]:
-    """The dtype and the sizes of each array of a shape or tuple of shapes."""
-    return [
-        (dtype, [int(size) for size in sizes.split(",") if size])
-        for dtype, sizes in _SHAPE.findall(shape)
-    ]
+    left = computation[own.operands[0]].arrays[0].sizes
+    width = math.prod(left[int(axis)] for axis in contracted.group(1).split(",") if axis)
+    return 2 * math.prod(own.arrays[0].sizes) * width

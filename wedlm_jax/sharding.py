@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from wedlm_jax.config import ModelConfig
@@ -35,6 +36,7 @@ AXIS_RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "length": ("sequence",),
         "attention_heads": ("tensor", "sequence"),
         "vocab": ("tensor",),
+        "cache_rows": (),
         # Parameters.
         "hidden": ("fsdp",),
         "heads": ("tensor",),
@@ -65,15 +67,21 @@ PARAMETER_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """By the end of a parameter's path; under ``layers`` an axis of layers stands before."""
 
 
+CACHE_AXES = ("layers", "batch", "attention_heads", "cache_rows", "features")
+"""Of keys and values ``[num_hidden_layers, B, K, S, head_dim]``."""
+
+
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of all devices, laid out so that neighbours on it are neighbours in hardware.
 
     Args:
       sizes: a size for some of `MESH_AXES`; others are 1. One may be -1: what is left.
-      devices: default: all of this job.
+      devices: default: all of this job. Where they are several slices of TPUs, ``data`` goes
+        over the slices first: the slow network between them carries sums of gradients alone.
 
     Raises:
-      InputError: an unknown axis, a size below 1, or a product that is not the device count.
+      InputError: an unknown axis, a size below 1, a product that is not the device count, or
+        slices that do not divide ``data``.
     """
     devices = list(jax.devices() if devices is None else devices)
     if unknown := sorted(set(sizes) - set(MESH_AXES)):
@@ -87,8 +95,22 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
     if math.prod(shape) != len(devices):
         wanted = ", ".join(f"{axis} {size}" for axis, size in zip(MESH_AXES, shape, strict=True))
         raise InputError(f"mesh: {wanted} does not make {len(devices)} devices")
-    return jax.make_mesh(
-        tuple(shape), MESH_AXES, devices=devices, axis_types=(AxisType.Auto,) * len(MESH_AXES)
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices > 1:
+        return Mesh(_over_slices(shape, slices, devices), MESH_AXES, axis_types=_AXIS_TYPES)
+    return jax.make_mesh(tuple(shape), MESH_AXES, devices=devices, axis_types=_AXIS_TYPES)
+
+
+_AXIS_TYPES = (AxisType.Auto,) * len(MESH_AXES)
+
+
+def _over_slices(shape: Sequence[int], slices: int, devices: Sequence[Any]) -> np.ndarray:
+    data, *others = shape
+    if data % slices:
+        raise InputError(f"mesh: data {data} is not divisible by the {slices} slices")
+    within, across = (data // slices, *others), (slices, *[1] * len(others))
+    return mesh_utils.create_hybrid_device_mesh(
+        within, across, devices, allow_split_physical_axes=True
     )
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 import os
 import re
@@ -26,20 +27,23 @@ class Chip:
       hbm_bytes: capacity.
       peak_flops: bfloat16 FLOP/s.
       hbm_bandwidth: bytes/s.
-      ici_bandwidth: bytes/s over all links between chips, one way.
+      ici_bandwidth: bytes/s over all links between chips of a slice, one way.
+      dcn_bandwidth: bytes/s of the data-centre network between slices, one way: the chip's
+        share of its host's.
     """
 
     hbm_bytes: int
     peak_flops: float
     hbm_bandwidth: float
     ici_bandwidth: float
+    dcn_bandwidth: float
 
 
 CHIPS: Mapping[str, Chip] = MappingProxyType(
     {
-        "v5e": Chip(16 * 2**30, 197e12, 819e9, 200e9),
-        "v5p": Chip(95 * 2**30, 459e12, 2765e9, 600e9),
-        "v6e": Chip(32 * 2**30, 918e12, 1640e9, 448e9),
+        "v5e": Chip(16 * 2**30, 197e12, 819e9, 200e9, 3.125e9),
+        "v5p": Chip(95 * 2**30, 459e12, 2765e9, 600e9, 6.25e9),
+        "v6e": Chip(32 * 2**30, 918e12, 1638e9, 400e9, 12.5e9),
     }
 )
 EXAMPLE = "v5p:4x4x4"
@@ -53,11 +57,13 @@ class Topology:
       name: as given, such as ``v5p:4x4x4`` or ``v5p:8x8x8*2`` for two slices.
       chip: figures of each device.
       devices: of the compiler, in the order of the topology.
+      slices: pods that only a data-centre network joins.
     """
 
     name: str
     chip: Chip
     devices: tuple[Any, ...]
+    slices: int = 1
 
 
 def parse_topology(name: str) -> tuple[str, tuple[int, ...], int]:
@@ -83,6 +89,10 @@ def describe_topology(name: str) -> Topology:
       InputError: a malformed name, no libtpu, or a shape that the chip does not come in.
     """
     kind, shape, slices = parse_topology(name)
+    if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
+        raise InputError(
+            'compiling for TPUs needs libtpu, which is not installed: pip install "wedlm-jax[tpu]"'
+        )
     # libtpu otherwise asks a metadata server, which only TPU machines have.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -98,9 +108,6 @@ def describe_topology(name: str) -> Topology:
             platform="tpu", topology_name=f"{kind}:{'x'.join(map(str, shape))}", **options
         )
     except Exception as error:
-        # The plugin has one error type for a missing library and for a wrong shape.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(
-            f'topology {name!r}: {reason[:200]} (compiling for TPUs needs "wedlm-jax[tpu]")'
-        ) from None
-    return Topology(name, CHIPS[kind], tuple(described.devices))
+        raise InputError(f"topology {name!r}: {reason[:200]}") from None
+    return Topology(name, CHIPS[kind], tuple(described.devices), slices)

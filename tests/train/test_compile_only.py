@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import subprocess
 import sys
@@ -10,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from train.compile_only import CompiledStep, describe, forward_flops
+from train.compile_only import CompiledStep, describe
+from train.config import TrainConfig
+from train.step_flops import forward_flops, program_flops, visible_pairs
 from wedlm_jax.config import ModelConfig
+from wedlm_jax.roofline import Roofline
 
 MODEL = ModelConfig(
     vocab_size=100, hidden_size=8, intermediate_size=16, num_hidden_layers=3,
@@ -19,10 +21,10 @@ MODEL = ModelConfig(
 )  # fmt: skip
 STEP = CompiledStep(
     topology="v5p:2x2x1", devices=4, mesh={"data": 1, "fsdp": 4}, parameters=8_190_000_000,
-    tokens=4096, state_bytes=2**30, peak_bytes=90 * 2**30, hbm_bytes=100 * 2**30,
-    model_flops=3e15, device_flops=1e15, collective_bytes={"all-gather": 2**31},
-    collective_count={"all-gather": 72}, compute_seconds=2.0, network_seconds=0.5,
-    compile_seconds=30.0,
+    tokens=4096, state_bytes=2**30, peak_bytes=90 * 2**30, hbm_limit=100 * 2**30,
+    model_flops=3e15, device_flops=1e15, hbm_bytes=2**40, collective_bytes={"all-gather": 2**31},
+    collective_count={"all-gather": 72}, sent_bytes=2**31, slice_bytes=2**30,
+    roofline=Roofline(2.0, 1.0, 0.5, 0.1), mfu_bound=0.75, compile_seconds=30.0,
 )  # fmt: skip
 
 
@@ -36,10 +38,23 @@ def test_flops_are_those_counted_by_hand() -> None:
     assert forward_flops(MODEL, rows, length) == products + attention
 
 
-def test_a_step_takes_as_long_as_its_slowest_part() -> None:
-    assert STEP.step_seconds == 2.0
-    assert dataclasses.replace(STEP, network_seconds=3.0).step_seconds == 3.0
-    assert STEP.headroom == pytest.approx(0.1)
+def test_what_the_backward_pass_computes_anew_counts() -> None:
+    config = TrainConfig(row_length=32, block_size=8)
+    config.loss.attention = "blockwise"
+    # One tile a stream: the memory on itself, the prediction on the memory and on itself.
+    assert visible_pairs(config) == 3 * 32**2
+    matrices = forward_flops(MODEL, 2, 32) - 4 * 3 * 24 * 2 * 32**2
+    head = 2 * 8 * 100 * 2 * 2 * 32
+    pair = 2 * 3 * 24 * 2 * 3 * 32**2
+    assert program_flops(config, MODEL, 2) == 4 * matrices + (2 + 2 + 5) * pair
+    config.loss.remat = "none"
+    assert program_flops(config, MODEL, 2) == 3 * matrices + head + (2 + 5) * pair
+
+
+def test_tiles_of_long_rows_are_those_that_are_visible() -> None:
+    config = TrainConfig(row_length=2048, block_size=32)
+    memory, own = 4 * 5 // 2, 4
+    assert visible_pairs(config) == (memory + memory + own) * 512**2
 
 
 def test_the_report_says_memory_collectives_and_time() -> None:
@@ -47,7 +62,10 @@ def test_the_report_says_memory_collectives_and_time() -> None:
     assert "4 chips as fsdp 4" in text
     assert "90.00 of 100 GiB, 10% to spare" in text
     assert "all-gather         72 times, 2.00 GiB a chip" in text
-    assert "shortest step        2.000 s" in text
+    assert "2.00 GiB to its slice, 1.00 GiB to others" in text
+    assert "shortest step        2.000 s, by compute" in text
+    assert "2,048 tokens/s, 75%" in text
+    assert "assumed              products at the chip's bfloat16 peak" in text
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from wedlm_jax.errors import InputError
-from wedlm_jax.topology import CHIPS, parse_topology
+from wedlm_jax.topology import CHIPS, describe_topology, parse_topology
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,10 @@ def test_memory_is_that_of_the_makers_tables() -> None:
         "v5p": 95,
         "v6e": 32,
     }
+
+
+def test_without_the_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    with pytest.raises(InputError, match=r'^compiling .* pip install "wedlm-jax\[tpu\]"$'):
+        describe_topology("v5p:2x2x1")

@@ -1,0 +1,45 @@
+"""Decoding on a mesh of eight devices gives the tokens of one, and the cache stays cut."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+from flax import nnx
+
+from tests.training_examples import tiny_transformer
+from wedlm_jax.engine import Engine, RowResult
+from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.sharding import make_mesh, tree_shardings
+
+MODEL = tiny_transformer(
+    vocab_size=104, hidden_size=16, intermediate_size=24, num_attention_heads=8,
+    num_key_value_heads=4,
+)  # fmt: skip
+PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15], [3, 4]]
+PARAMS = [
+    SamplingParams(max_tokens=n, temperature=t, seed=i, entropy_threshold=4.0)
+    for i, (n, t) in enumerate([(9, 0.0), (12, 0.8), (5, 0.0), (8, 0.0)])
+]
+
+
+def decoded(model: nnx.Module, mesh: jax.sharding.Mesh | None = None) -> list[RowResult]:
+    engine = Engine(model, window_size=4)  # type: ignore[arg-type]
+    batch = engine.start(PROMPTS, PARAMS)
+    assert batch.advance()
+    if mesh is not None:
+        cache = batch._state.cache.keys
+        shards = {shard.data.shape for shard in cache.addressable_shards}
+        layers, rows, heads, size, width = cache.shape
+        data, tensor = mesh.shape["data"], mesh.shape["tensor"]
+        assert shards == {(layers, rows // data, heads // tensor, size, width)}
+    return batch.results()
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 4}])
+def test_tokens_and_counts_equal_those_of_one_device(sizes: dict[str, int]) -> None:
+    expected = decoded(MODEL)
+    mesh = make_mesh(sizes)
+    graph, parameters = nnx.split(MODEL)
+    parameters = jax.device_put(parameters, tree_shardings(mesh, parameters))
+    with jax.set_mesh(mesh):
+        assert decoded(nnx.merge(graph, parameters), mesh) == expected
