@@ -64,7 +64,7 @@ def keep_compiled(folder: Path) -> None:
     resumed starts faster."""
     import jax
 
-    if jax.config.read("jax_compilation_cache_dir") is not None:
+    if jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
         return
     jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
