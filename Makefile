@@ -36,7 +36,8 @@ test-fast: env-test ## run the tests not marked slow, nothing else
 embedded: env ## train the included model anew from configs/, about 90 minutes
 	$(BIN)/wedlm train --config configs/embedded_ar.yaml
 	$(BIN)/wedlm train --config configs/embedded_wedlm.yaml
-	$(BIN)/python -m train.embedded runs/embedded_wedlm/hf wedlm_jax/embedded
+	$(BIN)/wedlm train --config configs/embedded_ends.yaml
+	$(BIN)/python -m train.embedded runs/embedded_ends/hf wedlm_jax/embedded
 
 lint: env-test ## ruff check, ruff format --check and mypy; changes nothing
 	$(BIN)/ruff check .
