@@ -8,6 +8,7 @@ gradient is computed, and every micro-batch contributes its exact share.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax import Array
 from wedlm_jax.corruption import DualStreamBatch, PackedRows, next_token_targets
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer
-from wedlm_jax.sharding import constrain
+from wedlm_jax.sharding import constrain, on_own_rows
 
 RATIO_EPSILON = 1e-8
 
@@ -71,6 +72,16 @@ def chunked_cross_entropy(
       float32 ``[R, T]`` negative log-likelihoods in nats, and bool ``[R, T]``: the
       target has the largest logit.
     """
+    # Each device keeps the whole head while it goes through its own chunks.
+    local = on_own_rows(
+        partial(_own_cross_entropy, chunk=chunk), [("batch",), (None, None), ("batch",)]
+    )
+    return local(hidden, head.astype(hidden.dtype), targets)
+
+
+def _own_cross_entropy(
+    hidden: Array, head: Array, targets: Array, *, chunk: int
+) -> tuple[Array, Array]:
     rows, length, _ = hidden.shape
     chunk = min(chunk, length)
     pad = -length % chunk
@@ -79,14 +90,12 @@ def chunked_cross_entropy(
         x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(rows, -1, chunk, *x.shape[2:]), 1, 0)
 
-    head = head.astype(hidden.dtype)
-
     @jax.checkpoint
     def body(_: None, inputs: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
         states, target = inputs
-        states = constrain(states, "batch", "length")
+        states = constrain(states, None, "length")
         logits = jnp.matmul(states, head, preferred_element_type=jnp.float32)
-        logits = constrain(logits, "batch", "length", "vocab")
+        logits = constrain(logits, None, "length", "vocab")
         top = jax.lax.stop_gradient(logits.max(axis=-1))
         log_z = top + jnp.log(jnp.exp(logits - top[..., None]).sum(axis=-1))
         # A sum, not a gather: it stays where its share of the vocabulary is.
@@ -143,10 +152,9 @@ def wedlm_loss(
         attention=config.attention,
         unroll=config.unroll,
     )
-    memory, prediction = jnp.split(hidden, 2, axis=1)
-    head = model.head_matrix()
-    mlm, mlm_hit = chunked_cross_entropy(prediction, head, batch.targets, chunk=config.chunk)
-    ar, ar_hit = chunked_cross_entropy(memory, head, batch.next_targets, chunk=config.chunk)
+    targets = jnp.concatenate([batch.next_targets, batch.targets], axis=1)
+    nll, hit = chunked_cross_entropy(hidden, model.head_matrix(), targets, chunk=config.chunk)
+    (ar, mlm), (ar_hit, mlm_hit) = (jnp.split(x, 2, axis=1) for x in (nll, hit))
     weights = masked_weights(batch.masked, batch.mask_ratio, config.weighting)
     shares = {
         "mlm_loss": _share((weights * mlm).sum(), denominators["mlm"]),

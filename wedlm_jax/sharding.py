@@ -177,6 +177,30 @@ def on_own_shard(
     return jax.shard_map(function, in_specs=specs, out_specs=specs[0], check_vma=False)
 
 
+def on_own_rows(
+    function: Callable[..., Any], arguments: Sequence[Sequence[str | None]]
+) -> Callable[..., Any]:
+    """``function`` run by each device on its own rows of the batch, the other axes of the mesh
+    being the compiler's as before. ``function`` itself where no mesh is set.
+
+    What has no "batch" among its axes is gathered before and its gradient summed behind, once
+    each, whatever loops ``function`` has. Within it, `constrain` must leave "batch" out.
+
+    Args:
+      arguments: the axes of each; only "batch" counts. Results are rows of the batch.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return function
+    rows = AXIS_RULES["batch"]
+    specs = tuple(
+        PartitionSpec(*(rows if axis == "batch" else None for axis in axes)) for axes in arguments
+    )
+    return jax.shard_map(
+        function, in_specs=specs, out_specs=PartitionSpec(rows), axis_names=frozenset(rows),
+        check_vma=False,
+    )  # fmt: skip
+
+
 def check_fits(mesh: Mesh, config: ModelConfig, *, rows: int, row_length: int) -> None:
     """Refuses sizes that the mesh does not divide, by name.
 

@@ -13,6 +13,7 @@ from wedlm_jax.hlo_groups import group_size
         ("channel_id=1, replica_groups={{0,2},{1,3}}, dimensions={0}", 2),
         ("replica_groups=[2,4]<=[8], use_global_device_ids=true", 4),
         ("replica_groups=[4,2]<=[2,4]T(1,0), dimensions={1}", 2),
+        ("replica_groups=mesh['data'=2,'fsdp'=2,'tensor'=3] {'data','tensor'}, x={}", 6),
         ("replica_groups={}, to_apply=%add", 8),
         ("source_target_pairs={{0,1},{1,0}}", 8),
     ],

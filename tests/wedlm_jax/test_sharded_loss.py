@@ -1,0 +1,57 @@
+"""The vocabulary loss on a mesh: that of one device, its head gathered once for all chunks."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from wedlm_jax.hlo_cost import program_cost
+from wedlm_jax.loss import chunked_cross_entropy
+from wedlm_jax.sharding import make_mesh
+
+ROWS, LENGTH, WIDTH, VOCAB = 8, 32, 16, 104
+HIDDEN = jax.random.normal(jax.random.key(0), (ROWS, LENGTH, WIDTH))
+HEAD = jax.random.normal(jax.random.key(1), (WIDTH, VOCAB)) / 4
+TARGETS = jax.random.randint(jax.random.key(2), (ROWS, LENGTH), 0, VOCAB)
+
+
+def compiled(mesh: jax.sharding.Mesh, chunk: int) -> jax.stages.Compiled:
+    """Loss and gradients with respect to hidden states and head, compiled for the mesh."""
+
+    def loss(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        return chunked_cross_entropy(hidden, head, TARGETS, chunk=chunk)[0].mean()
+
+    def place(x: jax.Array, *axes: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P(*axes)))
+
+    shapes = (place(HIDDEN, ("data", "fsdp")), place(HEAD, "fsdp", "tensor"))  # type: ignore[arg-type]
+    with jax.set_mesh(mesh):
+        return jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*shapes).compile()
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_loss_and_gradients_equal_those_of_one_device(sizes: dict[str, int]) -> None:
+    mesh = make_mesh(sizes)
+    program = compiled(mesh, 8)
+    hidden_place, head_place = program.input_shardings[0]
+    given = jax.device_put(HIDDEN, hidden_place), jax.device_put(HEAD, head_place)
+    found = program(*given)
+
+    def plain(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(hidden @ head), TARGETS[..., None], -1)
+        return -chosen.mean()
+
+    expected = jax.value_and_grad(plain, (0, 1))(HIDDEN, HEAD)
+    for own, one in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(own, one, rtol=1e-5, atol=1e-7)
+
+
+def test_collectives_do_not_grow_with_the_number_of_chunks() -> None:
+    mesh = make_mesh({"fsdp": 8})
+    few, many = (program_cost(compiled(mesh, chunk).as_text() or "") for chunk in (32, 4))
+    assert few.collective_bytes
+    assert many.collective_bytes == few.collective_bytes
