@@ -202,7 +202,7 @@ def test_a_step_is_finite_whatever_the_rows_hold(seed):
 def test_without_a_target_only_the_decay_moves_parameters(step):
     nothing = dataclasses.replace(training_rows(), trainable=jnp.zeros((2, 2, LENGTH), bool))
     state, metrics = step(fresh_state(), nothing, KEY)
-    assert {name: float(value) for name, value in metrics.items()} == dict.fromkeys(metrics, 0.0)
+    assert not any(np.any(value) for value in metrics.values()), metrics
     is_decayed, after = named(decayed(PARAMETERS)), named(state.parameters)
     for name, before in named(PARAMETERS).items():
         expected = before * (1 - LEARNING_RATE * WEIGHT_DECAY * is_decayed[name])

@@ -231,7 +231,7 @@ def test_a_prompt_without_targets_gives_zero_loss_and_gradient(packed_loss: Call
     gradient, metrics = packed_loss(
         *packed([[prompt_only], []], ROW_LENGTH), config=LossConfig(chunk=8)
     )
-    assert {name: float(value) for name, value in metrics.items()} == dict.fromkeys(metrics, 0.0)
+    assert not any(np.any(value) for value in metrics.values()), metrics
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(gradient))
 
 

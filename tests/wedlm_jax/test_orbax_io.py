@@ -17,6 +17,7 @@ import pytest
 
 from wedlm_jax.errors import InputError
 from wedlm_jax.orbax_io import (
+    DamagedCheckpoint,
     DeferredArray,
     StepFolders,
     array_shapes,
@@ -44,8 +45,8 @@ def folder(tmp_path: Path) -> Path:
 
 def test_restores_a_state_as_it_was(folder: Path) -> None:
     states = StepFolders(folder, keep=2)
-    assert states.latest_step() == 7
-    restored = states.restore(jax.tree.map(jnp.zeros_like, STATE))
+    assert states.steps() == [7]
+    restored = states.restore(7, jax.tree.map(jnp.zeros_like, STATE))
     states.close()
     assert restored.keys() == STATE.keys()
     for name, leaf in STATE.items():
@@ -60,7 +61,8 @@ def test_keeps_the_newest_states(folder: Path) -> None:
     states.close()
     assert sorted(path.name for path in folder.iterdir()) == ["8", "9"]
     again = StepFolders(folder, keep=2)
-    assert int(again.restore(STATE)["0000"]) == 9
+    assert again.steps() == [9, 8]
+    assert int(again.restore(9, STATE)["0000"]) == 9
     again.close()
 
 
@@ -76,7 +78,7 @@ def test_keeps_the_newest_states(folder: Path) -> None:
 def test_state_of_another_model_is_refused(folder: Path, like: dict, expected: str) -> None:
     states = StepFolders(folder, keep=2)
     with pytest.raises(InputError, match=expected) as error:
-        states.restore(like)
+        states.restore(7, like)
     states.close()
     assert "\n" not in str(error.value)
     assert str(folder) in str(error.value)
@@ -84,9 +86,9 @@ def test_state_of_another_model_is_refused(folder: Path, like: dict, expected: s
 
 def test_nothing_to_restore(tmp_path: Path) -> None:
     states = StepFolders(tmp_path / "new", keep=2)
-    assert states.latest_step() is None
-    with pytest.raises(InputError, match="no complete state"):
-        states.restore(STATE)
+    assert states.steps() == []
+    with pytest.raises(DamagedCheckpoint):
+        states.restore(7, STATE)
     states.close()
 
 

@@ -15,10 +15,8 @@ from wedlm_jax.errors import InputError
 MANIFEST = "dataset.json"
 VERSION = 1
 
-PROBE = (
-    "The 3 cats' naïve café cost $1,234.50!\n\n\tdef f(x): return x**2  # 数学 và Ελλάδα 🙂 "
-    "don't DON'T 2026-01-31 ﬁ é"
-)
+DECISIVE = ("added_tokens", "normalizer", "pre_tokenizer", "model")
+"""The parts of a tokenizer.json that turn a text into ids."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +97,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
-    """Tells tokenizers apart by what they do: their vocabulary, and the ids of a probe text.
+    """Tells tokenizers apart by all that decides the ids of a text.
 
-    Two files that differ in layout only have the same fingerprint.
+    Two files that differ in layout, or in what is done with ids afterwards, have the same one.
     """
-    vocabulary = sorted(tokenizer.get_vocab(with_added_tokens=True).items())
-    probe = tokenizer.encode(PROBE, add_special_tokens=False).ids
-    text = json.dumps([vocabulary, probe], ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    content = json.loads(tokenizer.to_str())
+    decisive = {name: content.get(name) for name in DECISIVE}
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
