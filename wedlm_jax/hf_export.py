@@ -109,7 +109,8 @@ def gathered(array: jax.Array, layer: int | None = None) -> np.ndarray:
 
 
 def _on_host(data: jax.Array, layer: int | None) -> np.ndarray:
-    if next(iter(data.devices())).platform == "cpu":
+    [device] = data.devices()
+    if device.platform == "cpu":
         values = np.asarray(data)  # the memory of the array itself
         return values if layer is None else values[layer]
     # From elsewhere values are copied, and an array keeps such a copy while it lives: so one

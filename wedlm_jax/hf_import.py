@@ -164,5 +164,6 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
     return joined
 
 
-def _spans(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
+def _spans(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Index:
+    assert index is not None
     return tuple(axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True))
