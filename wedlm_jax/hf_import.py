@@ -52,7 +52,7 @@ def load_parameter(
         return jnp.asarray(read_parameter(checkpoint, entry, dtype))
     sharding = parameter_sharding(mesh, entry)
     indices = {
-        device: _spans(index or (), entry.shape)
+        device: _spans(index, entry.shape)
         for device, index in sharding.addressable_devices_indices_map(entry.shape).items()
     }
     slices = read_slices(checkpoint, entry, dtype, set(indices.values()))
