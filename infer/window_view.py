@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from wedlm_jax.engine import WindowView
+from wedlm_jax.row_result import WindowView
 from wedlm_jax.text import TextCodec
 
 MASK = "░"

@@ -57,3 +57,63 @@ def write(cache: KVCache, kv: tuple[Array, Array], starts: Array) -> KVCache:
     # Each device writes its own rows and heads: nothing of the cache ever moves.
     put = on_own_shard(put, [CACHE_AXES, CACHE_AXES, ("batch",)])
     return KVCache(put(cache.keys, kv[0], starts), put(cache.values, kv[1], starts))
+
+
+ENTRIES = ("batch",)
+"""Axes of an array with an entry a row to be changed: on a mesh each device has its own, as
+many as any other, and names its own rows, counted from its first."""
+
+
+def write_rows(
+    cache: KVCache, kv: tuple[Array, Array], places: Array, starts: Array, valid: Array
+) -> KVCache:
+    """Writes pieces of prompts into some rows.
+
+    Args:
+      kv: keys and values ``[num_hidden_layers, N, K, T, head_dim]``.
+      places: int32 ``[N]``, the row of each piece.
+      starts: int32 ``[N]``, where in that row it goes; ``starts + T`` must not exceed S.
+      valid: bool ``[N]``, False for an entry that is there for the shape's sake alone.
+    """
+
+    def put(old: Array, new: Array, places: Array, starts: Array, valid: Array) -> Array:
+        def one(i: Array, old: Array) -> Array:
+            at = (0, places[i], 0, starts[i], 0)
+            piece = jax.lax.dynamic_slice_in_dim(new, i, 1, axis=1).astype(old.dtype)
+            kept = jax.lax.dynamic_slice(old, at, piece.shape)
+            return jax.lax.dynamic_update_slice(old, jnp.where(valid[i], piece, kept), at)
+
+        return jax.lax.fori_loop(0, places.shape[0], one, old)
+
+    put = on_own_shard(put, [CACHE_AXES, CACHE_AXES, ENTRIES, ENTRIES, ENTRIES])
+    keys, values = (
+        put(old, new, places, starts, valid)
+        for old, new in zip(cache.layers(), kv, strict=True)
+    )
+    return KVCache(keys, values)
+
+
+def read_rows(cache: KVCache, places: Array, size: int) -> KVCache:
+    """The first ``size`` keys and values of the rows ``places [N]``: a copy ``[.., N, ..]``."""
+
+    def take(old: Array, places: Array) -> Array:
+        return jnp.take(old[:, :, :, :size], places, axis=1)
+
+    take = on_own_shard(take, [CACHE_AXES, ENTRIES])
+    return KVCache(take(cache.keys, places), take(cache.values, places))
+
+
+def copy_rows(cache: KVCache, sources: Array, places: Array, valid: Array) -> KVCache:
+    """Row ``places[i]`` becomes what row ``sources[i]`` was before, one after the other."""
+
+    def put(old: Array, sources: Array, places: Array, valid: Array) -> Array:
+        def one(i: Array, old: Array) -> Array:
+            source = jnp.where(valid[i], sources[i], places[i])
+            row = jax.lax.dynamic_slice_in_dim(old, source, 1, axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(old, row, places[i], axis=1)
+
+        return jax.lax.fori_loop(0, places.shape[0], one, old)
+
+    put = on_own_shard(put, [CACHE_AXES, ENTRIES, ENTRIES, ENTRIES])
+    keys, values = (put(old, sources, places, valid) for old in cache.layers())
+    return KVCache(keys, values)

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from wedlm_jax.engine import Batch, Engine, RowResult
+from wedlm_jax.engine import Engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.hf import load_checkpoint
 from wedlm_jax.prompts import Prompt, as_list, as_token_ids, for_each, is_integer, numbered
+from wedlm_jax.row_result import RowResult
 from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.scheduler import Row, Running, Scheduler
 from wedlm_jax.text import Messages, StopStrings, TextCodec
 
 EMBEDDED_MODEL = Path(__file__).parent / "embedded"
 DTYPES = ("float32", "bfloat16")
-
-FORWARDS_PER_SLICE = 64
-"""Forwards between two looks at a batch: long enough to hide the look."""
-
-Row = tuple[Sequence[int], SamplingParams]
-"""A checked prompt: its token ids, and how it is decoded."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
@@ -66,12 +61,17 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Where a call to `LLM.generate` stands, counted over finished and running rows."""
+    """Where a call to `LLM.generate` stands, counted over finished and running rows.
+
+    Attributes:
+      total: None where the rows come from an iterator.
+    """
 
     finished: int
-    total: int
+    total: int | None
     tokens: int
     forwards: int
+    instances: int
 
 
 class LLM:
@@ -137,18 +137,37 @@ class LLM:
         return [results[i] for i in range(len(rows))]
 
     def run(
-        self, rows: Sequence[Row], on_progress: Callable[[Progress], None] | None = None
+        self, rows: Iterable[Row], on_progress: Callable[[Progress], None] | None = None
     ) -> Iterator[list[tuple[int, Completion]]]:
         """Decodes rows that `prepare` or `prepare_one` has checked.
 
+        Args:
+          rows: read as they are needed, some way ahead (`wedlm_jax.scheduler.LOOKAHEAD`).
+
         Yields:
-          Batch by batch, as each is done: the places of its rows in ``rows``, and what
-          became of them. The batches are in no order that a caller should rely on.
+          Some rows at a time, as they finish and in no order to rely on: their places in
+          ``rows``, and what became of them.
         """
-        done = _Tally(len(rows), on_progress)
-        for indices in self._batches(rows):
-            completions = self._decode([rows[i] for i in indices], done)
-            yield list(zip(indices, completions, strict=True))
+        total = len(rows) if isinstance(rows, Sized) else None
+        tally = _Tally(total, on_progress)
+        sampling: dict[int, SamplingParams] = {}
+
+        def noted() -> Iterator[Row]:
+            for number, row in enumerate(rows):
+                sampling[number] = row[1]
+                yield row
+
+        scheduler = Scheduler(
+            self.engine, noted(), rows=self.max_batch_size, is_over=self._is_over,
+            on_turn=tally.running,
+        )  # fmt: skip
+        for finished in scheduler.run():
+            done = [
+                (number, self._completion(result, sampling.pop(number)))
+                for number, result in finished
+            ]
+            tally.finished([completion for _, completion in done])
+            yield done
 
     def chat(
         self,
@@ -250,37 +269,9 @@ class LLM:
             raise InputError(f"{self.folder} has no tokenizer, which {what} need; give token ids")
         return self.codec
 
-    def _batches(self, rows: Sequence[Row]) -> Iterator[list[int]]:
-        """Prompts of similar work together: a batch lasts as long as its longest row.
-
-        The longest come first, so that what does not fit into memory fails at once.
-        """
-        order = sorted(range(len(rows)), key=lambda i: (-rows[i][1].max_tokens, -len(rows[i][0])))
-        for start in range(0, len(order), self.max_batch_size):
-            yield order[start : start + self.max_batch_size]
-
-    def _decode(self, rows: Sequence[Row], tally: _Tally) -> list[Completion]:
-        params = [sampling for _, sampling in rows]
-        batch = self.engine.start([token_ids for token_ids, _ in rows], params)
-        while not batch.advance(FORWARDS_PER_SLICE):
-            results = batch.results()
-            self._finish_stopped(batch, results, params)
-            tally.running(results)
-        completions = [
-            self._completion(row, sampling)
-            for row, sampling in zip(batch.results(), params, strict=True)
-        ]
-        tally.finished(completions)
-        return completions
-
-    def _finish_stopped(
-        self, batch: Batch, results: list[RowResult], params: list[SamplingParams]
-    ) -> None:
-        """Ends rows whose stop string has come, which only the host can see."""
-        for i, (row, sampling) in enumerate(zip(results, params, strict=True)):
-            running = row.finish_reason is None
-            if running and sampling.stop and self._completion(row, sampling).finish_reason:
-                batch.finish(i)
+    def _is_over(self, row: RowResult, sampling: SamplingParams) -> bool:
+        """Whether a stop string has come, which only text can tell."""
+        return self._completion(row, sampling).finish_reason is not None
 
     def _completion(self, row: RowResult, sampling: SamplingParams) -> Completion:
         text = None
@@ -296,33 +287,31 @@ class LLM:
 
 
 class _Tally:
-    """Adds up the rows of several batches for `Progress`."""
+    """Adds finished and running rows up for `Progress`."""
 
-    def __init__(self, total: int, report: Callable[[Progress], None] | None):
+    def __init__(self, total: int | None, report: Callable[[Progress], None] | None):
         self._total, self._report = total, report
-        self._finished = self._tokens = self._forwards = 0
+        self._finished = self._tokens = self._forwards = self._instances = 0
 
-    def running(self, rows: list[RowResult]) -> None:
-        self._tell(
-            sum(row.finish_reason is not None for row in rows),
-            sum(len(row.token_ids) for row in rows),
-            sum(row.num_forwards for row in rows),
-        )
+    def running(self, now: Running) -> None:
+        self._tell(now)
 
     def finished(self, completions: list[Completion]) -> None:
         self._finished += len(completions)
         self._tokens += sum(len(c.token_ids) for c in completions)
         self._forwards += sum(c.num_forwards for c in completions)
-        self._tell(0, 0, 0)
+        self._instances += sum(c.num_token_instances for c in completions)
+        self._tell(Running(0, 0, 0))
 
-    def _tell(self, finished: int, tokens: int, forwards: int) -> None:
+    def _tell(self, now: Running) -> None:
         if self._report is not None:
             self._report(
                 Progress(
-                    self._finished + finished,
+                    self._finished,
                     self._total,
-                    self._tokens + tokens,
-                    self._forwards + forwards,
+                    self._tokens + now.tokens,
+                    self._forwards + now.forwards,
+                    self._instances + now.instances,
                 )
             )
 

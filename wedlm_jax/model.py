@@ -165,6 +165,7 @@ class Transformer(nnx.Module):
         mask: Mask,
         *,
         cache: KeyValues | None = None,
+        live: int | None = None,
         return_kv: bool = False,
         dtype: jnp.dtype | None = None,
         remat: str = "none",
@@ -179,6 +180,7 @@ class Transformer(nnx.Module):
           mask: who sees whom.
           cache: keys and values ``[num_hidden_layers, B, K, S, head_dim]`` that stand
             before this input, with a `CachedMask`.
+          live: rows of the cache that are read, from its start; by default all S.
           return_kv: whether to return this input's own keys and values.
           dtype: compute dtype; that of the parameters by default.
           remat: a name in `REMAT_POLICIES`.
@@ -196,15 +198,17 @@ class Transformer(nnx.Module):
         graph, parameters = nnx.split(self.layers)
 
         def layer(
-            x: Array, inputs: tuple[nnx.State, KeyValues | None]
+            x: Array, inputs: tuple[nnx.State, Array]
         ) -> tuple[Array, KeyValues | None]:
-            layer_parameters, layer_cache = inputs
+            layer_parameters, index = inputs
+            layer_cache = None if cache is None else _live_rows(cache, index, live)
             x, kv = nnx.merge(graph, layer_parameters)(x, rope, mask, layer_cache, attention)
             return x, kv if return_kv else None
 
         if (policy := REMAT_POLICIES[remat]) is not None:
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-        x, kv = jax.lax.scan(layer, x, (parameters, cache), unroll=unroll)
+        indices = jnp.arange(self.config.num_hidden_layers)
+        x, kv = jax.lax.scan(layer, x, (parameters, indices), unroll=unroll)
         return self.norm(x), kv
 
     def head_matrix(self) -> Array:
@@ -215,6 +219,18 @@ class Transformer(nnx.Module):
         """float32 logits ``[..., V]`` of hidden states ``[..., D]``."""
         head = self.head_matrix().astype(hidden.dtype)
         return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+
+
+def _live_rows(cache: KeyValues, layer: Array, live: int | None) -> KeyValues:
+    """One layer's keys and values ``[B, K, live, head_dim]``: of the whole cache no more than
+    that is copied."""
+
+    def of(x: Array) -> Array:
+        _, batch, heads, size, width = x.shape
+        shape = (1, batch, heads, size if live is None else live, width)
+        return jax.lax.dynamic_slice(x, (layer, 0, 0, 0, 0), shape)[0]
+
+    return of(cache[0]), of(cache[1])
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: jnp.dtype) -> Array:

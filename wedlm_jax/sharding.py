@@ -166,6 +166,14 @@ def constrain_tree(tree: Any) -> Any:
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, tree_specs(tree))
 
 
+def rows_are_cut_by() -> int:
+    """Shards of an array's rows ("batch") on the mesh that is set; 1 where none is."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return 1
+    return math.prod(mesh.shape[axis] for axis in AXIS_RULES["batch"])
+
+
 def on_own_shard(
     function: Callable[..., Array], arguments: Sequence[Sequence[str | None]]
 ) -> Callable[..., Array]:

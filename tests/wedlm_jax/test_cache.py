@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.decode_examples import TINY, Row, batches, start
 from wedlm_jax.cache import KVCache, allocate, write
-from wedlm_jax.decoding import DecodeState
+from wedlm_jax.decode_state import DecodeState
 from wedlm_jax.engine import Engine
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import KeyValues, Transformer

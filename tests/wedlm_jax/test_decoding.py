@@ -16,8 +16,11 @@ from hypothesis import strategies as st
 from tests.decode_examples import SAFE_MARGIN, TINY, Row, batches, reference, run, start
 from tests.reference.decode_loop import FullForward
 from wedlm_jax import decoding
-from wedlm_jax.decoding import DecodeState, decode, num_slots, physical_order, slot_widths
-from wedlm_jax.engine import UNTIL_DONE, Engine, RowResult
+from wedlm_jax.decode_state import DecodeState, num_slots, physical_order
+from wedlm_jax.decoding import Shape, decode, forward_shapes
+from wedlm_jax.batch import UNTIL_DONE
+from wedlm_jax.engine import Engine
+from wedlm_jax.row_result import RowResult
 from wedlm_jax.model import Transformer
 from wedlm_jax.sampling import RowParams
 
@@ -66,12 +69,12 @@ def run_at_full_width(tiny_model: Transformer, streaming_engine: Engine) -> RunB
     @jax.jit
     def compiled(parameters: nnx.State, state: DecodeState, params: RowParams) -> DecodeState:
         model = nnx.merge(graph, parameters)
-        return decode(model, state, params, window=4, max_forwards=UNTIL_DONE)
+        return decode(model, state, params, windows=(4,), max_forwards=UNTIL_DONE)
 
     def finish(batch: list[Row]) -> list[RowResult]:
         running = start(streaming_engine, batch)
         with pytest.MonkeyPatch.context() as patch:  # read while tracing, in the first call
-            patch.setattr(decoding, "slot_widths", lambda slots: (slots,))
+            patch.setattr(decoding, "forward_shapes", lambda windows: (Shape(8, 4),))
             running._state = compiled(parameters, running._state, running._params)
         return running.results()
 
@@ -79,7 +82,7 @@ def run_at_full_width(tiny_model: Transformer, streaming_engine: Engine) -> RunB
 
 
 @given(batch=batches())
-def test_the_widths_a_window_runs_at_change_nothing(
+def test_the_sizes_a_window_runs_at_change_nothing(
     streaming_engine: Engine, run_at_full_width: RunBatch, batch: list[Row]
 ) -> None:
     assert run_at_full_width(batch) == run(streaming_engine, batch)
@@ -101,8 +104,13 @@ def test_a_window_has_room_for_as_many_filled_slots_as_masks() -> None:
     assert [num_slots(window) for window in (0, 1, 2, 16)] == [1, 2, 4, 32]
 
 
-def test_compiled_widths_start_above_the_masks_and_end_with_every_slot() -> None:
-    assert slot_widths(32) == (20, 24, 32)
-    assert slot_widths(8) == (5, 6, 8)
-    assert slot_widths(2) == (2,)
-    assert slot_widths(1) == (1,)
+def test_compiled_sizes_begin_above_the_masks_and_end_with_every_slot() -> None:
+    assert forward_shapes((16,)) == ((20, 16), (24, 16), (32, 16))
+    assert forward_shapes((4,)) == ((5, 4), (6, 4), (8, 4))
+    assert forward_shapes((1,)) == ((2, 1),)
+    assert forward_shapes((0,)) == ((1, 1),)
+
+
+def test_of_two_compiled_sizes_with_equal_slots_the_wider_head_stays() -> None:
+    # W = 4 needs 5, 6 and 8 slots, W = 6 needs 8, 9 and 12.
+    assert forward_shapes((0, 4, 6)) == ((1, 1), (5, 4), (6, 4), (8, 6), (9, 6), (12, 6))

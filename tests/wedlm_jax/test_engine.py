@@ -22,8 +22,10 @@ from tests.decode_examples import (
     start,
 )
 from tests.reference.decode_loop import FullForward
-from wedlm_jax import engine as engine_module
-from wedlm_jax.engine import Engine, RowResult, bucket
+from wedlm_jax import batch as batch_module
+from wedlm_jax.batch import bucket
+from wedlm_jax.engine import Engine
+from wedlm_jax.row_result import RowResult
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
 from wedlm_jax.sampling import SamplingParams
@@ -47,8 +49,8 @@ def run_roomy(tiny_model: Transformer) -> RunOne:
 
     def run_one(row: Row) -> list[RowResult]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine_module, "SMALLEST_PROMPT_BUCKET", 64)
-            patch.setattr(engine_module, "SMALLEST_OUTPUT_BUCKET", 64)
+            patch.setattr(batch_module, "SMALLEST_PROMPT_BUCKET", 64)
+            patch.setattr(batch_module, "SMALLEST_OUTPUT_BUCKET", 64)
             return run(engine, [row])
 
     return run_one

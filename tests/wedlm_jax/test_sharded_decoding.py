@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 
 from tests.training_examples import tiny_transformer
-from wedlm_jax.engine import Engine, RowResult
+from wedlm_jax.engine import Engine
+from wedlm_jax.row_result import RowResult
 from wedlm_jax.sampling import SamplingParams
 from wedlm_jax.sharding import make_mesh, tree_shardings
 

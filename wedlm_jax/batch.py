@@ -1,0 +1,418 @@
+"""Rows that decode together: prompts are put into free rows, advanced, read, and replaced.
+
+The shapes of a batch are fixed when it is opened, so nothing is compiled anew when one row
+ends and the next begins. All arrays an entry a row are made here, on the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wedlm_jax import programs
+from wedlm_jax.decode_state import DecodeState, num_slots, physical_order
+from wedlm_jax.row_result import RowResult, WindowView
+from wedlm_jax.sampling import NO_STOP, RowParams, SamplingParams
+from wedlm_jax.sharding import rows_are_cut_by
+
+if TYPE_CHECKING:
+    from wedlm_jax.engine import Engine
+
+SMALLEST_PROMPT_BUCKET = 32
+SMALLEST_OUTPUT_BUCKET = 32
+SMALLEST_LIVE = 128
+LONGEST_PIECE = 512
+"""Tokens of a prompt that are prefilled at once, at most."""
+PREFILL_TOKENS = 1024
+"""Tokens that are prefilled at once, of all rows together, where prompts are shorter."""
+UNTIL_DONE = 2**31 - 1
+LOOKAHEAD = 64
+"""Tokens a row may gain before a longer part of the cache has to be read."""
+
+
+def bucket(size: int, smallest: int) -> int:
+    """The smallest power of two times ``smallest`` that holds ``size``."""
+    while smallest < size:
+        smallest *= 2
+    return smallest
+
+
+def cache_bucket(size: int) -> int:
+    """The cache rows for ``size``: the next power of two or one and a half times one, from 64.
+
+    A third of it stands idle at most; in return prompts of all lengths share few programs.
+    """
+    power = bucket(size, 64)
+    return power * 3 // 4 if power >= 128 and size <= power * 3 // 4 else power
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSizes:
+    """The static shapes of a batch.
+
+    Attributes:
+      rows: prompts that decode together.
+      cache_size: rows of cache each has.
+      max_output: completion tokens, at most.
+      num_stops: stop tokens a row, at most.
+    """
+
+    rows: int
+    cache_size: int
+    max_output: int
+    num_stops: int
+
+    @staticmethod
+    def for_rows(
+        engine: Engine,
+        rows: Sequence[tuple[Sequence[int], SamplingParams]],
+        *,
+        count: int | None = None,
+    ) -> BatchSizes:
+        """Sizes in which any of ``rows`` fits, ``count`` of them (default: all) at once."""
+        shards = rows_are_cut_by()
+        count = bucket(-(-(len(rows) if count is None else count) // shards), 1) * shards
+        longest = max(_room(len(prompt), params) for prompt, params in rows)
+        return BatchSizes(
+            rows=count,
+            # Room for a whole window behind the last token; see `wedlm_jax.cache.write`.
+            cache_size=cache_bucket(longest + num_slots(engine.windows[-1])),
+            max_output=bucket(max(p.max_tokens for _, p in rows), SMALLEST_OUTPUT_BUCKET),
+            num_stops=bucket(max(len(_stops(engine, p)) for _, p in rows), 4),
+        )
+
+    def holds(self, engine: Engine, prompt: Sequence[int], params: SamplingParams) -> bool:
+        """Whether a row of this batch is large enough."""
+        room = self.cache_size - num_slots(engine.windows[-1])
+        return (
+            _room(len(prompt), params) <= room
+            and params.max_tokens <= self.max_output
+            and len(_stops(engine, params)) <= self.num_stops
+        )
+
+
+def _room(length: int, params: SamplingParams) -> int:
+    """Cache rows of a prompt and its completion; the prompt's last piece is padded."""
+    whole = length // LONGEST_PIECE * LONGEST_PIECE
+    padded = whole + bucket(length - whole, SMALLEST_PROMPT_BUCKET) if length > whole else whole
+    return max(padded, length + params.max_tokens)
+
+
+def _stops(engine: Engine, params: SamplingParams) -> tuple[int, ...]:
+    return (*engine.config.eos_token_ids, *params.stop_token_ids)
+
+
+Piece = tuple[int, int, np.ndarray]
+"""A row, the tokens of its prompt that it holds already, and those that follow, at most
+`LONGEST_PIECE`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """Where the rows of a batch stand: NumPy arrays ``[rows]``; see `DecodeState`."""
+
+    done: np.ndarray
+    lengths: np.ndarray
+    num_output: np.ndarray
+    num_forwards: np.ndarray
+    num_token_instances: np.ndarray
+
+
+class Batch:
+    """Rows of one size, each free or decoding a prompt.
+
+    Rows are numbered from 0. On a mesh whose ``data`` axes cut the batch into shards, each
+    shard has its own run of consecutive rows.
+    """
+
+    def __init__(self, engine: Engine, sizes: BatchSizes):
+        self.sizes = sizes
+        self._engine, self._shards = engine, rows_are_cut_by()
+        self._state: DecodeState = engine.run(
+            programs.allocate_state, rows=sizes.rows, window=engine.windows[-1],
+            max_output=sizes.max_output, cache_size=sizes.cache_size,
+        )  # fmt: skip
+        self._host = _idle_params(sizes, engine.window_size)
+        self._lengths = np.zeros(sizes.rows, np.int64)
+        """Tokens that each row's cache holds, as far as the host knows."""
+        self._admitted: list[int] = []
+        self._params = self._upload()
+
+    # --- putting prompts into rows ------------------------------------------------------
+
+    def admit(
+        self,
+        rows: Iterable[int],
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        windows: Sequence[int] | None = None,
+    ) -> None:
+        """Prefills prompts into free rows, which decode from the next `advance` on.
+
+        Args:
+          rows: a free row for each prompt.
+          prompts, params: checked, and held by `sizes`.
+          windows: each row's own window, one of the engine's or smaller.
+        """
+        rows = list(rows)
+        self._prefill(rows, [np.asarray(p, np.int32) for p in prompts])
+        self.open(rows, prompts, params, windows)
+
+    def open(
+        self,
+        rows: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        windows: Sequence[int] | None = None,
+    ) -> None:
+        """Begins to decode rows whose prompts have been prefilled."""
+        new = np.zeros(self.sizes.rows, bool)
+        last = np.zeros(self.sizes.rows, np.int32)
+        for i, (row, prompt, one) in enumerate(zip(rows, prompts, params, strict=True)):
+            new[row], last[row] = True, prompt[-1]
+            self._lengths[row] = len(prompt)
+            self._set_row(row, one, self._engine.window_size if windows is None else windows[i])
+        self._params = self._upload()
+        self._state = self._engine.run(
+            programs.open_rows, self._state, self._params, jnp.asarray(new),
+            jnp.asarray(self._lengths, jnp.int32), jnp.asarray(last), model=False,
+        )  # fmt: skip
+        self._admitted = sorted({*self._admitted, *rows})
+
+    def _prefill(self, rows: Sequence[int], prompts: Sequence[np.ndarray]) -> None:
+        """Piece by piece: the first pieces of all prompts, then the second ones, and so on."""
+        for start in range(0, max(map(len, prompts)), LONGEST_PIECE):
+            self.prefill([
+                (row, start, prompt[start : start + LONGEST_PIECE])
+                for row, prompt in zip(rows, prompts, strict=True)
+                if len(prompt) > start
+            ])  # fmt: skip
+
+    def prefill(self, pieces: Sequence[Piece]) -> None:
+        """Prefills pieces of prompts, for rows that are free."""
+        by_shape: dict[tuple[int, int], list[Piece]] = {}
+        for piece in pieces:
+            _, start, tokens = piece
+            live = self._live(start) if start else 0
+            shape = (bucket(len(tokens), SMALLEST_PROMPT_BUCKET), live)
+            by_shape.setdefault(shape, []).append(piece)
+        for (length, live), group in by_shape.items():
+            many = min(self._rows_per_shard, max(PREFILL_TOKENS // length, 1))
+            for entries in self._entries([row for row, _, _ in group], many):
+                self._run_pieces(entries, group, length, live)
+
+    def _run_pieces(
+        self, entries: _Entries, group: list[Piece], length: int, live: int
+    ) -> None:
+        tokens = np.zeros((len(entries.places), length), np.int32)
+        starts = np.zeros(len(entries.places), np.int32)
+        lengths = np.full(self.sizes.rows, -1, np.int32)
+        for entry, index in entries.taken:
+            row, start, piece = group[index]
+            tokens[entry, : len(piece)], starts[entry] = piece, start
+            lengths[row] = self._lengths[row] = start + len(piece)
+        arrays = (tokens, entries.places, starts, entries.valid, lengths)
+        pieces = programs.Pieces(*map(jnp.asarray, arrays))
+        self._state = self._engine.run(programs.prefill_pieces, self._state, pieces, live=live)
+
+    def copy_prefix(self, sources: Sequence[int], rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Gives free rows the first tokens of other rows' prompts, so that these need no prefill.
+
+        Args:
+          sources: rows of the same shard, whose prompts begin alike.
+          rows: a free row for each.
+          lengths: how many tokens each takes over.
+        """
+        for entries in self._entries(rows, self._rows_per_shard):
+            origins = np.zeros(len(entries.places), np.int32)
+            taken = np.full(self.sizes.rows, -1, np.int32)
+            for entry, index in entries.taken:
+                origins[entry] = sources[index] % self._rows_per_shard
+                taken[rows[index]] = self._lengths[rows[index]] = lengths[index]
+            arrays = (origins, entries.places, entries.valid, taken)
+            self._state = self._engine.run(
+                programs.copy_prefixes, self._state, *map(jnp.asarray, arrays), model=False
+            )
+
+    @property
+    def _rows_per_shard(self) -> int:
+        return self.sizes.rows // self._shards
+
+    def _entries(self, rows: Sequence[int], many: int) -> Iterator[_Entries]:
+        """What to do with ``rows``, in rounds of ``many`` a shard or of one, so that no more
+        than two shapes are compiled."""
+        per_shard = self._rows_per_shard
+        queues: list[list[int]] = [[] for _ in range(self._shards)]
+        for index, row in enumerate(rows):
+            queues[row // per_shard].append(index)
+        while any(queues):
+            each = many if 2 * max(map(len, queues)) > many else 1
+            entries = _Entries(
+                np.zeros(each * self._shards, np.int32), np.zeros(each * self._shards, bool), []
+            )
+            for shard, queue in enumerate(queues):
+                for entry, index in enumerate(queue[:each], shard * each):
+                    entries.places[entry] = rows[index] % per_shard
+                    entries.valid[entry] = True
+                    entries.taken.append((entry, index))
+            queues = [queue[each:] for queue in queues]
+            yield entries
+
+    def _set_row(self, row: int, params: SamplingParams, window: int) -> None:
+        host, vocab = self._host, self._engine.config.vocab_size
+        threshold = params.entropy_threshold
+        host["window"][row] = window
+        host["temperature"][row] = params.temperature
+        host["top_p"][row] = params.top_p
+        host["top_k"][row] = min(params.top_k, vocab)
+        host["max_tokens"][row] = params.max_tokens
+        host["entropy_threshold"][row] = -np.inf if threshold is None else threshold
+        host["position_penalty"][row] = params.position_penalty
+        host["seed"][row] = params.seed
+        stops = _stops(self._engine, params)
+        host["stop_ids"][row] = NO_STOP
+        host["stop_ids"][row, : len(stops)] = stops
+
+    def _upload(self) -> RowParams:
+        return RowParams(**{name: jnp.array(values) for name, values in self._host.items()})
+
+    # --- decoding -----------------------------------------------------------------------
+
+    def advance(self, max_forwards: int = UNTIL_DONE) -> bool:
+        """Runs at most so many forwards; returns whether every row is done."""
+        spent, before = 0, self.look()
+        while not before.done.all() and spent < max_forwards:
+            self.dispatch(max_forwards - spent)
+            after = self.look()
+            # Some row was running throughout, and has counted every forward.
+            spent += int((after.num_forwards - before.num_forwards).max())
+            before = after
+        return bool(before.done.all())
+
+    def dispatch(self, max_forwards: int = UNTIL_DONE, until_done: int = UNTIL_DONE) -> None:
+        """Sends the device off to run forwards, without waiting: ``max_forwards`` at most, until
+        ``until_done`` rows are done, or until a row needs a longer part of the cache."""
+        longest = int(self._lengths.max(initial=0))
+        self._state = self._engine.run(
+            programs.advance_state, self._state, self._params, jnp.int32(max_forwards),
+            jnp.int32(until_done), windows=self._engine.windows, refill=self._engine.refill,
+            live=self._live(longest + LOOKAHEAD),
+        )  # fmt: skip
+
+    def _live(self, size: int) -> int:
+        return min(bucket(size, SMALLEST_LIVE), self.sizes.cache_size)
+
+    def look(self) -> Standing:
+        """Where the rows stand; waits for the device."""
+        now = jax.device_get(self._engine.run(programs.standing, self._state, model=False))
+        self._lengths = np.where(now["done"], 0, now["lengths"])
+        return Standing(**now)
+
+    def set_windows(self, window: int) -> None:
+        """Gives every row this window from now on; one of the engine's."""
+        self._host["window"][:] = window
+        self._params = self._upload()
+        self._state = self._engine.run(
+            programs.change_windows, self._state, self._params, model=False
+        )
+
+    def finish(self, *rows: int) -> None:
+        """Ends rows early: they change no more, and no longer hold up the batch."""
+        ended = np.zeros(self.sizes.rows, bool)
+        ended[list(rows)] = True
+        self._state = self._engine.run(
+            programs.end_rows, self._state, jnp.asarray(ended), model=False
+        )
+
+    def shard_of(self, row: int) -> int:
+        """Which shard of the rows it is in, from 0."""
+        return row // self._rows_per_shard
+
+    # --- reading ------------------------------------------------------------------------
+
+    def results(self) -> list[RowResult]:
+        """What each row that was ever admitted has committed so far, in the order of the rows."""
+        return self.gather(self._admitted, self.look()).results()
+
+    def gather(self, rows: Sequence[int], standing: Standing) -> Gathered:
+        """Copies what rows have committed on the device, to be fetched when there is time.
+
+        Args:
+          standing: as last looked up, nothing having been dispatched since.
+        """
+        places = np.zeros(bucket(len(rows), 1), np.int32)
+        places[: len(rows)] = rows
+        outputs = self._engine.run(
+            programs.outputs_of, self._state, jnp.asarray(places), model=False
+        )
+        stops = [set(self._host["stop_ids"][row].tolist()) for row in rows]
+        return Gathered(list(rows), outputs, standing, stops)
+
+    def window(self, row: int) -> WindowView:
+        """The open window of a row, before its next forward."""
+        state = self._state
+        order = physical_order(state.filled, state.active)
+        start, active, tokens, filled, order = jax.device_get(
+            (state.lengths[row], state.active[row], state.tokens[row], state.filled[row],
+             order[row])
+        )  # fmt: skip
+        slots = [int(t) if f else None for t, f in zip(tokens, filled, strict=True)]
+        return WindowView(int(start), slots[:active], [int(s) for s in order[:active]])
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """What some rows had committed at one moment, still on the device."""
+
+    rows: list[int]
+    outputs: Any
+    standing: Standing
+    stop_ids: list[set[int]]
+
+    def results(self) -> list[RowResult]:
+        """Fetches it."""
+        outputs, now = jax.device_get(self.outputs), self.standing
+        results = []
+        for i, row in enumerate(self.rows):
+            length = int(now.num_output[row])
+            ids, forwards_at, instances_at = (x[i, :length].tolist() for x in outputs)
+            stopped = bool(ids) and ids[-1] in self.stop_ids[i]
+            reason = ("stop" if stopped else "length") if now.done[row] else None
+            forwards, instances = now.num_forwards[row], now.num_token_instances[row]
+            results.append(
+                RowResult(ids, reason, int(forwards), int(instances), forwards_at, instances_at)
+            )
+        return results
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entries:
+    """Rows to be changed by one program: their places within their shards ``[N]``, which
+    entries count ``[N]``, and for each of these its number and that of what it is for."""
+
+    places: np.ndarray
+    valid: np.ndarray
+    taken: list[tuple[int, int]]
+
+
+def _idle_params(sizes: BatchSizes, window: int) -> dict[str, np.ndarray]:
+    """`RowParams` of rows that hold nothing, as the host keeps them."""
+    def column(value: float, dtype: Any) -> np.ndarray:
+        return np.full(sizes.rows, value, dtype)
+
+    return {
+        "window": column(window, np.int32),
+        "temperature": column(0, np.float32),
+        "top_p": column(1, np.float32),
+        "top_k": column(0, np.int32),
+        "max_tokens": column(0, np.int32),
+        "entropy_threshold": column(0, np.float32),
+        "position_penalty": column(0, np.float32),
+        "seed": column(0, np.uint32),
+        "stop_ids": np.full((sizes.rows, sizes.num_stops), NO_STOP, np.int32),
+    }

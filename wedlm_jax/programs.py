@@ -1,0 +1,167 @@
+"""The compiled programs of the engine: a few, of static shapes, on the state of a batch.
+
+Each takes the model as its graph (static) and its parameters, and the state, whose buffers it
+reuses. What differs from row to row comes as arrays with an entry a row of the batch, made by
+the host; an entry counts where the mask beside it is True.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from wedlm_jax.cache import copy_rows, read_rows, write_rows
+from wedlm_jax.decode_state import DecodeState, idle_state, set_window
+from wedlm_jax.decoding import decode, prefill
+from wedlm_jax.model import Transformer
+from wedlm_jax.sampling import RowParams
+
+Graph = nnx.GraphDef[Transformer]
+
+
+@partial(jax.jit, static_argnames=("graph", "rows", "window", "max_output", "cache_size"))
+def allocate_state(
+    graph: Graph,
+    parameters: nnx.State,
+    *,
+    rows: int,
+    window: int,
+    max_output: int,
+    cache_size: int,
+) -> DecodeState:
+    """An empty batch: every row is done."""
+    model = nnx.merge(graph, parameters)
+    return idle_state(
+        model.config, model.embed_tokens[...].dtype,
+        rows=rows, window=window, max_output=max_output, cache_size=cache_size,
+    )  # fmt: skip
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """Pieces of prompts that go into the cache together; see `wedlm_jax.cache.write_rows`.
+
+    Attributes:
+      tokens: int32 ``[N, T]``, padded behind.
+      places: int32 ``[N]``, the row of each.
+      starts: int32 ``[N]``, tokens of its prompt that the row holds already.
+      valid: bool ``[N]``, False for an entry that fills up the shape.
+      lengths: int32 ``[B]``, tokens each row holds afterwards; negative for other rows. A row
+        that is done still writes its window, at its length: there it must not hit what was
+        prefilled.
+    """
+
+    tokens: Array
+    places: Array
+    starts: Array
+    valid: Array
+    lengths: Array
+
+
+@partial(jax.jit, static_argnames=("graph", "live"), donate_argnames="state")
+def prefill_pieces(
+    graph: Graph, parameters: nnx.State, state: DecodeState, pieces: Pieces, *, live: int
+) -> DecodeState:
+    """Computes the keys and values of pieces of prompts, for rows that are done.
+
+    Args:
+      live: cache rows that a piece can see before itself; 0 where all are beginnings.
+    """
+    model = nnx.merge(graph, parameters)
+    before = read_rows(state.cache, pieces.places, live) if live else None
+    kv = prefill(model, pieces.tokens, pieces.starts, before)
+    cache = write_rows(state.cache, kv, pieces.places, pieces.starts, pieces.valid)
+    return dataclasses.replace(state, cache=cache, lengths=_moved(state, pieces.lengths))
+
+
+@partial(jax.jit, donate_argnames="state")
+def copy_prefixes(
+    state: DecodeState, sources: Array, places: Array, valid: Array, lengths: Array
+) -> DecodeState:
+    """Gives rows that are done the cache of other rows, and committed lengths ``[B]`` where
+    they are not negative; see `wedlm_jax.cache.copy_rows`."""
+    cache = copy_rows(state.cache, sources, places, valid)
+    return dataclasses.replace(state, cache=cache, lengths=_moved(state, lengths))
+
+
+def _moved(state: DecodeState, lengths: Array) -> Array:
+    return jnp.where(lengths >= 0, lengths, state.lengths)
+
+
+@partial(jax.jit, donate_argnames="state")
+def open_rows(
+    state: DecodeState, params: RowParams, new: Array, lengths: Array, last: Array
+) -> DecodeState:
+    """Begins the rows that are ``new [B]``: their prompts of these lengths stand in the cache,
+    and end with these tokens."""
+    zeros = jnp.zeros_like(state.lengths)
+    nothing = jnp.zeros_like(state.filled)
+    blank = dataclasses.replace(
+        state, lengths=lengths, last=last, filled=nothing, known=zeros > 0, active=zeros,
+        num_output=zeros, done=params.max_tokens <= 0, num_forwards=zeros,
+        num_token_instances=zeros,
+    )  # fmt: skip
+    return _where(new, set_window(blank, params.window), state)
+
+
+@partial(jax.jit, donate_argnames="state")
+def change_windows(state: DecodeState, params: RowParams) -> DecodeState:
+    """Gives the rows that are decoding the windows of ``params``."""
+    return _where(~state.done, set_window(state, params.window), state)
+
+
+@partial(jax.jit, donate_argnames="state")
+def end_rows(state: DecodeState, rows: Array) -> DecodeState:
+    """Ends ``rows [B]``: they change no more."""
+    return dataclasses.replace(state, done=state.done | rows)
+
+
+def _where(rows: Array, new: DecodeState, old: DecodeState) -> DecodeState:
+    def pick(x: Array, y: Array) -> Array:
+        return jnp.where(rows.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+
+    before = old.rows()
+    picked = {name: pick(value, before[name]) for name, value in new.rows().items()}
+    return DecodeState(cache=old.cache, **picked)
+
+
+@partial(jax.jit, static_argnames=("graph", "windows", "refill", "live"), donate_argnames="state")
+def advance_state(
+    graph: Graph,
+    parameters: nnx.State,
+    state: DecodeState,
+    params: RowParams,
+    max_forwards: Array,
+    until_done: Array,
+    *,
+    windows: tuple[int, ...],
+    refill: str,
+    live: int,
+) -> DecodeState:
+    """The decode loop; see `wedlm_jax.decoding.decode`."""
+    model = nnx.merge(graph, parameters)
+    return decode(
+        model, state, params, windows=windows, refill=refill, live=live,
+        max_forwards=max_forwards, until_done=until_done,
+    )  # fmt: skip
+
+
+@jax.jit
+def standing(state: DecodeState) -> dict[str, Array]:
+    """A copy of what the host looks at between two slices: five numbers a row."""
+    names = ("done", "lengths", "num_output", "num_forwards", "num_token_instances")
+    return {name: jnp.copy(getattr(state, name)) for name in names}
+
+
+@jax.jit
+def outputs_of(state: DecodeState, places: Array) -> tuple[Array, Array, Array]:
+    """The outputs of rows ``places [N]``, and the counts beside them, each ``[N, M]``."""
+    outputs: Any = (state.output, state.output_forwards, state.output_instances)
+    return tuple(jnp.take(x, places, axis=0) for x in outputs)  # type: ignore[return-value]

@@ -1,0 +1,306 @@
+"""Who gets a row, and when: continuous batching over the rows of one batch.
+
+The device decodes while the host works: a turn sends off a slice of forwards, deals with the
+rows that the slice before has finished, and only then waits. Finished rows are given to
+waiting prompts, whose beginnings are copied from rows that hold them already.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+
+from wedlm_jax.batch import (
+    LONGEST_PIECE,
+    SMALLEST_PROMPT_BUCKET,
+    UNTIL_DONE,
+    Batch,
+    BatchSizes,
+    Piece,
+    Standing,
+    bucket,
+)
+from wedlm_jax.engine import Engine
+from wedlm_jax.prefix import PrefixIndex
+from wedlm_jax.row_result import RowResult
+from wedlm_jax.sampling import SamplingParams
+
+FORWARDS_PER_SLICE = 64
+"""Forwards between two looks at a batch: long enough to hide the look."""
+FORWARDS_BESIDE_PREFILL = 8
+"""The same while a long prompt is prefilled piece by piece: neither waits for the other."""
+PIECES_PER_TURN = 8
+"""Rounds of prefill between two slices, at most."""
+LOOKAHEAD = 1024
+"""Prompts read ahead of the rows: the longest of them goes first, and so no straggler is left."""
+
+Row = tuple[Sequence[int], SamplingParams]
+"""A checked prompt: its token ids, and how it is decoded."""
+
+Finished = list[tuple[int, RowResult]]
+"""Numbers of requests, in the order they came, and what became of them."""
+
+
+@dataclasses.dataclass
+class Request:
+    """A prompt on its way through the batch.
+
+    Attributes:
+      number: its place among the requests, from 0.
+      prompt: int32 ``[T]``.
+      prefilled: tokens of it that stand in its row's cache.
+    """
+
+    number: int
+    prompt: np.ndarray
+    params: SamplingParams
+    prefilled: int = 0
+
+    @property
+    def work(self) -> tuple[int, int]:
+        return (self.params.max_tokens, len(self.prompt))
+
+
+@dataclasses.dataclass(frozen=True)
+class Running:
+    """Rows that are decoding: their requests' numbers, and what they have so far."""
+
+    tokens: int
+    forwards: int
+    instances: int
+
+
+class Scheduler:
+    """Decodes requests as they come.
+
+    Args:
+      engine: the model.
+      requests: checked prompts, read only as far ahead as `LOOKAHEAD`.
+      rows: prompts that decode together, at most.
+      is_over: whether a row whose request has stop strings is over, from its result so far.
+      on_turn: told between slices where the running rows stand.
+      reuse_prefixes: whether beginnings that prompts share are computed once.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        requests: Iterable[Row],
+        *,
+        rows: int,
+        is_over: Callable[[RowResult, SamplingParams], bool] | None = None,
+        on_turn: Callable[[Running], None] | None = None,
+        reuse_prefixes: bool = True,
+    ):
+        self._engine, self._rows = engine, rows
+        self._source = enumerate(iter(requests))
+        self._is_over, self._on_turn, self._reuse = is_over, on_turn, reuse_prefixes
+        self._waiting: list[tuple[tuple[int, int], int, Request]] = []
+        self.prefilled_tokens = self.reused_tokens = 0
+
+    def run(self) -> Iterator[Finished]:
+        """Yields requests as they finish, some at a time, in no order to rely on."""
+        while self._read_ahead():
+            yield from _BatchRun(self, self._open()).run()
+
+    def _read_ahead(self) -> bool:
+        """Fills the queue of waiting requests, longest work first; whether there are any."""
+        for number, (prompt, params) in itertools.islice(
+            self._source, LOOKAHEAD - len(self._waiting)
+        ):
+            self.put_back(Request(number, np.asarray(prompt, np.int32), params))
+        return bool(self._waiting)
+
+    def put_back(self, request: Request) -> None:
+        longest, prompt = request.work
+        heapq.heappush(self._waiting, ((-longest, -prompt), request.number, request))
+
+    def take(self) -> Request | None:
+        return heapq.heappop(self._waiting)[-1] if self._read_ahead() else None
+
+    def _open(self) -> Batch:
+        known = [(r.prompt, r.params) for _, _, r in self._waiting]
+        sizes = BatchSizes.for_rows(self._engine, known, count=min(self._rows, len(known)))
+        return self._engine.open(sizes)
+
+
+class _BatchRun:
+    """Requests through one batch, until none is left that it can hold."""
+
+    def __init__(self, scheduler: Scheduler, batch: Batch):
+        self._scheduler, self._batch = scheduler, batch
+        self._engine = scheduler._engine
+        rows = batch.sizes.rows
+        self._free = list(range(rows))[::-1]
+        self._requests: dict[int, Request] = {}
+        self._running: set[int] = set()
+        self._held = PrefixIndex(rows)
+        self._too_large: list[Request] = []
+
+    def run(self) -> Iterator[Finished]:
+        finished: Callable[[], Finished] = list
+        while True:
+            self._admit()
+            if not self._requests:
+                break
+            self._dispatch()
+            if now := finished():
+                yield now
+            finished = self._collect(self._batch.look())
+        if now := finished():
+            yield now
+        for request in self._too_large:
+            self._scheduler.put_back(request)
+
+    # --- prompts into rows --------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Gives free rows to waiting prompts and prefills them, a bounded amount a turn."""
+        for _ in range(PIECES_PER_TURN):
+            waiting_for_another = self._assign()
+            if not self._prefill_round() and not waiting_for_another:
+                break
+        ready = [
+            row for row, request in self._requests.items()
+            if row not in self._running and request.prefilled == len(request.prompt)
+        ]  # fmt: skip
+        if ready:
+            requests = [self._requests[row] for row in ready]
+            self._batch.open(ready, [r.prompt for r in requests], [r.params for r in requests])
+            self._running.update(ready)
+
+    def _assign(self) -> bool:
+        """Gives rows to waiting prompts; whether some wait for a beginning that is being
+        prefilled for another."""
+        later: list[Request] = []
+        copies: list[tuple[int, int, int]] = []
+        while len(self._free) > len(later) and len(self._too_large) < LOOKAHEAD:
+            if (request := self._scheduler.take()) is None:
+                break
+            if not self._batch.sizes.holds(self._engine, request.prompt, request.params):
+                self._too_large.append(request)
+            elif self._is_being_prefilled(request):
+                later.append(request)
+            else:
+                self._place(request, copies)
+        for request in later:
+            self._scheduler.put_back(request)
+        if copies:
+            self._batch.copy_prefix(*zip(*copies, strict=True))
+        return bool(later and self._free)
+
+    def _is_being_prefilled(self, request: Request) -> bool:
+        """Whether another row will soon hold more of this prompt than any does now."""
+        if not self._scheduler._reuse:
+            return False
+        _, soon = self._held.longest(request.prompt, self._unready())
+        return soon > self._longest_held(request)[1]
+
+    def _unready(self) -> set[int]:
+        return {row for row, r in self._requests.items() if r.prefilled < len(r.prompt)}
+
+    def _longest_held(self, request: Request) -> tuple[int, int]:
+        """The row that holds the longest beginning of a prompt, and how much can be taken over."""
+        if not self._scheduler._reuse:
+            return -1, 0
+        ready = set(range(self._batch.sizes.rows)) - self._unready()
+        row, length = self._held.longest(request.prompt, sorted(ready))
+        return row, self._usable(length, len(request.prompt))
+
+    def _place(self, request: Request, copies: list[tuple[int, int, int]]) -> None:
+        source, length = self._longest_held(request)
+        if length and source in self._free:
+            row = source  # its cache holds the beginning already
+        else:
+            row = self._row_beside(source if length else None)
+            if length and self._batch.shard_of(row) == self._batch.shard_of(source):
+                copies.append((source, row, length))
+            else:
+                length = 0
+        self._free.remove(row)
+        request.prefilled = length
+        self._scheduler.reused_tokens += length
+        self._scheduler.prefilled_tokens += len(request.prompt) - length
+        self._requests[row] = request
+        self._held.hold(row, request.prompt)
+
+    def _row_beside(self, source: int | None) -> int:
+        """A free row, in the shard of ``source`` if there is one."""
+        if source is not None:
+            shard = self._batch.shard_of(source)
+            for row in reversed(self._free):
+                if self._batch.shard_of(row) == shard:
+                    return row
+        return self._free[-1]
+
+    def _usable(self, shared: int, length: int) -> int:
+        """How much of a shared beginning can be taken over: the padded pieces behind it must end
+        within the cache."""
+        start = shared
+        while start < length:
+            piece = min(length - start, LONGEST_PIECE)
+            if start + bucket(piece, SMALLEST_PROMPT_BUCKET) > self._batch.sizes.cache_size:
+                return 0
+            start += piece
+        return shared
+
+    def _prefill_round(self) -> bool:
+        """The next piece of every prompt that is not all in the cache; whether there was one."""
+        pieces: list[Piece] = []
+        for row, request in self._requests.items():
+            start = request.prefilled
+            if start < len(request.prompt):
+                pieces.append((row, start, request.prompt[start : start + LONGEST_PIECE]))
+                request.prefilled += len(pieces[-1][2])
+        if pieces:
+            self._batch.prefill(pieces)
+        return bool(pieces)
+
+    # --- forwards -----------------------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        batch, prefilling = self._batch, len(self._requests) > len(self._running)
+        idle = batch.sizes.rows - len(self._running)
+        more = prefilling or bool(self._scheduler._waiting)
+        # A few rows may wait for each other, so that their successors are prefilled together.
+        until = idle + max(1, len(self._running) // 8) if more else UNTIL_DONE
+        batch.dispatch(FORWARDS_BESIDE_PREFILL if prefilling else FORWARDS_PER_SLICE, until)
+
+    def _collect(self, standing: Standing) -> Callable[[], Finished]:
+        """Frees the rows that are done; returns what fetches their results, for when the device
+        is busy again."""
+        over = [row for row in self._running if standing.done[row]]
+        over += self._stopped_by_text([r for r in self._running if not standing.done[r]], standing)
+        self._tell(standing, over)
+        if not over:
+            return list
+        numbers = [self._requests.pop(row).number for row in over]
+        self._running.difference_update(over)
+        self._free.extend(over)
+        gathered = self._batch.gather(over, standing)
+        return lambda: list(zip(numbers, gathered.results(), strict=True))
+
+    def _stopped_by_text(self, rows: list[int], standing: Standing) -> list[int]:
+        """Rows whose stop string has come, which only the host can see."""
+        is_over = self._scheduler._is_over
+        watched = [row for row in rows if self._requests[row].params.stop]
+        if is_over is None or not watched:
+            return []
+        results = self._batch.gather(watched, standing).results()
+        over = [
+            row for row, result in zip(watched, results, strict=True)
+            if is_over(result, self._requests[row].params)
+        ]  # fmt: skip
+        self._batch.finish(*over)
+        return over
+
+    def _tell(self, standing: Standing, over: list[int]) -> None:
+        if self._scheduler._on_turn is None:
+            return
+        rows = [row for row in self._running if row not in set(over)]
+        counts = (standing.num_output, standing.num_forwards, standing.num_token_instances)
+        self._scheduler._on_turn(Running(*(int(x[rows].sum()) for x in counts)))
