@@ -20,18 +20,21 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from omegaconf import OmegaConf
 
-from wedlm_jax.config import ModelConfig, config_from_hf, read_config_json
-from wedlm_jax.decoding import DecodeState, num_slots, slot_widths
-from wedlm_jax.engine import (
+from wedlm_jax.batch import (
+    LONGEST_PIECE,
+    PREFILL_TOKENS,
     SMALLEST_OUTPUT_BUCKET,
     SMALLEST_PROMPT_BUCKET,
     bucket,
     cache_bucket,
-    lower_programs,
 )
+from wedlm_jax.config import ModelConfig, config_from_hf, read_config_json
+from wedlm_jax.decode_state import DecodeState, num_slots
+from wedlm_jax.decoding import REFILLS, forward_shapes
 from wedlm_jax.errors import InputError
 from wedlm_jax.hlo_cost import ProgramCost, program_cost
 from wedlm_jax.model import Transformer
+from wedlm_jax.programs import Pieces, advance_state, allocate_state, prefill_pieces
 from wedlm_jax.roofline import ASSUMPTIONS, Roofline, roofline
 from wedlm_jax.sampling import RowParams
 from wedlm_jax.sharding import CACHE_AXES, check_fits, make_mesh, spec, tree_shardings
@@ -61,8 +64,10 @@ class DecodeSizes:
     # Static shapes, as the engine makes them.
 
     @property
-    def prompt_length(self) -> int:
-        return bucket(self.model_len - self.max_tokens, SMALLEST_PROMPT_BUCKET)
+    def piece_length(self) -> int:
+        """Tokens of a prompt that are prefilled at once."""
+        longest = min(self.model_len - self.max_tokens, LONGEST_PIECE)
+        return bucket(longest, SMALLEST_PROMPT_BUCKET)
 
     @property
     def max_output(self) -> int:
@@ -71,7 +76,7 @@ class DecodeSizes:
     @property
     def cache_size(self) -> int:
         """Rows of each prompt's cache."""
-        return cache_bucket(max(self.prompt_length, self.model_len) + num_slots(self.window))
+        return cache_bucket(self.model_len + num_slots(self.window))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,13 +150,9 @@ def compile_decoder(model: ModelConfig, topology_name: str, sizes: DecodeSizes) 
     shapes = nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0), dtype=jnp.dtype(DTYPE)))
     graph, parameters = nnx.split(shapes)
     parameters = jax.tree.map(_at, parameters, tree_shardings(mesh, parameters))
-    prompts, lengths, params = _inputs(mesh, sizes)
     started = time.perf_counter()
     with jax.set_mesh(mesh), jax.default_device(topology.devices[0]):
-        programs = lower_programs(
-            graph, parameters, prompts, lengths, params, window=sizes.window,
-            max_output=sizes.max_output, cache_size=sizes.cache_size, place=partial(_place, mesh),
-        )  # fmt: skip
+        programs = _lower(mesh, graph, parameters, sizes)
         prefill, decode = (_compile(topology_name, program) for program in programs)
     seconds = time.perf_counter() - started
     return _report(model, topology, mesh, sizes, parameters, prefill, decode, seconds)
@@ -171,19 +172,42 @@ def _at(leaf: Any, sharding: NamedSharding) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _inputs(mesh: Mesh, sizes: DecodeSizes) -> tuple[Any, Any, Any]:
+def _lower(
+    mesh: Mesh, graph: nnx.GraphDef[Transformer], parameters: Any, sizes: DecodeSizes
+) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
+    """The engine's two large programs, lowered for shapes alone: prefill and decode loop."""
     rows = NamedSharding(mesh, spec(["batch"]))
 
     def array(dtype: Any, *shape: int) -> Any:
-        return jax.ShapeDtypeStruct((sizes.rows, *shape), dtype, sharding=rows)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
 
+    shape = {"rows": sizes.rows, "window": sizes.window, "max_output": sizes.max_output,
+             "cache_size": sizes.cache_size}  # fmt: skip
+    state = _place(mesh, jax.eval_shape(partial(allocate_state, graph, **shape), parameters))
+    # As many pieces at once as the engine takes, of each device's rows.
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    each = min(sizes.rows // shards, max(PREFILL_TOKENS // sizes.piece_length, 1))
+    count = each * shards
+    pieces = Pieces(
+        tokens=array(jnp.int32, count, sizes.piece_length),
+        places=array(jnp.int32, count),
+        starts=array(jnp.int32, count),
+        valid=array(jnp.bool, count),
+        lengths=array(jnp.int32, sizes.rows),
+    )
     kinds = {"window": jnp.int32, "top_k": jnp.int32, "max_tokens": jnp.int32, "seed": jnp.uint32}
     columns = {
-        field.name: array(kinds.get(field.name, jnp.float32))
+        field.name: array(kinds.get(field.name, jnp.float32), sizes.rows)
         for field in dataclasses.fields(RowParams)
     }
-    params = RowParams(**{**columns, "stop_ids": array(jnp.int32, STOPS)})
-    return array(jnp.int32, sizes.prompt_length), array(jnp.int32), params
+    params = RowParams(**{**columns, "stop_ids": array(jnp.int32, sizes.rows, STOPS)})
+    number: Any = jax.ShapeDtypeStruct((), jnp.int32)
+    prefill = prefill_pieces.lower(graph, parameters, state, pieces, live=0)
+    decode = advance_state.lower(
+        graph, parameters, state, params, number, number, windows=(sizes.window,),
+        refill=REFILLS[0], live=sizes.cache_size,
+    )  # fmt: skip
+    return prefill, decode
 
 
 def _place(mesh: Mesh, state: DecodeState) -> DecodeState:
@@ -214,7 +238,7 @@ def _report(
     itemsize = jnp.dtype(DTYPE).itemsize
     per_row = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * itemsize
     cache = per_row * sizes.rows * sizes.cache_size // devices
-    slots = slot_widths(num_slots(sizes.window))[0]
+    slots = forward_shapes((sizes.window,))[0].slots
     flops = forward_flops(model, sizes, slots) / devices
     # Of the embedding only the rows of the slots' tokens are read.
     table = model.vocab_size * model.hidden_size * itemsize * (not model.tie_word_embeddings)

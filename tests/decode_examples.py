@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from tests.reference.decode_loop import Decoded, FullForward, decode
-from wedlm_jax.config import ModelConfig
 from wedlm_jax.batch import Batch
+from wedlm_jax.config import ModelConfig
 from wedlm_jax.engine import Engine
 from wedlm_jax.row_result import RowResult
 from wedlm_jax.sampling import SamplingParams

@@ -51,6 +51,14 @@ def cache_bucket(size: int) -> int:
     return power * 3 // 4 if power >= 128 and size <= power * 3 // 4 else power
 
 
+Tokens = Sequence[int] | np.ndarray
+"""Token ids of a prompt."""
+
+Piece = tuple[int, int, np.ndarray]
+"""A row, the tokens of its prompt that it holds already, and those that follow, at most
+`LONGEST_PIECE`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class BatchSizes:
     """The static shapes of a batch.
@@ -70,7 +78,7 @@ class BatchSizes:
     @staticmethod
     def for_rows(
         engine: Engine,
-        rows: Sequence[tuple[Sequence[int], SamplingParams]],
+        rows: Sequence[tuple[Tokens, SamplingParams]],
         *,
         count: int | None = None,
     ) -> BatchSizes:
@@ -86,7 +94,7 @@ class BatchSizes:
             num_stops=bucket(max(len(_stops(engine, p)) for _, p in rows), 4),
         )
 
-    def holds(self, engine: Engine, prompt: Sequence[int], params: SamplingParams) -> bool:
+    def holds(self, engine: Engine, prompt: Tokens, params: SamplingParams) -> bool:
         """Whether a row of this batch is large enough."""
         room = self.cache_size - num_slots(engine.windows[-1])
         return (
@@ -105,11 +113,6 @@ def _room(length: int, params: SamplingParams) -> int:
 
 def _stops(engine: Engine, params: SamplingParams) -> tuple[int, ...]:
     return (*engine.config.eos_token_ids, *params.stop_token_ids)
-
-
-Piece = tuple[int, int, np.ndarray]
-"""A row, the tokens of its prompt that it holds already, and those that follow, at most
-`LONGEST_PIECE`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +151,7 @@ class Batch:
     def admit(
         self,
         rows: Iterable[int],
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Tokens],
         params: Sequence[SamplingParams],
         windows: Sequence[int] | None = None,
     ) -> None:
@@ -166,7 +169,7 @@ class Batch:
     def open(
         self,
         rows: Sequence[int],
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Tokens],
         params: Sequence[SamplingParams],
         windows: Sequence[int] | None = None,
     ) -> None:
@@ -206,9 +209,7 @@ class Batch:
             for entries in self._entries([row for row, _, _ in group], many):
                 self._run_pieces(entries, group, length, live)
 
-    def _run_pieces(
-        self, entries: _Entries, group: list[Piece], length: int, live: int
-    ) -> None:
+    def _run_pieces(self, entries: _Entries, group: list[Piece], length: int, live: int) -> None:
         tokens = np.zeros((len(entries.places), length), np.int32)
         starts = np.zeros(len(entries.places), np.int32)
         lengths = np.full(self.sizes.rows, -1, np.int32)
@@ -220,7 +221,9 @@ class Batch:
         pieces = programs.Pieces(*map(jnp.asarray, arrays))
         self._state = self._engine.run(programs.prefill_pieces, self._state, pieces, live=live)
 
-    def copy_prefix(self, sources: Sequence[int], rows: Sequence[int], lengths: Sequence[int]) -> None:
+    def copy_prefix(
+        self, sources: Sequence[int], rows: Sequence[int], lengths: Sequence[int]
+    ) -> None:
         """Gives free rows the first tokens of other rows' prompts, so that these need no prefill.
 
         Args:
@@ -402,6 +405,7 @@ class _Entries:
 
 def _idle_params(sizes: BatchSizes, window: int) -> dict[str, np.ndarray]:
     """`RowParams` of rows that hold nothing, as the host keeps them."""
+
     def column(value: float, dtype: Any) -> np.ndarray:
         return np.full(sizes.rows, value, dtype)
 

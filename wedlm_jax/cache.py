@@ -87,8 +87,7 @@ def write_rows(
 
     put = on_own_shard(put, [CACHE_AXES, CACHE_AXES, ENTRIES, ENTRIES, ENTRIES])
     keys, values = (
-        put(old, new, places, starts, valid)
-        for old, new in zip(cache.layers(), kv, strict=True)
+        put(old, new, places, starts, valid) for old, new in zip(cache.layers(), kv, strict=True)
     )
     return KVCache(keys, values)
 

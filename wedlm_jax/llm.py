@@ -21,6 +21,7 @@ from wedlm_jax.text import Messages, StopStrings, TextCodec
 EMBEDDED_MODEL = Path(__file__).parent / "embedded"
 DTYPES = ("float32", "bfloat16")
 
+
 @dataclasses.dataclass(frozen=True)
 class Completion:
     """What became of one prompt.

@@ -197,9 +197,7 @@ class Transformer(nnx.Module):
         x = constrain(x if dtype is None else x.astype(dtype), "batch", "length")
         graph, parameters = nnx.split(self.layers)
 
-        def layer(
-            x: Array, inputs: tuple[nnx.State, Array]
-        ) -> tuple[Array, KeyValues | None]:
+        def layer(x: Array, inputs: tuple[nnx.State, Array]) -> tuple[Array, KeyValues | None]:
             layer_parameters, index = inputs
             layer_cache = None if cache is None else _live_rows(cache, index, live)
             x, kv = nnx.merge(graph, layer_parameters)(x, rope, mask, layer_cache, attention)

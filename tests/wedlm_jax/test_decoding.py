@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from tests.decode_examples import SAFE_MARGIN, TINY, Row, batches, reference, run, start
 from tests.reference.decode_loop import FullForward
 from wedlm_jax import decoding
+from wedlm_jax.batch import UNTIL_DONE
 from wedlm_jax.decode_state import DecodeState, num_slots, physical_order
 from wedlm_jax.decoding import Shape, decode, forward_shapes
-from wedlm_jax.batch import UNTIL_DONE
 from wedlm_jax.engine import Engine
-from wedlm_jax.row_result import RowResult
 from wedlm_jax.model import Transformer
+from wedlm_jax.row_result import RowResult
 from wedlm_jax.sampling import RowParams
 
 RunBatch = Callable[[list[Row]], list[RowResult]]

@@ -25,9 +25,9 @@ from tests.reference.decode_loop import FullForward
 from wedlm_jax import batch as batch_module
 from wedlm_jax.batch import bucket
 from wedlm_jax.engine import Engine
-from wedlm_jax.row_result import RowResult
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
+from wedlm_jax.row_result import RowResult
 from wedlm_jax.sampling import SamplingParams
 
 RunOne = Callable[[Row], list[RowResult]]

@@ -126,7 +126,8 @@ def test_chat_is_the_template_then_generate(llm: LLM) -> None:
 def test_progress_reaches_the_totals(llm: LLM, whole: list[Completion]) -> None:
     seen: list[Progress] = []
     llm.generate(PROMPTS, GREEDY, on_progress=seen.append)
-    total = sum(map(len, tokens(whole))), sum(c.num_forwards for c in whole)
+    counts = [(len(c.token_ids), c.num_forwards, c.num_token_instances) for c in whole]
+    total = (sum(column) for column in zip(*counts, strict=True))
     assert seen[-1] == Progress(len(PROMPTS), len(PROMPTS), *total)
     assert [p.finished for p in seen] == sorted(p.finished for p in seen)
 
@@ -189,6 +190,7 @@ def never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("it ran")
 
     monkeypatch.setattr(Engine, "start", run)
+    monkeypatch.setattr(Engine, "open", run)
 
 
 @pytest.mark.usefixtures("never_runs")

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from wedlm_jax.row_result import RowResult
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
+from wedlm_jax.row_result import RowResult
 from wedlm_jax.sampling import SamplingParams
 from wedlm_jax.text import StopStrings, TextCodec
 
