@@ -24,7 +24,7 @@ from tests.check_goldens import (
     read_decode_cases,
 )
 from tests.decode_harness import decode_cases, decode_trace
-from wedlm_jax import engine as engine_module
+from wedlm_jax import batch as batch_module
 from wedlm_jax.engine import Engine
 from wedlm_jax.hf import load_checkpoint
 from wedlm_jax.model import Transformer
@@ -52,8 +52,8 @@ def decoder(request: pytest.FixtureRequest, models: dict[str, Transformer]) -> I
     model, cases = models[request.param], DECODE_CASES[request.param]
     engine = Engine(model, window_size=max(case["window_size"] for case in cases))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "SMALLEST_PROMPT_BUCKET", 128)
-        patch.setattr(engine_module, "SMALLEST_OUTPUT_BUCKET", 64)
+        patch.setattr(batch_module, "SMALLEST_PROMPT_BUCKET", 128)
+        patch.setattr(batch_module, "SMALLEST_OUTPUT_BUCKET", 64)
         yield model, cases, engine
 
 

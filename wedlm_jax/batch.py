@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SMALLEST_PROMPT_BUCKET = 32
 SMALLEST_OUTPUT_BUCKET = 32
-SMALLEST_LIVE = 128
+SMALLEST_LIVE = 512
 LONGEST_PIECE = 512
 """Tokens of a prompt that are prefilled at once, at most."""
 PREFILL_TOKENS = 1024
@@ -331,6 +331,15 @@ class Batch:
         self._state = self._engine.run(
             programs.end_rows, self._state, jnp.asarray(ended), model=False
         )
+
+    def fits(self, start: int, length: int) -> bool:
+        """Whether the pieces of a prompt of ``length`` from ``start`` on, padded, end within the
+        cache."""
+        for at in range(start, length, LONGEST_PIECE):
+            piece = bucket(min(length - at, LONGEST_PIECE), SMALLEST_PROMPT_BUCKET)
+            if at + piece > self.sizes.cache_size:
+                return False
+        return True
 
     def shard_of(self, row: int) -> int:
         """Which shard of the rows it is in, from 0."""

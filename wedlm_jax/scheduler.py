@@ -16,13 +16,11 @@ import numpy as np
 
 from wedlm_jax.batch import (
     LONGEST_PIECE,
-    SMALLEST_PROMPT_BUCKET,
     UNTIL_DONE,
     Batch,
     BatchSizes,
     Piece,
     Standing,
-    bucket,
 )
 from wedlm_jax.engine import Engine
 from wedlm_jax.prefix import PrefixIndex
@@ -209,7 +207,7 @@ class _BatchRun:
             return -1, 0
         ready = set(range(self._batch.sizes.rows)) - self._unready()
         row, length = self._held.longest(request.prompt, sorted(ready))
-        return row, self._usable(length, len(request.prompt))
+        return (row, length) if self._batch.fits(length, len(request.prompt)) else (-1, 0)
 
     def _place(self, request: Request, copies: list[tuple[int, int, int]]) -> None:
         source, length = self._longest_held(request)
@@ -236,17 +234,6 @@ class _BatchRun:
                 if self._batch.shard_of(row) == shard:
                     return row
         return self._free[-1]
-
-    def _usable(self, shared: int, length: int) -> int:
-        """How much of a shared beginning can be taken over: the padded pieces behind it must end
-        within the cache."""
-        start = shared
-        while start < length:
-            piece = min(length - start, LONGEST_PIECE)
-            if start + bucket(piece, SMALLEST_PROMPT_BUCKET) > self._batch.sizes.cache_size:
-                return 0
-            start += piece
-        return shared
 
     def _prefill_round(self) -> bool:
         """The next piece of every prompt that is not all in the cache; whether there was one."""
@@ -295,7 +282,8 @@ class _BatchRun:
             row for row, result in zip(watched, results, strict=True)
             if is_over(result, self._requests[row].params)
         ]  # fmt: skip
-        self._batch.finish(*over)
+        if over:
+            self._batch.finish(*over)
         return over
 
     def _tell(self, standing: Standing, over: list[int]) -> None:

@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
+from wedlm_jax.batch import Piece, Standing, Tokens
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
 from wedlm_jax.row_result import RowResult
@@ -298,6 +300,7 @@ class ScriptedBatch:
     def __init__(self, token_ids: list[int], step: int, finish_reason: str):
         self._ids, self._step, self._reason = token_ids, step, finish_reason
         self._count = 0
+        self.sizes = SimpleNamespace(rows=1, cache_size=1000, holds=lambda *row: True)
 
     def advance(self, forwards: int) -> bool:
         self._count = min(self._count + self._step * forwards, len(self._ids))
@@ -308,7 +311,27 @@ class ScriptedBatch:
         reason = self._reason if n == len(self._ids) else None
         return [RowResult(self._ids[:n], reason, n, n, list(range(n)), list(range(n)))]
 
-    def finish(self, row: int) -> None:
+    # What the scheduler asks of a batch. A slice is one forward, so that a stop string is
+    # found when it comes.
+
+    def prefill(self, pieces: list[Piece]) -> None: ...
+
+    def open(
+        self, rows: list[int], prompts: list[Tokens], params: list[SamplingParams]
+    ) -> None: ...
+
+    def dispatch(self, max_forwards: int, until_done: int) -> None:
+        self.advance(1)
+
+    def look(self) -> Standing:
+        count = np.array([self._count])
+        return Standing(count == len(self._ids), count, count, count, count)
+
+    def gather(self, rows: list[int], standing: Standing) -> SimpleNamespace:
+        results = self.results()
+        return SimpleNamespace(results=lambda: results)
+
+    def finish(self, *rows: int) -> None:
         self._ids = self._ids[: self._count]
 
 
@@ -316,8 +339,11 @@ def scripted_llm(codec: TextCodec, ids: list[int], step: int, finish_reason: str
     llm = LLM.__new__(LLM)
     llm.codec, llm.folder, llm.max_batch_size = codec, Path("scripted"), 1
     llm.engine = SimpleNamespace(  # type: ignore[assignment]
+        windows=(0,),
+        config=SimpleNamespace(eos_token_ids=()),
         check=lambda prompt, sampling: None,
         start=lambda prompts, params: ScriptedBatch(ids, step, finish_reason),
+        open=lambda sizes: ScriptedBatch(ids, step, finish_reason),
     )
     return llm
 
