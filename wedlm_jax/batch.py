@@ -136,6 +136,7 @@ class Batch:
     def __init__(self, engine: Engine, sizes: BatchSizes):
         self.sizes = sizes
         self._engine, self._shards = engine, rows_are_cut_by()
+        self._windows = engine.windows
         self._state: DecodeState = engine.run(
             programs.allocate_state, rows=sizes.rows, window=engine.windows[-1],
             max_output=sizes.max_output, cache_size=sizes.cache_size,
@@ -303,7 +304,7 @@ class Batch:
         longest = int(self._lengths.max(initial=0))
         self._state = self._engine.run(
             programs.advance_state, self._state, self._params, jnp.int32(max_forwards),
-            jnp.int32(until_done), windows=self._engine.windows, refill=self._engine.refill,
+            jnp.int32(until_done), windows=self._windows, refill=self._engine.refill,
             live=self._live(longest + LOOKAHEAD),
         )  # fmt: skip
 
@@ -317,7 +318,9 @@ class Batch:
         return Standing(**now)
 
     def set_windows(self, window: int) -> None:
-        """Gives every row this window from now on; one of the engine's."""
+        """Gives every row this window from now on, one of the engine's; forwards are then no
+        wider than it needs."""
+        self._windows = (window,)
         self._host["window"][:] = window
         self._params = self._upload()
         self._state = self._engine.run(

@@ -125,10 +125,11 @@ def physical_order(filled: Array, active: Array) -> Array:
 def set_window(state: DecodeState, window: Array) -> DecodeState:
     """The state as rows with these windows ``[B]`` need it, whatever they had before.
 
-    A narrower window forgets what was filled behind it. A window of 0 needs a filled slot to
-    predict from: where there is none, the last token of the text is run again.
+    A narrower window forgets what was filled behind it, and of the leading run what would not
+    fit beside its masks (see `num_slots`). A window of 0 needs a filled slot to predict from:
+    where there is none, the last token of the text is run again.
     """
-    run = leading_run(state.filled, state.active)
+    run = jnp.minimum(leading_run(state.filled, state.active), jnp.maximum(window, 1))
     again = (window == 0) & (run == 0)
     run = jnp.where(again, 1, run)
     active = window + run

@@ -126,8 +126,8 @@ def decode(
 
 
 class Predicted(NamedTuple):
-    """What a forward says: keys and values of all P slots in physical order, which slots to
-    fill ``[B, P]`` and with what ``[B, P]``, and each autoregressive row's next token ``[B]``."""
+    """What a forward says: keys and values of its slots in physical order, which slots to fill
+    ``[B, P]`` and with what ``[B, P]``, and each autoregressive row's next token ``[B]``."""
 
     kv: KeyValues
     fill: Array
@@ -179,12 +179,18 @@ def _predict(
     slots = jnp.where(state.done, 0, state.active).max()
     heads = jnp.where(state.done, 0, masks).max()
     holds = jnp.array([(shape.slots >= slots) & (shape.masks >= heads) for shape in shapes])
-    at = [partial(_predict_at, model, state, params, shape, live) for shape in shapes]
+    widest = shapes[-1].slots
+    at = [partial(_predict_at, model, state, params, shape, widest, live) for shape in shapes]
     return jax.lax.switch(jnp.argmax(holds), at)
 
 
 def _predict_at(
-    model: Transformer, state: DecodeState, params: RowParams, shape: Shape, live: int
+    model: Transformer,
+    state: DecodeState,
+    params: RowParams,
+    shape: Shape,
+    widest: int,
+    live: int,
 ) -> Predicted:
     """What is left out of the ``shape`` is inactive, and stands as zeros in what returns."""
     total = state.tokens.shape[1]
@@ -198,16 +204,14 @@ def _predict_at(
         return_kv=True,
     )  # fmt: skip
     assert kv is not None
-    fill, chosen = _fill(model, state, params, hidden, order, shape.masks)
-    following = chosen[:, 0]
+    slots, chosen = _fill(model, state, params, hidden, order, shape.masks)
     rows = jnp.arange(order.shape[0])[:, None]
-    slots = fill
     empty = jnp.zeros((order.shape[0], total), jnp.int32)
     return Predicted(
-        kv=(_pad(kv[0], total, axis=3), _pad(kv[1], total, axis=3)),
+        kv=(_pad(kv[0], widest, axis=3), _pad(kv[1], widest, axis=3)),
         fill=empty.astype(bool).at[rows, slots].set(True, mode="drop"),
         tokens=empty.at[rows, slots].set(chosen, mode="drop"),
-        following=following,
+        following=chosen[:, 0],
     )
 
 

@@ -82,6 +82,7 @@ class Scheduler:
       is_over: whether a row whose request has stop strings is over, from its result so far.
       on_turn: told between slices where the running rows stand.
       reuse_prefixes: whether beginnings that prompts share are computed once.
+      window_of: the window of a request, from its number; the engine's by default.
     """
 
     def __init__(
@@ -93,10 +94,12 @@ class Scheduler:
         is_over: Callable[[RowResult, SamplingParams], bool] | None = None,
         on_turn: Callable[[Running], None] | None = None,
         reuse_prefixes: bool = True,
+        window_of: Callable[[int], int] | None = None,
     ):
         self._engine, self._rows = engine, rows
         self._source = enumerate(iter(requests))
         self._is_over, self._on_turn, self._reuse = is_over, on_turn, reuse_prefixes
+        self._window_of = window_of or (lambda number: engine.window_size)
         self._waiting: list[tuple[tuple[int, int], int, Request]] = []
         self.prefilled_tokens = self.reused_tokens = 0
 
@@ -168,7 +171,12 @@ class _BatchRun:
         ]  # fmt: skip
         if ready:
             requests = [self._requests[row] for row in ready]
-            self._batch.open(ready, [r.prompt for r in requests], [r.params for r in requests])
+            self._batch.open(
+                ready,
+                [request.prompt for request in requests],
+                [request.params for request in requests],
+                [self._scheduler._window_of(request.number) for request in requests],
+            )
             self._running.update(ready)
 
     def _assign(self) -> bool:

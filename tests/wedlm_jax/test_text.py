@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from wedlm_jax.batch import Piece, Standing, Tokens
+from wedlm_jax.batch import Piece, Standing
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
 from wedlm_jax.row_result import RowResult
@@ -316,9 +316,7 @@ class ScriptedBatch:
 
     def prefill(self, pieces: list[Piece]) -> None: ...
 
-    def open(
-        self, rows: list[int], prompts: list[Tokens], params: list[SamplingParams]
-    ) -> None: ...
+    def open(self, *rows: object) -> None: ...
 
     def dispatch(self, max_forwards: int, until_done: int) -> None:
         self.advance(1)
