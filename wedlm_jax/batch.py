@@ -112,7 +112,8 @@ def _room(length: int, params: SamplingParams) -> int:
 
 
 def _stops(engine: Engine, params: SamplingParams) -> tuple[int, ...]:
-    return (*engine.config.eos_token_ids, *params.stop_token_ids)
+    own = () if params.ignore_eos else engine.config.eos_token_ids
+    return (*own, *params.stop_token_ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +137,7 @@ class Batch:
     def __init__(self, engine: Engine, sizes: BatchSizes):
         self.sizes = sizes
         self._engine, self._shards = engine, rows_are_cut_by()
-        self._windows = engine.windows
+        self._windows, self._default_window = engine.windows, engine.window_size
         self._state: DecodeState = engine.run(
             programs.allocate_state, rows=sizes.rows, window=engine.windows[-1],
             max_output=sizes.max_output, cache_size=sizes.cache_size,
@@ -180,7 +181,7 @@ class Batch:
         for i, (row, prompt, one) in enumerate(zip(rows, prompts, params, strict=True)):
             new[row], last[row] = True, prompt[-1]
             self._lengths[row] = len(prompt)
-            self._set_row(row, one, self._engine.window_size if windows is None else windows[i])
+            self._set_row(row, one, self._default_window if windows is None else windows[i])
         self._params = self._upload()
         self._state = self._engine.run(
             programs.open_rows, self._state, self._params, jnp.asarray(new),
@@ -320,7 +321,7 @@ class Batch:
     def set_windows(self, window: int) -> None:
         """Gives every row this window from now on, one of the engine's; forwards are then no
         wider than it needs."""
-        self._windows = (window,)
+        self._windows, self._default_window = (window,), window
         self._host["window"][:] = window
         self._params = self._upload()
         self._state = self._engine.run(
@@ -343,6 +344,11 @@ class Batch:
             if at + piece > self.sizes.cache_size:
                 return False
         return True
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Every window that a row may have."""
+        return self._engine.windows
 
     def shard_of(self, row: int) -> int:
         """Which shard of the rows it is in, from 0."""

@@ -19,6 +19,11 @@ from wedlm_jax.decoding import REFILLS
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
 from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.width_policy import WidthPolicy, measure_costs
+
+DEFAULT_WINDOW = 16
+AUTO_WINDOWS = (0, 4, 8, 16, 32)
+"""The widths that are chosen from where ``window_size`` is "auto"."""
 
 
 class Engine:
@@ -26,7 +31,8 @@ class Engine:
 
     Args:
       model: parameters in the compute dtype.
-      window_size: W; 0 decodes autoregressively.
+      window_size: W; 0 decodes autoregressively; "auto" lets `wedlm_jax.width_policy` choose
+        while a batch is decoded.
       refill: "streaming", or "blockwise" for the paper's baseline.
       max_model_len: prompt and completion tokens together, at most.
       windows: every window that a row may have; W alone by default.
@@ -36,13 +42,18 @@ class Engine:
         self,
         model: Transformer,
         *,
-        window_size: int = 16,
+        window_size: int | str = 16,
         refill: str = "streaming",
         max_model_len: int | None = None,
         windows: Sequence[int] | None = None,
     ):
+        self.chooses_width = window_size == "auto"
+        if self.chooses_width:
+            window_size, windows = DEFAULT_WINDOW, AUTO_WINDOWS
         if isinstance(window_size, bool) or not isinstance(window_size, int) or window_size < 0:
-            raise InputError(f"window_size: expected an integer of at least 0, not {window_size!r}")
+            raise InputError(
+                f"window_size: expected an integer of at least 0 or 'auto', not {window_size!r}"
+            )
         if refill not in REFILLS:
             raise InputError(f"refill: expected one of {', '.join(REFILLS)}, not {refill!r}")
         self.windows = tuple(sorted({window_size, *(windows or ())}))
@@ -57,6 +68,7 @@ class Engine:
         self.config, self.window_size, self.refill = model.config, window_size, refill
         self._graph, self._parameters = nnx.split(model)
         self._programs: dict[Any, Any] = {}
+        self._costs: dict[BatchSizes, dict[int, float]] = {}
         self.compile_seconds = 0.0
 
     def update(self, model: Transformer) -> None:
@@ -117,8 +129,20 @@ class Engine:
             self.check(prompt, row)
         sizes = BatchSizes.for_rows(self, list(zip(prompts, params, strict=True)))
         batch = self.open(sizes)
+        if self.chooses_width:
+            batch.set_windows(self.window_size)
         batch.admit(range(len(prompts)), prompts, params, windows)
         return batch
+
+    def policy(self, batch: Batch) -> WidthPolicy | None:
+        """Who chooses the batch's windows, if they are to be chosen; its rows must be free.
+
+        What a forward costs is measured once for all batches of equal sizes."""
+        if not self.chooses_width:
+            return None
+        if batch.sizes not in self._costs:
+            self._costs[batch.sizes] = measure_costs(batch)
+        return WidthPolicy(self._costs[batch.sizes])
 
     def run(self, function: Any, *arguments: Any, model: bool = True, **static: Any) -> Any:
         """Calls a jitted function, compiling it first where the shapes are new.

@@ -80,7 +80,9 @@ class LLM:
 
     Args:
       model: a folder in Hugging Face format, or a hub id; the embedded model by default.
-      window_size: W, the masked slots decoded in parallel; 0 is autoregressive decoding.
+      window_size: W, the masked slots decoded in parallel; 0 is autoregressive decoding;
+        "auto" chooses while decoding, by the rows and by what a forward costs: then a row's
+        tokens may depend on the machine.
       dtype: "float32" or "bfloat16"; by default float32 on a CPU, bfloat16 elsewhere.
       max_model_len: prompt and completion tokens at most; the model's context by default.
       max_batch_size: prompts that decode together.
@@ -91,7 +93,7 @@ class LLM:
         self,
         model: str | Path | None = None,
         *,
-        window_size: int = 16,
+        window_size: int | str = 16,
         dtype: str | None = None,
         max_model_len: int | None = None,
         max_batch_size: int = 16,

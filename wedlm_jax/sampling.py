@@ -25,6 +25,7 @@ class SamplingParams:
       stop: texts that end the completion; matched on the decoded text, trimmed from it.
       stop_token_ids: token ids that end it, beside the model's EOS; kept in ``token_ids``,
         absent from ``text``.
+      ignore_eos: go on behind the model's EOS, to ``max_tokens`` or another stop.
       entropy_threshold: τ in nats. Every mask whose adjusted entropy lies below is filled;
         None fills one mask per forward.
       position_penalty: λ, added to the entropy per slot of distance from the first mask.
@@ -37,6 +38,7 @@ class SamplingParams:
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
     entropy_threshold: float | None = 0.4
     position_penalty: float = 0.02
     seed: int = 0
@@ -52,6 +54,8 @@ class SamplingParams:
             isinstance(t, int) and not isinstance(t, bool) and t >= 0 for t in self.stop_token_ids
         ):
             raise InputError("stop_token_ids: expected token ids")
+        if not isinstance(self.ignore_eos, bool):
+            raise InputError(f"ignore_eos: expected true or false, not {self.ignore_eos!r}")
 
     def _check_numbers(self) -> None:
         def number(name: str, low: float, high: float, *, integer: bool = False) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -99,7 +100,7 @@ class Scheduler:
         self._engine, self._rows = engine, rows
         self._source = enumerate(iter(requests))
         self._is_over, self._on_turn, self._reuse = is_over, on_turn, reuse_prefixes
-        self._window_of = window_of or (lambda number: engine.window_size)
+        self._window_of = window_of
         self._waiting: list[tuple[tuple[int, int], int, Request]] = []
         self.prefilled_tokens = self.reused_tokens = 0
 
@@ -141,17 +142,24 @@ class _BatchRun:
         self._running: set[int] = set()
         self._held = PrefixIndex(rows)
         self._too_large: list[Request] = []
+        self._policy = self._engine.policy(batch)
+        self._window = -1
+        self._tokens, self._forwards = np.zeros((2, rows), np.int64)
 
     def run(self) -> Iterator[Finished]:
         finished: Callable[[], Finished] = list
         while True:
-            self._admit()
+            alone = not self._admit()
             if not self._requests:
                 break
             self._dispatch()
+            started = time.perf_counter()
             if now := finished():
                 yield now
-            finished = self._collect(self._batch.look())
+                alone = False
+            standing = self._batch.look()
+            self._learn(standing, time.perf_counter() - started if alone else None)
+            finished = self._collect(standing)
         if now := finished():
             yield now
         for request in self._too_large:
@@ -159,11 +167,15 @@ class _BatchRun:
 
     # --- prompts into rows --------------------------------------------------------------
 
-    def _admit(self) -> None:
-        """Gives free rows to waiting prompts and prefills them, a bounded amount a turn."""
+    def _admit(self) -> bool:
+        """Gives free rows to waiting prompts and prefills them, a bounded amount a turn; whether
+        the device got anything to do."""
+        busy = False
         for _ in range(PIECES_PER_TURN):
             waiting_for_another = self._assign()
-            if not self._prefill_round() and not waiting_for_another:
+            prefilled = self._prefill_round()
+            busy |= prefilled
+            if not prefilled and not waiting_for_another:
                 break
         ready = [
             row for row, request in self._requests.items()
@@ -171,13 +183,16 @@ class _BatchRun:
         ]  # fmt: skip
         if ready:
             requests = [self._requests[row] for row in ready]
+            window_of = self._scheduler._window_of
             self._batch.open(
                 ready,
                 [request.prompt for request in requests],
                 [request.params for request in requests],
-                [self._scheduler._window_of(request.number) for request in requests],
+                window_of and [window_of(request.number) for request in requests],
             )
             self._running.update(ready)
+            self._tokens[ready] = self._forwards[ready] = 0
+        return busy or bool(ready)
 
     def _assign(self) -> bool:
         """Gives rows to waiting prompts; whether some wait for a beginning that is being
@@ -258,12 +273,38 @@ class _BatchRun:
     # --- forwards -----------------------------------------------------------------------
 
     def _dispatch(self) -> None:
+        """Sends a slice of forwards off."""
+        self._choose_window()
         batch, prefilling = self._batch, len(self._requests) > len(self._running)
         idle = batch.sizes.rows - len(self._running)
         more = prefilling or bool(self._scheduler._waiting)
         # A few rows may wait for each other, so that their successors are prefilled together.
         until = idle + max(1, len(self._running) // 8) if more else UNTIL_DONE
         batch.dispatch(FORWARDS_BESIDE_PREFILL if prefilling else FORWARDS_PER_SLICE, until)
+
+    def _choose_window(self) -> None:
+        if self._policy is None:
+            return
+        window = self._policy.choose()
+        if window != self._window:
+            self._batch.set_windows(window)
+            self._window = window
+
+    def _learn(self, now: Standing, seconds: float | None) -> None:
+        """What the slice says of its window's worth; the seconds it took, if it was that alone."""
+        if self._policy is None:
+            return
+        rows = sorted(self._running)
+        tokens, forwards = (now.num_output - self._tokens)[rows], now.num_forwards - self._forwards
+        most = int(forwards[rows].max(initial=0))
+        if most:
+            self._policy.observe(
+                self._window,
+                tokens=int(tokens.sum()),
+                row_forwards=int(forwards[rows].sum()),
+                seconds=None if seconds is None else seconds / most,
+            )
+        self._tokens, self._forwards = now.num_output.copy(), now.num_forwards.copy()
 
     def _collect(self, standing: Standing) -> Callable[[], Finished]:
         """Frees the rows that are done; returns what fetches their results, for when the device

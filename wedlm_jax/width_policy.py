@@ -1,0 +1,114 @@
+"""How wide a window pays: wide while the device waits for memory, narrow when it computes.
+
+Tokens a second of a batch are, for a window W,
+
+    active rows * tokens per row and forward (W) / seconds per forward (W).
+
+The seconds come from a table that is measured on the batch before it decodes, and from what
+it takes since. How many tokens a forward commits depends on the text, and is learnt while it
+is decoded: what was seen at one width scales the expectation for the others. An
+autoregressive row commits one, always.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+
+from wedlm_jax.batch import Batch
+from wedlm_jax.sampling import SamplingParams
+
+MEMORY = 0.8
+"""Weight of the past in a running mean over slices."""
+
+RETRY_EVERY = 32
+"""Slices between two tries of the most promising window, while rows are decoded
+autoregressively and nothing is learnt of windows."""
+
+TIMED_FORWARDS = 4
+
+
+class WidthPolicy:
+    """Chooses the window of a batch's next slice.
+
+    Args:
+      costs: seconds of a forward for each window that may be chosen.
+    """
+
+    def __init__(self, costs: dict[int, float]):
+        self._costs = dict(costs)
+        self._seen: dict[int, float] = {0: 1.0}
+        self._slices = 0
+        self._last = -1
+
+    def choose(self) -> int:
+        """The window with the most tokens a second, as far as is known."""
+        self._slices += 1
+        best = max(self._costs, key=self.rate)
+        if best == 0 and self._slices % RETRY_EVERY == 0 and len(self._costs) > 1:
+            best = max((w for w in self._costs if w), key=self.rate)
+        self._last = best
+        return best
+
+    def rate(self, window: int) -> float:
+        """Tokens a second of one row."""
+        return self._tokens(window) / self._costs[window]
+
+    def observe(
+        self, window: int, *, tokens: int, row_forwards: int, seconds: float | None
+    ) -> None:
+        """Learns from a slice.
+
+        Args:
+          tokens: committed by all rows.
+          row_forwards: forwards that the rows took part in, added up, at least 1.
+          seconds: of one forward; None where it cannot be told.
+        """
+        if window:
+            seen = tokens / row_forwards
+            past = self._seen.get(window, seen)
+            self._seen[window] = MEMORY * past + (1 - MEMORY) * seen
+        if seconds is not None:
+            self._costs[window] = MEMORY * self._costs[window] + (1 - MEMORY) * seconds
+
+    def _tokens(self, window: int) -> float:
+        """Tokens that a row commits in a forward: as seen, or as the nearest seen window lets
+        expect."""
+        if window in self._seen:
+            return self._seen[window]
+        others = [w for w in self._seen if w]
+        if not others:
+            return expected_tokens(window)
+        near = min(others, key=lambda w: abs(math.log(w / window)))
+        return max(self._seen[near] * expected_tokens(window) / expected_tokens(near), 0.1)
+
+
+def expected_tokens(window: int) -> float:
+    """Before anything is seen: a token and a half at W = 4, a half more with each doubling."""
+    return 1.0 if window == 0 else 1.5 + 0.5 * math.log2(window / 4) if window > 2 else 1.1
+
+
+def measure_costs(batch: Batch) -> dict[int, float]:
+    """Seconds of a forward of a batch whose rows are all free, for each of its windows.
+
+    Every row decodes a made-up text, one token a forward; the first forward at each width
+    compiles, and is not counted. No row is left running.
+    """
+    rows = range(batch.sizes.rows)
+    params = SamplingParams(
+        max_tokens=batch.sizes.max_output, entropy_threshold=None, ignore_eos=True
+    )
+    assert (TIMED_FORWARDS + 1) * len(batch.windows) <= params.max_tokens, "it ends too early"
+    batch.admit(rows, [np.ones(1, np.int32)] * len(rows), [params] * len(rows))
+    costs: dict[int, float] = {}
+    for window in batch.windows:
+        batch.set_windows(window)
+        batch.advance(1)
+        started = time.perf_counter()
+        batch.advance(TIMED_FORWARDS)
+        costs[window] = (time.perf_counter() - started) / TIMED_FORWARDS
+    batch.finish(*rows)
+    batch.set_windows(batch.windows[-1])
+    return costs
