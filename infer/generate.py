@@ -26,8 +26,8 @@ and may have
   "id"                a text or an integer, unique; the row's number, from 0, without it
   "sampling"          {"temperature": 0.7, "stop": ["\\n"], ...}, instead of the command
                       line's values for this row. Fields: temperature, top_p, top_k,
-                      max_tokens, stop, stop_token_ids, entropy_threshold,
-                      position_penalty, seed
+                      max_tokens, stop, stop_token_ids, ignore_eos,
+                      entropy_threshold, position_penalty, seed
 
 a row of the output has
   id, text, token_ids, finish_reason, num_forwards, num_token_instances
@@ -88,8 +88,9 @@ def _add_model(group: Any) -> None:
 
 def _add_decoding(group: Any) -> None:
     add = group.add_argument
-    add("--window-size", type=int, metavar="N",
-        help="W, masked slots decoded in parallel; 0 decodes autoregressively [16]")  # fmt: skip
+    add("--window-size", type=_window, metavar="N|auto",
+        help="W, masked slots decoded in parallel; 0 decodes autoregressively; auto chooses "
+        "while decoding, for speed: results may then differ from run to run [16]")  # fmt: skip
     add("--entropy-threshold", type=_threshold, metavar="X|none",
         help="τ in nats: masks below it are filled; none fills one a forward [0.4]")  # fmt: skip
     add("--position-penalty", type=float, metavar="X",
@@ -101,6 +102,13 @@ def _add_decoding(group: Any) -> None:
     add("--stop", nargs="+", action="extend", metavar="S",
         help="texts that end a completion and are left out of it")  # fmt: skip
     add("--seed", type=int, metavar="N", help="of sampling [0]")
+
+
+def _window(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+_window.__name__ = "integer or 'auto'"
 
 
 def _threshold(text: str) -> float | None:

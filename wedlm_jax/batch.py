@@ -28,6 +28,8 @@ SMALLEST_OUTPUT_BUCKET = 32
 SMALLEST_LIVE = 512
 LONGEST_PIECE = 512
 """Tokens of a prompt that are prefilled at once, at most."""
+SHORT_PIECE = 64
+"""The other length to which a piece behind the first is padded: few shapes are compiled."""
 PREFILL_TOKENS = 1024
 """Tokens that are prefilled at once, of all rows together, where prompts are shorter."""
 UNTIL_DONE = 2**31 - 1
@@ -40,6 +42,14 @@ def bucket(size: int, smallest: int) -> int:
     while smallest < size:
         smallest *= 2
     return smallest
+
+
+def piece_bucket(tokens: int, start: int) -> int:
+    """The length to which a piece of a prompt is padded, ``start`` tokens in."""
+    if start == 0:
+        return bucket(tokens, SMALLEST_PROMPT_BUCKET)
+    short = min(SHORT_PIECE, LONGEST_PIECE)
+    return short if tokens <= short else LONGEST_PIECE
 
 
 def cache_bucket(size: int) -> int:
@@ -104,11 +114,20 @@ class BatchSizes:
         )
 
 
+def state_sizes(engine: Engine, sizes: BatchSizes) -> dict[str, int]:
+    """The arguments of `programs.allocate_state`."""
+    return {
+        "rows": sizes.rows,
+        "window": engine.windows[-1],
+        "max_output": sizes.max_output,
+        "cache_size": sizes.cache_size,
+    }
+
+
 def _room(length: int, params: SamplingParams) -> int:
     """Cache rows of a prompt and its completion; the prompt's last piece is padded."""
-    whole = length // LONGEST_PIECE * LONGEST_PIECE
-    padded = whole + bucket(length - whole, SMALLEST_PROMPT_BUCKET) if length > whole else whole
-    return max(padded, length + params.max_tokens)
+    last = (length - 1) // LONGEST_PIECE * LONGEST_PIECE
+    return max(last + piece_bucket(length - last, last), length + params.max_tokens)
 
 
 def _stops(engine: Engine, params: SamplingParams) -> tuple[int, ...]:
@@ -138,11 +157,8 @@ class Batch:
         self.sizes = sizes
         self._engine, self._shards = engine, rows_are_cut_by()
         self._windows, self._default_window = engine.windows, engine.window_size
-        self._state: DecodeState = engine.run(
-            programs.allocate_state, rows=sizes.rows, window=engine.windows[-1],
-            max_output=sizes.max_output, cache_size=sizes.cache_size,
-        )  # fmt: skip
-        self._host = _idle_params(sizes, engine.window_size)
+        self._state: DecodeState = engine.run(programs.allocate_state, **state_sizes(engine, sizes))
+        self._host = idle_params(sizes, engine.window_size)
         self._lengths = np.zeros(sizes.rows, np.int64)
         """Tokens that each row's cache holds, as far as the host knows."""
         self._admitted: list[int] = []
@@ -204,7 +220,7 @@ class Batch:
         for piece in pieces:
             _, start, tokens = piece
             live = self._live(start) if start else 0
-            shape = (bucket(len(tokens), SMALLEST_PROMPT_BUCKET), live)
+            shape = (piece_bucket(len(tokens), start), live)
             by_shape.setdefault(shape, []).append(piece)
         for (length, live), group in by_shape.items():
             many = min(self._rows_per_shard, max(PREFILL_TOKENS // length, 1))
@@ -340,8 +356,8 @@ class Batch:
         """Whether the pieces of a prompt of ``length`` from ``start`` on, padded, end within the
         cache."""
         for at in range(start, length, LONGEST_PIECE):
-            piece = bucket(min(length - at, LONGEST_PIECE), SMALLEST_PROMPT_BUCKET)
-            if at + piece > self.sizes.cache_size:
+            piece = min(length - at, LONGEST_PIECE)
+            if at + piece_bucket(piece, at) > self.sizes.cache_size:
                 return False
         return True
 
@@ -421,7 +437,7 @@ class _Entries:
     taken: list[tuple[int, int]]
 
 
-def _idle_params(sizes: BatchSizes, window: int) -> dict[str, np.ndarray]:
+def idle_params(sizes: BatchSizes, window: int) -> dict[str, np.ndarray]:
     """`RowParams` of rows that hold nothing, as the host keeps them."""
 
     def column(value: float, dtype: Any) -> np.ndarray:

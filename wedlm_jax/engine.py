@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
-from wedlm_jax.batch import Batch, BatchSizes
+from wedlm_jax import programs
+from wedlm_jax.batch import Batch, BatchSizes, state_sizes
+from wedlm_jax.decode_state import DecodeState
 from wedlm_jax.decoding import REFILLS
 from wedlm_jax.errors import InputError
+from wedlm_jax.memory_plan import check_memory
 from wedlm_jax.model import Transformer
 from wedlm_jax.sampling import SamplingParams
 from wedlm_jax.width_policy import WidthPolicy, measure_costs
@@ -80,6 +84,11 @@ class Engine:
         return sum(int(x.size) for x in jax.tree.leaves(self._parameters))
 
     @property
+    def parameter_bytes(self) -> int:
+        """Bytes of the parameters, all devices together."""
+        return sum(int(x.nbytes) for x in jax.tree.leaves(self._parameters))
+
+    @property
     def num_programs(self) -> int:
         """Programs compiled so far."""
         return len(self._programs)
@@ -108,7 +117,12 @@ class Engine:
             )
 
     def open(self, sizes: BatchSizes) -> Batch:
-        """An empty batch of these sizes."""
+        """An empty batch of these sizes.
+
+        Raises:
+          InputError: the device has not the memory for it; with the numbers, and rows that fit.
+        """
+        check_memory(self, sizes)
         return Batch(self, sizes)
 
     def start(
@@ -145,7 +159,14 @@ class Engine:
         return WidthPolicy(self._costs[batch.sizes])
 
     def run(self, function: Any, *arguments: Any, model: bool = True, **static: Any) -> Any:
-        """Calls a jitted function, compiling it first where the shapes are new.
+        """Calls a jitted function; see `compiled`."""
+        parameters = (self._parameters,) if model else ()
+        return self.compiled(function, *arguments, model=model, **static)(*parameters, *arguments)
+
+    def compiled(
+        self, function: Any, *arguments: Any, model: bool = True, **static: Any
+    ) -> jax.stages.Compiled:
+        """A jitted function for these arguments, or for their shapes, compiled where they are new.
 
         Compilation is kept apart so that its time is known and never counted as decoding.
 
@@ -154,11 +175,16 @@ class Engine:
         """
         shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(arguments))
         key = (function, shapes, tuple(static.items()))
-        parameters = (self._parameters,) if model else ()
         if key not in self._programs:
             started = time.monotonic()
-            graph = (self._graph,) if model else ()
-            lowered = function.lower(*graph, *parameters, *arguments, **static)
-            self._programs[key] = lowered.compile()
+            first = (self._graph, self._parameters) if model else ()
+            self._programs[key] = function.lower(*first, *arguments, **static).compile()
             self.compile_seconds += time.monotonic() - started
-        return self._programs[key](*parameters, *arguments)
+        return self._programs[key]
+
+    def shapes_of(self, sizes: BatchSizes) -> DecodeState:
+        """The state of a batch of these sizes, as shapes alone."""
+        return jax.eval_shape(
+            partial(programs.allocate_state, self._graph, **state_sizes(self, sizes)),
+            self._parameters,
+        )

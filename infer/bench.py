@@ -1,0 +1,232 @@
+"""`wedlm bench`: how fast a batch decodes, continuous against fixed, and window by window.
+
+All that is compared runs in one process, by turns, after everything has run once untimed,
+which compiles; figures are medians over the passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from infer.evaluate import EMBEDDED_QUESTIONS
+from infer.heldout import read_questions
+from wedlm_jax.errors import InputError
+
+if TYPE_CHECKING:
+    from wedlm_jax.llm import LLM
+    from wedlm_jax.scheduler import Row
+
+PROMPTS_A_ROW = 6
+"""Prompts for each row of a batch: enough that rows are taken over several times."""
+LENGTHS = (4, 160)
+"""Completions are cut at a length between these, drawn so that its logarithm is uniform: most
+are short, some are long, as prompts of different users are."""
+WINDOWS: tuple[int | str, ...] = (0, 4, 8, 16, 32, "auto")
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """One way to decode a set of prompts.
+
+    Attributes:
+      way: its name.
+      rows: prompts that decode together.
+      prompts, tokens, forwards: of one pass, over all prompts.
+      seconds: wall-clock of each timed pass.
+    """
+
+    way: str
+    rows: int
+    prompts: int
+    tokens: int
+    forwards: int
+    seconds: list[float]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / statistics.median(self.seconds)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        return self.tokens / max(self.forwards, 1)
+
+
+Run = Callable[[], tuple[int, int]]
+"""Decodes all prompts once; returns tokens and forwards, summed over the prompts."""
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="wedlm bench",
+        description="Tokens a second of batches of the held-out prompts, completions of mixed\n"
+        "lengths: continuous batching against fixed batches, and windows against AR.",
+        epilog="example:\n  wedlm bench --rows 1 8 32 128 --output speeds.json --plot speeds.svg",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", metavar="DIR", help="checkpoint folder [the embedded model]")
+    add("--rows", type=int, nargs="+", default=[1, 8, 32, 128], metavar="N",
+        help="prompts at a time, one or more [1 8 32 128]")  # fmt: skip
+    add("--prompts", type=int, metavar="N",
+        help=f"prompts in all [{PROMPTS_A_ROW} a row, at least 24]")  # fmt: skip
+    add("--window-size", nargs="+", default=[str(w) for w in WINDOWS], metavar="W",
+        help="windows to compare, 0 is AR [0 4 8 16 32 auto]")  # fmt: skip
+    add("--fixed-window", type=int, default=16, metavar="W",
+        help="window of the comparison with fixed batches [16]")  # fmt: skip
+    add("--passes", type=int, default=3, metavar="N", help="timed passes [3]")
+    add("--output", metavar="FILE", help="also write the figures as JSON")
+    add("--plot", metavar="FILE", help="also draw them (.svg or .png; needs matplotlib)")
+    options = parser.parse_args(arguments)
+    if min(options.rows) < 1 or options.passes < 1:
+        raise InputError("--rows and --passes: expected at least 1")
+    for name in (options.output, options.plot):
+        if name is not None and not Path(name).resolve().parent.is_dir():
+            raise InputError(f"{name}: no such folder to write it in")
+    windows = [_window(text) for text in options.window_size]
+    speeds: list[Speed] = []
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for rows in options.rows:
+        for some in _compare(options, rows, windows):
+            speeds += some
+            console.print(table(some))
+    if options.output is not None:
+        text = json.dumps([dataclasses.asdict(speed) for speed in speeds], indent=1)
+        Path(options.output).write_text(text + "\n", encoding="utf-8")
+    if options.plot is not None:
+        draw(speeds, Path(options.plot))
+    return 0
+
+
+def _window(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise InputError(f"--window-size: expected integers or 'auto', not {text!r}") from None
+
+
+def _compare(
+    options: argparse.Namespace, rows: int, windows: Sequence[int | str]
+) -> Iterator[list[Speed]]:
+    """Both comparisons at one number of rows."""
+    from wedlm_jax.llm import LLM
+
+    def llm(window: int | str) -> LLM:
+        return LLM(options.model, window_size=window, max_batch_size=rows)
+
+    count = options.prompts or max(PROMPTS_A_ROW * rows, 24)
+    first = llm(options.fixed_window)
+    work = mixed_lengths(first, count)
+    fixed: dict[str, Run] = {
+        f"fixed batches, W = {options.fixed_window}": partial(_fixed, first, work, rows),
+        f"continuous, W = {options.fixed_window}": partial(_continuous, first, work),
+    }
+    yield measure(fixed, rows, count, options.passes)
+    by_window: dict[str, Run] = {}
+    for window in windows:
+        name = "AR" if window == 0 else f"W = {window}"
+        by_window[name] = partial(_continuous, llm(window), work)
+    yield measure(by_window, rows, count, options.passes)
+
+
+def mixed_lengths(llm: LLM, count: int) -> list[Row]:
+    """Held-out questions of all regimes by turns, each with its own limit; the same every time."""
+    import numpy as np
+
+    from wedlm_jax.sampling import SamplingParams
+
+    regimes = list(read_questions(EMBEDDED_QUESTIONS).values())
+    rng = np.random.default_rng(0)
+    rows = []
+    for i in range(count):
+        regime = regimes[i % len(regimes)]
+        question = regime[i // len(regimes) % len(regime)]
+        limit = round(float(np.exp(rng.uniform(*np.log(LENGTHS)))))
+        params = SamplingParams(max_tokens=limit, ignore_eos=True)
+        prompt = llm.chat_prompt([{"role": "user", "content": question.prompt}])
+        rows.append(llm.prepare_one(prompt, params))
+    return rows
+
+
+def _fixed(llm: LLM, work: Sequence[Row], rows: int) -> tuple[int, int]:
+    """As many prompts at a time as there are rows, in their order, each set to its end."""
+    tokens = forwards = 0
+    for start in range(0, len(work), rows):
+        some = work[start : start + rows]
+        batch = llm.engine.start([prompt for prompt, _ in some], [params for _, params in some])
+        batch.advance()
+        for result in batch.results():
+            tokens += len(result.token_ids)
+            forwards += result.num_forwards
+    return tokens, forwards
+
+
+def _continuous(llm: LLM, work: Sequence[Row]) -> tuple[int, int]:
+    tokens = forwards = 0
+    for some in llm.run(work):
+        for _, completion in some:
+            tokens += len(completion.token_ids)
+            forwards += completion.num_forwards
+    return tokens, forwards
+
+
+def measure(ways: dict[str, Run], rows: int, prompts: int, passes: int) -> list[Speed]:
+    """Runs each way once, and then all of them by turns."""
+    made = {name: run() for name, run in ways.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(passes):
+        for name, run in ways.items():
+            started = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - started)
+    return [Speed(name, rows, prompts, *made[name], seconds[name]) for name in ways]
+
+
+def table(speeds: Sequence[Speed]) -> object:
+    """Speeds of one comparison, beside the first of them."""
+    from rich import box
+    from rich.table import Table
+
+    result = Table(box=box.SIMPLE, title=f"{speeds[0].rows} rows, {speeds[0].prompts} prompts")
+    result.add_column("")
+    for head in ("tokens/s", f"against {speeds[0].way}", "tokens / forward"):
+        result.add_column(head, justify="right")
+    for speed in speeds:
+        ratio = speed.tokens_per_second / speeds[0].tokens_per_second
+        per_forward = f"{speed.tokens_per_forward:.2f}"
+        result.add_row(speed.way, f"{speed.tokens_per_second:,.0f}", f"{ratio:.2f}×", per_forward)
+    return result
+
+
+def draw(speeds: Sequence[Speed], path: Path) -> None:
+    """Tokens a second against rows, a line a way.
+
+    Raises:
+      InputError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise InputError("--plot needs matplotlib, which is not installed") from None
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for way in dict.fromkeys(speed.way for speed in speeds):
+        points = [(s.rows, s.tokens_per_second) for s in speeds if s.way == way]
+        style = "--" if way.startswith("fixed") else "-"
+        axes.plot(*zip(*points, strict=True), style, marker="o", label=way)
+    axes.set(xscale="log", xlabel="rows", ylabel="tokens a second", ylim=(0, None))
+    ticks = sorted({speed.rows for speed in speeds})
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.legend()
+    figure.savefig(path)
