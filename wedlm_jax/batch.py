@@ -28,8 +28,6 @@ SMALLEST_OUTPUT_BUCKET = 32
 SMALLEST_LIVE = 512
 LONGEST_PIECE = 512
 """Tokens of a prompt that are prefilled at once, at most."""
-SHORT_PIECE = 64
-"""The other length to which a piece behind the first is padded: few shapes are compiled."""
 PREFILL_TOKENS = 1024
 """Tokens that are prefilled at once, of all rows together, where prompts are shorter."""
 UNTIL_DONE = 2**31 - 1
@@ -48,8 +46,11 @@ def piece_bucket(tokens: int, start: int) -> int:
     """The length to which a piece of a prompt is padded, ``start`` tokens in."""
     if start == 0:
         return bucket(tokens, SMALLEST_PROMPT_BUCKET)
-    short = min(SHORT_PIECE, LONGEST_PIECE)
-    return short if tokens <= short else LONGEST_PIECE
+    # Behind a beginning each length is compiled for each live part of the cache: fewer lengths.
+    size = SMALLEST_PROMPT_BUCKET
+    while size < tokens:
+        size = min(4 * size, LONGEST_PIECE)
+    return size
 
 
 def cache_bucket(size: int) -> int:
@@ -157,7 +158,8 @@ class Batch:
         self.sizes = sizes
         self._engine, self._shards = engine, rows_are_cut_by()
         self._windows, self._default_window = engine.windows, engine.window_size
-        self._state: DecodeState = engine.run(programs.allocate_state, **state_sizes(engine, sizes))
+        shape: dict[str, Any] = state_sizes(engine, sizes)
+        self._state: DecodeState = engine.run(programs.allocate_state, **shape)
         self._host = idle_params(sizes, engine.window_size)
         self._lengths = np.zeros(sizes.rows, np.int64)
         """Tokens that each row's cache holds, as far as the host knows."""

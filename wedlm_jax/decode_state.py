@@ -18,6 +18,7 @@ from jax import Array
 from wedlm_jax.cache import KVCache, allocate
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.sampling import RowParams
+from wedlm_jax.sharding import CACHE_AXES, constrain
 
 
 @jax.tree_util.register_dataclass
@@ -103,6 +104,14 @@ def idle_state(
         num_forwards=zeros,
         num_token_instances=zeros,
     )
+
+
+def placed(state: DecodeState) -> DecodeState:
+    """The state laid out on the mesh as every program takes and returns it: cache by rows and
+    heads, the rest by rows. The state itself where no mesh is set."""
+    keys, values = (constrain(x, *CACHE_AXES) for x in state.cache.layers())
+    rows = {name: constrain(x, "batch") for name, x in state.rows().items()}
+    return DecodeState(cache=KVCache(keys, values), **rows)
 
 
 def leading_run(filled: Array, active: Array) -> Array:

@@ -17,7 +17,7 @@ from flax import nnx
 from jax import Array
 
 from wedlm_jax.cache import copy_rows, read_rows, write_rows
-from wedlm_jax.decode_state import DecodeState, idle_state, set_window
+from wedlm_jax.decode_state import DecodeState, idle_state, placed, set_window
 from wedlm_jax.decoding import decode, prefill
 from wedlm_jax.model import Transformer
 from wedlm_jax.sampling import RowParams
@@ -37,10 +37,11 @@ def allocate_state(
 ) -> DecodeState:
     """An empty batch: every row is done."""
     model = nnx.merge(graph, parameters)
-    return idle_state(
+    state = idle_state(
         model.config, model.embed_tokens[...].dtype,
         rows=rows, window=window, max_output=max_output, cache_size=cache_size,
     )  # fmt: skip
+    return placed(state)
 
 
 @jax.tree_util.register_dataclass
@@ -78,7 +79,8 @@ def prefill_pieces(
     before = read_rows(state.cache, pieces.places, live) if live else None
     kv = prefill(model, pieces.tokens, pieces.starts, before)
     cache = write_rows(state.cache, kv, pieces.places, pieces.starts, pieces.valid)
-    return dataclasses.replace(state, cache=cache, lengths=_moved(state, pieces.lengths))
+    moved = _moved(state, pieces.lengths)
+    return placed(dataclasses.replace(state, cache=cache, lengths=moved))
 
 
 @partial(jax.jit, donate_argnames="state")
@@ -88,7 +90,7 @@ def copy_prefixes(
     """Gives rows that are done the cache of other rows, and committed lengths ``[B]`` where
     they are not negative; see `wedlm_jax.cache.copy_rows`."""
     cache = copy_rows(state.cache, sources, places, valid)
-    return dataclasses.replace(state, cache=cache, lengths=_moved(state, lengths))
+    return placed(dataclasses.replace(state, cache=cache, lengths=_moved(state, lengths)))
 
 
 def _moved(state: DecodeState, lengths: Array) -> Array:
@@ -120,7 +122,7 @@ def change_windows(state: DecodeState, params: RowParams) -> DecodeState:
 @partial(jax.jit, donate_argnames="state")
 def end_rows(state: DecodeState, rows: Array) -> DecodeState:
     """Ends ``rows [B]``: they change no more."""
-    return dataclasses.replace(state, done=state.done | rows)
+    return placed(dataclasses.replace(state, done=state.done | rows))
 
 
 def _where(rows: Array, new: DecodeState, old: DecodeState) -> DecodeState:
@@ -129,7 +131,7 @@ def _where(rows: Array, new: DecodeState, old: DecodeState) -> DecodeState:
 
     before = old.rows()
     picked = {name: pick(value, before[name]) for name, value in new.rows().items()}
-    return DecodeState(cache=old.cache, **picked)
+    return placed(DecodeState(cache=old.cache, **picked))
 
 
 @partial(jax.jit, static_argnames=("graph", "windows", "refill", "live"), donate_argnames="state")
@@ -147,10 +149,11 @@ def advance_state(
 ) -> DecodeState:
     """The decode loop; see `wedlm_jax.decoding.decode`."""
     model = nnx.merge(graph, parameters)
-    return decode(
+    state = decode(
         model, state, params, windows=windows, refill=refill, live=live,
         max_forwards=max_forwards, until_done=until_done,
     )  # fmt: skip
+    return placed(state)
 
 
 @jax.jit

@@ -218,18 +218,25 @@ class _BatchRun:
         """Whether another row will soon hold more of this prompt than any does now."""
         if not self._scheduler._reuse:
             return False
-        _, soon = self._held.longest(request.prompt, self._unready())
+        unready = [row for row in self._within_reach() if row in self._unready()]
+        _, soon = self._held.longest(request.prompt, unready)
         return soon > self._longest_held(request)[1]
 
     def _unready(self) -> set[int]:
         return {row for row, r in self._requests.items() if r.prefilled < len(r.prompt)}
 
+    def _within_reach(self) -> list[int]:
+        """Rows whose cache a free row can take over: those of its shard."""
+        shards = {self._batch.shard_of(row) for row in self._free}
+        rows = range(self._batch.sizes.rows)
+        return [row for row in rows if self._batch.shard_of(row) in shards]
+
     def _longest_held(self, request: Request) -> tuple[int, int]:
         """The row that holds the longest beginning of a prompt, and how much can be taken over."""
         if not self._scheduler._reuse:
             return -1, 0
-        ready = set(range(self._batch.sizes.rows)) - self._unready()
-        row, length = self._held.longest(request.prompt, sorted(ready))
+        ready = sorted(set(self._within_reach()) - self._unready())
+        row, length = self._held.longest(request.prompt, ready)
         return (row, length) if self._batch.fits(length, len(request.prompt)) else (-1, 0)
 
     def _place(self, request: Request, copies: list[tuple[int, int, int]]) -> None:
@@ -238,10 +245,8 @@ class _BatchRun:
             row = source  # its cache holds the beginning already
         else:
             row = self._row_beside(source if length else None)
-            if length and self._batch.shard_of(row) == self._batch.shard_of(source):
+            if length:
                 copies.append((source, row, length))
-            else:
-                length = 0
         self._free.remove(row)
         request.prefilled = length
         self._scheduler.reused_tokens += length
@@ -250,13 +255,11 @@ class _BatchRun:
         self._held.hold(row, request.prompt)
 
     def _row_beside(self, source: int | None) -> int:
-        """A free row, in the shard of ``source`` if there is one."""
-        if source is not None:
-            shard = self._batch.shard_of(source)
-            for row in reversed(self._free):
-                if self._batch.shard_of(row) == shard:
-                    return row
-        return self._free[-1]
+        """A free row, in the shard of ``source``."""
+        if source is None:
+            return self._free[-1]
+        shard = self._batch.shard_of(source)
+        return next(row for row in reversed(self._free) if self._batch.shard_of(row) == shard)
 
     def _prefill_round(self) -> bool:
         """The next piece of every prompt that is not all in the cache; whether there was one."""
