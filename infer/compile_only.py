@@ -321,6 +321,8 @@ def main(options: dict[str, Any]) -> int:
     """For `wedlm generate --compile-only`, with its options."""
     if "model" not in options:
         raise InputError("--compile-only needs --model: a folder, or a recipe with its sizes")
+    if options.get("window_size") == "auto":
+        raise InputError("--compile-only compiles one --window-size: give a number")
     model = read_model(options["model"])
     sizes = DecodeSizes(
         options.get("batch_size", 16),

@@ -36,9 +36,9 @@ DECODER = CompiledDecoder(
 
 
 def test_shapes_are_those_of_the_engine() -> None:
-    assert (SIZES.prompt_length, SIZES.max_output, SIZES.cache_size) == (2048, 256, 3072)
-    short = dataclasses.replace(SIZES, model_len=1264)
-    assert (short.prompt_length, short.cache_size) == (1024, 1536)
+    assert (SIZES.piece_length, SIZES.max_output, SIZES.cache_size) == (512, 256, 2048)
+    short = dataclasses.replace(SIZES, model_len=480)
+    assert (short.piece_length, short.cache_size) == (256, 512)
 
 
 def test_flops_are_those_counted_by_hand() -> None:

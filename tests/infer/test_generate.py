@@ -100,7 +100,7 @@ def test_help_names_the_defaults_that_hold(capsys: pytest.CaptureFixture[str]) -
         main(["generate", "--help"])
     assert exit_status.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    shown = dict(re.findall(r"--([a-z-]+) (?:N|X|X\|none) [^\[]*\[([^\]]+)\]", text))
+    shown = dict(re.findall(r"--([a-z-]+) (?:N|N\|auto|X|X\|none) [^\[]*\[([^\]]+)\]", text))
     library = inspect.signature(LLM).parameters
     params = SamplingParams()
     expected = {
