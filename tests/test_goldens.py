@@ -25,9 +25,12 @@ from tests.check_goldens import (
 )
 from tests.decode_harness import decode_cases, decode_trace
 from wedlm_jax import batch as batch_module
+from wedlm_jax import prefix as prefix_module
+from wedlm_jax import scheduler as scheduler_module
 from wedlm_jax.engine import Engine
 from wedlm_jax.hf import load_checkpoint
 from wedlm_jax.model import Transformer
+from wedlm_jax.scheduler import Scheduler
 
 GOLDENS = Path(__file__).parent / "goldens"
 CHECKPOINTS = ("qwen2_style", "qwen3_style")
@@ -85,6 +88,25 @@ def test_decodes_as_one_mixed_batch(decoder: Decoder) -> None:
     model, cases, _ = decoder
     results = decode_cases(model, [as_decode_case(golden) for golden in cases])
     assert [counted(result) for result in results] == [counted(golden) for golden in cases]
+
+
+@pytest.mark.parametrize("slots", [1, 4, 16])
+def test_decodes_in_rows_taken_over_in_any_order(decoder: Decoder, slots: int) -> None:
+    """Prompts in pieces, beginnings taken over, requests in random order."""
+    _, cases, engine = decoder
+    order = np.random.default_rng(slots).permutation(len(cases))
+    shuffled = [as_decode_case(cases[i]) for i in order]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler_module, "FORWARDS_PER_SLICE", 7)
+        patch.setattr(prefix_module, "SHORTEST_PREFIX", 4)
+        scheduler = Scheduler(
+            engine, [(case.prompt, case.sampling()) for case in shuffled], rows=slots,
+            window_of=lambda number: shuffled[number].window,
+        )  # fmt: skip
+        results = dict(item for some in scheduler.run() for item in some)
+    for number, i in enumerate(order):
+        result = {name: getattr(results[number], name) for name in COUNTS}
+        assert result == counted(cases[i]), f"case {i}"
 
 
 def test_traces(decoder: Decoder) -> None:

@@ -218,7 +218,7 @@ class _BatchRun:
         """Whether another row will soon hold more of this prompt than any does now."""
         if not self._scheduler._reuse:
             return False
-        unready = [row for row in self._within_reach() if row in self._unready()]
+        unready = self._unready().intersection(self._within_reach())
         _, soon = self._held.longest(request.prompt, unready)
         return soon > self._longest_held(request)[1]
 

@@ -214,7 +214,7 @@ def test_a_prompt_that_just_fits_is_not_refused(streaming_engine: Engine) -> Non
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"window_size": -1}, "window_size: expected an integer of at least 0, not -1"),
+        ({"window_size": -1}, "window_size: expected an integer of at least 0 or 'auto', not -1"),
         ({"window_size": True}, "window_size: expected an integer"),
         ({"window_size": 2.0}, "window_size: expected an integer"),
         ({"refill": "both"}, "refill: expected one of streaming, blockwise, not 'both'"),

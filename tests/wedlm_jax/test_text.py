@@ -318,6 +318,12 @@ class ScriptedBatch:
 
     def open(self, *rows: object) -> None: ...
 
+    def shard_of(self, row: int) -> int:
+        return 0
+
+    def fits(self, start: int, length: int) -> bool:
+        return True
+
     def dispatch(self, max_forwards: int, until_done: int) -> None:
         self.advance(1)
 
@@ -340,6 +346,7 @@ def scripted_llm(codec: TextCodec, ids: list[int], step: int, finish_reason: str
         windows=(0,),
         config=SimpleNamespace(eos_token_ids=()),
         check=lambda prompt, sampling: None,
+        policy=lambda batch: None,
         start=lambda prompts, params: ScriptedBatch(ids, step, finish_reason),
         open=lambda sizes: ScriptedBatch(ids, step, finish_reason),
     )
