@@ -72,7 +72,7 @@ class Engine:
         self.config, self.window_size, self.refill = model.config, window_size, refill
         self._graph, self._parameters = nnx.split(model)
         self._programs: dict[Any, Any] = {}
-        self._costs: dict[BatchSizes, dict[int, float]] = {}
+        self._policies: dict[BatchSizes, WidthPolicy] = {}
         self.compile_seconds = 0.0
 
     def update(self, model: Transformer) -> None:
@@ -151,12 +151,13 @@ class Engine:
     def policy(self, batch: Batch) -> WidthPolicy | None:
         """Who chooses the batch's windows, if they are to be chosen; its rows must be free.
 
-        What a forward costs is measured once for all batches of equal sizes."""
+        What a forward costs is measured once for all batches of equal sizes, and what is learnt
+        of one serves the next."""
         if not self.chooses_width:
             return None
-        if batch.sizes not in self._costs:
-            self._costs[batch.sizes] = measure_costs(batch)
-        return WidthPolicy(self._costs[batch.sizes])
+        if batch.sizes not in self._policies:
+            self._policies[batch.sizes] = WidthPolicy(measure_costs(batch))
+        return self._policies[batch.sizes]
 
     def run(self, function: Any, *arguments: Any, model: bool = True, **static: Any) -> Any:
         """Calls a jitted function; see `compiled`."""

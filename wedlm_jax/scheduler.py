@@ -283,7 +283,10 @@ class _BatchRun:
         more = prefilling or bool(self._scheduler._waiting)
         # A few rows may wait for each other, so that their successors are prefilled together.
         until = idle + max(1, len(self._running) // 8) if more else UNTIL_DONE
-        batch.dispatch(FORWARDS_BESIDE_PREFILL if prefilling else FORWARDS_PER_SLICE, until)
+        forwards = FORWARDS_BESIDE_PREFILL if prefilling else FORWARDS_PER_SLICE
+        if self._policy is not None:
+            forwards = self._policy.forwards(self._window, forwards)
+        batch.dispatch(forwards, until)
 
     def _choose_window(self) -> None:
         if self._policy is None:

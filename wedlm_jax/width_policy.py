@@ -23,11 +23,13 @@ from wedlm_jax.sampling import SamplingParams
 MEMORY = 0.8
 """Weight of the past in a running mean over slices."""
 
-RETRY_EVERY = 32
-"""Slices between two tries of the most promising window, while rows are decoded
-autoregressively and nothing is learnt of windows."""
+TRY_EVERY, TRY_EVERY_AT_FIRST, AT_FIRST = 16, 4, 32
+"""Slices between two tries of a window that is not the best as far as is known; at first, for so
+many slices, they are more frequent."""
+PROMISING = 0.6
+"""A window with so much of the best one's expected speed is worth a try."""
 
-TIMED_FORWARDS = 4
+TIMED_FORWARDS, TIMED_ROUNDS = 4, 3
 
 
 class WidthPolicy:
@@ -40,17 +42,26 @@ class WidthPolicy:
     def __init__(self, costs: dict[int, float]):
         self._costs = dict(costs)
         self._seen: dict[int, float] = {0: 1.0}
+        self._tries = dict.fromkeys(costs, 0)
         self._slices = 0
-        self._last = -1
 
     def choose(self) -> int:
-        """The window with the most tokens a second, as far as is known."""
+        """The window with the most tokens a second, as far as is known; now and then another,
+        to know more."""
         self._slices += 1
         best = max(self._costs, key=self.rate)
-        if best == 0 and self._slices % RETRY_EVERY == 0 and len(self._costs) > 1:
-            best = max((w for w in self._costs if w), key=self.rate)
-        self._last = best
+        others = [window for window in self._costs if window not in (0, best)]
+        every = TRY_EVERY_AT_FIRST if self._slices <= AT_FIRST else TRY_EVERY
+        if others and self._slices % every == 0:
+            worth = [w for w in others if self.rate(w) > PROMISING * self.rate(best)]
+            # The least known of the promising ones, or the most promising of the others.
+            return min(worth, key=lambda w: self._tries[w]) if worth else max(others, key=self.rate)
         return best
+
+    def forwards(self, window: int, cheapest: int) -> int:
+        """Forwards in a slice at this window, if there are ``cheapest`` at the cheapest: slices
+        take the same time, so that a try of a wide window costs no more than another."""
+        return max(1, round(cheapest * min(self._costs.values()) / self._costs[window]))
 
     def rate(self, window: int) -> float:
         """Tokens a second of one row."""
@@ -66,6 +77,7 @@ class WidthPolicy:
           row_forwards: forwards that the rows took part in, added up, at least 1.
           seconds: of one forward; None where it cannot be told.
         """
+        self._tries[window] += 1
         if window:
             seen = tokens / row_forwards
             past = self._seen.get(window, seen)
@@ -86,29 +98,32 @@ class WidthPolicy:
 
 
 def expected_tokens(window: int) -> float:
-    """Before anything is seen: a token and a half at W = 4, a half more with each doubling."""
+    """Before anything is seen: 1.5 tokens at W = 4, half a token more with each doubling."""
     return 1.0 if window == 0 else 1.5 + 0.5 * math.log2(window / 4) if window > 2 else 1.1
 
 
 def measure_costs(batch: Batch) -> dict[int, float]:
     """Seconds of a forward of a batch whose rows are all free, for each of its windows.
 
-    Every row decodes a made-up text, one token a forward; the first forward at each width
-    compiles, and is not counted. No row is left running.
+    Every row decodes a made-up text, one token a forward. Of several rounds the fastest counts:
+    what else the machine does only makes it slower. The first forward at each width compiles,
+    and is not counted. No row is left running.
     """
     rows = range(batch.sizes.rows)
     params = SamplingParams(
         max_tokens=batch.sizes.max_output, entropy_threshold=None, ignore_eos=True
     )
     assert (TIMED_FORWARDS + 1) * len(batch.windows) <= params.max_tokens, "it ends too early"
-    batch.admit(rows, [np.ones(1, np.int32)] * len(rows), [params] * len(rows))
-    costs: dict[int, float] = {}
-    for window in batch.windows:
-        batch.set_windows(window)
-        batch.advance(1)
-        started = time.perf_counter()
-        batch.advance(TIMED_FORWARDS)
-        costs[window] = (time.perf_counter() - started) / TIMED_FORWARDS
-    batch.finish(*rows)
+    costs = dict.fromkeys(batch.windows, math.inf)
+    for _ in range(TIMED_ROUNDS):
+        batch.admit(rows, [np.ones(1, np.int32)] * len(rows), [params] * len(rows))
+        for window in batch.windows:
+            batch.set_windows(window)
+            batch.advance(1)
+            started = time.perf_counter()
+            batch.advance(TIMED_FORWARDS)
+            seconds = (time.perf_counter() - started) / TIMED_FORWARDS
+            costs[window] = min(costs[window], seconds)
+        batch.finish(*rows)
     batch.set_windows(batch.windows[-1])
     return costs

@@ -11,7 +11,13 @@ from wedlm_jax.engine import Engine
 from wedlm_jax.model import Transformer
 from wedlm_jax.sampling import SamplingParams
 from wedlm_jax.scheduler import Scheduler
-from wedlm_jax.width_policy import RETRY_EVERY, WidthPolicy, expected_tokens, measure_costs
+from wedlm_jax.width_policy import (
+    TRY_EVERY,
+    TRY_EVERY_AT_FIRST,
+    WidthPolicy,
+    expected_tokens,
+    measure_costs,
+)
 
 WAITING = {0: 1.0, 4: 1.01, 16: 1.05, 32: 1.1}
 """A device that waits for memory: wider costs hardly more."""
@@ -30,26 +36,42 @@ def slices(policy: WidthPolicy, commits: dict[int, float], count: int) -> list[i
     return chosen
 
 
+def without_tries(chosen: list[int]) -> set[int]:
+    return {window for i, window in enumerate(chosen, 1) if i % TRY_EVERY_AT_FIRST}
+
+
 def test_the_widest_pays_where_forwards_cost_the_same() -> None:
-    assert set(slices(WidthPolicy(WAITING), {0: 1, 4: 2, 16: 3, 32: 4}, 20)) == {32}
+    chosen = slices(WidthPolicy(WAITING), {0: 1, 4: 2, 16: 3, 32: 4}, 64)
+    assert without_tries(chosen) == {32}
 
 
 def test_none_pays_where_every_slot_costs() -> None:
-    chosen = slices(WidthPolicy(COMPUTING), {0: 1, 4: 2, 16: 3, 32: 4}, RETRY_EVERY - 1)
-    assert set(chosen) == {0}
+    chosen = slices(WidthPolicy(COMPUTING), {0: 1, 4: 2, 16: 3, 32: 4}, 64)
+    assert without_tries(chosen) == {0}
+    assert chosen[TRY_EVERY_AT_FIRST - 1] == 4, "the most promising of the windows is tried"
 
 
 def test_a_text_that_fills_nothing_is_decoded_token_by_token() -> None:
-    chosen = slices(WidthPolicy(WAITING), {0: 1, 4: 0.9, 16: 0.9, 32: 0.9}, RETRY_EVERY - 1)
+    chosen = slices(WidthPolicy(WAITING), {0: 1, 4: 0.9, 16: 0.9, 32: 0.9}, 64)
     assert chosen[0] == 32
-    assert set(chosen[12:]) == {0}
+    assert without_tries(chosen[32:]) == {0}
+
+
+def test_a_window_that_is_better_than_expected_is_found() -> None:
+    costs = {0: 1.0, 4: 1.2, 8: 1.5, 16: 2.0}
+    chosen = slices(WidthPolicy(costs), {0: 1, 4: 2.5, 8: 2.6, 16: 2.7}, 64)
+    assert without_tries(chosen[-TRY_EVERY:]) == {4}
 
 
 def test_windows_are_tried_again_and_win_where_the_text_has_changed() -> None:
     policy = WidthPolicy({0: 1.0, 16: 3.0})
-    assert set(slices(policy, {0: 1, 16: 1}, 10)) <= {0, 16}
-    chosen = slices(policy, {0: 1, 16: 9}, 8 * RETRY_EVERY)
-    assert chosen[-1] == 16
+    slices(policy, {0: 1, 16: 1}, 10)
+    assert slices(policy, {0: 1, 16: 9}, 12 * TRY_EVERY)[-1] == 16
+
+
+def test_slices_of_all_windows_take_the_same_time() -> None:
+    policy = WidthPolicy(COMPUTING)
+    assert [policy.forwards(w, 64) for w in COMPUTING] == [64, 13, 3, 2]
 
 
 def test_costs_follow_what_slices_take() -> None:
@@ -92,8 +114,9 @@ def test_all_rows_are_decoded_at_the_width_that_is_chosen(
 ) -> None:
     """With a clear winner an engine that may choose decodes as one of that width does."""
     costs = {0: 100.0, 4: 100.0, cheap: 1.0}
+    monkeypatch.setattr(auto_engine, "_policies", {})
     monkeypatch.setattr(WidthPolicy, "__init__", _with_costs(costs))
-    monkeypatch.setattr(width_policy, "RETRY_EVERY", 10**9)
+    monkeypatch.setattr(width_policy, "TRY_EVERY_AT_FIRST", 10**9)
     params = SamplingParams(max_tokens=12, entropy_threshold=1.6)
     rows = [Row((3 + i, 9), params, cheap) for i in range(5)]
     scheduler = Scheduler(auto_engine, [(row.prompt, row.params) for row in rows], rows=2)
