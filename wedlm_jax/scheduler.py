@@ -285,7 +285,7 @@ class _BatchRun:
         until = idle + max(1, len(self._running) // 8) if more else UNTIL_DONE
         forwards = FORWARDS_BESIDE_PREFILL if prefilling else FORWARDS_PER_SLICE
         if self._policy is not None:
-            forwards = self._policy.forwards(self._window, forwards)
+            forwards = self._policy.forwards(forwards)
         batch.dispatch(forwards, until)
 
     def _choose_window(self) -> None:
@@ -308,6 +308,7 @@ class _BatchRun:
                 self._window,
                 tokens=int(tokens.sum()),
                 row_forwards=int(forwards[rows].sum()),
+                forwards=most,
                 seconds=None if seconds is None else seconds / most,
             )
         self._tokens, self._forwards = now.num_output.copy(), now.num_forwards.copy()

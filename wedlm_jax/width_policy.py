@@ -23,9 +23,10 @@ from wedlm_jax.sampling import SamplingParams
 MEMORY = 0.8
 """Weight of the past in a running mean over slices."""
 
-TRY_EVERY, TRY_EVERY_AT_FIRST, AT_FIRST = 16, 4, 32
-"""Slices between two tries of a window that is not the best as far as is known; at first, for so
-many slices, they are more frequent."""
+TRY_SHARE = 0.04
+"""Share of the time that may go into windows which are not the best as far as is known."""
+TRY_FORWARDS = 8
+"""Forwards of such a try: what stood filled before it is committed in the first ones."""
 PROMISING = 0.6
 """A window with so much of the best one's expected speed is worth a try."""
 
@@ -43,38 +44,48 @@ class WidthPolicy:
         self._costs = dict(costs)
         self._seen: dict[int, float] = {0: 1.0}
         self._tries = dict.fromkeys(costs, 0)
-        self._slices = 0
+        self._seconds = self._tried_seconds = 0.0
+        self._trying = False
 
     def choose(self) -> int:
         """The window with the most tokens a second, as far as is known; now and then another,
         to know more."""
-        self._slices += 1
         best = max(self._costs, key=self.rate)
         others = [window for window in self._costs if window not in (0, best)]
-        every = TRY_EVERY_AT_FIRST if self._slices <= AT_FIRST else TRY_EVERY
-        if others and self._slices % every == 0:
-            worth = [w for w in others if self.rate(w) > PROMISING * self.rate(best)]
-            # The least known of the promising ones, or the most promising of the others.
-            return min(worth, key=lambda w: self._tries[w]) if worth else max(others, key=self.rate)
-        return best
+        worth = [w for w in others if self.rate(w) > PROMISING * self.rate(best)]
+        # The least known of the promising ones, or the most promising of the others.
+        other = (
+            min(worth, key=lambda w: self._tries[w])
+            if worth
+            else max(others, key=self.rate, default=best)
+        )
+        after = self._tried_seconds + TRY_FORWARDS * self._costs[other]
+        self._trying = other != best and after <= TRY_SHARE * self._seconds
+        return other if self._trying else best
 
-    def forwards(self, window: int, cheapest: int) -> int:
-        """Forwards in a slice at this window, if there are ``cheapest`` at the cheapest: slices
-        take the same time, so that a try of a wide window costs no more than another."""
-        return max(1, round(cheapest * min(self._costs.values()) / self._costs[window]))
+    def forwards(self, slice_of: int) -> int:
+        """Forwards that the chosen window is decoded with, in a slice of so many."""
+        return min(TRY_FORWARDS, slice_of) if self._trying else slice_of
 
     def rate(self, window: int) -> float:
         """Tokens a second of one row."""
         return self._tokens(window) / self._costs[window]
 
     def observe(
-        self, window: int, *, tokens: int, row_forwards: int, seconds: float | None
+        self,
+        window: int,
+        *,
+        tokens: int,
+        row_forwards: int,
+        forwards: int,
+        seconds: float | None,
     ) -> None:
         """Learns from a slice.
 
         Args:
           tokens: committed by all rows.
           row_forwards: forwards that the rows took part in, added up, at least 1.
+          forwards: of the batch, at least 1.
           seconds: of one forward; None where it cannot be told.
         """
         self._tries[window] += 1
@@ -83,7 +94,11 @@ class WidthPolicy:
             past = self._seen.get(window, seen)
             self._seen[window] = MEMORY * past + (1 - MEMORY) * seen
         if seconds is not None:
-            self._costs[window] = MEMORY * self._costs[window] + (1 - MEMORY) * seconds
+            past = self._costs[window]
+            self._costs[window] = MEMORY * past + (1 - MEMORY) * seconds
+        spent = forwards * self._costs[window]
+        self._seconds += spent
+        self._tried_seconds += spent * self._trying
 
     def _tokens(self, window: int) -> float:
         """Tokens that a row commits in a forward: as seen, or as the nearest seen window lets
@@ -98,8 +113,8 @@ class WidthPolicy:
 
 
 def expected_tokens(window: int) -> float:
-    """Before anything is seen: 1.5 tokens at W = 4, half a token more with each doubling."""
-    return 1.0 if window == 0 else 1.5 + 0.5 * math.log2(window / 4) if window > 2 else 1.1
+    """Before anything is seen: 2 tokens at W = 4, and 0.6 more with each doubling."""
+    return 1.0 if window == 0 else max(2.0 + 0.6 * math.log2(window / 4), 1.0)
 
 
 def measure_costs(batch: Batch) -> dict[int, float]:
