@@ -18,6 +18,7 @@ IMPLEMENTATIONS = {
     "streams": "dense products of the parts that see each other; for short rows",
     "blockwise": "visible tiles only, in plain XLA, for any device; for long rows",
     "splash": "visible tiles only, in a TPU kernel",
+    "triton": "visible tiles only, in kernels for NVIDIA GPUs",
 }
 """The forms by name, and what each is for."""
 
@@ -62,6 +63,11 @@ def attend(
         from wedlm_jax.attention.splash import attend_splash
 
         out = attend_splash(grouped, k, v, mask)
+    elif implementation == "triton":
+        # Likewise, for GPUs.
+        from wedlm_jax.attention.triton import attend_triton
+
+        out = attend_triton(grouped, k, v, mask)
     elif implementation == "streams" and isinstance(mask, DualStreamMask):
         out = attend_streams(grouped, k, v, mask)
     else:
