@@ -32,27 +32,30 @@ class StreamLayout:
     length: int
     block_size: int
 
-    def key_bounds(self, rows: Array, own: bool | Array) -> tuple[Array | None, Array]:
+    def key_bounds(
+        self, rows: Array, query_own: bool | Array, key_own: bool
+    ) -> tuple[Array | None, Array]:
         """First and last key of one stream that each query may see, segments apart.
 
         Args:
-          rows: int32 ``[N]``, queries as rows of all streams; non-negative.
-          own: whether the stream of the keys is the prediction stream (of which only queries
-            of that stream may be asked), as a constant or as a scalar.
+          rows: int32 ``[N]``, queries of one stream, as rows of all streams.
+          query_own: whether their stream is the prediction stream, as a constant or a scalar.
+          key_own: whether the keys' is, which only queries of that stream may be asked.
 
         Returns:
           int32 ``[N]`` each; the first is None where it is the stream's first. Where the last
           stands before the first, the query sees nothing.
         """
-        if self.streams == 1:
+        if query_own is False:
             return None, rows
-        position = jnp.where(rows < self.length, rows, rows - self.length)
-        block_start = position - jax.lax.rem(position, jnp.full_like(rows, self.block_size))
-        first, last = self.length + block_start, rows
-        earlier = jnp.where(rows < self.length, rows, block_start - 1)
-        if isinstance(own, bool):
-            return (first, last) if own else (None, earlier)
-        return jnp.where(own, first, 0), jnp.where(own, last, earlier)
+        position = rows - self.length * jnp.asarray(query_own, jnp.int32)
+        # Not below zero, and said to be so: a power of two is then divided by in one operation.
+        unsigned = position.astype(jnp.uint32)
+        within = jax.lax.rem(unsigned, jnp.full_like(unsigned, self.block_size)).astype(jnp.int32)
+        block_start = position - within
+        if key_own:
+            return self.length + block_start, rows
+        return None, jnp.where(query_own, block_start - 1, rows)
 
 
 def visible_tiles(layout: StreamLayout, segments: Array, query_tile: int, key_tile: int) -> Array:

@@ -55,17 +55,22 @@ class KernelTiles:
 
 
 def default_tiles(dtype: jnp.dtype, head_dim: int) -> KernelTiles:
-    """For H100 and H200, by what compiles into registers without spilling them.
+    """For H100 and H200, chosen by what Triton's compiler makes of them: products by `wgmma`, at
+    most a few registers spilled, shared memory for one program or more. Not timed.
 
     Args:
-      dtype: of queries, keys and values.
+      dtype: of queries, keys and values. Tiles for float32, which is for comparisons, are small:
+        its products take three passes over twice the bytes.
       head_dim: as padded.
     """
+    narrow = head_dim <= 64
     if jnp.dtype(dtype).itemsize > 2:
-        return KernelTiles(Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 2))
-    if head_dim > 64:
-        return KernelTiles(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2))
-    return KernelTiles(Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 3))
+        if narrow:
+            return KernelTiles(Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 2))
+        return KernelTiles(*[Tiles(32, 32, 8, 2)] * 3)
+    if narrow:
+        return KernelTiles(Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 3))
+    return KernelTiles(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2))
 
 
 def attend_triton(

@@ -1,6 +1,7 @@
 """The three kernels of `wedlm_jax.attention.triton`, each for one tile of one head.
 
-Scores are in units of log 2 (`exp2` is what the hardware has), float32 like all sums. Tiles are
+Scores are float32, like all sums, and scaled within the exponent, where a scale costs nothing:
+``exp2(score * scale - shift)`` is one instruction before `exp2`, which the hardware has. Tiles are
 ``[queries, keys]`` in the first two kernels and ``[keys, queries]`` in the third, whose products
 then take every operand as it lies.
 
@@ -71,7 +72,7 @@ def forward_kernel(
     runs: Any, segments: Any, q: Any, k: Any, v: Any, out: Any, log_total: Any, *, plan: Plan
 ) -> None:
     """The output of a tile of queries, and each row's log2 of the sum of exponentials."""
-    tiles = plan.forward
+    tiles, scale = plan.forward, _log2_scale(plan)
     q_tile = q[...]
     view = _QueryTile(plan, tiles, segments)
 
@@ -79,12 +80,13 @@ def forward_kernel(
         def body(j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             top, total, mixed = carry
             keys = pl.ds(j * tiles.keys, tiles.keys)
-            scores = view.scores(q_tile, k[keys, :], j, own)
+            scores = _product(q_tile, k[keys, :], (1, 1), plan)
+            scores = jnp.where(view.seen(j, own), scores, -jnp.inf)
             new_top = jnp.maximum(top, scores.max(-1))
             # A row that has seen nothing yet has no finite top: nothing to subtract.
-            shift = jnp.where(new_top > -jnp.inf, new_top, 0.0)
-            weights = jnp.exp2(scores - shift[:, None])
-            decay = jnp.exp2(top - shift)
+            shift = jnp.where(new_top > -jnp.inf, new_top * scale, 0.0)
+            weights = jnp.exp2(scores * scale - shift[:, None])
+            decay = jnp.exp2(top * scale - shift)
             total = total * decay + weights.sum(-1)
             new = _product(weights.astype(v.dtype), v[keys, :], (1, 0), plan)
             return new_top, total, mixed * decay[:, None] + new
@@ -100,7 +102,7 @@ def forward_kernel(
     seen = total > 0
     total = jnp.where(seen, total, 1.0)
     out[...] = (mixed / total[:, None]).astype(out.dtype)
-    log_total[...] = jnp.where(seen, top + jnp.log2(total), 0.0)
+    log_total[...] = jnp.where(seen, top * scale + jnp.log2(total), 0.0)
 
 
 def query_gradient_kernel(
@@ -108,7 +110,7 @@ def query_gradient_kernel(
     d_q: Any, *, plan: Plan,
 ) -> None:  # fmt: skip
     """The gradient of a tile of queries."""
-    tiles = plan.by_query
+    tiles, scale = plan.by_query, _log2_scale(plan)
     q_tile, d_tile, log_tile, mean_tile = q[...], d_out[...], log_total[...], mean[...]
     view = _QueryTile(plan, tiles, segments)
 
@@ -116,7 +118,8 @@ def query_gradient_kernel(
         def body(j: Array, total: Array) -> Array:
             keys = pl.ds(j * tiles.keys, tiles.keys)
             k_tile = k[keys, :]
-            weights = jnp.exp2(view.scores(q_tile, k_tile, j, own) - log_tile[:, None])
+            exponents = _product(q_tile, k_tile, (1, 1), plan) * scale - log_tile[:, None]
+            weights = jnp.exp2(jnp.where(view.seen(j, own), exponents, -jnp.inf))
             d_weights = _product(d_tile, v[keys, :], (1, 1), plan)
             d_scores = weights * (d_weights - mean_tile[:, None])
             return total + _product(d_scores.astype(k.dtype), k_tile, (1, 0), plan)
@@ -132,41 +135,44 @@ def key_gradient_kernel(
     d_k: Any, d_v: Any, *, plan: Plan,
 ) -> None:  # fmt: skip
     """The gradients of a tile of keys and values, summed over the query heads they serve."""
-    tiles, layout = plan.by_key, plan.layout
+    tiles, layout, scale = plan.by_key, plan.layout, _log2_scale(plan)
     k_tile, v_tile = k[...], v[...]
     first_key = pl.program_id(0) * tiles.keys
-    key = first_key + jnp.arange(tiles.keys)
-    key_segments = segments[pl.ds(first_key, tiles.keys)]
+    key = (first_key + jnp.arange(tiles.keys))[:, None]
+    key_segments = segments[pl.ds(first_key, tiles.keys)][:, None]
 
-    def visit(head: Array, own: bool | Array) -> Callable:
+    def visit(head: Array, query_own: bool, key_own: bool) -> Callable:
         def body(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             total_k, total_v = carry
             queries = pl.ds(i * tiles.queries, tiles.queries)
             q_tile, d_tile = q[head, queries, :], d_out[head, queries, :]
-            bounds = layout.key_bounds(i * tiles.queries + jnp.arange(tiles.queries), own)
-            first, last = (x if x is None else x[None, :] for x in bounds)
-            seen = _visible(
-                first, last, _as_queries(segments[queries])[None, :],
-                key[:, None], key_segments[:, None],
-            )  # fmt: skip
-            scores = _product(k_tile, q_tile, (1, 1), plan) * _log2_scale(plan)
-            scores = jnp.where(seen, scores, -jnp.inf)
-            weights = jnp.exp2(scores - log_total[head, queries][None, :])
+            rows = i * tiles.queries + jnp.arange(tiles.queries)
+            first, last = layout.key_bounds(rows, query_own, key_own)
+            seen = (_as_queries(segments[queries])[None, :] == key_segments) & (
+                key <= last[None, :]
+            )
+            if first is not None:
+                seen &= key >= first[None, :]
+            log_tile, mean_tile = log_total[head, queries][None, :], mean[head, queries][None, :]
+            exponents = _product(k_tile, q_tile, (1, 1), plan) * scale - log_tile
+            weights = jnp.exp2(jnp.where(seen, exponents, -jnp.inf))
             total_v += _product(weights.astype(v.dtype), d_tile, (1, 0), plan)
-            d_weights = _product(v_tile, d_tile, (1, 1), plan)
-            d_scores = weights * (d_weights - mean[head, queries][None, :])
+            d_scores = weights * (_product(v_tile, d_tile, (1, 1), plan) - mean_tile)
             total_k += _product(d_scores.astype(q.dtype), q_tile, (1, 0), plan)
             return total_k, total_v
 
         return body
 
     def of_head(head: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        # Queries of the memory see the memory; those of the prediction stream see both.
-        streams: list[bool | Array] = [False, first_key >= layout.length][: layout.streams]
-        for stream, own in enumerate(streams):
-            begin, end = runs[stream, 0], runs[stream, 1]
-            carry = jax.lax.fori_loop(begin, end, visit(head, own), carry)
-        return carry
+        begin, end = runs[0, 0], runs[0, 1]
+        carry = jax.lax.fori_loop(begin, end, visit(head, False, False), carry)
+        if layout.streams == 1:
+            return carry
+        # Queries of the prediction stream see keys of either, and by other rules.
+        begin, end, own = runs[1, 0], runs[1, 1], first_key >= layout.length
+        middle = jnp.where(own, begin, end)
+        carry = jax.lax.fori_loop(begin, middle, visit(head, True, False), carry)
+        return jax.lax.fori_loop(middle, end, visit(head, True, True), carry)
 
     zeros = jnp.zeros(k_tile.shape, jnp.float32)
     total_k, total_v = jax.lax.fori_loop(0, q.shape[0], of_head, (zeros, zeros))
@@ -178,22 +184,19 @@ class _QueryTile:
     """What the rows of this program's tile of queries see."""
 
     def __init__(self, plan: Plan, tiles: Tiles, segments: Any):
-        self._plan, self._tiles, self._segments = plan, tiles, segments
+        self._layout, self._keys, self._segments = plan.layout, tiles.keys, segments
         first = query_tile_of(pl.program_id(0), plan.layout, tiles) * tiles.queries
+        self._own = False if plan.layout.streams == 1 else first >= plan.layout.length
         self._rows = first + jnp.arange(tiles.queries)
-        self._own_segments = _as_queries(segments[pl.ds(first, tiles.queries)])
+        self._query_segments = _as_queries(segments[pl.ds(first, tiles.queries)])
 
-    def scores(self, q_tile: Array, k_tile: Array, j: Array, own: bool) -> Array:
-        """float32 ``[queries, keys]`` in units of log 2, −inf where not visible."""
-        count = self._tiles.keys
-        first, last = self._plan.layout.key_bounds(self._rows, own)
-        seen = _visible(
-            None if first is None else first[:, None], last[:, None], self._own_segments[:, None],
-            (j * count + jnp.arange(count))[None, :],
-            self._segments[pl.ds(j * count, count)][None, :],
-        )  # fmt: skip
-        scores = _product(q_tile, k_tile, (1, 1), self._plan) * _log2_scale(self._plan)
-        return jnp.where(seen, scores, -jnp.inf)
+    def seen(self, j: Array, key_own: bool) -> Array:
+        """bool ``[queries, keys]``: the mask within the tile of this program and the keys j."""
+        first, last = self._layout.key_bounds(self._rows, self._own, key_own)
+        key = (j * self._keys + jnp.arange(self._keys))[None, :]
+        key_segments = self._segments[pl.ds(j * self._keys, self._keys)][None, :]
+        seen = (self._query_segments[:, None] == key_segments) & (key <= last[:, None])
+        return seen if first is None else seen & (key >= first[:, None])
 
 
 def query_tile_of(program: Array, layout: StreamLayout, tiles: Tiles) -> Array:
@@ -209,18 +212,12 @@ def _walk(runs: Any, visit: Callable[[bool], Callable], carry: Any, plan: Plan) 
     return carry
 
 
-def _visible(
-    first: Array | None, last: Array, query_segments: Array, key: Array, key_segments: Array
-) -> Array:
-    seen = (query_segments == key_segments) & (key <= last)
-    return seen if first is None else seen & (key >= first)
-
-
 def _as_queries(segments: Array) -> Array:
     return jnp.where(segments == PAD_SEGMENT, UNSEEN_SEGMENT, segments)
 
 
 def _log2_scale(plan: Plan) -> float:
+    """From scores to exponents of 2."""
     return plan.scale * math.log2(math.e)
 
 
