@@ -13,11 +13,12 @@ import pytest
 from tests.jaxpr_shapes import shapes_in
 from tests.reference.masks import from_drawing
 from tests.wedlm_jax.test_masks import DUAL_STREAM, DUAL_STREAM_SEGMENTS
-from wedlm_jax.attention import IMPLEMENTATIONS, dispatch, splash, triton
+from wedlm_jax.attention import IMPLEMENTATIONS, check_runs_on, dispatch, splash, triton
 from wedlm_jax.attention import attend as attend_eagerly
 from wedlm_jax.attention.blockwise import TileGrid, attend_blockwise
 from wedlm_jax.attention.triton import KernelTiles, attend_triton
 from wedlm_jax.attention.triton_kernels import Tiles
+from wedlm_jax.errors import InputError
 from wedlm_jax.masks import CachedMask, CausalMask, DualStreamMask
 
 Arrays = tuple[jax.Array, jax.Array, jax.Array]
@@ -250,6 +251,19 @@ def test_bfloat16_inputs_are_scored_and_summed_in_float32(implementation: str) -
 def test_unknown_implementation_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"'flash'.*dense.*streams"):
         attend_eagerly(*random_qkv(24), MASK, implementation="flash")
+
+
+@pytest.mark.parametrize(
+    ("implementation", "platform", "other"),
+    [("splash", "tpu", "gpu"), ("triton", "gpu", "cpu"), ("triton", "gpu", "tpu")],
+)
+def test_a_kernel_is_refused_on_devices_that_it_is_not_for(
+    implementation: str, platform: str, other: str
+) -> None:
+    check_runs_on(implementation, platform)
+    with pytest.raises(InputError, match=f"'{implementation}' is for .*s, not for '{other}'"):
+        check_runs_on(implementation, other)
+    check_runs_on("blockwise", other)
 
 
 def test_cached_mask_without_a_cache_is_refused() -> None:
