@@ -12,7 +12,7 @@ from wedlm_jax.config import ModelConfig
 SPLASH_TILE = 512
 # Products over each visible tile. The kernels of the backward pass (one for the queries' gradient,
 # one for that of keys and values) compute the scores and their gradient anew, each for itself.
-_FORWARD, _BACKWARD_KERNELS, _BACKWARD = 2, 7, 5
+_FORWARD, _BACKWARD_SPLASH, _BACKWARD = 2, 7, 5
 
 
 def forward_flops(model: ModelConfig, rows: int, row_length: int, *, streams: int = 2) -> float:
@@ -50,8 +50,7 @@ def program_flops(config: TrainConfig, model: ModelConfig, rows: int) -> float:
     layers = _matrix_flops(model, rows, length) - head
     again = config.loss.remat == "full"
     attention = _FORWARD * (1 + again)
-    kernels = config.loss.attention in ("splash", "triton")
-    attention += _BACKWARD_KERNELS if kernels else _BACKWARD
+    attention += _BACKWARD_SPLASH if config.loss.attention == "splash" else _BACKWARD
     products = 2 * _width(model) * visible_pairs(config) * rows * attention
     return (4 if again else 3) * layers + 4 * head + products
 

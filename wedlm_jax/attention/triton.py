@@ -2,8 +2,8 @@
 
 An online softmax forward and two kernels backward (Dao, 2023, algorithms 1 and 2), of which one
 gives the queries' gradient, the other that of keys and values. Each walks the runs of visible
-tiles (`wedlm_jax.attention.runs`), segments included, and reads the keys of a KV head once for
-all the query heads it serves.
+tiles (`wedlm_jax.attention.runs`), segments included. Query heads read the keys and values of
+their KV head where they lie, and their shares of its gradient are summed in registers.
 
 Why not a library's: `jax.nn.dot_product_attention` and tokamax take causal masks, windows and
 lengths, or one run of keys a query; a query of the prediction stream sees two runs (earlier

@@ -1,7 +1,7 @@
 """The three kernels of `wedlm_jax.attention.triton`, each for one tile of one head.
 
-Scores are float32, like all sums, and scaled within the exponent, where a scale costs nothing:
-``exp2(score * scale - shift)`` is one instruction before `exp2`, which the hardware has. Tiles are
+Scores are float32, like all sums, and scaled within the exponent of 2, which the hardware has:
+``exp2(score * scale - shift)`` leaves a compiler one multiply-add a pair. Tiles are
 ``[queries, keys]`` in the first two kernels and ``[keys, queries]`` in the third, whose products
 then take every operand as it lies.
 
