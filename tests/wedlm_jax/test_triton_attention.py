@@ -195,7 +195,7 @@ def test_on_a_mesh_each_device_attends_its_own_rows_and_heads() -> None:
 def test_on_a_gpu_output_and_gradients_equal_those_of_blockwise(
     dtype: str, atol: float, head_dim: int
 ) -> None:
-    """Compiled, not interpreted. `JAX_PLATFORMS=cuda pytest` runs it."""
+    """Compiled, not interpreted. `JAX_PLATFORMS=cuda pytest -k on_a_gpu` runs it."""
     length, block = 1000, 8
     segments = packed(length, block, [[300, 100, 500], [1000], []])
     keys = jax.random.split(jax.random.key(0), 3)
