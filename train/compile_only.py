@@ -20,6 +20,7 @@ from train.config import TrainConfig
 from train.setup import abstract_rows, abstract_state, objective_of, optimizer_of
 from train.step import TrainState, make_train_step
 from train.step_flops import forward_flops, program_flops
+from wedlm_jax.attention import check_runs_on
 from wedlm_jax.config import ModelConfig, config_from_hf
 from wedlm_jax.errors import InputError
 from wedlm_jax.hlo_cost import program_cost
@@ -86,6 +87,7 @@ def compile_step(config: TrainConfig, topology_name: str) -> CompiledStep:
     topology = describe_topology(topology_name)
     mesh = make_mesh(dataclasses.asdict(config.mesh), topology.devices)
     check_fits(mesh, model, rows=config.rows, row_length=config.row_length)
+    check_runs_on(config.loss.attention, topology.devices[0].platform)
     shapes = nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0)))
     graph, parameters = nnx.split(shapes)
     optimizer = optimizer_of(config)

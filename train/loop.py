@@ -40,6 +40,7 @@ from train.start import held_out_rows, initial_model, tokenizer_folder, training
 from train.step import Metrics, TrainState, make_train_step
 from train.step_flops import model_flops
 from train.stop import Stopped, StopRequest
+from wedlm_jax.attention import check_runs_on
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
 from wedlm_jax.hf import save_checkpoint
@@ -64,6 +65,7 @@ def train(config: TrainConfig) -> Path:
         save_config(config, output / "config.yaml")
     wait_for_all("output")
     mesh = make_mesh(dataclasses.asdict(config.mesh))
+    check_runs_on(config.loss.attention, mesh.devices.flat[0].platform)
     folder = tokenizer_folder(config, output)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     model = initial_model(config, tokenizer, mesh)

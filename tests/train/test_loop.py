@@ -190,3 +190,12 @@ def test_rows_that_the_devices_do_not_share_evenly_are_refused(
     on_devices(monkeypatch, 8)
     with pytest.raises(InputError, match="rows = 2 is not divisible by data 1 x fsdp 8"):
         run_training(tiny_recipe(tmp_path, tokenizer_folder))
+
+
+def test_a_kernel_for_other_devices_is_refused_before_anything_is_loaded(
+    tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    recipe = tiny_recipe(tmp_path, tokenizer_folder)
+    recipe.loss.attention = "triton"
+    with pytest.raises(InputError, match="'triton' is for NVIDIA GPUs, not for 'cpu'"):
+        run_training(recipe)

@@ -13,9 +13,12 @@ import pytest
 from tests.jaxpr_shapes import shapes_in
 from tests.reference.masks import from_drawing
 from tests.wedlm_jax.test_masks import DUAL_STREAM, DUAL_STREAM_SEGMENTS
-from wedlm_jax.attention import IMPLEMENTATIONS, dispatch, splash
+from wedlm_jax.attention import IMPLEMENTATIONS, check_runs_on, dispatch, splash, triton
 from wedlm_jax.attention import attend as attend_eagerly
 from wedlm_jax.attention.blockwise import TileGrid, attend_blockwise
+from wedlm_jax.attention.triton import KernelTiles, attend_triton
+from wedlm_jax.attention.triton_kernels import Tiles
+from wedlm_jax.errors import InputError
 from wedlm_jax.masks import CachedMask, CausalMask, DualStreamMask
 
 Arrays = tuple[jax.Array, jax.Array, jax.Array]
@@ -31,10 +34,14 @@ MASK = DualStreamMask(SEGMENTS, 4)
 
 @pytest.fixture(autouse=True, scope="module")
 def small_tiles_and_kernels_in_python() -> Iterator[None]:
-    """Rows of 12 then make several tiles, and a TPU kernel runs here."""
+    """Rows of 12 then make several tiles, and the kernels of TPUs and GPUs run here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "attend_blockwise", partial(attend_blockwise, tile=8))
         patch.setattr(splash, "attend_splash", partial(splash.attend_splash, interpret=True))
+        # Every kernel cut otherwise, blocks of 4 whole in a tile and not.
+        tiles = KernelTiles(Tiles(8, 4, 1, 1), Tiles(4, 8, 1, 1), Tiles(4, 2, 1, 1))
+        kernels = partial(attend_triton, tiles=tiles, interpret=True)
+        patch.setattr(triton, "attend_triton", kernels)
         yield
 
 
@@ -189,8 +196,11 @@ def test_the_kernel_refuses_a_block_size_that_is_no_power_of_two() -> None:
         attend_eagerly(*random_qkv(24), DualStreamMask(SEGMENTS, 3), implementation="splash")
 
 
-def test_long_rows_of_several_tiles_equal_dense_in_both_tiled_forms() -> None:
+def test_long_rows_of_several_tiles_equal_dense_in_all_tiled_forms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Tiles of their full size, a length that is no multiple of them, ragged segments."""
+    monkeypatch.setattr(triton, "attend_triton", partial(attend_triton, interpret=True))
     length, block = 640, 32
     lengths = [[200, 96, 300], [620, 0, 0]]
     segments = np.zeros((2, length), np.int32)
@@ -212,7 +222,7 @@ def test_long_rows_of_several_tiles_equal_dense_in_both_tiled_forms() -> None:
         return [out, *gradients]
 
     dense = run("dense")
-    for implementation in ("blockwise", "splash"):
+    for implementation in ("blockwise", "splash", "triton"):
         for own, expected in zip(run(implementation), dense, strict=True):
             np.testing.assert_allclose(own, expected, atol=3e-5)
 
@@ -241,6 +251,19 @@ def test_bfloat16_inputs_are_scored_and_summed_in_float32(implementation: str) -
 def test_unknown_implementation_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"'flash'.*dense.*streams"):
         attend_eagerly(*random_qkv(24), MASK, implementation="flash")
+
+
+@pytest.mark.parametrize(
+    ("implementation", "platform", "other"),
+    [("splash", "tpu", "gpu"), ("triton", "gpu", "cpu"), ("triton", "gpu", "tpu")],
+)
+def test_a_kernel_is_refused_on_devices_that_it_is_not_for(
+    implementation: str, platform: str, other: str
+) -> None:
+    check_runs_on(implementation, platform)
+    with pytest.raises(InputError, match=f"'{implementation}' is for .*s, not for '{other}'"):
+        check_runs_on(implementation, other)
+    check_runs_on("blockwise", other)
 
 
 def test_cached_mask_without_a_cache_is_refused() -> None:

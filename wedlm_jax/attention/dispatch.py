@@ -11,6 +11,7 @@ from jax import Array
 from wedlm_jax.attention.blockwise import attend_blockwise
 from wedlm_jax.attention.dense import attend_pieces
 from wedlm_jax.attention.streams import attend_streams
+from wedlm_jax.errors import InputError
 from wedlm_jax.masks import CachedMask, CausalMask, DualStreamMask, Mask
 
 IMPLEMENTATIONS = {
@@ -18,8 +19,28 @@ IMPLEMENTATIONS = {
     "streams": "dense products of the parts that see each other; for short rows",
     "blockwise": "visible tiles only, in plain XLA, for any device; for long rows",
     "splash": "visible tiles only, in a TPU kernel",
+    "triton": "visible tiles only, in kernels for NVIDIA GPUs",
 }
 """The forms by name, and what each is for."""
+
+_PLATFORMS = {"splash": ("tpu", "TPUs"), "triton": ("gpu", "NVIDIA GPUs")}
+
+
+def check_runs_on(implementation: str, platform: str) -> None:
+    """Refuses a kernel on devices that it is not for.
+
+    Args:
+      implementation: a name in `IMPLEMENTATIONS`.
+      platform: of a device, as JAX names it.
+
+    Raises:
+      InputError: naming both.
+    """
+    own, name = _PLATFORMS.get(implementation, (platform, ""))
+    if own != platform:
+        raise InputError(
+            f"attention implementation {implementation!r} is for {name}, not for {platform!r}"
+        )
 
 
 def attend(
@@ -62,6 +83,11 @@ def attend(
         from wedlm_jax.attention.splash import attend_splash
 
         out = attend_splash(grouped, k, v, mask)
+    elif implementation == "triton":
+        # Likewise, for GPUs.
+        from wedlm_jax.attention.triton import attend_triton
+
+        out = attend_triton(grouped, k, v, mask)
     elif implementation == "streams" and isinstance(mask, DualStreamMask):
         out = attend_streams(grouped, k, v, mask)
     else:
