@@ -48,6 +48,8 @@ def main(arguments: list[str]) -> int:
     from train.stop import EXIT_STATUS, Stopped
 
     join(options)
+    from wedlm_jax.compiled_cache import keep_compiled
+
     keep_compiled(Path(config.output) / "compiled")
     try:
         folder = train(config)
@@ -57,14 +59,3 @@ def main(arguments: list[str]) -> int:
         return EXIT_STATUS
     say(f"exported {folder}")
     return 0
-
-
-def keep_compiled(folder: Path) -> None:
-    """Compiled programs are kept in ``folder``, unless JAX has been given another: a run that is
-    resumed starts faster."""
-    import jax
-
-    if jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
-        return
-    jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)

@@ -317,14 +317,22 @@ class Batch:
             before = after
         return bool(before.done.all())
 
-    def dispatch(self, max_forwards: int = UNTIL_DONE, until_done: int = UNTIL_DONE) -> None:
+    def dispatch(
+        self,
+        max_forwards: int = UNTIL_DONE,
+        until_done: int = UNTIL_DONE,
+        *,
+        live: int | None = None,
+    ) -> None:
         """Sends the device off to run forwards, without waiting: ``max_forwards`` at most, until
-        ``until_done`` rows are done, or until a row needs a longer part of the cache."""
-        longest = int(self._lengths.max(initial=0))
+        ``until_done`` rows are done, or until a row needs a longer part of the cache than
+        ``live``, which by default leaves room for some tokens."""
+        if live is None:
+            live = self._live(int(self._lengths.max(initial=0)) + LOOKAHEAD)
         self._state = self._engine.run(
             programs.advance_state, self._state, self._params, jnp.int32(max_forwards),
             jnp.int32(until_done), windows=self._windows, refill=self._engine.refill,
-            live=self._live(longest + LOOKAHEAD),
+            live=live,
         )  # fmt: skip
 
     def _live(self, size: int) -> int:
@@ -353,6 +361,11 @@ class Batch:
         self._state = self._engine.run(
             programs.end_rows, self._state, jnp.asarray(ended), model=False
         )
+
+    @property
+    def chooses_width(self) -> bool:
+        """Whether windows are chosen while decoding, for all rows together."""
+        return self._engine.chooses_width
 
     def fits(self, start: int, length: int) -> bool:
         """Whether the pieces of a prompt of ``length`` from ``start`` on, padded, end within the
