@@ -29,6 +29,7 @@ PROMPTS_A_ROW = 6
 LENGTHS = (4, 160)
 """Completions are cut at a length between these, drawn so that its logarithm is uniform: most
 are short, some are long, as prompts of different users are."""
+SHOTS = 5
 WINDOWS: tuple[int | str, ...] = (0, 4, 8, 16, 32, "auto")
 
 
@@ -67,7 +68,8 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="wedlm bench",
         description="Tokens a second of batches of the held-out prompts, completions of mixed\n"
-        "lengths: continuous batching against fixed batches, and windows against AR.",
+        "lengths: continuous batching against fixed batches, beginnings computed once\n"
+        "against each time, and windows against AR.",
         epilog="example:\n  wedlm bench --rows 1 8 32 128 --output speeds.json --plot speeds.svg",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -119,7 +121,7 @@ def _window(text: str) -> int | str:
 def _compare(
     options: argparse.Namespace, rows: int, windows: Sequence[int | str]
 ) -> Iterator[list[Speed]]:
-    """Both comparisons at one number of rows."""
+    """The comparisons at one number of rows."""
     from wedlm_jax.llm import LLM
 
     def llm(window: int | str) -> LLM:
@@ -133,6 +135,12 @@ def _compare(
         f"continuous, W = {options.fixed_window}": partial(_continuous, first, work),
     }
     yield measure(fixed, rows, count, options.passes)
+    shots = few_shot(first, count)
+    prefixes: dict[str, Run] = {
+        f"{SHOTS} shots, each computed": partial(_shared, first, shots, rows, False),
+        f"{SHOTS} shots, computed once": partial(_shared, first, shots, rows, True),
+    }
+    yield measure(prefixes, rows, count, options.passes)
     by_window: dict[str, Run] = {}
     for window in windows:
         name = "AR" if window == 0 else f"W = {window}"
@@ -157,6 +165,36 @@ def mixed_lengths(llm: LLM, count: int) -> list[Row]:
         prompt = llm.chat_prompt([{"role": "user", "content": question.prompt}])
         rows.append(llm.prepare_one(prompt, params))
     return rows
+
+
+def few_shot(llm: LLM, count: int) -> list[Row]:
+    """Questions behind the same answered ones, with short answers: prefill is most of the work."""
+    from wedlm_jax.sampling import SamplingParams
+
+    questions = read_questions(EMBEDDED_QUESTIONS)["reasoning"]
+    header = []
+    for question in questions[:SHOTS]:
+        header.append({"role": "user", "content": question.prompt})
+        header.append({"role": "assistant", "content": question.answer})
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    rows = []
+    for i in range(count):
+        asked = questions[SHOTS + i % (len(questions) - SHOTS)]
+        prompt = llm.chat_prompt([*header, {"role": "user", "content": asked.prompt}])
+        rows.append(llm.prepare_one(prompt, params))
+    return rows
+
+
+def _shared(llm: LLM, work: Sequence[Row], rows: int, reuse: bool) -> tuple[int, int]:
+    """Continuously, with beginnings taken over from other rows or not."""
+    from wedlm_jax.scheduler import Scheduler
+
+    tokens = forwards = 0
+    for some in Scheduler(llm.engine, work, rows=rows, reuse_prefixes=reuse).run():
+        for _, result in some:
+            tokens += len(result.token_ids)
+            forwards += result.num_forwards
+    return tokens, forwards
 
 
 def _fixed(llm: LLM, work: Sequence[Row], rows: int) -> tuple[int, int]:

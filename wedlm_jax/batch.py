@@ -93,12 +93,13 @@ class BatchSizes:
         *,
         count: int | None = None,
     ) -> BatchSizes:
-        """Sizes in which any of ``rows`` fits, ``count`` of them (default: all) at once."""
+        """Sizes in which any of ``rows`` fits, ``count`` of them at once: by default all, and
+        up to a power of two. On a mesh the rows are a multiple of its shards."""
         shards = rows_are_cut_by()
-        count = bucket(-(-(len(rows) if count is None else count) // shards), 1) * shards
+        count = bucket(len(rows), 1) if count is None else count
         longest = max(_room(len(prompt), params) for prompt, params in rows)
         return BatchSizes(
-            rows=count,
+            rows=-(-count // shards) * shards,
             # Room for a whole window behind the last token; see `wedlm_jax.cache.write`.
             cache_size=cache_bucket(longest + num_slots(engine.windows[-1])),
             max_output=bucket(max(p.max_tokens for _, p in rows), SMALLEST_OUTPUT_BUCKET),

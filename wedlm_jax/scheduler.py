@@ -22,6 +22,7 @@ from wedlm_jax.batch import (
     BatchSizes,
     Piece,
     Standing,
+    bucket,
 )
 from wedlm_jax.engine import Engine
 from wedlm_jax.prefix import PrefixIndex
@@ -112,7 +113,7 @@ class Scheduler:
     def _read_ahead(self) -> bool:
         """Fills the queue of waiting requests, longest work first; whether there are any."""
         for number, (prompt, params) in itertools.islice(
-            self._source, LOOKAHEAD - len(self._waiting)
+            self._source, max(LOOKAHEAD - len(self._waiting), 0)
         ):
             self.put_back(Request(number, np.asarray(prompt, np.int32), params))
         return bool(self._waiting)
@@ -126,7 +127,8 @@ class Scheduler:
 
     def _open(self) -> Batch:
         known = [(r.prompt, r.params) for _, _, r in self._waiting]
-        sizes = BatchSizes.for_rows(self._engine, known, count=min(self._rows, len(known)))
+        count = min(self._rows, bucket(len(known), 1))
+        sizes = BatchSizes.for_rows(self._engine, known, count=count)
         return self._engine.open(sizes)
 
 

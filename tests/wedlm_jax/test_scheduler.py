@@ -15,6 +15,7 @@ from tests.decode_examples import Row, rows, run
 from wedlm_jax import batch as batch_module
 from wedlm_jax import prefix as prefix_module
 from wedlm_jax import scheduler as scheduler_module
+from wedlm_jax.batch import Batch, BatchSizes
 from wedlm_jax.engine import Engine
 from wedlm_jax.model import Transformer
 from wedlm_jax.prefix import PrefixIndex, shared
@@ -230,3 +231,19 @@ def test_the_longest_beginning_is_found_and_short_ones_are_not_worth_it() -> Non
     assert index.longest(prompt, [1, 2]) == (1, 8)
     assert index.longest(prompt, [2]) == (-1, 0)
     assert index.longest(np.array([99] * 20), [0, 1, 2]) == (-1, 0)
+
+
+def test_no_more_rows_than_asked_for_and_no_more_than_needed(
+    streaming_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+    plain = Engine.open
+
+    def noted(engine: Engine, sizes: BatchSizes) -> Batch:
+        opened.append(sizes.rows)
+        return plain(engine, sizes)
+
+    monkeypatch.setattr(Engine, "open", noted)
+    scheduled(streaming_engine, [Row((3 + i, 9), PLAIN, 4) for i in range(7)], 3)
+    scheduled(streaming_engine, [Row((3 + i, 9), PLAIN, 4) for i in range(3)], 100)
+    assert opened == [3, 4]
