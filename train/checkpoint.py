@@ -12,11 +12,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental import multihost_utils
 
 from train.step import TrainState
 from wedlm_jax.errors import InputError
 from wedlm_jax.orbax_io import DamagedCheckpoint, StepFolders
+from wedlm_jax.processes import jax_processes
 
 CHECKSUMS = "checksums"
 
@@ -67,7 +67,7 @@ class Checkpoints:
             restored = self._folders.restore(step, arrays | {CHECKSUMS: expected})
         except DamagedCheckpoint as error:
             damage = error
-        if _anywhere(damage is not None):
+        if not jax_processes().all_true(damage is None):
             raise damage or DamagedCheckpoint(f"{self._folder}/{step}: damaged on another host")
         assert restored is not None
         expected = restored.pop(CHECKSUMS)
@@ -99,13 +99,6 @@ def _checksum(x: Array) -> Array:
         place = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
         weights = weights * jnp.uint32(2654435761) + 2 * place
     return (words.astype(jnp.uint32) * weights).sum(dtype=jnp.uint32)
-
-
-def _anywhere(here: bool) -> bool:
-    """Whether it holds in any process."""
-    if jax.process_count() == 1:
-        return here
-    return bool(multihost_utils.process_allgather(jnp.array(here)).any())
 
 
 def _as_dict(state: TrainState) -> dict[str, Array]:

@@ -31,7 +31,9 @@ from wedlm_jax.decoding import (
 )
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
+from wedlm_jax.processes import on_host
 from wedlm_jax.sampling import NO_STOP, RowParams, SamplingParams
+from wedlm_jax.sharding import shards
 
 SMALLEST_PROMPT_BUCKET = 32
 SMALLEST_OUTPUT_BUCKET = 32
@@ -183,7 +185,7 @@ class Engine:
         for prompt, row in zip(prompts, params, strict=True):
             self.check(prompt, row)
         count = len(prompts)
-        rows = bucket(count, 1)
+        rows = bucket(count, shards("batch"))  # on a mesh, each device has its own
         length = bucket(max(map(len, prompts)), SMALLEST_PROMPT_BUCKET)
         max_output = bucket(max(p.max_tokens for p in params), SMALLEST_OUTPUT_BUCKET)
         tokens = np.zeros((rows, length), np.int32)
@@ -279,11 +281,12 @@ class Batch:
         self._state = dataclasses.replace(self._state, done=self._state.done.at[row].set(True))
 
     def results(self) -> list[RowResult]:
-        """What each row has committed so far, in order."""
+        """What each row has committed so far, in order. Where rows lie on several hosts, all
+        of them call this, and each gets all rows."""
         state = self._state
         counts = (state.num_output, state.done, state.num_forwards, state.num_token_instances)
         outputs = (state.output, state.output_forwards, state.output_instances)
-        counts, outputs = jax.device_get((counts, outputs))
+        counts, outputs = on_host((counts, outputs))
         results = []
         for i in range(self._count):
             length, done, forwards, instances = (column[i].item() for column in counts)

@@ -1,5 +1,8 @@
-"""The processes of one job, where they act together: who does what is done once, waiting for
-one another, and writing one folder."""
+"""The processes of one job, where they act together: who speaks and does what is done once,
+waiting for one another, and writing one folder.
+
+The one place that asks which process this is.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from wedlm_jax.errors import InputError
 from wedlm_jax.folder_swap import part_folder, replacing
@@ -20,7 +25,7 @@ class Processes:
     """This process among the others.
 
     Attributes:
-      index: its number; 0 does what is done once.
+      index: its number; 0 does what is done once (`is_first`).
       count: how many there are.
       all_true: waits until every process has called it; whether all of them said True.
     """
@@ -41,9 +46,38 @@ def jax_processes() -> Processes:
 
 
 def _all_true(mine: bool) -> bool:
-    from jax.experimental import multihost_utils
-
     return bool(np.all(multihost_utils.process_allgather(np.array(mine))))
+
+
+def is_first() -> bool:
+    """Whether this process is the one that speaks and does what is done once."""
+    return jax.process_index() == 0
+
+
+def say(text: str) -> None:
+    """Prints a line, once in a job of several processes."""
+    if is_first():
+        print(text, flush=True)
+
+
+def wait_for_all(reason: str) -> None:
+    """Returns when every process has come here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(reason)
+
+
+def on_host(tree: Any) -> Any:
+    """A tree of arrays in host memory. Those whose slices lie on several hosts are gathered:
+    all processes call this together, and each gets the whole."""
+
+    def fetch(array: jax.Array) -> np.ndarray:
+        if array.is_fully_addressable:
+            return np.asarray(array)
+        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+    if jax.process_count() == 1:
+        return jax.device_get(tree)
+    return jax.tree.map(fetch, tree)
 
 
 @contextlib.contextmanager

@@ -166,6 +166,12 @@ def constrain_tree(tree: Any) -> Any:
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, tree_specs(tree))
 
 
+def shards(axis: str) -> int:
+    """Into how many pieces an axis of this name is cut on the mesh that is set; 1 where none is."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else math.prod(mesh.shape[name] for name in AXIS_RULES[axis])
+
+
 def on_own_shard(
     function: Callable[..., Array], arguments: Sequence[Sequence[str | None]]
 ) -> Callable[..., Array]:
