@@ -41,7 +41,6 @@ from train.step import TrainState, make_train_step
 from train.step_flops import model_flops
 from train.stop import Stopped, StopRequest
 from wedlm_jax.config import ModelConfig
-from wedlm_jax.errors import InputError
 from wedlm_jax.hf import save_checkpoint
 from wedlm_jax.processes import is_first, say, wait_for_all
 from wedlm_jax.run_folder import describe_run

@@ -6,13 +6,19 @@ import json
 import math
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
+from tokenizers import Tokenizer
 
-from tests.tiny_run import metric_lines, on_devices, tiny_recipe
-from train.config import EvaluationSection
-from train.evaluation import prompts_of
+from tests.tiny_run import ARCHITECTURE, metric_lines, on_devices, tiny_recipe
+from train.config import EvaluationSection, ModelSection
+from train.evaluation import Evaluation, _window_fits, prompts_of
 from train.loop import train as run_training
+from train.setup import objective_of
+from train.start import held_out_rows, initial_model
+from wedlm_jax.sharding import make_mesh
 
 
 def test_a_run_evaluates_on_its_way_and_trains_as_without(
@@ -32,6 +38,42 @@ def test_a_run_evaluates_on_its_way_and_trains_as_without(
         assert 0 < line["tokens_per_forward"] <= 16
         assert any(name.startswith("mlm_loss_ratio_") for name in line)
     assert lines[1]["ar_loss"] < lines[0]["ar_loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_eight_devices_find_what_one_finds(tokenizer_folder: Path, sizes: dict[str, int]) -> None:
+    section = EvaluationSection(every=1, rows=8, prompts=3, max_tokens=10)
+    model = ModelSection(architecture={**ARCHITECTURE, "num_key_value_heads": 2})
+    config = tiny_recipe(Path("unused"), tokenizer_folder, rows=8, evaluation=section, model=model)
+    tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    held = held_out_rows(config, tokenizer, 0)
+
+    def evaluated(sizes: dict[str, int], devices: list[jax.Device]) -> list[dict[str, float]]:
+        mesh = make_mesh(sizes, devices)
+        model = initial_model(config, tokenizer, mesh)
+        graph, parameters = nnx.split(model)
+        with jax.set_mesh(mesh):
+            evaluation = Evaluation(config, mesh, graph, objective_of(config, model.config), held)
+            once = evaluation.run(parameters)
+            # Again with other parameters, for which nothing is compiled.
+            return [once, evaluation.run(jax.tree.map(lambda x: 2 * x, parameters))]
+
+    alone, together = evaluated({}, jax.devices()[:1]), evaluated(sizes, jax.devices()[:8])
+    assert alone[0]["tokens_per_forward"] != alone[1]["tokens_per_forward"]
+    for one, other in zip(alone, together, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            # Counts of tokens and forwards are equal; losses are sums in another order.
+            exact = name in ("tokens_per_forward", "p_cache")
+            assert other[name] == (value if exact else pytest.approx(value, rel=1e-5)), name
+
+
+def test_a_mesh_that_cuts_no_window_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _window_fits(make_mesh({"sequence": 4, "fsdp": 2}))
+    assert capsys.readouterr().out == ""
+    assert not _window_fits(make_mesh({"sequence": 8}))
+    assert "no prompts are decoded, as mesh.sequence 8" in capsys.readouterr().out
 
 
 def test_a_prompt_is_what_stands_before_the_first_trainable_token() -> None:
