@@ -45,6 +45,10 @@ class Checkpoints:
         """The newest state that is whole, shaped and placed like ``like``; None where there are
         no states at all. Damaged ones are told through ``say`` and set aside.
 
+        Args:
+          like: arrays, or only their shapes and shardings.
+          say: told of what is damaged.
+
         Raises:
           InputError: all states are damaged, or the newest is of another model.
         """

@@ -30,6 +30,7 @@ from train.recent import SKIPPED, Recent
 from train.resume import begin_or_resume
 from train.setup import (
     abstract_rows,
+    abstract_state,
     guard_of,
     objective_of,
     optimizer_of,
@@ -114,16 +115,20 @@ class Run:
             self._evaluation = Evaluation(config, mesh, graph, objective, held)
 
     def run(self, parameters: nnx.State) -> TrainState:
-        """Trains from these parameters, or from the newest checkpoint."""
+        """Trains from these parameters, or from the newest checkpoint; they are used up."""
         config = self._config
-        state = placed_state(self._mesh, parameters, self._optimizer)
+        like = abstract_state(self._mesh, parameters, self._optimizer)
         checkpoints = Checkpoints(
             self._output / "checkpoints", config.keep_checkpoints, config.keep_every
         )
         try:
-            if (resumed := checkpoints.restore(state, say)) is not None:
-                state = resumed
+            state = checkpoints.restore(like, say)
+            if state is None:
+                state = placed_state(self._mesh, parameters, self._optimizer)
+            else:
                 say(f"resumed from step {int(state.step)}")
+                for leaf in jax.tree.leaves(parameters):
+                    leaf.delete()  # the state has its own
             if int(state.step) < config.steps:
                 state = self._train(state, checkpoints)
         finally:

@@ -91,8 +91,8 @@ class TrainBatches:
         places = step_places(
             self._row_sets, seed=self._seed, shape=(accumulation, batch_rows), step=step
         )
-        owners: dict[int, list[jax.Device]] = collections.defaultdict(list)
-        for device in self._sharding.device_set:
+        owners: dict[int, list[Any]] = collections.defaultdict(list)
+        for device in list[Any](self._sharding.device_set):
             owners[device.process_index].append(device)
         found = []
         for process in sorted(owners):

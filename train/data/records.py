@@ -250,6 +250,8 @@ def _arrayrecord_chunks(path: Path, size: int) -> Iterator[Chunk]:
 
     try:
         reader = ArrayRecordReader(str(path))
+        if not reader.ok():  # as of a small file that was cut off, which else has no records
+            raise ValueError("it has no ending")
         count = int(reader.num_records())
         reader.close()
     except (OSError, RuntimeError, ValueError) as error:

@@ -74,6 +74,8 @@ def _opened(file: Path) -> tuple[Any, int]:
     from array_record.python.array_record_module import ArrayRecordReader
 
     reader = ArrayRecordReader(str(file))
+    if not reader.ok():
+        raise ValueError("it has no ending")
     return lambda row: decode_samples(reader.read([row])[0]), int(reader.num_records())
 
 

@@ -151,6 +151,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         "cut.jsonl.gz": (packed[: len(packed) // 2], "the compressed data is damaged"),
         "plain.jsonl.gz": (b'{"token_ids": [1]}\n', "the compressed data is damaged"),
         "other.arrayrecord": (b"no records" * 100, "not an ArrayRecord file"),
+        "short.arrayrecord": (b"no records", "not an ArrayRecord file"),
     }
     for name, (content, reason) in contents.items():
         (tmp_path / name).write_bytes(content)
