@@ -59,6 +59,7 @@ def train(config: TrainConfig) -> Path:
         had to be skipped.
       Stopped: SIGTERM came; the state is saved, and the same call goes on from it.
     """
+    schedule_of(config)  # refused before anything is made
     output = Path(config.output)
     if is_first():
         output.mkdir(parents=True, exist_ok=True)
