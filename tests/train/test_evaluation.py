@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 from tokenizers import Tokenizer
 
-from tests.tiny_run import ARCHITECTURE, metric_lines, on_devices, tiny_recipe
-from train.config import EvaluationSection, ModelSection
+from tests.tiny_run import metric_lines, on_devices, tiny_recipe
+from train.config import EvaluationSection
 from train.evaluation import Evaluation, _window_fits, prompts_of
 from train.loop import train as run_training
 from train.setup import objective_of
@@ -41,35 +41,27 @@ def test_a_run_evaluates_on_its_way_and_trains_as_without(
 
 
 @pytest.mark.slow
-def test_eight_devices_find_what_one_finds(tokenizer_folder: Path) -> None:
-    section = EvaluationSection(every=1, rows=8, prompts=3, max_tokens=10)
-    model = ModelSection(architecture={**ARCHITECTURE, "num_key_value_heads": 2})
-    config = tiny_recipe(Path("unused"), tokenizer_folder, rows=8, evaluation=section, model=model)
+def test_eight_devices_decode_what_one_decodes(tokenizer_folder: Path) -> None:
+    section = EvaluationSection(every=1, rows=8, prompts=2, max_tokens=6)
+    config = tiny_recipe(Path("unused"), tokenizer_folder, rows=8, evaluation=section)
     tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     held = held_out_rows(config, tokenizer, 0)
 
-    def evaluated(sizes: dict[str, int], devices: list[jax.Device]) -> list[dict[str, float]]:
+    def decoded(sizes: dict[str, int], devices: list[jax.Device]) -> list[dict[str, float]]:
         mesh = make_mesh(sizes, devices)
         model = initial_model(config, tokenizer, mesh)
         graph, parameters = nnx.split(model)
+        assert parameters["embed_tokens"][...].sharding.num_devices == len(devices)
         with jax.set_mesh(mesh):
             evaluation = Evaluation(config, mesh, graph, objective_of(config, model.config), held)
-            once = evaluation.run(parameters)
+            once = evaluation._decode(parameters)
             # Again with others, for which nothing is compiled: so sharp that several tokens
             # are filled in a forward.
-            return [once, evaluation.run(jax.tree.map(lambda x: 16 * x, parameters))]
+            return [once, evaluation._decode(jax.tree.map(lambda x: 16 * x, parameters))]
 
-    alone = evaluated({}, jax.devices()[:1])
-    together = evaluated({"data": 2, "fsdp": 2, "tensor": 2}, jax.devices()[:8])
+    alone = decoded({}, jax.devices()[:1])
     assert alone[1]["tokens_per_forward"] > 1 > alone[0]["tokens_per_forward"]
-    for one, other in zip(alone, together, strict=True):
-        assert one.keys() == other.keys()
-        for name, value in one.items():
-            if name == "ar_perplexity":  # a function of the AR loss, that magnifies rounding
-                continue
-            # Counts of tokens and forwards are equal; losses are sums in another order.
-            exact = name in ("tokens_per_forward", "p_cache")
-            assert other[name] == (value if exact else pytest.approx(value, rel=1e-5)), name
+    assert decoded({"data": 2, "fsdp": 4}, jax.devices()[:8]) == alone
 
 
 def test_a_mesh_that_cuts_no_window_is_told(capsys: pytest.CaptureFixture[str]) -> None:
