@@ -55,12 +55,11 @@ def test_eight_devices_decode_what_one_decodes(tokenizer_folder: Path) -> None:
         with jax.set_mesh(mesh):
             evaluation = Evaluation(config, mesh, graph, objective_of(config, model.config), held)
             once = evaluation._decode(parameters)
-            # Again with others, for which nothing is compiled: so sharp that several tokens
-            # are filled in a forward.
+            # Again with others, for which nothing is compiled: so sharp that entropies differ.
             return [once, evaluation._decode(jax.tree.map(lambda x: 16 * x, parameters))]
 
     alone = decoded({}, jax.devices()[:1])
-    assert alone[1]["tokens_per_forward"] > 1 > alone[0]["tokens_per_forward"]
+    assert alone[1]["tokens_per_forward"] != alone[0]["tokens_per_forward"]
     assert decoded({"data": 2, "fsdp": 4}, jax.devices()[:8]) == alone
 
 
