@@ -21,7 +21,7 @@ from wedlm_jax.corruption import PackedRows
 from wedlm_jax.decoding import num_slots, slot_widths
 from wedlm_jax.engine import Engine
 from wedlm_jax.model import Transformer
-from wedlm_jax.processes import is_first, say
+from wedlm_jax.processes import is_first, jax_processes, say
 from wedlm_jax.sampling import SamplingParams
 from wedlm_jax.sharding import batch_sharding
 
@@ -63,15 +63,15 @@ class Evaluation:
         self._rows = PackedRows(**{name: place(x) for name, x in rows.items()})
         self._key = jax.random.fold_in(jax.random.key(config.seed), MASKS)
         self._step = make_evaluation_step(graph, objective)
-        decodes = objective.kind == "wedlm" and _window_fits(mesh)
+        decodes = objective.kind == "wedlm" and can_decode(mesh)
         self._prompts = prompts_of(rows, config.evaluation.prompts if decodes else 0)
         self._engine: Engine | None = None
 
     def run(self, parameters: nnx.State) -> Record:
         """Losses, perplexity, and decoding of the prompts: tokens per forward and p_cache.
 
-        All processes of a run call this, under its mesh, and all get the same: parameters
-        stay cut as they are, and each device decodes its share of the prompts."""
+        All processes of a run call this, under its mesh. Parameters stay cut as they are, and
+        each device decodes its share of the prompts; several processes decode none."""
         record = flatten(jax.device_get(self._step(parameters, self._rows, self._key)))
         record["ar_perplexity"] = math.exp(min(record["ar_loss"], 100.0))
         return record | self._decode(parameters)
@@ -98,13 +98,20 @@ class Evaluation:
         }
 
 
-def _window_fits(mesh: Mesh) -> bool:
-    """Whether ``sequence`` cuts the decoder's window evenly; says so where it does not."""
-    pieces = mesh.shape["sequence"]
-    fits = all(width % pieces == 0 for width in slot_widths(num_slots(WINDOW)))
-    if not fits:
-        say(f"evaluation: no prompts are decoded, as mesh.sequence {pieces} does not cut a window")
-    return fits
+def can_decode(mesh: Mesh) -> bool:
+    """Whether prompts are decoded on this mesh; says why where they are not.
+
+    One process decodes on any number of devices. Several do not: the decode loop's collectives
+    came out of step when two processes were tried, on CPUs.
+    """
+    pieces, processes = mesh.shape["sequence"], jax_processes().count
+    if processes > 1:
+        say(f"evaluation: takes losses only; {processes} processes decode no prompts")
+        return False
+    if any(width % pieces for width in slot_widths(num_slots(WINDOW))):
+        say(f"evaluation: takes losses only; mesh.sequence {pieces} does not cut a window evenly")
+        return False
+    return True
 
 
 def prompts_of(rows: dict[str, np.ndarray], count: int) -> list[list[int]]:

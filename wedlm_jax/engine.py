@@ -31,7 +31,6 @@ from wedlm_jax.decoding import (
 )
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
-from wedlm_jax.processes import on_host
 from wedlm_jax.sampling import NO_STOP, RowParams, SamplingParams
 from wedlm_jax.sharding import shards
 
@@ -281,12 +280,11 @@ class Batch:
         self._state = dataclasses.replace(self._state, done=self._state.done.at[row].set(True))
 
     def results(self) -> list[RowResult]:
-        """What each row has committed so far, in order. Where rows lie on several hosts, all
-        of them call this, and each gets all rows."""
+        """What each row has committed so far, in order."""
         state = self._state
         counts = (state.num_output, state.done, state.num_forwards, state.num_token_instances)
         outputs = (state.output, state.output_forwards, state.output_instances)
-        counts, outputs = on_host((counts, outputs))
+        counts, outputs = jax.device_get((counts, outputs))
         results = []
         for i in range(self._count):
             length, done, forwards, instances = (column[i].item() for column in counts)

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from wedlm_jax.dtypes import bits
 from wedlm_jax.errors import InputError
 from wedlm_jax.hf_folder import INDEX, WEIGHTS
-from wedlm_jax.processes import ALONE, Processes, on_host
+from wedlm_jax.processes import ALONE, Processes
 from wedlm_jax.safetensors_file import Header, write_safetensors
 
 if TYPE_CHECKING:
@@ -112,15 +113,19 @@ def gathered(array: jax.Array, layer: int | None = None) -> np.ndarray:
 def _from_all_hosts(array: jax.Array) -> np.ndarray:
     """All of an array in host memory, which goes through every device in pieces."""
     if array.ndim == 0 or array.nbytes <= PIECE_BYTES:
-        return np.asarray(on_host(array))
+        return _from_hosts(array)
     whole = np.empty(array.shape, array.dtype)
     rows = max(PIECE_BYTES * len(array) // array.nbytes, 1)
     for start in range(0, len(array), rows):
         # The last piece begins where a whole one still fits, so that one program serves all.
         start = min(start, len(array) - rows)
-        piece = on_host(_rows(array, start, rows))
+        piece = _from_hosts(_rows(array, start, rows))
         bits(whole)[start : start + rows] = bits(piece)
     return whole
+
+
+def _from_hosts(array: jax.Array) -> np.ndarray:
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 @partial(jax.jit, static_argnums=2)

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -64,20 +63,6 @@ def wait_for_all(reason: str) -> None:
     """Returns when every process has come here."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(reason)
-
-
-def on_host(tree: Any) -> Any:
-    """A tree of arrays in host memory. Those whose slices lie on several hosts are gathered:
-    all processes call this together, and each gets the whole."""
-
-    def fetch(array: jax.Array) -> np.ndarray:
-        if array.is_fully_addressable:
-            return np.asarray(array)
-        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
-
-    if jax.process_count() == 1:
-        return jax.device_get(tree)
-    return jax.tree.map(fetch, tree)
 
 
 @contextlib.contextmanager

@@ -12,12 +12,14 @@ import pytest
 from flax import nnx
 from tokenizers import Tokenizer
 
+import train.evaluation
 from tests.tiny_run import metric_lines, on_devices, tiny_recipe
 from train.config import EvaluationSection
-from train.evaluation import Evaluation, _window_fits, prompts_of
+from train.evaluation import Evaluation, can_decode, prompts_of
 from train.loop import train as run_training
 from train.setup import objective_of
 from train.start import held_out_rows, initial_model
+from wedlm_jax.processes import Processes
 from wedlm_jax.sharding import make_mesh
 
 
@@ -63,11 +65,18 @@ def test_eight_devices_decode_what_one_decodes(tokenizer_folder: Path) -> None:
     assert decoded({"data": 2, "fsdp": 4}, jax.devices()[:8]) == alone
 
 
-def test_a_mesh_that_cuts_no_window_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _window_fits(make_mesh({"sequence": 4, "fsdp": 2}))
+def test_where_no_prompts_are_decoded_it_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mesh = make_mesh({"sequence": 4, "fsdp": 2})
+    assert can_decode(mesh)
     assert capsys.readouterr().out == ""
-    assert not _window_fits(make_mesh({"sequence": 8}))
-    assert "no prompts are decoded, as mesh.sequence 8" in capsys.readouterr().out
+    assert not can_decode(make_mesh({"sequence": 8}))
+    assert "losses only; mesh.sequence 8 does not cut a window" in capsys.readouterr().out
+    two = Processes(0, 2, lambda mine: mine)
+    monkeypatch.setattr(train.evaluation, "jax_processes", lambda: two)
+    assert not can_decode(mesh)
+    assert "losses only; 2 processes decode no prompts" in capsys.readouterr().out
 
 
 def test_a_prompt_is_what_stands_before_the_first_trainable_token() -> None:
