@@ -48,6 +48,9 @@ class NumberedRows:
             "trainable": number % 2 == 0,
         }  # fmt: skip
 
+    def place(self, index: int) -> tuple[str, int]:
+        return f"from {self.first}", index
+
     def __repr__(self) -> str:
         return f"NumberedRows({self.rows})"
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental import multihost_utils
 
 from train.step import TrainState
 from wedlm_jax.errors import InputError
 from wedlm_jax.orbax_io import DamagedCheckpoint, StepFolders
+from wedlm_jax.processes import jax_processes
 
 CHECKSUMS = "checksums"
 
@@ -45,6 +45,10 @@ class Checkpoints:
         """The newest state that is whole, shaped and placed like ``like``; None where there are
         no states at all. Damaged ones are told through ``say`` and set aside.
 
+        Args:
+          like: arrays, or only their shapes and shardings.
+          say: told of what is damaged.
+
         Raises:
           InputError: all states are damaged, or the newest is of another model.
         """
@@ -67,7 +71,7 @@ class Checkpoints:
             restored = self._folders.restore(step, arrays | {CHECKSUMS: expected})
         except DamagedCheckpoint as error:
             damage = error
-        if _anywhere(damage is not None):
+        if not jax_processes().all_true(damage is None):
             raise damage or DamagedCheckpoint(f"{self._folder}/{step}: damaged on another host")
         assert restored is not None
         expected = restored.pop(CHECKSUMS)
@@ -99,13 +103,6 @@ def _checksum(x: Array) -> Array:
         place = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
         weights = weights * jnp.uint32(2654435761) + 2 * place
     return (words.astype(jnp.uint32) * weights).sum(dtype=jnp.uint32)
-
-
-def _anywhere(here: bool) -> bool:
-    """Whether it holds in any process."""
-    if jax.process_count() == 1:
-        return here
-    return bool(multihost_utils.process_allgather(jnp.array(here)).any())
 
 
 def _as_dict(state: TrainState) -> dict[str, Array]:

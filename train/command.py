@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from train.config import describe, load_config
-from train.processes import add_options, join, say
+from train.join import add_options, join
+from wedlm_jax.processes import say
 
 
 def main(arguments: list[str]) -> int:

@@ -118,6 +118,9 @@ class TrainConfig:
     keep_checkpoints: int = _field(2, "newest checkpoints kept")
     keep_every: int = _field(0, "checkpoints at multiples of this are kept for good; 0: none")
     log_every: int = _field(10, "steps between metric lines")
+    allow_other_data: bool = _field(
+        False, "resume although seed, sizes or sources of the data are not as before"
+    )
     model: ModelSection = dataclasses.field(default_factory=ModelSection)
     data: DataSection = dataclasses.field(default_factory=DataSection)
     optimizer: OptimizerSection = dataclasses.field(default_factory=OptimizerSection)

@@ -16,17 +16,19 @@ from jax.sharding import Mesh
 
 from train.config import TrainConfig
 from train.metrics import Record, as_json, flatten
-from train.processes import is_first
 from train.step import Objective, make_evaluation_step
 from wedlm_jax.corruption import PackedRows
+from wedlm_jax.decoding import forward_shapes
 from wedlm_jax.engine import Engine
 from wedlm_jax.model import Transformer
+from wedlm_jax.processes import is_first, jax_processes, say
 from wedlm_jax.sampling import SamplingParams
 from wedlm_jax.sharding import batch_sharding
 
 MASKS = 2**31
 """Folded into the run's key for the masks; no step has this number."""
 WINDOW = 16
+EVALUATION = "evaluation.jsonl"
 
 
 class Evaluation:
@@ -61,14 +63,15 @@ class Evaluation:
         self._rows = PackedRows(**{name: place(x) for name, x in rows.items()})
         self._key = jax.random.fold_in(jax.random.key(config.seed), MASKS)
         self._step = make_evaluation_step(graph, objective)
-        wanted = config.evaluation.prompts if mesh.size == 1 and objective.kind == "wedlm" else 0
-        self._prompts = prompts_of(rows, wanted)
+        decodes = objective.kind == "wedlm" and can_decode(mesh)
+        self._prompts = prompts_of(rows, config.evaluation.prompts if decodes else 0)
         self._engine: Engine | None = None
 
     def run(self, parameters: nnx.State) -> Record:
         """Losses, perplexity, and decoding of the prompts: tokens per forward and p_cache.
 
-        Decoding is left out on a mesh of several devices."""
+        All processes of a run call this, under its mesh. Parameters stay cut as they are, and
+        each device decodes its share of the prompts; several processes decode none."""
         record = flatten(jax.device_get(self._step(parameters, self._rows, self._key)))
         record["ar_perplexity"] = math.exp(min(record["ar_loss"], 100.0))
         return record | self._decode(parameters)
@@ -95,6 +98,22 @@ class Evaluation:
         }
 
 
+def can_decode(mesh: Mesh) -> bool:
+    """Whether prompts are decoded on this mesh; says why where they are not.
+
+    One process decodes on any number of devices. Several do not: the decode loop's collectives
+    came out of step when two processes were tried, on CPUs.
+    """
+    pieces, processes = mesh.shape["sequence"], jax_processes().count
+    if processes > 1:
+        say(f"evaluation: takes losses only; {processes} processes decode no prompts")
+        return False
+    if any(shape.slots % pieces for shape in forward_shapes((WINDOW,))):
+        say(f"evaluation: takes losses only; mesh.sequence {pieces} does not cut a window evenly")
+        return False
+    return True
+
+
 def prompts_of(rows: dict[str, np.ndarray], count: int) -> list[list[int]]:
     """Beginnings of the first samples of packed rows: what stands before the first trainable
     token, or the first half of a sample that is trainable from its start."""
@@ -112,8 +131,8 @@ def prompts_of(rows: dict[str, np.ndarray], count: int) -> list[list[int]]:
     return prompts
 
 
-def append_record(path: Path, step: int, record: Record) -> None:
-    """One line more in ``evaluation.jsonl``, by the first process."""
+def append_record(output: Path, step: int, record: Record) -> None:
+    """One line more in `EVALUATION`, by the first process."""
     if is_first():
-        with path.open("a", encoding="utf-8") as file:
+        with (output / EVALUATION).open("a", encoding="utf-8") as file:
             file.write(as_json(step, record))

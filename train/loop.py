@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 
 from train.budget import describe_budget, peak_flops
 from train.checkpoint import Checkpoints
-from train.config import TrainConfig, save_config
+from train.config import TrainConfig
 from train.data.batches import TrainBatches
-from train.evaluation import Evaluation, append_record
+from train.evaluation import EVALUATION, Evaluation, append_record
 from train.metrics import (
     MetricsLog,
     Record,
@@ -24,12 +24,13 @@ from train.metrics import (
     StepClock,
     TensorBoard,
     Wandb,
-    as_json,
-    flatten,
+    cut_back,
 )
-from train.processes import is_first, say, wait_for_all
+from train.recent import SKIPPED, Recent
+from train.resume import begin_or_resume
 from train.setup import (
     abstract_rows,
+    abstract_state,
     guard_of,
     objective_of,
     optimizer_of,
@@ -37,13 +38,13 @@ from train.setup import (
     schedule_of,
 )
 from train.start import held_out_rows, initial_model, tokenizer_folder, training_rows
-from train.step import Metrics, TrainState, make_train_step
+from train.step import TrainState, make_train_step
 from train.step_flops import model_flops
 from train.stop import Stopped, StopRequest
 from wedlm_jax.attention import check_runs_on
 from wedlm_jax.config import ModelConfig
-from wedlm_jax.errors import InputError
 from wedlm_jax.hf import save_checkpoint
+from wedlm_jax.processes import is_first, say, wait_for_all
 from wedlm_jax.run_folder import describe_run
 from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh
 
@@ -59,23 +60,25 @@ def train(config: TrainConfig) -> Path:
         had to be skipped.
       Stopped: SIGTERM came; the state is saved, and the same call goes on from it.
     """
+    schedule_of(config)  # refused before anything is made
     output = Path(config.output)
     if is_first():
         output.mkdir(parents=True, exist_ok=True)
-        save_config(config, output / "config.yaml")
     wait_for_all("output")
     mesh = make_mesh(dataclasses.asdict(config.mesh))
     check_runs_on(config.loss.attention, mesh.devices.flat[0].platform)
     folder = tokenizer_folder(config, output)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    begin_or_resume(config, tokenizer, output)
     model = initial_model(config, tokenizer, mesh)
     check_fits(mesh, model.config, rows=config.rows, row_length=config.row_length)
     describe_run(output, model.config, folder)
     graph, parameters = nnx.split(model)
     with jax.set_mesh(mesh):
-        state = Run(config, mesh, graph, model.config, tokenizer, output).run(parameters)
+        run = Run(config, mesh, graph, model.config, tokenizer, output)
+        parameters = run.run(parameters).parameters  # the moments are not kept for the export
     exported = dataclasses.replace(model.config, model_type="wedlm")
-    trained = nnx.merge(graph, state.parameters)
+    trained = nnx.merge(graph, parameters)
     save_checkpoint(trained, exported, output / "hf", dtype="float32", tokenizer_from=folder)
     return output / "hf"
 
@@ -115,16 +118,20 @@ class Run:
             self._evaluation = Evaluation(config, mesh, graph, objective, held)
 
     def run(self, parameters: nnx.State) -> TrainState:
-        """Trains from these parameters, or from the newest checkpoint."""
+        """Trains from these parameters, or from the newest checkpoint; they are used up."""
         config = self._config
-        state = placed_state(self._mesh, parameters, self._optimizer)
+        like = abstract_state(self._mesh, parameters, self._optimizer)
         checkpoints = Checkpoints(
             self._output / "checkpoints", config.keep_checkpoints, config.keep_every
         )
         try:
-            if (resumed := checkpoints.restore(state, say)) is not None:
-                state = resumed
+            state = checkpoints.restore(like, say)
+            if state is None:
+                state = placed_state(self._mesh, parameters, self._optimizer)
+            else:
                 say(f"resumed from step {int(state.step)}")
+                for leaf in jax.tree.leaves(parameters):
+                    leaf.delete()  # the state has its own
             if int(state.step) < config.steps:
                 state = self._train(state, checkpoints)
         finally:
@@ -135,8 +142,9 @@ class Run:
         config, done = self._config, int(state.step)
         key = jax.random.key(config.seed)
         compiled = self._compile(state, key)
-        clock, recent = StepClock(), Recent(self._output, config.optimizer.max_skipped)
         batches = TrainBatches(self._data, config, batch_sharding(self._mesh), start=done)
+        clock = StepClock()
+        recent = Recent(self._output, config.optimizer.max_skipped, batches.read_from)
         log = self._open_log(done)
         try:
             with StopRequest() as stop:
@@ -152,6 +160,7 @@ class Run:
                         self._log(log, step + 1, record, clock)
                     ends = stop.after(step + 1)
                     if last or ends or (step + 1) % config.checkpoint_every == 0:
+                        recent.read()  # what was skipped is on record before the state is
                         checkpoints.save(state)
                     self._evaluate(step + 1, state, clock)
                     if ends and not last:
@@ -176,6 +185,8 @@ class Run:
         if not is_first():
             return None
         config, sinks = self._config, list[Sink]()
+        for name in (SKIPPED, EVALUATION):  # what is done again is told again
+            cut_back(self._output / name, done)
         if config.metrics.tensorboard:
             sinks.append(TensorBoard(self._output / "tensorboard", done))
         if config.metrics.wandb:
@@ -198,7 +209,7 @@ class Run:
         if self._evaluation is None or (step % every and step != self._config.steps):
             return
         record = self._evaluation.run(state.parameters)
-        append_record(self._output / "evaluation.jsonl", step, record)
+        append_record(self._output, step, record)
         say(f"held out, step {step}: " + " ".join(f"{k} {v:.4g}" for k, v in record.items()))
         clock.restart()
 
@@ -209,44 +220,3 @@ class Run:
         if count and step == first + count:
             jax.profiler.stop_trace()
             say(f"profile of steps {first} to {step - 1} in {self._output / 'profile'}")
-
-
-class Recent:
-    """Metrics of the steps since the last record, still on the devices.
-
-    Reading them finds the steps that were skipped: each is named in ``skipped.jsonl``, with the
-    number of its batch (that of the step, from 0), and too many in a row end the run.
-    """
-
-    def __init__(self, output: Path, max_skipped: int):
-        self._path, self._max = output / "skipped.jsonl", max_skipped
-        self._waiting: list[tuple[int, Metrics]] = []
-
-    def add(self, step: int, metrics: Metrics) -> None:
-        self._waiting.append((step, metrics))
-
-    def read(self) -> Record:
-        """The newest step's metrics; waits for it.
-
-        Raises:
-          InputError: more steps in a row were skipped than allowed.
-        """
-        record: Record = {}
-        for step, metrics in self._waiting:
-            record = flatten(jax.device_get(metrics))
-            if record["skipped"]:
-                self._note(step, record)
-        self._waiting.clear()
-        return record
-
-    def _note(self, step: int, record: Record) -> None:
-        why = {name: record[name] for name in ("loss", "gradient_norm")}
-        say(f"step {step} skipped: " + ", ".join(f"{k} {v:.4g}" for k, v in why.items()))
-        if is_first():
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(as_json(step, {"batch": step - 1, **why}))
-        if record["skipped"] >= self._max:
-            raise InputError(
-                f"step {step}: {record['skipped']:.0f} steps in a row were skipped, which is as "
-                f"many as optimizer.max_skipped allows; {self._path} names their batches"
-            )

@@ -57,10 +57,13 @@ def flatten(metrics: Mapping[str, Any]) -> Record:
     return record
 
 
-def as_json(step: int, record: Mapping[str, float]) -> str:
-    """A line of a JSONL file. JSON has no word for what is not finite: it becomes null."""
+def as_json(step: int, record: Mapping[str, float], **more: Any) -> str:
+    """A line of a JSONL file. JSON has no word for what is not finite: it becomes null.
+
+    ``more`` stands behind the numbers as it is.
+    """
     known = {name: x if math.isfinite(x) else None for name, x in record.items()}
-    return json.dumps({"step": step, **known}) + "\n"
+    return json.dumps({"step": step, **known, **more}, ensure_ascii=False) + "\n"
 
 
 class Sink(Protocol):

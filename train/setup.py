@@ -17,13 +17,23 @@ from train.optimizer import make_optimizer
 from train.step import Objective, TrainState
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.corruption import PackedRows
+from wedlm_jax.errors import InputError
 from wedlm_jax.loss import LossConfig
 from wedlm_jax.sharding import batch_sharding, tree_shardings
 
 
 def schedule_of(config: TrainConfig) -> optax.Schedule:
-    """Learning rate by step: a linear warm-up, then a cosine over the rest of the run."""
+    """Learning rate by step: a linear warm-up, then a cosine over the rest of the run.
+
+    Raises:
+      InputError: the warm-up leaves no step for the cosine.
+    """
     o = config.optimizer
+    if not 0 <= o.warmup_steps < config.steps:
+        raise InputError(
+            f"optimizer.warmup_steps must be 0 to {config.steps - 1}, below steps, "
+            f"not {o.warmup_steps}"
+        )
     return optax.warmup_cosine_decay_schedule(
         0.0, o.learning_rate, o.warmup_steps, config.steps, o.final_learning_rate
     )

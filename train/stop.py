@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 from types import FrameType, TracebackType
 
-import jax
 from jax.experimental import multihost_utils
+
+from wedlm_jax.processes import jax_processes
 
 EXIT_STATUS = 128 + signal.SIGTERM
 """Of a run that was stopped: not 0, so that what waits for the model does not go on."""
@@ -33,7 +34,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._noted = False
-        self._alone = jax.process_count() == 1
+        self._alone = jax_processes().count == 1
 
     def __enter__(self) -> StopRequest:
         if self._alone:

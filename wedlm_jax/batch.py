@@ -18,7 +18,7 @@ from wedlm_jax import programs
 from wedlm_jax.decode_state import DecodeState, num_slots, physical_order
 from wedlm_jax.row_result import RowResult, WindowView
 from wedlm_jax.sampling import NO_STOP, RowParams, SamplingParams
-from wedlm_jax.sharding import rows_are_cut_by
+from wedlm_jax.sharding import shards
 
 if TYPE_CHECKING:
     from wedlm_jax.engine import Engine
@@ -95,11 +95,11 @@ class BatchSizes:
     ) -> BatchSizes:
         """Sizes in which any of ``rows`` fits, ``count`` of them at once: by default all, and
         up to a power of two. On a mesh the rows are a multiple of its shards."""
-        shards = rows_are_cut_by()
+        cuts = shards("batch")
         count = bucket(len(rows), 1) if count is None else count
         longest = max(_room(len(prompt), params) for prompt, params in rows)
         return BatchSizes(
-            rows=-(-count // shards) * shards,
+            rows=-(-count // cuts) * cuts,
             # Room for a whole window behind the last token; see `wedlm_jax.cache.write`.
             cache_size=cache_bucket(longest + num_slots(engine.windows[-1])),
             max_output=bucket(max(p.max_tokens for _, p in rows), SMALLEST_OUTPUT_BUCKET),
@@ -157,7 +157,7 @@ class Batch:
 
     def __init__(self, engine: Engine, sizes: BatchSizes):
         self.sizes = sizes
-        self._engine, self._shards = engine, rows_are_cut_by()
+        self._engine, self._shards = engine, shards("batch")
         self._windows, self._default_window = engine.windows, engine.window_size
         shape: dict[str, Any] = state_sizes(engine, sizes)
         self._state: DecodeState = engine.run(programs.allocate_state, **shape)

@@ -11,11 +11,13 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from wedlm_jax.dtypes import bits
 from wedlm_jax.errors import InputError
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from wedlm_jax.hf import Entry
 
 SHARD_BYTES = 5 * 1000**3
+
+PIECE_BYTES = 2**28
+"""What each device holds for a moment, beside its own, of an array that several hosts share."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +89,7 @@ def gathered(array: jax.Array, layer: int | None = None) -> np.ndarray:
     and each gets all of it.
     """
     if not array.is_fully_addressable:
-        from jax.experimental import multihost_utils
-
-        part = array if layer is None else _layer(array, layer)
-        return np.asarray(multihost_utils.process_allgather(part, tiled=True))
+        return _from_all_hosts(array if layer is None else _layer(array, layer))
     shape = array.shape if layer is None else array.shape[1:]
     whole = None
     for shard in array.addressable_shards:
@@ -106,6 +108,29 @@ def gathered(array: jax.Array, layer: int | None = None) -> np.ndarray:
         bits(whole)[index] = bits(values)
     assert whole is not None
     return whole
+
+
+def _from_all_hosts(array: jax.Array) -> np.ndarray:
+    """All of an array in host memory, which goes through every device in pieces."""
+    if array.ndim == 0 or array.nbytes <= PIECE_BYTES:
+        return _from_hosts(array)
+    whole = np.empty(array.shape, array.dtype)
+    rows = max(PIECE_BYTES * len(array) // array.nbytes, 1)
+    for start in range(0, len(array), rows):
+        # The last piece begins where a whole one still fits, so that one program serves all.
+        start = min(start, len(array) - rows)
+        piece = _from_hosts(_rows(array, start, rows))
+        bits(whole)[start : start + rows] = bits(piece)
+    return whole
+
+
+def _from_hosts(array: jax.Array) -> np.ndarray:
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+@partial(jax.jit, static_argnums=2)
+def _rows(array: jax.Array, start: int, count: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(array, start, count)
 
 
 def _on_host(data: jax.Array, layer: int | None) -> np.ndarray:

@@ -17,7 +17,7 @@ from wedlm_jax import programs
 from wedlm_jax.batch import BatchSizes, idle_params
 from wedlm_jax.errors import InputError
 from wedlm_jax.sampling import RowParams
-from wedlm_jax.sharding import rows_are_cut_by
+from wedlm_jax.sharding import shards
 
 if TYPE_CHECKING:
     from wedlm_jax.engine import Engine
@@ -73,7 +73,7 @@ def plan_memory(engine: Engine, sizes: BatchSizes, *, ask_compiler: bool) -> Mem
         )  # fmt: skip
         analysis = loop.memory_analysis()
         working = 0 if analysis is None else analysis.temp_size_in_bytes
-    weights = engine.parameter_bytes // (devices // rows_are_cut_by())
+    weights = engine.parameter_bytes // (devices // shards("batch"))
     return MemoryPlan(weights, size // devices, working, device_memory())
 
 

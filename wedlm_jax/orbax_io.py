@@ -19,10 +19,10 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 from orbax.checkpoint import type_handlers
 
 from wedlm_jax.errors import InputError
+from wedlm_jax.processes import is_first, wait_for_all
 
 LATE_REPORTS_S = 0.5
 """How long reads that were under way at a failure may take to end."""
@@ -80,14 +80,13 @@ class StepFolders:
     def set_aside(self, step: int) -> None:
         """Renames a state, so that it counts no more and its step can be written again."""
         folder = self._folder / str(step)
-        if jax.process_index() == 0:
+        if is_first():
             place, number = folder.with_name(f"{step}.damaged"), 1
             while place.exists():
                 number += 1
                 place = folder.with_name(f"{step}.damaged-{number}")
             folder.rename(place)
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices(f"set aside {step}")
+        wait_for_all(f"set aside {step}")
         self._manager.reload()
 
     def close(self) -> None:

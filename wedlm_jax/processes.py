@@ -1,5 +1,8 @@
-"""The processes of one job, where they act together: who does what is done once, waiting for
-one another, and writing one folder."""
+"""The processes of one job, where they act together: who speaks and does what is done once,
+waiting for one another, and writing one folder.
+
+The one place that asks which process this is.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from wedlm_jax.errors import InputError
 from wedlm_jax.folder_swap import part_folder, replacing
@@ -20,7 +24,7 @@ class Processes:
     """This process among the others.
 
     Attributes:
-      index: its number; 0 does what is done once.
+      index: its number; 0 does what is done once (`is_first`).
       count: how many there are.
       all_true: waits until every process has called it; whether all of them said True.
     """
@@ -41,9 +45,24 @@ def jax_processes() -> Processes:
 
 
 def _all_true(mine: bool) -> bool:
-    from jax.experimental import multihost_utils
-
     return bool(np.all(multihost_utils.process_allgather(np.array(mine))))
+
+
+def is_first() -> bool:
+    """Whether this process is the one that speaks and does what is done once."""
+    return jax.process_index() == 0
+
+
+def say(text: str) -> None:
+    """Prints a line, once in a job of several processes."""
+    if is_first():
+        print(text, flush=True)
+
+
+def wait_for_all(reason: str) -> None:
+    """Returns when every process has come here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(reason)
 
 
 @contextlib.contextmanager

@@ -166,12 +166,10 @@ def constrain_tree(tree: Any) -> Any:
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, tree_specs(tree))
 
 
-def rows_are_cut_by() -> int:
-    """Shards of an array's rows ("batch") on the mesh that is set; 1 where none is."""
+def shards(axis: str) -> int:
+    """Into how many pieces an axis of this name is cut on the mesh that is set; 1 where none is."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return 1
-    return math.prod(mesh.shape[axis] for axis in AXIS_RULES["batch"])
+    return 1 if mesh.empty else math.prod(mesh.shape[name] for name in AXIS_RULES[axis])
 
 
 def on_own_shard(

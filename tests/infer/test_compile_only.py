@@ -13,6 +13,8 @@ import pytest
 
 from infer.compile_only import CompiledDecoder, DecodeSizes, describe, forward_flops, main
 from infer.compile_only import read_model as read
+from tests.no_libtpu import NO_LIBTPU, hide_libtpu
+from wedlm_jax.__main__ import main as wedlm
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
 from wedlm_jax.hlo_cost import ProgramCost
@@ -93,6 +95,15 @@ def test_options_that_cannot_be_are_refused(options: dict, message: str) -> None
     model = {} if message == "needs --model" else {"model": str(ROOT / "configs/wedlm_8b.yaml")}
     with pytest.raises(InputError, match=message):
         main({"topology": "v5e:2x4", **model, **options})
+
+
+def test_without_the_compiler_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hide_libtpu(monkeypatch)
+    recipe = str(ROOT / "configs" / "wedlm_8b.yaml")
+    assert wedlm(["generate", "--compile-only", "--model", recipe]) == 2
+    assert capsys.readouterr() == ("", f"wedlm generate: {NO_LIBTPU}\n")
 
 
 @pytest.mark.slow

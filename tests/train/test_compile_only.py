@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.no_libtpu import NO_LIBTPU, hide_libtpu
 from train.compile_only import CompiledStep, describe
 from train.config import TrainConfig
 from train.step_flops import forward_flops, program_flops, visible_pairs
+from wedlm_jax.__main__ import main
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.roofline import Roofline
 
@@ -66,6 +68,15 @@ def test_the_report_says_memory_collectives_and_time() -> None:
     assert "shortest step        2.000 s, by compute" in text
     assert "2,048 tokens/s, 75%" in text
     assert "assumed              products at the chip's bfloat16 peak" in text
+
+
+def test_without_the_compiler_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hide_libtpu(monkeypatch)
+    recipe = str(Path(__file__).parents[2] / "configs" / "wedlm_8b.yaml")
+    assert main(["train", "--config", recipe, "--compile-only"]) == 2
+    assert capsys.readouterr() == ("", f"wedlm train: {NO_LIBTPU}\n")
 
 
 @pytest.mark.slow

@@ -6,13 +6,21 @@ import json
 import math
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
+from tokenizers import Tokenizer
 
+import train.evaluation
 from tests.tiny_run import metric_lines, on_devices, tiny_recipe
 from train.config import EvaluationSection
-from train.evaluation import prompts_of
+from train.evaluation import Evaluation, can_decode, prompts_of
 from train.loop import train as run_training
+from train.setup import objective_of
+from train.start import held_out_rows, initial_model
+from wedlm_jax.processes import Processes
+from wedlm_jax.sharding import make_mesh
 
 
 def test_a_run_evaluates_on_its_way_and_trains_as_without(
@@ -32,6 +40,43 @@ def test_a_run_evaluates_on_its_way_and_trains_as_without(
         assert 0 < line["tokens_per_forward"] <= 16
         assert any(name.startswith("mlm_loss_ratio_") for name in line)
     assert lines[1]["ar_loss"] < lines[0]["ar_loss"]
+
+
+@pytest.mark.slow
+def test_eight_devices_decode_what_one_decodes(tokenizer_folder: Path) -> None:
+    section = EvaluationSection(every=1, rows=8, prompts=2, max_tokens=6)
+    config = tiny_recipe(Path("unused"), tokenizer_folder, rows=8, evaluation=section)
+    tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    held = held_out_rows(config, tokenizer, 0)
+
+    def decoded(sizes: dict[str, int], devices: list[jax.Device]) -> list[dict[str, float]]:
+        mesh = make_mesh(sizes, devices)
+        model = initial_model(config, tokenizer, mesh)
+        graph, parameters = nnx.split(model)
+        assert parameters["embed_tokens"][...].sharding.num_devices == len(devices)
+        with jax.set_mesh(mesh):
+            evaluation = Evaluation(config, mesh, graph, objective_of(config, model.config), held)
+            once = evaluation._decode(parameters)
+            # Again with others, for which nothing is compiled: so sharp that entropies differ.
+            return [once, evaluation._decode(jax.tree.map(lambda x: 16 * x, parameters))]
+
+    alone = decoded({}, jax.devices()[:1])
+    assert alone[1]["tokens_per_forward"] != alone[0]["tokens_per_forward"]
+    assert decoded({"data": 2, "fsdp": 4}, jax.devices()[:8]) == alone
+
+
+def test_where_no_prompts_are_decoded_it_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mesh = make_mesh({"sequence": 4, "fsdp": 2})
+    assert can_decode(mesh)
+    assert capsys.readouterr().out == ""
+    assert not can_decode(make_mesh({"sequence": 8}))
+    assert "losses only; mesh.sequence 8 does not cut a window" in capsys.readouterr().out
+    two = Processes(0, 2, lambda mine: mine)
+    monkeypatch.setattr(train.evaluation, "jax_processes", lambda: two)
+    assert not can_decode(mesh)
+    assert "losses only; 2 processes decode no prompts" in capsys.readouterr().out
 
 
 def test_a_prompt_is_what_stands_before_the_first_trainable_token() -> None:

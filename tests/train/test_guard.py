@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from tests.tiny_run import ARCHITECTURE, metric_lines, on_devices, tiny_recipe
-from train.config import ModelSection, OptimizerSection
+from train.config import ModelSection, OptimizerSection, TrainConfig
+from train.data.order import global_order
+from train.data.synthetic import load_dataset
 from train.guard import NORM_DECAY, Guard, GuardState, judge
 from train.loop import train as run_training
 from wedlm_jax.errors import InputError
@@ -52,7 +54,7 @@ def test_spikes_are_not_looked_for_before_the_norms_have_settled() -> None:
     assert after([1.0, 100.0], Guard(spike_factor=0.0))[0] == [True, True]
 
 
-def broken(output: Path, tokenizer: Path, **changes: object) -> object:
+def broken(output: Path, tokenizer: Path, **changes: object) -> TrainConfig:
     """A recipe whose weights are so large that no loss is finite."""
     model = ModelSection(architecture={**ARCHITECTURE, "initializer_range": 1e30})
     return tiny_recipe(output, tokenizer, model=model, **changes)
@@ -73,6 +75,14 @@ def test_a_run_whose_loss_is_no_number_stops_and_names_the_batches(
     lines = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
     assert [(line["step"], line["batch"]) for line in lines] == [(1, 0), (2, 1), (3, 2)]
     assert {line["gradient_norm"] for line in lines} == {None}
+    rows = load_dataset(tmp_path / "rows.npz").row_sets()
+    order = global_order(rows, seed=config.seed, batch_rows=4)
+    for batch, line in enumerate(lines):
+        [files] = line["rows"]  # one process
+        assert list(files) == [str(tmp_path / "rows.npz")]
+        read = sorted(order[4 * batch + i]["tokens"].tolist() for i in range(4))
+        named = files[str(tmp_path / "rows.npz")]
+        assert sorted(rows[0][0][number]["tokens"].tolist() for number in named) == read
     assert [line["step"] for line in metric_lines(tmp_path)] == [1, 2]
     assert not (tmp_path / "hf").exists()
 

@@ -154,6 +154,15 @@ def test_samples_too_long_for_a_row_are_counted_aloud(
     assert f"{dataset.skipped} samples too long and left out" in capsys.readouterr().out
 
 
+def test_a_warm_up_that_leaves_no_step_is_refused(tokenizer_folder: Path, tmp_path: Path) -> None:
+    config = tiny_recipe(
+        tmp_path / "run", tokenizer_folder, optimizer=OptimizerSection(warmup_steps=4)
+    )
+    with pytest.raises(InputError, match=r"warmup_steps must be 0 to 3, below steps, not 4"):
+        run_training(config)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_tokenizer_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import queue
 import threading
@@ -14,7 +15,14 @@ import numpy as np
 from jax.sharding import Sharding
 
 from train.config import TrainConfig
-from train.data.order import HostBatch, HostSteps, RowSet, global_order, read_ahead
+from train.data.order import (
+    HostBatch,
+    HostSteps,
+    RowSet,
+    global_order,
+    read_ahead,
+    step_places,
+)
 from wedlm_jax.corruption import PackedRows
 
 
@@ -49,8 +57,9 @@ class TrainBatches:
         self.input_wait = 0.0
         self._shape = (config.accumulation, config.rows, config.row_length)
         self._sharding = sharding
+        self._row_sets, self._seed = data.row_sets(), config.seed
         order = global_order(
-            data.row_sets(), seed=config.seed, batch_rows=config.accumulation * config.rows
+            self._row_sets, seed=self._seed, batch_rows=config.accumulation * config.rows
         )
         self._rows = host_rows(sharding, self._shape)
         steps = HostSteps(order, self._shape[:2], self._rows, start, config.steps)
@@ -71,6 +80,29 @@ class TrainBatches:
             self._ready.put(item)  # a later call must not wait for a thread that has ended
             raise item
         return item
+
+    def read_from(self, step: int) -> list[dict[str, list[int]]]:
+        """Where the rows of a step's global batch stand: of each process of the run, the files
+        that it reads, and the numbers of its rows in each, from 0.
+
+        Nothing is read, and no process has to ask another.
+        """
+        accumulation, batch_rows, _ = self._shape
+        places = step_places(
+            self._row_sets, seed=self._seed, shape=(accumulation, batch_rows), step=step
+        )
+        owners: dict[int, list[Any]] = collections.defaultdict(list)
+        for device in list[Any](self._sharding.device_set):
+            owners[device.process_index].append(device)
+        found = []
+        for process in sorted(owners):
+            files: dict[str, list[int]] = collections.defaultdict(list)
+            for row in host_rows(self._sharding, self._shape, owners[process]):
+                for turn in places:
+                    file, number = turn[row]
+                    files[file].append(number)
+            found.append({file: sorted(numbers) for file, numbers in sorted(files.items())})
+        return found
 
     def close(self) -> None:
         """Ends the threads and processes that read ahead."""

@@ -27,9 +27,28 @@ class RowSet(Protocol):
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]: ...
 
+    def place(self, index: int) -> tuple[str, int]:
+        """The file that row ``index`` stands in, and its number there, from 0."""
+
+
+class RowPlaces:
+    """In the stead of a row set: element i is the place of row i, which is not read.
+
+    An order of these tells where the rows of the same order of the sets themselves stand.
+    """
+
+    def __init__(self, rows: RowSet):
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> tuple[str, int]:
+        return self._rows.place(int(index))
+
 
 def global_order(
-    row_sets: Sequence[tuple[RowSet, float]], *, seed: int, batch_rows: int
+    row_sets: Sequence[tuple[RowSet | RowPlaces, float]], *, seed: int, batch_rows: int
 ) -> grain.MapDataset:
     """All rows, each set shuffled anew every epoch of its own, mixed by weight, without end.
 
@@ -93,6 +112,26 @@ class HostSteps:
 
     def __repr__(self) -> str:
         return f"HostSteps({self._start}, {self._stop})"
+
+
+def step_places(
+    row_sets: Sequence[tuple[RowSet, float]], *, seed: int, shape: tuple[int, int], step: int
+) -> list[list[tuple[str, int]]]:
+    """Where the rows of a step's global batch stand: file and number there, for ``[A][R]``.
+
+    Args:
+      row_sets, seed: as in `global_order`.
+      shape: (A, R).
+      step: from 0.
+    """
+    places = [(RowPlaces(rows), weight) for rows, weight in row_sets]
+    accumulation, batch_rows = shape
+    order = global_order(places, seed=seed, batch_rows=accumulation * batch_rows)
+    first = step * accumulation * batch_rows
+    return [
+        [order[first + turn * batch_rows + row] for row in range(batch_rows)]
+        for turn in range(accumulation)
+    ]
 
 
 def read_ahead(steps: HostSteps, *, workers: int, prefetch: int) -> Iterator[HostBatch]:

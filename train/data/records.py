@@ -233,8 +233,16 @@ def _parquet_rows(chunk: Chunk) -> list[dict[str, Any] | Malformed]:
         wanted = {"text", "messages", "token_ids", "trainable"}
         columns = [name for name in file.schema_arrow.names if name in wanted]
         rows = file.read_row_group(chunk.group, columns=columns).to_pylist()
-    # A column that other rows fill is not a key of this one.
-    return [{key: value for key, value in row.items() if value is not None} for row in rows]
+    return [_without_nulls(row) for row in rows]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Keys that only other rows fill, or other messages of the same row, are none of this one."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(x) for key, x in value.items() if x is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return [_without_nulls(x) for x in value]
+    return value
 
 
 def _arrayrecord_chunks(path: Path, size: int) -> Iterator[Chunk]:
@@ -242,6 +250,8 @@ def _arrayrecord_chunks(path: Path, size: int) -> Iterator[Chunk]:
 
     try:
         reader = ArrayRecordReader(str(path))
+        if not reader.ok():  # as of a small file that was cut off, which else has no records
+            raise ValueError("it has no ending")
         count = int(reader.num_records())
         reader.close()
     except (OSError, RuntimeError, ValueError) as error:

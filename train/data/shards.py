@@ -5,7 +5,9 @@ A shard is ``rows-00000-of-00008.arrayrecord``; a record in it is one row (`row_
 
 from __future__ import annotations
 
+import bisect
 import hashlib
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,7 @@ class ShardRows:
 
     def __init__(self, folder: Path, manifest: Manifest, pad_token_id: int):
         self._folder, self._manifest = folder, manifest
+        self._ends = list(itertools.accumulate(shard.rows for shard in manifest.shards))
         self._sizes = {
             "row_length": manifest.row_length,
             "block_size": manifest.block_size,
@@ -111,6 +114,12 @@ class ShardRows:
         except (OSError, RuntimeError, ValueError, IndexError) as error:
             reason = " ".join(str(error).split())[:200]
             raise InputError(f"{self._folder}: row {index} cannot be read ({reason})") from None
+
+    def place(self, index: int) -> tuple[str, int]:
+        """The shard that row ``index`` stands in, and its number there, from 0."""
+        shard = bisect.bisect_right(self._ends, index)
+        first = self._ends[shard] - self._manifest.shards[shard].rows
+        return str(self._folder / self._manifest.shards[shard].file), index - first
 
     def __repr__(self) -> str:
         return f"ShardRows({self._folder}, {self._manifest.content})"

@@ -11,6 +11,7 @@ from train.config import TrainConfig
 from train.data.manifest import Manifest, read_manifest, tokenizer_fingerprint
 from train.data.shards import ShardRows
 from wedlm_jax.errors import InputError
+from wedlm_jax.processes import say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +56,8 @@ def open_sources(config: TrainConfig, tokenizer: Tokenizer, pad_token_id: int) -
         sources.manifests.append(manifest)
         sources.rows.append(ShardRows(folder, manifest, pad_token_id))
         sources.weights.append(weight)
-        print(
+        say(
             f"{folder}: {weight / total:.1%} of the rows; {manifest.rows:,} rows, "
-            f"{manifest.tokens:,} tokens, {manifest.fill:.1%} filled",
-            flush=True,
+            f"{manifest.tokens:,} tokens, {manifest.fill:.1%} filled"
         )
     return sources

@@ -24,15 +24,17 @@ CHAT_END = "<|im_end|>"
 
 @dataclasses.dataclass(frozen=True)
 class PackedDataset:
-    """Rows in memory: each array ``[rows, row_length]``; ``fill`` is the share of real tokens."""
+    """Rows in memory: each array ``[rows, row_length]``; ``fill`` is the share of real tokens;
+    ``file`` is where they were saved, if they were."""
 
     arrays: dict[str, np.ndarray]
     fill: float
     samples: int
     skipped: int
+    file: str = "synthetic corpus"
 
     def row_sets(self) -> list[tuple[MemoryRows, float]]:
-        return [(MemoryRows(self.arrays), 1.0)]
+        return [(MemoryRows(self.arrays, self.file), 1.0)]
 
 
 def tokenise(
@@ -99,7 +101,8 @@ def build_dataset(
 def rows_recipe(config: TrainConfig, tokenizer: Tokenizer) -> str:
     """All that the rows depend on, as a text to compare."""
     fields = dataclasses.asdict(config.data)
-    for name in ("sources", "workers", "prefetch"):  # how rows are read, not what is in them
+    # How rows are read, not what is in them; and where the tokenizer lies, whose content counts.
+    for name in ("sources", "workers", "prefetch", "tokenizer"):
         del fields[name]
     return json.dumps([fields, config.row_length, config.block_size, tokenizer.to_str()])
 
@@ -115,20 +118,29 @@ def load_dataset(path: Path) -> PackedDataset:
     with np.load(path) as file:
         arrays = {name: file[name] for name in file.files}
     numbers = {k: arrays.pop(k).item() for k in ("fill", "samples", "skipped")}
-    return PackedDataset(arrays, **numbers)
+    return PackedDataset(arrays, **numbers, file=str(path))
 
 
 class MemoryRows:
-    """Packed rows in memory, by number."""
+    """Packed rows in memory, by number.
 
-    def __init__(self, arrays: dict[str, np.ndarray]):
-        self._arrays = arrays
+    Args:
+      arrays: ``[rows, row_length]`` each.
+      file: where they came from.
+    """
+
+    def __init__(self, arrays: dict[str, np.ndarray], file: str):
+        self._arrays, self._file = arrays, file
 
     def __len__(self) -> int:
         return len(self._arrays["tokens"])
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         return {name: array[index] for name, array in self._arrays.items()}
+
+    def place(self, index: int) -> tuple[str, int]:
+        """The file of the rows, and ``index``."""
+        return self._file, index
 
     def __repr__(self) -> str:
         return f"MemoryRows({len(self)})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Sequence
@@ -67,6 +68,50 @@ def test_every_host_reads_its_devices_rows_only_and_all_make_one_batch(
         arrays |= shards_of(local, rows, sharding, own)
     placed = jax.make_array_from_single_device_arrays(SHAPE, sharding, list(arrays.values()))
     np.testing.assert_array_equal(placed, expected(5)["tokens"])
+
+
+@dataclasses.dataclass(frozen=True)
+class HostOf:
+    """A device as another host's: what a batch asks of it."""
+
+    device: jax.Device
+    process_index: int
+
+
+class OverHosts:
+    """A sharding whose devices are two hosts', each the half of them."""
+
+    def __init__(self, sharding: jax.sharding.Sharding, devices: Sequence[jax.Device]):
+        half = len(devices) // 2
+        self._real = sharding
+        self._hosts = {device: HostOf(device, i // half) for i, device in enumerate(devices)}
+        self.device_set = set(self._hosts.values())
+
+    def devices_indices_map(self, shape: tuple[int, ...]) -> dict[HostOf, tuple[slice, ...]]:
+        real = self._real.devices_indices_map(shape)
+        return {host: real[device] for device, host in self._hosts.items()}
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._real, name)
+
+
+def test_the_rows_of_each_host_are_told_by_file_and_number(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sharding = batch_sharding(mesh)
+    wanted = expected(5)["tokens"][..., 0]
+
+    def told(files: dict[str, list[int]]) -> list[int]:
+        return sorted(int(f.split()[1]) + n for f, numbers in files.items() for n in numbers)
+
+    with TrainBatches(DATA, CONFIG, sharding, start=9) as batches:
+        [alone] = batches.read_from(5)
+        assert list(alone) == ["from 0", "from 100"]
+        assert told(alone) == sorted(wanted.reshape(-1).tolist())
+        monkeypatch.setattr(batches, "_sharding", OverHosts(sharding, list(mesh.devices.flat)))
+        first, second = batches.read_from(5)
+    assert told(first) == sorted(wanted[:, :4].reshape(-1).tolist())
+    assert told(second) == sorted(wanted[:, 4:].reshape(-1).tolist())
 
 
 def shards_of(

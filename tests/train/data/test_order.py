@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from tests.data_examples import EMBEDDED, NumberedRows
 from train.config import load_config
-from train.data.order import HostSteps, global_order, read_ahead
+from train.data.order import HostSteps, global_order, read_ahead, step_places
 from train.data.synthetic import build_dataset
 from wedlm_jax.errors import InputError
 
@@ -72,6 +72,15 @@ def test_accumulation_splits_the_same_global_batch() -> None:
     order = order_of((NumberedRows(24), 1.0))
     split, at_once = (numbers(whole(order, shape)[1]) for shape in ((2, 3), (1, 6)))
     np.testing.assert_array_equal(split.reshape(-1), at_once.reshape(-1))
+
+
+def test_the_places_of_a_steps_rows_are_told_without_reading_them() -> None:
+    sets = ((NumberedRows(20), 0.7), (NumberedRows(9, first=100), 0.3))
+    read = whole(order_of(*sets))
+    for step in (0, 3, 11):
+        places = step_places(sets, seed=4, shape=(A, R), step=step)
+        told = [[int(file.split()[1]) + number for file, number in turn] for turn in places]
+        np.testing.assert_array_equal(told, numbers(read[step]))
 
 
 def test_fewer_rows_than_a_batch_are_refused() -> None:

@@ -151,6 +151,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         "cut.jsonl.gz": (packed[: len(packed) // 2], "the compressed data is damaged"),
         "plain.jsonl.gz": (b'{"token_ids": [1]}\n', "the compressed data is damaged"),
         "other.arrayrecord": (b"no records" * 100, "not an ArrayRecord file"),
+        "short.arrayrecord": (b"no records", "not an ArrayRecord file"),
     }
     for name, (content, reason) in contents.items():
         (tmp_path / name).write_bytes(content)
@@ -189,6 +190,41 @@ def test_parquet_rows_are_read_where_pyarrow_is_installed(tmp_path: Path) -> Non
     assert (malformed, records) == ([], 3)
     (tmp_path / "b.parquet").write_bytes(b"PAR1 no more")
     assert [what.reason for what in made_of(tmp_path / "b.parquet")[1]] == ["not a Parquet file"]
+
+
+def test_parquet_makes_the_rows_that_jsonl_makes(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    named = [{**turn, "name": "me"} if turn["role"] == "user" else turn for turn in CHAT]
+    given = [
+        {"messages": CHAT}, {"text": "A text."}, {"messages": named}, {"token_ids": [4, 5, 6]},
+        {"token_ids": [7, 8], "trainable": [False, True]}, {"text": ""}, {"other": 1},
+    ]  # fmt: skip
+    write_jsonl(tmp_path / "a.jsonl", given)
+    # As a table every row has all columns, and every message all fields.
+    parquet.write_table(pyarrow.Table.from_pylist(
+        given, pyarrow.schema([
+            ("messages", pyarrow.list_(pyarrow.struct(
+                [(field, pyarrow.string()) for field in ("role", "content", "name")]
+            ))),
+            ("text", pyarrow.large_string()), ("token_ids", pyarrow.list_(pyarrow.int32())),
+            ("trainable", pyarrow.list_(pyarrow.bool_())), ("other", pyarrow.int8()),
+        ]),
+    ), tmp_path / "a.parquet", row_group_size=3)  # fmt: skip
+    opened = (train.data.records.records(chunk) for chunk in chunks(tmp_path / "a.parquet"))
+    read = [record for chunk in opened for _, record in chunk]
+    assert read == [*given[:-1], {}]
+    (samples, malformed, count), (table, table_malformed, table_count) = (
+        made_of(tmp_path / name) for name in ("a.jsonl", "a.parquet")
+    )
+    assert count == table_count == len(given)
+    for one, other in zip(samples, table, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_array_equal(one.trainable, other.trainable)
+    assert [(bad.line, bad.reason) for bad in table_malformed] == [
+        (bad.line, bad.reason) for bad in malformed
+    ] == [(6, "empty"), (7, "missing key")]  # fmt: skip
 
 
 def test_parquet_without_pyarrow_is_refused(

@@ -18,6 +18,7 @@ from train.data.batches import TrainBatches
 from train.data.manifest import read_manifest, tokenizer_fingerprint
 from train.data.row_codec import decode_row, encode_row
 from train.data.shards import ShardRows
+from train.data.show import read_rows
 from train.data.sources import open_sources
 from train.tokenizer import train_tokenizer
 from wedlm_jax.errors import InputError
@@ -85,6 +86,18 @@ def test_a_damaged_row_is_named_when_it_is_read(folder: Path) -> None:
         _ = [rows[number] for number in range(15, len(rows))]
 
 
+def test_the_place_of_a_row_is_its_shard_and_its_number_there(folder: Path) -> None:
+    manifest = read_manifest(folder)
+    rows = ShardRows(folder, manifest, 0)
+    assert len(manifest.shards) > 1
+    for index in (0, 14, 15, len(rows) - 1):
+        file, number = rows.place(index)
+        [samples] = read_rows(Path(file), [number])
+        expected = row_arrays(samples, row_length=ROW, block_size=BLOCK, pad_token_id=0)
+        np.testing.assert_array_equal(rows[index]["tokens"], expected["tokens"])
+    assert rows.place(15) == (str(folder / manifest.shards[1].file), 0)
+
+
 def test_a_folder_that_is_not_whole_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no dataset\.json here; `wedlm tokenize` makes one"):
         read_manifest(tmp_path)
@@ -145,7 +158,17 @@ def test_a_run_reads_its_sources_by_weight(
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     with TrainBatches(data, recipe(sources), place) as batches:
         read = list(batches)
+        named = batches.read_from(2)[0]
     assert read[0].tokens.shape == (1, 4, ROW)
+    tokens = {tuple(row) for row in np.asarray(read[2].tokens[0])}
+    assert all(Path(file).is_file() for file in named)
+    found = [
+        row_arrays(samples, row_length=ROW, block_size=BLOCK, pad_token_id=0)["tokens"]
+        for file, numbers in named.items()
+        for samples in read_rows(Path(file), numbers)
+    ]
+    assert len(found) == 4
+    assert {tuple(row) for row in found} == tokens
     sevens = np.concatenate([np.asarray(rows.tokens[0, :, 0]) == 7 for rows in read])
     assert sevens.sum() == 15
     assert int(read[0].positions.max()) <= ROW

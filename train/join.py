@@ -1,14 +1,15 @@
-"""Several hosts in one run: how their processes find one another."""
+"""Several hosts in one run: how their processes find one another, and the options that say so.
+
+What they do together then is `wedlm_jax.processes`'s.
+"""
 
 from __future__ import annotations
 
 import argparse
-import builtins
 import os
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 
 from wedlm_jax.errors import InputError
 
@@ -65,20 +66,3 @@ def _initialize(**where: Any) -> None:
         jax.distributed.initialize(**where)
     except (RuntimeError, ValueError) as error:
         raise InputError(f"the processes did not find one another: {error}") from None
-
-
-def is_first() -> bool:
-    """Whether this process is the one that speaks and writes what is not sharded."""
-    return jax.process_index() == 0
-
-
-def say(text: str) -> None:
-    """Prints a line, once in a run of several processes."""
-    if is_first():
-        builtins.print(text, flush=True)
-
-
-def wait_for_all(reason: str) -> None:
-    """Returns when every process has come here."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(reason)

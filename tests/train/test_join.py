@@ -6,12 +6,21 @@ import json
 import socket
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
+from tokenizers import Tokenizer
 
 from tests.checkpoints import hf_values
 from tests.tiny_run import metric_lines, start_command, tiny_recipe, write_recipe
+from train.config import EvaluationSection, TrainConfig
+from train.evaluation import Evaluation
+from train.setup import objective_of
+from train.start import held_out_rows
 from wedlm_jax.__main__ import main
+from wedlm_jax.hf import load_checkpoint
+from wedlm_jax.sharding import make_mesh
 
 LIMIT_S = 300
 
@@ -22,11 +31,25 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+def evaluation_of(run: Path, config: TrainConfig) -> dict[str, float]:
+    """The losses that evaluation finds of a finished run's model, in this process alone."""
+    mesh = make_mesh({}, jax.devices()[:1])
+    model = load_checkpoint(run / "hf", mesh=mesh)
+    tokenizer = Tokenizer.from_file(str(run / "hf" / "tokenizer.json"))
+    held = held_out_rows(config, tokenizer, model.config.pad_token_id or 0)
+    graph, parameters = nnx.split(model)
+    with jax.set_mesh(mesh):
+        evaluation = Evaluation(config, mesh, graph, objective_of(config, model.config), held)
+        with_figures = evaluation.run(parameters)
+    return {k: v for k, v in with_figures.items() if k not in ("tokens_per_forward", "p_cache")}
+
+
 @pytest.mark.slow
 def test_two_processes_train_together_what_one_trains_alone(
     finished: Path, tokenizer_folder: Path, tmp_path: Path
 ) -> None:
-    config = tiny_recipe(tmp_path / "run", tokenizer_folder, checkpoint_every=2)
+    section = EvaluationSection(every=4, rows=4, prompts=3, max_tokens=6)
+    config = tiny_recipe(tmp_path / "run", tokenizer_folder, checkpoint_every=2, evaluation=section)
     recipe, address = write_recipe(config, tmp_path), f"localhost:{free_port()}"
     common = ["--config", str(recipe), "--coordinator", address, "--num-processes", "2"]
     children = [
@@ -41,6 +64,17 @@ def test_two_processes_train_together_what_one_trains_alone(
     for one, two in zip(alone, together, strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
         assert two["gradient_norm"] == pytest.approx(one["gradient_norm"], rel=1e-3)
+    # The model is as it was at the end of the run of one. Losses are taken; nothing is decoded.
+    [evaluated] = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "evaluation.jsonl").read_text().splitlines()
+    ]
+    assert "2 processes decode no prompts" in said[0]
+    assert evaluated.pop("step") == 4
+    expected_losses = evaluation_of(finished, config)
+    assert evaluated.keys() == expected_losses.keys()
+    for name, value in expected_losses.items():
+        assert evaluated[name] == pytest.approx(value, rel=1e-3), name
     # One process speaks for all.
     assert "step 4/4" in said[0]
     assert "step" not in said[1]

@@ -1,0 +1,171 @@
+"""A run given again with another recipe: what changed is told, other data is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.data_examples import EMBEDDED, documents, tokenised, write_jsonl
+from tests.tiny_run import Killed, metric_lines, on_devices, stop_before_step, tiny_recipe
+from train.config import DataSection, OptimizerSection, TrainConfig, load_config
+from train.loop import train as run_training
+from train.resume import begin_or_resume
+from wedlm_jax.errors import InputError
+
+
+def begun(config: TrainConfig) -> None:
+    """As if the run of a recipe had written a state."""
+    begin(config)
+    (Path(config.output) / "checkpoints" / "2").mkdir(parents=True)
+
+
+def begin(config: TrainConfig) -> None:
+    Path(config.output).mkdir(exist_ok=True)
+    tokenizer = Tokenizer.from_file(str(Path(config.data.tokenizer or "") / "tokenizer.json"))
+    begin_or_resume(config, tokenizer, Path(config.output))
+
+
+def with_sources(output: Path, sources: dict[Path, float], **changes: object) -> TrainConfig:
+    data = DataSection(
+        sources={str(folder): weight for folder, weight in sources.items()},
+        tokenizer=str(EMBEDDED),
+    )
+    return tiny_recipe(output, None, data=data, **changes)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("sources")
+    for name, seed in (("a", 0), ("b", 1)):
+        records = write_jsonl(root / f"{name}.jsonl", documents(20, seed=seed))
+        tokenised([records], root / name)
+    return root / "a", root / "b"
+
+
+def test_a_run_goes_on_with_a_changed_recipe_and_says_what_changed(
+    finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    on_devices(monkeypatch, 1)
+    config = tiny_recipe(tmp_path, tokenizer_folder, checkpoint_every=2)
+    with monkeypatch.context() as patch:
+        stop_before_step(patch, 2)
+        with pytest.raises(Killed):
+            run_training(config)
+    assert "not as before" not in capsys.readouterr().out
+    other = OptimizerSection(learning_rate=0.02, warmup_steps=1)
+    with pytest.raises(InputError, match="seed was 1, is 2; allow_other_data=true allows it"):
+        run_training(dataclasses.replace(config, optimizer=other, seed=2))
+    assert load_config(tmp_path / "config.yaml").seed == 1
+    run_training(dataclasses.replace(config, optimizer=other, keep_checkpoints=3))
+    said = [line for line in capsys.readouterr().out.splitlines() if "not as before" in line]
+    assert said == [
+        "not as before: keep_checkpoints was 2, is 3",
+        "not as before: optimizer.learning_rate was 0.01, is 0.02",
+    ]
+    lines, before = metric_lines(tmp_path), metric_lines(finished)
+    assert lines[:2] == before[:2]
+    # The third step's parameters are those of the second state; its batch is as it was.
+    assert lines[2]["loss"] == before[2]["loss"]
+    assert lines[3]["loss"] != before[3]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"seed": 3}, "seed was 1, is 3"),
+        ({"rows": 4}, "rows x accumulation was 4, is 8"),
+        ({"row_length": 160}, "row_length was 128, is 160"),
+        ({"block_size": 64}, "block_size was 32, is 64"),
+    ],
+)
+def test_what_decides_the_order_of_rows_is_refused_by_name(
+    tokenizer_folder: Path, tmp_path: Path, changes: dict[str, int], sentence: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    config = tiny_recipe(tmp_path, tokenizer_folder)
+    begun(config)
+    other = dataclasses.replace(config, **changes)
+    for _ in range(2):
+        with pytest.raises(InputError, match=sentence):
+            begin(other)
+    begin(config)  # what was refused has left nothing behind
+    assert capsys.readouterr().out == ""
+    begin(dataclasses.replace(other, allow_other_data=True))
+    assert f"not as before: {sentence}" in capsys.readouterr().out
+    begin(other)  # what was allowed once is how the run is
+    assert capsys.readouterr().out == ""
+
+
+def test_before_the_first_state_everything_may_change(
+    tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin(tiny_recipe(tmp_path, tokenizer_folder))
+    begin(tiny_recipe(tmp_path, tokenizer_folder, seed=2, rows=4))
+    assert capsys.readouterr().out == ""
+
+
+def test_the_same_rows_a_step_in_other_portions_are_not_refused(
+    tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun(tiny_recipe(tmp_path, tokenizer_folder))
+    begin(tiny_recipe(tmp_path, tokenizer_folder, rows=4, accumulation=1))
+    assert capsys.readouterr().out.splitlines() == [
+        "not as before: rows was 2, is 4",
+        "not as before: accumulation was 2, is 1; masks are drawn for each micro-batch, "
+        "so they are others",
+    ]
+
+
+def test_another_corpus_is_refused_and_a_tokenizer_that_moved_is_not(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    config = tiny_recipe(tmp_path / "run", tokenizer_folder)
+    begun(config)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    (moved / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
+    begin(tiny_recipe(tmp_path / "run", moved))
+    for changes in ({"samples": 50}, {"corpus_seed": 1}, {"end_tokens": 2}):
+        data = dataclasses.replace(config.data, **changes)
+        with pytest.raises(InputError, match="the rows were of the synthetic corpus"):
+            begin(dataclasses.replace(config, data=data))
+
+
+def test_sources_are_told_by_content_weight_and_order(
+    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = folders
+    begun(with_sources(tmp_path / "run", {a: 0.75, b: 0.25}))
+    others = [{a: 0.5, b: 0.25}, {b: 0.25, a: 0.75}, {a: 0.75}]
+    for sources in others:
+        with pytest.raises(InputError, match=r"the rows were of .*a \(weight 0\.75, \w{16}\), "):
+            begin(with_sources(tmp_path / "run", sources))
+    a_moved = tmp_path / "elsewhere"
+    a_moved.symlink_to(a)
+    begin(with_sources(tmp_path / "run", {a_moved: 0.75, b: 0.25}))
+    assert "not as before: data.sources was" in capsys.readouterr().out
+    # The same name, other rows: what names alone would not show.
+    a_moved.unlink()
+    a_moved.symlink_to(b)
+    with pytest.raises(InputError, match="this run would go on with other data"):
+        begin(with_sources(tmp_path / "run", {a_moved: 0.75, b: 0.25}))
+
+
+def test_a_run_of_an_earlier_version_goes_on_and_is_told_what_is_not_known(
+    tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_recipe(tmp_path, tokenizer_folder)
+    begun(config)
+    (tmp_path / "order.json").unlink()
+    (tmp_path / "config.yaml").write_text("steps: 3\nnot_a_field: 1\n")
+    begin(config)
+    said = capsys.readouterr().out
+    assert "not as before: steps was 3, is 4" in said
+    assert "order.json is not there: whether the data is as before is not known" in said
+    (tmp_path / "order.json").write_text("{")
+    with pytest.raises(InputError, match=r"order\.json: not what a run writes"):
+        begin(config)

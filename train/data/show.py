@@ -1,0 +1,89 @@
+"""`wedlm rows`: packed rows as text, for a person who looks for a document."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from train.data.row_codec import decode_samples
+from train.data.samples import load_tokenizer
+from train.data.synthetic import load_dataset
+from wedlm_jax.errors import InputError
+from wedlm_jax.packing import TokenisedSample
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="wedlm rows",
+        description="Shows packed rows as text, sample by sample: those that skipped.jsonl names,\n"
+        "for one.",
+        epilog="examples:\n"
+        "  wedlm rows data/corpus/rows-00000-of-00008.arrayrecord 17 204 --tokenizer Qwen3-8B\n"
+        "  wedlm rows runs/embedded_ar/rows.npz 5 --tokenizer runs/embedded_ar/tokenizer",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", type=Path, help="a shard of `wedlm tokenize`, or a run's rows.npz")
+    parser.add_argument("rows", nargs="+", type=int, metavar="ROW", help="its number, from 0")
+    parser.add_argument(
+        "--tokenizer", required=True, type=Path, metavar="DIR", help="folder of tokenizer.json"
+    )
+    options = parser.parse_args(arguments)
+    tokenizer = load_tokenizer(options.tokenizer)
+    for row, samples in zip(options.rows, read_rows(options.file, options.rows), strict=True):
+        for number, sample in enumerate(samples, 1):
+            print(
+                f"== row {row}, sample {number} of {len(samples)}: {len(sample.tokens)} tokens, "
+                f"{int(sample.trainable.sum())} trained on"
+            )
+            print(tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=False))
+    return 0
+
+
+def read_rows(file: Path, rows: list[int]) -> list[list[TokenisedSample]]:
+    """The samples of each of these rows.
+
+    Args:
+      file: a shard, or the ``rows.npz`` of a run on the synthetic corpus.
+      rows: their numbers in it, from 0.
+
+    Raises:
+      InputError: the file is not there or is neither, or it has no row of such a number.
+    """
+    if not file.is_file():
+        raise InputError(f"{file}: no such file")
+    try:
+        read, count = _opened(file)
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        raise InputError(f"{file}: no file of packed rows ({_short(error)})") from None
+    if wrong := [row for row in rows if not 0 <= row < count]:
+        raise InputError(f"{file}: no row {wrong[0]}; it has rows 0 to {count - 1}")
+    try:
+        return [read(row) for row in rows]
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InputError(f"{file}: a row cannot be read ({_short(error)})") from None
+
+
+def _opened(file: Path) -> tuple[Any, int]:
+    """A function that gives the samples of a row, and how many rows there are."""
+    if file.suffix == ".npz":
+        arrays = load_dataset(file).arrays
+        return lambda row: _samples({n: x[row] for n, x in arrays.items()}), len(arrays["tokens"])
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    reader = ArrayRecordReader(str(file))
+    if not reader.ok():
+        raise ValueError("it has no ending")
+    return lambda row: decode_samples(reader.read([row])[0]), int(reader.num_records())
+
+
+def _samples(row: dict[str, np.ndarray]) -> list[TokenisedSample]:
+    """Arrays ``[L]`` taken apart at their segments."""
+    places = (row["segment_ids"] == segment for segment in range(1, row["segment_ids"].max() + 1))
+    return [TokenisedSample(row["tokens"][here], row["trainable"][here]) for here in places]
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
