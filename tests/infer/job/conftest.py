@@ -1,0 +1,71 @@
+"""A tiny model, and an empty folder to work in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer import generate
+from tests.tiny_checkpoint import write_tiny_checkpoint
+from wedlm_jax.engine import Engine
+from wedlm_jax.llm import LLM
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def llm(model: Path) -> LLM:
+    return LLM(model, window_size=4, max_batch_size=4)
+
+
+@pytest.fixture(scope="session")
+def loaded() -> dict[Any, LLM]:
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def _load_once(loaded: dict[Any, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that the command has loaded with the same options serves again: compiling it
+    is what takes the time."""
+    load = generate.load
+
+    def cached(options: dict[str, Any]) -> LLM:
+        key = tuple(sorted(options.items()))
+        if key not in loaded:
+            loaded[key] = load(options)
+        return loaded[key]
+
+    monkeypatch.setattr(generate, "load", cached)
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in, so that messages name files without their folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def never_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "start", lambda *_: pytest.fail("it ran"))
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The prompts, as token ids, that have been decoded since."""
+    prompts: list[Any] = []
+    run = LLM.run
+
+    def counting(self: LLM, rows: Any, *rest: Any) -> Any:
+        rows = list(rows)
+        for batch in run(self, rows, *rest):
+            prompts.extend(list(rows[i][0]) for i, _ in batch)
+            yield batch
+
+    monkeypatch.setattr(LLM, "run", counting)
+    return prompts
