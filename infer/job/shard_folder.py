@@ -170,9 +170,11 @@ class ShardFolder:
                 f"{other[0]}"
             )
         if not overwrite and (rows := _kept_of_another(self.folder)):
-            why = self.identity.differences({k: v for k, v in (found or {}).items() if k in mine})
+            theirs = dict(found or {})
+            written_as = theirs.pop("wedlm_generate", None)
+            why = self.identity.differences(theirs) if written_as == FORMAT else "an older one"
             raise InputError(
-                f"{self.folder}: holds {rows} of another job ({why or 'no job.json'}); name "
+                f"{self.folder}: holds {rows} of another job ({why}); name "
                 "another output, or drop them with --overwrite"
             )
         for old in _ours(self.folder):

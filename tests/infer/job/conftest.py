@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from infer import generate
+from tests.infer.job.quick_decoder import lazily, quick_run
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.engine import Engine
 from wedlm_jax.llm import LLM
@@ -62,10 +63,31 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     run = LLM.run
 
     def counting(self: LLM, rows: Any, *rest: Any) -> Any:
-        rows = list(rows)
-        for batch in run(self, rows, *rest):
-            prompts.extend(list(rows[i][0]) for i, _ in batch)
+        asked_for: list[Any] = []
+
+        def noting() -> Any:
+            for row in rows:
+                asked_for.append(row)
+                yield row
+
+        for batch in run(self, list(noting()) if isinstance(rows, list) else noting(), *rest):  # type: ignore[arg-type]
+            prompts.extend(list(asked_for[i][0]) for i, _ in batch)
             yield batch
 
     monkeypatch.setattr(LLM, "run", counting)
     return prompts
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are not decoded, and come back at once."""
+    monkeypatch.setattr(LLM, "run", quick_run)
+
+
+@pytest.fixture(params=["in lists", "lazily"])
+def fed(request: pytest.FixtureRequest, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `quick`, with rows that go to the decoder either way."""
+    if request.param == "lazily":
+        monkeypatch.setattr("infer.job.shard_decoder.completions", lazily)
+    else:
+        monkeypatch.setattr("infer.job.engine_feed.ROWS_AT_A_TIME", 5)

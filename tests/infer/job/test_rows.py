@@ -132,7 +132,7 @@ def test_command_line_and_row_parameters_combine(work: Path, model: Path, llm: L
 
 def test_a_row_draws_the_same_wherever_it_stands(work: Path, model: Path) -> None:
     rows = [{"id": f"row {i}", "prompt": WORDS[i % 3]} for i in range(9)]
-    options = "--temperature 1 --entropy-threshold 3".split()
+    options = ["--temperature", "1", "--entropy-threshold", "3"]
     write(rows)
     assert run(model, *options) == 0
     write([{"prompt": "one more"}, *rows[::-1]], "other.jsonl")
@@ -162,9 +162,7 @@ def test_window_of_zero_is_autoregressive(work: Path, model: Path) -> None:
         assert row["num_forwards"] == row["num_token_instances"] == len(row["token_ids"])
 
 
-def test_without_tokenizer_token_ids_in_and_no_text_out(
-    work: Path, model: Path, llm: LLM
-) -> None:
+def test_without_tokenizer_token_ids_in_and_no_text_out(work: Path, model: Path, llm: LLM) -> None:
     bare = write_tiny_checkpoint(work / "bare", tokenizer=False)
     messages = [{"role": "user", "content": "hi"}]
     rows = [{"prompt_token_ids": [70, 80, n]} for n in range(4)]
