@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -180,12 +181,15 @@ def _run_job(options: dict[str, Any]) -> int:
             **{name: options[name] for name in names if name in options},
         )
     )
-    model = partial(load, {k: v for k, v in options.items() if k in LOAD_OPTIONS})
-    if "ray" in options:
-        from infer.job.ray_job import RayCluster, run_with_ray
+    model = {name: options[name] for name in LOAD_OPTIONS if name in options}
+    if "ray" not in options:
+        return job.run(partial(load, model))
+    from infer.job.ray_job import RayCluster, run_with_ray
 
-        return run_with_ray(job, model, RayCluster(options["ray"], options.get("ray_actors")))
-    return job.run(model)
+    if "model" in model and os.path.exists(model["model"]):
+        model["model"] = os.path.abspath(model["model"])  # actors work in folders of their own
+    cluster = RayCluster(options["ray"], options.get("ray_actors"))
+    return run_with_ray(job, partial(load, model), cluster)
 
 
 def _check_combination(options: dict[str, Any]) -> None:

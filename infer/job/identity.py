@@ -13,8 +13,8 @@ from wedlm_jax import __version__
 from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
+    from infer.job.shard_decoder import Workload
     from wedlm_jax.llm import LLM
-    from wedlm_jax.sampling import SamplingParams
 
 WHOLE_FILE = 16 * 2**20
 SAMPLES, SAMPLE_SIZE = 256, 64 * 2**10
@@ -64,17 +64,19 @@ class Identity:
         return ", ".join(words)
 
 
-def job_settings(llm: LLM, params: SamplingParams, *, chat: bool) -> dict[str, Any]:
-    """All that changes a result beside input and model: batches and hosts do not."""
-    return {
+def identity_of(llm: LLM, workload: Workload) -> Identity:
+    """What these rows and this model make. Batches and hosts change no result."""
+    settings = {
         "version": __version__,
-        "params": dataclasses.asdict(params),
-        "chat": chat,
+        "params": dataclasses.asdict(workload.params),
+        "chat": workload.chat,
         "window_size": llm.engine.window_size,
         "refill": llm.engine.refill,
         "max_model_len": llm.engine.max_model_len,
         "dtype": llm.dtype,
     }
+    index = workload.index
+    return Identity(index.digest, folder_digest(llm.folder), settings, index.shard_size, index.rows)
 
 
 def _flat(value: dict[str, Any]) -> dict[str, Any]:

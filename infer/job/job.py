@@ -13,7 +13,7 @@ from rich.console import Console
 
 from infer.job.finish import finish, finished_before
 from infer.job.hosts import Host
-from infer.job.identity import Identity, folder_digest, job_settings
+from infer.job.identity import Identity, identity_of
 from infer.job.output import Output, find_output
 from infer.job.progress import PLAIN_INTERVAL, Standing
 from infer.job.result_rows import Counts
@@ -114,7 +114,7 @@ class Job:
         llm = load()
         if self.options.fail_fast:
             workload.check_all(llm)
-        folder = self.open_folder(workload.index, self.identity(workload.index, llm))
+        folder = self.open_folder(workload.index, identity_of(llm, workload))
         if self.was_finished(folder):
             return 0
         run = Run(llm, workload, folder, self.options.host, stop)
@@ -153,12 +153,6 @@ class Job:
         if time.monotonic() - started >= PLAIN_INTERVAL:
             self.say(f"{index.rows:,} rows read in {time.monotonic() - started:.0f} s")
         return Workload(files, index, self.options.params, self.options.chat)
-
-    def identity(self, index: RowIndex, llm: LLM) -> Identity:
-        settings = job_settings(llm, self.options.params, chat=self.options.chat)
-        return Identity(
-            index.digest, folder_digest(llm.folder), settings, self.shard_size(), index.rows
-        )
 
     def open_folder(self, index: RowIndex, identity: Identity) -> ShardFolder:
         self.folder = ShardFolder(
@@ -199,7 +193,11 @@ class Job:
 
     def end_empty(self, index: RowIndex) -> int:
         """No rows are a job, too, but one that needs no model."""
-        finish(self.open_folder(index, Identity(index.digest, "", {}, 1, 0)), self.output.file, {})
+        finish(
+            self.open_folder(index, Identity(index.digest, "", {}, index.shard_size, 0)),
+            self.output.file,
+            {},
+        )
         self.say(f"{self.source.shown} has no rows, and so has {self.output.shown} now")
         return 0
 

@@ -46,7 +46,8 @@ class RowIndex:
       rows: how many there are.
       digest: of the files' contents; of their names, too, where there are several.
       sizes: of the files, in bytes.
-      shards: in order; all but the last have the same number of rows.
+      shard_size: rows of a shard.
+      shards: in order; all but the last have so many rows.
       repeated: int64 ``[R]``, sorted: numbers of rows whose id an earlier row has.
       originals: int64 ``[R]``: the number of that earlier row, for each.
     """
@@ -54,6 +55,7 @@ class RowIndex:
     rows: int
     digest: str
     sizes: tuple[int, ...]
+    shard_size: int
     shards: tuple[Shard, ...]
     repeated: np.ndarray
     originals: np.ndarray
@@ -100,7 +102,7 @@ def build_index(
     )
     whole = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
     repeated, originals = _repeated(np.array(ids, np.uint64))
-    return RowIndex(len(ids), whole, tuple(sizes), shards, repeated, originals)
+    return RowIndex(len(ids), whole, tuple(sizes), shard_size, shards, repeated, originals)
 
 
 def _claims(

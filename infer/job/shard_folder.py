@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from infer.job.durable import naming, write_json, written_beside
+from infer.job.durable import alone, naming, write_json, written_beside
 from infer.job.identity import Identity
 from infer.job.part_file import FORMAT, SUFFIX, PartFile, whole_rows
 from infer.job.result_rows import Counts
@@ -32,7 +32,7 @@ from infer.job.source import SPOOL
 from wedlm_jax.errors import InputError
 
 JOB, STATS, PARTS = "job.json", "stats.json", "parts"
-MANIFEST = ".manifest.json"
+DATA, MANIFEST = ".jsonl", ".manifest.json"
 OURS = re.compile(rf"(job|stats)\.json(\..*\.tmp)?|rows-\d+-of-\d+\..*|{PARTS}|{SPOOL}.*")
 READERS = 16
 
@@ -57,26 +57,22 @@ class ShardFolder:
         self.parts = folder / PARTS
         with naming(folder):
             folder.mkdir(exist_ok=True)
-            self._take_folder(overwrite)
+            with alone(folder):
+                self._take_folder(overwrite)
             self.parts.mkdir(exist_ok=True)
 
     def name(self, shard: Shard) -> str:
-        return f"rows-{shard.number:05}-of-{len(self.shards):05}"
+        return _name(shard, len(self.shards))
 
     def data_path(self, shard: Shard) -> Path:
-        return self.folder / f"{self.name(shard)}.jsonl"
+        return self.folder / f"{self.name(shard)}{DATA}"
 
     def manifest_path(self, shard: Shard) -> Path:
         return self.folder / f"{self.name(shard)}{MANIFEST}"
 
     def finished(self) -> set[int]:
         """Numbers of the finished shards."""
-        names = set(os.listdir(self.folder))
-        return {
-            shard.number
-            for shard in self.shards
-            if {self.manifest_path(shard).name, self.data_path(shard).name} <= names
-        }
+        return finished_shards(self.folder, self.shards)
 
     def is_finished(self, shard: Shard) -> bool:
         return self.manifest_path(shard).exists() and self.data_path(shard).exists()
@@ -181,6 +177,20 @@ class ShardFolder:
             if not old.name.startswith(SPOOL):
                 _remove(old)
         write_json(path, mine, self.folder)
+
+
+def finished_shards(folder: Path, shards: Sequence[Shard]) -> set[int]:
+    """Numbers of the shards that are finished in ``folder``, which need not be there."""
+    names = set(os.listdir(folder)) if folder.is_dir() else set()
+    return {
+        shard.number
+        for shard in shards
+        if {f"{_name(shard, len(shards))}{end}" for end in (MANIFEST, DATA)} <= names
+    }
+
+
+def _name(shard: Shard, count: int) -> str:
+    return f"rows-{shard.number:05}-of-{count:05}"
 
 
 def read_job(folder: Path) -> dict[str, Any] | None:
