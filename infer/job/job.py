@@ -138,7 +138,8 @@ class Job:
             files = (spool(self.source.pipe, self.output.folder),)
             self._spooled = files[0].path
         if self.source.others:
-            self.say(f"{self.source.others:,} files there are not read: no .jsonl, no .parquet")
+            count = f"{self.source.others:,} in the folders"
+            self.say(f"files not read, as neither .jsonl nor .parquet: {count}")
         if columns := unread_columns(files):
             self.say(f"columns that are no keys of a row are not read: {', '.join(columns)}")
         told = started
@@ -171,25 +172,34 @@ class Job:
 
     def end(self, folder: ShardFolder, standing: Standing) -> int:
         """Ends the job if all its shards are there, whoever finished them."""
+        counts = finished_before(folder, self.output.file)
         missing, host = len(folder.shards) - len(folder.finished()), self.options.host
-        if missing:
+        if counts is not None:
+            # Another process has ended the job while this one was at its last shards.
+            folder.drop_shards()
+        elif missing:
             who = f"{host} has done its share" if host.count > 1 else "this process has no more"
             self.say(
                 f"{who}; {missing:,} of {len(folder.shards):,} shards are still to be finished, "
                 "by other processes or by a further run"
             )
             return 0
-        run = {"host": host.number, "hosts": host.count, **standing.as_json()}
-        try:
-            counts = finish(folder, self.output.file, run)
-        except InputError:
-            # Another process may have ended the job in this very moment.
-            found = finished_before(folder, self.output.file)
-            if found is None:
-                raise
-            counts = found
+        else:
+            counts = self._finish(folder, standing)
         self.say(summary(self.output, counts, standing))
         return 0
+
+    def _finish(self, folder: ShardFolder, standing: Standing) -> Counts:
+        host = self.options.host
+        run = {"host": host.number, "hosts": host.count, **standing.as_json()}
+        try:
+            return finish(folder, self.output.file, run)
+        except InputError:
+            # Another process may have taken the shards away in this very moment.
+            counts = finished_before(folder, self.output.file)
+            if counts is None:
+                raise
+            return counts
 
     def end_empty(self, index: RowIndex) -> int:
         """No rows are a job, too, but one that needs no model."""

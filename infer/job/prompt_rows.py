@@ -51,7 +51,7 @@ def row_fields(content: Content) -> Mapping[str, Any]:
     if isinstance(content, TooLong):
         raise InputError(f"longer than {LARGEST_LINE // 2**20} MiB, which is the most for a line")
     if isinstance(content, bytes):
-        return _json_object(_decode(content))
+        return _json_object(_decode(content).strip())
     return content
 
 

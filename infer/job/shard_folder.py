@@ -59,7 +59,7 @@ class ShardFolder:
             folder.mkdir(exist_ok=True)
             with alone(folder):
                 self._take_folder(overwrite)
-            self.parts.mkdir(exist_ok=True)
+        self._make_parts()
 
     def name(self, shard: Shard) -> str:
         return _name(shard, len(self.shards))
@@ -93,6 +93,7 @@ class ShardFolder:
         """
         if self.is_finished(shard):
             return None
+        self._make_parts()
         rows = range(shard.first, shard.first + shard.rows)
         header = {"job": self.identity.digest, "shard": shard.number}
         part = PartFile(self.parts, self.name(shard), header, rows)
@@ -104,6 +105,7 @@ class ShardFolder:
     def seal(self, shard: Shard, part: PartFile) -> None:
         """Makes a finished shard of a part file that has all of its rows."""
         assert part.is_whole, "rows are missing"
+        self._make_parts()
         counts, digest, size = Counts(), hashlib.sha256(), 0
         with written_beside(self.data_path(shard), self.parts) as out:
             for line in part.lines():
@@ -148,6 +150,11 @@ class ShardFolder:
     def drop_parts(self) -> None:
         """Removes what only an unfinished job needs."""
         self._drop(lambda name: name == PARTS or name.startswith(SPOOL))
+
+    def _make_parts(self) -> None:
+        # Another process may have ended the job, and removed it.
+        with naming(self.parts):
+            self.parts.mkdir(exist_ok=True)
 
     def _drop(self, which: Callable[[str], bool]) -> None:
         with naming(self.folder):
