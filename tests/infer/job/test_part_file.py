@@ -1,123 +1,160 @@
-"""Finished rows survive a process killed at any byte, and only those of the same job."""
+"""Finished rows survive a process killed at any byte, and only those of the same shard."""
 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from infer.part_file import PartFile
+from infer.job import part_file
+from infer.job.part_file import InUse, PartFile
 from wedlm_jax.errors import InputError
 
-ROWS: list[dict[str, Any]] = [
-    {"id": 0, "text": "naïve\u2028\n"},
-    {"id": "b", "text": ', "result": '},
-    {"id": 2, "text": None},
-]
-ORDER = [2, 0, 1]
+FIRST = 10
+ROWS: dict[int, dict[str, Any]] = {
+    10: {"id": 0, "text": "naïve\u2028\n"},
+    11: {"id": "b", "text": ', "result": '},
+    12: {"id": 2, "text": None},
+}
+ORDER = [12, 10, 11]
 
 
-@pytest.fixture
-def output(tmp_path: Path) -> Path:
-    return tmp_path / "out.jsonl"
+def start(folder: Path, job: str = "f", name: str = "rows-00001-of-00002") -> PartFile:
+    return PartFile(folder, name, {"job": job, "shard": 1}, range(FIRST, FIRST + len(ROWS)))
 
 
-def start(output: Path, fingerprint: str = "f") -> PartFile:
-    return PartFile(output, fingerprint, len(ROWS))
+def parts(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir())
 
 
-def written(path: Path) -> list[Any]:
+def entries(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
-def test_rows_come_out_in_order_and_the_part_file_goes(output: Path) -> None:
-    part = start(output)
+def test_rows_come_out_in_order(tmp_path: Path) -> None:
+    part = start(tmp_path)
     for number in ORDER:
+        assert not part.is_whole
         part.add({number: ROWS[number]})
-        assert not output.exists()
-    part.finish()
-    assert written(output) == ROWS
-    assert [path.name for path in output.parent.iterdir()] == ["out.jsonl"]
+    assert part.is_whole
+    for _ in range(2):
+        assert [json.loads(line) for line in part.lines()] == list(ROWS.values())
+    part.remove()
+    assert not parts(tmp_path)
 
 
-def test_every_line_is_json_that_tells_its_row(output: Path) -> None:
-    part = start(output)
-    part.add({2: ROWS[2], 0: ROWS[0]})
-    header, *lines = written(part.path)
-    assert header["rows"] == len(ROWS)
-    assert lines == [{"row": 2, "result": ROWS[2]}, {"row": 0, "result": ROWS[0]}]
+def test_rows_may_be_added_after_some_were_read(tmp_path: Path) -> None:
+    part = start(tmp_path)
+    part.add({10: ROWS[10], 11: ROWS[11]})
+    assert json.loads(next(part.lines())) == ROWS[10]
+    part.add({12: ROWS[12]})
+    assert [json.loads(line) for line in part.lines()] == list(ROWS.values())
+    part.remove()
+
+
+def test_every_line_is_json_that_tells_its_row(tmp_path: Path) -> None:
+    part = start(tmp_path)
+    part.add({12: ROWS[12], 10: ROWS[10]})
+    header, *lines = entries(part.path)
+    assert header == {"wedlm_generate": 2, "job": "f", "shard": 1}
+    assert lines == [{"row": 12, "result": ROWS[12]}, {"row": 10, "result": ROWS[10]}]
     part.close()
 
 
-def test_cut_off_at_any_byte(output: Path) -> None:
-    part = start(output)
+def test_cut_off_at_any_byte(tmp_path: Path) -> None:
+    part = start(tmp_path)
     ends = [part.path.stat().st_size]
     for number in ORDER:
         part.add({number: ROWS[number]})
         ends.append(part.path.stat().st_size)
     part.close()
     whole = part.path.read_bytes()
+    part.path.unlink()
     assert ends[-1] == len(whole)
     for size in range(len(whole) + 1):
-        part.path.write_bytes(whole[:size])
-        again = start(output)
+        (tmp_path / "rows-00001-of-00002.of-another-process.part").write_bytes(whole[:size])
+        again = start(tmp_path)
         kept = max(sum(end <= size for end in ends) - 1, 0)
         assert again.done == set(ORDER[:kept])
+        assert parts(tmp_path) == [again.path], "what was taken over is gone"
         again.add({number: ROWS[number] for number in ORDER[kept:]})
-        again.finish()
-        assert written(output) == ROWS
+        assert [json.loads(line) for line in again.lines()] == list(ROWS.values())
+        again.remove()
 
 
-def test_garbage_behind_whole_rows_is_dropped(output: Path) -> None:
-    part = start(output)
-    part.add({1: ROWS[1]})
+@pytest.mark.parametrize(
+    "garbage",
+    [b"\0" * 4096, b'{"row": 70, "result": {}}\n', b'{"row": 10}\n', b"[]\n", b"\xff\n", b'{"ro'],
+)
+def test_garbage_behind_whole_rows_is_dropped(tmp_path: Path, garbage: bytes) -> None:
+    part = start(tmp_path)
+    part.add({11: ROWS[11]})
     part.close()
-    for garbage in (
-        b"\0" * 4096,
-        b'{"row": 7, "result": {}}\n',
-        b'{"row": 0}\n',
-        b"[]\n",
-        b"\xff\n",
-    ):
-        with part.path.open("ab") as file:
-            file.write(garbage)
-        again = start(output)
-        assert again.done == {1}
-        again.close()
-        assert written(part.path)[1:] == [{"row": 1, "result": ROWS[1]}]
+    with part.path.open("ab") as file:
+        file.write(garbage)
+    again = start(tmp_path)
+    assert again.done == {11}
+    again.close()
+    assert entries(again.path)[1:] == [{"row": 11, "result": ROWS[11]}]
 
 
-def test_rows_of_another_job_are_dropped_and_counted(output: Path) -> None:
-    part = start(output, "one job")
-    part.add({0: ROWS[0], 1: ROWS[1]})
-    part.close()
-    other = start(output, "another")
-    assert (other.done, other.dropped) == (set(), 2)
+def test_several_that_were_left_are_taken_together(tmp_path: Path) -> None:
+    for k, numbers in enumerate(([10, 12], [12], [11, 10])):
+        (tmp_path / str(k)).mkdir()
+        part = start(tmp_path / str(k))
+        part.add({number: ROWS[number] for number in numbers})
+        part.close()
+        part.path.rename(tmp_path / part.path.name)
+    assert len(list(tmp_path.glob("*.part"))) == 3
+    again = start(tmp_path)
+    assert [json.loads(line) for line in again.lines()] == list(ROWS.values())
+    assert list(tmp_path.glob("*.part")) == [again.path]
+    again.remove()
+
+
+def test_rows_of_another_shard_or_job_are_not_taken(tmp_path: Path) -> None:
+    other = start(tmp_path, name="rows-00000-of-00002")
+    other.add({10: ROWS[10]})
     other.close()
-    again = start(output, "one job")
-    assert (again.done, again.dropped) == (set(), 0)
+    stranger = start(tmp_path, job="another")
+    stranger.add({11: ROWS[11]})
+    stranger.close()
+    part = start(tmp_path)
+    assert part.done == set()
+    part.close()
+    assert other.path.exists()
+
+
+def test_a_shard_is_of_one_process_at_a_time(tmp_path: Path) -> None:
+    part = start(tmp_path)
+    part.add({10: ROWS[10]})
+    with pytest.raises(InUse):
+        start(tmp_path)
+    assert parts(tmp_path) == [part.path]
+    part.close()
+    again = start(tmp_path)
+    assert again.done == {10}
     again.close()
 
 
-def test_a_file_of_someone_else_is_left_alone(output: Path) -> None:
-    theirs = output.with_name("out.jsonl.part")
-    for content in (b"precious\n", b'{"rows": 3}\n', b"no line end"):
-        theirs.write_bytes(content)
-        with pytest.raises(InputError, match=r"out\.jsonl\.part: not the part file of a job"):
-            start(output)
-        assert theirs.read_bytes() == content
-
-
-def test_two_jobs_cannot_write_one_output(output: Path) -> None:
-    part = start(output)
-    with pytest.raises(InputError, match=r"out\.jsonl\.part: another process is writing it"):
-        start(output)
-    part.close()
-    start(output).close()
+def test_what_was_added_is_on_the_disk_before_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, synced = 100.0, []
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    part = start(tmp_path)
+    monkeypatch.setattr(part_file, "sync", lambda file: synced.append(now))
+    for number in ORDER:
+        now += part_file.SYNC_SECONDS * 0.6
+        part.add({number: ROWS[number]})
+        assert part.path.read_bytes().endswith(b"}}\n"), "no end of the process loses it"
+    assert synced == [100.0 + part_file.SYNC_SECONDS * 1.2]
+    part.remove()
 
 
 def test_unwritable_place_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"out\.jsonl\.part: cannot be written"):
-        start(tmp_path / "missing" / "out.jsonl")
+    with pytest.raises(InputError, match=r"rows-00001-of-00002\..*\.part: cannot be written"):
+        start(tmp_path / "missing")
