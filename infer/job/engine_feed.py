@@ -23,7 +23,7 @@ def completions(
     """Decodes rows as they come.
 
     Args:
-      rows: prepared; asked for only as they are needed.
+      rows: prepared; asked for only as they are needed, and in the thread that calls.
       on_progress: is told the sums over all the rows so far.
       stopping: whether to begin no more rows.
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from wedlm_jax.errors import InputError
 
 AUTO = "auto"
 
-LAUNCHERS = {
+Variables = tuple[str | None, str]
+
+LAUNCHERS: dict[str, Variables] = {
     "JAX": ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
     "an Indexed Job of Kubernetes": (None, "JOB_COMPLETION_INDEX"),
     "a TPU pod": ("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"),
@@ -47,9 +49,12 @@ def find_host(
         if number is not None:
             raise InputError("--host-id goes with --num-hosts")
         return Host()
-    hosts = _told_count(environment) if count == AUTO else _number(count)
+    launchers = list(LAUNCHERS.values())
+    if count == AUTO:
+        launchers = [names for names in launchers if names[0] and environment.get(names[0])][:1]
+    hosts = _told_count(launchers, environment) if count == AUTO else _number(count)
     if number is None and hosts > 1:
-        number = _told_number(environment)
+        number = _told_number(launchers, environment)
     number = number or 0
     if not 0 <= number < hosts:
         raise InputError(f"--host-id: expected 0 to {hosts - 1}, not {number}")
@@ -62,17 +67,18 @@ def _number(count: str) -> int:
     return int(count)
 
 
-def _told_count(environment: Mapping[str, str]) -> int:
-    for variable, _ in LAUNCHERS.values():
-        if variable is not None and (value := environment.get(variable)):
+def _told_count(launchers: Sequence[Variables], environment: Mapping[str, str]) -> int:
+    for variable, _ in launchers:
+        if variable is not None:
+            value = environment[variable]
             return int(value) if value.isdecimal() else len(value.split(","))
     variables = ", ".join(variable for variable, _ in LAUNCHERS.values() if variable)
     raise InputError(f"--num-hosts auto: none of {variables} is set; give the number")
 
 
-def _told_number(environment: Mapping[str, str]) -> int:
-    for _, variable in LAUNCHERS.values():
+def _told_number(launchers: Sequence[Variables], environment: Mapping[str, str]) -> int:
+    for _, variable in launchers:
         if (value := environment.get(variable, "")).isdecimal():
             return int(value)
-    variables = ", ".join(variable for _, variable in LAUNCHERS.values())
+    variables = ", ".join(variable for _, variable in launchers)
     raise InputError(f"--host-id is missing, and none of {variables} is set")

@@ -19,7 +19,7 @@ from infer.job.progress import PLAIN_INTERVAL, Standing
 from infer.job.result_rows import Counts
 from infer.job.row_index import RowIndex, build_index
 from infer.job.run import Run
-from infer.job.shard_decoder import Workload
+from infer.job.shard_decoder import NotEnoughMemory, Workload
 from infer.job.shard_folder import ShardFolder, read_job
 from infer.job.source import find_input, spool, unread_columns
 from infer.job.stop import EXIT_STATUS, GRACE_SECONDS, INTERRUPTED, Stopped, StopRequest
@@ -53,7 +53,7 @@ class JobOptions:
     params: SamplingParams
     chat: bool = False
     shard_size: int | None = None
-    host: Host = Host()  # noqa: RUF009
+    host: Host = dataclasses.field(default_factory=Host)
     fail_fast: bool = False
     overwrite: bool = False
     grace: float = GRACE_SECONDS
@@ -120,13 +120,8 @@ class Job:
         run = Run(llm, workload, folder, self.options.host, stop)
         try:
             run.decode(self.console)
-        except Exception as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            raise InputError(
-                f"the device has not enough memory for {llm.max_batch_size} rows at a time, try a "
-                f"smaller --batch-size; {self.kept()}"
-            ) from None
+        except NotEnoughMemory as error:
+            raise InputError(f"{error}; {self.kept()}") from None
         if stop.requested and run.is_short():
             raise Stopped
         return self.end(folder, run.standing())
@@ -203,11 +198,8 @@ class Job:
 
     def end_empty(self, index: RowIndex) -> int:
         """No rows are a job, too, but one that needs no model."""
-        finish(
-            self.open_folder(index, Identity(index.digest, "", {}, index.shard_size, 0)),
-            self.output.file,
-            {},
-        )
+        identity = Identity(index.digest, "", {}, index.shard_size, 0)
+        finish(self.open_folder(index, identity), self.output.file, {})
         self.say(f"{self.source.shown} has no rows, and so has {self.output.shown} now")
         return 0
 

@@ -99,10 +99,16 @@ def _run(ray: Any, job: Job, load: Callable[[], LLM], cluster: RayCluster) -> in
     shared = dataclasses.replace(workload, files=files)
     arguments = (shared, job.output.folder.absolute(), job.options.overwrite, load)
     results = _mapped(ray, groups, arguments, resources, count)
-    standing = _follow(job, results, index.rows, index.rows - sum(s.rows for s in missing))
-    found = read_job(job.output.folder)
-    assert found is not None, "every actor makes it"
-    return job.end(job.open_folder(index, Identity.from_json(found)), standing)
+    earlier = index.rows - sum(shard.rows for shard in missing)
+    try:
+        standing = _follow(job, results, index.rows, earlier)
+    finally:
+        # The actors have made it; without a model here, it is told by what they wrote.
+        found = read_job(job.output.folder) or {}
+        if found.get("input") == index.digest:
+            job.open_folder(index, Identity.from_json(found))
+    assert job.folder is not None, "an actor has opened it"
+    return job.end(job.folder, standing)
 
 
 def _connect(ray: Any, address: str) -> None:

@@ -6,8 +6,7 @@ import codecs
 from collections.abc import Iterator, Sequence
 from typing import IO, NamedTuple, Protocol
 
-from infer.job.source import PARQUET, InputFile
-from wedlm_jax.errors import InputError
+from infer.job.source import PARQUET, InputFile, reading
 
 LARGEST_LINE = 32 * 2**20
 """Bytes of a line; a longer one is a bad row, of which nothing is kept."""
@@ -69,23 +68,17 @@ def jsonl_rows(
       at, line: where to begin.
       digest: is fed all the bytes that are read.
     """
-    try:
-        with file.path.open("rb") as stream:
-            stream.seek(at)
-            while True:
-                raw, size = _bounded_line(stream, digest)
-                if not size:
-                    return
-                if isinstance(raw, TooLong):
-                    yield at, line, raw
-                else:
-                    if line == 1:
-                        raw = raw.removeprefix(codecs.BOM_UTF8)
-                    if not raw.isspace() and raw:
-                        yield at, line, raw
-                at, line = at + size, line + 1
-    except OSError as error:
-        raise InputError(f"{file.shown}: cannot be read ({error.strerror})") from None
+    with reading(file), file.path.open("rb") as stream:
+        stream.seek(at)
+        while True:
+            raw, size = _bounded_line(stream, digest)
+            if not size:
+                return
+            if line == 1 and isinstance(raw, bytes):
+                raw = raw.removeprefix(codecs.BOM_UTF8)
+            if isinstance(raw, TooLong) or (raw and not raw.isspace()):
+                yield at, line, raw
+            at, line = at + size, line + 1
 
 
 def _bounded_line(stream: IO[bytes], digest: Digest | None) -> tuple[bytes | TooLong, int]:

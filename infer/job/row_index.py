@@ -14,7 +14,7 @@ import numpy as np
 
 from infer.job.prompt_rows import row_fields, row_id
 from infer.job.records import Content, Digest, Place, jsonl_rows
-from infer.job.source import COPY_BYTES, PARQUET, InputFile
+from infer.job.source import COPY_BYTES, PARQUET, InputFile, file_size, reading
 from wedlm_jax.errors import InputError
 
 TELL_EVERY = 2**18
@@ -87,7 +87,7 @@ def build_index(
     sizes: list[int] = []
     for number, file in enumerate(files):
         digest = hashlib.sha256()
-        sizes.append(file.path.stat().st_size)
+        sizes.append(file_size(file))
         for at, line, claim in _claims(file, digest, ids):
             if len(ids) % shard_size == 0:
                 begins.append(Place(number, at, line))
@@ -124,7 +124,7 @@ def _claims(
     if file.kind == PARQUET:
         from infer.job.parquet import parquet_ids
 
-        with file.path.open("rb") as stream:
+        with reading(file), file.path.open("rb") as stream:
             while block := stream.read(COPY_BYTES):
                 digest.update(block)
         for row, content in enumerate(parquet_ids(file)):

@@ -38,9 +38,7 @@ class Run:
         self._compiled, self._started = llm.engine.compile_seconds, time.monotonic()
 
     def decode(self, console: Console) -> None:
-        """Raises:
-        Stopped: on SIGTERM, if rows under way took too long.
-        """
+        """Decodes what is missing, saying how far it is; raises what `ShardDecoder.run` does."""
         if left := self._rows - self._folder.kept_rows(self._shards):
             console.print(
                 f"{left:,} rows to decode, {self._llm.max_batch_size} at a time; compiling first",
@@ -54,10 +52,6 @@ class Run:
                 show(self.standing())
 
             self._decoder.run(self._missing, tell)
-            if self._decoder.in_use and not self._stop.requested:
-                # What others were at may be free by now.
-                again, self._decoder.in_use = self._decoder.in_use, []
-                self._decoder.run(again, tell)
 
     def is_short(self) -> bool:
         """Whether shards of this host are not finished."""

@@ -14,7 +14,7 @@ from infer.job.records import Content, Place, read_from
 from infer.job.result_rows import Counts, error_row, result_row
 from infer.job.row_index import RowIndex, Shard
 from infer.job.shard_folder import ShardFolder
-from infer.job.source import InputFile
+from infer.job.source import InputFile, file_size
 from infer.job.stop import StopRequest
 from wedlm_jax.errors import InputError
 from wedlm_jax.sampling import SamplingParams
@@ -34,6 +34,10 @@ class BadRow(Exception):
     def __init__(self, name: RowId | None, reason: str):
         super().__init__(reason)
         self.id, self.reason = name, reason
+
+
+class NotEnoughMemory(InputError):
+    """The accelerator has not the memory for a batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Workload:
           InputError: the input is no longer what the index was made of.
         """
         number, file = shard.first, self.files[shard.place.file]
-        if _size(file) == self.index.sizes[shard.place.file]:
+        if file_size(file) == self.index.sizes[shard.place.file]:
             for place, content in itertools.islice(read_from(self.files, shard.place), shard.rows):
                 yield number, place, content
                 number += 1
@@ -104,13 +108,6 @@ class Workload:
         return error_row(bad.id, bad.reason, place.line, file)
 
 
-def _size(file: InputFile) -> int:
-    try:
-        return file.path.stat().st_size
-    except OSError as error:
-        raise InputError(f"{file.shown}: cannot be read ({error.strerror})") from None
-
-
 @dataclasses.dataclass(slots=True)
 class _UnderWay:
     """A row that the engine has, and where it goes."""
@@ -124,25 +121,14 @@ class _UnderWay:
 class ShardDecoder:
     """One model at work on a job's folder.
 
-    Args:
-      on_finished: is told each shard that is finished.
-
     Attributes:
       counts: of the rows of this run.
       earlier: rows that earlier runs had finished, in the shards that this one has taken up.
       in_use: shards that another process was at.
     """
 
-    def __init__(
-        self,
-        llm: LLM,
-        workload: Workload,
-        folder: ShardFolder,
-        stop: StopRequest,
-        on_finished: Callable[[Shard], None] = lambda _: None,
-    ):
+    def __init__(self, llm: LLM, workload: Workload, folder: ShardFolder, stop: StopRequest):
         self._llm, self._workload, self._folder, self._stop = llm, workload, folder, stop
-        self._on_finished = on_finished
         self._under_way: dict[int, _UnderWay] = {}
         self._open: dict[int, PartFile] = {}
         self.counts = Counts()
@@ -153,6 +139,11 @@ class ShardDecoder:
         """Decodes the rows of ``shards`` that are not there yet.
 
         However it ends, all rows that came back are kept.
+
+        Raises:
+          NotEnoughMemory: for a batch.
+          InputError: the input has changed, or the folder cannot be written.
+          Stopped: on SIGTERM, if rows under way took too long.
         """
 
         def told(now: Progress) -> None:
@@ -163,6 +154,13 @@ class ShardDecoder:
         try:
             for batch in completions(self._llm, rows, told, lambda: self._stop.requested):
                 self._take(batch)
+        except Exception as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise NotEnoughMemory(
+                f"the device has not enough memory for {self._llm.max_batch_size} rows at a time, "
+                "try a smaller --batch-size"
+            ) from None
         finally:
             rows.close()
             for part in self._open.values():
@@ -171,7 +169,7 @@ class ShardDecoder:
     def _rows(self, shards: Iterable[Shard]) -> Generator[Row, None, None]:
         """Prepared rows for the engine; what cannot be decoded is written down on the way."""
         places = itertools.count()
-        for shard in shards:
+        for shard in self._and_again(shards):
             try:
                 part = self._folder.open(shard)
             except InUse:
@@ -195,6 +193,12 @@ class ShardDecoder:
                 yield row
             self._seal_if_whole(shard, part)
 
+    def _and_again(self, shards: Iterable[Shard]) -> Iterator[Shard]:
+        """All of them, and then those that others were at: they may be free by now."""
+        yield from shards
+        again, self.in_use = self.in_use, []
+        yield from again
+
     def _take(self, batch: list[tuple[int, Completion]]) -> None:
         by_shard: dict[int, list[tuple[_UnderWay, Completion]]] = {}
         for place, completion in batch:
@@ -216,4 +220,3 @@ class ShardDecoder:
         if part.is_whole and shard.number in self._open:
             self._folder.seal(shard, part)
             del self._open[shard.number]
-            self._on_finished(shard)

@@ -174,11 +174,13 @@ class ShardFolder:
             )
         if not overwrite and (rows := _kept_of_another(self.folder)):
             theirs = dict(found or {})
-            written_as = theirs.pop("wedlm_generate", None)
-            why = self.identity.differences(theirs) if written_as == FORMAT else "an older one"
+            if theirs.pop("wedlm_generate", None) == FORMAT:
+                why = self.identity.differences(theirs)
+            else:
+                why = f"no {JOB} of this version tells which"
             raise InputError(
-                f"{self.folder}: holds {rows} of another job ({why}); name "
-                "another output, or drop them with --overwrite"
+                f"{self.folder}: holds {rows} of another job ({why}); name another output, or "
+                "drop them with --overwrite"
             )
         for old in _ours(self.folder):
             if not old.name.startswith(SPOOL):

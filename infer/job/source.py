@@ -140,6 +140,25 @@ def unread_columns(files: Sequence[InputFile]) -> list[str]:
     return list(found)
 
 
+def file_size(file: InputFile) -> int:
+    """In bytes.
+
+    Raises:
+      InputError: it is not there.
+    """
+    with reading(file):
+        return file.path.stat().st_size
+
+
+@contextlib.contextmanager
+def reading(file: InputFile) -> Iterator[None]:
+    """Names ``file`` where the file system refuses to read it."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{file.shown}: cannot be read ({error.strerror})") from None
+
+
 def _blocks(pipe: str) -> Iterator[bytes]:
     try:
         with contextlib.ExitStack() as opened:
