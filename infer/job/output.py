@@ -26,6 +26,11 @@ class Output:
     folder: Path
     file: Path | None
 
+    def absolute(self) -> Output:
+        """The same from any folder."""
+        file = None if self.file is None else self.file.absolute()
+        return dataclasses.replace(self, folder=self.folder.absolute(), file=file)
+
 
 def find_output(name: str, source: Source) -> Output:
     """A path that ends in .jsonl is a file, and any other a folder.

@@ -10,11 +10,12 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infer.job.finish import finished_before
 from infer.job.identity import Identity, identity_of
 from infer.job.job import Job
+from infer.job.output import Output
 from infer.job.progress import Standing, progress
 from infer.job.result_rows import Counts
 from infer.job.row_index import Shard
@@ -97,7 +98,7 @@ def _run(ray: Any, job: Job, load: Callable[[], LLM], cluster: RayCluster) -> in
     # Actors work in folders of their own.
     files = tuple(dataclasses.replace(file, path=file.path.absolute()) for file in workload.files)
     shared = dataclasses.replace(workload, files=files)
-    arguments = (shared, job.output.folder.absolute(), job.options.overwrite, load)
+    arguments = (shared, job.output.absolute(), job.options.overwrite, load)
     results = _mapped(ray, groups, arguments, resources, count)
     earlier = index.rows - sum(shard.rows for shard in missing)
     try:
@@ -191,8 +192,10 @@ def _follow(job: Job, results: Iterable[dict[str, Any]], total: int, finished: i
 class _ShardActor:
     """One model at work on tasks, each of a few shards."""
 
-    def __init__(self, workload: Workload, folder: Path, overwrite: bool, load: Callable[[], LLM]):
-        self._workload, self._path, self._overwrite = workload, folder, overwrite
+    def __init__(
+        self, workload: Workload, output: Output, overwrite: bool, load: Callable[[], LLM]
+    ):
+        self._workload, self._output, self._overwrite = workload, output, overwrite
         self._load = load
         self._llm: LLM | None = None
 
@@ -209,12 +212,14 @@ class _ShardActor:
         if self._llm is None:
             llm = self._load()
             self._folder = ShardFolder(
-                self._path,
+                self._output.folder,
                 identity_of(llm, self._workload),
                 self._workload.index.shards,
                 overwrite=self._overwrite,
             )
             self._llm = llm
+        if finished_before(self._folder, self._output.file):
+            return _nothing()  # its shards have become one file
         decoder = ShardDecoder(self._llm, self._workload, self._folder, StopRequest())
         decoder.run(shards, lambda _: None)
         return {

@@ -5,13 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from infer.job.ray_job import SHARDS_PER_TASK, _groups
+from infer import generate
+from infer.job.output import find_output
+from infer.job.ray_job import SHARDS_PER_TASK, _groups, _ShardActor
 from infer.job.records import Place
-from infer.job.row_index import Shard
-from tests.infer.job.job_examples import contents, read_json, run, stop_after, words, write
+from infer.job.row_index import Shard, build_index
+from infer.job.shard_decoder import Workload
+from infer.job.source import find_input
+from tests.infer.job.job_examples import contents, read_json, results, run, stop_after, words, write
+from wedlm_jax.sampling import SamplingParams
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +61,49 @@ def test_actors_finish_what_a_host_has_begun_and_give_the_same_rows(
     assert run(model, "--ray", "--seed", "5", output="out") == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"wedlm generate: {work / 'out'}: holds 7 shards of another job (seed ")
+
+
+def actor(model: Path, output: str = "out.jsonl", seed: int = 0) -> _ShardActor:
+    """As Ray would make it."""
+    source = find_input(["in.jsonl"])
+    params = SamplingParams(max_tokens=24, seed=seed)
+    workload = Workload(source.files, build_index(source.files, 3), params, False)
+    options = {"model": str(model), "window_size": 4, "batch_size": 4}
+    where = find_output(output, source).absolute()
+    return _ShardActor(workload, where, False, lambda: generate.load(options))
+
+
+def call(one: _ShardActor, shards: str) -> dict[str, Any]:
+    (result,) = one({"shards": [shards]})
+    return {name: value for name, (value,) in result.items()}
+
+
+def test_an_actor_finishes_the_shards_it_is_given(work: Path, model: Path, quick: None) -> None:
+    write([*words(9), {"promt": "a"}])
+    one = actor(model, output="out")
+    done = call(one, "3 1")
+    assert (done["rows"], done["error_rows"], done["earlier"], done["error"]) == (4, 1, 0, "")
+    assert sorted(path.name for path in Path("out").glob("*.jsonl")) == [
+        "rows-00001-of-00004.jsonl", "rows-00003-of-00004.jsonl",
+    ]  # fmt: skip
+    assert call(one, "3 1")["rows"] == 0, "a task that is given again does nothing twice"
+    assert "holds 2 shards of another job" in call(actor(model, "out", seed=1), "0")["error"]
+    assert call(one, "0 2")["rows"] == 6
+    assert run(model, output="out") == 0
+    assert run(model, output="alone") == 0
+    assert results("out") == results("alone")
+
+
+def test_an_actor_leaves_a_job_that_has_ended_alone(
+    work: Path, model: Path, quick: None, decoded: list[Any]
+) -> None:
+    write(words(9))
+    assert run(model, "--shard-size", "3") == 0
+    before = Path("out.jsonl").read_bytes()
+    decoded.clear()
+    assert call(actor(model), "0 1 2")["rows"] == 0
+    assert not decoded
+    assert Path("out.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 17])
