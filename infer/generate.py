@@ -1,9 +1,11 @@
-"""`wedlm generate`: complete one prompt, or a JSONL file of prompts."""
+"""`wedlm generate`: complete one prompt, or millions from files."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wedlm_jax.errors import InputError
@@ -13,12 +15,13 @@ if TYPE_CHECKING:
     from wedlm_jax.sampling import SamplingParams
 
 DESCRIPTION = """\
-Completes a prompt, printing its text as it is committed, or a JSONL file of prompts,
-writing one row of results for each row, in the same order.
+Completes a prompt, printing its text as it is committed; or, as a job that may be killed and
+given again, prompts in files, each of which gives one row of results.
 """
 
 FILES = """\
-a row of the input has exactly one of
+--input is JSONL or Parquet: a file, several, a folder, or a pipe (-, JSONL). A row has exactly
+one of
   "prompt"            a text
   "prompt_token_ids"  a list of token ids; needs no tokenizer
   "messages"          [{"role": ..., "content": ...}, ...], through the chat template
@@ -28,21 +31,36 @@ and may have
                       line's values for this row. Fields: temperature, top_p, top_k,
                       max_tokens, stop, stop_token_ids, ignore_eos,
                       entropy_threshold, position_penalty, seed
+In Parquet these are columns, of which a null is no value; "sampling" may be a text of JSON.
 
 a row of the output has
   id, text, token_ids, finish_reason, num_forwards, num_token_instances
+or, in the place of a row that cannot be decoded,
+  id (if it has one), error, line, and file (if there are several)
 
-All rows are checked before the first is decoded. Finished rows are kept in OUTPUT.part
-until all are there: a job that was stopped goes on from them when it is started again with
-the same input and settings (the batch size may change), and begins anew otherwise.
-Sampled rows draw from seed + row number, unless they name a seed of their own.
+--output is a .jsonl file, or a folder of shards (rows-00000-of-00010.jsonl), each with a
+manifest; rows stand in the order of the input. Finished rows are kept, for a .jsonl file in
+OUTPUT.shards: a job that was stopped, even by SIGKILL, goes on when the same command is given
+again, with any --batch-size and --num-hosts, and gives the rows that it would have given.
+SIGTERM finishes the rows under way first. A row draws from a seed made of --seed and its id,
+unless it names its own. docs/batch.md tells more.
 
 examples:
   wedlm generate --chat --prompt "Count from 12 to 40 in steps of 2."
   echo "Once upon a time" | wedlm generate --prompt - --max-tokens 64
   wedlm generate --model DIR --input prompts.jsonl --output completions.jsonl --batch-size 64
+  zcat prompts.jsonl.gz | wedlm generate --model DIR --input - --output completions
+  wedlm generate --model DIR --input prompts/ --output completions --num-hosts 8 --host-id 3
+  wedlm generate --model DIR --input prompts/ --output completions --ray --ray-actors 8
   wedlm generate --model DIR --window-size 0 --prompt "..."     (autoregressive decoding)
 """
+
+JOB_OPTIONS = ("shard_size", "fail_fast", "overwrite", "grace", "num_hosts", "host_id", "ray",
+               "ray_actors")  # fmt: skip
+"""What only a job with --input takes."""
+
+LOAD_OPTIONS = ("model", "window_size", "dtype", "max_model_len", "batch_size")
+"""What decides the model that is loaded."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,7 +68,8 @@ def parser() -> argparse.ArgumentParser:
     defaults are those of `LLM` and `SamplingParams`, in brackets here."""
     result = argparse.ArgumentParser(
         prog="wedlm generate",
-        usage="wedlm generate [--model DIR] (--prompt TEXT | --input FILE --output FILE) [options]",
+        usage="wedlm generate [--model DIR] (--prompt TEXT | --input PATH ... --output PATH) "
+        "[options]",
         description=DESCRIPTION,
         epilog=FILES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -60,12 +79,15 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument_group("what to complete").add_argument
     add("--prompt", metavar="TEXT",
         help="one prompt; - reads standard input, without its last line end")  # fmt: skip
-    add("--input", metavar="FILE", help="a JSONL file of prompts, see below")
-    add("--output", metavar="FILE", help="where the results of --input go; replaced if it exists")
+    add("--input", metavar="PATH", nargs="+", action="extend",
+        help="files or folders of prompts, or - for standard input; see below")  # fmt: skip
+    add("--output", metavar="PATH",
+        help="a folder, or a .jsonl file that is replaced if it exists")  # fmt: skip
     add("--chat", action="store_true", default=False,
         help="a prompt is a user's message, put through the chat template")  # fmt: skip
     _add_model(result.add_argument_group("model"))
     _add_decoding(result.add_argument_group("decoding"))
+    _add_job(result.add_argument_group("with --input"))
     add = result.add_argument_group("without a TPU").add_argument
     add("--compile-only", action="store_true", default=False,
         help="compile the decoder of --model (a folder, or a recipe that states its sizes) for "
@@ -111,6 +133,25 @@ def _window(text: str) -> int | str:
 _window.__name__ = "integer or 'auto'"
 
 
+def _add_job(group: Any) -> None:
+    add = group.add_argument
+    add("--shard-size", type=int, metavar="N", help="rows of a shard [1000]")
+    add("--fail-fast", action="store_true",
+        help="check all rows first, and stop at a bad one instead of noting its error")  # fmt: skip
+    add("--overwrite", action="store_true",
+        help="drop rows of another job that the output has")  # fmt: skip
+    add("--grace", type=float, metavar="X",
+        help="seconds after SIGTERM for the rows under way [20.0]")  # fmt: skip
+    add("--num-hosts", metavar="N|auto",
+        help="processes that share the job; auto asks what launched them [1]")  # fmt: skip
+    add("--host-id", type=int, metavar="N",
+        help="which of them this is, from 0 [asks what launched it]")  # fmt: skip
+    add("--ray", nargs="?", const="", metavar="ADDRESS",
+        help="under Ray Data, in this cluster, or one that is found or begun")  # fmt: skip
+    add("--ray-actors", type=int, metavar="N",
+        help="models at work under Ray [one for each accelerator]")  # fmt: skip
+
+
 def _threshold(text: str) -> float | None:
     return None if text.lower() == "none" else float(text)
 
@@ -131,11 +172,32 @@ def main(arguments: list[str]) -> int:
         text = read_prompt(options["prompt"], sys.stdin)
         params = sampling_params(options)
         return complete_prompt(load(options), text, params, chat=options["chat"])
-    from infer.file_job import FileJob
+    return _run_job(options)
 
-    params = sampling_params(options)
-    job = FileJob(options["input"], options["output"], params, chat=options["chat"])
-    return job.run(lambda: load(options))
+
+def _run_job(options: dict[str, Any]) -> int:
+    from infer.job.hosts import find_host
+    from infer.job.job import Job, JobOptions
+
+    names = ("chat", "shard_size", "fail_fast", "overwrite", "grace")
+    job = Job(
+        JobOptions(
+            inputs=tuple(options["input"]),
+            output=options["output"],
+            params=sampling_params(options),
+            host=find_host(options.get("num_hosts"), options.get("host_id")),
+            **{name: options[name] for name in names if name in options},
+        )
+    )
+    model = {name: options[name] for name in LOAD_OPTIONS if name in options}
+    if "ray" not in options:
+        return job.run(partial(load, model))
+    from infer.job.ray_job import RayCluster, run_with_ray
+
+    if "model" in model and os.path.exists(model["model"]):
+        model["model"] = os.path.abspath(model["model"])  # actors work in folders of their own
+    cluster = RayCluster(options["ray"], options.get("ray_actors"))
+    return run_with_ray(job, partial(load, model), cluster)
 
 
 def _check_combination(options: dict[str, Any]) -> None:
@@ -144,6 +206,13 @@ def _check_combination(options: dict[str, Any]) -> None:
     if ("input" in options) != ("output" in options):
         missing = "--output" if "input" in options else "--input"
         raise InputError(f"--input and --output go together; {missing} is missing")
+    alone = [name for name in JOB_OPTIONS if name in options and "input" not in options]
+    if alone:
+        raise InputError(f"--{alone[0].replace('_', '-')} goes with --input")
+    if "ray_actors" in options and "ray" not in options:
+        raise InputError("--ray-actors goes with --ray")
+    if "ray" in options and "num_hosts" in options:
+        raise InputError("--num-hosts does not go with --ray, which sees to the hosts itself")
 
 
 def sampling_params(options: dict[str, Any]) -> SamplingParams:
@@ -163,11 +232,11 @@ def load(options: dict[str, Any]) -> LLM:
     """The model; a message names the option, not the argument."""
     from wedlm_jax.llm import LLM
 
-    names = {"window_size": "window_size", "dtype": "dtype", "max_model_len": "max_model_len",
-             "batch_size": "max_batch_size"}  # fmt: skip
-    given = {names[k]: v for k, v in options.items() if k in names}
+    given = {name: options[name] for name in LOAD_OPTIONS if name in options}
+    if "batch_size" in given:
+        given["max_batch_size"] = given.pop("batch_size")
     try:
-        return LLM(options.get("model"), **given)
+        return LLM(given.pop("model", None), **given)
     except InputError as error:
         message = str(error).replace("max_batch_size:", "batch_size:", 1)
         raise InputError(_as_option(message)) from None

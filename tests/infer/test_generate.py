@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from infer import generate
+from infer.job.job import SHARD_SIZE
+from infer.job.stop import GRACE_SECONDS
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.__main__ import main
 from wedlm_jax.llm import LLM
@@ -110,12 +112,14 @@ def test_help_names_the_defaults_that_hold(capsys: pytest.CaptureFixture[str]) -
     }  # fmt: skip
     expected["window-size"] = str(library["window_size"].default)
     expected["batch-size"] = str(library["max_batch_size"].default)
+    expected["shard-size"], expected["grace"] = str(SHARD_SIZE), str(GRACE_SECONDS)
+    expected["num-hosts"] = "1"
     assert {name: shown.get(name) for name in expected} == expected
 
 
 def test_examples_of_the_help_are_accepted() -> None:
     examples = re.findall(r"wedlm generate (--.*?)(?: {3,}\(.*)?\n", generate.FILES)
-    assert len(examples) == generate.FILES.split("examples:")[1].count("wedlm generate") == 4
+    assert len(examples) == generate.FILES.split("examples:")[1].count("wedlm generate") == 7
     for example in examples:
         options = vars(generate.parser().parse_args(shlex.split(example)))
         generate._check_combination(options)
@@ -142,6 +146,12 @@ def test_help_imports_nothing_heavy() -> None:
         (["--prompt", "a", "--input", "b"], "expected either --prompt or --input, see --help"),
         (["--input", "b"], "--input and --output go together; --output is missing"),
         (["--prompt", "a", "--output", "b"], "go together; --input is missing"),
+        (["--prompt", "a", "--fail-fast"], "--fail-fast goes with --input"),
+        (["--prompt", "a", "--shard-size", "5"], "--shard-size goes with --input"),
+        (
+            ["--input", __file__, "--output", "b", "--shard-size", "0"],
+            "--shard-size: expected 1 or",
+        ),
         (["--prompt", ""], "the prompt has no tokens; at least one is needed"),
         (["--prompt", "a", "--temperature", "-1"], "--temperature: expected a number"),
         (["--prompt", "a", "--temperature", "nan"], "--temperature: expected a number"),

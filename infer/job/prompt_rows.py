@@ -1,16 +1,17 @@
-"""Rows of a JSONL file of prompts: read, checked, and turned into token ids."""
+"""One row: its fields checked, its id, its seed, and what the decoder takes."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import difflib
 import hashlib
 import json
 from array import array
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from infer.job.records import LARGEST_LINE, Content, TooLong
 from wedlm_jax.errors import InputError
 from wedlm_jax.sampling import SamplingParams
 
@@ -20,128 +21,122 @@ if TYPE_CHECKING:
 PROMPT_KINDS = ("prompt", "prompt_token_ids", "messages")
 KEYS = (*PROMPT_KINDS, "id", "sampling")
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
-SEEDS = 2**32
+
+RowId = str | int
 
 
 @dataclasses.dataclass(slots=True)
 class PromptRow:
-    """One row as it stands in the file.
+    """A row that is what it should be, as far as that can be told without the model.
 
     Attributes:
-      line: its line, from 1.
       id: what the output row is called.
       kind: which of `PROMPT_KINDS` it has.
       prompt: that prompt.
       params: how it is decoded.
     """
 
-    line: int
-    id: str | int
+    id: RowId
     kind: str
     prompt: Any
     params: SamplingParams
 
 
-def read_rows(path: Path, params: SamplingParams) -> tuple[list[PromptRow], str]:
-    """Reads and checks every row, as far as that needs no model.
-
-    Lines of white space only are no rows.
-
-    Args:
-      path: a JSONL file, or a pipe; it is read once.
-      params: of rows that do not say otherwise. A row's seed is this one plus its number,
-        so that equal prompts are sampled differently.
-
-    Returns:
-      The rows, and a digest of the file's bytes.
+def row_fields(content: Content) -> Mapping[str, Any]:
+    """The keys and values of a row.
 
     Raises:
-      InputError: naming the file and the first line that is no row, and why.
+      InputError: it is not JSON, or no object.
     """
-    rows: list[PromptRow] = []
-    lines_of_ids: dict[str | int, int] = {}
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            for line, raw in enumerate(file, 1):
-                digest.update(raw)
-                try:
-                    text = _decode(raw, line).strip()
-                    if not text:
-                        continue
-                    seed = (params.seed + len(rows)) % SEEDS
-                    row = _row(text, line, len(rows), dataclasses.replace(params, seed=seed))
-                    first = lines_of_ids.setdefault(row.id, line)
-                    if first != line:
-                        raise InputError(
-                            f"id {row.id!r} is that of line {first} already (a row without an id "
-                            "takes its number, from 0)"
-                        )
-                except InputError as error:
-                    raise InputError(f"{path} line {line}: {error}") from None
-                rows.append(row)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    return rows, digest.hexdigest()
+    if isinstance(content, TooLong):
+        raise InputError(f"longer than {LARGEST_LINE // 2**20} MiB, which is the most for a line")
+    if isinstance(content, bytes):
+        return _json_object(_decode(content).strip())
+    return content
 
 
-def prepare_rows(llm: LLM, path: Path, rows: Iterable[PromptRow], *, chat: bool) -> list[Row]:
-    """Token ids of every row, checked against the model.
-
-    Args:
-      chat: texts are a user's message, for the chat template.
+def row_id(fields: Mapping[str, Any], number: int) -> RowId:
+    """The row's id, or else its number in the whole input, from 0.
 
     Raises:
-      InputError: naming the file and the first line that cannot be decoded, and why.
+      InputError: it has an id that is neither text nor integer.
     """
-    prepared: list[Row] = []
-    for row in rows:
-        try:
-            prompt = row.prompt
-            if row.kind == "prompt" and chat:
-                prompt = llm.chat_prompt([{"role": "user", "content": prompt}])
-            elif row.kind == "messages":
-                prompt = llm.chat_prompt(prompt)
-            token_ids, params = llm.prepare_one(prompt, row.params)
-        except InputError as error:
-            raise InputError(f"{path} line {row.line}: {error}") from None
-        prepared.append((array("i", token_ids), params))  # a list takes nine times the memory
-        row.prompt = None
-    return prepared
+    name = fields.get("id", number)
+    if isinstance(name, bool) or not isinstance(name, str | int):
+        raise InputError(f"id: expected a text or an integer, not {_shown(name)}")
+    return name
 
 
-def _decode(raw: bytes, line: int) -> str:
-    if raw.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in raw:
-        raise InputError("expected UTF-8 text, but this is UTF-16 or binary")
-    try:
-        return raw.decode("utf-8-sig" if line == 1 else "utf-8")
-    except UnicodeDecodeError:
-        raise InputError("expected UTF-8 text, but this is another encoding or binary") from None
+def checked_row(fields: Mapping[str, Any], name: RowId, params: SamplingParams) -> PromptRow:
+    """The row, its seed drawn from its id unless it names one.
 
+    Args:
+      params: of rows that do not say otherwise; its seed is the job's.
 
-def _row(text: str, line: int, number: int, params: SamplingParams) -> PromptRow:
-    fields = _json_object(text)
+    Raises:
+      InputError: which field is wrong, and what was expected.
+    """
     _refuse_unknown(fields, KEYS, "key")
     kinds = [kind for kind in PROMPT_KINDS if kind in fields]
     if len(kinds) != 1:
         have = " and ".join(kinds) or "none"
         raise InputError(f"expected exactly one of {', '.join(PROMPT_KINDS)}; the row has {have}")
-    name = fields.get("id", number)
-    if isinstance(name, bool) or not isinstance(name, str | int):
-        raise InputError(f"id: expected a text or an integer, not {_shown(name)}")
     _CHECKS[kinds[0]](fields[kinds[0]])
+    params = dataclasses.replace(params, seed=row_seed(params.seed, name))
     if "sampling" in fields:
         params = _overridden(params, fields["sampling"])
-    return PromptRow(line, name, kinds[0], fields[kinds[0]], params)
+    return PromptRow(name, kinds[0], fields[kinds[0]], params)
+
+
+def row_seed(seed: int, name: RowId) -> int:
+    """A row's seed, 32 bits: of the job's seed and the row's id, and of nothing else, so that
+    it is the same wherever and with whomever the row is decoded."""
+    text = json.dumps([seed, name])
+    return int.from_bytes(hashlib.sha256(text.encode("ascii")).digest()[:4], "big")
+
+
+def prepared_row(llm: LLM, row: PromptRow, *, chat: bool) -> Row:
+    """Its token ids and parameters, checked against the model.
+
+    Args:
+      chat: a text is a user's message, for the chat template.
+
+    Raises:
+      InputError: the model cannot decode it, and why.
+    """
+    prompt = row.prompt
+    try:
+        if row.kind == "prompt" and chat:
+            prompt = llm.chat_prompt([{"role": "user", "content": prompt}])
+        elif row.kind == "messages":
+            prompt = llm.chat_prompt(prompt)
+        token_ids, params = llm.prepare_one(prompt, row.params)
+    except InputError:
+        raise
+    except Exception as error:
+        # Tokenizers and templates are programs of others: what one row makes them do must
+        # not end a job of millions.
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise InputError(f"the row could not be turned into tokens ({reason})") from error
+    return array("i", token_ids), params  # a list takes nine times the memory
+
+
+def _decode(raw: bytes) -> str:
+    if raw.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in raw:
+        raise InputError("expected UTF-8 text, but this is UTF-16 or binary")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        raise InputError("expected UTF-8 text, but this is another encoding or binary") from None
 
 
 def _json_object(text: str) -> dict[str, Any]:
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise InputError(f"key {twice!r} stands there twice")
+            counts = collections.Counter(name for name, _ in pairs)
+            twice = counts.most_common(1)[0][0]
+            raise InputError(f"key {_cut(twice)!r} stands there twice")
         return result
 
     def no_constant(name: str) -> None:
@@ -165,12 +160,12 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _refuse_unknown(fields: dict[str, Any], known: Sequence[str], what: str) -> None:
+def _refuse_unknown(fields: Mapping[str, Any], known: Sequence[str], what: str) -> None:
     for name in fields:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(_cut(name), known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-            raise InputError(f"unknown {what} {name!r}; {hint}")
+            raise InputError(f"unknown {what} {_cut(name)!r}; {hint}")
 
 
 def _check_text(value: Any) -> None:
@@ -227,5 +222,12 @@ def _is_list_of_integers(value: Any) -> bool:
 
 def _shown(value: Any) -> str:
     """A value in a message, cut short."""
-    text = json.dumps(value, ensure_ascii=False)
+    try:
+        # Parquet has values that JSON has not.
+        return _cut(json.dumps(value, ensure_ascii=False, default=repr))
+    except RecursionError:
+        return f"a deeply nested {type(value).__name__}"
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."

@@ -6,8 +6,11 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from rich.console import Console
+
+from infer.job.result_rows import Counts
 
 PLAIN_INTERVAL = 5.0
 """Seconds between two lines where there is no terminal."""
@@ -15,13 +18,14 @@ PLAIN_INTERVAL = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """A job at one moment; tokens, forwards and seconds are of this run alone.
+    """A job at one moment; all but ``rows`` and ``earlier`` are of this run alone.
 
     Attributes:
       rows: finished, those of earlier runs included.
       earlier: finished by earlier runs.
-      total: of the job.
+      total: rows that this process has to see to.
       tokens, forwards: of finished and running rows.
+      finished: sums over finished rows.
       seconds: wall-clock since decoding began, without compilation.
       compile_seconds: that.
     """
@@ -31,6 +35,7 @@ class Standing:
     total: int
     tokens: int
     forwards: int
+    finished: Counts
     seconds: float
     compile_seconds: float
 
@@ -48,15 +53,29 @@ class Standing:
         finished = self.rows - self.earlier
         return self.seconds * (self.total - self.rows) / finished if finished else None
 
+    def as_json(self) -> dict[str, Any]:
+        """What `stats.json` says of a run."""
+        return {
+            **self.finished.as_json(),
+            "seconds": round(self.seconds, 2),
+            "compile_seconds": round(self.compile_seconds, 2),
+            "tokens_per_second": round(self.tokens_per_second, 1),
+        }
+
     def speed(self) -> str:
+        """The p_cache is of finished rows alone, and absent before the first."""
+        known = self.finished.num_token_instances > 0
         return (
             f"{self.tokens_per_second:,.0f} tokens/s, "
             f"{self.tokens_per_forward:.2f} tokens per forward"
+            + (f", p_cache {self.finished.p_cache:.2f}" if known else "")
         )
 
     def line(self) -> str:
         left = clock(self.seconds_left)
-        return f"{self.rows:,} of {self.total:,} rows, {self.speed()}, {left} left"
+        errors = self.finished.error_rows
+        bad = f" ({errors:,} bad)" if errors else ""
+        return f"{self.rows:,} of {self.total:,} rows{bad}, {self.speed()}, {left} left"
 
 
 def clock(seconds: float | None) -> str:

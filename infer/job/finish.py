@@ -1,0 +1,78 @@
+"""The end of a job: one file of all shards where that is asked for, and `stats.json`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from infer.job.durable import naming, write_json, written_beside
+from infer.job.result_rows import Counts
+from infer.job.shard_folder import STATS, ShardFolder
+from infer.job.source import COPY_BYTES
+from wedlm_jax.errors import InputError
+
+
+def finish(folder: ShardFolder, output: Path | None, run: dict[str, Any]) -> Counts:
+    """Writes what is written once all shards are there. Doing it twice does no harm.
+
+    Args:
+      output: a file for all the rows, which takes the shards' place; None leaves them.
+      run: what `STATS` says of the run that has ended the job.
+
+    Returns:
+      Sums over all rows.
+
+    Raises:
+      InputError: a shard is not what its manifest says, or the output cannot be written.
+    """
+    manifests = list(folder.manifests())
+    counts = sum((Counts(**manifest["counts"]) for manifest in manifests), Counts())
+    stats: dict[str, Any] = {
+        **counts.as_json(),
+        "tokens_per_forward": round(counts.tokens_per_forward, 4),
+        "p_cache": round(counts.p_cache, 4),
+        "shards": len(manifests),
+        "last_run": run,
+    }
+    if output is not None:
+        stats["output"] = _put_together(folder, manifests, output)
+    write_json(folder.folder / STATS, stats, folder.folder)
+    if output is not None:
+        folder.drop_shards()
+    else:
+        folder.drop_parts()
+    return counts
+
+
+def finished_before(folder: ShardFolder, output: Path | None) -> Counts | None:
+    """Sums over all rows, if the job has ended and its output file is still there."""
+    try:
+        stats = json.loads((folder.folder / STATS).read_bytes())
+        if output is not None and output.stat().st_size == stats["output"]["bytes"]:
+            return Counts(**{name: stats[name] for name in Counts().as_json()})
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not ended, or its files are gone: then the rows are decoded again
+    return None
+
+
+def _put_together(
+    folder: ShardFolder, manifests: list[dict[str, Any]], output: Path
+) -> dict[str, Any]:
+    """Writes all rows into one file; returns its size and digest."""
+    whole, size = hashlib.sha256(), 0
+    with written_beside(output, folder.parts) as out:
+        for shard, manifest in zip(folder.shards, manifests, strict=True):
+            path, digest = folder.data_path(shard), hashlib.sha256()
+            with naming(path), path.open("rb") as rows:
+                while block := rows.read(COPY_BYTES):
+                    digest.update(block)
+                    whole.update(block)
+                    size += out.write(block)
+            if digest.hexdigest() != manifest["sha256"]:
+                raise InputError(
+                    f"{path}: is not what {folder.manifest_path(shard).name} says; remove both, "
+                    "and start again"
+                )
+    return {"name": output.name, "bytes": size, "sha256": whole.hexdigest()}

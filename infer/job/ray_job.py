@@ -1,0 +1,234 @@
+"""The same job under Ray Data: an actor for each accelerator, each with a model of its own.
+
+What the actors share is the job's folder. They finish shards there as any host does, so a job
+may be begun with Ray and ended without, or the other way round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from infer.job.finish import finished_before
+from infer.job.identity import Identity, identity_of
+from infer.job.job import Job
+from infer.job.output import Output
+from infer.job.progress import Standing, progress
+from infer.job.result_rows import Counts
+from infer.job.row_index import Shard
+from infer.job.shard_decoder import ShardDecoder, Workload
+from infer.job.shard_folder import ShardFolder, finished_shards, read_job
+from infer.job.stop import StopRequest
+from wedlm_jax.errors import InputError
+
+if TYPE_CHECKING:
+    from wedlm_jax.llm import LLM
+
+SHARDS_PER_TASK = 4
+"""Shards whose rows decode together: a batch runs empty only at the end of so many."""
+
+ACCELERATORS = ("TPU", "GPU")
+
+
+@dataclasses.dataclass(frozen=True)
+class RayCluster:
+    """Where a job runs.
+
+    Attributes:
+      address: of the cluster; empty is the one that Ray finds, or else a new one here.
+      actors: how many; None is one for each accelerator, or one where there is none.
+    """
+
+    address: str
+    actors: int | None
+
+
+def run_with_ray(job: Job, load: Callable[[], LLM], cluster: RayCluster) -> int:
+    """`Job.run`, by the actors of a cluster.
+
+    Args:
+      load: the model; it is called in each actor, and so must be picklable.
+
+    Raises:
+      InputError: Ray is missing or not to be reached, or as `Job.run`.
+    """
+    ray = require_ray()
+    if job.options.fail_fast:
+        raise InputError("--fail-fast does not go with --ray; check the rows without it first")
+    if cluster.actors is not None and cluster.actors < 1:
+        raise InputError(f"--ray-actors: expected 1 or more, not {cluster.actors}")
+    mine = not ray.is_initialized()
+    try:
+        return job.until_stopped(lambda _: _run(ray, job, load, cluster))
+    finally:
+        if mine:
+            ray.shutdown()
+
+
+def require_ray() -> Any:
+    """The module `ray`, with Ray Data.
+
+    Raises:
+      InputError: it is not installed.
+    """
+    try:
+        import ray
+        import ray.data
+    except ImportError:
+        raise InputError(
+            "--ray needs Ray, which is not installed: pip install 'wedlm-jax[ray]'"
+        ) from None
+    return ray
+
+
+def _run(ray: Any, job: Job, load: Callable[[], LLM], cluster: RayCluster) -> int:
+    workload = job.read_input()
+    index = workload.index
+    if not index.rows:
+        return job.end_empty(index)
+    done = finished_shards(job.output.folder, index.shards)
+    missing = [shard for shard in index.shards if shard.number not in done]
+    _connect(ray, cluster.address)
+    resources, count = _actors(ray, cluster.actors)
+    groups = _groups(missing, count)
+    job.say(f"{len(missing):,} shards to finish, by {count} actors under Ray {ray.__version__}")
+    # Actors work in folders of their own.
+    files = tuple(dataclasses.replace(file, path=file.path.absolute()) for file in workload.files)
+    shared = dataclasses.replace(workload, files=files)
+    arguments = (shared, job.output.absolute(), job.options.overwrite, load)
+    results = _mapped(ray, groups, arguments, resources, count)
+    earlier = index.rows - sum(shard.rows for shard in missing)
+    try:
+        standing = _follow(job, results, index.rows, earlier)
+    finally:
+        # The actors have made it; without a model here, it is told by what they wrote.
+        found = read_job(job.output.folder) or {}
+        if found.get("input") == index.digest:
+            job.open_folder(index, Identity.from_json(found))
+    assert job.folder is not None, "an actor has opened it"
+    return job.end(job.folder, standing)
+
+
+def _connect(ray: Any, address: str) -> None:
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address=address or None, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"--ray: no cluster at {address or 'hand'} ({reason})") from None
+
+
+def _actors(ray: Any, count: int | None) -> tuple[dict[str, Any], int]:
+    """What an actor asks for, and how many there are to be."""
+    there = ray.cluster_resources()
+    for kind in ACCELERATORS:
+        if number := int(there.get(kind, 0)):
+            asked = {"num_gpus": 1} if kind == "GPU" else {"resources": {kind: 1}}
+            return asked, count or number
+    return {"num_cpus": 1}, count or 1
+
+
+def _groups(shards: Sequence[Shard], actors: int) -> list[str]:
+    """Numbers of shards for each task. There is at least one task, so that some actor sees
+    whose folder it is."""
+    size = max(1, min(SHARDS_PER_TASK, math.ceil(len(shards) / actors)))
+    numbers = [str(shard.number) for shard in shards]
+    return [" ".join(numbers[i : i + size]) for i in range(0, len(numbers), size)] or [""]
+
+
+def _mapped(
+    ray: Any, groups: Sequence[str], arguments: tuple[Any, ...], resources: dict[str, Any],
+    count: int,
+) -> Iterable[dict[str, Any]]:  # fmt: skip
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    tasks = ray.data.from_items(
+        [{"shards": group} for group in groups], override_num_blocks=len(groups)
+    )
+    return tasks.map_batches(  # type: ignore[no-any-return]
+        _ShardActor,
+        batch_size=1,
+        fn_constructor_args=arguments,
+        # No task waits at an actor that is at work while another has nothing to do.
+        compute=ray.data.ActorPoolStrategy(
+            size=min(count, len(groups)), max_tasks_in_flight_per_actor=1
+        ),
+        **resources,
+    ).iter_rows()
+
+
+def _follow(job: Job, results: Iterable[dict[str, Any]], total: int, finished: int) -> Standing:
+    """Adds up what the actors say of each task, and shows it."""
+    started, counts, earlier, compiling = time.monotonic(), Counts(), finished, 0.0
+
+    def standing() -> Standing:
+        return Standing(
+            rows=earlier + counts.rows,
+            earlier=earlier,
+            total=total,
+            tokens=counts.tokens,
+            forwards=counts.num_forwards,
+            finished=counts,
+            seconds=time.monotonic() - started - compiling,
+            compile_seconds=compiling,
+        )
+
+    with progress(job.console) as show:
+        for result in results:
+            if result["error"]:
+                raise InputError(result["error"])
+            earlier += result["earlier"]
+            counts += Counts(**{name: result[name] for name in Counts().as_json()})
+            # Actors compile at the same time.
+            compiling = max(compiling, result["compile_seconds"])
+            show(standing())
+    return standing()
+
+
+class _ShardActor:
+    """One model at work on tasks, each of a few shards."""
+
+    def __init__(
+        self, workload: Workload, output: Output, overwrite: bool, load: Callable[[], LLM]
+    ):
+        self._workload, self._output, self._overwrite = workload, output, overwrite
+        self._load = load
+        self._llm: LLM | None = None
+
+    def __call__(self, task: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        numbers = [int(number) for number in task["shards"][0].split()]
+        try:
+            result = self._finish([self._workload.index.shards[k] for k in numbers])
+        except InputError as error:
+            # As data: Ray would wrap it, or take it for a fault of the machine and try again.
+            result = {**_nothing(), "error": str(error)}
+        yield {name: [value] for name, value in result.items()}
+
+    def _finish(self, shards: Sequence[Shard]) -> dict[str, Any]:
+        if self._llm is None:
+            llm = self._load()
+            self._folder = ShardFolder(
+                self._output.folder,
+                identity_of(llm, self._workload),
+                self._workload.index.shards,
+                overwrite=self._overwrite,
+            )
+            self._llm = llm
+        if finished_before(self._folder, self._output.file):
+            return _nothing()  # its shards have become one file
+        decoder = ShardDecoder(self._llm, self._workload, self._folder, StopRequest())
+        decoder.run(shards, lambda _: None)
+        return {
+            **_nothing(),
+            **decoder.counts.as_json(),
+            "earlier": decoder.earlier,
+            "compile_seconds": self._llm.engine.compile_seconds,
+        }
+
+
+def _nothing() -> dict[str, Any]:
+    return {**Counts().as_json(), "earlier": 0, "compile_seconds": 0.0, "error": ""}

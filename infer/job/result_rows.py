@@ -1,0 +1,77 @@
+"""Rows of the output, and what is counted of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infer.job.prompt_rows import RowId
+    from wedlm_jax.llm import Completion
+
+
+def result_row(name: RowId, completion: Completion) -> dict[str, Any]:
+    return {
+        "id": name,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "num_forwards": completion.num_forwards,
+        "num_token_instances": completion.num_token_instances,
+    }
+
+
+def error_row(name: RowId | None, error: str, line: int, file: str | None) -> dict[str, Any]:
+    """What stands in the place of a row that cannot be decoded.
+
+    Args:
+      name: its id; None where none could be read.
+      line: its line, from 1; in Parquet its row.
+      file: its file, where the job has several.
+    """
+    # A message may quote what no file can hold.
+    error = error.encode("utf-8", "backslashreplace").decode("utf-8")
+    row: dict[str, Any] = {} if name is None else {"id": name}
+    row |= {"error": error, "line": line}
+    return row if file is None else {**row, "file": file}
+
+
+def encoded(row: dict[str, Any]) -> bytes:
+    """The row as a line of the output, without its end."""
+    return json.dumps(row, ensure_ascii=False).encode("utf-8")
+
+
+@dataclasses.dataclass
+class Counts:
+    """Sums over rows of the output; the numbers of decoding are of rows without an error."""
+
+    rows: int = 0
+    error_rows: int = 0
+    tokens: int = 0
+    num_forwards: int = 0
+    num_token_instances: int = 0
+
+    def count(self, row: dict[str, Any]) -> None:
+        self.rows += 1
+        if "error" in row:
+            self.error_rows += 1
+            return
+        self.tokens += len(row["token_ids"])
+        self.num_forwards += row["num_forwards"]
+        self.num_token_instances += row["num_token_instances"]
+
+    def __add__(self, other: Counts) -> Counts:
+        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
+        return Counts(*(a + b for a, b in zip(mine, theirs, strict=True)))
+
+    def as_json(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        return self.tokens / max(self.num_forwards, 1)
+
+    @property
+    def p_cache(self) -> float:
+        return self.tokens / max(self.num_token_instances, 1)

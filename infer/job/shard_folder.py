@@ -1,0 +1,255 @@
+"""The folder of a job: finished shards with their manifests, and what is not finished yet.
+
+    job.json                               whose rows these are: input, checkpoint, settings
+    rows-00003-of-00010.jsonl              a finished shard
+    rows-00003-of-00010.manifest.json      the same of it, with counts; written last
+    parts/                                 rows of unfinished shards
+    stats.json                             sums over all the shards, when they are there
+
+A shard is finished when its manifest is there, whichever process wrote it: nothing else is
+remembered, so any number of processes may work on the folder, one after the other or at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from infer.job.durable import alone, naming, write_json, written_beside
+from infer.job.identity import Identity
+from infer.job.part_file import FORMAT, SUFFIX, PartFile, whole_rows
+from infer.job.result_rows import Counts
+from infer.job.row_index import Shard
+from infer.job.source import SPOOL
+from wedlm_jax.errors import InputError
+
+JOB, STATS, PARTS = "job.json", "stats.json", "parts"
+DATA, MANIFEST = ".jsonl", ".manifest.json"
+OURS = re.compile(rf"(job|stats)\.json(\..*\.tmp)?|rows-\d+-of-\d+\..*|{PARTS}|{SPOOL}.*")
+READERS = 16
+
+
+class ShardFolder:
+    """A job's folder, made if it is not there.
+
+    Args:
+      folder: see above.
+      identity: of the job.
+      shards: all of them.
+      overwrite: rows of another job may be dropped.
+
+    Raises:
+      InputError: it holds rows of another job, or something else, or cannot be written.
+    """
+
+    def __init__(
+        self, folder: Path, identity: Identity, shards: Sequence[Shard], *, overwrite: bool = False
+    ):
+        self.folder, self.identity, self.shards = folder, identity, shards
+        self.parts = folder / PARTS
+        with naming(folder):
+            folder.mkdir(exist_ok=True)
+            with alone(folder):
+                self._take_folder(overwrite)
+        self._make_parts()
+
+    def name(self, shard: Shard) -> str:
+        return _name(shard, len(self.shards))
+
+    def data_path(self, shard: Shard) -> Path:
+        return self.folder / f"{self.name(shard)}{DATA}"
+
+    def manifest_path(self, shard: Shard) -> Path:
+        return self.folder / f"{self.name(shard)}{MANIFEST}"
+
+    def finished(self) -> set[int]:
+        """Numbers of the finished shards."""
+        return finished_shards(self.folder, self.shards)
+
+    def is_finished(self, shard: Shard) -> bool:
+        return self.manifest_path(shard).exists() and self.data_path(shard).exists()
+
+    def kept_rows(self, shards: Sequence[Shard]) -> int:
+        """How many rows of ``shards`` are there, in finished shards and in parts."""
+        done, parts = self.finished(), _part_rows(self.parts)
+        return sum(
+            shard.rows if shard.number in done else parts.get(self.name(shard), 0)
+            for shard in shards
+        )
+
+    def open(self, shard: Shard) -> PartFile | None:
+        """Its finished rows, to be added to; None if it is finished.
+
+        Raises:
+          InUse: another process is at it.
+        """
+        if self.is_finished(shard):
+            return None
+        self._make_parts()
+        rows = range(shard.first, shard.first + shard.rows)
+        header = {"job": self.identity.digest, "shard": shard.number}
+        part = PartFile(self.parts, self.name(shard), header, rows)
+        if self.is_finished(shard):  # since it was asked for
+            part.remove()
+            return None
+        return part
+
+    def seal(self, shard: Shard, part: PartFile) -> None:
+        """Makes a finished shard of a part file that has all of its rows."""
+        assert part.is_whole, "rows are missing"
+        self._make_parts()
+        counts, digest, size = Counts(), hashlib.sha256(), 0
+        with written_beside(self.data_path(shard), self.parts) as out:
+            for line in part.lines():
+                counts.count(json.loads(line))
+                digest.update(line + b"\n")
+                size += out.write(line + b"\n")
+        manifest = {
+            "shard": shard.number,
+            "first_row": shard.first,
+            "counts": counts.as_json(),
+            "bytes": size,
+            "sha256": digest.hexdigest(),
+            "job": self.identity.as_json(),
+        }
+        write_json(self.manifest_path(shard), manifest, self.parts)
+        part.remove()
+
+    def manifests(self) -> Iterator[dict[str, Any]]:
+        """Of all shards, in order.
+
+        Raises:
+          InputError: one is missing or damaged.
+        """
+
+        def read(shard: Shard) -> dict[str, Any]:
+            path = self.manifest_path(shard)
+            try:
+                manifest = json.loads(path.read_bytes())
+                Counts(**manifest["counts"])
+                return manifest
+            except (OSError, ValueError, KeyError, TypeError):
+                raise InputError(f"{path}: cannot be read; remove it, and start again") from None
+
+        # A mounted bucket takes long for each file.
+        with ThreadPoolExecutor(READERS) as readers:
+            yield from readers.map(read, self.shards)
+
+    def drop_shards(self) -> None:
+        """Removes all but `JOB` and `STATS`."""
+        self._drop(lambda name: name not in (JOB, STATS))
+
+    def drop_parts(self) -> None:
+        """Removes what only an unfinished job needs."""
+        self._drop(lambda name: name == PARTS or name.startswith(SPOOL))
+
+    def _make_parts(self) -> None:
+        # Another process may have ended the job, and removed it.
+        with naming(self.parts):
+            self.parts.mkdir(exist_ok=True)
+
+    def _drop(self, which: Callable[[str], bool]) -> None:
+        with naming(self.folder):
+            for path in _ours(self.folder):
+                if which(path.name):
+                    _remove(path)
+
+    def _take_folder(self, overwrite: bool) -> None:
+        path, mine = self.folder / JOB, {"wedlm_generate": FORMAT, **self.identity.as_json()}
+        found = read_job(self.folder)
+        if found == mine:
+            return
+        if found is None and (other := sorted(_foreign(self.folder))):
+            raise InputError(
+                f"{self.folder}: expected a new folder, or one of such a job, but it holds "
+                f"{other[0]}"
+            )
+        if not overwrite and (rows := _kept_of_another(self.folder)):
+            theirs = dict(found or {})
+            if theirs.pop("wedlm_generate", None) == FORMAT:
+                why = self.identity.differences(theirs)
+            else:
+                why = f"no {JOB} of this version tells which"
+            raise InputError(
+                f"{self.folder}: holds {rows} of another job ({why}); name another output, or "
+                "drop them with --overwrite"
+            )
+        for old in _ours(self.folder):
+            if not old.name.startswith(SPOOL):
+                _remove(old)
+        write_json(path, mine, self.folder)
+
+
+def finished_shards(folder: Path, shards: Sequence[Shard]) -> set[int]:
+    """Numbers of the shards that are finished in ``folder``, which need not be there."""
+    names = set(os.listdir(folder)) if folder.is_dir() else set()
+    return {
+        shard.number
+        for shard in shards
+        if {f"{_name(shard, len(shards))}{end}" for end in (MANIFEST, DATA)} <= names
+    }
+
+
+def _name(shard: Shard, count: int) -> str:
+    return f"rows-{shard.number:05}-of-{count:05}"
+
+
+def read_job(folder: Path) -> dict[str, Any] | None:
+    """What `JOB` says; None where there is none.
+
+    Raises:
+      InputError: it is damaged.
+    """
+    path = folder / JOB
+    try:
+        job = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        raise InputError(f"{path}: cannot be read; move the folder away") from None
+    if not isinstance(job, dict) or "wedlm_generate" not in job:
+        raise InputError(f"{path}: is not of a job of wedlm generate; name another output")
+    return job
+
+
+def _part_rows(parts: Path) -> dict[str, int]:
+    """Rows that the part files of each shard hold, each row once."""
+    rows: dict[str, set[int]] = {}
+    for path in parts.glob(f"*{SUFFIX}"):
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            file.readline()
+            numbers = rows.setdefault(path.name.partition(".")[0], set())
+            numbers.update(number for number, _ in whole_rows(file))
+    return {name: len(numbers) for name, numbers in rows.items()}
+
+
+def _kept_of_another(folder: Path) -> str:
+    """What a folder would lose: "3 shards and 40 rows"; empty where it would lose nothing."""
+    shards = len(list(folder.glob(f"rows-*{MANIFEST}")))
+    rows = sum(_part_rows(folder / PARTS).values())
+    words = [f"{n:,} {what}" for n, what in ((shards, "shards"), (rows, "rows")) if n]
+    return " and ".join(words)
+
+
+def _foreign(folder: Path) -> list[str]:
+    names = os.listdir(folder)
+    return [name for name in names if not OURS.fullmatch(name) and not name.startswith(".")]
+
+
+def _ours(folder: Path) -> list[Path]:
+    return [folder / name for name in os.listdir(folder) if OURS.fullmatch(name)]
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,93 @@
+"""A tiny model, and an empty folder to work in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer import generate
+from tests.infer.job.quick_decoder import lazily, quick_run
+from tests.tiny_checkpoint import write_tiny_checkpoint
+from wedlm_jax.engine import Engine
+from wedlm_jax.llm import LLM
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def llm(model: Path) -> LLM:
+    return LLM(model, window_size=4, max_batch_size=4)
+
+
+@pytest.fixture(scope="session")
+def loaded() -> dict[Any, LLM]:
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def _load_once(loaded: dict[Any, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that the command has loaded with the same options serves again: compiling it
+    is what takes the time."""
+    load = generate.load
+
+    def cached(options: dict[str, Any]) -> LLM:
+        key = tuple(sorted(options.items()))
+        if key not in loaded:
+            loaded[key] = load(options)
+        return loaded[key]
+
+    monkeypatch.setattr(generate, "load", cached)
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in, so that messages name files without their folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def never_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "start", lambda *_: pytest.fail("it ran"))
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The prompts, as token ids, that have been decoded since."""
+    prompts: list[Any] = []
+    run = LLM.run
+
+    def counting(self: LLM, rows: Any, *rest: Any) -> Any:
+        asked_for: list[Any] = []
+
+        def noting() -> Any:
+            for row in rows:
+                asked_for.append(row)
+                yield row
+
+        for batch in run(self, list(noting()) if isinstance(rows, list) else noting(), *rest):  # type: ignore[arg-type]
+            prompts.extend(list(asked_for[i][0]) for i, _ in batch)
+            yield batch
+
+    monkeypatch.setattr(LLM, "run", counting)
+    return prompts
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are not decoded, and come back at once."""
+    monkeypatch.setattr(LLM, "run", quick_run)
+
+
+@pytest.fixture(params=["in lists", "lazily"])
+def fed(request: pytest.FixtureRequest, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `quick`, with rows that go to the decoder either way."""
+    if request.param == "lazily":
+        monkeypatch.setattr("infer.job.shard_decoder.completions", lazily)
+    else:
+        monkeypatch.setattr("infer.job.engine_feed.ROWS_AT_A_TIME", 5)

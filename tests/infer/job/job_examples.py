@@ -1,0 +1,73 @@
+"""Small jobs for the tests, and ways to run, stop and read them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wedlm_jax.__main__ import main
+from wedlm_jax.llm import LLM, Completion
+from wedlm_jax.sampling import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=24)
+WORDS = ["the cat", "one two three", "naïve 日本", "12 + 30 = ", "a", "mat", "= 42", "on on on"]
+KEYS = ["id", "text", "token_ids", "finish_reason", "num_forwards", "num_token_instances"]
+SHAPE = ["--window-size", "4", "--max-tokens", "24", "--batch-size", "4"]
+
+
+def lines(rows: list[Any]) -> bytes:
+    return b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
+
+
+def write(rows: list[Any], name: str = "in.jsonl") -> None:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_bytes(lines(rows))
+
+
+def words(count: int = len(WORDS)) -> list[dict[str, Any]]:
+    return [{"prompt": WORDS[i % len(WORDS)]} for i in range(count)]
+
+
+def run(model: Path, *options: str, input: str = "in.jsonl", output: str = "out.jsonl") -> int:
+    files = ["--input", input, "--output", output]
+    return main(["generate", "--model", str(model), *files, *SHAPE, *options])
+
+
+def results(name: str = "out.jsonl") -> list[dict[str, Any]]:
+    """The rows of a file, or of a folder's shards in order."""
+    path = Path(name)
+    files = sorted(path.glob("rows-*.jsonl")) if path.is_dir() else [path]
+    return [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
+
+
+def contents(name: str) -> bytes:
+    """All rows of a folder of shards, as bytes."""
+    return b"".join(path.read_bytes() for path in sorted(Path(name).glob("rows-*.jsonl")))
+
+
+def as_row(name: str | int, completion: Completion) -> dict[str, Any]:
+    return {"id": name, **dataclasses.asdict(completion)}
+
+
+def stop_after(batches: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets ``error`` strike once so many batches are kept, and then never again."""
+    run, left = LLM.run, [batches]
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        for batch in run(*arguments, **options):
+            left[0] -= 1
+            if left[0] == -1:
+                raise error
+            yield batch
+
+    monkeypatch.setattr(LLM, "run", failing)
+
+
+def read_json(path: str) -> dict[str, Any]:
+    value = json.loads(Path(path).read_bytes())
+    assert isinstance(value, dict)
+    return value

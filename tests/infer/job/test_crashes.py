@@ -1,0 +1,202 @@
+"""Processes that end without a word, at any moment: no finished row is lost, none repeated."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.job.part_file import PartFile, whole_rows
+from tests.infer.job.child import start
+from tests.infer.job.job_examples import contents, results, run, words, write
+
+KILLS = 10
+ROWS = 500
+QUICK = ("--window-size", "0", "--max-tokens", "16", "--shard-size", "50")
+LIMIT_S = 120
+
+
+class Killed(BaseException):
+    """In the place of SIGKILL."""
+
+
+def die_at(operation: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The process touches no file any more once it comes to this one of its writing operations,
+    counted from 0; appending a row is cut in the middle. Returns what it did before."""
+    done: list[str] = []
+
+    def patched(name: str, real: Callable[..., Any], half: Callable[..., Any] | None) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if len(done) == operation:
+                if half is not None:
+                    half(*arguments)
+                done.append("death")
+            if done and done[-1] == "death":
+                raise Killed
+            done.append(name)
+            return real(*arguments, **options)
+
+        return call
+
+    def half_a_row(self: PartFile, number: int, text: bytes) -> None:
+        self._file.write(b'{"row": %d, "result": ' % number + text[: len(text) // 2])
+        self._file.flush()
+
+    for owner, name, half in (
+        (os, "replace", None),
+        (os, "fsync", None),
+        (Path, "unlink", None),
+        (Path, "mkdir", None),
+        (PartFile, "_append", half_a_row),
+    ):
+        monkeypatch.setattr(owner, name, patched(name, getattr(owner, name), half))
+    return done
+
+
+@pytest.mark.parametrize("output", ["out.jsonl", "out"])
+def test_death_at_any_operation_is_made_good(
+    work: Path, model: Path, quick: None, output: str, decoded: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a disk takes long for it
+    opened: list[Any] = []
+    opening = Path.open
+
+    def noting(self: Path, *arguments: Any, **options: Any) -> Any:
+        file = opening(self, *arguments, **options)
+        if self.suffix == ".part":
+            opened.append(file)
+        return file
+
+    monkeypatch.setattr(Path, "open", noting)
+    write([*words(5), {"promt": "a"}, *words(4)])
+
+    def job() -> int:
+        return run(model, "--shard-size", "4", output=output)
+
+    def whole() -> bytes:
+        return Path(output).read_bytes() if output == "out.jsonl" else contents(output)
+
+    assert job() == 0
+    expected, deaths = whole(), 0
+    for operation in itertools.count():
+        for path in (Path(output), Path(f"{output}.shards")):
+            shutil.rmtree(path, ignore_errors=True)
+            path.unlink(missing_ok=True)
+        decoded.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            done = die_at(operation, patch)
+            try:
+                status = job()
+            except Killed:
+                status = -signal.SIGKILL
+        for part in opened:  # as the end of a process does
+            part.close()
+        opened.clear()
+        if status == 0:
+            assert "death" not in done
+            break
+        deaths += 1
+        assert status == -signal.SIGKILL
+        before = len(decoded)
+        assert job() == 0
+        assert whole() == expected
+        assert len(decoded) - before <= 9, "rows that were decoded before may come again"
+        if "_append" in done[:-2]:
+            assert len(decoded) <= 9 + 4, "but no more than were under way"
+    assert deaths > 30
+    assert {"replace", "fsync", "unlink", "mkdir", "_append"} <= set(done)
+
+
+# --- real processes ----------------------------------------------------------------------
+
+
+def kept_rows(output: str = "out") -> int:
+    """Rows in finished shards and in parts."""
+    finished = sum(
+        path.read_bytes().count(b"\n")
+        for path in Path(output).glob("rows-*.jsonl")
+        if path.with_suffix(".manifest.json").exists()
+    )
+    numbers: set[int] = set()
+    for path in Path(output).glob("parts/*.part"):
+        if not Path(output, path.name.partition(".")[0] + ".manifest.json").exists():
+            try:
+                with path.open("rb") as file:
+                    file.readline()
+                    numbers.update(number for number, _ in whole_rows(file))
+            except FileNotFoundError:
+                pass  # has become a shard
+    return finished + len(numbers)
+
+
+def wait_for_rows(child: BaseProcess, rows: int) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while kept_rows() < rows:
+        assert child.is_alive(), Path("said.txt").read_text()
+        assert time.monotonic() < deadline, Path("said.txt").read_text()
+        time.sleep(0.002)
+
+
+def mixed(count: int) -> list[dict[str, Any]]:
+    """Rows that sample, and some that cannot be decoded."""
+    return [
+        {"id": f"row {i}", **row, "sampling": {"temperature": 1.0}}
+        if i % 25
+        else {"id": f"row {i}", "prompt": 5}
+        for i, row in enumerate(words(count))
+    ]
+
+
+@pytest.mark.slow
+def test_a_job_killed_ten_times_is_the_job_that_was_never_killed(work: Path, model: Path) -> None:
+    write(mixed(ROWS))
+    assert run(model, *QUICK, output="unbroken") == 0
+    moments = random.Random(0)
+    targets = sorted(moments.sample(range(ROWS * 9 // 10), KILLS))
+    reached = []
+    for rows in targets:
+        child = start(model, *QUICK)
+        wait_for_rows(child, rows)
+        time.sleep(moments.uniform(0, 0.05))
+        child.kill()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
+        reached.append(kept_rows())
+    assert reached == sorted(reached), "what was kept once stays"
+    assert 0 < reached[-1] < ROWS
+    assert run(model, *QUICK, "--batch-size", "16", output="out") == 0
+    ids = [row["id"] for row in results("out")]
+    assert len(ids) == len(set(ids)) == ROWS
+    assert contents("out") == contents("unbroken")
+    assert not list(Path("out").glob("**/*.part"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "status", "word"),
+    [(signal.SIGTERM, 143, "stopped by SIGTERM"), (signal.SIGINT, 130, "interrupted")],
+)
+def test_a_job_that_is_asked_to_end_says_how_to_go_on(
+    work: Path, model: Path, number: int, status: int, word: str
+) -> None:
+    write(words(ROWS))
+    child = start(model, *QUICK)
+    wait_for_rows(child, 20)
+    assert child.pid is not None
+    os.kill(child.pid, number)
+    child.join(LIMIT_S)
+    assert child.exitcode == status, Path("said.txt").read_text()
+    rows = kept_rows()
+    assert 20 <= rows < ROWS
+    last = Path("said.txt").read_text().splitlines()[-1]
+    assert last == f"{word}: {rows} of {ROWS} rows kept in out; the same command goes on from there"

@@ -1,0 +1,152 @@
+"""Several hosts: who does what, and what becomes of it when they change or meet."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.job.hosts import Host, find_host
+from infer.job.shard_folder import ShardFolder
+from tests.infer.job.job_examples import contents, read_json, results, run, stop_after, words, write
+from wedlm_jax.errors import InputError
+
+
+def host(model: Path, number: int, count: int, *options: str, output: str = "out") -> int:
+    shape = ["--shard-size", "2", "--num-hosts", str(count), "--host-id", str(number)]
+    return run(model, *shape, *options, output=output)
+
+
+@pytest.mark.parametrize("output", ["out.jsonl", "out"])
+def test_the_last_host_ends_the_job(
+    work: Path, model: Path, quick: None, decoded: list[Any], output: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    write(words(15))
+    assert run(model, output="alone.jsonl") == 0
+    decoded.clear()
+    for number, rows in ((2, 4), (0, 6), (1, 5)):
+        before = len(decoded)
+        capsys.readouterr()
+        assert host(model, number, 3, output=output) == 0
+        assert len(decoded) - before == rows
+    said = capsys.readouterr().err
+    assert f"{output}: 15 rows" in said
+    assert results(output) == results("alone.jsonl")
+
+
+def test_a_host_says_what_is_left(
+    work: Path, model: Path, quick: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(words(15))
+    assert host(model, 1, 3) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "host 1 of 3 has done its share; 5 of 8 shards are still to be finished, by other "
+        "processes or by a further run"
+    )
+    assert not Path("out/stats.json").exists()
+
+
+def test_other_hosts_go_on(
+    work: Path, model: Path, quick: None, decoded: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(words(40))
+    assert run(model, output="alone") == 0
+    decoded.clear()
+    for number in range(4):
+        with monkeypatch.context() as patch:
+            stop_after(1 + number, KeyboardInterrupt(), patch)
+            assert host(model, number, 4) == 130
+    for number in range(3):
+        assert host(model, number, 3) == 0
+    assert [row["id"] for row in results("out")] == list(range(40))
+    assert contents("out") == contents("alone")
+    assert len(decoded) <= 40 + 4 * 4, "what was kept is not done again"
+    assert read_json("out/stats.json")["last_run"]["hosts"] == 3
+
+
+def test_a_shard_that_another_process_is_at_is_left_to_it(
+    work: Path, model: Path, quick: None, decoded: list[Any], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    write(words(8))
+    with monkeypatch.context() as patch:
+        stop_after(1, KeyboardInterrupt(), patch)
+        assert run(model, "--shard-size", "4", output="out") == 130
+    (part, *_) = sorted(Path("out/parts").glob("*.part"))
+    kept = len(decoded)
+    with part.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert run(model, output="out") == 0
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("this process has no more; 1 of 2 shards are still to be finished")
+    assert run(model, output="out") == 0
+    assert [row["id"] for row in results("out")] == list(range(8))
+    assert kept + 4 <= len(decoded) <= 12
+
+
+@pytest.mark.parametrize("output", ["out.jsonl", "out"])
+def test_two_writers_of_one_shard_do_no_harm(
+    work: Path, model: Path, quick: None, output: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a file system without locks: one begins and ends while another is at it."""
+    write([*words(7), {"promt": "a"}])
+    assert run(model, "--shard-size", "3", output="alone") == 0
+    monkeypatch.setattr("infer.job.part_file._lock", lambda file: True)
+    seal, depth = ShardFolder.seal, itertools.count()
+
+    def meanwhile(self: ShardFolder, *arguments: Any) -> None:
+        if next(depth) == 0:
+            assert run(model, "--shard-size", "3", output=output) == 0
+            assert results(output) == results("alone")
+        seal(self, *arguments)
+
+    monkeypatch.setattr(ShardFolder, "seal", meanwhile)
+    assert run(model, "--shard-size", "3", output=output) == 0
+    assert results(output) == results("alone")
+    assert not [path for path in work.rglob("*") if path.suffix in (".part", ".tmp")]
+    if output == "out.jsonl":
+        assert sorted(path.name for path in Path("out.jsonl.shards").iterdir()) == [
+            "job.json", "stats.json"
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("count", "number", "environment", "expected"),
+    [
+        (None, None, {"SLURM_NTASKS": "4", "SLURM_PROCID": "1"}, Host()),
+        ("4", 3, {}, Host(3, 4)),
+        ("1", None, {}, Host()),
+        ("4", None, {"JOB_COMPLETION_INDEX": "2"}, Host(2, 4)),
+        ("auto", None, {"SLURM_NTASKS": "4", "SLURM_PROCID": "1"}, Host(1, 4)),
+        ("auto", None, {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, Host(1, 2)),
+        ("auto", None, {"TPU_WORKER_HOSTNAMES": "a,b,c", "TPU_WORKER_ID": "2"}, Host(2, 3)),
+        ("auto", 0, {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, Host(0, 2)),
+        ("auto", None, {"TPU_WORKER_HOSTNAMES": "localhost"}, Host()),
+    ],
+)
+def test_which_host_this_is(
+    count: str | None, number: int | None, environment: dict[str, str], expected: Host
+) -> None:
+    assert find_host(count, number, environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "number", "message"),
+    [
+        (None, 2, "--host-id goes with --num-hosts"),
+        ("0", None, "--num-hosts: expected a number of at least 1, or auto, not '0'"),
+        ("many", 0, "--num-hosts: expected a number of at least 1, or auto, not 'many'"),
+        ("2", 2, "--host-id: expected 0 to 1, not 2"),
+        ("2", -1, "--host-id: expected 0 to 1, not -1"),
+        ("2", None, "--host-id is missing, and none of JAX_PROCESS_ID, JOB_COMPLETION_INDEX, TPU"),
+        ("auto", 0, "--num-hosts auto: none of JAX_NUM_PROCESSES, TPU_WORKER_HOSTNAMES, SLURM_NT"),
+    ],
+)
+def test_numbers_that_do_not_fit(count: str | None, number: int | None, message: str) -> None:
+    with pytest.raises(InputError, match=r".*") as refused:
+        find_host(count, number, {})
+    assert str(refused.value).startswith(message)

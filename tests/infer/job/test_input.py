@@ -1,0 +1,185 @@
+"""Where rows come from: files, folders, pipes; and what cannot be read or written."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.infer.job.job_examples import lines, read_json, results, run, words, write
+from wedlm_jax.__main__ import main
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"prompt": "a"}\n{"prompt": "mat"}\n',
+        '{"prompt": "a"}\n{"prompt": "mat"}',
+        '\ufeff{"prompt": "a"}\r\n\r\n   \n{"prompt": "mat"}\r\n\n',
+    ],
+)
+def test_line_ends_blank_lines_and_a_byte_order_mark(
+    work: Path, model: Path, quick: None, decoded: list[Any], content: str
+) -> None:
+    Path("in.jsonl").write_bytes(content.encode("utf-8"))
+    assert run(model, "--shard-size", "1") == 0
+    assert [row["id"] for row in results()] == [0, 1]
+    write([{"prompt": "a"}, {"prompt": "mat"}])
+    assert run(model, output="plain.jsonl") == 0
+    assert results("plain.jsonl") == results()
+
+
+@pytest.mark.parametrize("output", ["out.jsonl", "out"])
+@pytest.mark.parametrize("content", ["", "\n  \n"])
+def test_no_rows_need_no_model_and_make_an_empty_output(
+    work: Path, content: str, output: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("in.jsonl").write_text(content)
+    assert run(work / "never-loaded", output=output) == 0
+    assert results(output) == []
+    assert Path(output).exists()
+    assert capsys.readouterr().err == f"in.jsonl has no rows, and so has {output} now\n"
+    assert (
+        read_json(f"{output}{'.shards' if output == 'out.jsonl' else ''}/stats.json")["rows"] == 0
+    )
+
+
+def test_files_and_folders_are_one_row_after_the_other(
+    work: Path, model: Path, quick: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"id": f"{i}", "prompt": "a"} for i in range(12)]
+    rows[7] = {"id": "7"}
+    write(rows[:2], "first.jsonl")
+    write(rows[2:3], "folder/a.jsonl")
+    write([], "folder/b.jsonl")
+    write(rows[3:8], "folder/b/c.jsonl")
+    write(rows[8:9], "folder/z.JSONL")
+    write(rows[9:], "prompts")
+    write([{"id": "never"}], "folder/.hidden/x.jsonl")
+    write([{"id": "never"}], "folder/notes.md")
+    inputs = ["first.jsonl", "folder", "prompts"]
+    command = ["generate", "--model", str(model), "--max-tokens", "24", "--window-size", "4"]
+    more = ["--batch-size", "4", "--shard-size", "4"]
+    assert main([*command, *more, "--input", *inputs, "--output", "out"]) == 0
+    done = results("out")
+    assert [row["id"] for row in done] == [row["id"] for row in rows]
+    assert (done[7]["line"], done[7]["file"]) == (5, "folder/b/c.jsonl")
+    assert "not read, as neither .jsonl nor .parquet: 1 in the folders" in capsys.readouterr().err
+
+    # Moved as a whole, the input is the same.
+    (work / "moved").mkdir()
+    for name in inputs:
+        Path(name).rename(work / "moved" / name)
+    again = [f"{work}/moved/{name}" for name in inputs]
+    assert main([*command, *more, "--input", *again, "--output", "out"]) == 0
+    # In another order it is not.
+    assert main([*command, *more, "--input", *again[::-1], "--output", "out"]) == 2
+
+
+@pytest.mark.parametrize("name", ["-", "fifo"])
+def test_a_pipe_is_kept_until_the_job_ends(
+    work: Path, model: Path, quick: None, name: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    content = lines([*words(7), {"promt": "a"}])
+
+    def piped() -> int:
+        if name == "-":
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+            return run(model, "--shard-size", "3", input="-", output="out")
+        if not Path("fifo").exists():
+            os.mkfifo("fifo")
+        writer = threading.Thread(target=lambda: Path("fifo").write_bytes(content))
+        writer.start()
+        try:
+            return run(model, "--shard-size", "3", input="fifo", output="out")
+        finally:
+            writer.join()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "infer.job.run.Run.decode", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
+        assert piped() == 130
+    (spooled,) = Path("out").glob("spooled-*.jsonl")
+    assert spooled.read_bytes() == content
+    # A job of a pipe goes on from the pipe, or from what was kept of it.
+    assert run(model, input=str(spooled), output="out") == 0
+    rows = results("out")
+    assert [row["id"] for row in rows] == list(range(8))
+    assert rows[7]["line"] == 8
+    assert not spooled.exists()
+    assert piped() == 0
+    assert results("out") == rows
+    assert not list(Path("out").glob("spooled-*"))
+    write(words(2), "more.jsonl")
+    assert main(["generate", "--input", name, "more.jsonl", "--output", "out"]) == 2
+    assert "a pipe is read alone, without other input" in capsys.readouterr().err
+    assert run(model, "--num-hosts", "2", "--host-id", "0", input=name, output="out") == 2
+    assert "one pipe is not read by several hosts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("input_file", "output_file", "message"),
+    [
+        ("missing.jsonl", "out.jsonl", "missing.jsonl: no such file or folder"),
+        ("empty", "out.jsonl", "empty: no .jsonl or .parquet file is in this folder"),
+        ("in.jsonl.gz", "out.jsonl", "in.jsonl.gz: is compressed; unpack it, or pipe what it"),
+        ("in.jsonl", "missing/out.jsonl", "missing/out.jsonl: there is no folder missing"),
+        ("in.jsonl", "folder.jsonl", "folder.jsonl: not a file that could be replaced"),
+        ("in.jsonl", "out.parquet", "out.parquet: expected a folder or a .jsonl file as output"),
+        ("in.jsonl", "in.jsonl", "in.jsonl: input and output are the same file"),
+        ("in.jsonl", "link.jsonl", "link.jsonl: input and output are the same file"),
+        ("in.jsonl", "a-file", "a-file: is a file, where a folder is to be written"),
+        ("in.jsonl", "folder", "folder: expected a new folder, or one of such a job, but it holds"),
+        ("folder", "folder", "folder/in.jsonl: lies in the folder of the output"),
+        ("folder", "folder/out", "folder/out: lies in the folder folder, which is the input"),
+        ("folder", "folder/out.jsonl", "folder/out.jsonl: lies in the folder folder"),
+        ("folder/in.jsonl", "folder", "folder/in.jsonl: lies in the folder of the output"),
+    ],
+)
+def test_paths_that_cannot_be_used(
+    work: Path, model: Path, quick: None, input_file: str, output_file: str, message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for name in ("in.jsonl", "a-file", "folder/in.jsonl", "in.jsonl.gz"):
+        write(words(), name)
+    Path("folder.jsonl").mkdir()
+    Path("empty").mkdir()
+    Path("link.jsonl").symlink_to(work / "in.jsonl")
+    before = sorted(work.rglob("*"))
+    assert run(model, input=input_file, output=output_file) == 2
+    assert message in capsys.readouterr().err
+    assert sorted(work.rglob("*")) == before
+    assert Path("in.jsonl").read_bytes() == lines(words())
+
+
+def test_a_file_named_twice(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(words(2), "folder/in.jsonl")
+    inputs = ["--input", "folder", "--input", "folder/in.jsonl"]
+    assert main(["generate", *inputs, "--output", "out"]) == 2
+    assert "folder/in.jsonl: is named twice as input" in capsys.readouterr().err
+
+
+def test_an_input_that_changes_while_the_job_runs(
+    work: Path, model: Path, quick: None, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    from infer import generate
+
+    write(words(8))
+    load = generate.load
+
+    def changing(options: dict[str, Any]) -> Any:
+        write(words(7))
+        return load(options)
+
+    monkeypatch.setattr(generate, "load", changing)
+    assert run(model) == 2
+    assert "in.jsonl: has changed while the job was running" in capsys.readouterr().err
+    assert not Path("out.jsonl").exists()

@@ -1,0 +1,125 @@
+"""Rows of Parquet files, where pyarrow is installed; and one sentence where it is not."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.infer.job.job_examples import results, run, words, write
+
+CHAT = [{"role": "user", "content": "hi"}]
+ROWS: list[dict[str, Any]] = [
+    {"id": "a", "prompt": "the cat"},
+    {"id": "b", "prompt_token_ids": [70, 80, 90]},
+    {"id": "c", "messages": CHAT},
+    {"id": "d", "prompt": "mat", "sampling": {"temperature": 1.0, "seed": 4}},
+    {"id": "e"},
+    {"id": "f", "prompt": "mat", "sampling": {"top_p": 7.0}},
+    {"prompt": "a"},
+    {"id": "a", "prompt": "twice"},
+    {"id": "g", "prompt_token_ids": [5000]},
+]
+
+
+def write_parquet(rows: list[dict[str, Any]], name: str, group: int = 4, **columns: Any) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    keys = {key for row in rows for key in row}
+    table = pyarrow.table({key: [row.get(key) for row in rows] for key in sorted(keys)} | columns)
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(table, name, row_group_size=group)
+
+
+@pytest.mark.parametrize("group", [1, 4, 100])
+def test_parquet_rows_are_those_of_jsonl(
+    work: Path, model: Path, quick: None, group: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_parquet(ROWS, "in.parquet", group, source=["web"] * len(ROWS))
+    write(ROWS)
+    assert run(model, output="plain.jsonl") == 0
+    assert run(model, "--shard-size", "2", input="in.parquet") == 0
+    assert results() == results("plain.jsonl")
+    assert [row.get("line") for row in results()] == [None] * 4 + [5, 6, None, 8, 9]
+    said = capsys.readouterr().err
+    assert "columns that are no keys of a row are not read: source" in said
+
+
+def test_sampling_as_a_text_of_json(work: Path, model: Path, quick: None) -> None:
+    texts = ['{"top_k": 5, "entropy_threshold": null}', '{"top_k": -1}', "no JSON", None]
+    write_parquet([{"prompt": "a", "sampling": text} for text in texts], "in.parquet")
+    write([{"prompt": "a", "sampling": {"top_k": 5, "entropy_threshold": None}}])
+    assert run(model, output="plain.jsonl") == 0
+    assert run(model, input="in.parquet") == 0
+    first, second, third, last = results()
+    assert [first] == results("plain.jsonl")
+    assert second["error"].startswith("sampling.top_k: expected an integer")
+    assert third["error"] == 'sampling: expected an object, not "no JSON"'
+    assert "error" not in last
+
+
+def test_values_that_json_has_not(work: Path, model: Path, quick: None) -> None:
+    import datetime
+
+    write_parquet([{"id": datetime.date(2020, 1, 1), "prompt": b"\xff\x00"}], "in.parquet")
+    assert run(model, input="in.parquet") == 0
+    (row,) = results()
+    assert row == {
+        "error": 'id: expected a text or an integer, not "datetime.date(2020, 1, 1)"', "line": 1
+    }  # fmt: skip
+
+
+def test_a_folder_may_hold_both_kinds(work: Path, model: Path, quick: None) -> None:
+    rows = [{"id": i, "prompt": "a"} for i in range(9)]
+    write_parquet(rows[:5], "data/a.parquet", 2)
+    write(rows[5:7], "data/b.jsonl")
+    write_parquet(rows[7:], "data/c.parquet")
+    assert run(model, "--shard-size", "3", input="data") == 0
+    assert [row["id"] for row in results()] == list(range(9))
+
+
+def test_a_large_row_group_is_read_a_few_rows_at_a_time(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from infer.job.parquet import ROWS_AT_A_TIME, parquet_rows
+    from infer.job.source import PARQUET, InputFile
+
+    count = 5 * ROWS_AT_A_TIME
+    write_parquet([{"prompt": str(i)} for i in range(count)], "in.parquet", count)
+    file = InputFile(Path("in.parquet"), "in.parquet", "in.parquet", PARQUET)
+    for start in (0, 1, ROWS_AT_A_TIME - 1, ROWS_AT_A_TIME, count - 1, count):
+        assert [row["prompt"] for row in parquet_rows(file, start)] == [
+            str(i) for i in range(start, count)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"PAR1 no", "in.parquet: cannot be read as Parquet ("),
+        (None, "expected a column prompt, prompt_token_ids or messages; there are id, text"),
+    ],
+)
+def test_files_that_cannot_be_read(
+    work: Path, model: Path, content: bytes | None, message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    write_parquet([{"id": 1, "text": "a"}], "in.parquet")
+    if content is not None:
+        Path("in.parquet").write_bytes(content)
+    assert run(model, input="in.parquet") == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_pyarrow_one_sentence_says_how_to_get_it(
+    work: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    write(words(1), "in.parquet")
+    assert run(model, input="in.parquet") == 2
+    said = capsys.readouterr().err
+    assert (
+        "Parquet files need pyarrow, which is not installed: pip install 'wedlm-jax[data]'" in said
+    )

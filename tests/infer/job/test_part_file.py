@@ -1,0 +1,160 @@
+"""Finished rows survive a process killed at any byte, and only those of the same shard."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.job import part_file
+from infer.job.part_file import InUse, PartFile
+from wedlm_jax.errors import InputError
+
+FIRST = 10
+ROWS: dict[int, dict[str, Any]] = {
+    10: {"id": 0, "text": "naïve\u2028\n"},
+    11: {"id": "b", "text": ', "result": '},
+    12: {"id": 2, "text": None},
+}
+ORDER = [12, 10, 11]
+
+
+def start(folder: Path, job: str = "f", name: str = "rows-00001-of-00002") -> PartFile:
+    return PartFile(folder, name, {"job": job, "shard": 1}, range(FIRST, FIRST + len(ROWS)))
+
+
+def parts(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir())
+
+
+def entries(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def test_rows_come_out_in_order(tmp_path: Path) -> None:
+    part = start(tmp_path)
+    for number in ORDER:
+        assert not part.is_whole
+        part.add({number: ROWS[number]})
+    assert part.is_whole
+    for _ in range(2):
+        assert [json.loads(line) for line in part.lines()] == list(ROWS.values())
+    part.remove()
+    assert not parts(tmp_path)
+
+
+def test_rows_may_be_added_after_some_were_read(tmp_path: Path) -> None:
+    part = start(tmp_path)
+    part.add({10: ROWS[10], 11: ROWS[11]})
+    assert json.loads(next(part.lines())) == ROWS[10]
+    part.add({12: ROWS[12]})
+    assert [json.loads(line) for line in part.lines()] == list(ROWS.values())
+    part.remove()
+
+
+def test_every_line_is_json_that_tells_its_row(tmp_path: Path) -> None:
+    part = start(tmp_path)
+    part.add({12: ROWS[12], 10: ROWS[10]})
+    header, *lines = entries(part.path)
+    assert header == {"wedlm_generate": 2, "job": "f", "shard": 1}
+    assert lines == [{"row": 12, "result": ROWS[12]}, {"row": 10, "result": ROWS[10]}]
+    part.close()
+
+
+def test_cut_off_at_any_byte(tmp_path: Path) -> None:
+    part = start(tmp_path)
+    ends = [part.path.stat().st_size]
+    for number in ORDER:
+        part.add({number: ROWS[number]})
+        ends.append(part.path.stat().st_size)
+    part.close()
+    whole = part.path.read_bytes()
+    part.path.unlink()
+    assert ends[-1] == len(whole)
+    for size in range(len(whole) + 1):
+        (tmp_path / "rows-00001-of-00002.of-another-process.part").write_bytes(whole[:size])
+        again = start(tmp_path)
+        kept = max(sum(end <= size for end in ends) - 1, 0)
+        assert again.done == set(ORDER[:kept])
+        assert parts(tmp_path) == [again.path], "what was taken over is gone"
+        again.add({number: ROWS[number] for number in ORDER[kept:]})
+        assert [json.loads(line) for line in again.lines()] == list(ROWS.values())
+        again.remove()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"\0" * 4096, b'{"row": 70, "result": {}}\n', b'{"row": 10}\n', b"[]\n", b"\xff\n", b'{"ro'],
+)
+def test_garbage_behind_whole_rows_is_dropped(tmp_path: Path, garbage: bytes) -> None:
+    part = start(tmp_path)
+    part.add({11: ROWS[11]})
+    part.close()
+    with part.path.open("ab") as file:
+        file.write(garbage)
+    again = start(tmp_path)
+    assert again.done == {11}
+    again.close()
+    assert entries(again.path)[1:] == [{"row": 11, "result": ROWS[11]}]
+
+
+def test_several_that_were_left_are_taken_together(tmp_path: Path) -> None:
+    for k, numbers in enumerate(([10, 12], [12], [11, 10])):
+        (tmp_path / str(k)).mkdir()
+        part = start(tmp_path / str(k))
+        part.add({number: ROWS[number] for number in numbers})
+        part.close()
+        part.path.rename(tmp_path / part.path.name)
+    assert len(list(tmp_path.glob("*.part"))) == 3
+    again = start(tmp_path)
+    assert [json.loads(line) for line in again.lines()] == list(ROWS.values())
+    assert list(tmp_path.glob("*.part")) == [again.path]
+    again.remove()
+
+
+def test_rows_of_another_shard_or_job_are_not_taken(tmp_path: Path) -> None:
+    other = start(tmp_path, name="rows-00000-of-00002")
+    other.add({10: ROWS[10]})
+    other.close()
+    stranger = start(tmp_path, job="another")
+    stranger.add({11: ROWS[11]})
+    stranger.close()
+    part = start(tmp_path)
+    assert part.done == set()
+    part.close()
+    assert other.path.exists()
+
+
+def test_a_shard_is_of_one_process_at_a_time(tmp_path: Path) -> None:
+    part = start(tmp_path)
+    part.add({10: ROWS[10]})
+    with pytest.raises(InUse):
+        start(tmp_path)
+    assert parts(tmp_path) == [part.path]
+    part.close()
+    again = start(tmp_path)
+    assert again.done == {10}
+    again.close()
+
+
+def test_what_was_added_is_on_the_disk_before_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, synced = 100.0, []
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    part = start(tmp_path)
+    monkeypatch.setattr(part_file, "sync", lambda file: synced.append(now))
+    for number in ORDER:
+        now += part_file.SYNC_SECONDS * 0.6
+        part.add({number: ROWS[number]})
+        assert part.path.read_bytes().endswith(b"}}\n"), "no end of the process loses it"
+    assert synced == [100.0 + part_file.SYNC_SECONDS * 1.2]
+    part.remove()
+
+
+def test_unwritable_place_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"rows-00001-of-00002\..*\.part: cannot be written"):
+        start(tmp_path / "missing")

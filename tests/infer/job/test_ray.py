@@ -1,0 +1,149 @@
+"""The job under Ray Data, in a real cluster on this machine; skipped without Ray."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer import generate
+from infer.job.output import find_output
+from infer.job.ray_job import SHARDS_PER_TASK, _groups, _ShardActor
+from infer.job.records import Place
+from infer.job.row_index import Shard, build_index
+from infer.job.shard_decoder import Workload
+from infer.job.source import find_input
+from tests.infer.job.job_examples import contents, read_json, results, run, stop_after, words, write
+from wedlm_jax.sampling import SamplingParams
+
+
+@pytest.fixture(autouse=True)
+def _load_once() -> None:
+    """Not here: what loads the model goes to the actors."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray = pytest.importorskip("ray")
+    pytest.importorskip("ray.data")
+    ray.init(num_cpus=3, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+def test_actors_finish_what_a_host_has_begun_and_give_the_same_rows(
+    cluster: None, work: Path, model: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    rows = [*words(17), {"id": "bad", "promt": "a"}, {"prompt": "a", "sampling": {"seed": 1}}]
+    write(rows)
+    assert run(model, "--shard-size", "3", output="alone") == 0
+    with monkeypatch.context() as patch:
+        stop_after(2, KeyboardInterrupt(), patch)
+        assert run(model, "--shard-size", "3", output="out") == 130
+    capsys.readouterr()
+    assert run(model, "--ray", "--ray-actors", "2", output="out") == 0
+    said = capsys.readouterr().err
+    assert "shards to finish, by 2 actors under Ray" in said
+    assert contents("out") == contents("alone")
+    ours, theirs = (read_json(f"{folder}/stats.json") for folder in ("out", "alone"))
+    for stats in (ours, theirs):
+        assert 0 < stats.pop("last_run")["rows"] <= len(rows)
+    assert ours == theirs
+    assert ours["error_rows"] == 1
+
+    # What an actor refuses is one sentence here.
+    assert run(model, "--ray", "--seed", "5", output="out") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"wedlm generate: {work / 'out'}: holds 7 shards of another job (seed ")
+
+
+def actor(model: Path, output: str = "out.jsonl", seed: int = 0) -> _ShardActor:
+    """As Ray would make it."""
+    source = find_input(["in.jsonl"])
+    params = SamplingParams(max_tokens=24, seed=seed)
+    workload = Workload(source.files, build_index(source.files, 3), params, False)
+    options = {"model": str(model), "window_size": 4, "batch_size": 4}
+    where = find_output(output, source).absolute()
+    return _ShardActor(workload, where, False, lambda: generate.load(options))
+
+
+def call(one: _ShardActor, shards: str) -> dict[str, Any]:
+    (result,) = one({"shards": [shards]})
+    return {name: value for name, (value,) in result.items()}
+
+
+def test_an_actor_finishes_the_shards_it_is_given(work: Path, model: Path, quick: None) -> None:
+    write([*words(9), {"promt": "a"}])
+    one = actor(model, output="out")
+    done = call(one, "3 1")
+    assert (done["rows"], done["error_rows"], done["earlier"], done["error"]) == (4, 1, 0, "")
+    assert sorted(path.name for path in Path("out").glob("*.jsonl")) == [
+        "rows-00001-of-00004.jsonl", "rows-00003-of-00004.jsonl",
+    ]  # fmt: skip
+    assert call(one, "3 1")["rows"] == 0, "a task that is given again does nothing twice"
+    assert "holds 2 shards of another job" in call(actor(model, "out", seed=1), "0")["error"]
+    assert call(one, "0 2")["rows"] == 6
+    assert run(model, output="out") == 0
+    assert run(model, output="alone") == 0
+    assert results("out") == results("alone")
+
+
+def test_an_actor_leaves_a_job_that_has_ended_alone(
+    work: Path, model: Path, quick: None, decoded: list[Any]
+) -> None:
+    write(words(9))
+    assert run(model, "--shard-size", "3") == 0
+    before = Path("out.jsonl").read_bytes()
+    decoded.clear()
+    assert call(actor(model), "0 1 2")["rows"] == 0
+    assert not decoded
+    assert Path("out.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 17])
+@pytest.mark.parametrize("actors", [1, 2, 8])
+def test_every_shard_is_of_one_task_and_every_actor_has_one(count: int, actors: int) -> None:
+    shards = [Shard(3 * k, 0, 1, Place(0, 0, 1)) for k in range(count)]
+    groups = _groups(shards, actors)
+    assert groups
+    assert [int(k) for group in groups for k in group.split()] == [s.number for s in shards]
+    assert all(len(group.split()) <= SHARDS_PER_TASK for group in groups)
+    if count >= actors * SHARDS_PER_TASK:
+        assert len(groups) >= actors
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ray", "--fail-fast"], "--fail-fast does not go with --ray"),
+        (["--ray", "--ray-actors", "0"], "--ray-actors: expected 1 or more, not 0"),
+        (["--ray-actors", "2"], "--ray-actors goes with --ray"),
+        (["--ray", "--num-hosts", "2"], "--num-hosts does not go with --ray"),
+    ],
+)
+def test_refused(
+    work: Path, model: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("infer.job.ray_job.require_ray", lambda: None)
+    write(words(1))
+    assert run(model, *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_ray_one_sentence_says_how_to_get_it(
+    work: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    write(words(1))
+    assert run(model, "--ray") == 2
+    said = capsys.readouterr().err
+    assert said == (
+        "wedlm generate: --ray needs Ray, which is not installed: pip install 'wedlm-jax[ray]'\n"
+    )

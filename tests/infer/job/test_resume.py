@@ -1,0 +1,273 @@
+"""Jobs that are stopped and given again, in this process: nothing is lost, nothing done twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.job.part_file import PartFile
+from tests.infer.job.job_examples import (
+    contents,
+    read_json,
+    results,
+    run,
+    stop_after,
+    words,
+    write,
+)
+from wedlm_jax.llm import LLM, Progress
+
+
+def kept(rows: int, total: int = 16) -> str:
+    return f"{rows} of {total} rows kept in out.jsonl.shards"
+
+
+@pytest.mark.parametrize("shard_size", ["3", "1000"])
+def test_interrupted_job_goes_on(
+    work: Path, model: Path, fed: None, decoded: list[Any], shard_size: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    write(words(16))
+    shape = ("--shard-size", shard_size)
+    assert run(model, *shape) == 0
+    whole = Path("out.jsonl").read_bytes()
+    assert len(decoded) == 16
+    write([{"prompt": "of before"}], "out.jsonl")
+    shutil.rmtree("out.jsonl.shards")
+    before = Path("out.jsonl").read_bytes()
+    with monkeypatch.context() as patch:
+        stop_after(3, KeyboardInterrupt(), patch)
+        capsys.readouterr()
+        assert run(model, *shape) == 130
+    said = capsys.readouterr().err.splitlines()[-1]
+    rows = int(said.split()[1])
+    assert 0 < rows < 16
+    assert said == f"interrupted: {kept(rows)}; the same command goes on from there"
+    assert Path("out.jsonl").read_bytes() == before, (
+        "an earlier output stays until the new is whole"
+    )
+    decoded.clear()
+    # Neither the size of a batch nor that of shards, where the job that is there has one, is
+    # asked for again.
+    assert run(model, "--batch-size", "1") == 0
+    assert len(decoded) == 16 - rows
+    assert Path("out.jsonl").read_bytes() == whole
+    said = capsys.readouterr().err
+    assert said.splitlines()[0] == f"going on behind {kept(rows)}"
+    assert f"\nout.jsonl: 16 rows ({rows} of them from before), " in said
+
+
+@pytest.mark.parametrize("output", ["out.jsonl", "out"])
+def test_a_finished_job_is_not_done_again(
+    work: Path, model: Path, quick: None, decoded: list[Any], output: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    write(words(8))
+    assert run(model, "--shard-size", "3", output=output) == 0
+    before = {path: path.read_bytes() for path in Path().rglob("rows-*")}
+    whole = results(output)
+    decoded.clear()
+    capsys.readouterr()
+    assert run(model, output=output) == 0
+    assert not decoded
+    assert results(output) == whole
+    assert {path: path.read_bytes() for path in Path().rglob("rows-*")} == before
+    if output == "out.jsonl":
+        assert capsys.readouterr().err == "out.jsonl is there already, with 8 rows\n"
+        Path(output).unlink()
+        assert run(model, output=output) == 0
+        assert len(decoded) == 8, "what was removed is made anew"
+        assert results(output) == whole
+
+
+def test_a_shard_that_was_removed_is_made_anew(
+    work: Path, model: Path, quick: None, decoded: list[Any]
+) -> None:
+    write(words(8))
+    assert run(model, "--shard-size", "3", output="out") == 0
+    whole = contents("out")
+    Path("out/rows-00001-of-00003.jsonl").unlink()
+    Path("out/rows-00002-of-00003.manifest.json").unlink()
+    decoded.clear()
+    assert run(model, output="out") == 0
+    assert len(decoded) == 5
+    assert contents("out") == whole
+
+
+def test_a_damaged_shard_is_not_put_into_the_output(
+    work: Path, model: Path, quick: None, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    write(words(16))
+    stop_after(4, KeyboardInterrupt(), monkeypatch)
+    assert run(model, "--shard-size", "3") == 130
+    path = sorted(Path("out.jsonl.shards").glob("rows-*.jsonl"))[0]
+    manifest = path.with_suffix(".manifest.json")
+    path.write_bytes(path.read_bytes().replace(b"id", b"di", 1))
+    capsys.readouterr()
+    assert run(model) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"{path}: is not what {manifest.name} says" in error
+    assert not Path("out.jsonl").exists()
+    path.unlink()
+    manifest.unlink()
+    assert run(model) == 0
+    assert [row["id"] for row in results()] == list(range(16))
+
+
+CHANGES: list[Any] = [
+    (["--max-tokens", "23"], "max_tokens is 24 there and 23 here"),
+    (["--temperature", "0.5"], "temperature is 0.0 there and 0.5 here"),
+    (["--seed", "1"], "seed is 0 there and 1 here"),
+    (["--stop", "zzz"], "stop is [] there and ['zzz'] here"),
+    (["--entropy-threshold", "none"], "entropy_threshold is 0.4 there and None here"),
+    (["--chat"], "chat is False there and True here"),
+    (["--dtype", "bfloat16"], "dtype is 'float32' there and 'bfloat16' here"),
+    (["--max-model-len", "300"], "max_model_len is 320 there and 300 here"),
+    (["--window-size", "0"], "window_size is 4 there and 0 here"),
+    (["--shard-size", "7"], "shard_size is 4 there and 7 here"),
+    ("input", "the input is another"),
+    ("model", "the checkpoint is another"),
+]
+
+
+@pytest.mark.parametrize(("change", "why"), CHANGES, ids=str)
+def test_another_job_is_refused_until_its_rows_may_go(
+    work: Path, model: Path, quick: None, change: list[str] | str, why: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    write(words(10))
+    with monkeypatch.context() as patch:
+        stop_after(3, KeyboardInterrupt(), patch)
+        assert run(model, "--shard-size", "4", output="out") == 130
+    before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+    options = change if isinstance(change, list) else []
+    if change == "input":
+        write([*words(9), {"prompt": "b"}])
+    elif change == "model":
+        model = Path(shutil.copytree(model, work / "other"))
+        raw = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**raw, "rope_theta": 5e5}))
+    capsys.readouterr()
+    assert run(model, *options, output="out") == 2
+    error = capsys.readouterr().err
+    assert f"rows of another job ({why}); name another output, or drop them with" in error
+    assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
+    assert run(model, *options, "--overwrite", output="out") == 0
+    assert [row["id"] for row in results("out")] == list(range(10))
+    # The same command goes on with its own rows, rather than drop them.
+    assert run(model, *options, "--overwrite", output="out") == 0
+
+
+def test_batches_hosts_and_overwrite_are_no_other_job(
+    work: Path, model: Path, quick: None, monkeypatch: pytest.MonkeyPatch, decoded: list[Any]
+) -> None:
+    write(words(16))
+    with monkeypatch.context() as patch:
+        stop_after(2, KeyboardInterrupt(), patch)
+        assert run(model, "--shard-size", "4", output="out") == 130
+    before = len(decoded)
+    assert run(model, "--batch-size", "2", "--overwrite", "--num-hosts", "1", output="out") == 0
+    assert before <= len(decoded) <= 16 + 4
+
+
+def test_memory_that_does_not_suffice(
+    work: Path, model: Path, quick: None, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    write(words(8))
+    stop_after(1, RuntimeError("RESOURCE_EXHAUSTED: out of memory"), monkeypatch)
+    assert run(model) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "not enough memory for 4 rows at a time, try a smaller --batch-size; 2 of 8" in error
+    assert error.endswith(f"{kept(2, 8)}; the same command goes on from there")
+
+
+def test_other_errors_are_not_hidden_and_lose_nothing(
+    work: Path, model: Path, quick: None, monkeypatch: pytest.MonkeyPatch, decoded: list[Any]
+) -> None:
+    write(words(8))
+    with monkeypatch.context() as patch:
+        stop_after(2, RuntimeError("a fault"), patch)
+        with pytest.raises(RuntimeError, match="a fault"):
+            run(model)
+    decoded.clear()
+    assert run(model) == 0
+    assert 0 < len(decoded) < 8
+    assert [row["id"] for row in results()] == list(range(8))
+
+
+def test_sigterm_finishes_the_rows_under_way_and_begins_no_more(
+    work: Path, model: Path, fed: None, monkeypatch: pytest.MonkeyPatch,
+    decoded: list[Any], capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    write(words(16))
+    handler, add = signal.getsignal(signal.SIGTERM), PartFile.add
+    with monkeypatch.context() as patch:
+
+        def asked_to_end(self: PartFile, rows: Any) -> None:
+            add(self, rows)
+            if len(decoded) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        patch.setattr(PartFile, "add", asked_to_end)
+        assert run(model) == 143
+    assert signal.getsignal(signal.SIGTERM) is handler
+    rows = len(decoded)
+    assert 2 <= rows < 8
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == f"stopped by SIGTERM: {kept(rows)}; the same command goes on from there"
+    assert run(model) == 0
+    assert len(decoded) == 16
+    assert [row["id"] for row in results()] == list(range(16))
+
+
+def test_sigterm_waits_no_longer_than_its_grace(
+    work: Path, model: Path, quick: None, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    write(words(16))
+    quick_run = LLM.run
+
+    def slow(self: LLM, rows: Any, on_progress: Any) -> Any:
+        yield next(quick_run(self, rows, on_progress))
+        os.kill(os.getpid(), signal.SIGTERM)
+        while True:  # forwards of rows that do not end
+            on_progress(Progress(2, 0, 40, 20))
+
+    monkeypatch.setattr(LLM, "run", slow)
+    assert run(model, "--grace", "0.2") == 143
+    assert f"stopped by SIGTERM: {kept(2)}; " in capsys.readouterr().err
+
+
+def test_sigterm_before_anything_is_decoded(
+    work: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(words(2))
+    monkeypatch.setattr(
+        "infer.job.job.build_index", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    assert run(model) == 143
+    assert capsys.readouterr().err == "stopped by SIGTERM: nothing had been decoded\n"
+    assert os.listdir() == ["in.jsonl"]
+
+
+def test_stats_are_of_all_runs_and_say_which_was_last(
+    work: Path, model: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(words(16))
+    with monkeypatch.context() as patch:
+        stop_after(4, KeyboardInterrupt(), patch)
+        assert run(model, "--shard-size", "4", output="out") == 130
+    assert not Path("out/stats.json").exists()
+    assert run(model, output="out") == 0
+    stats = read_json("out/stats.json")
+    assert stats["rows"] == 16
+    assert 0 < stats["last_run"]["rows"] < 16
+    assert stats["tokens"] == sum(len(row["token_ids"]) for row in results("out"))
