@@ -140,12 +140,18 @@ class LLM:
         return [results[i] for i in range(len(rows))]
 
     def run(
-        self, rows: Iterable[Row], on_progress: Callable[[Progress], None] | None = None
+        self,
+        rows: Iterable[Row],
+        on_progress: Callable[[Progress], None] | None = None,
+        *,
+        stopping: Callable[[], bool] | None = None,
     ) -> Iterator[list[tuple[int, Completion]]]:
         """Decodes rows that `prepare` or `prepare_one` has checked.
 
         Args:
           rows: read as they are needed, some way ahead (`wedlm_jax.scheduler.LOOKAHEAD`).
+          on_progress: called between slices of the decode loop.
+          stopping: once it says so, rows under way are finished and no others begun.
 
         Yields:
           Some rows at a time, as they finish and in no order to rely on: their places in
@@ -162,7 +168,7 @@ class LLM:
 
         scheduler = Scheduler(
             self.engine, noted(), rows=self.max_batch_size, is_over=self._is_over,
-            on_turn=tally.running,
+            on_turn=tally.running, stopping=stopping,
         )  # fmt: skip
         for finished in scheduler.run():
             done = [

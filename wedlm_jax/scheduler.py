@@ -85,6 +85,8 @@ class Scheduler:
       on_turn: told between slices where the running rows stand.
       reuse_prefixes: whether beginnings that prompts share are computed once.
       window_of: the window of a request, from its number; the engine's by default.
+      stopping: asked before a request gets a row: once it says so, those in rows are finished and
+        no others begun.
     """
 
     def __init__(
@@ -97,17 +99,19 @@ class Scheduler:
         on_turn: Callable[[Running], None] | None = None,
         reuse_prefixes: bool = True,
         window_of: Callable[[int], int] | None = None,
+        stopping: Callable[[], bool] | None = None,
     ):
         self._engine, self._rows = engine, rows
         self._source = enumerate(iter(requests))
         self._is_over, self._on_turn, self._reuse = is_over, on_turn, reuse_prefixes
         self._window_of = window_of
+        self._stopping = stopping or (lambda: False)
         self._waiting: list[tuple[tuple[int, int], int, Request]] = []
         self.prefilled_tokens = self.reused_tokens = 0
 
     def run(self) -> Iterator[Finished]:
         """Yields requests as they finish, some at a time, in no order to rely on."""
-        while self._read_ahead():
+        while not self._stopping() and self._read_ahead():
             yield from _BatchRun(self, self._open()).run()
 
     def _read_ahead(self) -> bool:
@@ -123,7 +127,9 @@ class Scheduler:
         heapq.heappush(self._waiting, ((-longest, -prompt), request.number, request))
 
     def take(self) -> Request | None:
-        return heapq.heappop(self._waiting)[-1] if self._read_ahead() else None
+        if self._stopping() or not self._read_ahead():
+            return None
+        return heapq.heappop(self._waiting)[-1]
 
     def _open(self) -> Batch:
         known = [(r.prompt, r.params) for _, _, r in self._waiting]

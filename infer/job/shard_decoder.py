@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from infer.job.engine_feed import completions
 from infer.job.part_file import InUse, PartFile
 from infer.job.prompt_rows import RowId, checked_row, prepared_row, row_fields, row_id
 from infer.job.records import Content, Place, read_from
@@ -152,7 +151,7 @@ class ShardDecoder:
 
         rows = self._rows(shards)
         try:
-            for batch in completions(self._llm, rows, told, lambda: self._stop.requested):
+            for batch in self._llm.run(rows, told, stopping=lambda: self._stop.requested):
                 self._take(batch)
         except Exception as error:
             if "RESOURCE_EXHAUSTED" not in str(error):

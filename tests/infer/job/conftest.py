@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infer import generate
-from tests.infer.job.quick_decoder import lazily, quick_run
+from tests.infer.job.quick_decoder import quick_run
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.engine import Engine
 from wedlm_jax.llm import LLM
@@ -53,7 +53,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def never_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "start", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(Engine, "open", lambda *_: pytest.fail("it ran"))
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     prompts: list[Any] = []
     run = LLM.run
 
-    def counting(self: LLM, rows: Any, *rest: Any) -> Any:
+    def counting(self: LLM, rows: Any, *rest: Any, **options: Any) -> Any:
         asked_for: list[Any] = []
 
         def noting() -> Any:
@@ -70,7 +70,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
                 asked_for.append(row)
                 yield row
 
-        for batch in run(self, list(noting()) if isinstance(rows, list) else noting(), *rest):  # type: ignore[arg-type]
+        for batch in run(self, noting(), *rest, **options):
             prompts.extend(list(asked_for[i][0]) for i, _ in batch)
             yield batch
 
@@ -82,12 +82,3 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are not decoded, and come back at once."""
     monkeypatch.setattr(LLM, "run", quick_run)
-
-
-@pytest.fixture(params=["in lists", "lazily"])
-def fed(request: pytest.FixtureRequest, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `quick`, with rows that go to the decoder either way."""
-    if request.param == "lazily":
-        monkeypatch.setattr("infer.job.shard_decoder.completions", lazily)
-    else:
-        monkeypatch.setattr("infer.job.engine_feed.ROWS_AT_A_TIME", 5)

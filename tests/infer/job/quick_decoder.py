@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from wedlm_jax.llm import LLM, Completion, Progress, Row
 
@@ -18,10 +17,13 @@ def quick_completion(row: Row) -> Completion:
 
 
 def quick_run(
-    self: LLM, rows: Iterable[Row], on_progress: Callable[[Progress], None] | None = None
+    self: LLM,
+    rows: Iterable[Row],
+    on_progress: Callable[[Progress], None] | None = None,
+    *,
+    stopping: Callable[[], bool] | None = None,
 ) -> Iterator[list[tuple[int, Completion]]]:
-    """As `LLM.run`, and as it will be: rows are asked for a few at a time, and come back in
-    another order."""
+    """As `LLM.run`: rows are asked for a few at a time, and come back in another order."""
     numbered, running, finished, tokens = enumerate(rows), [], 0, 0
     while True:
         running += itertools.islice(numbered, self.max_batch_size - len(running))
@@ -31,15 +33,5 @@ def quick_run(
         running = running[0::2] if len(running) > 1 else []
         finished, tokens = finished + len(done), tokens + sum(len(c.token_ids) for _, c in done)
         if on_progress is not None:
-            on_progress(Progress(finished, 0, tokens, tokens))
+            on_progress(Progress(finished, None, tokens, tokens, tokens))
         yield done[::-1]
-
-
-def lazily(
-    llm: LLM,
-    rows: Iterator[Row],
-    on_progress: Callable[[Progress], None],
-    stopping: Callable[[], bool],
-) -> Any:
-    """In the place of `infer.job.engine_feed.completions`: rows are taken as they are needed."""
-    return llm.run(rows, on_progress)  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ def kept(rows: int, total: int = 16) -> str:
 
 @pytest.mark.parametrize("shard_size", ["3", "1000"])
 def test_interrupted_job_goes_on(
-    work: Path, model: Path, fed: None, decoded: list[Any], shard_size: str,
+    work: Path, model: Path, quick: None, decoded: list[Any], shard_size: str,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     write(words(16))
@@ -204,7 +204,7 @@ def test_other_errors_are_not_hidden_and_lose_nothing(
 
 
 def test_sigterm_finishes_the_rows_under_way_and_begins_no_more(
-    work: Path, model: Path, fed: None, monkeypatch: pytest.MonkeyPatch,
+    work: Path, model: Path, quick: None, monkeypatch: pytest.MonkeyPatch,
     decoded: list[Any], capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     write(words(16))
@@ -235,11 +235,11 @@ def test_sigterm_waits_no_longer_than_its_grace(
     write(words(16))
     quick_run = LLM.run
 
-    def slow(self: LLM, rows: Any, on_progress: Any) -> Any:
+    def slow(self: LLM, rows: Any, on_progress: Any, *, stopping: Any) -> Any:
         yield next(quick_run(self, rows, on_progress))
         os.kill(os.getpid(), signal.SIGTERM)
         while True:  # forwards of rows that do not end
-            on_progress(Progress(2, 0, 40, 20))
+            on_progress(Progress(2, None, 40, 20, 80))
 
     monkeypatch.setattr(LLM, "run", slow)
     assert run(model, "--grace", "0.2") == 143
