@@ -59,8 +59,9 @@ JOB_OPTIONS = ("shard_size", "fail_fast", "overwrite", "grace", "num_hosts", "ho
                "ray_actors")  # fmt: skip
 """What only a job with --input takes."""
 
-LOAD_OPTIONS = ("model", "window_size", "dtype", "max_model_len", "batch_size")
-"""What decides the model that is loaded."""
+LLM_OPTIONS = ("model", "window_size", "dtype", "max_model_len", "batch_size")
+LOAD_OPTIONS = (*LLM_OPTIONS, "warmup", "max_tokens")
+"""What decides the model that is loaded, and what is compiled at once."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -106,6 +107,8 @@ def _add_model(group: Any) -> None:
     add("--max-model-len", type=int, metavar="N",
         help="prompt and completion tokens at most [the model's context]")  # fmt: skip
     add("--batch-size", type=int, metavar="N", help="prompts that decode together [16]")
+    add("--warmup", action="store_true", default=False,
+        help="first compile all that prompts of --max-model-len can need")  # fmt: skip
 
 
 def _add_decoding(group: Any) -> None:
@@ -230,16 +233,33 @@ def sampling_params(options: dict[str, Any]) -> SamplingParams:
 
 def load(options: dict[str, Any]) -> LLM:
     """The model; a message names the option, not the argument."""
+    from wedlm_jax.compiled_cache import keep_compiled
     from wedlm_jax.llm import LLM
 
-    given = {name: options[name] for name in LOAD_OPTIONS if name in options}
+    given = {name: options[name] for name in LLM_OPTIONS if name in options}
     if "batch_size" in given:
         given["max_batch_size"] = given.pop("batch_size")
+    keep_compiled()
     try:
-        return LLM(given.pop("model", None), **given)
+        llm = LLM(given.pop("model", None), **given)
+        if options.get("warmup"):
+            _warm_up(llm, options)
+        return llm
     except InputError as error:
         message = str(error).replace("max_batch_size:", "batch_size:", 1)
         raise InputError(_as_option(message)) from None
+
+
+def _warm_up(llm: LLM, options: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    with console.status("compiling ...") as status:
+        llm.warm_up(
+            **({"max_tokens": options["max_tokens"]} if "max_tokens" in options else {}),
+            on_step=lambda done, of: status.update(f"compiling, {done} of {of} programs"),
+        )
+    console.print(f"compiled {llm.engine.num_programs} programs", markup=False)
 
 
 def _as_option(message: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from wedlm_jax.batch import BatchSizes
 from wedlm_jax.engine import Engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.hf import load_checkpoint
@@ -17,6 +18,7 @@ from wedlm_jax.row_result import RowResult
 from wedlm_jax.sampling import SamplingParams
 from wedlm_jax.scheduler import Row, Running, Scheduler
 from wedlm_jax.text import Messages, StopStrings, TextCodec
+from wedlm_jax.warmup import warm_up
 
 EMBEDDED_MODEL = Path(__file__).parent / "embedded"
 DTYPES = ("float32", "bfloat16")
@@ -108,12 +110,35 @@ class LLM:
         self.folder = resolve_model(model)
         self.codec = TextCodec.load(self.folder)
         self.dtype, self.max_batch_size = dtype, max_batch_size
+        self._sizes: BatchSizes | None = None
         self.engine = Engine(
             load_checkpoint(self.folder, dtype=jnp.dtype(dtype)),
             window_size=window_size,
             refill=refill,
             max_model_len=max_model_len,
         )
+
+    def warm_up(
+        self, max_tokens: int = 256, on_step: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Compiles all that prompts can need which fit, with completions of at most
+        ``max_tokens``, into ``max_model_len``. From then on rows have that size.
+
+        Args:
+          on_step: told after each step how many are done, of how many.
+
+        Raises:
+          InputError: rows of that size do not fit into the device's memory.
+        """
+        length = self.engine.max_model_len - max_tokens
+        if length < 1:
+            raise InputError(
+                f"max_tokens {max_tokens} leaves no room for a prompt in max_model_len "
+                f"{self.engine.max_model_len}"
+            )
+        row = ([0] * length, SamplingParams(max_tokens=max_tokens))
+        self._sizes = BatchSizes.for_rows(self.engine, [row], count=self.max_batch_size)
+        warm_up(self.engine, self._sizes, on_step)
 
     def generate(
         self,
@@ -168,7 +193,7 @@ class LLM:
 
         scheduler = Scheduler(
             self.engine, noted(), rows=self.max_batch_size, is_over=self._is_over,
-            on_turn=tally.running, stopping=stopping,
+            on_turn=tally.running, stopping=stopping, sizes=self._sizes,
         )  # fmt: skip
         for finished in scheduler.run():
             done = [

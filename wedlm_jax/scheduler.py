@@ -87,6 +87,7 @@ class Scheduler:
       window_of: the window of a request, from its number; the engine's by default.
       stopping: asked before a request gets a row: once it says so, those in rows are finished and
         no others begun.
+      sizes: of the batch, where the requests that are known fit; by default just large enough.
     """
 
     def __init__(
@@ -100,11 +101,13 @@ class Scheduler:
         reuse_prefixes: bool = True,
         window_of: Callable[[int], int] | None = None,
         stopping: Callable[[], bool] | None = None,
+        sizes: BatchSizes | None = None,
     ):
         self._engine, self._rows = engine, rows
         self._source = enumerate(iter(requests))
         self._is_over, self._on_turn, self._reuse = is_over, on_turn, reuse_prefixes
         self._window_of = window_of
+        self._sizes = sizes
         self._stopping = stopping or (lambda: False)
         self._waiting: list[tuple[tuple[int, int], int, Request]] = []
         self.prefilled_tokens = self.reused_tokens = 0
@@ -133,8 +136,10 @@ class Scheduler:
 
     def _open(self) -> Batch:
         known = [(r.prompt, r.params) for _, _, r in self._waiting]
-        count = min(self._rows, bucket(len(known), 1))
-        sizes = BatchSizes.for_rows(self._engine, known, count=count)
+        sizes = self._sizes
+        if sizes is None or not all(sizes.holds(self._engine, *row) for row in known):
+            count = min(self._rows, bucket(len(known), 1))
+            sizes = BatchSizes.for_rows(self._engine, known, count=count)
         return self._engine.open(sizes)
 
 

@@ -342,6 +342,7 @@ class ScriptedBatch:
 def scripted_llm(codec: TextCodec, ids: list[int], step: int, finish_reason: str) -> LLM:
     llm = LLM.__new__(LLM)
     llm.codec, llm.folder, llm.max_batch_size = codec, Path("scripted"), 1
+    llm._sizes = None
     llm.engine = SimpleNamespace(  # type: ignore[assignment]
         windows=(0,),
         config=SimpleNamespace(eos_token_ids=()),
