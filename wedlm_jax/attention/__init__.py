@@ -1,5 +1,5 @@
 """Grouped-query attention under a mask specification: one dispatch, several named forms."""
 
-from wedlm_jax.attention.dispatch import IMPLEMENTATIONS, attend
+from wedlm_jax.attention.dispatch import IMPLEMENTATIONS, WINDOW_IMPLEMENTATIONS, attend
 
-__all__ = ["IMPLEMENTATIONS", "attend"]
+__all__ = ["IMPLEMENTATIONS", "WINDOW_IMPLEMENTATIONS", "attend"]
