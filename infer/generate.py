@@ -84,6 +84,9 @@ def _add_model(group: Any) -> None:
     add("--max-model-len", type=int, metavar="N",
         help="prompt and completion tokens at most [the model's context]")  # fmt: skip
     add("--batch-size", type=int, metavar="N", help="prompts that decode together [16]")
+    add("--attention", choices=("dense", "ragged"),
+        help="of the decode windows; ragged is a TPU kernel, which reads the live part of each "
+        "row's cache [ragged on a TPU, else dense]")  # fmt: skip
 
 
 def _add_decoding(group: Any) -> None:
@@ -164,7 +167,7 @@ def load(options: dict[str, Any]) -> LLM:
     from wedlm_jax.llm import LLM
 
     names = {"window_size": "window_size", "dtype": "dtype", "max_model_len": "max_model_len",
-             "batch_size": "max_batch_size"}  # fmt: skip
+             "batch_size": "max_batch_size", "attention": "attention"}  # fmt: skip
     given = {names[k]: v for k, v in options.items() if k in names}
     try:
         return LLM(options.get("model"), **given)

@@ -320,11 +320,14 @@ class Batch:
     def dispatch(self, max_forwards: int = UNTIL_DONE, until_done: int = UNTIL_DONE) -> None:
         """Sends the device off to run forwards, without waiting: ``max_forwards`` at most, until
         ``until_done`` rows are done, or until a row needs a longer part of the cache."""
-        longest = int(self._lengths.max(initial=0))
-        self._state = self._engine.run(
+        engine, longest = self._engine, int(self._lengths.max(initial=0))
+        # The kernel reads what there is and no more: one program serves all lengths.
+        ragged = engine.attention == "ragged"
+        self._state = engine.run(
             programs.advance_state, self._state, self._params, jnp.int32(max_forwards),
-            jnp.int32(until_done), windows=self._windows, refill=self._engine.refill,
-            live=self._live(longest + LOOKAHEAD),
+            jnp.int32(until_done), windows=self._windows, refill=engine.refill,
+            live=self.sizes.cache_size if ragged else self._live(longest + LOOKAHEAD),
+            attention=engine.attention,
         )  # fmt: skip
 
     def _live(self, size: int) -> int:

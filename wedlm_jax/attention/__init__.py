@@ -1,5 +1,10 @@
 """Grouped-query attention under a mask specification: one dispatch, several named forms."""
 
-from wedlm_jax.attention.dispatch import IMPLEMENTATIONS, WINDOW_IMPLEMENTATIONS, attend
+from wedlm_jax.attention.dispatch import (
+    IMPLEMENTATIONS,
+    WINDOW_IMPLEMENTATIONS,
+    attend,
+    window_implementation,
+)
 
-__all__ = ["IMPLEMENTATIONS", "WINDOW_IMPLEMENTATIONS", "attend"]
+__all__ = ["IMPLEMENTATIONS", "WINDOW_IMPLEMENTATIONS", "attend", "window_implementation"]

@@ -29,6 +29,15 @@ WINDOW_IMPLEMENTATIONS = {
 """Those of a decode window over a cache."""
 
 
+def window_implementation(platform: str, head_dim: int) -> str:
+    """Which of `WINDOW_IMPLEMENTATIONS` a platform ("cpu", "gpu", "tpu") takes where none is named.
+
+    On TPUs a cache of narrower heads than a vector lies transposed in memory: for the kernel all
+    of it would have to be turned round.
+    """
+    return "ragged" if platform == "tpu" and head_dim % 128 == 0 else "dense"
+
+
 def attend(
     q: Array,
     k: Array,
