@@ -57,10 +57,10 @@ def attend_ragged(
     Returns:
       ``[B, K, G, T, head_dim]`` in the dtype of ``q``.
     """
-    local = partial(_attend_own, block=block, interpret=interpret)
+    own = partial(_attend_own, block=block, interpret=interpret)
     # The compiler does not cut a kernel: each device runs it on its own rows and heads.
     window = ("batch", "attention_heads")
-    local = on_own_shard(local, [window, window, window, CACHE_AXES, CACHE_AXES, (), ("batch",)])
+    local = on_own_shard(own, [window, window, window, CACHE_AXES, CACHE_AXES, (), ("batch",)])
     return local(q, k, v, cache.keys, cache.values, cache.layer, lengths)
 
 
