@@ -30,6 +30,8 @@ from wedlm_jax.sharding import make_mesh
 SIZE, BLOCK, LAYERS, KV_HEADS, HEAD_DIM = 48, 16, 2, 2, 8
 EDGES = [0, 1, 15, 16, 17, 32, 33, 48]
 
+Arrays = tuple[np.ndarray, ...]
+
 
 @pytest.fixture(autouse=True, scope="module")
 def kernels_in_python() -> Iterator[None]:
@@ -40,17 +42,16 @@ def kernels_in_python() -> Iterator[None]:
         yield
 
 
-def window(slots: int, groups: int, rows: int, dtype: str) -> tuple[jax.Array, ...]:
+def window(slots: int, groups: int, dtype: str = "float32") -> Arrays:
     """Queries ``[B, T, H, h]``, keys and values of the window and of a cache of two layers."""
-    keys = jax.random.split(jax.random.key(slots), 5)
+    rng, rows = np.random.default_rng(slots), len(EDGES)
     own, before = (rows, KV_HEADS, slots, HEAD_DIM), (LAYERS, rows, KV_HEADS, SIZE, HEAD_DIM)
     shapes = [(rows, slots, KV_HEADS * groups, HEAD_DIM), own, own, before, before]
-    arrays = zip(keys, shapes, strict=True)
-    return tuple(jax.random.normal(key, shape).astype(dtype) for key, shape in arrays)
+    return tuple(rng.normal(size=shape).astype(jnp.dtype(dtype)) for shape in shapes)
 
 
 @partial(jax.jit, static_argnames="implementation")
-def run(arrays: tuple[jax.Array, ...], lengths: jax.Array, *, implementation: str) -> jax.Array:
+def run(arrays: Arrays, lengths: np.ndarray, *, implementation: str) -> jax.Array:
     """Attention of the window over layer 1 of the cache."""
     q, k, v, *cache = arrays
     return attend(
@@ -61,43 +62,42 @@ def run(arrays: tuple[jax.Array, ...], lengths: jax.Array, *, implementation: st
 
 @pytest.mark.parametrize(
     ("slots", "groups", "dtype"),
-    [(1, 1, "float32"), (1, 4, "bfloat16"), (5, 4, "float32"), (20, 3, "bfloat16")],
+    [(1, 4, "bfloat16"), (3, 1, "float32"), (5, 4, "float32")],
 )
 def test_the_kernel_equals_dense_at_the_edges_of_blocks(
     slots: int, groups: int, dtype: str
 ) -> None:
-    arrays, lengths = window(slots, groups, len(EDGES), dtype), jnp.array(EDGES)
+    arrays, lengths = window(slots, groups, dtype), np.array(EDGES)
     out = run(arrays, lengths, implementation="ragged")
     assert out.dtype == dtype
-    exact = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
-    dense = run(exact, lengths, implementation="dense")
+    exact = [x.astype(np.float32) for x in arrays]
+    dense = run(tuple(exact), lengths, implementation="dense")
     # As in test_attention: in bfloat16 the weights and the result are rounded to 8 bits.
     rounding = 2e-6 if dtype == "float32" else 3 * 2**-8
     np.testing.assert_allclose(np.asarray(out, np.float32), dense, atol=rounding)
 
 
-@given(lengths=st.lists(st.integers(0, SIZE), min_size=4, max_size=4))
+@given(lengths=st.lists(st.integers(0, SIZE), min_size=8, max_size=8))
 def test_the_kernel_equals_dense_for_any_lengths(lengths: list[int]) -> None:
-    arrays = window(3, 2, 4, "float32")
-    own, dense = (run(arrays, jnp.array(lengths), implementation=x) for x in ("ragged", "dense"))
+    arrays = window(3, 1)
+    own, dense = (run(arrays, np.array(lengths), implementation=x) for x in ("ragged", "dense"))
     np.testing.assert_allclose(own, dense, atol=2e-6)
 
 
 def test_dead_blocks_and_other_layers_are_never_looked_at() -> None:
-    arrays, lengths = window(5, 4, len(EDGES), "float32"), jnp.array(EDGES)
+    arrays, lengths = window(5, 4), np.array(EDGES)
     expected = run(arrays, lengths, implementation="ragged")
-    block = jnp.arange(SIZE) // BLOCK
-    dead = block >= -(-lengths[:, None] // BLOCK)
-    poisoned = [
-        jnp.where(dead[:, None, :, None], jnp.nan, x).at[0].set(jnp.nan) for x in arrays[3:]
-    ]
+    dead = np.arange(SIZE) // BLOCK >= -(-lengths[:, None] // BLOCK)
+    layer_0 = np.arange(LAYERS)[:, None, None, None, None] == 0
+    poison = layer_0 | dead[:, None, :, None]
+    poisoned = [np.where(poison, np.float32(np.nan), x) for x in arrays[3:]]
     out = run((*arrays[:3], *poisoned), lengths, implementation="ragged")
     np.testing.assert_array_equal(out, expected)
     assert np.isnan(run((*arrays[:3], *poisoned), lengths, implementation="dense")).any()
 
 
 def test_on_a_mesh_each_device_runs_the_kernel_on_its_own_rows_and_heads() -> None:
-    arrays, lengths = window(3, 2, 4, "float32"), jnp.array([0, 17, 48, 5])
+    arrays, lengths = window(3, 1), np.array(EDGES)
     expected = run(arrays, lengths, implementation="dense")
     with jax.set_mesh(make_mesh({"data": 2, "tensor": 2}, jax.devices()[:4])):
         out = run(arrays, lengths, implementation="ragged")
@@ -127,7 +127,7 @@ def test_a_cache_that_blocks_cannot_cut_is_refused() -> None:
 
 
 def test_without_a_cache_there_is_no_ragged_form() -> None:
-    q, k, v, *_ = window(3, 2, 1, "float32")
+    q, k, v, *_ = map(jnp.asarray, window(3, 1))
     with pytest.raises(ValueError, match="'ragged': not in"):
         attend(q, k, v, CausalMask(), implementation="ragged")
 
@@ -168,7 +168,7 @@ PARAMS = [
 
 
 def decoded(engine: Engine) -> list[RowResult]:
-    batch = engine.start(PROMPTS, PARAMS)
+    batch = engine.start(PROMPTS, PARAMS, windows=[2, 1, 2, 2])
     assert batch.advance()
     return batch.results()
 
@@ -180,17 +180,10 @@ def test_decoding_with_the_kernel_gives_the_same_tokens(
     # However short the live part that is read at once could be: lengths are the kernel's to see.
     monkeypatch.setattr(batch_module, "SMALLEST_LIVE", 16)
     monkeypatch.setattr(batch_module, "LOOKAHEAD", 8)
-    engine = Engine(tiny_model, window_size=4, attention="ragged")
+    engine = Engine(tiny_model, window_size=2, attention="ragged")
     assert decoded(engine) == expected
     loops = [key for key in engine._programs if key[0] is programs.advance_state]
     assert len(loops) == 1
-
-
-def test_autoregressive_decoding_with_the_kernel_gives_the_same_tokens(
-    tiny_model: Transformer, autoregressive_engine: Engine
-) -> None:
-    engine = Engine(tiny_model, window_size=0, attention="ragged")
-    assert decoded(engine) == decoded(autoregressive_engine)
 
 
 def test_an_engine_refuses_an_attention_that_there_is_not(tiny_model: Transformer) -> None:
