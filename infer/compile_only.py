@@ -20,6 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from omegaconf import OmegaConf
 
+from wedlm_jax.attention import window_implementation
 from wedlm_jax.batch import (
     LONGEST_PIECE,
     PREFILL_TOKENS,
@@ -84,7 +85,7 @@ class CompiledDecoder:
     """What the compiler and the chip's figures say of a batch.
 
     Attributes:
-      topology, devices, mesh, sizes: what it was compiled for.
+      topology, devices, mesh, sizes, attention: what it was compiled for.
       weight_bytes, cache_bytes: on one device.
       prefill_peak_bytes, decode_peak_bytes: the compiler's peaks of HBM on one device.
       hbm_limit: what the chip has.
@@ -101,6 +102,7 @@ class CompiledDecoder:
     devices: int
     mesh: dict[str, int]
     sizes: DecodeSizes
+    attention: str
     weight_bytes: int
     cache_bytes: int
     prefill_peak_bytes: int
@@ -135,8 +137,13 @@ def decode_mesh(model: ModelConfig, topology: Topology) -> Mesh:
     return make_mesh({"tensor": tensor, "data": -1}, topology.devices)
 
 
-def compile_decoder(model: ModelConfig, topology_name: str, sizes: DecodeSizes) -> CompiledDecoder:
+def compile_decoder(
+    model: ModelConfig, topology_name: str, sizes: DecodeSizes, attention: str
+) -> CompiledDecoder:
     """Lowers and compiles prefill and decode loop for a topology.
+
+    Args:
+      attention: of the decode windows, as `Engine` takes it.
 
     Raises:
       InputError: an unknown topology, sizes that the mesh does not divide, or a program that
@@ -152,10 +159,10 @@ def compile_decoder(model: ModelConfig, topology_name: str, sizes: DecodeSizes) 
     parameters = jax.tree.map(_at, parameters, tree_shardings(mesh, parameters))
     started = time.perf_counter()
     with jax.set_mesh(mesh), jax.default_device(topology.devices[0]):
-        programs = _lower(mesh, graph, parameters, sizes)
+        programs = _lower(mesh, graph, parameters, sizes, attention)
         prefill, decode = (_compile(topology_name, program) for program in programs)
     seconds = time.perf_counter() - started
-    return _report(model, topology, mesh, sizes, parameters, prefill, decode, seconds)
+    return _report(model, topology, mesh, sizes, attention, parameters, prefill, decode, seconds)
 
 
 def _compile(topology: str, program: jax.stages.Lowered) -> jax.stages.Compiled:
@@ -173,7 +180,11 @@ def _at(leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def _lower(
-    mesh: Mesh, graph: nnx.GraphDef[Transformer], parameters: Any, sizes: DecodeSizes
+    mesh: Mesh,
+    graph: nnx.GraphDef[Transformer],
+    parameters: Any,
+    sizes: DecodeSizes,
+    attention: str,
 ) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
     """The engine's two large programs, lowered for shapes alone: prefill and decode loop."""
     rows = NamedSharding(mesh, spec(["batch"]))
@@ -205,7 +216,7 @@ def _lower(
     prefill = prefill_pieces.lower(graph, parameters, state, pieces, live=0)
     decode = advance_state.lower(
         graph, parameters, state, params, number, number, windows=(sizes.window,),
-        refill=REFILLS[0], live=sizes.cache_size,
+        refill=REFILLS[0], live=sizes.cache_size, attention=attention,
     )  # fmt: skip
     return prefill, decode
 
@@ -225,6 +236,7 @@ def _report(
     topology: Topology,
     mesh: Mesh,
     sizes: DecodeSizes,
+    attention: str,
     parameters: Any,
     prefill: jax.stages.Compiled,
     decode: jax.stages.Compiled,
@@ -249,6 +261,7 @@ def _report(
         devices=devices,
         mesh=dict(mesh.shape),
         sizes=sizes,
+        attention=attention,
         weight_bytes=weights,
         cache_bytes=cache,
         prefill_peak_bytes=_peak_bytes(prefill),
@@ -296,7 +309,7 @@ def describe(decoder: CompiledDecoder) -> str:
         f"compiled in {decoder.compile_seconds:.0f} s",
         f"batch                {sizes.rows:,} rows of {sizes.model_len:,} tokens at most, "
         f"{sizes.max_tokens:,} of them new; {sizes.cache_size:,} rows of cache each; "
-        f"W = {sizes.window}",
+        f"W = {sizes.window}; {decoder.attention} attention",
         f"weights a chip       {decoder.weight_bytes / gib:.2f} GiB (bfloat16)",
         f"cache a chip         {decoder.cache_bytes / gib:.2f} GiB",
         f"peak of HBM a chip   prefill {decoder.prefill_peak_bytes / gib:.2f}, decode "
@@ -337,5 +350,6 @@ def main(options: dict[str, Any]) -> int:
             f"--max-model-len {sizes.model_len} leaves no room for a prompt before "
             f"{sizes.max_tokens} new tokens"
         )
-    print(describe(compile_decoder(model, options["topology"], sizes)))
+    attention = options.get("attention") or window_implementation("tpu", model.head_dim)
+    print(describe(compile_decoder(model, options["topology"], sizes, attention)))
     return 0

@@ -59,7 +59,7 @@ JOB_OPTIONS = ("shard_size", "fail_fast", "overwrite", "grace", "num_hosts", "ho
                "ray_actors")  # fmt: skip
 """What only a job with --input takes."""
 
-LLM_OPTIONS = ("model", "window_size", "dtype", "max_model_len", "batch_size")
+LLM_OPTIONS = ("model", "window_size", "dtype", "max_model_len", "batch_size", "attention")
 LOAD_OPTIONS = (*LLM_OPTIONS, "warmup", "max_tokens")
 """What decides the model that is loaded, and what is compiled at once."""
 
@@ -109,6 +109,9 @@ def _add_model(group: Any) -> None:
     add("--batch-size", type=int, metavar="N", help="prompts that decode together [16]")
     add("--warmup", action="store_true", default=False,
         help="first compile all that prompts of --max-model-len can need")  # fmt: skip
+    add("--attention", choices=("dense", "ragged"),
+        help="of the decode windows; ragged is a TPU kernel, which reads the live part of each "
+        "row's cache [ragged on a TPU, else dense]")  # fmt: skip
 
 
 def _add_decoding(group: Any) -> None:

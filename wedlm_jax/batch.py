@@ -328,12 +328,16 @@ class Batch:
         """Sends the device off to run forwards, without waiting: ``max_forwards`` at most, until
         ``until_done`` rows are done, or until a row needs a longer part of the cache than
         ``live``, which by default leaves room for some tokens."""
-        if live is None:
+        engine = self._engine
+        if engine.attention == "ragged":
+            # The kernel reads what there is and no more: one program serves all lengths.
+            live = self.sizes.cache_size
+        elif live is None:
             live = self._live(int(self._lengths.max(initial=0)) + LOOKAHEAD)
-        self._state = self._engine.run(
+        self._state = engine.run(
             programs.advance_state, self._state, self._params, jnp.int32(max_forwards),
-            jnp.int32(until_done), windows=self._windows, refill=self._engine.refill,
-            live=live,
+            jnp.int32(until_done), windows=self._windows, refill=engine.refill, live=live,
+            attention=engine.attention,
         )  # fmt: skip
 
     def _live(self, size: int) -> int:

@@ -30,6 +30,33 @@ class KVCache:
         return self.keys, self.values
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """The cache as one layer reads it: still that of all layers, of which nothing was copied.
+
+    Attributes:
+      keys, values: ``[num_hidden_layers, B, K, S, head_dim]``.
+      layer: int32, whose turn it is, from 0.
+      live: rows that are read, from the first; None for all S.
+    """
+
+    keys: Array
+    values: Array
+    layer: Array
+    live: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def rows(self) -> tuple[Array, Array]:
+        """This layer's keys and values ``[B, K, live, head_dim]``: a copy of no more than that."""
+
+        def of(x: Array) -> Array:
+            _, batch, heads, size, width = x.shape
+            shape = (1, batch, heads, size if self.live is None else self.live, width)
+            return jax.lax.dynamic_slice(x, (self.layer, 0, 0, 0, 0), shape)[0]
+
+        return of(self.keys), of(self.values)
+
+
 def allocate(config: ModelConfig, batch: int, size: int, dtype: Any) -> KVCache:
     shape = (
         config.num_hidden_layers, batch, config.num_key_value_heads, size, config.head_dim,

@@ -96,6 +96,7 @@ def decode(
     windows: tuple[int, ...],
     refill: str = "streaming",
     live: int | None = None,
+    attention: str = "dense",
     max_forwards: Array | int,
     until_done: Array | int = 2**31 - 1,
 ) -> DecodeState:
@@ -106,6 +107,7 @@ def decode(
       refill: "streaming" or "blockwise".
       live: cache rows that attention reads; static, by default all. The loop ends when a row
         has committed more.
+      attention: a name in `wedlm_jax.attention.WINDOW_IMPLEMENTATIONS`.
       until_done: it also ends when so many rows are done.
     """
     size = state.cache.size if live is None else live
@@ -119,7 +121,9 @@ def decode(
 
     def body(carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
         before, forwards = carry
-        after = forward_step(model, before, params, windows=windows, refill=refill, live=size)
+        after = forward_step(
+            model, before, params, windows=windows, refill=refill, live=size, attention=attention
+        )
         return keep_finished(before, after), forwards + 1
 
     return jax.lax.while_loop(unfinished, body, (state, jnp.int32(0)))[0]
@@ -143,6 +147,7 @@ def forward_step(
     windows: tuple[int, ...],
     refill: str,
     live: int,
+    attention: str,
 ) -> DecodeState:
     """One forward: reorder, run, commit, fill, stop, shift and refill."""
     state = dataclasses.replace(
@@ -150,7 +155,7 @@ def forward_step(
         num_forwards=state.num_forwards + 1,
         num_token_instances=state.num_token_instances + state.active,
     )
-    predicted = _predict(model, state, params, forward_shapes(windows), live)
+    predicted = _predict(model, state, params, forward_shapes(windows), live, attention)
     run = leading_run(state.filled, state.active)
     cache = write(state.cache, predicted.kv, state.lengths)
     state = commit_run(dataclasses.replace(state, cache=cache), params, run)
@@ -171,6 +176,7 @@ def _predict(
     params: RowParams,
     shapes: tuple[Shape, ...],
     live: int,
+    attention: str,
 ) -> Predicted:
     """The model and the fill rule, at the smallest compiled size that holds every row's active
     slots and masks."""
@@ -180,7 +186,10 @@ def _predict(
     heads = jnp.where(state.done, 0, masks).max()
     holds = jnp.array([(shape.slots >= slots) & (shape.masks >= heads) for shape in shapes])
     widest = shapes[-1].slots
-    at = [partial(_predict_at, model, state, params, shape, widest, live) for shape in shapes]
+    at = [
+        partial(_predict_at, model, state, params, shape, widest, live, attention)
+        for shape in shapes
+    ]
     return jax.lax.switch(jnp.argmax(holds), at)
 
 
@@ -191,6 +200,7 @@ def _predict_at(
     shape: Shape,
     widest: int,
     live: int,
+    attention: str,
 ) -> Predicted:
     """What is left out of the ``shape`` is inactive, and stands as zeros in what returns."""
     total = state.tokens.shape[1]
@@ -199,8 +209,10 @@ def _predict_at(
     tokens = jnp.where(state.filled, state.tokens, model.config.mask_token_id or 0)
     tokens = jnp.take_along_axis(tokens, order, axis=1)[:, : shape.slots]
     positions = (state.lengths[:, None] + order)[:, : shape.slots]
+    # What a row that is done would see is of no use: it looks at nothing.
+    seen = CachedMask(jnp.where(state.done, 0, state.lengths))
     hidden, kv = model(
-        tokens, positions, CachedMask(state.lengths), cache=state.cache.layers(), live=live,
+        tokens, positions, seen, cache=state.cache.layers(), live=live, attention=attention,
         return_kv=True,
     )  # fmt: skip
     assert kv is not None

@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from wedlm_jax import programs
+from wedlm_jax.attention import WINDOW_IMPLEMENTATIONS, window_implementation
 from wedlm_jax.batch import Batch, BatchSizes, state_sizes
 from wedlm_jax.decode_state import DecodeState
 from wedlm_jax.decoding import REFILLS
@@ -40,6 +41,8 @@ class Engine:
       refill: "streaming", or "blockwise" for the paper's baseline.
       max_model_len: prompt and completion tokens together, at most.
       windows: every window that a row may have; W alone by default.
+      attention: of the decode windows, a name in `wedlm_jax.attention.WINDOW_IMPLEMENTATIONS`; by
+        default what `wedlm_jax.attention.window_implementation` says.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Engine:
         refill: str = "streaming",
         max_model_len: int | None = None,
         windows: Sequence[int] | None = None,
+        attention: str | None = None,
     ):
         self.chooses_width = window_size == "auto"
         if self.chooses_width:
@@ -60,6 +64,13 @@ class Engine:
             )
         if refill not in REFILLS:
             raise InputError(f"refill: expected one of {', '.join(REFILLS)}, not {refill!r}")
+        if attention is None:
+            attention = window_implementation(jax.default_backend(), model.config.head_dim)
+        if attention not in WINDOW_IMPLEMENTATIONS:
+            raise InputError(
+                f"attention: expected one of {', '.join(WINDOW_IMPLEMENTATIONS)}, not {attention!r}"
+            )
+        self.attention = attention
         self.windows = tuple(sorted({window_size, *(windows or ())}))
         if self.windows[-1] > 0:
             model.config.require_mask_token_id()

@@ -2,12 +2,15 @@
 
 A fusion reads its operands and writes its result, each once; what it computes in between
 stays on the chip. Of an operand that it only slices, the slice counts; of a result that it
-only updates in place, the update. So does a kernel, whose own repeated reading is not seen.
+only updates in place, the update. So does a kernel, whose own repeated reading is not seen,
+unless it says itself how many bytes it reads and writes.
 Arrays that the compiler holds in the chip's vector memory do not count, nor does what a fusion
 hands on of a collective that is under way: who counts the collective counts its bytes.
 """
 
 from __future__ import annotations
+
+import re
 
 from wedlm_jax.hlo_text import Computation, Instruction, Program
 
@@ -20,6 +23,7 @@ _FREE = frozenset({
     "recv", "recv-done", "domain", "add-dependency",
 })  # fmt: skip
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_SAID_BY_KERNEL = re.compile(r'"cost_estimate":\{[^}]*"bytes_accessed":"?(\d+)')
 _SLICES = ("dynamic-slice", "slice", "gather")
 
 
@@ -35,6 +39,8 @@ def hbm_bytes(own: Instruction, computation: Computation, program: Program) -> i
             for i, name in enumerate(own.operands)
         )
         return read + _root_bytes(own, body, program)
+    if own.opcode == "custom-call" and (said := _SAID_BY_KERNEL.search(own.attributes)):
+        return int(said.group(1))
     if own.opcode in _SLICES:
         return 2 * _size(own)
     if own.opcode == "dynamic-update-slice":

@@ -89,6 +89,8 @@ class LLM:
       max_model_len: prompt and completion tokens at most; the model's context by default.
       max_batch_size: prompts that decode together.
       refill: "streaming", or "blockwise" for the paper's baseline.
+      attention: of the decode windows: "ragged", a TPU kernel, the default there; "dense"
+        elsewhere.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class LLM:
         max_model_len: int | None = None,
         max_batch_size: int = 16,
         refill: str = "streaming",
+        attention: str | None = None,
     ):
         if dtype is None:
             dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
@@ -116,6 +119,7 @@ class LLM:
             window_size=window_size,
             refill=refill,
             max_model_len=max_model_len,
+            attention=attention,
         )
 
     def warm_up(

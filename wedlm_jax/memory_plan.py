@@ -69,7 +69,7 @@ def plan_memory(engine: Engine, sizes: BatchSizes, *, ask_compiler: bool) -> Mem
         number = jax.ShapeDtypeStruct((), jnp.int32)
         loop = engine.compiled(
             programs.advance_state, state, params, number, number, windows=engine.windows,
-            refill=engine.refill, live=sizes.cache_size,
+            refill=engine.refill, live=sizes.cache_size, attention=engine.attention,
         )  # fmt: skip
         analysis = loop.memory_analysis()
         working = 0 if analysis is None else analysis.temp_size_in_bytes

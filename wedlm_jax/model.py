@@ -15,6 +15,7 @@ from flax import nnx
 from jax import Array
 
 from wedlm_jax.attention import attend
+from wedlm_jax.cache import LayerCache
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.masks import Mask
 from wedlm_jax.rope import apply_rope, rope_tables
@@ -78,7 +79,7 @@ class Attention(nnx.Module):
         x: Array,
         rope: tuple[Array, Array],
         mask: Mask,
-        cache: KeyValues | None,
+        cache: LayerCache | None,
         implementation: str,
     ) -> tuple[Array, KeyValues]:
         """``x [B, T, D]`` to the same shape, and this input's keys and values
@@ -124,7 +125,7 @@ class DecoderLayer(nnx.Module):
         x: Array,
         rope: tuple[Array, Array],
         mask: Mask,
-        cache: KeyValues | None,
+        cache: LayerCache | None,
         implementation: str,
     ) -> tuple[Array, KeyValues]:
         mixed, kv = self.self_attn(self.input_layernorm(x), rope, mask, cache, implementation)
@@ -184,7 +185,8 @@ class Transformer(nnx.Module):
           return_kv: whether to return this input's own keys and values.
           dtype: compute dtype; that of the parameters by default.
           remat: a name in `REMAT_POLICIES`.
-          attention: a name in `wedlm_jax.attention.IMPLEMENTATIONS`.
+          attention: a name in `wedlm_jax.attention.IMPLEMENTATIONS`, or, with a cache, in
+            `wedlm_jax.attention.WINDOW_IMPLEMENTATIONS`.
           unroll: layers in one turn of the scan; more of them compile longer.
 
         Returns:
@@ -199,7 +201,7 @@ class Transformer(nnx.Module):
 
         def layer(x: Array, inputs: tuple[nnx.State, Array]) -> tuple[Array, KeyValues | None]:
             layer_parameters, index = inputs
-            layer_cache = None if cache is None else _live_rows(cache, index, live)
+            layer_cache = None if cache is None else LayerCache(*cache, index, live)
             x, kv = nnx.merge(graph, layer_parameters)(x, rope, mask, layer_cache, attention)
             return x, kv if return_kv else None
 
@@ -217,18 +219,6 @@ class Transformer(nnx.Module):
         """float32 logits ``[..., V]`` of hidden states ``[..., D]``."""
         head = self.head_matrix().astype(hidden.dtype)
         return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
-
-
-def _live_rows(cache: KeyValues, layer: Array, live: int | None) -> KeyValues:
-    """One layer's keys and values ``[B, K, live, head_dim]``: of the whole cache no more than
-    that is copied."""
-
-    def of(x: Array) -> Array:
-        _, batch, heads, size, width = x.shape
-        shape = (1, batch, heads, size if live is None else live, width)
-        return jax.lax.dynamic_slice(x, (layer, 0, 0, 0, 0), shape)[0]
-
-    return of(cache[0]), of(cache[1])
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: jnp.dtype) -> Array:

@@ -134,7 +134,10 @@ def _where(rows: Array, new: DecodeState, old: DecodeState) -> DecodeState:
     return placed(DecodeState(cache=old.cache, **picked))
 
 
-@partial(jax.jit, static_argnames=("graph", "windows", "refill", "live"), donate_argnames="state")
+@partial(
+    jax.jit, static_argnames=("graph", "windows", "refill", "live", "attention"),
+    donate_argnames="state",
+)  # fmt: skip
 def advance_state(
     graph: Graph,
     parameters: nnx.State,
@@ -146,11 +149,12 @@ def advance_state(
     windows: tuple[int, ...],
     refill: str,
     live: int,
+    attention: str,
 ) -> DecodeState:
     """The decode loop; see `wedlm_jax.decoding.decode`."""
     model = nnx.merge(graph, parameters)
     state = decode(
-        model, state, params, windows=windows, refill=refill, live=live,
+        model, state, params, windows=windows, refill=refill, live=live, attention=attention,
         max_forwards=max_forwards, until_done=until_done,
     )  # fmt: skip
     return placed(state)

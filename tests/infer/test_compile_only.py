@@ -28,7 +28,7 @@ MODEL = ModelConfig(
 SIZES = DecodeSizes(rows=64, model_len=2016, max_tokens=256, window=16)
 DECODER = CompiledDecoder(
     topology="v5e:2x4", devices=8, mesh={"data": 1, "tensor": 8}, sizes=SIZES,
-    weight_bytes=2 * 2**30, cache_bytes=2**30, prefill_peak_bytes=12 * 2**30,
+    attention="ragged", weight_bytes=2 * 2**30, cache_bytes=2**30, prefill_peak_bytes=12 * 2**30,
     decode_peak_bytes=8 * 2**30, hbm_limit=16 * 2**30, slots=20, forward_flops=1e12,
     least_bytes=3 * 2**30,
     cost=ProgramCost(0, 6 * 2**30, {}, {}, 2**20, 0, 1),
@@ -124,4 +124,4 @@ def test_a_small_decoder_compiles_for_a_real_topology(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "v5e:2x4: 8 chips as data 2 x tensor 4" in done.stdout
-    assert "256 rows of cache each" in done.stdout
+    assert "256 rows of cache each; W = 16; ragged attention" in done.stdout

@@ -18,6 +18,7 @@ from wedlm_jax.attention import attend as attend_eagerly
 from wedlm_jax.attention.blockwise import TileGrid, attend_blockwise
 from wedlm_jax.attention.triton import KernelTiles, attend_triton
 from wedlm_jax.attention.triton_kernels import Tiles
+from wedlm_jax.cache import LayerCache
 from wedlm_jax.errors import InputError
 from wedlm_jax.masks import CachedMask, CausalMask, DualStreamMask
 
@@ -112,7 +113,12 @@ def test_cached_attention_equals_the_reference_over_the_live_cache() -> None:
         for old, new in ((cache_k, k), (cache_v, v))
     )
     expected = reference(np.asarray(q), whole_k, whole_v, np.asarray(mask.dense(7, 5)))
-    out = attend(q, k, v, mask, cache=(cache_k, cache_v))
+    # Layer 1 of two, and no more of its 9 rows than are live.
+    stacks = (
+        jnp.pad(x[None], ((1, 0), (0, 0), (0, 0), (0, 2), (0, 0)), constant_values=9.0)
+        for x in (cache_k, cache_v)
+    )
+    out = attend(q, k, v, mask, cache=LayerCache(*stacks, jnp.int32(1), live=7))
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 

@@ -99,6 +99,21 @@ def test_what_lies_in_the_chips_own_memory_is_free(space: str, expected: int) ->
     assert traffic(text) == expected
 
 
+def test_a_kernel_that_says_what_it_moves_is_believed() -> None:
+    """It may read a layer of a stack that it takes whole."""
+    text = """
+    ENTRY %main (a: f32[6,8,8]) -> f32[8,8] {
+      %a = f32[6,8,8]{2,1,0} parameter(0)
+      ROOT %k = f32[8,8]{1,0} custom-call(%a), custom_call_target="kernel", backend_config=SAID
+    }
+    """
+    said = (
+        '{"custom_call_config":{"cost_estimate":{"flops":"9","bytes_accessed":"512"},"more":"8"}}'
+    )
+    assert traffic(text.replace("SAID", said)) == 512
+    assert traffic(text.replace("SAID", "{}")) == STACK + LAYER
+
+
 BRANCHES = """
 %small (x: f32[8]) -> f32[8] {
   %x = f32[8]{0} parameter(0)

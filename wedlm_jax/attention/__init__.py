@@ -1,5 +1,17 @@
 """Grouped-query attention under a mask specification: one dispatch, several named forms."""
 
-from wedlm_jax.attention.dispatch import IMPLEMENTATIONS, attend, check_runs_on
+from wedlm_jax.attention.dispatch import (
+    IMPLEMENTATIONS,
+    WINDOW_IMPLEMENTATIONS,
+    attend,
+    check_runs_on,
+    window_implementation,
+)
 
-__all__ = ["IMPLEMENTATIONS", "attend", "check_runs_on"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "WINDOW_IMPLEMENTATIONS",
+    "attend",
+    "check_runs_on",
+    "window_implementation",
+]

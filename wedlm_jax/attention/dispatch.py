@@ -11,6 +11,7 @@ from jax import Array
 from wedlm_jax.attention.blockwise import attend_blockwise
 from wedlm_jax.attention.dense import attend_pieces
 from wedlm_jax.attention.streams import attend_streams
+from wedlm_jax.cache import LayerCache
 from wedlm_jax.errors import InputError
 from wedlm_jax.masks import CachedMask, CausalMask, DualStreamMask, Mask
 
@@ -43,13 +44,29 @@ def check_runs_on(implementation: str, platform: str) -> None:
         )
 
 
+WINDOW_IMPLEMENTATIONS = {
+    "dense": "all rows of the cache up to the longest; for any device",
+    "ragged": "the live part of each row's cache, in a TPU kernel",
+}
+"""Those of a decode window over a cache."""
+
+
+def window_implementation(platform: str, head_dim: int) -> str:
+    """Which of `WINDOW_IMPLEMENTATIONS` a platform ("cpu", "gpu", "tpu") takes where none is named.
+
+    On TPUs a cache of narrower heads than a vector lies transposed in memory: for the kernel all
+    of it would have to be turned round.
+    """
+    return "ragged" if platform == "tpu" and head_dim % 128 == 0 else "dense"
+
+
 def attend(
     q: Array,
     k: Array,
     v: Array,
     mask: Mask,
     *,
-    cache: tuple[Array, Array] | None = None,
+    cache: LayerCache | None = None,
     implementation: str = "streams",
 ) -> Array:
     """Softmax attention of queries over the keys that ``mask`` lets them see.
@@ -58,24 +75,26 @@ def attend(
       q: ``[B, T, H, head_dim]``.
       k, v: ``[B, K, T, head_dim]``, K dividing H.
       mask: the specification; `CachedMask` goes with ``cache``, the others without.
-      cache: keys and values ``[B, K, S, head_dim]`` that stand before the queries' own. A
-        decode window is short: it is computed densely, whatever the implementation.
-      implementation: a name in `IMPLEMENTATIONS`.
+      cache: keys and values that stand before the queries' own.
+      implementation: a name in `IMPLEMENTATIONS`; with a cache also one in
+        `WINDOW_IMPLEMENTATIONS`, of which all names but "ragged" mean "dense": a window is short.
 
     Returns:
       ``[B, T, H, head_dim]`` in the dtype of ``q``.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"attention implementation {implementation!r}: not in {list(IMPLEMENTATIONS)}"
-        )
+    cached = isinstance(mask, CachedMask)
+    names = [*IMPLEMENTATIONS, *(WINDOW_IMPLEMENTATIONS if cached else ())]
+    if implementation not in names:
+        raise ValueError(f"attention implementation {implementation!r}: not in {names}")
     batch, length, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     # Queries of one KV head side by side, [B, K, G, T, head_dim]: plain batched products.
     grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
     grouped = grouped.transpose(0, 2, 3, 1, 4)
     if isinstance(mask, CachedMask):
-        out = _attend_cached(grouped, k, v, mask, cache)
+        if cache is None:
+            raise ValueError("a CachedMask needs a cache")
+        out = _attend_cached(grouped, k, v, mask, cache, implementation)
     elif implementation == "blockwise":
         out = attend_blockwise(grouped, k, v, mask)
     elif implementation == "splash":
@@ -97,10 +116,14 @@ def attend(
 
 
 def _attend_cached(
-    q: Array, k: Array, v: Array, mask: CachedMask, cache: tuple[Array, Array] | None
+    q: Array, k: Array, v: Array, mask: CachedMask, cache: LayerCache, implementation: str
 ) -> Array:
-    if cache is None:
-        raise ValueError("a CachedMask needs a cache")
-    size = cache[0].shape[2]
+    if implementation == "ragged":
+        # See "splash".
+        from wedlm_jax.attention.ragged import attend_ragged
+
+        return attend_ragged(q, k, v, cache, mask.lengths)
+    before = cache.rows()
+    size = before[0].shape[2]
     visible = mask.dense(size, k.shape[2])
-    return attend_pieces(q, [cache, (k, v)], [visible[..., :size], visible[..., size:]])
+    return attend_pieces(q, [before, (k, v)], [visible[..., :size], visible[..., size:]])
