@@ -74,6 +74,7 @@ def rows_with_options(draw: st.DrawFn, *, window: int = 4) -> Row:
     def some(values: st.SearchStrategy[Any], otherwise: Any) -> Any:
         return draw(values) if draw(st.booleans()) else otherwise
 
+    biases = st.dictionaries(token, st.sampled_from([-100, -1.5, 2, 5]), max_size=5)
     words = st.lists(st.lists(token, min_size=1, max_size=3).map(tuple), max_size=4)
     params = dataclasses.replace(
         row.params,
@@ -81,9 +82,7 @@ def rows_with_options(draw: st.DrawFn, *, window: int = 4) -> Row:
         repetition_penalty=some(st.sampled_from([0.5, 1.3, 4.0]), 1.0),
         presence_penalty=some(st.sampled_from([-2.0, 0.6, 2.0]), 0.0),
         frequency_penalty=some(st.sampled_from([-0.3, 0.4, 2.0]), 0.0),
-        logit_bias=some(
-            st.dictionaries(token, st.sampled_from([-100, -1.5, 2, 5]), max_size=5), {}
-        ),
+        logit_bias=some(biases, {}),
         bad_words=tuple(some(words, [])),
         logprobs=some(st.integers(0, 4), None),
     )

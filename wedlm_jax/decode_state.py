@@ -100,7 +100,9 @@ def idle_state(
     """
 
     def logprobs(width: int) -> Logprobs | None:
-        return None if num_logprobs is None else empty_logprobs((rows, width), num_logprobs)
+        if num_logprobs is None:
+            return None
+        return empty_logprobs((rows, width), min(num_logprobs, config.vocab_size))
 
     zeros = jnp.zeros((rows,), jnp.int32)
     slots = jnp.zeros((rows, num_slots(window)), jnp.int32)

@@ -44,9 +44,9 @@ def empty_logprobs(shape: tuple[int, ...], k: int) -> Logprobs:
 
 
 def token_logprobs(logits: Array, tokens: Array, k: int) -> Logprobs:
-    """Of ``tokens [..., ]`` under the softmax of ``logits [..., V]``, k alternatives each."""
+    """Of ``tokens [...]`` under the softmax of ``logits [..., V]``, k alternatives each."""
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    top, top_ids = jax.lax.top_k(logits, min(k, logits.shape[-1]))
+    top, top_ids = jax.lax.top_k(logits, k)
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1) - total
     return Logprobs(chosen[..., 0], top_ids.astype(jnp.int32), top - total)
 

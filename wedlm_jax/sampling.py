@@ -152,6 +152,8 @@ def _as_bias(given: Any) -> dict[int, float]:
 
 def _as_words(given: Any) -> tuple[str | tuple[int, ...], ...]:
     words: list[str | tuple[int, ...]] = []
+    if given is not None and not isinstance(given, str | list | tuple):
+        raise InputError(f"bad_words: expected texts or lists of token ids, not {given!r}")
     for word in (given,) if isinstance(given, str) else given or ():
         if isinstance(word, str) and word.strip():
             words.append(word)
