@@ -155,7 +155,7 @@ def forward_step(
     model: Transformer,
     state: DecodeState,
     params: RowParams,
-    use: TokenUse | None = None,
+    use: TokenUse | None,
     *,
     windows: tuple[int, ...],
     refill: str,
