@@ -29,8 +29,9 @@ and may have
   "id"                a text or an integer, unique; the row's number, from 0, without it
   "sampling"          {"temperature": 0.7, "stop": ["\\n"], ...}, instead of the command
                       line's values for this row. Fields: temperature, top_p, top_k,
-                      max_tokens, stop, stop_token_ids, ignore_eos,
-                      entropy_threshold, position_penalty, seed
+                      max_tokens, min_tokens, stop, stop_token_ids, ignore_eos,
+                      entropy_threshold, position_penalty, seed, repetition_penalty,
+                      presence_penalty, frequency_penalty, logit_bias, bad_words
 In Parquet these are columns, of which a null is no value; "sampling" may be a text of JSON.
 
 a row of the output has
@@ -124,11 +125,21 @@ def _add_decoding(group: Any) -> None:
     add("--position-penalty", type=float, metavar="X",
         help="λ, added to the entropy per slot from the first mask [0.02]")  # fmt: skip
     add("--max-tokens", type=int, metavar="N", help="completion tokens at most [256]")
+    add("--min-tokens", type=int, metavar="N",
+        help="completion tokens before which nothing stops [0]")  # fmt: skip
     add("--temperature", type=float, metavar="X", help="0 takes the most likely token [0.0]")
     add("--top-p", type=float, metavar="X", help="sample from this much probability [1.0]")
     add("--top-k", type=int, metavar="N", help="sample from so many tokens; 0 is all [0]")
     add("--stop", nargs="+", action="extend", metavar="S",
         help="texts that end a completion and are left out of it")  # fmt: skip
+    add("--bad-words", nargs="+", action="extend", metavar="S",
+        help="texts whose tokens a completion never has in a row")  # fmt: skip
+    add("--repetition-penalty", type=float, metavar="X",
+        help="above 1 against tokens of prompt and completion [1.0]")  # fmt: skip
+    add("--presence-penalty", type=float, metavar="X",
+        help="taken from logits of tokens that the completion has [0.0]")  # fmt: skip
+    add("--frequency-penalty", type=float, metavar="X",
+        help="the same, as often as it has them [0.0]")  # fmt: skip
     add("--seed", type=int, metavar="N", help="of sampling [0]")
 
 
@@ -268,5 +279,7 @@ def _warm_up(llm: LLM, options: dict[str, Any]) -> None:
 def _as_option(message: str) -> str:
     name, colon, rest = message.partition(":")
     known = ("window_size", "batch_size", "max_model_len", "temperature", "top_p", "top_k",
-             "max_tokens", "stop", "entropy_threshold", "position_penalty", "seed")  # fmt: skip
+             "max_tokens", "min_tokens", "stop", "bad_words", "entropy_threshold",
+             "position_penalty", "repetition_penalty", "presence_penalty", "frequency_penalty",
+             "seed")  # fmt: skip
     return f"--{name.replace('_', '-')}{colon}{rest}" if name in known else message

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import strategies as st
 
 from tests.reference.decode_loop import Decoded, FullForward, decode
-from wedlm_jax.batch import Batch
+from wedlm_jax.batch import Batch, BatchSizes
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.engine import Engine
+from wedlm_jax.row_params import OptionSizes
 from wedlm_jax.row_result import RowResult
 from wedlm_jax.sampling import SamplingParams
 
@@ -61,6 +63,45 @@ def rows(draw: st.DrawFn, *, window: int = 4) -> Row:
         seed=draw(st.integers(0, 2**32 - 1)),
     )
     return Row(tuple(prompt), params, draw(st.integers(1, window)) if window else 0)
+
+
+@st.composite
+def rows_with_options(draw: st.DrawFn, *, window: int = 4) -> Row:
+    """As `rows`, with any of the options that change logits; few tokens, often repeated."""
+    row = draw(rows(window=window))
+    token = st.integers(0, 22)
+
+    def some(values: st.SearchStrategy[Any], otherwise: Any) -> Any:
+        return draw(values) if draw(st.booleans()) else otherwise
+
+    biases = st.dictionaries(token, st.sampled_from([-100, -1.5, 2, 5]), max_size=5)
+    words = st.lists(st.lists(token, min_size=1, max_size=3).map(tuple), max_size=4)
+    params = dataclasses.replace(
+        row.params,
+        min_tokens=min(some(st.integers(1, 12), 0), row.params.max_tokens),
+        repetition_penalty=some(st.sampled_from([0.5, 1.3, 4.0]), 1.0),
+        presence_penalty=some(st.sampled_from([-2.0, 0.6, 2.0]), 0.0),
+        frequency_penalty=some(st.sampled_from([-0.3, 0.4, 2.0]), 0.0),
+        logit_bias=some(biases, {}),
+        bad_words=tuple(some(words, [])),
+        logprobs=some(st.integers(0, 4), None),
+    )
+    return dataclasses.replace(row, params=params)
+
+
+ALL_OPTIONS = OptionSizes(
+    min_tokens=True, penalties=True, num_biases=8, num_bad_words=8, longest_bad_word=4,
+    num_logprobs=4,
+)  # fmt: skip
+
+
+def start_with_options(engine: Engine, batch: Sequence[Row]) -> Batch:
+    """As `start`, in a batch of one size in which any row may use any option."""
+    pairs = [(row.prompt, row.params) for row in batch]
+    sizes = BatchSizes.for_rows(engine, pairs)
+    running = engine.open(dataclasses.replace(sizes, num_stops=4, options=ALL_OPTIONS))
+    running.admit(range(len(batch)), *zip(*pairs, strict=True), [row.window for row in batch])
+    return running
 
 
 def batches(*, window: int = 4) -> st.SearchStrategy[list[Row]]:

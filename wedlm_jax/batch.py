@@ -15,9 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from wedlm_jax import programs
+from wedlm_jax.buckets import bucket
 from wedlm_jax.decode_state import DecodeState, num_slots, physical_order
+from wedlm_jax.logprobs import as_list
+from wedlm_jax.row_params import NO_OPTIONS, OptionSizes, idle_params, set_row
 from wedlm_jax.row_result import RowResult, WindowView
-from wedlm_jax.sampling import NO_STOP, RowParams, SamplingParams
+from wedlm_jax.sampling import RowParams, SamplingParams
 from wedlm_jax.sharding import shards
 
 if TYPE_CHECKING:
@@ -33,13 +36,6 @@ PREFILL_TOKENS = 1024
 UNTIL_DONE = 2**31 - 1
 LOOKAHEAD = 64
 """Tokens a row may gain before a longer part of the cache has to be read."""
-
-
-def bucket(size: int, smallest: int) -> int:
-    """The smallest power of two times ``smallest`` that holds ``size``."""
-    while smallest < size:
-        smallest *= 2
-    return smallest
 
 
 def piece_bucket(tokens: int, start: int) -> int:
@@ -79,12 +75,14 @@ class BatchSizes:
       cache_size: rows of cache each has.
       max_output: completion tokens, at most.
       num_stops: stop tokens a row, at most.
+      options: which others of `SamplingParams` a row may use; each changes the programs.
     """
 
     rows: int
     cache_size: int
     max_output: int
     num_stops: int
+    options: OptionSizes = NO_OPTIONS
 
     @staticmethod
     def for_rows(
@@ -103,7 +101,8 @@ class BatchSizes:
             # Room for a whole window behind the last token; see `wedlm_jax.cache.write`.
             cache_size=cache_bucket(longest + num_slots(engine.windows[-1])),
             max_output=bucket(max(p.max_tokens for _, p in rows), SMALLEST_OUTPUT_BUCKET),
-            num_stops=bucket(max(len(_stops(engine, p)) for _, p in rows), 4),
+            num_stops=bucket(max(len(stop_ids(engine, p)) for _, p in rows), 4),
+            options=OptionSizes.of([p for _, p in rows]),
         )
 
     def holds(self, engine: Engine, prompt: Tokens, params: SamplingParams) -> bool:
@@ -112,17 +111,19 @@ class BatchSizes:
         return (
             _room(len(prompt), params) <= room
             and params.max_tokens <= self.max_output
-            and len(_stops(engine, params)) <= self.num_stops
+            and len(stop_ids(engine, params)) <= self.num_stops
+            and self.options.holds(params)
         )
 
 
-def state_sizes(engine: Engine, sizes: BatchSizes) -> dict[str, int]:
+def state_sizes(engine: Engine, sizes: BatchSizes) -> dict[str, Any]:
     """The arguments of `programs.allocate_state`."""
     return {
         "rows": sizes.rows,
         "window": engine.windows[-1],
         "max_output": sizes.max_output,
         "cache_size": sizes.cache_size,
+        "num_logprobs": sizes.options.num_logprobs,
     }
 
 
@@ -132,7 +133,8 @@ def _room(length: int, params: SamplingParams) -> int:
     return max(last + piece_bucket(length - last, last), length + params.max_tokens)
 
 
-def _stops(engine: Engine, params: SamplingParams) -> tuple[int, ...]:
+def stop_ids(engine: Engine, params: SamplingParams) -> tuple[int, ...]:
+    """The tokens that end a row."""
     own = () if params.ignore_eos else engine.config.eos_token_ids
     return (*own, *params.stop_token_ids)
 
@@ -159,11 +161,11 @@ class Batch:
         self.sizes = sizes
         self._engine, self._shards = engine, shards("batch")
         self._windows, self._default_window = engine.windows, engine.window_size
-        shape: dict[str, Any] = state_sizes(engine, sizes)
-        self._state: DecodeState = engine.run(programs.allocate_state, **shape)
+        self._state: DecodeState = engine.run(programs.allocate_state, **state_sizes(engine, sizes))
         self._host = idle_params(sizes, engine.window_size)
         self._lengths = np.zeros(sizes.rows, np.int64)
         """Tokens that each row's cache holds, as far as the host knows."""
+        self._logprobs: list[int | None] = [None] * sizes.rows
         self._admitted: list[int] = []
         self._params = self._upload()
 
@@ -200,7 +202,12 @@ class Batch:
         for i, (row, prompt, one) in enumerate(zip(rows, prompts, params, strict=True)):
             new[row], last[row] = True, prompt[-1]
             self._lengths[row] = len(prompt)
-            self._set_row(row, one, self._default_window if windows is None else windows[i])
+            self._logprobs[row] = one.logprobs
+            set_row(
+                self._host, row, one, stops=stop_ids(self._engine, one), prompt=prompt,
+                window=self._default_window if windows is None else windows[i],
+                vocab=self._engine.config.vocab_size,
+            )  # fmt: skip
         self._params = self._upload()
         self._state = self._engine.run(
             programs.open_rows, self._state, self._params, jnp.asarray(new),
@@ -286,21 +293,6 @@ class Batch:
                     entries.taken.append((entry, index))
             queues = [queue[each:] for queue in queues]
             yield entries
-
-    def _set_row(self, row: int, params: SamplingParams, window: int) -> None:
-        host, vocab = self._host, self._engine.config.vocab_size
-        threshold = params.entropy_threshold
-        host["window"][row] = window
-        host["temperature"][row] = params.temperature
-        host["top_p"][row] = params.top_p
-        host["top_k"][row] = min(params.top_k, vocab)
-        host["max_tokens"][row] = params.max_tokens
-        host["entropy_threshold"][row] = -np.inf if threshold is None else threshold
-        host["position_penalty"][row] = params.position_penalty
-        host["seed"][row] = params.seed
-        stops = _stops(self._engine, params)
-        host["stop_ids"][row] = NO_STOP
-        host["stop_ids"][row, : len(stops)] = stops
 
     def _upload(self) -> RowParams:
         return RowParams(**{name: jnp.array(values) for name, values in self._host.items()})
@@ -408,7 +400,8 @@ class Batch:
             programs.outputs_of, self._state, jnp.asarray(places), model=False
         )
         stops = [set(self._host["stop_ids"][row].tolist()) for row in rows]
-        return Gathered(list(rows), outputs, standing, stops)
+        logprobs = [self._logprobs[row] for row in rows]
+        return Gathered(list(rows), outputs, standing, stops, logprobs)
 
     def window(self, row: int) -> WindowView:
         """The open window of a row, before its next forward."""
@@ -430,10 +423,11 @@ class Gathered:
     outputs: Any
     standing: Standing
     stop_ids: list[set[int]]
+    num_logprobs: list[int | None]
 
     def results(self) -> list[RowResult]:
         """Fetches it."""
-        outputs, now = jax.device_get(self.outputs), self.standing
+        (*outputs, logprobs), now = jax.device_get(self.outputs), self.standing
         results = []
         for i, row in enumerate(self.rows):
             length = int(now.num_output[row])
@@ -441,9 +435,13 @@ class Gathered:
             stopped = bool(ids) and ids[-1] in self.stop_ids[i]
             reason = ("stop" if stopped else "length") if now.done[row] else None
             forwards, instances = now.num_forwards[row], now.num_token_instances[row]
+            asked = self.num_logprobs[i]
             results.append(
-                RowResult(ids, reason, int(forwards), int(instances), forwards_at, instances_at)
-            )
+                RowResult(
+                    ids, reason, int(forwards), int(instances), forwards_at, instances_at,
+                    None if asked is None else as_list(logprobs, i, length, asked),
+                )
+            )  # fmt: skip
         return results
 
 
@@ -455,22 +453,3 @@ class _Entries:
     places: np.ndarray
     valid: np.ndarray
     taken: list[tuple[int, int]]
-
-
-def idle_params(sizes: BatchSizes, window: int) -> dict[str, np.ndarray]:
-    """`RowParams` of rows that hold nothing, as the host keeps them."""
-
-    def column(value: float, dtype: Any) -> np.ndarray:
-        return np.full(sizes.rows, value, dtype)
-
-    return {
-        "window": column(window, np.int32),
-        "temperature": column(0, np.float32),
-        "top_p": column(1, np.float32),
-        "top_k": column(0, np.int32),
-        "max_tokens": column(0, np.int32),
-        "entropy_threshold": column(0, np.float32),
-        "position_penalty": column(0, np.float32),
-        "seed": column(0, np.uint32),
-        "stop_ids": np.full((sizes.rows, sizes.num_stops), NO_STOP, np.int32),
-    }

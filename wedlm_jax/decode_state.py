@@ -17,6 +17,7 @@ from jax import Array
 
 from wedlm_jax.cache import KVCache, allocate
 from wedlm_jax.config import ModelConfig
+from wedlm_jax.logprobs import Logprobs, empty_logprobs
 from wedlm_jax.sampling import RowParams
 from wedlm_jax.sharding import CACHE_AXES, constrain
 
@@ -46,6 +47,8 @@ class DecodeState:
       done: bool ``[B]``.
       num_forwards, num_token_instances: int32 ``[B]``, decode forwards of this row and the
         active slots they ran.
+      logprobs: ``[B, P]``, of each filled slot's token; None where no row asks for them.
+      output_logprobs: ``[B, M]``, of the committed ones; likewise.
     """
 
     cache: KVCache
@@ -62,9 +65,11 @@ class DecodeState:
     done: Array
     num_forwards: Array
     num_token_instances: Array
+    logprobs: Logprobs | None = None
+    output_logprobs: Logprobs | None = None
 
-    def rows(self) -> dict[str, Array]:
-        """All but the cache: arrays whose first axis is the rows."""
+    def rows(self) -> dict[str, Any]:
+        """All but the cache: arrays, or trees of them, whose first axis is the rows."""
         fields = (field.name for field in dataclasses.fields(self))
         return {name: getattr(self, name) for name in fields if name != "cache"}
 
@@ -75,7 +80,14 @@ def num_slots(window: int) -> int:
 
 
 def idle_state(
-    config: ModelConfig, dtype: Any, *, rows: int, window: int, max_output: int, cache_size: int
+    config: ModelConfig,
+    dtype: Any,
+    *,
+    rows: int,
+    window: int,
+    max_output: int,
+    cache_size: int,
+    num_logprobs: int | None = None,
 ) -> DecodeState:
     """Rows that hold nothing and are done.
 
@@ -84,7 +96,14 @@ def idle_state(
       window: W, the largest that a row may get.
       max_output: M.
       cache_size: S.
+      num_logprobs: alternatives beside each token's log-probability; None for neither.
     """
+
+    def logprobs(width: int) -> Logprobs | None:
+        if num_logprobs is None:
+            return None
+        return empty_logprobs((rows, width), min(num_logprobs, config.vocab_size))
+
     zeros = jnp.zeros((rows,), jnp.int32)
     slots = jnp.zeros((rows, num_slots(window)), jnp.int32)
     output = jnp.zeros((rows, max_output), jnp.int32)
@@ -103,6 +122,8 @@ def idle_state(
         done=zeros == 0,
         num_forwards=zeros,
         num_token_instances=zeros,
+        logprobs=logprobs(slots.shape[1]),
+        output_logprobs=logprobs(max_output),
     )
 
 
@@ -110,8 +131,17 @@ def placed(state: DecodeState) -> DecodeState:
     """The state laid out on the mesh as every program takes and returns it: cache by rows and
     heads, the rest by rows. The state itself where no mesh is set."""
     keys, values = (constrain(x, *CACHE_AXES) for x in state.cache.layers())
-    rows = {name: constrain(x, "batch") for name, x in state.rows().items()}
+    rows = {
+        name: jax.tree.map(lambda x: constrain(x, "batch"), value)
+        for name, value in state.rows().items()
+    }
     return DecodeState(cache=KVCache(keys, values), **rows)
+
+
+def first_index(state: DecodeState) -> Array:
+    """int32 ``[B]``: which token of the completion, from 0, slot 0 holds or will hold; −1 where
+    it is the prompt's last."""
+    return state.num_output - state.known.astype(jnp.int32)
 
 
 def leading_run(filled: Array, active: Array) -> Array:
@@ -160,7 +190,7 @@ def commit_run(state: DecodeState, params: RowParams, run: Array) -> DecodeState
     of it belongs to the text."""
     known = state.known.astype(jnp.int32)
     last = jnp.take_along_axis(state.tokens, jnp.maximum(run, 1)[:, None] - 1, axis=1)[:, 0]
-    after = append_output(state, params, state.tokens, known, run)
+    after = append_output(state, params, state.tokens, state.logprobs, known, run)
     return dataclasses.replace(
         after,
         lengths=state.lengths + known + after.num_output - state.num_output,
@@ -169,10 +199,15 @@ def commit_run(state: DecodeState, params: RowParams, run: Array) -> DecodeState
 
 
 def append_output(
-    state: DecodeState, params: RowParams, tokens: Array, start: Array, end: Array
+    state: DecodeState,
+    params: RowParams,
+    tokens: Array,
+    logprobs: Logprobs | None,
+    start: Array,
+    end: Array,
 ) -> DecodeState:
-    """Appends ``tokens [B, N]`` from ``start [B]`` to ``end [B]`` to the output, up to the
-    first stop token or ``max_tokens``."""
+    """Appends ``tokens [B, N]`` from ``start [B]`` to ``end [B]`` to the output, and
+    ``logprobs [B, N]`` beside them, up to the first stop token or ``max_tokens``."""
     index = jnp.arange(tokens.shape[1])
     is_stop = (tokens[:, :, None] == params.stop_ids[:, None, :]).any(axis=-1)
     is_stop &= (index >= start[:, None]) & (index < end[:, None])
@@ -196,6 +231,7 @@ def append_output(
         output=append(state.output, tokens),
         output_forwards=append(state.output_forwards, state.num_forwards[:, None]),
         output_instances=append(state.output_instances, state.num_token_instances[:, None]),
+        output_logprobs=jax.tree.map(append, state.output_logprobs, logprobs),
         num_output=num_output,
         done=state.done | stopped | (num_output >= params.max_tokens),
     )
@@ -213,18 +249,22 @@ def shift(state: DecodeState, run: Array, params: RowParams, refill: str) -> Dec
     else:
         left = state.active - run
         active = jnp.where(left == 0, params.window, left)
+    rows = jnp.arange(source.shape[0])[:, None]
     return dataclasses.replace(
         state,
         tokens=jnp.take_along_axis(state.tokens, source, axis=1),
+        logprobs=jax.tree.map(lambda x: x[rows, source], state.logprobs),
         filled=filled,
         known=jnp.zeros_like(state.known),
         active=active.astype(jnp.int32),
     )
 
 
-def open_next(state: DecodeState, params: RowParams, token: Array, rows: Array) -> DecodeState:
-    """Autoregressive ``rows [B]``: appends the token ``[B]`` that the last one predicted, and
-    makes it the window."""
+def open_next(
+    state: DecodeState, params: RowParams, token: Array, logprobs: Logprobs | None, rows: Array
+) -> DecodeState:
+    """Autoregressive ``rows [B]``: appends the token ``[B]`` that the last one predicted, with
+    ``logprobs [B]``, and makes it the window."""
     here = rows[:, None] & (jnp.arange(state.tokens.shape[1]) == 0)
     state = dataclasses.replace(
         state,
@@ -234,9 +274,11 @@ def open_next(state: DecodeState, params: RowParams, token: Array, rows: Array) 
         known=state.known | rows,
         active=jnp.where(rows, 1, state.active),
     )
+    beside = jax.tree.map(lambda x: x[:, None], logprobs)
     return append_output(
-        state, params, token[:, None], jnp.zeros_like(state.active), rows.astype(jnp.int32)
-    )
+        state, params, token[:, None], beside, jnp.zeros_like(state.active),
+        rows.astype(jnp.int32),
+    )  # fmt: skip
 
 
 def keep_finished(before: DecodeState, after: DecodeState) -> DecodeState:
@@ -247,5 +289,5 @@ def keep_finished(before: DecodeState, after: DecodeState) -> DecodeState:
         return jnp.where(before.done.reshape(-1, *[1] * (new.ndim - 1)), old, new)
 
     new = after.rows()
-    kept = {name: pick(old, new[name]) for name, old in before.rows().items()}
+    kept = {name: jax.tree.map(pick, old, new[name]) for name, old in before.rows().items()}
     return DecodeState(cache=after.cache, **kept)

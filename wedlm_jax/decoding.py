@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from wedlm_jax.bad_words import keep_apart, text_around
 from wedlm_jax.cache import KVCache, write
 from wedlm_jax.decode_state import (
     DecodeState,
@@ -32,8 +33,11 @@ from wedlm_jax.decode_state import (
     physical_order,
     shift,
 )
+from wedlm_jax.logit_options import adjusted_logits
+from wedlm_jax.logprobs import Logprobs, token_logprobs
 from wedlm_jax.masks import CachedMask, CausalMask
 from wedlm_jax.model import KeyValues, Transformer
+from wedlm_jax.penalties import TokenUse, token_use, with_committed
 from wedlm_jax.sampling import RowParams, choose_tokens, entropy, fill_rule
 from wedlm_jax.sharding import constrain
 
@@ -112,21 +116,34 @@ def decode(
     """
     size = state.cache.size if live is None else live
 
-    def unfinished(carry: tuple[DecodeState, Array]) -> Array:
-        now, forwards = carry
+    def unfinished(carry: Carry) -> Array:
+        now, forwards, _ = carry
         fits = (now.done | (now.lengths <= size)).all()
         done = now.done.sum()
         more = (done < now.done.shape[0]) & (done < until_done)
         return more & fits & (forwards < max_forwards)
 
-    def body(carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
-        before, forwards = carry
+    def body(carry: Carry) -> Carry:
+        before, forwards, use = carry
         after = forward_step(
-            model, before, params, windows=windows, refill=refill, live=size, attention=attention
-        )
-        return keep_finished(before, after), forwards + 1
+            model, before, params, use, windows=windows, refill=refill, live=size,
+            attention=attention,
+        )  # fmt: skip
+        after = keep_finished(before, after)
+        return after, forwards + 1, with_committed(use, before, after)
 
-    return jax.lax.while_loop(unfinished, body, (state, jnp.int32(0)))[0]
+    use = token_use(state, params, model.config.vocab_size)
+    return jax.lax.while_loop(unfinished, body, (state, jnp.int32(0), use))[0]
+
+
+Carry = tuple[DecodeState, Array, TokenUse | None]
+
+
+class Guesses(NamedTuple):
+    """Tokens to fill, and their log-probabilities where some row asks for them."""
+
+    tokens: Array
+    logprobs: Logprobs | None
 
 
 class Predicted(NamedTuple):
@@ -135,14 +152,15 @@ class Predicted(NamedTuple):
 
     kv: KeyValues
     fill: Array
-    tokens: Array
-    following: Array
+    slots: Guesses
+    following: Guesses
 
 
 def forward_step(
     model: Transformer,
     state: DecodeState,
     params: RowParams,
+    use: TokenUse | None,
     *,
     windows: tuple[int, ...],
     refill: str,
@@ -155,18 +173,25 @@ def forward_step(
         num_forwards=state.num_forwards + 1,
         num_token_instances=state.num_token_instances + state.active,
     )
-    predicted = _predict(model, state, params, forward_shapes(windows), live, attention)
+    predicted = _predict(model, state, params, use, forward_shapes(windows), live, attention)
     run = leading_run(state.filled, state.active)
     cache = write(state.cache, predicted.kv, state.lengths)
     state = commit_run(dataclasses.replace(state, cache=cache), params, run)
+
+    def fill(new: Array, old: Array) -> Array:
+        return jnp.where(
+            predicted.fill.reshape(*predicted.fill.shape, *[1] * (old.ndim - 2)), new, old
+        )
+
     state = dataclasses.replace(
         state,
-        tokens=jnp.where(predicted.fill, predicted.tokens, state.tokens),
+        tokens=fill(predicted.slots.tokens, state.tokens),
+        logprobs=jax.tree.map(fill, predicted.slots.logprobs, state.logprobs),
         filled=state.filled | predicted.fill,
     )
     state = shift(state, run, params, refill)
     if 0 in windows:
-        state = open_next(state, params, predicted.following, params.window == 0)
+        state = open_next(state, params, *predicted.following, params.window == 0)
     return state
 
 
@@ -174,6 +199,7 @@ def _predict(
     model: Transformer,
     state: DecodeState,
     params: RowParams,
+    use: TokenUse | None,
     shapes: tuple[Shape, ...],
     live: int,
     attention: str,
@@ -187,7 +213,7 @@ def _predict(
     holds = jnp.array([(shape.slots >= slots) & (shape.masks >= heads) for shape in shapes])
     widest = shapes[-1].slots
     at = [
-        partial(_predict_at, model, state, params, shape, widest, live, attention)
+        partial(_predict_at, model, state, params, use, shape, widest, live, attention)
         for shape in shapes
     ]
     return jax.lax.switch(jnp.argmax(holds), at)
@@ -197,6 +223,7 @@ def _predict_at(
     model: Transformer,
     state: DecodeState,
     params: RowParams,
+    use: TokenUse | None,
     shape: Shape,
     widest: int,
     live: int,
@@ -216,14 +243,18 @@ def _predict_at(
         return_kv=True,
     )  # fmt: skip
     assert kv is not None
-    slots, chosen = _fill(model, state, params, hidden, order, shape.masks)
+    slots, guesses = _fill(model, state, params, use, hidden, order, shape.masks)
     rows = jnp.arange(order.shape[0])[:, None]
-    empty = jnp.zeros((order.shape[0], total), jnp.int32)
+    empty = jnp.zeros((order.shape[0], total), bool)
+
+    def at_slots(x: Array) -> Array:
+        return jnp.zeros((*empty.shape, *x.shape[2:]), x.dtype).at[rows, slots].set(x, mode="drop")
+
     return Predicted(
         kv=(_pad(kv[0], widest, axis=3), _pad(kv[1], widest, axis=3)),
-        fill=empty.astype(bool).at[rows, slots].set(True, mode="drop"),
-        tokens=empty.at[rows, slots].set(chosen, mode="drop"),
-        following=chosen[:, 0],
+        fill=empty.at[rows, slots].set(True, mode="drop"),
+        slots=jax.tree.map(at_slots, guesses),
+        following=jax.tree.map(lambda x: x[:, 0], guesses),
     )
 
 
@@ -231,10 +262,11 @@ def _fill(
     model: Transformer,
     state: DecodeState,
     params: RowParams,
+    use: TokenUse | None,
     hidden: Array,
     order: Array,
     head_rows: int,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Guesses]:
     """The slots to fill, int32 ``[B, head_rows]`` with P where none, and a token for each.
 
     Masks stand behind the filled slots, at most W of them, so the head runs on so many rows
@@ -247,15 +279,21 @@ def _fill(
     place = num_filled[:, None] - autoregressive + jnp.arange(head_rows)
     is_mask = (place < state.active[:, None]) & ~autoregressive
     place = jnp.clip(place, 0, hidden.shape[1] - 1)
-    logits = _masked_logits(model, jnp.take_along_axis(hidden, place[..., None], axis=1))
+    raw = _masked_logits(model, jnp.take_along_axis(hidden, place[..., None], axis=1))
     # The slots' positions count from the committed length before this forward's commit;
     # any stable name of the position serves the random stream. An AR row has one position.
     slots = jnp.where(autoregressive, 0, jnp.take_along_axis(order, place, axis=1))
+    # An AR row's one slot is filled: it predicts the token behind it.
+    logits = adjusted_logits(raw, state, params, slots + autoregressive, use)
     chosen = fill_rule(
         entropy(logits), slots, is_mask, params.entropy_threshold, params.position_penalty
     )
     tokens = choose_tokens(logits, slots, state.num_forwards, params)
-    return jnp.where(chosen, slots, total), tokens
+    if params.bad_words is not None:
+        text = text_around(state, params.bad_words)
+        chosen = keep_apart(text, params.bad_words, slots, chosen, tokens)
+    logprobs = state.logprobs and token_logprobs(raw, tokens, state.logprobs.top.shape[-1])
+    return jnp.where(chosen, slots, total), Guesses(tokens, logprobs)
 
 
 def _masked_logits(model: Transformer, hidden: Array) -> Array:

@@ -17,12 +17,13 @@ from flax import nnx
 
 from wedlm_jax import programs
 from wedlm_jax.attention import WINDOW_IMPLEMENTATIONS, window_implementation
-from wedlm_jax.batch import Batch, BatchSizes, state_sizes
+from wedlm_jax.batch import Batch, BatchSizes, state_sizes, stop_ids
 from wedlm_jax.decode_state import DecodeState
 from wedlm_jax.decoding import REFILLS
 from wedlm_jax.errors import InputError
 from wedlm_jax.memory_plan import check_memory
 from wedlm_jax.model import Transformer
+from wedlm_jax.row_params import check_options
 from wedlm_jax.sampling import SamplingParams
 from wedlm_jax.width_policy import WidthPolicy, measure_costs
 
@@ -108,8 +109,8 @@ class Engine:
         """Refuses a prompt that cannot be decoded.
 
         Raises:
-          InputError: it is empty, has ids outside the vocabulary, or does not fit with its
-            ``max_tokens`` into ``max_model_len``.
+          InputError: it is empty, has ids outside the vocabulary, does not fit with its
+            ``max_tokens`` into ``max_model_len``, or its options do not fit the model.
         """
         if not len(prompt):
             raise InputError("the prompt has no tokens; at least one is needed")
@@ -126,6 +127,7 @@ class Engine:
                 f"a prompt of {len(prompt)} tokens and max_tokens {params.max_tokens} exceed "
                 f"max_model_len {self.max_model_len}"
             )
+        check_options(params, stop_ids(self, params), self.config.vocab_size)
 
     def open(self, sizes: BatchSizes) -> Batch:
         """An empty batch of these sizes.
@@ -186,7 +188,8 @@ class Engine:
           model: whether the function takes the model's graph and parameters first.
         """
         shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(arguments))
-        key = (function, shapes, tuple(static.items()))
+        # The structure says which options there are.
+        key = (function, shapes, jax.tree.structure(arguments), tuple(static.items()))
         if key not in self._programs:
             started = time.monotonic()
             first = (self._graph, self._parameters) if model else ()

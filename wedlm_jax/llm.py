@@ -13,8 +13,10 @@ from wedlm_jax.batch import BatchSizes
 from wedlm_jax.engine import Engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.hf import load_checkpoint
+from wedlm_jax.logprobs import TokenLogprob
 from wedlm_jax.prompts import Prompt, as_list, as_token_ids, for_each, is_integer, numbered
 from wedlm_jax.row_result import RowResult
+from wedlm_jax.samples import Samples
 from wedlm_jax.sampling import SamplingParams
 from wedlm_jax.scheduler import Row, Running, Scheduler
 from wedlm_jax.text import Messages, StopStrings, TextCodec
@@ -35,6 +37,8 @@ class Completion:
       finish_reason: "stop", "length", or None while streaming.
       num_forwards: decode forwards; prefill is not counted.
       num_token_instances: active window slots over those forwards.
+      logprobs: of each of ``token_ids``; None where ``SamplingParams.logprobs`` is.
+      further: with ``SamplingParams.n`` above 1, the prompt's other samples. This is the first.
     """
 
     text: str | None
@@ -42,6 +46,13 @@ class Completion:
     finish_reason: str | None
     num_forwards: int
     num_token_instances: int
+    logprobs: list[TokenLogprob] | None = None
+    further: tuple[Completion, ...] = ()
+
+    @property
+    def samples(self) -> tuple[Completion, ...]:
+        """All of the prompt's completions, ``n`` of them, this one first."""
+        return (self, *self.further)
 
     @property
     def tokens_per_forward(self) -> float:
@@ -159,12 +170,12 @@ class LLM:
           on_progress: called between slices of the decode loop.
 
         Returns:
-          One result per prompt, in order.
+          One result per prompt, in order; with ``n`` above 1 its ``samples`` are all of them.
 
         Raises:
           InputError: before anything runs, if any prompt cannot be decoded.
         """
-        rows = self.prepare(prompts, params)
+        rows = self.prepare(prompts, params, many_samples=True)
         results = dict(item for batch in self.run(rows, on_progress) for item in batch)
         return [results[i] for i in range(len(rows))]
 
@@ -188,24 +199,22 @@ class LLM:
         """
         total = len(rows) if isinstance(rows, Sized) else None
         tally = _Tally(total, on_progress)
-        sampling: dict[int, SamplingParams] = {}
-
-        def noted() -> Iterator[Row]:
-            for number, row in enumerate(rows):
-                sampling[number] = row[1]
-                yield row
-
+        samples: Samples[Sequence[int], Completion] = Samples(rows)
         scheduler = Scheduler(
-            self.engine, noted(), rows=self.max_batch_size, is_over=self._is_over,
+            self.engine, samples.rows(), rows=self.max_batch_size, is_over=self._is_over,
             on_turn=tally.running, stopping=stopping, sizes=self._sizes,
         )  # fmt: skip
         for finished in scheduler.run():
-            done = [
-                (number, self._completion(result, sampling.pop(number)))
-                for number, result in finished
-            ]
-            tally.finished([completion for _, completion in done])
-            yield done
+            done: list[tuple[int, Completion]] = []
+            for number, result in finished:
+                completion = self._completion(result, samples.params_of(number))
+                tally.add(completion)
+                if (whole := samples.finish(number, completion)) is not None:
+                    prompt, (first, *further) = whole
+                    done.append((prompt, dataclasses.replace(first, further=tuple(further))))
+            tally.finished(len(done))
+            if done:
+                yield done
 
     def chat(
         self,
@@ -268,8 +277,13 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        many_samples: bool = False,
     ) -> list[Row]:
         """Token ids and sampling parameters of every prompt, all checked.
+
+        Args:
+          many_samples: whether ``n`` may be above 1.
 
         Raises:
           InputError: naming the first prompt (from 0) that cannot be decoded, and why.
@@ -278,20 +292,36 @@ class LLM:
         rows = []
         for number, (prompt, one) in enumerate(zip(many, for_each(many, params), strict=True)):
             with numbered("prompt", number, len(many)):
-                rows.append(self.prepare_one(prompt, one))
+                rows.append(self.prepare_one(prompt, one, many_samples=many_samples))
         return rows
 
-    def prepare_one(self, prompt: Prompt, params: SamplingParams) -> Row:
+    def prepare_one(
+        self, prompt: Prompt, params: SamplingParams, *, many_samples: bool = False
+    ) -> Row:
         """As `prepare`, for one prompt."""
+        if params.n > 1 and not many_samples:
+            raise InputError(
+                f"n: expected 1 here, not {params.n}; LLM.generate and chat give several samples"
+            )
         token_ids = self._encode(prompt) if isinstance(prompt, str) else as_token_ids(prompt)
         if params.stop:
             self._require_codec("stop strings")
+        params = self._with_bad_words_as_ids(params)
         self.engine.check(token_ids, params)
         if params.stop_token_ids:
             vocab, largest = self.engine.config.vocab_size, max(params.stop_token_ids)
             if largest >= vocab:
                 raise InputError(f"stop_token_ids: {largest} is outside the vocabulary of {vocab}")
         return token_ids, params
+
+    def _with_bad_words_as_ids(self, params: SamplingParams) -> SamplingParams:
+        words: list[tuple[int, ...]] = []
+        for word in params.bad_words:
+            if isinstance(word, str):
+                words += self._require_codec("bad words as texts").spellings(word)
+            else:
+                words.append(word)
+        return dataclasses.replace(params, bad_words=tuple(words)) if words else params
 
     def _encode(self, text: str) -> list[int]:
         codec = self._require_codec("text prompts")
@@ -316,12 +346,15 @@ class LLM:
         if self.codec is not None:
             ids = row.token_ids[:-1] if row.finish_reason == "stop" else row.token_ids
             text = self.codec.complete_text(ids)
-            if sampling.stop and (found := StopStrings(self.codec, sampling.stop).find(ids)):
-                length, text = found
-                row = row.cut(length)
+            if sampling.stop:
+                stop_strings = StopStrings(self.codec, sampling.stop, sampling.min_tokens)
+                if found := stop_strings.find(ids):
+                    length, text = found
+                    row = row.cut(length)
         return Completion(
-            text, row.token_ids, row.finish_reason, row.num_forwards, row.num_token_instances
-        )
+            text, row.token_ids, row.finish_reason, row.num_forwards, row.num_token_instances,
+            row.logprobs,
+        )  # fmt: skip
 
 
 class _Tally:
@@ -334,11 +367,14 @@ class _Tally:
     def running(self, now: Running) -> None:
         self._tell(now)
 
-    def finished(self, completions: list[Completion]) -> None:
-        self._finished += len(completions)
-        self._tokens += sum(len(c.token_ids) for c in completions)
-        self._forwards += sum(c.num_forwards for c in completions)
-        self._instances += sum(c.num_token_instances for c in completions)
+    def add(self, completion: Completion) -> None:
+        """Counts one sample."""
+        self._tokens += len(completion.token_ids)
+        self._forwards += completion.num_forwards
+        self._instances += completion.num_token_instances
+
+    def finished(self, prompts: int) -> None:
+        self._finished += prompts
         self._tell(Running(0, 0, 0))
 
     def _tell(self, now: Running) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +18,17 @@ from jax import Array
 from wedlm_jax.cache import copy_rows, read_rows, write_rows
 from wedlm_jax.decode_state import DecodeState, idle_state, placed, set_window
 from wedlm_jax.decoding import decode, prefill
+from wedlm_jax.logprobs import Logprobs
 from wedlm_jax.model import Transformer
 from wedlm_jax.sampling import RowParams
 
 Graph = nnx.GraphDef[Transformer]
 
 
-@partial(jax.jit, static_argnames=("graph", "rows", "window", "max_output", "cache_size"))
+@partial(
+    jax.jit,
+    static_argnames=("graph", "rows", "window", "max_output", "cache_size", "num_logprobs"),
+)
 def allocate_state(
     graph: Graph,
     parameters: nnx.State,
@@ -34,12 +37,14 @@ def allocate_state(
     window: int,
     max_output: int,
     cache_size: int,
+    num_logprobs: int | None = None,
 ) -> DecodeState:
     """An empty batch: every row is done."""
     model = nnx.merge(graph, parameters)
     state = idle_state(
         model.config, model.embed_tokens[...].dtype,
         rows=rows, window=window, max_output=max_output, cache_size=cache_size,
+        num_logprobs=num_logprobs,
     )  # fmt: skip
     return placed(state)
 
@@ -130,7 +135,7 @@ def _where(rows: Array, new: DecodeState, old: DecodeState) -> DecodeState:
         return jnp.where(rows.reshape(-1, *[1] * (x.ndim - 1)), x, y)
 
     before = old.rows()
-    picked = {name: pick(value, before[name]) for name, value in new.rows().items()}
+    picked = {name: jax.tree.map(pick, value, before[name]) for name, value in new.rows().items()}
     return placed(DecodeState(cache=old.cache, **picked))
 
 
@@ -168,7 +173,10 @@ def standing(state: DecodeState) -> dict[str, Array]:
 
 
 @jax.jit
-def outputs_of(state: DecodeState, places: Array) -> tuple[Array, Array, Array]:
-    """The outputs of rows ``places [N]``, and the counts beside them, each ``[N, M]``."""
-    outputs: Any = (state.output, state.output_forwards, state.output_instances)
-    return tuple(jnp.take(x, places, axis=0) for x in outputs)  # type: ignore[return-value]
+def outputs_of(state: DecodeState, places: Array) -> tuple[Array, Array, Array, Logprobs | None]:
+    """The outputs of rows ``places [N]``, and the counts and log-probabilities beside them, each
+    ``[N, M]``."""
+    outputs = (
+        state.output, state.output_forwards, state.output_instances, state.output_logprobs
+    )  # fmt: skip
+    return jax.tree.map(lambda x: jnp.take(x, places, axis=0), outputs)  # type: ignore[no-any-return]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from wedlm_jax.logprobs import TokenLogprob
+
 
 @dataclasses.dataclass(frozen=True)
 class RowResult:
@@ -15,6 +17,7 @@ class RowResult:
       num_forwards: decode forwards this row took part in; prefill is not counted.
       num_token_instances: active window slots over those forwards.
       forwards_at, instances_at: those two counts when each token was committed.
+      logprobs: of each token; None where they were not asked for.
     """
 
     token_ids: list[int]
@@ -23,6 +26,7 @@ class RowResult:
     num_token_instances: int
     forwards_at: list[int]
     instances_at: list[int]
+    logprobs: list[TokenLogprob] | None = None
 
     def cut(self, length: int) -> RowResult:
         """The row as if it had stopped at its first ``length`` (at least 1) tokens."""
@@ -33,6 +37,7 @@ class RowResult:
             self.instances_at[length - 1],
             self.forwards_at[:length],
             self.instances_at[:length],
+            None if self.logprobs is None else self.logprobs[:length],
         )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +12,17 @@ from jax import Array
 
 from wedlm_jax.errors import InputError
 
-NO_STOP = -1
+NO_TOKEN = -1
+"""Fills up arrays of token ids."""
+
+
+MOST_LOGPROBS = 20
+"""Alternatives a token, at most."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How one prompt is decoded.
+    """How one prompt is decoded. docs/sampling.md says what each means under parallel filling.
 
     Attributes:
       temperature: 0 takes the most likely token; above, the logits are divided by it.
@@ -30,6 +37,17 @@ class SamplingParams:
         None fills one mask per forward.
       position_penalty: λ, added to the entropy per slot of distance from the first mask.
       seed: of the row's random stream; the same seed gives the same row in any batch.
+      n: completions of the prompt, each from a seed of its own.
+      min_tokens: completion tokens before which no stop token is filled and no stop string
+        counts.
+      repetition_penalty: divides positive and multiplies negative logits of tokens that the
+        prompt or the completion has; 1 changes nothing.
+      presence_penalty: taken from the logits of tokens that the completion has.
+      frequency_penalty: the same, as often as the completion has them.
+      logit_bias: added to the logits of these token ids, before all else.
+      bad_words: token-id sequences or texts that the completion never has.
+      logprobs: None, or how many alternatives to give beside the log-probability of each
+        committed token.
     """
 
     temperature: float = 0.0
@@ -42,32 +60,41 @@ class SamplingParams:
     entropy_threshold: float | None = 0.4
     position_penalty: float = 0.02
     seed: int = 0
+    n: int = 1
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    # A dict cannot be hashed, and equal parameters hash alike without it.
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
+        object.__setattr__(self, "bad_words", _as_words(self.bad_words))
         self._check_numbers()
+        self._check_counts()
         if not all(isinstance(s, str) and s for s in self.stop):
             raise InputError("stop: expected non-empty strings")
-        if not all(
-            isinstance(t, int) and not isinstance(t, bool) and t >= 0 for t in self.stop_token_ids
-        ):
+        if not all(map(_is_token_id, self.stop_token_ids)):
             raise InputError("stop_token_ids: expected token ids")
         if not isinstance(self.ignore_eos, bool):
             raise InputError(f"ignore_eos: expected true or false, not {self.ignore_eos!r}")
 
-    def _check_numbers(self) -> None:
-        def number(name: str, low: float, high: float, *, integer: bool = False) -> None:
-            value = getattr(self, name)
-            kinds = (int,) if integer else (int, float)
-            if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
-                what = "an integer" if integer else "a number"
-                bounds = (
-                    f"of at least {low:g}" if high == float("inf") else f"from {low:g} to {high:g}"
-                )
-                raise InputError(f"{name}: expected {what} {bounds}, not {value!r}")
+    def _number(self, name: str, low: float, high: float, *, integer: bool = False) -> None:
+        value = getattr(self, name)
+        kinds = (int,) if integer else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+            what = "an integer" if integer else "a number"
+            bounds = f"of at least {low:g}" if high == float("inf") else f"from {low:g} to {high:g}"
+            raise InputError(f"{name}: expected {what} {bounds}, not {value!r}")
 
+    def _check_numbers(self) -> None:
+        number = self._number
         number("temperature", 0, 1e6)
         number("top_p", 0, 1)
         number("top_k", 0, float("inf"), integer=True)
@@ -78,6 +105,63 @@ class SamplingParams:
             number("entropy_threshold", 0, 1e6)
         if self.top_p == 0:
             raise InputError("top_p: expected a number above 0")
+        number("repetition_penalty", 0, 1e6)
+        if self.repetition_penalty == 0:
+            raise InputError("repetition_penalty: expected a number above 0")
+        number("presence_penalty", -2, 2)
+        number("frequency_penalty", -2, 2)
+
+    def _check_counts(self) -> None:
+        self._number("n", 1, float("inf"), integer=True)
+        if self.n > 1 and self.temperature == 0:
+            raise InputError(
+                f"n: expected 1 at temperature 0, where all samples are equal, not {self.n}"
+            )
+        self._number("min_tokens", 0, float("inf"), integer=True)
+        if self.min_tokens > self.max_tokens:
+            raise InputError(
+                f"min_tokens: expected at most max_tokens, {self.max_tokens}, not {self.min_tokens}"
+            )
+        if self.logprobs is not None:
+            self._number("logprobs", 0, MOST_LOGPROBS, integer=True)
+
+    @property
+    def has_penalty(self) -> bool:
+        penalties = (self.presence_penalty, self.frequency_penalty)
+        return self.repetition_penalty != 1 or penalties != (0, 0)
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _as_bias(given: Any) -> dict[int, float]:
+    """``logit_bias`` by token id; JSON has no keys but texts, so ids may be written as such."""
+    refusal = "logit_bias: expected an object of token ids and numbers from -100 to 100"
+    if not isinstance(given or {}, Mapping):
+        raise InputError(f"{refusal}, not {given!r}")
+    bias: dict[int, float] = {}
+    for key, value in (given or {}).items():
+        token = int(key) if isinstance(key, str) and key.isdecimal() else key
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not _is_token_id(token) or not number or not -100 <= value <= 100:
+            raise InputError(f"{refusal}, not {key!r}: {value!r}")
+        bias[token] = value
+    return bias
+
+
+def _as_words(given: Any) -> tuple[str | tuple[int, ...], ...]:
+    words: list[str | tuple[int, ...]] = []
+    if given is not None and not isinstance(given, str | list | tuple):
+        raise InputError(f"bad_words: expected texts or lists of token ids, not {given!r}")
+    for word in (given,) if isinstance(given, str) else given or ():
+        if isinstance(word, str) and word.strip():
+            words.append(word)
+        elif isinstance(word, list | tuple) and word and all(map(_is_token_id, word)):
+            words.append(tuple(word))
+        else:
+            raise InputError(f"bad_words: expected texts or lists of token ids, not {word!r}")
+    return tuple(words)
 
 
 @jax.tree_util.register_dataclass
@@ -86,7 +170,12 @@ class RowParams:
     """`SamplingParams` of a batch as arrays ``[B]``, and each row's window.
 
     ``entropy_threshold`` is −inf for None: then no entropy lies below it. ``stop_ids`` is
-    int32 ``[B, N]``, filled up with `NO_STOP`.
+    int32 ``[B, N]``, filled up with `NO_TOKEN`.
+
+    What stands behind it is None where no row of the batch has the option, and then the
+    compiled program knows nothing of it. ``bias_ids`` and ``bias`` are ``[B, N]``,
+    ``bad_words`` is ``[B, N, L]``; ``prompt [B, S]`` is there where penalties are. All are
+    filled up with `NO_TOKEN`.
     """
 
     window: Array
@@ -98,6 +187,14 @@ class RowParams:
     position_penalty: Array
     seed: Array
     stop_ids: Array
+    min_tokens: Array | None = None
+    bias_ids: Array | None = None
+    bias: Array | None = None
+    bad_words: Array | None = None
+    repetition_penalty: Array | None = None
+    presence_penalty: Array | None = None
+    frequency_penalty: Array | None = None
+    prompt: Array | None = None
 
 
 def entropy(logits: Array) -> Array:

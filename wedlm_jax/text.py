@@ -67,6 +67,16 @@ class TextCodec:
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text)["input_ids"])
 
+    def spellings(self, text: str) -> list[tuple[int, ...]]:
+        """The token ids of a word where a text begins with it, and where it stands behind a
+        space."""
+        word = text.lstrip()
+        found = (
+            tuple(self._tokenizer(form, add_special_tokens=False)["input_ids"])
+            for form in (word, f" {word}")
+        )
+        return list(dict.fromkeys(ids for ids in found if ids))
+
     def encode_chat(self, messages: Messages) -> list[int]:
         """A conversation through the chat template, ready for the assistant's turn.
 
@@ -112,32 +122,36 @@ class TextCodec:
 class StopStrings:
     """Finds the first of some texts in a growing completion.
 
-    Matching is on the decoded text, so a stop string may begin and end inside tokens.
+    Matching is on the decoded text, so a stop string may begin and end inside tokens. One that
+    is complete within the first ``min_tokens`` tokens does not count.
     """
 
-    def __init__(self, codec: TextCodec, stop: Sequence[str]):
-        self._codec, self._stop = codec, tuple(stop)
+    def __init__(self, codec: TextCodec, stop: Sequence[str], min_tokens: int = 0):
+        self._codec, self._stop, self._min_tokens = codec, tuple(stop), min_tokens
 
     def find(self, token_ids: Sequence[int]) -> tuple[int, str] | None:
         """The number of tokens in which the first stop string is complete, and the text
         before it; None where there is none."""
-        if not self._in(self._codec.complete_text(token_ids)):
+        early = len(self._codec.complete_text(token_ids[: self._min_tokens]))
+        if not self._places(self._codec.complete_text(token_ids), early):
             return None
         # The fewest tokens whose text holds a stop string: decoding is monotonic in length.
         low, high = 1, len(token_ids)
         while low < high:
             middle = (low + high) // 2
-            if self._in(self._codec.complete_text(token_ids[:middle])):
+            if self._places(self._codec.complete_text(token_ids[:middle]), early):
                 high = middle
             else:
                 low = middle + 1
         # Only what those tokens say counts: the answer must not depend on how many more
         # tokens had come when this was asked.
         text = self._codec.complete_text(token_ids[:low])
-        return low, text[: min(place for stop in self._stop if (place := text.find(stop)) >= 0)]
+        return low, text[: min(self._places(text, early))]
 
-    def _in(self, text: str) -> bool:
-        return any(stop in text for stop in self._stop)
+    def _places(self, text: str, early: int) -> list[int]:
+        """Where each stop string first stands that does not end within ``early`` characters."""
+        found = (text.find(stop, max(early - len(stop) + 1, 0)) for stop in self._stop)
+        return [place for place in found if place >= 0]
 
     def safe_length(self, text: str) -> int:
         """How much of ``text`` cannot turn out to belong to a stop string."""

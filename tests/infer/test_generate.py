@@ -73,6 +73,24 @@ def test_options_reach_the_decoder(
     assert capsys.readouterr().out == expected.text[: expected.text.index(stop)] + "\n"
 
 
+def test_penalties_and_bad_words_reach_the_decoder(
+    model: str, llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (plain,) = llm.generate("the cat", SamplingParams(max_tokens=24))
+    assert plain.text
+    params = SamplingParams(
+        max_tokens=24, min_tokens=24, repetition_penalty=1.5, presence_penalty=0.5,
+        frequency_penalty=1.0, bad_words=(plain.text[:1], "never"),
+    )  # fmt: skip
+    (expected,) = llm.generate("the cat", params)
+    assert expected.text != plain.text
+    options = "--min-tokens 24 --repetition-penalty 1.5 --presence-penalty 0.5"
+    options += " --frequency-penalty 1.0"
+    words = ["--bad-words", plain.text[:1], "never"]
+    assert run(model, "--prompt", "the cat", *options.split(), *words) == 0
+    assert capsys.readouterr().out == f"{expected.text}\n"
+
+
 @pytest.mark.parametrize("piped", ["the cat", "the cat\n", "the cat\r\n"])
 def test_prompt_from_standard_input(
     model: str, llm: LLM, piped: str,
@@ -108,7 +126,8 @@ def test_help_names_the_defaults_that_hold(capsys: pytest.CaptureFixture[str]) -
     expected = {
         name.replace("_", "-"): str(getattr(params, name))
         for name in ("temperature", "top_p", "top_k", "max_tokens", "entropy_threshold",
-                     "position_penalty", "seed")
+                     "position_penalty", "seed", "min_tokens", "repetition_penalty",
+                     "presence_penalty", "frequency_penalty")
     }  # fmt: skip
     expected["window-size"] = str(library["window_size"].default)
     expected["batch-size"] = str(library["max_batch_size"].default)
@@ -158,6 +177,11 @@ def test_help_imports_nothing_heavy() -> None:
         (["--prompt", "a", "--top-p", "0"], "--top-p: expected a number above 0"),
         (["--prompt", "a", "--max-tokens", "0"], "--max-tokens: expected an integer of at least 1"),
         (["--prompt", "a", "--entropy-threshold", "-1"], "--entropy-threshold: expected a number"),
+        (["--prompt", "a", "--min-tokens", "25"], "--min-tokens: expected at most max_tokens, 24"),
+        (["--prompt", "a", "--repetition-penalty", "0"], "--repetition-penalty: expected a number"),
+        (["--prompt", "a", "--presence-penalty", "3"], "--presence-penalty: expected a number"),
+        (["--prompt", "a", "--frequency-penalty", "-3"], "--frequency-penalty: expected a number"),
+        (["--prompt", "a", "--bad-words", ""], "--bad-words: expected texts"),
         (["--prompt", "a", "--seed", "-1"], "--seed: expected an integer from 0"),
         (["--prompt", "a", "--stop", ""], "--stop: expected non-empty strings"),
         (["--prompt", "a", "--window-size", "-1"], "--window-size: expected an integer"),

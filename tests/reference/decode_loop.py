@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from tests.reference.logit_options import adjusted, left_masked, logprobs
 from tests.reference.sampling import choose_token, entropy, masks_to_fill
+from wedlm_jax.logprobs import TokenLogprob
 from wedlm_jax.sampling import SamplingParams
 
 FullForward = Callable[[Sequence[int], Sequence[int]], np.ndarray]
@@ -29,19 +31,24 @@ class Decoded:
     num_token_instances: int = 0
     forwards_at: list[int] = dataclasses.field(default_factory=list)
     instances_at: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
     margin: float = np.inf
 
     def count_forward(self, active_slots: int) -> None:
         self.num_forwards += 1
         self.num_token_instances += active_slots
 
-    def commit(self, token: int, stop_ids: set[int], max_tokens: int) -> None:
+    def commit(
+        self, token: int, logprob: TokenLogprob, stop_ids: set[int], params: SamplingParams
+    ) -> None:
         self.token_ids.append(token)
+        if params.logprobs is not None:
+            self.logprobs = [*(self.logprobs or []), logprob]
         self.forwards_at.append(self.num_forwards)
         self.instances_at.append(self.num_token_instances)
         if token in stop_ids:
             self.finish_reason = "stop"
-        elif len(self.token_ids) == max_tokens:
+        elif len(self.token_ids) == params.max_tokens:
             self.finish_reason = "length"
 
 
@@ -68,6 +75,7 @@ def decode(
 
     text, out = list(prompt), Decoded()
     slots: list[int | None] = [None] * window
+    filled_with: dict[int, TokenLogprob] = {}  # by position in the text
     while True:
         start = len(text)
         filled = [s for s, token in enumerate(slots) if token is not None]
@@ -83,12 +91,19 @@ def decode(
         for token in slots[:run]:
             assert token is not None
             text.append(token)
-            out.commit(token, stop_ids, params.max_tokens)
+            out.commit(token, filled_with[len(text) - 1], stop_ids, params)
             if out.finish_reason:
                 return out
 
         if masks:
-            at_masks = logits[start + len(filled) :]
+            raw = logits[start + len(filled) :]
+            first = start - len(prompt)
+            # The window as the forward has seen it: what it commits stands in it still.
+            completion = [*text[len(prompt) : start], *slots]
+            at_masks = [
+                adjusted(row, params, prompt, completion, first + s, stop_ids)
+                for row, s in zip(raw, masks, strict=True)
+            ]
             chosen, margin = masks_to_fill(
                 [entropy(row) for row in at_masks],
                 masks,
@@ -100,6 +115,12 @@ def decode(
                 token, margin = choose_token(at_masks[i], params, out.num_forwards, masks[i])
                 out.margin = min(out.margin, margin)
                 slots[masks[i]] = token
+                filled_with[start + masks[i]] = TokenLogprob(
+                    *logprobs(raw[i], token, params.logprobs or 0)
+                )
+            new = [first + masks[i] for i in chosen]
+            for place in left_masked([*completion[:first], *slots], new, params):
+                slots[place - first] = None
 
         slots = slots[run:]
         if refill == "streaming":
@@ -116,10 +137,13 @@ def _autoregressive(
     while out.finish_reason is None:
         logits = predict(text, range(len(text)))
         out.count_forward(1)
-        token, margin = choose_token(logits[-1], params, out.num_forwards, 0)
+        place = len(out.token_ids)
+        at_next = adjusted(logits[-1], params, prompt, out.token_ids, place, stop_ids)
+        token, margin = choose_token(at_next, params, out.num_forwards, 0)
         out.margin = min(out.margin, margin)
         text.append(token)
-        out.commit(token, stop_ids, params.max_tokens)
+        logprob = TokenLogprob(*logprobs(logits[-1], token, params.logprobs or 0))
+        out.commit(token, logprob, stop_ids, params)
     return out
 
 

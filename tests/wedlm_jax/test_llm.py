@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.tiny_checkpoint import CONTEXT, VOCAB_SIZE, write_tiny_checkpoint
 from wedlm_jax.engine import Engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM, Completion, Progress, resolve_model
+from wedlm_jax.samples import sample_seed
 from wedlm_jax.sampling import SamplingParams
 
 PROMPTS = ["the cat", "one two three", "naïve 日本", "12 + 30 = ", "a", "mat", "= 42", "on on on"]
@@ -156,6 +158,91 @@ def test_seed_names_the_sample(llm: LLM, whole: list[Completion]) -> None:
     a, b, again, large = llm.generate(prompts, seeds)
     assert a == again
     assert len({tuple(c.token_ids) for c in (a, b, large, whole[0])}) == 4
+
+
+# --- samples and options -----------------------------------------------------------------
+
+
+def test_samples_are_what_their_seeds_give_alone(llm: LLM) -> None:
+    params = [dataclasses.replace(SAMPLED, n=n, seed=5) for n in (3, 1)]
+    seen: list[Progress] = []
+    three, one = llm.generate(PROMPTS[:2], params, on_progress=seen.append)
+    seeds = [sample_seed(5, i) for i in range(3)]
+    alone = llm.generate([PROMPTS[0]] * 3, [dataclasses.replace(SAMPLED, seed=s) for s in seeds])
+    assert [dataclasses.replace(c, further=()) for c in three.samples] == alone
+    assert three.further == three.samples[1:] == tuple(alone[1:])
+    assert one.samples == (one,)
+    assert len({tuple(c.token_ids) for c in three.samples}) == 3
+    tokens = sum(len(c.token_ids) for c in (*three.samples, one))
+    assert (seen[-1].finished, seen[-1].total, seen[-1].tokens) == (2, 2, tokens)
+
+
+def test_samples_where_one_is_expected_are_refused(llm: LLM) -> None:
+    params = dataclasses.replace(SAMPLED, n=2)
+    with pytest.raises(InputError, match=r"^n: expected 1 here, not 2"):
+        next(llm.stream(PROMPTS[0], params))
+    with pytest.raises(InputError, match=r"^n: expected 1 here, not 2"):
+        llm.prepare_one(PROMPTS[0], params)
+
+
+def test_log_probabilities_change_no_token(llm: LLM, whole: list[Completion]) -> None:
+    params = [dataclasses.replace(GREEDY, logprobs=k) for k in (0, 3)] + [GREEDY]
+    none, three, plain = llm.generate(PROMPTS[:3], params)
+    assert plain == whole[2]
+    assert none.logprobs is not None
+    assert three.logprobs is not None
+    for completion, expected in ((none, whole[0]), (three, whole[1])):
+        assert dataclasses.replace(completion, logprobs=None) == expected
+        assert len(completion.logprobs or []) == len(completion.token_ids)
+    assert all(not one.top for one in none.logprobs)
+    for token, one in zip(three.token_ids, three.logprobs, strict=True):
+        # Greedy: a mask is filled with its most probable token.
+        assert one.top[0] == (token, one.logprob)
+        assert [p for _, p in one.top] == sorted((p for _, p in one.top), reverse=True)
+        assert sum(math.exp(p) for _, p in one.top) <= 1 + 1e-5
+
+
+def test_log_probabilities_are_cut_with_the_text(llm: LLM, whole: list[Completion]) -> None:
+    assert whole[0].text
+    stop = whole[0].text[3:5]
+    (cut,) = llm.generate(PROMPTS[0], dataclasses.replace(GREEDY, stop=stop, logprobs=1))
+    assert cut.logprobs is not None
+    assert len(cut.logprobs) == len(cut.token_ids) < len(whole[0].token_ids)
+    chunks = list(llm.stream(PROMPTS[0], dataclasses.replace(GREEDY, stop=stop, logprobs=1)))
+    assert chunks[-1].completion == cut
+
+
+def test_bad_words_as_texts(llm: LLM, whole: list[Completion]) -> None:
+    assert llm.codec is not None
+    text = whole[0].text
+    assert text
+    word = text[4:6]
+    params = dataclasses.replace(GREEDY, bad_words=(word,))
+    ids = dataclasses.replace(GREEDY, bad_words=tuple(llm.codec.spellings(word)))
+    (found,) = llm.generate(PROMPTS[0], params)
+    assert found == llm.generate(PROMPTS[0], ids)[0] != whole[0]
+    for spelling in ids.bad_words:
+        places = range(len(found.token_ids))
+        assert all(tuple(found.token_ids[i : i + len(spelling)]) != spelling for i in places)
+
+
+def test_nothing_stops_before_min_tokens(llm: LLM, whole: list[Completion]) -> None:
+    first, text = whole[0], whole[0].text
+    assert text
+    end, stop = first.token_ids[2], text[1:2]
+    early = dataclasses.replace(GREEDY, stop_token_ids=(end,))
+    assert len(llm.generate(PROMPTS[0], early)[0].token_ids) <= 3
+    (late,) = llm.generate(PROMPTS[0], dataclasses.replace(early, min_tokens=10))
+    assert len(late.token_ids) >= 10
+    assert end not in late.token_ids[:10]
+    by_text = dataclasses.replace(GREEDY, stop=stop, ignore_eos=True)
+    assert len(llm.generate(PROMPTS[0], by_text)[0].token_ids) < 10
+    params = dataclasses.replace(by_text, min_tokens=10)
+    (late,) = llm.generate(PROMPTS[0], params)
+    assert len(late.token_ids) > 10
+    assert stop in (late.text or "")
+    chunks = list(llm.stream(PROMPTS[0], params))
+    assert "".join(chunk.text for chunk in chunks) == late.text
 
 
 # --- streaming ---------------------------------------------------------------------------

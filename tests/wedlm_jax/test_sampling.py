@@ -242,3 +242,54 @@ def test_one_stop_text_and_lists_are_taken_too() -> None:
     loose: dict[str, Any] = {"stop": "ab", "stop_token_ids": [3]}
     params = SamplingParams(**loose)
     assert (params.stop, params.stop_token_ids) == (("ab",), (3,))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0),
+        ("n", 1.5),
+        ("n", 2),
+        ("min_tokens", -1),
+        ("min_tokens", 257),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", float("nan")),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("logit_bias", [3]),
+        ("logit_bias", {-1: 1}),
+        ("logit_bias", {"a": 1}),
+        ("logit_bias", {3: 101}),
+        ("logit_bias", {3: "1"}),
+        ("logit_bias", {3: float("nan")}),
+        ("bad_words", ("",)),
+        ("bad_words", (" ",)),
+        ("bad_words", ((),)),
+        ("bad_words", ((3, -1),)),
+        ("bad_words", (3,)),
+        ("bad_words", 3),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("logprobs", True),
+    ],
+)
+def test_a_bad_option_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(InputError, match=f"^{field}: expected"):
+        SamplingParams(**{field: value})
+
+
+def test_options_as_json_has_them_are_taken_too() -> None:
+    loose: dict[str, Any] = {"logit_bias": {"3": 1, 4: -2.5}, "bad_words": ["ab", [3, 4]]}
+    params = SamplingParams(**loose)
+    assert params.logit_bias == {3: 1, 4: -2.5}
+    assert params.bad_words == ("ab", (3, 4))
+    assert SamplingParams(bad_words="ab").bad_words == ("ab",)  # type: ignore[arg-type]
+    empty: dict[str, Any] = {"logit_bias": None, "bad_words": None}
+    assert SamplingParams(**empty) == SamplingParams()
+    assert hash(params) == hash(SamplingParams(**loose))
+
+
+def test_equal_samples_are_refused() -> None:
+    with pytest.raises(InputError, match=r"^n: expected 1 at temperature 0, where all samples"):
+        SamplingParams(n=2)
+    assert SamplingParams(n=2, temperature=0.7).n == 2

@@ -1,0 +1,68 @@
+"""What a row's options do to one position's logits, a token at a time, in float64."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from wedlm_jax.sampling import SamplingParams
+
+Text = Sequence[int | None]
+"""A completion, committed tokens and window, None where it is masked."""
+
+
+def adjusted(
+    logits: np.ndarray,
+    params: SamplingParams,
+    prompt: Sequence[int],
+    completion: Text,
+    place: int,
+    stop_ids: Collection[int],
+) -> np.ndarray:
+    """``logits [V]`` for the token at ``place`` of the completion."""
+    logits = np.array(logits, np.float64)
+    counts = Counter(token for token in completion if token is not None)
+    for token in range(len(logits)):
+        logits[token] += params.logit_bias.get(token, 0)
+        if token in counts or token in prompt:
+            factor = params.repetition_penalty
+            logits[token] *= 1 / factor if logits[token] > 0 else factor
+        logits[token] -= params.frequency_penalty * counts[token]
+        logits[token] -= params.presence_penalty * (token in counts)
+        if place < params.min_tokens and token in stop_ids:
+            logits[token] = -np.inf
+        there = [*completion, *[None] * (place + 1 - len(completion))]
+        there[place] = token
+        if any(place in word for word in bad_words_in(there, params)):
+            logits[token] = -np.inf
+    return logits
+
+
+def bad_words_in(completion: Text, params: SamplingParams) -> list[range]:
+    """Where a bad word stands, whole."""
+    found = []
+    for word in params.bad_words:
+        for start in range(len(completion) - len(word) + 1):
+            if tuple(completion[start : start + len(word)]) == word:
+                found.append(range(start, start + len(word)))
+    return found
+
+
+def left_masked(completion: Text, new: Sequence[int], params: SamplingParams) -> set[int]:
+    """Of the places that one forward has filled, ``new``, the last in each bad word."""
+    return {
+        max(set(word) & set(new))
+        for word in bad_words_in(completion, params)
+        if set(word) & set(new)
+    }
+
+
+def logprobs(logits: np.ndarray, token: int, count: int) -> tuple[float, list[tuple[int, float]]]:
+    """Of ``token``, and the ``count`` most probable ones with theirs."""
+    logits = np.asarray(logits, np.float64)
+    normal = logits - logits.max()
+    normal -= np.log(np.exp(normal).sum())
+    best = sorted(range(len(logits)), key=lambda t: (-normal[t], t))[:count]
+    return float(normal[token]), [(t, float(normal[t])) for t in best]
