@@ -210,6 +210,7 @@ def _lower(
     columns = {
         field.name: array(kinds.get(field.name, jnp.float32), sizes.rows)
         for field in dataclasses.fields(RowParams)
+        if field.default is not None  # an option that no row has
     }
     params = RowParams(**{**columns, "stop_ids": array(jnp.int32, sizes.rows, STOPS)})
     number: Any = jax.ShapeDtypeStruct((), jnp.int32)

@@ -149,7 +149,10 @@ def arrays_of_the_loop(engine: Engine, options: OptionSizes) -> set[tuple[Any, .
     """Shapes and types of all that the decode loop of a batch with three rows computes."""
     sizes = BatchSizes(rows=3, cache_size=64, max_output=32, num_stops=4, options=options)
     params = RowParams(**{k: jnp.asarray(v) for k, v in idle_params(sizes, 4).items()})
-    loop = partial(programs.advance_state, engine._graph, windows=(4,), refill="streaming", live=64)
+    loop = partial(
+        programs.advance_state, engine._graph, windows=(4,), refill="streaming", live=64,
+        attention="dense",
+    )  # fmt: skip
     number = jnp.int32(0)
     traced = jax.make_jaxpr(loop)(
         engine._parameters, engine.shapes_of(sizes), params, number, number

@@ -50,7 +50,9 @@ def contents(name: str) -> bytes:
 
 
 def as_row(name: str | int, completion: Completion) -> dict[str, Any]:
-    return {"id": name, **dataclasses.asdict(completion)}
+    """A row of the output has no samples and no log-probabilities."""
+    fields = dataclasses.asdict(completion)
+    return {"id": name, **{k: v for k, v in fields.items() if k not in ("logprobs", "further")}}
 
 
 def stop_after(batches: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
