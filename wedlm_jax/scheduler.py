@@ -67,7 +67,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Running:
-    """Rows that are decoding: their requests' numbers, and what they have so far."""
+    """What the rows that are decoding have so far, summed over them."""
 
     tokens: int
     forwards: int

@@ -49,8 +49,7 @@ Step = Callable[[], object]
 def _prefills(batch: Batch) -> Iterator[Step]:
     """Pieces of every padded length, first ones and later ones, one row and many."""
     size = batch.sizes.cache_size
-    starts = [0, *(live for live in _lives(size))]
-    for start in starts:
+    for start in (0, *_lives(size)):
         lengths = {piece_bucket(tokens, start) for tokens in range(1, LONGEST_PIECE + 1)}
         for length in sorted(lengths):
             at = min(start, size - length)

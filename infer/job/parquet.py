@@ -10,24 +10,10 @@ from typing import Any
 from infer.job.prompt_rows import KEYS, PROMPT_KINDS
 from infer.job.source import InputFile
 from wedlm_jax.errors import InputError
+from wedlm_jax.parquet import require_pyarrow
 
 ROWS_AT_A_TIME = 256
 READ_BUFFER = 2**20
-
-
-def require_pyarrow() -> Any:
-    """The module `pyarrow.parquet`.
-
-    Raises:
-      InputError: it is not installed.
-    """
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise InputError(
-            "Parquet files need pyarrow, which is not installed: pip install 'wedlm-jax[data]'"
-        ) from None
-    return pyarrow.parquet
 
 
 def parquet_rows(file: InputFile, start: int = 0) -> Iterator[dict[str, Any]]:

@@ -98,7 +98,7 @@ def find_input(names: Sequence[str]) -> Source:
         for path in paths
     )
     if any(file.kind == PARQUET for file in files):
-        from infer.job.parquet import require_pyarrow
+        from wedlm_jax.parquet import require_pyarrow
 
         require_pyarrow()
     return Source(files, others=others, folders=tuple(folders))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from wedlm_jax.errors import InputError
+from wedlm_jax.parquet import require_pyarrow
 
 LARGEST_RECORD = 32 * 2**20
 """Bytes of a line or a text file; longer ones are named and left out."""
@@ -110,21 +111,6 @@ def find_files(inputs: Sequence[str]) -> tuple[list[Path], list[Path]]:
     if any(kind_of(path) == "parquet" for path in files):
         require_pyarrow()
     return files, other
-
-
-def require_pyarrow() -> Any:
-    """The module `pyarrow.parquet`.
-
-    Raises:
-      InputError: it is not installed.
-    """
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise InputError(
-            "Parquet files need pyarrow, which is not installed: pip install 'wedlm-jax[data]'"
-        ) from None
-    return pyarrow.parquet
 
 
 def chunks(path: Path) -> Iterator[Chunk]:
