@@ -160,9 +160,12 @@ class Batch:
     def __init__(self, engine: Engine, sizes: BatchSizes):
         self.sizes = sizes
         self._engine, self._shards = engine, shards("batch")
-        self._windows, self._default_window = engine.windows, engine.window_size
+        self._default_window = engine.window_size
+        self._windows = self._with_ar(engine.windows)
         self._state: DecodeState = engine.run(programs.allocate_state, **state_sizes(engine, sizes))
         self._host = idle_params(sizes, engine.window_size)
+        self._autoregressive = np.zeros(sizes.rows, bool)
+        """Rows whose mode is "ar": they keep their window of 0."""
         self._lengths = np.zeros(sizes.rows, np.int64)
         """Tokens that each row's cache holds, as far as the host knows."""
         self._logprobs: list[int | None] = [None] * sizes.rows
@@ -203,6 +206,7 @@ class Batch:
             new[row], last[row] = True, prompt[-1]
             self._lengths[row] = len(prompt)
             self._logprobs[row] = one.logprobs
+            self._autoregressive[row] = one.mode == "ar"
             set_row(
                 self._host, row, one, stops=stop_ids(self._engine, one), prompt=prompt,
                 window=self._default_window if windows is None else windows[i],
@@ -332,6 +336,10 @@ class Batch:
             attention=engine.attention,
         )  # fmt: skip
 
+    def _with_ar(self, windows: tuple[int, ...]) -> tuple[int, ...]:
+        """Every window that a row may have, if it may have one of ``windows``."""
+        return tuple(sorted({*windows, 0})) if self.sizes.options.autoregressive else windows
+
     def _live(self, size: int) -> int:
         return min(bucket(size, SMALLEST_LIVE), self.sizes.cache_size)
 
@@ -344,8 +352,8 @@ class Batch:
     def set_windows(self, window: int) -> None:
         """Gives every row this window from now on, one of the engine's; forwards are then no
         wider than it needs."""
-        self._windows, self._default_window = (window,), window
-        self._host["window"][:] = window
+        self._windows, self._default_window = self._with_ar((window,)), window
+        self._host["window"][~self._autoregressive] = window
         self._params = self._upload()
         self._state = self._engine.run(
             programs.change_windows, self._state, self._params, model=False

@@ -1,9 +1,10 @@
 """What a batch of rows knows between two forwards, and the moves of its windows.
 
 A row's window is counted in logical slots: slot s is logical position ``lengths + s``. In
-front stand the filled slots that the next forward commits, the leading run. A row with a
-window of 0 is decoded autoregressively: its window is one filled slot, the last token of
-its text, whose row predicts the next one.
+front stand the filled slots that the next forward commits, the leading run. The window of an
+anchored row begins with the last token of its text, whose row predicts the next one: that is
+all of it where the row is decoded autoregressively; where it is verified, drafts and masks
+follow (see `wedlm_jax.verification`).
 """
 
 from __future__ import annotations
@@ -161,15 +162,16 @@ def physical_order(filled: Array, active: Array) -> Array:
     return jnp.argsort(group, axis=-1, stable=True)
 
 
-def set_window(state: DecodeState, window: Array) -> DecodeState:
-    """The state as rows with these windows ``[B]`` need it, whatever they had before.
+def set_window(state: DecodeState, params: RowParams) -> DecodeState:
+    """The state as rows with the windows of ``params`` need it, whatever they had before.
 
     A narrower window forgets what was filled behind it, and of the leading run what would not
-    fit beside its masks (see `num_slots`). A window of 0 needs a filled slot to predict from:
-    where there is none, the last token of the text is run again.
+    fit beside its masks (see `num_slots`). An anchored row needs a filled slot to predict
+    from: where there is none, the last token of the text is run again.
     """
+    window = params.window
     run = jnp.minimum(leading_run(state.filled, state.active), jnp.maximum(window, 1))
-    again = (window == 0) & (run == 0)
+    again = params.anchored & (run == 0)
     run = jnp.where(again, 1, run)
     active = window + run
     slot = jnp.arange(state.tokens.shape[1])
@@ -261,18 +263,21 @@ def shift(state: DecodeState, run: Array, params: RowParams, refill: str) -> Dec
 
 
 def open_next(
-    state: DecodeState, params: RowParams, token: Array, logprobs: Logprobs | None, rows: Array
+    state: DecodeState, params: RowParams, token: Array, logprobs: Logprobs | None
 ) -> DecodeState:
-    """Autoregressive ``rows [B]``: appends the token ``[B]`` that the last one predicted, with
-    ``logprobs [B]``, and makes it the window."""
+    """Anchored rows that are not done: appends the token ``[B]`` that the last one predicted,
+    with ``logprobs [B]``, and puts it in front of the window."""
+    rows = params.anchored & ~state.done
     here = rows[:, None] & (jnp.arange(state.tokens.shape[1]) == 0)
+    filled = state.filled | here
+    behind = jnp.cumprod(filled, axis=-1).sum(axis=-1)
     state = dataclasses.replace(
         state,
         last=jnp.where(rows, token, state.last),
         tokens=jnp.where(here, token[:, None], state.tokens),
-        filled=jnp.where(rows[:, None], here, state.filled),
+        filled=filled,
         known=state.known | rows,
-        active=jnp.where(rows, 1, state.active),
+        active=jnp.where(rows, params.window + behind, state.active).astype(jnp.int32),
     )
     beside = jax.tree.map(lambda x: x[:, None], logprobs)
     return append_output(

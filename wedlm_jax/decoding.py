@@ -7,9 +7,11 @@ writing the window's keys and values at n and moving n past the run. Then masks 
 filled by the fill rule, and the window refills. Source: WeDLM section 5; DESIGN
 "Streaming decode".
 
-Two variants share the loop. Block-wise decoding, the paper's baseline, refills only when
-the whole window is committed. A row with a window of 0 is decoded autoregressively: its
-window is its last token, whose row predicts the next. Rows of all kinds run together.
+Variants share the loop. Block-wise decoding, the paper's baseline, refills only when the
+whole window is committed. A row with a window of 0 is decoded autoregressively: its window is
+its last token, whose row predicts the next. A verified row has that token in front too, and
+behind it drafts that are committed only where they are what it would have predicted; see
+`wedlm_jax.verification`. Rows of all kinds run together.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from wedlm_jax.cache import KVCache, write
 from wedlm_jax.decode_state import (
     DecodeState,
     commit_run,
+    first_index,
     keep_finished,
     leading_run,
     open_next,
@@ -40,6 +43,7 @@ from wedlm_jax.model import KeyValues, Transformer
 from wedlm_jax.penalties import TokenUse, token_use, with_committed
 from wedlm_jax.sampling import RowParams, choose_tokens, entropy, fill_rule
 from wedlm_jax.sharding import constrain
+from wedlm_jax.verification import accepted, draft_rule, rejected
 
 REFILLS = ("streaming", "blockwise")
 
@@ -51,19 +55,23 @@ class Shape(NamedTuple):
     masks: int
 
 
-def forward_shapes(windows: tuple[int, ...]) -> tuple[Shape, ...]:
+def forward_shapes(windows: tuple[int, ...], *, verified: bool = False) -> tuple[Shape, ...]:
     """The sizes at which a forward is compiled, smallest first, for rows with these windows.
 
     A window has 2W slots only after all W masks were filled out of order; it mostly has few
     more than W. So there is one size with a quarter of the room that filled slots may take,
     one with half, one with all of it.
+
+    Args:
+      verified: whether some rows are. Their filled slots pass the head too.
     """
-    shapes = {
-        Shape(window + -(-window * quarters // 4), window)
+    sizes = {
+        (window + -(-window * quarters // 4), window)
         for window in windows
         for quarters in (1, 2, 4)
         if window
     }
+    shapes = {Shape(slots, slots if verified else masks) for slots, masks in sizes}
     if 0 in windows:
         shapes.add(Shape(1, 1))
     # A wider head costs less than one more program; of equal slots the widest head stays.
@@ -147,12 +155,20 @@ class Guesses(NamedTuple):
 
 
 class Predicted(NamedTuple):
-    """What a forward says: keys and values of its slots in physical order, which slots to fill
-    ``[B, P]`` and with what ``[B, P]``, and each autoregressive row's next token ``[B]``."""
+    """What a forward says.
+
+    Attributes:
+      kv: keys and values of its slots, in physical order.
+      fill: bool ``[B, P]``, slots to fill.
+      slots: with what ``[B, P]``.
+      run: int32 ``[B]``, slots in front to commit.
+      following: the token ``[B]`` behind them, of anchored rows.
+    """
 
     kv: KeyValues
     fill: Array
     slots: Guesses
+    run: Array
     following: Guesses
 
 
@@ -173,10 +189,12 @@ def forward_step(
         num_forwards=state.num_forwards + 1,
         num_token_instances=state.num_token_instances + state.active,
     )
-    predicted = _predict(model, state, params, use, forward_shapes(windows), live, attention)
-    run = leading_run(state.filled, state.active)
+    shapes = forward_shapes(windows, verified=params.verified is not None)
+    predicted = _predict(model, state, params, use, shapes, live, attention)
     cache = write(state.cache, predicted.kv, state.lengths)
-    state = commit_run(dataclasses.replace(state, cache=cache), params, run)
+    filled = state.filled
+    if params.verified is not None:
+        filled &= ~rejected(filled, predicted.run, params.verified)
 
     def fill(new: Array, old: Array) -> Array:
         return jnp.where(
@@ -185,13 +203,15 @@ def forward_step(
 
     state = dataclasses.replace(
         state,
+        cache=cache,
         tokens=fill(predicted.slots.tokens, state.tokens),
         logprobs=jax.tree.map(fill, predicted.slots.logprobs, state.logprobs),
-        filled=state.filled | predicted.fill,
+        filled=filled | predicted.fill,
     )
-    state = shift(state, run, params, refill)
-    if 0 in windows:
-        state = open_next(state, params, *predicted.following, params.window == 0)
+    state = commit_run(state, params, predicted.run)
+    state = shift(state, predicted.run, params, refill)
+    if 0 in windows or params.verified is not None:
+        state = open_next(state, params, *predicted.following)
     return state
 
 
@@ -209,6 +229,8 @@ def _predict(
     exists = jnp.arange(state.tokens.shape[1]) < state.active[:, None]
     masks = (exists & ~state.filled).sum(axis=-1)
     slots = jnp.where(state.done, 0, state.active).max()
+    if params.verified is not None:
+        masks = jnp.where(params.verified, state.active, masks)
     heads = jnp.where(state.done, 0, masks).max()
     holds = jnp.array([(shape.slots >= slots) & (shape.masks >= heads) for shape in shapes])
     widest = shapes[-1].slots
@@ -243,7 +265,7 @@ def _predict_at(
         return_kv=True,
     )  # fmt: skip
     assert kv is not None
-    slots, guesses = _fill(model, state, params, use, hidden, order, shape.masks)
+    slots, guesses, run, following = _fill(model, state, params, use, hidden, order, shape.masks)
     rows = jnp.arange(order.shape[0])[:, None]
     empty = jnp.zeros((order.shape[0], total), bool)
 
@@ -254,7 +276,8 @@ def _predict_at(
         kv=(_pad(kv[0], widest, axis=3), _pad(kv[1], widest, axis=3)),
         fill=empty.at[rows, slots].set(True, mode="drop"),
         slots=jax.tree.map(at_slots, guesses),
-        following=jax.tree.map(lambda x: x[:, 0], guesses),
+        run=run,
+        following=following,
     )
 
 
@@ -266,34 +289,60 @@ def _fill(
     hidden: Array,
     order: Array,
     head_rows: int,
-) -> tuple[Array, Guesses]:
-    """The slots to fill, int32 ``[B, head_rows]`` with P where none, and a token for each.
+) -> tuple[Array, Guesses, Array, Guesses]:
+    """The slots to fill, int32 ``[B, head_rows]`` with P where none, and a token for each; then
+    the slots to commit ``[B]``, and the token ``[B]`` behind them.
 
     Masks stand behind the filled slots, at most W of them, so the head runs on so many rows
-    only. An autoregressive row has none; its first head row is its last filled slot.
+    only. A row of a filled slot predicts the next one: that of an autoregressive row's last
+    one is wanted too, and those of all of a verified row's, which stand in order.
     """
     total = order.shape[1]
     exists = jnp.arange(total) < state.active[:, None]
-    num_filled = (state.filled & exists).sum(axis=-1)
-    autoregressive = (params.window == 0)[:, None]
-    place = num_filled[:, None] - autoregressive + jnp.arange(head_rows)
-    is_mask = (place < state.active[:, None]) & ~autoregressive
+    num_filled = (state.filled & exists).sum(axis=-1)[:, None]
+    first = num_filled - (params.window == 0)[:, None]
+    if params.verified is not None:
+        first = jnp.where(params.verified[:, None], 0, first)
+    place = first + jnp.arange(head_rows)
+    is_mask = (place >= num_filled) & (place < state.active[:, None])
+    follows = params.anchored[:, None] & (place < num_filled)
     place = jnp.clip(place, 0, hidden.shape[1] - 1)
     raw = _masked_logits(model, jnp.take_along_axis(hidden, place[..., None], axis=1))
-    # The slots' positions count from the committed length before this forward's commit;
-    # any stable name of the position serves the random stream. An AR row has one position.
-    slots = jnp.where(autoregressive, 0, jnp.take_along_axis(order, place, axis=1))
-    # An AR row's one slot is filled: it predicts the token behind it.
-    logits = adjusted_logits(raw, state, params, slots + autoregressive, use)
-    chosen = fill_rule(
-        entropy(logits), slots, is_mask, params.entropy_threshold, params.position_penalty
-    )
-    tokens = choose_tokens(logits, slots, state.num_forwards, params)
+    # Positions count from the committed length before this forward's commit.
+    slots = jnp.take_along_axis(order, place, axis=1) + follows
+    logits = adjusted_logits(raw, state, params, slots, use)
+    tokens = choose_tokens(logits, *_streams(state, params, slots), params)
+    entropies = entropy(logits)
+    chosen = fill_rule(entropies, slots, is_mask, params.entropy_threshold, params.position_penalty)
     if params.bad_words is not None:
         text = text_around(state, params.bad_words)
         chosen = keep_apart(text, params.bad_words, slots, chosen, tokens)
     logprobs = state.logprobs and token_logprobs(raw, tokens, state.logprobs.top.shape[-1])
-    return jnp.where(chosen, slots, total), Guesses(tokens, logprobs)
+    guesses = Guesses(tokens, logprobs)
+    run, last = leading_run(state.filled, state.active), jnp.zeros_like(state.active)
+    if params.verified is not None:
+        assert params.draft_budget is not None
+        drafts = jnp.take_along_axis(state.tokens, jnp.minimum(slots, total - 1), axis=1)
+        right = accepted(tokens, drafts, follows & (slots < num_filled))
+        last = jnp.where(params.verified, right.sum(axis=-1), 0)
+        run = jnp.where(params.verified, last + 1, run)
+        whole = run == num_filled[:, 0]
+        new = draft_rule(entropies, is_mask & whole[:, None], params.draft_budget)
+        chosen = jnp.where(params.verified[:, None], right | new, chosen)
+    rows = jnp.arange(order.shape[0])
+    following = jax.tree.map(lambda x: x[rows, last], guesses)
+    return jnp.where(chosen, slots, total), guesses, run, following
+
+
+def _streams(state: DecodeState, params: RowParams, slots: Array) -> tuple[Array, Array]:
+    """What names the random stream of each of ``slots [B, N]``: any stable name serves.
+
+    For an anchored row it is the place in the completion alone. A draft is then drawn with the
+    numbers that choose between it and all other tokens when it is verified.
+    """
+    forwards = jnp.broadcast_to(state.num_forwards[:, None], slots.shape)
+    anchored, index = params.anchored[:, None], first_index(state)[:, None] + slots
+    return jnp.where(anchored, 0, slots), jnp.where(anchored, index + 1, forwards)
 
 
 def _masked_logits(model: Transformer, hidden: Array) -> Array:

@@ -115,13 +115,13 @@ def open_rows(
         num_output=zeros, done=params.max_tokens <= 0, num_forwards=zeros,
         num_token_instances=zeros,
     )  # fmt: skip
-    return _where(new, set_window(blank, params.window), state)
+    return _where(new, set_window(blank, params), state)
 
 
 @partial(jax.jit, donate_argnames="state")
 def change_windows(state: DecodeState, params: RowParams) -> DecodeState:
     """Gives the rows that are decoding the windows of ``params``."""
-    return _where(~state.done, set_window(state, params.window), state)
+    return _where(~state.done, set_window(state, params), state)
 
 
 @partial(jax.jit, donate_argnames="state")

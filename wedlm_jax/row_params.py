@@ -30,12 +30,16 @@ class OptionSizes:
     """Which options the rows of a batch may use, and how much of each: static.
 
     Attributes:
+      verified: whether rows may have that mode.
+      autoregressive: whether rows may have a window of 0 beside those that the engine has.
       min_tokens, penalties: whether they may.
       num_biases: tokens with a bias a row, at most.
       num_bad_words, longest_bad_word: bad words a row, and tokens of each, at most.
       num_logprobs: alternatives beside each token's log-probability; None for neither.
     """
 
+    verified: bool = False
+    autoregressive: bool = False
     min_tokens: bool = False
     penalties: bool = False
     num_biases: int = 0
@@ -48,6 +52,8 @@ class OptionSizes:
         """Sizes for any of these."""
         asked = [p.logprobs for p in params if p.logprobs is not None]
         return OptionSizes(
+            verified=any(p.mode == "verified" for p in params),
+            autoregressive=any(p.mode == "ar" for p in params),
             min_tokens=any(p.min_tokens for p in params),
             penalties=any(p.has_penalty for p in params),
             num_biases=_bucket_or_zero(max(len(p.logit_bias) for p in params), 8),
@@ -133,6 +139,9 @@ def idle_params(sizes: BatchSizes, window: int) -> dict[str, np.ndarray]:
         "stop_ids": token_ids(sizes.num_stops),
     }
     options = sizes.options
+    if options.verified:
+        params["verified"] = column(False, bool)
+        params["draft_budget"] = column(0, np.float32)
     if options.min_tokens:
         params["min_tokens"] = column(0, np.int32)
     if options.num_biases:
@@ -160,7 +169,10 @@ def set_row(
 ) -> None:
     """Gives a row its parameters; the arrays are large enough for them."""
     threshold = params.entropy_threshold
-    host["window"][row] = window
+    host["window"][row] = 0 if params.mode == "ar" else window
+    if "verified" in host:
+        host["verified"][row] = params.mode == "verified"
+        host["draft_budget"][row] = params.draft_budget
     host["temperature"][row] = params.temperature
     host["top_p"][row] = params.top_p
     host["top_k"][row] = min(params.top_k, vocab)

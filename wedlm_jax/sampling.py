@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,12 +20,17 @@ NO_TOKEN = -1
 MOST_LOGPROBS = 20
 """Alternatives a token, at most."""
 
+MODES = ("paper", "verified", "ar")
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """How one prompt is decoded. docs/sampling.md says what each means under parallel filling.
 
     Attributes:
+      mode: "paper" commits what masks were filled with; "verified" only what autoregressive
+        decoding would have committed, see `wedlm_jax.verification`; "ar" decodes
+        autoregressively. With a window of 0 all rows do.
       temperature: 0 takes the most likely token; above, the logits are divided by it.
       top_p: keep the smallest set of tokens whose probabilities reach this; 1 keeps all.
       top_k: keep this many most likely tokens; 0 keeps all. Applied before ``top_p``.
@@ -36,6 +42,9 @@ class SamplingParams:
       entropy_threshold: τ in nats. Every mask whose adjusted entropy lies below is filled;
         None fills one mask per forward.
       position_penalty: λ, added to the entropy per slot of distance from the first mask.
+      draft_budget: in mode "verified", nats that the entropies of a window's drafts may add
+        up to; more are drafted and more rejected the larger it is. Changes the speed, never the
+        tokens.
       seed: of the row's random stream; the same seed gives the same row in any batch.
       n: completions of the prompt, each from a seed of its own.
       min_tokens: completion tokens before which no stop token is filled and no stop string
@@ -50,6 +59,7 @@ class SamplingParams:
         committed token.
     """
 
+    mode: str = "paper"
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -59,6 +69,7 @@ class SamplingParams:
     ignore_eos: bool = False
     entropy_threshold: float | None = 0.4
     position_penalty: float = 0.02
+    draft_budget: float = 2.0
     seed: int = 0
     n: int = 1
     min_tokens: int = 0
@@ -76,6 +87,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
         object.__setattr__(self, "bad_words", _as_words(self.bad_words))
+        self._check_mode()
         self._check_numbers()
         self._check_counts()
         if not all(isinstance(s, str) and s for s in self.stop):
@@ -93,6 +105,15 @@ class SamplingParams:
             bounds = f"of at least {low:g}" if high == float("inf") else f"from {low:g} to {high:g}"
             raise InputError(f"{name}: expected {what} {bounds}, not {value!r}")
 
+    def _check_mode(self) -> None:
+        if self.mode not in MODES:
+            raise InputError(f"mode: expected one of {', '.join(MODES)}, not {self.mode!r}")
+        if self.mode == "verified":
+            # Both look at a whole window, where drafts stand that may yet be rejected.
+            for name, given in (("penalties", self.has_penalty), ("bad_words", self.bad_words)):
+                if given:
+                    raise InputError(f"{name}: not in mode 'verified'; mode 'ar' has them")
+
     def _check_numbers(self) -> None:
         number = self._number
         number("temperature", 0, 1e6)
@@ -100,6 +121,7 @@ class SamplingParams:
         number("top_k", 0, float("inf"), integer=True)
         number("max_tokens", 1, float("inf"), integer=True)
         number("position_penalty", 0, 1e6)
+        number("draft_budget", 0, 1e6)
         number("seed", 0, 2**32 - 1, integer=True)
         if self.entropy_threshold is not None:
             number("entropy_threshold", 0, 1e6)
@@ -175,7 +197,8 @@ class RowParams:
     What stands behind it is None where no row of the batch has the option, and then the
     compiled program knows nothing of it. ``bias_ids`` and ``bias`` are ``[B, N]``,
     ``bad_words`` is ``[B, N, L]``; ``prompt [B, S]`` is there where penalties are. All are
-    filled up with `NO_TOKEN`.
+    filled up with `NO_TOKEN`. ``verified`` is bool ``[B]``, ``draft_budget``
+    stands beside it.
     """
 
     window: Array
@@ -187,6 +210,8 @@ class RowParams:
     position_penalty: Array
     seed: Array
     stop_ids: Array
+    verified: Array | None = None
+    draft_budget: Array | None = None
     min_tokens: Array | None = None
     bias_ids: Array | None = None
     bias: Array | None = None
@@ -195,6 +220,12 @@ class RowParams:
     presence_penalty: Array | None = None
     frequency_penalty: Array | None = None
     prompt: Array | None = None
+
+    @property
+    def anchored(self) -> Array:
+        """bool ``[B]``: rows whose every token is the autoregressive one, chosen behind all tokens
+        before it. Their window begins with the last token of the text."""
+        return (self.window == 0) if self.verified is None else (self.window == 0) | self.verified
 
 
 def entropy(logits: Array) -> Array:
@@ -236,20 +267,26 @@ def choose_tokens(logits: Array, slots: Array, forwards: Array, params: RowParam
 
     Args:
       logits: float32 ``[B, W, V]``.
-      slots: int32 ``[B, W]``, logical positions; with ``forwards [B]`` and the row's seed
-        they name the random stream, so a row draws the same numbers in any batch.
+      slots, forwards: int32 ``[B, W]``; with the row's seed they name the random stream of
+        each, so a row draws the same numbers in any batch.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def sample() -> Array:
-        def one(row_logits: Array, row_slots: Array, forward: Array, i: Array) -> Array:
-            key = jax.random.fold_in(jax.random.key(params.seed[i]), forward)
-            scaled = row_logits / jnp.maximum(params.temperature[i], 1e-6)
-            kept = truncate(scaled, params.top_k[i], params.top_p[i])
-            keys = jax.vmap(lambda slot: jax.random.fold_in(key, slot))(row_slots)
+        def draw(kept: Array, row_slots: Array, row_forwards: Array, seed: Array) -> Array:
+            by_forward = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(row_forwards)
+            keys = jax.vmap(jax.random.fold_in)(by_forward, row_slots)
             return jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
 
-        drawn = jax.vmap(one)(logits, slots, forwards, jnp.arange(logits.shape[0]))
+        kept = logits / jnp.maximum(params.temperature, 1e-6)[:, None, None]
+        # Sorting the vocabulary costs more than all else here: only where a row asks for it.
+        kept = jax.lax.cond(
+            ((params.top_k > 0) | (params.top_p < 1)).any(),
+            lambda kept: jax.vmap(truncate)(kept, params.top_k, params.top_p),
+            lambda kept: kept,
+            kept,
+        )
+        drawn = jax.vmap(draw)(kept, slots, forwards, params.seed)
         return jnp.where(params.temperature[:, None] > 0, drawn, greedy)
 
     return jax.lax.cond((params.temperature > 0).any(), sample, lambda: greedy)

@@ -74,7 +74,7 @@ def run_at_full_width(tiny_model: Transformer, streaming_engine: Engine) -> RunB
     def finish(batch: list[Row]) -> list[RowResult]:
         running = start(streaming_engine, batch)
         with pytest.MonkeyPatch.context() as patch:  # read while tracing, in the first call
-            patch.setattr(decoding, "forward_shapes", lambda windows: (Shape(8, 4),))
+            patch.setattr(decoding, "forward_shapes", lambda windows, **_: (Shape(8, 4),))
             running._state = compiled(parameters, running._state, running._params)
         return running.results()
 

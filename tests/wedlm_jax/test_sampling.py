@@ -164,7 +164,8 @@ def test_tokens_equal_the_reference(seed: int, data: st.DataObject) -> None:
     ]
     slots = np.tile(np.arange(window) * 2, (batch, 1))
     forwards = np.array([1, 5, 900])
-    ours = choose(jnp.array(logits), jnp.array(slots), jnp.array(forwards), row_params(rows))
+    streams = jnp.array(slots), jnp.broadcast_to(jnp.array(forwards)[:, None], slots.shape)
+    ours = choose(jnp.array(logits), *streams, row_params(rows))
     for i, row in enumerate(rows):
         for j in range(window):
             token, margin = reference.choose_token(
@@ -178,7 +179,7 @@ def draws(rows: list[SamplingParams], forward: int = 1, slots: int = 4) -> np.nd
     """int ``[B, slots]`` from the same logits everywhere."""
     logits = jnp.broadcast_to(jnp.linspace(0, 1, VOCAB), (len(rows), slots, VOCAB))
     places = jnp.broadcast_to(jnp.arange(slots), (len(rows), slots))
-    return np.asarray(choose(logits, places, jnp.full(len(rows), forward), row_params(rows)))
+    return np.asarray(choose(logits, places, jnp.full_like(places, forward), row_params(rows)))
 
 
 def test_frequencies_are_those_of_the_softmax_at_the_temperature() -> None:

@@ -1,0 +1,241 @@
+"""Verified decoding gives the tokens of autoregressive decoding, whatever the masks draft."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from infer.evaluate import chat_prompt
+from infer.heldout import read_questions
+from tests.decode_examples import TINY, Row, rows, run
+from tests.reference.sampling import softmax, truncate
+from wedlm_jax import decoding
+from wedlm_jax.engine import Engine
+from wedlm_jax.errors import InputError
+from wedlm_jax.llm import EMBEDDED_MODEL, LLM
+from wedlm_jax.masks import CausalMask
+from wedlm_jax.model import Transformer
+from wedlm_jax.row_result import RowResult
+from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.scheduler import Scheduler
+from wedlm_jax.verification import accepted, draft_rule, rejected
+
+BUDGETS = (0.0, 1.0, 3.0, 1e6)
+
+
+def test_drafts_are_accepted_up_to_the_first_wrong_one() -> None:
+    chosen = jnp.array([[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8]])
+    drafts = jnp.array([[5, 6, 7, 0], [5, 0, 7, 0], [0, 6, 7, 0]])
+    is_draft = jnp.arange(4) < 3
+    right = accepted(chosen, drafts, jnp.broadcast_to(is_draft, (3, 4)))
+    assert right.sum(axis=1).tolist() == [3, 1, 0]
+    filled = jnp.array([[True, True, True, True, False]] * 3)
+    gone = rejected(filled, 1 + right.sum(axis=1), jnp.array([True, True, False]))
+    assert gone.astype(int).tolist() == [[0, 0, 0, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 0]]
+
+
+def test_masks_draft_until_the_budget_is_spent_but_never_the_first() -> None:
+    entropies = jnp.array([[9.0, 5.0, 0.3, 0.3, 0.3, 0.1]] * 3)
+    is_mask = jnp.array([[False, True, True, True, True, True]] * 3)
+    drafts = draft_rule(entropies, is_mask, jnp.array([0.0, 0.7, 100.0]))
+    assert drafts.astype(int).tolist() == [
+        [0, 0, 0, 0, 0, 0],
+        [0, 0, 1, 1, 0, 0],
+        [0, 0, 1, 1, 1, 1],
+    ]
+
+
+def in_mode(row: Row, mode: str, **changes: object) -> Row:
+    params = dataclasses.replace(row.params, mode=mode, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(row, params=params)
+
+
+@st.composite
+def mixed_rows(draw: st.DrawFn) -> list[Row]:
+    """Four rows: two verified, one of each of the other modes, in any order."""
+    modes = draw(st.permutations(["verified", "verified", "ar", "paper"]))
+    return [
+        in_mode(draw(rows()), mode, draft_budget=draw(st.sampled_from(BUDGETS))) for mode in modes
+    ]
+
+
+def same(ours: RowResult, theirs: RowResult) -> bool:
+    return (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)
+
+
+@given(batch=mixed_rows())
+def test_a_verified_row_has_the_tokens_of_an_autoregressive_one(
+    streaming_engine: Engine, batch: list[Row]
+) -> None:
+    expected = run(streaming_engine, [in_mode(row, "ar") for row in batch])
+    for row, ours, theirs in zip(batch, run(streaming_engine, batch), expected, strict=True):
+        if row.params.mode != "paper":
+            assert same(ours, theirs)
+        if row.params.mode == "verified":
+            assert ours.num_forwards <= theirs.num_forwards, "each adds one token at least"
+
+
+@given(batch=mixed_rows())
+def test_a_paper_row_beside_verified_ones_is_as_alone(
+    streaming_engine: Engine, batch: list[Row]
+) -> None:
+    results = run(streaming_engine, batch)
+    for row, result in zip(batch, results, strict=True):
+        if row.params.mode == "paper":
+            assert run(streaming_engine, [row]) == [result]
+
+
+@given(requests=st.lists(mixed_rows(), min_size=1, max_size=3), slots=st.sampled_from([1, 2, 4]))
+def test_rows_that_come_and_go_have_the_tokens_of_autoregressive_ones(
+    streaming_engine: Engine, requests: list[list[Row]], slots: int
+) -> None:
+    every = [row for some in requests for row in some]
+    scheduler = Scheduler(streaming_engine, [(r.prompt, r.params) for r in every], rows=slots)
+    results = dict(item for some in scheduler.run() for item in some)
+    expected = [
+        r for some in requests for r in run(streaming_engine, [in_mode(x, "ar") for x in some])
+    ]
+    for number, (row, theirs) in enumerate(zip(every, expected, strict=True)):
+        assert row.params.mode == "paper" or same(results[number], theirs)
+
+
+@given(batch=mixed_rows(), changes=st.lists(st.sampled_from([0, 1, 2, 4]), min_size=1, max_size=6))
+def test_the_window_may_change_at_any_time(
+    tiny_model: Transformer, streaming_engine: Engine, batch: list[Row], changes: list[int]
+) -> None:
+    verified = [in_mode(row, "verified") for row in batch]
+    expected = run(streaming_engine, [in_mode(row, "ar") for row in batch])
+    running = streaming_engine.start([r.prompt for r in verified], [r.params for r in verified])
+    for window in changes:
+        running.set_windows(window)
+        running.advance(2)
+    assert running.advance()
+    assert all(map(same, running.results(), expected))
+
+
+# --- with drafts that are mostly right ---------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    llm, regimes = LLM(window_size=0), read_questions(EMBEDDED_MODEL / "heldout.jsonl")
+    return [chat_prompt(llm, question) for some in regimes.values() for question in some[:5]]
+
+
+@pytest.fixture(scope="module")
+def autoregressive(prompts: list[list[int]]) -> dict[float, list[list[int]]]:
+    llm = LLM(window_size=0, max_batch_size=16)
+    return {
+        t: [
+            r.token_ids for r in llm.generate(prompts, SamplingParams(temperature=t, max_tokens=64))
+        ]
+        for t in (0.0, 0.8)
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [1, 2, 4, 8, 16, 32])
+def test_the_trained_model_says_the_same_in_fewer_forwards(
+    window: int, prompts: list[list[int]], autoregressive: dict[float, list[list[int]]]
+) -> None:
+    llm = LLM(window_size=window)
+    for temperature, expected in autoregressive.items():
+        token_ids, forwards = completions(llm, prompts, temperature, "verified")
+        assert token_ids == expected
+        if window > 2 and temperature == 0:
+            assert sum(map(len, token_ids)) > 1.5 * forwards
+
+
+# --- the distribution -----------------------------------------------------------------------
+
+SMALL = dataclasses.replace(TINY, vocab_size=7, mask_token_id=6, eos_token_ids=())
+SAMPLES, AT_ONCE = 200_000, 4096
+
+
+def sequences(params: SamplingParams, length: int) -> np.ndarray:
+    """The completions of many seeds: int ``[SAMPLES, length]``."""
+    engine = Engine(Transformer(SMALL, rngs=nnx.Rngs(3)), window_size=3)
+    found = []
+    for first in range(0, SAMPLES, AT_ONCE):
+        each = [
+            dataclasses.replace(params, seed=seed, max_tokens=length)
+            for seed in range(first, first + AT_ONCE)
+        ]
+        batch = engine.start([[1, 2]] * AT_ONCE, each)
+        assert batch.advance()
+        found += [result.token_ids for result in batch.results()]
+    return np.array(found[:SAMPLES])
+
+
+def p_value(found: np.ndarray, params: SamplingParams) -> float:
+    """Of Pearson's test against the product of the model's own next-token distributions."""
+    length = found.shape[1]
+    every = np.array(list(itertools.product(range(6), repeat=length)))
+    model = Transformer(SMALL, rngs=nnx.Rngs(3))
+    tokens = np.concatenate([np.full((len(every), 2), [1, 2]), every], axis=1)
+    positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+    hidden, _ = model(jnp.array(tokens), jnp.array(positions), CausalMask())
+    logits = np.array(model.logits(hidden))[:, 1:-1]
+    logits[..., 6] = -np.inf
+    next_token = np.array([
+        [softmax(truncate(row / params.temperature, 0, params.top_p)[0]) for row in sequence]
+        for sequence in logits
+    ])  # fmt: skip
+    chosen = np.take_along_axis(next_token, every[..., None], axis=2)[..., 0]
+    expected = chosen.prod(axis=1) * len(found)
+    counts = np.bincount(found @ 6 ** np.arange(length)[::-1], minlength=len(every))
+    assert counts[expected == 0].sum() == 0, "what is left out never comes"
+    # Cells too small for the approximation are counted together.
+    rare = expected < 10
+    counts = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    keep = expected > 0
+    return float(stats.chisquare(counts[keep], expected[keep]).pvalue)
+
+
+CASES = [(3, 0.5, 1.0), (4, 1.0, 1.0), (3, 1.0, 0.8), (4, 0.5, 0.8)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("length", "temperature", "top_p"), CASES)
+def test_samples_are_distributed_as_autoregressive_ones(
+    length: int, temperature: float, top_p: float
+) -> None:
+    params = SamplingParams(
+        mode="verified", temperature=temperature, top_p=top_p, draft_budget=100.0
+    )
+    assert p_value(sequences(params, length), params) > 1e-3
+
+
+@pytest.mark.slow
+def test_a_rule_that_accepts_too_much_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a draft were right where it is one of the two likeliest tokens."""
+    monkeypatch.setattr(
+        decoding, "accepted", lambda tokens, drafts, is_draft: jnp.cumprod(
+            is_draft & (jnp.abs(tokens - drafts) <= 1), axis=-1
+        ).astype(bool),
+    )  # fmt: skip
+    params = SamplingParams(mode="verified", temperature=1.0, draft_budget=100.0)
+    assert p_value(sequences(params, 3), params) < 1e-12
+
+
+# --- refused ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", [{"presence_penalty": 1.0}, {"bad_words": [[3]]}])
+def test_options_that_look_at_a_whole_window_are_refused(option: dict[str, object]) -> None:
+    with pytest.raises(InputError, match="not in mode 'verified'"):
+        SamplingParams(mode="verified", **option)  # type: ignore[arg-type]
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(InputError, match="mode: expected one of paper, verified, ar"):
+        SamplingParams(mode="fast")
