@@ -81,6 +81,8 @@ def main(arguments: list[str]) -> int:
         help=f"prompts in all [{PROMPTS_A_ROW} a row, at least 24]")  # fmt: skip
     add("--window-size", nargs="+", default=[str(w) for w in WINDOWS], metavar="W",
         help="windows to compare, 0 is AR [0 4 8 16 32 auto]")  # fmt: skip
+    add("--mode", nargs="+", choices=("paper", "verified"), default=["paper", "verified"],
+        help="of the windows, one or more [paper verified]")  # fmt: skip
     add("--fixed-window", type=int, default=16, metavar="W",
         help="window of the comparison with fixed batches [16]")  # fmt: skip
     add("--passes", type=int, default=3, metavar="N", help="timed passes [3]")
@@ -143,8 +145,14 @@ def _compare(
     yield measure(prefixes, rows, count, options.passes)
     by_window: dict[str, Run] = {}
     for window in windows:
-        name = "AR" if window == 0 else f"W = {window}"
-        by_window[name] = partial(_continuous, llm(window), work)
+        model = llm(window)
+        if window == 0:
+            by_window["AR"] = partial(_continuous, model, work)
+            continue
+        for mode in options.mode:
+            name = f"W = {window}" if mode == "paper" else f"W = {window}, {mode}"
+            of_mode = [(prompt, dataclasses.replace(p, mode=mode)) for prompt, p in work]
+            by_window[name] = partial(_continuous, model, of_mode)
     yield measure(by_window, rows, count, options.passes)
 
 

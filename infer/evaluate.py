@@ -68,7 +68,7 @@ def evaluate(
             compiling = decoder.llm.engine.compile_seconds - compiled
             times[number] = time.perf_counter() - started - compiling
     return [
-        _score(decoder.name, questions, completions, statistics.median(times))
+        _score(decoder.name, questions, completions, answers[0], statistics.median(times))
         for decoder, completions, times in zip(decoders, answers, seconds, strict=True)
     ]
 
@@ -84,16 +84,23 @@ def _complete(decoder: Decoder, questions: Iterable[Question]) -> list[Completio
 
 
 def _score(
-    name: str, questions: Sequence[Question], completions: Sequence[Completion], seconds: float
+    name: str,
+    questions: Sequence[Question],
+    completions: Sequence[Completion],
+    first: Sequence[Completion],
+    seconds: float,
 ) -> Score:
+    """The score of completions, ``first`` being those of the first decoder."""
     pairs = zip(questions, completions, strict=True)
     verdicts = [question.is_right(completion.text or "") for question, completion in pairs]
     known = [verdict for verdict in verdicts if verdict is not None]
+    alike = sum(a.token_ids == b.token_ids for a, b in zip(completions, first, strict=True))
     return Score(
         name,
         questions[0].regime,
         len(questions),
         sum(known) / len(known) if known else None,
+        alike / len(questions),
         sum(len(c.token_ids) for c in completions),
         sum(c.num_forwards for c in completions),
         sum(c.num_token_instances for c in completions),
@@ -104,8 +111,8 @@ def _score(
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="wedlm evaluate",
-        description="Accuracy and speed of AR, block-wise and streaming decoding from the same\n"
-        "weights, on questions held out from the embedded model's training, or your own.",
+        description="Accuracy and speed of AR, block-wise, streaming and verified decoding from the\n"
+        "same weights, on questions held out from the embedded model's training, or your own.",
         epilog="example:\n  wedlm evaluate --samples 100 --entropy-threshold 0.4 "
         "--output scores.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -149,7 +156,7 @@ def decoders_at(
     batch_size: int = 1,
     blockwise: bool = True,
 ) -> list[Decoder]:
-    """AR decoding, and block-wise and streaming decoding at each threshold."""
+    """AR decoding, block-wise and streaming decoding at each threshold, and verified decoding."""
     from wedlm_jax.llm import LLM
     from wedlm_jax.sampling import SamplingParams
 
@@ -160,7 +167,8 @@ def decoders_at(
         llm = LLM(model, window_size=window_size, max_batch_size=batch_size, refill=refill)
         name = "WeDLM" if refill == "streaming" else "block-wise"
         decoders += [Decoder(f"{name} τ={p.entropy_threshold:g}", llm, p) for p in at]
-    return decoders
+    verified = dataclasses.replace(base, mode="verified")
+    return [*decoders, Decoder("verified", decoders[-1].llm, verified)]
 
 
 def _evaluate_all(options: argparse.Namespace, regimes: list[list[Question]]) -> list[Score]:

@@ -117,13 +117,18 @@ def _add_model(group: Any) -> None:
 
 def _add_decoding(group: Any) -> None:
     add = group.add_argument
+    add("--mode", choices=("paper", "verified", "ar"),
+        help="paper commits what masks were filled with; verified commits only what ar would, in "
+        "fewer forwards; ar decodes autoregressively [paper]")  # fmt: skip
     add("--window-size", type=_window, metavar="N|auto",
         help="W, masked slots decoded in parallel; 0 decodes autoregressively; auto chooses "
-        "while decoding, for speed: results may then differ from run to run [16]")  # fmt: skip
+        "while decoding, for speed: in mode paper results may then differ from run to run [16]")  # fmt: skip
     add("--entropy-threshold", type=_threshold, metavar="X|none",
         help="τ in nats: masks below it are filled; none fills one a forward [0.4]")  # fmt: skip
     add("--position-penalty", type=float, metavar="X",
         help="λ, added to the entropy per slot from the first mask [0.02]")  # fmt: skip
+    add("--draft-budget", type=float, metavar="X",
+        help="verified: nats of entropy that a window's drafts may add up to [2.0]")  # fmt: skip
     add("--max-tokens", type=int, metavar="N", help="completion tokens at most [256]")
     add("--min-tokens", type=int, metavar="N",
         help="completion tokens before which nothing stops [0]")  # fmt: skip
@@ -270,7 +275,7 @@ def _warm_up(llm: LLM, options: dict[str, Any]) -> None:
     console = Console(stderr=True, highlight=False)
     with console.status("compiling ...") as status:
         llm.warm_up(
-            **({"max_tokens": options["max_tokens"]} if "max_tokens" in options else {}),
+            sampling_params(options),
             on_step=lambda done, of: status.update(f"compiling, {done} of {of} programs"),
         )
     console.print(f"compiled {llm.engine.num_programs} programs", markup=False)
@@ -280,6 +285,6 @@ def _as_option(message: str) -> str:
     name, colon, rest = message.partition(":")
     known = ("window_size", "batch_size", "max_model_len", "temperature", "top_p", "top_k",
              "max_tokens", "min_tokens", "stop", "bad_words", "entropy_threshold",
-             "position_penalty", "repetition_penalty", "presence_penalty", "frequency_penalty",
+             "position_penalty", "draft_budget", "repetition_penalty", "presence_penalty", "frequency_penalty",
              "seed")  # fmt: skip
     return f"--{name.replace('_', '-')}{colon}{rest}" if name in known else message

@@ -17,6 +17,7 @@ class Score:
       decoder, regime: names.
       questions: how many.
       accuracy: share answered right; None where there is no right answer.
+      as_first: share whose tokens are exactly those of the first decoder, AR.
       tokens, forwards, instances: totals over completions: tokens committed, decode
         forwards, active window slots.
       seconds: median wall-clock of the timed passes over all prompts, prefill included,
@@ -27,6 +28,7 @@ class Score:
     regime: str
     questions: int
     accuracy: float | None
+    as_first: float
     tokens: int
     forwards: int
     instances: int
@@ -57,7 +59,14 @@ def score_table(scores: Sequence[Score]) -> Table:
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("regime", no_wrap=True)
     table.add_column("decoder", no_wrap=True)
-    for name in ("accuracy", "tokens/\nforward", "p_cache", "tokens/\nsecond", "speed-\nup"):
+    for name in (
+        "accuracy",
+        "as AR",
+        "tokens/\nforward",
+        "p_cache",
+        "tokens/\nsecond",
+        "speed-\nup",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     reference = scores[0]
     for score in scores:
@@ -70,6 +79,7 @@ def score_table(scores: Sequence[Score]) -> Table:
             score.regime.replace("_", " ") if first else "",
             score.decoder,
             "-" if score.accuracy is None else f"{score.accuracy:.1%}",
+            f"{score.as_first:.0%}" if score.as_first in (0, 1) else f"{score.as_first:.1%}",
             f"{score.tokens_per_forward:.2f}",
             f"{score.p_cache:.2f}",
             f"{score.tokens_per_second:,.0f}",

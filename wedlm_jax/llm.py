@@ -134,24 +134,28 @@ class LLM:
         )
 
     def warm_up(
-        self, max_tokens: int = 256, on_step: Callable[[int, int], None] | None = None
+        self,
+        params: SamplingParams | None = None,
+        on_step: Callable[[int, int], None] | None = None,
     ) -> None:
         """Compiles all that prompts can need which fit, with completions of at most
-        ``max_tokens``, into ``max_model_len``. From then on rows have that size.
+        ``params.max_tokens``, into ``max_model_len``. From then on rows have that size.
 
         Args:
+          params: what rows ask for; other options than these are compiled when a row has them.
           on_step: told after each step how many are done, of how many.
 
         Raises:
           InputError: rows of that size do not fit into the device's memory.
         """
-        length = self.engine.max_model_len - max_tokens
+        params = params or SamplingParams()
+        length = self.engine.max_model_len - params.max_tokens
         if length < 1:
             raise InputError(
-                f"max_tokens {max_tokens} leaves no room for a prompt in max_model_len "
+                f"max_tokens {params.max_tokens} leaves no room for a prompt in max_model_len "
                 f"{self.engine.max_model_len}"
             )
-        row = ([0] * length, SamplingParams(max_tokens=max_tokens))
+        row = ([0] * length, self._with_bad_words_as_ids(params))
         self._sizes = BatchSizes.for_rows(self.engine, [row], count=self.max_batch_size)
         warm_up(self.engine, self._sizes, on_step)
 

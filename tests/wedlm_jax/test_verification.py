@@ -132,13 +132,17 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def autoregressive(prompts: list[list[int]]) -> dict[float, list[list[int]]]:
-    llm = LLM(window_size=0, max_batch_size=16)
-    return {
-        t: [
-            r.token_ids for r in llm.generate(prompts, SamplingParams(temperature=t, max_tokens=64))
-        ]
-        for t in (0.0, 0.8)
-    }
+    llm = LLM(window_size=0)
+    return {t: completions(llm, prompts, t, "ar")[0] for t in (0.0, 0.8)}
+
+
+def completions(
+    llm: LLM, prompts: list[list[int]], temperature: float, mode: str
+) -> tuple[list[list[int]], int]:
+    """Token ids, and the forwards of all together."""
+    params = SamplingParams(mode=mode, temperature=temperature, max_tokens=48)
+    results = llm.generate(prompts, params)
+    return [r.token_ids for r in results], sum(r.num_forwards for r in results)
 
 
 @pytest.mark.slow
