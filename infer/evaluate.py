@@ -111,8 +111,8 @@ def _score(
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="wedlm evaluate",
-        description="Accuracy and speed of AR, block-wise, streaming and verified decoding from the\n"
-        "same weights, on questions held out from the embedded model's training, or your own.",
+        description="Accuracy and speed of AR, block-wise, streaming and verified decoding from\n"
+        "the same weights, on questions held out from the embedded model's training, or your own.",
         epilog="example:\n  wedlm evaluate --samples 100 --entropy-threshold 0.4 "
         "--output scores.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,

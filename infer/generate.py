@@ -122,7 +122,8 @@ def _add_decoding(group: Any) -> None:
         "fewer forwards; ar decodes autoregressively [paper]")  # fmt: skip
     add("--window-size", type=_window, metavar="N|auto",
         help="W, masked slots decoded in parallel; 0 decodes autoregressively; auto chooses "
-        "while decoding, for speed: in mode paper results may then differ from run to run [16]")  # fmt: skip
+        "while decoding, for speed: in mode paper results may then differ from run to run "
+        "[16]")  # fmt: skip
     add("--entropy-threshold", type=_threshold, metavar="X|none",
         help="τ in nats: masks below it are filled; none fills one a forward [0.4]")  # fmt: skip
     add("--position-penalty", type=float, metavar="X",
@@ -285,6 +286,6 @@ def _as_option(message: str) -> str:
     name, colon, rest = message.partition(":")
     known = ("window_size", "batch_size", "max_model_len", "temperature", "top_p", "top_k",
              "max_tokens", "min_tokens", "stop", "bad_words", "entropy_threshold",
-             "position_penalty", "draft_budget", "repetition_penalty", "presence_penalty", "frequency_penalty",
-             "seed")  # fmt: skip
+             "position_penalty", "draft_budget", "repetition_penalty", "presence_penalty",
+             "frequency_penalty", "seed")  # fmt: skip
     return f"--{name.replace('_', '-')}{colon}{rest}" if name in known else message
