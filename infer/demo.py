@@ -143,7 +143,7 @@ def _measure(console: Console, decoders: list[Decoder], regimes: list[list[Quest
     compiling = sum(engine.compile_seconds for engine in engines.values())
     console.print(
         f"{len(regimes[0])} held-out questions a regime, one at a time; the same weights and "
-        f"engine, AR being W = 0.\nVerified commits exactly what AR would. "
-        f"Wall-clock with prefill, without compilation ({compiling:.0f} s in all). Accuracy: low entropy by the whole text, reasoning by "
-        "the final answer."
+        f"engine, AR being W = 0.\nVerified commits exactly what AR would. Wall-clock with "
+        f"prefill, without compilation ({compiling:.0f} s in all).\nAccuracy: low entropy by the "
+        "whole text, reasoning by the final answer."
     )

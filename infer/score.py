@@ -59,14 +59,8 @@ def score_table(scores: Sequence[Score]) -> Table:
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("regime", no_wrap=True)
     table.add_column("decoder", no_wrap=True)
-    for name in (
-        "accuracy",
-        "as AR",
-        "tokens/\nforward",
-        "p_cache",
-        "tokens/\nsecond",
-        "speed-\nup",
-    ):
+    names = "accuracy", "as AR", "tokens/\nforward", "p_cache", "tokens/\nsecond", "speed-\nup"
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     reference = scores[0]
     for score in scores:

@@ -35,7 +35,7 @@ def questions_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_scores_are_sums_over_completions(checkpoint: Path) -> None:
     decoders = decoders_at(str(checkpoint), [0.4], batch_size=2)
-    assert [d.name for d in decoders] == ["AR", "block-wise τ=0.4", "WeDLM τ=0.4"]
+    assert [d.name for d in decoders] == ["AR", "block-wise τ=0.4", "WeDLM τ=0.4", "verified"]
     question = Question("low_entropy", "k", PROMPTS[0], "", "text")
     prompt = infer.evaluate.chat_prompt(decoders[2].llm, question)
     answer = decoders[2].llm.generate([prompt], decoders[2].params)[0]
@@ -57,6 +57,8 @@ def test_scores_are_sums_over_completions(checkpoint: Path) -> None:
     )
     assert wedlm.tokens_per_forward == len(answer.token_ids) / answer.num_forwards
     assert scores[0].tokens == scores[0].forwards == scores[0].instances
+    assert scores[0].as_first == scores[3].as_first == 1
+    assert scores[3].tokens == scores[0].tokens
     assert all(score.seconds > 0 for score in scores)
     # Once untimed, then by turns.
     assert told == [d.name for d in decoders] * 3
@@ -73,9 +75,9 @@ def test_the_command_writes_what_it_prints(
     assert [(s["regime"], s["decoder"]) for s in scores] == [
         (regime, decoder)
         for regime in ("low_entropy", "prose")
-        for decoder in ("AR", "block-wise τ=0.4", "WeDLM τ=0.4")
+        for decoder in ("AR", "block-wise τ=0.4", "WeDLM τ=0.4", "verified")
     ]
-    assert [s["accuracy"] for s in scores[3:]] == [None] * 3
+    assert [s["accuracy"] for s in scores[4:]] == [None] * 4
     assert all(s["questions"] == 2 and s["tokens"] <= 2 * MAX_TOKENS for s in scores)
     printed = capsys.readouterr().out
     assert all(f"{s['tokens_per_forward']:.2f}" in printed for s in scores)
