@@ -56,10 +56,10 @@ class Score:
 def score_table(scores: Sequence[Score]) -> Table:
     """A row per regime and decoder; the speed-up is against the regime's first decoder."""
     # Narrow enough for a terminal of 80 columns.
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("regime", no_wrap=True)
     table.add_column("decoder", no_wrap=True)
-    names = "accuracy", "as AR", "tokens/\nforward", "p_cache", "tokens/\nsecond", "speed-\nup"
+    names = "accu-\nracy", "as AR", "tokens/\nforward", "p_cache", "tokens/\nsecond", "speed-\nup"
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     reference = scores[0]
