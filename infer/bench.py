@@ -60,8 +60,11 @@ class Speed:
         return self.tokens / max(self.forwards, 1)
 
 
-Run = Callable[[], tuple[int, int]]
+Run = Callable[["LLM"], tuple[int, int]]
 """Decodes all prompts once; returns tokens and forwards, summed over the prompts."""
+
+Ways = dict[str, tuple["LLM", Run]]
+"""What is compared, by name."""
 
 
 def main(arguments: list[str]) -> int:
@@ -132,27 +135,27 @@ def _compare(
     count = options.prompts or max(PROMPTS_A_ROW * rows, 24)
     first = llm(options.fixed_window)
     work = mixed_lengths(first, count)
-    fixed: dict[str, Run] = {
-        f"fixed batches, W = {options.fixed_window}": partial(_fixed, first, work, rows),
-        f"continuous, W = {options.fixed_window}": partial(_continuous, first, work),
+    fixed: Ways = {
+        f"fixed batches, W = {options.fixed_window}": (first, partial(_fixed, work, rows)),
+        f"continuous, W = {options.fixed_window}": (first, partial(_continuous, work)),
     }
     yield measure(fixed, rows, count, options.passes)
     shots = few_shot(first, count)
-    prefixes: dict[str, Run] = {
-        f"{SHOTS} shots, each computed": partial(_shared, first, shots, rows, False),
-        f"{SHOTS} shots, computed once": partial(_shared, first, shots, rows, True),
+    prefixes: Ways = {
+        f"{SHOTS} shots, each computed": (first, partial(_shared, shots, rows, False)),
+        f"{SHOTS} shots, computed once": (first, partial(_shared, shots, rows, True)),
     }
     yield measure(prefixes, rows, count, options.passes)
-    by_window: dict[str, Run] = {}
+    by_window: Ways = {}
     for window in windows:
         model = llm(window)
         if window == 0:
-            by_window["AR"] = partial(_continuous, model, work)
+            by_window["AR"] = model, partial(_continuous, work)
             continue
         for mode in options.mode:
             name = f"W = {window}" if mode == "paper" else f"W = {window}, {mode}"
             of_mode = [(prompt, dataclasses.replace(p, mode=mode)) for prompt, p in work]
-            by_window[name] = partial(_continuous, model, of_mode)
+            by_window[name] = model, partial(_continuous, of_mode)
     yield measure(by_window, rows, count, options.passes)
 
 
@@ -193,7 +196,7 @@ def few_shot(llm: LLM, count: int) -> list[Row]:
     return rows
 
 
-def _shared(llm: LLM, work: Sequence[Row], rows: int, reuse: bool) -> tuple[int, int]:
+def _shared(work: Sequence[Row], rows: int, reuse: bool, llm: LLM) -> tuple[int, int]:
     """Continuously, with beginnings taken over from other rows or not."""
     from wedlm_jax.scheduler import Scheduler
 
@@ -205,7 +208,7 @@ def _shared(llm: LLM, work: Sequence[Row], rows: int, reuse: bool) -> tuple[int,
     return tokens, forwards
 
 
-def _fixed(llm: LLM, work: Sequence[Row], rows: int) -> tuple[int, int]:
+def _fixed(work: Sequence[Row], rows: int, llm: LLM) -> tuple[int, int]:
     """As many prompts at a time as there are rows, in their order, each set to its end."""
     tokens = forwards = 0
     for start in range(0, len(work), rows):
@@ -218,7 +221,7 @@ def _fixed(llm: LLM, work: Sequence[Row], rows: int) -> tuple[int, int]:
     return tokens, forwards
 
 
-def _continuous(llm: LLM, work: Sequence[Row]) -> tuple[int, int]:
+def _continuous(work: Sequence[Row], llm: LLM) -> tuple[int, int]:
     tokens = forwards = 0
     for some in llm.run(work):
         for _, completion in some:
@@ -227,15 +230,16 @@ def _continuous(llm: LLM, work: Sequence[Row]) -> tuple[int, int]:
     return tokens, forwards
 
 
-def measure(ways: dict[str, Run], rows: int, prompts: int, passes: int) -> list[Speed]:
-    """Runs each way once, and then all of them by turns."""
-    made = {name: run() for name, run in ways.items()}
+def measure(ways: Ways, rows: int, prompts: int, passes: int) -> list[Speed]:
+    """Runs each way once, and then all of them by turns. Compiling counts for nothing."""
+    made = {name: run(llm) for name, (llm, run) in ways.items()}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(passes):
-        for name, run in ways.items():
-            started = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - started)
+        for name, (llm, run) in ways.items():
+            compiled, started = llm.engine.compile_seconds, time.perf_counter()
+            run(llm)
+            compiling = llm.engine.compile_seconds - compiled
+            seconds[name].append(time.perf_counter() - started - compiling)
     return [Speed(name, rows, prompts, *made[name], seconds[name]) for name in ways]
 
 

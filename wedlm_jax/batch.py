@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from wedlm_jax import programs
@@ -214,8 +213,8 @@ class Batch:
             )  # fmt: skip
         self._params = self._upload()
         self._state = self._engine.run(
-            programs.open_rows, self._state, self._params, jnp.asarray(new),
-            jnp.asarray(self._lengths, jnp.int32), jnp.asarray(last), model=False,
+            programs.open_rows, self._state, self._params, new, self._lengths.astype(np.int32),
+            last, model=False,
         )  # fmt: skip
         self._admitted = sorted({*self._admitted, *rows})
 
@@ -250,7 +249,7 @@ class Batch:
             tokens[entry, : len(piece)], starts[entry] = piece, start
             lengths[row] = self._lengths[row] = start + len(piece)
         arrays = (tokens, entries.places, starts, entries.valid, lengths)
-        pieces = programs.Pieces(*map(jnp.asarray, arrays))
+        pieces = programs.Pieces(*arrays)  # type: ignore[arg-type]
         self._state = self._engine.run(programs.prefill_pieces, self._state, pieces, live=live)
 
     def copy_prefix(
@@ -271,7 +270,7 @@ class Batch:
                 taken[rows[index]] = self._lengths[rows[index]] = lengths[index]
             arrays = (origins, entries.places, entries.valid, taken)
             self._state = self._engine.run(
-                programs.copy_prefixes, self._state, *map(jnp.asarray, arrays), model=False
+                programs.copy_prefixes, self._state, *arrays, model=False
             )
 
     @property
@@ -299,7 +298,9 @@ class Batch:
             yield entries
 
     def _upload(self) -> RowParams:
-        return RowParams(**{name: jnp.array(values) for name, values in self._host.items()})
+        # Copies: the device may read them where they lie, and later than this.
+        copies = {name: values.copy() for name, values in self._host.items()}
+        return RowParams(**jax.device_put(copies))
 
     # --- decoding -----------------------------------------------------------------------
 
@@ -331,8 +332,8 @@ class Batch:
         elif live is None:
             live = self._live(int(self._lengths.max(initial=0)) + LOOKAHEAD)
         self._state = engine.run(
-            programs.advance_state, self._state, self._params, jnp.int32(max_forwards),
-            jnp.int32(until_done), windows=self._windows, refill=engine.refill, live=live,
+            programs.advance_state, self._state, self._params, np.int32(max_forwards),
+            np.int32(until_done), windows=self._windows, refill=engine.refill, live=live,
             attention=engine.attention,
         )  # fmt: skip
 
@@ -345,9 +346,10 @@ class Batch:
 
     def look(self) -> Standing:
         """Where the rows stand; waits for the device."""
-        now = jax.device_get(self._engine.run(programs.standing, self._state, model=False))
-        self._lengths = np.where(now["done"], 0, now["lengths"])
-        return Standing(**now)
+        now = np.asarray(self._engine.run(programs.standing, self._state, model=False))
+        standing = Standing(now[0].astype(bool), *now[1:])
+        self._lengths = np.where(standing.done, 0, standing.lengths)
+        return standing
 
     def set_windows(self, window: int) -> None:
         """Gives every row this window from now on, one of the engine's; forwards are then no
@@ -363,9 +365,7 @@ class Batch:
         """Ends rows early: they change no more, and no longer hold up the batch."""
         ended = np.zeros(self.sizes.rows, bool)
         ended[list(rows)] = True
-        self._state = self._engine.run(
-            programs.end_rows, self._state, jnp.asarray(ended), model=False
-        )
+        self._state = self._engine.run(programs.end_rows, self._state, ended, model=False)
 
     @property
     def chooses_width(self) -> bool:
@@ -404,9 +404,7 @@ class Batch:
         """
         places = np.zeros(bucket(len(rows), 1), np.int32)
         places[: len(rows)] = rows
-        outputs = self._engine.run(
-            programs.outputs_of, self._state, jnp.asarray(places), model=False
-        )
+        outputs = self._engine.run(programs.outputs_of, self._state, places, model=False)
         stops = [set(self._host["stop_ids"][row].tolist()) for row in rows]
         logprobs = [self._logprobs[row] for row in rows]
         return Gathered(list(rows), outputs, standing, stops, logprobs)

@@ -166,10 +166,13 @@ def advance_state(
 
 
 @jax.jit
-def standing(state: DecodeState) -> dict[str, Array]:
-    """A copy of what the host looks at between two slices: five numbers a row."""
-    names = ("done", "lengths", "num_output", "num_forwards", "num_token_instances")
-    return {name: jnp.copy(getattr(state, name)) for name in names}
+def standing(state: DecodeState) -> Array:
+    """What the host looks at between two slices, int32 ``[5, B]``: one array is fetched in a
+    fifth of the time of five."""
+    return jnp.stack([
+        state.done.astype(jnp.int32), state.lengths, state.num_output, state.num_forwards,
+        state.num_token_instances,
+    ])  # fmt: skip
 
 
 @jax.jit

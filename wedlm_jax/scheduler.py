@@ -28,6 +28,7 @@ from wedlm_jax.engine import Engine
 from wedlm_jax.prefix import PrefixIndex
 from wedlm_jax.row_result import RowResult
 from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.width_policy import TRY_FORWARDS
 
 FORWARDS_PER_SLICE = 64
 """Forwards between two looks at a batch: long enough to hide the look."""
@@ -322,7 +323,8 @@ class _BatchRun:
                 tokens=int(tokens.sum()),
                 row_forwards=int(forwards[rows].sum()),
                 forwards=most,
-                seconds=None if seconds is None else seconds / most,
+                # Of few forwards the time is mostly what comes before and after them.
+                seconds=None if seconds is None or most < TRY_FORWARDS else seconds / most,
             )
         self._tokens, self._forwards = now.num_output.copy(), now.num_forwards.copy()
 

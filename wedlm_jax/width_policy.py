@@ -13,7 +13,9 @@ autoregressive row commits one, always.
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections import deque
 
 import numpy as np
 
@@ -22,6 +24,8 @@ from wedlm_jax.sampling import SamplingParams
 
 MEMORY = 0.8
 """Weight of the past in a running mean over slices."""
+COSTS_KEPT = 5
+"""Measured costs of a window whose median counts: what else a machine does makes some too high."""
 
 TRY_SHARE = 0.04
 """Share of the time that may go into windows which are not the best as far as is known."""
@@ -30,7 +34,12 @@ TRY_FORWARDS = 8
 PROMISING = 0.6
 """A window with so much of the best one's expected speed is worth a try."""
 
-TIMED_FORWARDS, TIMED_ROUNDS = 4, 3
+TIMED_FORWARDS = (1, 9)
+"""The seconds of so many forwards are taken, and their difference counts: what comes before and
+after a slice costs more than a forward of a small model."""
+TIMED_ROUNDS = 3
+ENOUGH_SECONDS = 0.5
+"""No further round of a window when it has taken so long already."""
 
 
 class WidthPolicy:
@@ -42,6 +51,7 @@ class WidthPolicy:
 
     def __init__(self, costs: dict[int, float]):
         self._costs = dict(costs)
+        self._measured = {w: deque([cost], COSTS_KEPT) for w, cost in costs.items()}
         self._seen: dict[int, float] = {0: 1.0}
         self._tries = dict.fromkeys(costs, 0)
         self._seconds = self._tried_seconds = 0.0
@@ -51,7 +61,7 @@ class WidthPolicy:
         """The window with the most tokens a second, as far as is known; now and then another,
         to know more."""
         best = max(self._costs, key=self.rate)
-        others = [window for window in self._costs if window not in (0, best)]
+        others = [window for window in self._costs if window != best]
         worth = [w for w in others if self.rate(w) > PROMISING * self.rate(best)]
         # The least known of the promising ones, or the most promising of the others.
         other = (
@@ -94,8 +104,8 @@ class WidthPolicy:
             past = self._seen.get(window, seen)
             self._seen[window] = MEMORY * past + (1 - MEMORY) * seen
         if seconds is not None:
-            past = self._costs[window]
-            self._costs[window] = MEMORY * past + (1 - MEMORY) * seconds
+            self._measured[window].append(seconds)
+            self._costs[window] = statistics.median(self._measured[window])
         spent = forwards * self._costs[window]
         self._seconds += spent
         self._tried_seconds += spent * self._trying
@@ -118,27 +128,42 @@ def expected_tokens(window: int) -> float:
 
 
 def measure_costs(batch: Batch) -> dict[int, float]:
-    """Seconds of a forward of a batch whose rows are all free, for each of its windows.
+    """Seconds of a forward of a batch whose rows are all free, for each of its windows; infinite
+    behind a window that cannot pay even if each forward filled all of it.
 
     Every row decodes a made-up text, one token a forward. Of several rounds the fastest counts:
     what else the machine does only makes it slower. The first forward at each width compiles,
     and is not counted. No row is left running.
     """
+    costs: dict[int, float] = {}
+    hopeless = False
+    for window in batch.windows:
+        costs[window] = math.inf if hopeless else _measure_cost(batch, window)
+        hopeless |= window > 0 and costs[window] > window * costs.get(0, math.inf)
+    batch.set_windows(batch.windows[-1])
+    return costs
+
+
+def _measure_cost(batch: Batch, window: int) -> float:
     rows = range(batch.sizes.rows)
+    few, many = TIMED_FORWARDS
     params = SamplingParams(
         max_tokens=batch.sizes.max_output, entropy_threshold=None, ignore_eos=True
     )
-    assert (TIMED_FORWARDS + 1) * len(batch.windows) <= params.max_tokens, "it ends too early"
-    costs = dict.fromkeys(batch.windows, math.inf)
-    for _ in range(TIMED_ROUNDS):
+    assert 1 + few + many <= params.max_tokens, "it ends too early"
+
+    def seconds(forwards: int) -> float:
+        started = time.perf_counter()
+        batch.dispatch(forwards)
+        batch.look()
+        return time.perf_counter() - started
+
+    batch.set_windows(window)
+    times: list[tuple[float, float]] = []
+    while len(times) < TIMED_ROUNDS and sum(map(sum, times)) < ENOUGH_SECONDS:
         batch.admit(rows, [np.ones(1, np.int32)] * len(rows), [params] * len(rows))
-        for window in batch.windows:
-            batch.set_windows(window)
-            batch.advance(1)
-            started = time.perf_counter()
-            batch.advance(TIMED_FORWARDS)
-            seconds = (time.perf_counter() - started) / TIMED_FORWARDS
-            costs[window] = min(costs[window], seconds)
+        batch.advance(1)
+        times.append((seconds(few), seconds(many)))
         batch.finish(*rows)
-    batch.set_windows(batch.windows[-1])
-    return costs
+    shortest, longest = map(min, zip(*times, strict=True))
+    return max(longest - shortest, 1e-3 * longest) / (many - few)
