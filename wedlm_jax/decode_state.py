@@ -80,6 +80,22 @@ def num_slots(window: int) -> int:
     return max(2 * window, 1)
 
 
+def with_slots(state: DecodeState, slots: int) -> DecodeState:
+    """The state with so many slots a row: of fewer, none that is active is left out."""
+
+    def fit(x: Array) -> Array:
+        kept = x[:, :slots]
+        missing = [(0, slots - n if axis == 1 else 0) for axis, n in enumerate(kept.shape)]
+        return jnp.pad(kept, missing)
+
+    return dataclasses.replace(
+        state,
+        tokens=fit(state.tokens),
+        filled=fit(state.filled),
+        logprobs=jax.tree.map(fit, state.logprobs),
+    )
+
+
 def idle_state(
     config: ModelConfig,
     dtype: Any,

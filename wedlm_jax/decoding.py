@@ -32,9 +32,11 @@ from wedlm_jax.decode_state import (
     first_index,
     keep_finished,
     leading_run,
+    num_slots,
     open_next,
     physical_order,
     shift,
+    with_slots,
 )
 from wedlm_jax.logit_options import adjusted_logits
 from wedlm_jax.logprobs import Logprobs, token_logprobs
@@ -141,7 +143,9 @@ def decode(
         return after, forwards + 1, with_committed(use, before, after)
 
     use = token_use(state, params, model.config.vocab_size)
-    return jax.lax.while_loop(unfinished, body, (state, jnp.int32(0), use))[0]
+    allocated = state.tokens.shape[1]
+    start = with_slots(state, num_slots(windows[-1])), jnp.int32(0), use
+    return with_slots(jax.lax.while_loop(unfinished, body, start)[0], allocated)
 
 
 Carry = tuple[DecodeState, Array, TokenUse | None]

@@ -163,16 +163,20 @@ class _BatchRun:
     def run(self) -> Iterator[Finished]:
         finished: Callable[[], Finished] = list
         while True:
-            alone = not self._admit()
+            self._admit()
             if not self._requests:
                 break
+            timed = self._choose_window()
+            if timed:
+                self._batch.look()  # so that the device begins with the slice
             self._dispatch()
             started = time.perf_counter()
-            if now := finished():
+            if not timed and (now := finished()):
                 yield now
-                alone = False
             standing = self._batch.look()
-            self._learn(standing, time.perf_counter() - started if alone else None)
+            self._learn(standing, time.perf_counter() - started if timed else None)
+            if timed and (now := finished()):
+                yield now
             finished = self._collect(standing)
         if now := finished():
             yield now
@@ -181,15 +185,11 @@ class _BatchRun:
 
     # --- prompts into rows --------------------------------------------------------------
 
-    def _admit(self) -> bool:
-        """Gives free rows to waiting prompts and prefills them, a bounded amount a turn; whether
-        the device got anything to do."""
-        busy = False
+    def _admit(self) -> None:
+        """Gives free rows to waiting prompts and prefills them, a bounded amount a turn."""
         for _ in range(PIECES_PER_TURN):
             waiting_for_another = self._assign()
-            prefilled = self._prefill_round()
-            busy |= prefilled
-            if not prefilled and not waiting_for_another:
+            if not self._prefill_round() and not waiting_for_another:
                 break
         ready = [
             row for row, request in self._requests.items()
@@ -206,7 +206,6 @@ class _BatchRun:
             )
             self._running.update(ready)
             self._tokens[ready] = self._forwards[ready] = 0
-        return busy or bool(ready)
 
     def _assign(self) -> bool:
         """Gives rows to waiting prompts; whether some wait for a beginning that is being
@@ -291,7 +290,6 @@ class _BatchRun:
 
     def _dispatch(self) -> None:
         """Sends a slice of forwards off."""
-        self._choose_window()
         batch, prefilling = self._batch, len(self._requests) > len(self._running)
         idle = batch.sizes.rows - len(self._running)
         more = prefilling or bool(self._scheduler._waiting)
@@ -302,16 +300,18 @@ class _BatchRun:
             forwards = self._policy.forwards(forwards)
         batch.dispatch(forwards, until)
 
-    def _choose_window(self) -> None:
+    def _choose_window(self) -> bool:
+        """Sets the window of the next slice; whether its time is to be taken."""
         if self._policy is None:
-            return
+            return False
         window = self._policy.choose()
         if window != self._window:
             self._batch.set_windows(window)
             self._window = window
+        return self._policy.is_due(window)
 
     def _learn(self, now: Standing, seconds: float | None) -> None:
-        """What the slice says of its window's worth; the seconds it took, if it was that alone."""
+        """What the slice says of its window's worth; the seconds it took, if they were taken."""
         if self._policy is None:
             return
         rows = sorted(self._running)

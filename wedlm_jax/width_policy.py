@@ -22,10 +22,15 @@ import numpy as np
 from wedlm_jax.batch import Batch
 from wedlm_jax.sampling import SamplingParams
 
-MEMORY = 0.8
-"""Weight of the past in a running mean over slices."""
+MEMORY = 0.9
+"""Weight of the past where what slices committed is added up."""
+MARGIN = 1.05
+"""A window has to promise so many times the speed of autoregressive decoding to be chosen."""
 COSTS_KEPT = 5
 """Measured costs of a window whose median counts: what else a machine does makes some too high."""
+
+TIMED_EVERY = 8
+"""Slices of a window until the time of one is taken again."""
 
 TRY_SHARE = 0.04
 """Share of the time that may go into windows which are not the best as far as is known."""
@@ -52,15 +57,18 @@ class WidthPolicy:
     def __init__(self, costs: dict[int, float]):
         self._costs = dict(costs)
         self._measured = {w: deque([cost], COSTS_KEPT) for w, cost in costs.items()}
-        self._seen: dict[int, float] = {0: 1.0}
+        self._seen: dict[int, tuple[float, float]] = {0: (1.0, 1.0)}
+        """Tokens and forwards of rows, each added up with a fading past."""
         self._tries = dict.fromkeys(costs, 0)
+        self._untimed = dict.fromkeys(costs, TIMED_EVERY)
+        """Slices since the last whose time was taken."""
         self._seconds = self._tried_seconds = 0.0
         self._trying = False
 
     def choose(self) -> int:
         """The window with the most tokens a second, as far as is known; now and then another,
         to know more."""
-        best = max(self._costs, key=self.rate)
+        best = max(self._costs, key=self._promise)
         others = [window for window in self._costs if window != best]
         worth = [w for w in others if self.rate(w) > PROMISING * self.rate(best)]
         # The least known of the promising ones, or the most promising of the others.
@@ -73,6 +81,11 @@ class WidthPolicy:
         self._trying = other != best and after <= TRY_SHARE * self._seconds
         return other if self._trying else best
 
+    def is_due(self, window: int) -> bool:
+        """Whether the time of a slice with this window should be taken again. While it is, the
+        host does not work beside the device, so it is not always."""
+        return self._untimed[window] >= TIMED_EVERY
+
     def forwards(self, slice_of: int) -> int:
         """Forwards that the chosen window is decoded with, in a slice of so many."""
         return min(TRY_FORWARDS, slice_of) if self._trying else slice_of
@@ -80,6 +93,9 @@ class WidthPolicy:
     def rate(self, window: int) -> float:
         """Tokens a second of one row."""
         return self._tokens(window) / self._costs[window]
+
+    def _promise(self, window: int) -> float:
+        return self.rate(window) * (1 if window else MARGIN)
 
     def observe(
         self,
@@ -96,14 +112,15 @@ class WidthPolicy:
           tokens: committed by all rows.
           row_forwards: forwards that the rows took part in, added up, at least 1.
           forwards: of the batch, at least 1.
-          seconds: of one forward; None where it cannot be told.
+          seconds: of one forward; None where it was not taken.
         """
         self._tries[window] += 1
+        self._untimed[window] += 1
         if window:
-            seen = tokens / row_forwards
-            past = self._seen.get(window, seen)
-            self._seen[window] = MEMORY * past + (1 - MEMORY) * seen
+            past, past_forwards = self._seen.get(window, (0.0, 0.0))
+            self._seen[window] = MEMORY * past + tokens, MEMORY * past_forwards + row_forwards
         if seconds is not None:
+            self._untimed[window] = 0
             self._measured[window].append(seconds)
             self._costs[window] = statistics.median(self._measured[window])
         spent = forwards * self._costs[window]
@@ -113,13 +130,12 @@ class WidthPolicy:
     def _tokens(self, window: int) -> float:
         """Tokens that a row commits in a forward: as seen, or as the nearest seen window lets
         expect."""
-        if window in self._seen:
-            return self._seen[window]
         others = [w for w in self._seen if w]
-        if not others:
-            return expected_tokens(window)
+        if window in self._seen or not others:
+            tokens, forwards = self._seen.get(window, (expected_tokens(window), 1.0))
+            return tokens / forwards
         near = min(others, key=lambda w: abs(math.log(w / window)))
-        return max(self._seen[near] * expected_tokens(window) / expected_tokens(near), 0.1)
+        return max(self._tokens(near) * expected_tokens(window) / expected_tokens(near), 0.1)
 
 
 def expected_tokens(window: int) -> float:
