@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -38,6 +39,16 @@ DECODE_CASES = {name: read_decode_cases(GOLDENS / name) for name in CHECKPOINTS}
 TRAIN_CASES = [(name, i) for name in CHECKPOINTS for i in range(5)]
 
 Decoder = tuple[Transformer, list[dict[str, Any]], Engine]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_as_for_users() -> Iterator[None]:
+    """The other tests do without LLVM's expensive passes; see conftest.py."""
+    name = "jax_disable_most_optimizations"
+    before = jax.config.values[name]
+    jax.config.update(name, False)
+    yield
+    jax.config.update(name, before)
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,8 @@ TIMED_EVERY = 8
 
 TRY_SHARE = 0.04
 """Share of the time that may go into windows which are not the best as far as is known."""
+TRY_EVERY = 8
+"""Slices from one try to the next, at least: each change of width costs something, too."""
 TRY_FORWARDS = 8
 """Forwards of such a try: what stood filled before it is committed in the first ones."""
 PROMISING = 0.6
@@ -63,7 +65,7 @@ class WidthPolicy:
         self._untimed = dict.fromkeys(costs, TIMED_EVERY)
         """Slices since the last whose time was taken."""
         self._seconds = self._tried_seconds = 0.0
-        self._trying = False
+        self._trying, self._since_try = False, 0
 
     def choose(self) -> int:
         """The window with the most tokens a second, as far as is known; now and then another,
@@ -78,7 +80,10 @@ class WidthPolicy:
             else max(others, key=self.rate, default=best)
         )
         after = self._tried_seconds + TRY_FORWARDS * self._costs[other]
-        self._trying = other != best and after <= TRY_SHARE * self._seconds
+        self._trying = (
+            other != best and after <= TRY_SHARE * self._seconds and self._since_try >= TRY_EVERY
+        )
+        self._since_try = 0 if self._trying else self._since_try + 1
         return other if self._trying else best
 
     def is_due(self, window: int) -> bool:

@@ -75,8 +75,9 @@ def test_a_window_that_is_better_than_expected_is_found() -> None:
 
 def test_windows_are_tried_again_and_win_where_the_text_has_changed() -> None:
     policy = WidthPolicy({0: 1.0, 16: 3.0})
-    slices(policy, {0: 1, 16: 1}, 50)
-    assert slices(policy, {0: 1, 16: 9}, 100)[-30:].count(16) == 30
+    assert slices(policy, {0: 1, 16: 1}, 50)[-10:].count(0) >= 8
+    # One slice in eight at most may look whether that is still so.
+    assert slices(policy, {0: 1, 16: 9}, 300)[-30:].count(16) >= 26
 
 
 def test_costs_follow_what_slices_take() -> None:
