@@ -29,13 +29,17 @@ and may have
   "id"                a text or an integer, unique; the row's number, from 0, without it
   "sampling"          {"temperature": 0.7, "stop": ["\\n"], ...}, instead of the command
                       line's values for this row. Fields: temperature, top_p, top_k,
-                      max_tokens, min_tokens, stop, stop_token_ids, ignore_eos,
-                      entropy_threshold, position_penalty, seed, repetition_penalty,
-                      presence_penalty, frequency_penalty, logit_bias, bad_words
+                      max_tokens, min_tokens, stop, stop_token_ids, ignore_eos, mode,
+                      entropy_threshold, position_penalty, draft_budget, seed, n, logprobs,
+                      repetition_penalty, presence_penalty, frequency_penalty, logit_bias,
+                      bad_words
 In Parquet these are columns, of which a null is no value; "sampling" may be a text of JSON.
 
 a row of the output has
   id, text, token_ids, finish_reason, num_forwards, num_token_instances
+  logprobs  if asked for: {"logprob": X, "top": [[token_id, X], ...]} for each token
+  samples   with n above 1: a list of all n, each with these fields but the id; the row's own
+            are those of the first
 or, in the place of a row that cannot be decoded,
   id (if it has one), error, line, and file (if there are several)
 
@@ -56,8 +60,8 @@ examples:
   wedlm generate --model DIR --window-size 0 --prompt "..."     (autoregressive decoding)
 """
 
-JOB_OPTIONS = ("shard_size", "fail_fast", "overwrite", "grace", "num_hosts", "host_id", "ray",
-               "ray_actors")  # fmt: skip
+JOB_OPTIONS = ("logprobs", "shard_size", "fail_fast", "overwrite", "grace", "num_hosts", "host_id",
+               "ray", "ray_actors")  # fmt: skip
 """What only a job with --input takes."""
 
 LLM_OPTIONS = ("model", "window_size", "dtype", "max_model_len", "batch_size", "attention")
@@ -158,6 +162,11 @@ _window.__name__ = "integer or 'auto'"
 
 def _add_job(group: Any) -> None:
     add = group.add_argument
+    add("--n", type=int, metavar="N",
+        help="samples of each prompt, in one row; needs a temperature above 0 [1]")  # fmt: skip
+    add("--logprobs", type=int, metavar="N",
+        help="each token's log-probability, and those of the N most probable in its place, at "
+        "most 20 [neither]")  # fmt: skip
     add("--shard-size", type=int, metavar="N", help="rows of a shard [1000]")
     add("--fail-fast", action="store_true",
         help="check all rows first, and stop at a bad one instead of noting its error")  # fmt: skip
@@ -232,6 +241,11 @@ def _check_combination(options: dict[str, Any]) -> None:
     alone = [name for name in JOB_OPTIONS if name in options and "input" not in options]
     if alone:
         raise InputError(f"--{alone[0].replace('_', '-')} goes with --input")
+    if "prompt" in options and options.get("n", 1) > 1:
+        raise InputError(
+            f"--n: expected 1 with --prompt, which streams one completion, not {options['n']}; "
+            "a job with --input takes several samples"
+        )
     if "ray_actors" in options and "ray" not in options:
         raise InputError("--ray-actors goes with --ray")
     if "ray" in options and "num_hosts" in options:
@@ -287,5 +301,5 @@ def _as_option(message: str) -> str:
     known = ("window_size", "batch_size", "max_model_len", "temperature", "top_p", "top_k",
              "max_tokens", "min_tokens", "stop", "bad_words", "entropy_threshold",
              "position_penalty", "draft_budget", "repetition_penalty", "presence_penalty",
-             "frequency_penalty", "seed")  # fmt: skip
+             "frequency_penalty", "seed", "n", "logprobs")  # fmt: skip
     return f"--{name.replace('_', '-')}{colon}{rest}" if name in known else message

@@ -305,7 +305,8 @@ class LLM:
         """As `prepare`, for one prompt."""
         if params.n > 1 and not many_samples:
             raise InputError(
-                f"n: expected 1 here, not {params.n}; LLM.generate and chat give several samples"
+                f"n: expected 1 here, not {params.n}; LLM.generate, LLM.chat and jobs over files "
+                "give several samples"
             )
         token_ids = self._encode(prompt) if isinstance(prompt, str) else as_token_ids(prompt)
         if params.stop:

@@ -110,7 +110,7 @@ def prepared_row(llm: LLM, row: PromptRow, *, chat: bool) -> Row:
             prompt = llm.chat_prompt([{"role": "user", "content": prompt}])
         elif row.kind == "messages":
             prompt = llm.chat_prompt(prompt)
-        token_ids, params = llm.prepare_one(prompt, row.params)
+        token_ids, params = llm.prepare_one(prompt, row.params, many_samples=True)
     except InputError:
         raise
     except Exception as error:

@@ -4,22 +4,44 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from infer.job.prompt_rows import RowId
     from wedlm_jax.llm import Completion
+    from wedlm_jax.logprobs import TokenLogprob
 
 
 def result_row(name: RowId, completion: Completion) -> dict[str, Any]:
-    return {
-        "id": name,
+    """A prompt's row: its first sample, and, where it has several, all of them."""
+    row = {"id": name, **_sample(completion)}
+    if completion.further:
+        row["samples"] = [_sample(sample) for sample in completion.samples]
+    return row
+
+
+def _sample(completion: Completion) -> dict[str, Any]:
+    fields: dict[str, Any] = {
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "num_forwards": completion.num_forwards,
         "num_token_instances": completion.num_token_instances,
     }
+    if completion.logprobs is not None:
+        fields["logprobs"] = [_logprob(token) for token in completion.logprobs]
+    return fields
+
+
+def _logprob(token: TokenLogprob) -> dict[str, Any]:
+    top = [[token_id, _number(logprob)] for token_id, logprob in token.top]
+    return {"logprob": _number(token.logprob), "top": top}
+
+
+def _number(value: float) -> float | None:
+    """JSON has no infinity: a token of probability 0 has null."""
+    return value if math.isfinite(value) else None
 
 
 def error_row(name: RowId | None, error: str, line: int, file: str | None) -> dict[str, Any]:
@@ -44,7 +66,8 @@ def encoded(row: dict[str, Any]) -> bytes:
 
 @dataclasses.dataclass
 class Counts:
-    """Sums over rows of the output; the numbers of decoding are of rows without an error."""
+    """Sums over rows of the output; the numbers of decoding are of rows without an error, all
+    samples of each."""
 
     rows: int = 0
     error_rows: int = 0
@@ -57,9 +80,10 @@ class Counts:
         if "error" in row:
             self.error_rows += 1
             return
-        self.tokens += len(row["token_ids"])
-        self.num_forwards += row["num_forwards"]
-        self.num_token_instances += row["num_token_instances"]
+        for sample in row.get("samples", [row]):
+            self.tokens += len(sample["token_ids"])
+            self.num_forwards += sample["num_forwards"]
+            self.num_token_instances += sample["num_token_instances"]
 
     def __add__(self, other: Counts) -> Counts:
         mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)

@@ -126,7 +126,7 @@ def test_help_names_the_defaults_that_hold(capsys: pytest.CaptureFixture[str]) -
     expected = {
         name.replace("_", "-"): str(getattr(params, name))
         for name in ("temperature", "top_p", "top_k", "max_tokens", "entropy_threshold",
-                     "position_penalty", "seed", "min_tokens", "repetition_penalty",
+                     "position_penalty", "seed", "n", "min_tokens", "repetition_penalty",
                      "presence_penalty", "frequency_penalty")
     }  # fmt: skip
     expected["window-size"] = str(library["window_size"].default)
@@ -167,6 +167,11 @@ def test_help_imports_nothing_heavy() -> None:
         (["--prompt", "a", "--output", "b"], "go together; --input is missing"),
         (["--prompt", "a", "--fail-fast"], "--fail-fast goes with --input"),
         (["--prompt", "a", "--shard-size", "5"], "--shard-size goes with --input"),
+        (["--prompt", "a", "--logprobs", "5"], "--logprobs goes with --input"),
+        (["--prompt", "a", "--n", "2"], "--n: expected 1 with --prompt, which streams one compl"),
+        (["--prompt", "a", "--n", "0"], "--n: expected an integer of at least 1, not 0"),
+        (["--input", __file__, "--output", "b", "--n", "2"], "--n: expected 1 at temperature 0"),
+        (["--input", __file__, "--output", "b", "--logprobs", "21"], "--logprobs: expected an int"),
         (
             ["--input", __file__, "--output", "b", "--shard-size", "0"],
             "--shard-size: expected 1 or",

@@ -50,9 +50,18 @@ def contents(name: str) -> bytes:
 
 
 def as_row(name: str | int, completion: Completion) -> dict[str, Any]:
-    """A row of the output has no samples and no log-probabilities."""
-    fields = dataclasses.asdict(completion)
-    return {"id": name, **{k: v for k, v in fields.items() if k not in ("logprobs", "further")}}
+    """The row that a file has of it; all log-probabilities are finite."""
+
+    def fields(sample: Completion) -> dict[str, Any]:
+        result = dataclasses.asdict(sample)
+        del result["further"]
+        if result["logprobs"] is None:
+            del result["logprobs"]
+        value: dict[str, Any] = json.loads(json.dumps(result, allow_nan=False))
+        return value
+
+    several = {"samples": [fields(sample) for sample in completion.samples]}
+    return {"id": name, **fields(completion), **(several if completion.further else {})}
 
 
 def stop_after(batches: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 
 from wedlm_jax.llm import LLM, Completion, Progress, Row
+from wedlm_jax.logprobs import TokenLogprob
+from wedlm_jax.samples import sample_seed
 
 
 def quick_completion(row: Row) -> Completion:
     token_ids, params = row
+    if params.n > 1:
+        seeds = [sample_seed(params.seed, sample) for sample in range(params.n)]
+        each = [dataclasses.replace(params, n=1, seed=seed) for seed in seeds]
+        first, *further = [quick_completion((token_ids, one)) for one in each]
+        return dataclasses.replace(first, further=tuple(further))
     digest = hashlib.sha256(repr((list(token_ids), params)).encode()).digest()
     ids = list(digest)[: min(params.max_tokens, 1 + digest[0] % 32)]
-    return Completion(f"naïve {ids[0]}\u2028\n", ids, "length", 1 + len(ids) // 2, 3 * len(ids))
+    logprobs = None
+    if params.logprobs is not None:
+        # The last alternative is an impossible one.
+        values = [-i / 3 for i in range(params.logprobs - 1)] + [-math.inf]
+        top = list(enumerate(values[: params.logprobs]))
+        logprobs = [TokenLogprob(-token / 7, top) for token in ids]
+    text = f"naïve {ids[0]}\u2028\n"
+    return Completion(text, ids, "length", 1 + len(ids) // 2, 3 * len(ids), logprobs)
 
 
 def quick_run(

@@ -60,6 +60,9 @@ BAD_LINES = [
     ('{"prompt": "a", "sampling": {"stop_token_ids": 5}}', "sampling.stop_token_ids: expected a"),
     ('{"prompt": "a", "sampling": {"stop_token_ids": [300]}}', "stop_token_ids: 300 is outside"),
     ('{"prompt": "a", "sampling": {"max_tokens": 320}}', "exceed max_model_len 320"),
+    ('{"prompt": "a", "sampling": {"n": 0}}', "sampling.n: expected an integer of at least 1"),
+    ('{"prompt": "a", "sampling": {"n": 2}}', "sampling.n: expected 1 at temperature 0, where"),
+    ('{"prompt": "a", "sampling": {"logprobs": 21}}', "sampling.logprobs: expected an integer fr"),
 ]
 
 
@@ -161,10 +164,10 @@ def test_what_a_tokenizer_cannot_take_ends_no_job(
 ) -> None:
     prepare = LLM.prepare_one
 
-    def failing(self: LLM, prompt: Any, params: Any) -> Any:
+    def failing(self: LLM, prompt: Any, params: Any, **options: Any) -> Any:
         if prompt == "mat":
             raise TypeError("no\nsuch luck \ud83d")
-        return prepare(self, prompt, params)
+        return prepare(self, prompt, params, **options)
 
     monkeypatch.setattr(LLM, "prepare_one", failing)
     write(words(8))

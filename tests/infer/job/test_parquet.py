@@ -21,6 +21,7 @@ ROWS: list[dict[str, Any]] = [
     {"prompt": "a"},
     {"id": "a", "prompt": "twice"},
     {"id": "g", "prompt_token_ids": [5000]},
+    {"id": "h", "prompt": "mat", "sampling": {"temperature": 1.0, "n": 2, "logprobs": 1}},
 ]
 
 
@@ -42,7 +43,7 @@ def test_parquet_rows_are_those_of_jsonl(
     assert run(model, output="plain.jsonl") == 0
     assert run(model, "--shard-size", "2", input="in.parquet") == 0
     assert results() == results("plain.jsonl")
-    assert [row.get("line") for row in results()] == [None] * 4 + [5, 6, None, 8, 9]
+    assert [row.get("line") for row in results()] == [None] * 4 + [5, 6, None, 8, 9, None]
     said = capsys.readouterr().err
     assert "columns that are no keys of a row are not read: source" in said
 

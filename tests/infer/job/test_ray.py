@@ -40,7 +40,8 @@ def test_actors_finish_what_a_host_has_begun_and_give_the_same_rows(
     cluster: None, work: Path, model: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    rows = [*words(17), {"id": "bad", "promt": "a"}, {"prompt": "a", "sampling": {"seed": 1}}]
+    several = {"seed": 1, "temperature": 1.0, "n": 3}
+    rows = [*words(17), {"id": "bad", "promt": "a"}, {"prompt": "a", "sampling": several}]
     write(rows)
     assert run(model, "--shard-size", "3", output="alone") == 0
     with monkeypatch.context() as patch:
@@ -79,7 +80,8 @@ def call(one: _ShardActor, shards: str) -> dict[str, Any]:
 
 
 def test_an_actor_finishes_the_shards_it_is_given(work: Path, model: Path, quick: None) -> None:
-    write([*words(9), {"promt": "a"}])
+    sampling = {"temperature": 1.0, "n": 3, "logprobs": 2}
+    write([*words(8), {"prompt": "a", "sampling": sampling}, {"promt": "a"}])
     one = actor(model, output="out")
     done = call(one, "3 1")
     assert (done["rows"], done["error_rows"], done["earlier"], done["error"]) == (4, 1, 0, "")

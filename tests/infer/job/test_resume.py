@@ -22,6 +22,7 @@ from tests.infer.job.job_examples import (
     write,
 )
 from wedlm_jax.llm import LLM, Progress
+from wedlm_jax.samples import Samples
 
 
 def kept(rows: int, total: int = 16) -> str:
@@ -121,10 +122,35 @@ def test_a_damaged_shard_is_not_put_into_the_output(
     assert [row["id"] for row in results()] == list(range(16))
 
 
+def test_interrupted_job_goes_on_with_samples_and_logprobs(
+    work: Path, model: Path, quick: None, decoded: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{**row, "sampling": {"n": 1 + i % 3}} for i, row in enumerate(words(16))]
+    write([*rows, {"prompt": "a", "sampling": {"n": -1}}])
+    options = ("--temperature", "1", "--logprobs", "3", "--shard-size", "4")
+    assert run(model, *options, output="whole.jsonl") == 0
+    decoded.clear()
+    with monkeypatch.context() as patch:
+        stop_after(3, KeyboardInterrupt(), patch)
+        assert run(model, *options) == 130
+    assert run(model, *options, "--batch-size", "3") == 0
+    assert len(decoded) <= 16 + 4, "a prompt's samples are kept together"
+    assert Path("out.jsonl").read_bytes() == Path("whole.jsonl").read_bytes()
+    ours, theirs = (read_json(f"{name}.jsonl.shards/stats.json") for name in ("out", "whole"))
+    for stats in (ours, theirs):
+        del stats["last_run"], stats["output"]
+    assert ours == theirs
+
+
 CHANGES: list[Any] = [
     (["--max-tokens", "23"], "max_tokens is 24 there and 23 here"),
     (["--temperature", "0.5"], "temperature is 0.0 there and 0.5 here"),
     (["--seed", "1"], "seed is 0 there and 1 here"),
+    (
+        ["--temperature", "1", "--n", "2"],
+        "temperature is 0.0 there and 1.0 here, n is 1 there and 2 here",
+    ),
+    (["--logprobs", "0"], "logprobs is None there and 0 here"),
     (["--stop", "zzz"], "stop is [] there and ['zzz'] here"),
     (["--entropy-threshold", "none"], "entropy_threshold is 0.4 there and None here"),
     (["--chat"], "chat is False there and True here"),
@@ -226,6 +252,32 @@ def test_sigterm_finishes_the_rows_under_way_and_begins_no_more(
     assert run(model) == 0
     assert len(decoded) == 16
     assert [row["id"] for row in results()] == list(range(16))
+
+
+def test_sigterm_keeps_no_prompt_that_lacks_samples(
+    work: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Twenty samples are more than four rows have under way when the first of them is done.
+    write([{"prompt": "mat"}, {"prompt": "a"}])
+    options = ("--n", "20", "--temperature", "1", "--logprobs", "2", "--entropy-threshold", "3")
+    assert run(model, *options, output="whole.jsonl") == 0
+    finish = Samples.finish
+    with monkeypatch.context() as patch:
+        asked: list[int] = []
+
+        def asked_to_end(self: Samples[Any, Any], row: int, result: Any) -> Any:
+            if not asked:
+                os.kill(os.getpid(), signal.SIGTERM)
+            asked.append(row)
+            return finish(self, row, result)
+
+        patch.setattr(Samples, "finish", asked_to_end)
+        assert run(model, *options) == 143
+        assert 4 <= len(asked) <= 8
+    assert f"stopped by SIGTERM: {kept(0, 2)}; " in capsys.readouterr().err
+    assert run(model, *options) == 0
+    assert Path("out.jsonl").read_bytes() == Path("whole.jsonl").read_bytes()
+    assert [len(row["samples"]) for row in results()] == [20, 20]
 
 
 def test_sigterm_waits_no_longer_than_its_grace(

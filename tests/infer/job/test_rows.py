@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from infer.job.prompt_rows import row_seed
+from infer.job.result_rows import encoded, result_row
 from tests.infer.job.job_examples import (
     GREEDY,
     KEYS,
@@ -22,7 +23,8 @@ from tests.infer.job.job_examples import (
     write,
 )
 from tests.tiny_checkpoint import write_tiny_checkpoint
-from wedlm_jax.llm import LLM
+from wedlm_jax.llm import LLM, Completion
+from wedlm_jax.logprobs import TokenLogprob
 from wedlm_jax.sampling import SamplingParams
 
 
@@ -138,6 +140,58 @@ def test_a_row_draws_the_same_wherever_it_stands(work: Path, model: Path) -> Non
     write([{"prompt": "one more"}, *rows[::-1]], "other.jsonl")
     assert run(model, *options, "--shard-size", "2", input="other.jsonl", output="other") == 0
     assert results("other")[1:] == results()[::-1]
+
+
+def test_logprobs_and_samples_are_those_of_the_library(
+    work: Path, model: Path, llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(
+        [
+            {"prompt": "a"},
+            {"prompt": "mat", "sampling": {"logprobs": None, "seed": 4}},
+            {"id": "x", "prompt": WORDS[1], "sampling": {"n": 3, "seed": 5}},
+            {"prompt": WORDS[2], "sampling": {"n": 2, "logprobs": 0, "stop": ["a"]}},
+            {"prompt": "a", "sampling": {"n": 2, "logprobs": None}},
+        ]
+    )
+    options = ["--temperature", "1", "--entropy-threshold", "3", "--logprobs", "2"]
+    assert run(model, *options, "--shard-size", "2") == 0
+    base = SamplingParams(max_tokens=24, temperature=1.0, entropy_threshold=3.0, logprobs=2)
+    names: list[str | int] = [0, 1, "x", 3, 4]
+    changes: list[dict[str, Any]] = [
+        {}, {"logprobs": None, "seed": 4}, {"n": 3, "seed": 5},
+        {"n": 2, "logprobs": 0, "stop": "a"}, {"n": 2, "logprobs": None},
+    ]  # fmt: skip
+    params = [
+        dataclasses.replace(base, **({"seed": row_seed(0, name)} | change))
+        for name, change in zip(names, changes, strict=True)
+    ]
+    completions = llm.generate(["a", "mat", WORDS[1], WORDS[2], "a"], params)
+    rows = results()
+    assert rows == [as_row(*pair) for pair in zip(names, completions, strict=True)]
+    more = [["logprobs"], [], ["logprobs", "samples"], ["logprobs", "samples"], ["samples"]]
+    assert [list(row) for row in rows] == [KEYS + keys for keys in more]
+    samples = [sample for row in rows for sample in row.get("samples", [row])]
+    assert len(samples) == 1 + 1 + 3 + 2 + 2
+    for sample in samples:
+        assert len(sample.get("logprobs", sample["token_ids"])) == len(sample["token_ids"])
+    stats = read_json("out.jsonl.shards/stats.json")
+    assert (stats["rows"], stats["last_run"]["tokens"]) == (5, stats["tokens"])
+    assert stats["tokens"] == sum(len(sample["token_ids"]) for sample in samples)
+    for name in ("num_forwards", "num_token_instances"):
+        assert stats[name] == sum(sample[name] for sample in samples)
+    summary = capsys.readouterr().err.splitlines()[-1]
+    assert summary.startswith(f"out.jsonl: 5 rows, {stats['tokens']} tokens in ")
+
+
+def test_a_row_holds_no_number_that_json_has_not() -> None:
+    impossible = float("-inf")
+    logprobs = [TokenLogprob(-0.5, [(7, -0.5), (8, impossible)]), TokenLogprob(impossible, [])]
+    line = encoded(result_row("x", Completion("ab", [7, 9], "length", 2, 8, logprobs)))
+    assert line.endswith(
+        b'"logprobs": [{"logprob": -0.5, "top": [[7, -0.5], [8, null]]}, '
+        b'{"logprob": null, "top": []}]}'
+    )
 
 
 def test_seeds_tell_ids_apart() -> None:
