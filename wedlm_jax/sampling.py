@@ -20,6 +20,9 @@ NO_TOKEN = -1
 MOST_LOGPROBS = 20
 """Alternatives a token, at most."""
 
+MOST_SAMPLES = 1024
+"""Completions of one prompt, at most."""
+
 MODES = ("paper", "verified", "ar")
 
 
@@ -134,7 +137,7 @@ class SamplingParams:
         number("frequency_penalty", -2, 2)
 
     def _check_counts(self) -> None:
-        self._number("n", 1, float("inf"), integer=True)
+        self._number("n", 1, MOST_SAMPLES, integer=True)
         if self.n > 1 and self.temperature == 0:
             raise InputError(
                 f"n: expected 1 at temperature 0, where all samples are equal, not {self.n}"
