@@ -19,9 +19,11 @@ MODEL = tiny_transformer(
 )  # fmt: skip
 PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15], [3, 4]]
 PARAMS = [
-    SamplingParams(max_tokens=n, temperature=t, seed=i, entropy_threshold=4.0)
-    for i, (n, t) in enumerate([(9, 0.0), (12, 0.8), (5, 0.0), (8, 0.0)])
-]
+    SamplingParams(max_tokens=n, temperature=t, mode=mode, seed=i, entropy_threshold=4.0)
+    for i, (n, t, mode) in enumerate([
+        (9, 0.0, "paper"), (12, 0.8, "verified"), (5, 0.0, "ar"), (8, 0.0, "verified"),
+    ])
+]  # fmt: skip
 
 
 def decoded(model: nnx.Module, mesh: jax.sharding.Mesh | None = None) -> list[RowResult]:
