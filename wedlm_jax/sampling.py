@@ -31,9 +31,6 @@ class SamplingParams:
     """How one prompt is decoded. docs/sampling.md says what each means under parallel filling.
 
     Attributes:
-      mode: "paper" commits what masks were filled with; "verified" only what autoregressive
-        decoding would have committed, see `wedlm_jax.verification`; "ar" decodes
-        autoregressively. With a window of 0 all rows do.
       temperature: 0 takes the most likely token; above, the logits are divided by it.
       top_p: keep the smallest set of tokens whose probabilities reach this; 1 keeps all.
       top_k: keep this many most likely tokens; 0 keeps all. Applied before ``top_p``.
@@ -45,9 +42,6 @@ class SamplingParams:
       entropy_threshold: τ in nats. Every mask whose adjusted entropy lies below is filled;
         None fills one mask per forward.
       position_penalty: λ, added to the entropy per slot of distance from the first mask.
-      draft_budget: in mode "verified", nats that the entropies of a window's drafts may add
-        up to; more are drafted and more rejected the larger it is. Changes the speed, never the
-        tokens.
       seed: of the row's random stream; the same seed gives the same row in any batch.
       n: completions of the prompt, each from a seed of its own.
       min_tokens: completion tokens before which no stop token is filled and no stop string
@@ -60,9 +54,14 @@ class SamplingParams:
       bad_words: token-id sequences or texts that the completion never has.
       logprobs: None, or how many alternatives to give beside the log-probability of each
         committed token.
+      mode: "paper" commits what masks were filled with; "verified" only what autoregressive
+        decoding would have committed, see `wedlm_jax.verification`; "ar" decodes
+        autoregressively. With a window of 0 all rows do.
+      draft_budget: in mode "verified", nats that the entropies of a window's drafts may add
+        up to; more are drafted and more rejected the larger it is. Changes the speed, never the
+        tokens.
     """
 
-    mode: str = "paper"
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -72,7 +71,6 @@ class SamplingParams:
     ignore_eos: bool = False
     entropy_threshold: float | None = 0.4
     position_penalty: float = 0.02
-    draft_budget: float = 2.0
     seed: int = 0
     n: int = 1
     min_tokens: int = 0
@@ -83,6 +81,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
     bad_words: tuple[str | tuple[int, ...], ...] = ()
     logprobs: int | None = None
+    mode: str = "paper"
+    draft_budget: float = 2.0
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
