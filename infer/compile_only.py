@@ -21,14 +21,14 @@ from jax.sharding import Mesh, NamedSharding
 from omegaconf import OmegaConf
 
 from wedlm_jax.attention import window_implementation
-from wedlm_jax.batch import (
+from wedlm_jax.batch import PREFILL_TOKENS
+from wedlm_jax.batch_sizes import (
     LONGEST_PIECE,
-    PREFILL_TOKENS,
     SMALLEST_OUTPUT_BUCKET,
     SMALLEST_PROMPT_BUCKET,
-    bucket,
     cache_bucket,
 )
+from wedlm_jax.buckets import bucket
 from wedlm_jax.config import ModelConfig, config_from_hf, read_config_json
 from wedlm_jax.decode_state import DecodeState, num_slots
 from wedlm_jax.decoding import REFILLS, forward_shapes
@@ -203,6 +203,7 @@ def _lower(
         tokens=array(jnp.int32, count, sizes.piece_length),
         places=array(jnp.int32, count),
         starts=array(jnp.int32, count),
+        counts=array(jnp.int32, count),
         valid=array(jnp.bool, count),
         lengths=array(jnp.int32, sizes.rows),
     )

@@ -23,7 +23,8 @@ from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
     from infer.heldout import Question
-    from wedlm_jax.llm import LLM, Completion
+    from wedlm_jax.completion import Completion
+    from wedlm_jax.llm import LLM
     from wedlm_jax.sampling import SamplingParams
 
 EMBEDDED_QUESTIONS = Path(wedlm_jax.__file__).parent / "embedded" / "heldout.jsonl"

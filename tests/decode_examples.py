@@ -9,7 +9,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.reference.decode_loop import Decoded, FullForward, decode
-from wedlm_jax.batch import Batch, BatchSizes
+from wedlm_jax.batch import Batch
+from wedlm_jax.batch_sizes import BatchSizes
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.engine import Engine
 from wedlm_jax.row_params import OptionSizes

@@ -25,7 +25,7 @@ from tests.check_goldens import (
     read_decode_cases,
 )
 from tests.decode_harness import decode_cases, decode_trace
-from wedlm_jax import batch as batch_module
+from wedlm_jax import batch_sizes as sizes_module
 from wedlm_jax import prefix as prefix_module
 from wedlm_jax import scheduler as scheduler_module
 from wedlm_jax.engine import Engine
@@ -66,8 +66,8 @@ def decoder(request: pytest.FixtureRequest, models: dict[str, Transformer]) -> I
     model, cases = models[request.param], DECODE_CASES[request.param]
     engine = Engine(model, window_size=max(case["window_size"] for case in cases))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch_module, "SMALLEST_PROMPT_BUCKET", 128)
-        patch.setattr(batch_module, "SMALLEST_OUTPUT_BUCKET", 64)
+        patch.setattr(sizes_module, "SMALLEST_PROMPT_BUCKET", 128)
+        patch.setattr(sizes_module, "SMALLEST_OUTPUT_BUCKET", 64)
         yield model, cases, engine
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from wedlm_jax.llm import LLM, Chunk, Completion
+    from wedlm_jax.completion import Chunk, Completion
+    from wedlm_jax.llm import LLM
     from wedlm_jax.sampling import SamplingParams
 
 __version__ = "0.1.0"
@@ -19,8 +20,8 @@ __all__ = ["LLM", "Chunk", "Completion", "SamplingParams", "__version__"]
 
 _HOMES = {
     "LLM": "wedlm_jax.llm",
-    "Chunk": "wedlm_jax.llm",
-    "Completion": "wedlm_jax.llm",
+    "Chunk": "wedlm_jax.completion",
+    "Completion": "wedlm_jax.completion",
     "SamplingParams": "wedlm_jax.sampling",
 }
 

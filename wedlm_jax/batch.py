@@ -14,10 +14,18 @@ import jax
 import numpy as np
 
 from wedlm_jax import programs
+from wedlm_jax.batch_sizes import (
+    LONGEST_PIECE,
+    BatchSizes,
+    Tokens,
+    piece_bucket,
+    state_sizes,
+    stop_ids,
+)
 from wedlm_jax.buckets import bucket
-from wedlm_jax.decode_state import DecodeState, num_slots, physical_order
+from wedlm_jax.decode_state import DecodeState, physical_order
 from wedlm_jax.logprobs import as_list
-from wedlm_jax.row_params import NO_OPTIONS, OptionSizes, idle_params, set_row
+from wedlm_jax.row_params import idle_params, set_row
 from wedlm_jax.row_result import RowResult, WindowView
 from wedlm_jax.sampling import RowParams, SamplingParams
 from wedlm_jax.sharding import shards
@@ -25,11 +33,7 @@ from wedlm_jax.sharding import shards
 if TYPE_CHECKING:
     from wedlm_jax.engine import Engine
 
-SMALLEST_PROMPT_BUCKET = 32
-SMALLEST_OUTPUT_BUCKET = 32
 SMALLEST_LIVE = 128
-LONGEST_PIECE = 512
-"""Tokens of a prompt that are prefilled at once, at most."""
 PREFILL_TOKENS = 1024
 """Tokens that are prefilled at once, of all rows together, where prompts are shorter."""
 UNTIL_DONE = 2**31 - 1
@@ -37,105 +41,9 @@ LOOKAHEAD = 64
 """Tokens a row may gain before a longer part of the cache has to be read."""
 
 
-def piece_bucket(tokens: int, start: int) -> int:
-    """The length to which a piece of a prompt is padded, ``start`` tokens in."""
-    if start == 0:
-        return bucket(tokens, SMALLEST_PROMPT_BUCKET)
-    # Behind a beginning each length is compiled for each live part of the cache: fewer lengths.
-    size = SMALLEST_PROMPT_BUCKET
-    while size < tokens:
-        size = min(4 * size, LONGEST_PIECE)
-    return size
-
-
-def cache_bucket(size: int) -> int:
-    """The cache rows for ``size``: the next power of two or one and a half times one, from 64.
-
-    A third of it stands idle at most; in return prompts of all lengths share few programs.
-    """
-    power = bucket(size, 64)
-    return power * 3 // 4 if power >= 128 and size <= power * 3 // 4 else power
-
-
-Tokens = Sequence[int] | np.ndarray
-"""Token ids of a prompt."""
-
 Piece = tuple[int, int, np.ndarray]
 """A row, the tokens of its prompt that it holds already, and those that follow, at most
 `LONGEST_PIECE`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchSizes:
-    """The static shapes of a batch.
-
-    Attributes:
-      rows: prompts that decode together.
-      cache_size: rows of cache each has.
-      max_output: completion tokens, at most.
-      num_stops: stop tokens a row, at most.
-      options: which others of `SamplingParams` a row may use; each changes the programs.
-    """
-
-    rows: int
-    cache_size: int
-    max_output: int
-    num_stops: int
-    options: OptionSizes = NO_OPTIONS
-
-    @staticmethod
-    def for_rows(
-        engine: Engine,
-        rows: Sequence[tuple[Tokens, SamplingParams]],
-        *,
-        count: int | None = None,
-    ) -> BatchSizes:
-        """Sizes in which any of ``rows`` fits, ``count`` of them at once: by default all, and
-        up to a power of two. On a mesh the rows are a multiple of its shards."""
-        cuts = shards("batch")
-        count = bucket(len(rows), 1) if count is None else count
-        longest = max(_room(len(prompt), params) for prompt, params in rows)
-        return BatchSizes(
-            rows=-(-count // cuts) * cuts,
-            # Room for a whole window behind the last token; see `wedlm_jax.cache.write`.
-            cache_size=cache_bucket(longest + num_slots(engine.windows[-1])),
-            max_output=bucket(max(p.max_tokens for _, p in rows), SMALLEST_OUTPUT_BUCKET),
-            num_stops=bucket(max(len(stop_ids(engine, p)) for _, p in rows), 4),
-            options=OptionSizes.of([p for _, p in rows]),
-        )
-
-    def holds(self, engine: Engine, prompt: Tokens, params: SamplingParams) -> bool:
-        """Whether a row of this batch is large enough."""
-        room = self.cache_size - num_slots(engine.windows[-1])
-        return (
-            _room(len(prompt), params) <= room
-            and params.max_tokens <= self.max_output
-            and len(stop_ids(engine, params)) <= self.num_stops
-            and self.options.holds(params)
-        )
-
-
-def state_sizes(engine: Engine, sizes: BatchSizes) -> dict[str, Any]:
-    """The arguments of `programs.allocate_state`."""
-    return {
-        "rows": sizes.rows,
-        "window": engine.windows[-1],
-        "max_output": sizes.max_output,
-        "cache_size": sizes.cache_size,
-        "num_logprobs": sizes.options.num_logprobs,
-    }
-
-
-def _room(length: int, params: SamplingParams) -> int:
-    """Cache rows of a prompt and its completion; the prompt's last piece is padded."""
-    last = (length - 1) // LONGEST_PIECE * LONGEST_PIECE
-    return max(last + piece_bucket(length - last, last), length + params.max_tokens)
-
-
-def stop_ids(engine: Engine, params: SamplingParams) -> tuple[int, ...]:
-    """The tokens that end a row."""
-    own = () if params.ignore_eos else engine.config.eos_token_ids
-    return (*own, *params.stop_token_ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +69,7 @@ class Batch:
         self._engine, self._shards = engine, shards("batch")
         self._default_window = engine.window_size
         self._windows = self._with_ar(engine.windows)
+        self._anchored = 0 in self._windows or sizes.options.verified
         self._state: DecodeState = engine.run(programs.allocate_state, **state_sizes(engine, sizes))
         self._host = idle_params(sizes, engine.window_size)
         self._autoregressive = np.zeros(sizes.rows, bool)
@@ -214,7 +123,7 @@ class Batch:
         self._params = self._upload()
         self._state = self._engine.run(
             programs.open_rows, self._state, self._params, new, self._lengths.astype(np.int32),
-            last, model=False,
+            last, anchored=self._anchored,
         )  # fmt: skip
         self._admitted = sorted({*self._admitted, *rows})
 
@@ -242,13 +151,14 @@ class Batch:
 
     def _run_pieces(self, entries: _Entries, group: list[Piece], length: int, live: int) -> None:
         tokens = np.zeros((len(entries.places), length), np.int32)
-        starts = np.zeros(len(entries.places), np.int32)
+        starts, counts = np.zeros((2, len(entries.places)), np.int32)
         lengths = np.full(self.sizes.rows, -1, np.int32)
         for entry, index in entries.taken:
             row, start, piece = group[index]
-            tokens[entry, : len(piece)], starts[entry] = piece, start
+            tokens[entry, : len(piece)] = piece
+            starts[entry], counts[entry] = start, len(piece)
             lengths[row] = self._lengths[row] = start + len(piece)
-        arrays = (tokens, entries.places, starts, entries.valid, lengths)
+        arrays = (tokens, entries.places, starts, counts, entries.valid, lengths)
         pieces = programs.Pieces(*arrays)  # type: ignore[arg-type]
         self._state = self._engine.run(programs.prefill_pieces, self._state, pieces, live=live)
 

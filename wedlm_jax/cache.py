@@ -119,6 +119,17 @@ def write_rows(
     return KVCache(keys, values)
 
 
+def set_entries(old: Array, new: Array, places: Array, valid: Array) -> Array:
+    """``old [B, ...]`` with ``new [N, ...]`` in its rows ``places [N]``, where ``valid [N]``."""
+
+    def put(old: Array, new: Array, places: Array, valid: Array) -> Array:
+        return old.at[jnp.where(valid, places, old.shape[0])].set(
+            new.astype(old.dtype), mode="drop"
+        )
+
+    return on_own_shard(put, [ENTRIES] * 4)(old, new, places, valid)
+
+
 def read_rows(cache: KVCache, places: Array, size: int) -> KVCache:
     """The first ``size`` keys and values of the rows ``places [N]``: a copy ``[.., N, ..]``."""
 
@@ -130,16 +141,25 @@ def read_rows(cache: KVCache, places: Array, size: int) -> KVCache:
 
 
 def copy_rows(cache: KVCache, sources: Array, places: Array, valid: Array) -> KVCache:
-    """Row ``places[i]`` becomes what row ``sources[i]`` was before, one after the other."""
+    """Row ``places[i]`` becomes what row ``sources[i]`` is, one ``i`` after the other."""
+    keys, values = (_copy(old, CACHE_AXES, sources, places, valid) for old in cache.layers())
+    return KVCache(keys, values)
+
+
+def copy_entries(old: Array, sources: Array, places: Array, valid: Array) -> Array:
+    """As `copy_rows`, of an array with an entry a row ``[B, ...]``."""
+    return _copy(old, ENTRIES, sources, places, valid)
+
+
+def _copy(old: Array, axes: tuple[str, ...], sources: Array, places: Array, valid: Array) -> Array:
+    axis = axes.index("batch")
 
     def put(old: Array, sources: Array, places: Array, valid: Array) -> Array:
         def one(i: Array, old: Array) -> Array:
             source = jnp.where(valid[i], sources[i], places[i])
-            row = jax.lax.dynamic_slice_in_dim(old, source, 1, axis=1)
-            return jax.lax.dynamic_update_slice_in_dim(old, row, places[i], axis=1)
+            row = jax.lax.dynamic_slice_in_dim(old, source, 1, axis=axis)
+            return jax.lax.dynamic_update_slice_in_dim(old, row, places[i], axis=axis)
 
         return jax.lax.fori_loop(0, places.shape[0], one, old)
 
-    put = on_own_shard(put, [CACHE_AXES, ENTRIES, ENTRIES, ENTRIES])
-    keys, values = (put(old, sources, places, valid) for old in cache.layers())
-    return KVCache(keys, values)
+    return on_own_shard(put, [axes, ENTRIES, ENTRIES, ENTRIES])(old, sources, places, valid)

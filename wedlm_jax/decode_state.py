@@ -35,6 +35,8 @@ class DecodeState:
       cache: keys and values, the first ``lengths`` rows of each sequence live.
       lengths: int32 ``[B]``, n: rows committed to the cache.
       last: int32 ``[B]``, the last token of the text.
+      prompt_end: ``[B, D]``, the final hidden state of the prompt's last token: what prefill
+        says of the first token behind it.
       tokens: int32 ``[B, P]``, the token of each filled slot.
       filled: bool ``[B, P]``.
       known: bool ``[B]``, the token of slot 0 stands in the text already, only its keys and
@@ -55,6 +57,7 @@ class DecodeState:
     cache: KVCache
     lengths: Array
     last: Array
+    prompt_end: Array
     tokens: Array
     filled: Array
     known: Array
@@ -128,6 +131,7 @@ def idle_state(
         cache=allocate(config, rows, cache_size, dtype),
         lengths=zeros,
         last=zeros,
+        prompt_end=jnp.zeros((rows, config.hidden_size), dtype),
         tokens=slots,
         filled=slots > 0,
         known=zeros > 0,

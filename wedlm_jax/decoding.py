@@ -82,24 +82,30 @@ def forward_shapes(windows: tuple[int, ...], *, verified: bool = False) -> tuple
 
 
 def prefill(
-    model: Transformer, prompts: Array, starts: Array, before: KVCache | None = None
-) -> KeyValues:
+    model: Transformer,
+    prompts: Array,
+    starts: Array,
+    counts: Array,
+    before: KVCache | None = None,
+) -> tuple[KeyValues, Array]:
     """Keys and values ``[num_hidden_layers, B, K, T, head_dim]`` of prompts, or of a piece of
-    them; no logits are computed.
+    them, and the final hidden state ``[B, D]`` of each one's last token; no logits are computed.
 
     Args:
       prompts: int32 ``[B, T]``, padded behind.
       starts: int32 ``[B]``, tokens of each prompt that stand in the cache already.
+      counts: int32 ``[B]``, tokens of each that are given here.
       before: that cache; None where ``starts`` are 0.
     """
     positions = starts[:, None] + jnp.arange(prompts.shape[1])
     if before is None:
-        _, kv = model(prompts, positions, CausalMask(), return_kv=True)
+        hidden, kv = model(prompts, positions, CausalMask(), return_kv=True)
     else:
         mask = CachedMask(starts)
-        _, kv = model(prompts, positions, mask, cache=before.layers(), return_kv=True)
+        hidden, kv = model(prompts, positions, mask, cache=before.layers(), return_kv=True)
     assert kv is not None
-    return kv
+    last = jnp.maximum(counts - 1, 0)[:, None, None]
+    return kv, jnp.take_along_axis(hidden, last, axis=1)[:, 0]
 
 
 def decode(
@@ -269,7 +275,14 @@ def _predict_at(
         return_kv=True,
     )  # fmt: skip
     assert kv is not None
-    slots, guesses, run, following = _fill(model, state, params, use, hidden, order, shape.masks)
+    head = _head_rows(state, params, order, shape)
+    hidden = jnp.take_along_axis(hidden, head.places[..., None], axis=1)
+    guesses, entropies = _guess(model, state, params, use, hidden, head.slots)
+    chosen = _fill(state, params, head, guesses.tokens, entropies)
+    run, last = leading_run(state.filled, state.active), jnp.zeros_like(state.active)
+    if params.verified is not None:
+        chosen, run, last = _verify(state, params, head, guesses.tokens, entropies, chosen, run)
+    slots = jnp.where(chosen, head.slots, total)
     rows = jnp.arange(order.shape[0])[:, None]
     empty = jnp.zeros((order.shape[0], total), bool)
 
@@ -281,61 +294,105 @@ def _predict_at(
         fill=empty.at[rows, slots].set(True, mode="drop"),
         slots=jax.tree.map(at_slots, guesses),
         run=run,
-        following=following,
+        following=jax.tree.map(lambda x: x[rows[:, 0], last], guesses),
     )
 
 
-def _fill(
+class _HeadRows(NamedTuple):
+    """The rows of a window that pass the head, ``[B, N]`` each, and what they predict.
+
+    Masks stand behind the filled slots, at most W of them, so the head runs on so many rows
+    only. A row of a filled slot predicts the next one: that of an autoregressive row's last
+    one is wanted too, and those of all of a verified row's, which stand in order.
+
+    Attributes:
+      places: int32, physical places.
+      slots: int32, the slot whose token each of them predicts.
+      is_mask: bool, it is a mask and predicts itself.
+      is_draft: bool, a filled slot's row, and the slot behind holds a draft.
+    """
+
+    places: Array
+    slots: Array
+    is_mask: Array
+    is_draft: Array
+
+
+def _head_rows(state: DecodeState, params: RowParams, order: Array, shape: Shape) -> _HeadRows:
+    exists = jnp.arange(order.shape[1]) < state.active[:, None]
+    num_filled = (state.filled & exists).sum(axis=-1)[:, None]
+    first = num_filled - (params.window == 0)[:, None]
+    if params.verified is not None:
+        first = jnp.where(params.verified[:, None], 0, first)
+    place = first + jnp.arange(shape.masks)
+    is_mask = (place >= num_filled) & (place < state.active[:, None])
+    follows = params.anchored[:, None] & (place < num_filled)
+    place = jnp.clip(place, 0, shape.slots - 1)
+    slots = jnp.take_along_axis(order, place, axis=1) + follows
+    return _HeadRows(place, slots, is_mask, follows & (slots < num_filled))
+
+
+def _guess(
     model: Transformer,
     state: DecodeState,
     params: RowParams,
     use: TokenUse | None,
     hidden: Array,
-    order: Array,
-    head_rows: int,
-) -> tuple[Array, Guesses, Array, Guesses]:
-    """The slots to fill, int32 ``[B, head_rows]`` with P where none, and a token for each; then
-    the slots to commit ``[B]``, and the token ``[B]`` behind them.
-
-    Masks stand behind the filled slots, at most W of them, so the head runs on so many rows
-    only. A row of a filled slot predicts the next one: that of an autoregressive row's last
-    one is wanted too, and those of all of a verified row's, which stand in order.
-    """
-    total = order.shape[1]
-    exists = jnp.arange(total) < state.active[:, None]
-    num_filled = (state.filled & exists).sum(axis=-1)[:, None]
-    first = num_filled - (params.window == 0)[:, None]
-    if params.verified is not None:
-        first = jnp.where(params.verified[:, None], 0, first)
-    place = first + jnp.arange(head_rows)
-    is_mask = (place >= num_filled) & (place < state.active[:, None])
-    follows = params.anchored[:, None] & (place < num_filled)
-    place = jnp.clip(place, 0, hidden.shape[1] - 1)
-    raw = _masked_logits(model, jnp.take_along_axis(hidden, place[..., None], axis=1))
+    slots: Array,
+) -> tuple[Guesses, Array]:
+    """Tokens for ``slots [B, N]`` from the hidden states ``[B, N, D]`` that predict them, and
+    how uncertain each is: entropies ``[B, N]``."""
+    raw = _masked_logits(model, hidden)
     # Positions count from the committed length before this forward's commit.
-    slots = jnp.take_along_axis(order, place, axis=1) + follows
     logits = adjusted_logits(raw, state, params, slots, use)
     tokens = choose_tokens(logits, *_streams(state, params, slots), params)
-    entropies = entropy(logits)
-    chosen = fill_rule(entropies, slots, is_mask, params.entropy_threshold, params.position_penalty)
-    if params.bad_words is not None:
-        text = text_around(state, params.bad_words)
-        chosen = keep_apart(text, params.bad_words, slots, chosen, tokens)
     logprobs = state.logprobs and token_logprobs(raw, tokens, state.logprobs.top.shape[-1])
-    guesses = Guesses(tokens, logprobs)
-    run, last = leading_run(state.filled, state.active), jnp.zeros_like(state.active)
-    if params.verified is not None:
-        assert params.draft_budget is not None
-        drafts = jnp.take_along_axis(state.tokens, jnp.minimum(slots, total - 1), axis=1)
-        right = accepted(tokens, drafts, follows & (slots < num_filled))
-        last = jnp.where(params.verified, right.sum(axis=-1), 0)
-        run = jnp.where(params.verified, last + 1, run)
-        whole = run == num_filled[:, 0]
-        new = draft_rule(entropies, is_mask & whole[:, None], params.draft_budget)
-        chosen = jnp.where(params.verified[:, None], right | new, chosen)
-    rows = jnp.arange(order.shape[0])
-    following = jax.tree.map(lambda x: x[rows, last], guesses)
-    return jnp.where(chosen, slots, total), guesses, run, following
+    return Guesses(tokens, logprobs), entropy(logits)
+
+
+def first_token(model: Transformer, state: DecodeState, params: RowParams) -> Guesses:
+    """What the last token of the prompt predicts, ``[B]``: the first of an anchored row. Nothing
+    of the rows has been decoded yet."""
+    use = token_use(state, params, model.config.vocab_size)
+    slots = jnp.zeros_like(state.lengths)[:, None]
+    guesses, _ = _guess(model, state, params, use, state.prompt_end[:, None], slots)
+    return jax.tree.map(lambda x: x[:, 0], guesses)
+
+
+def _fill(
+    state: DecodeState, params: RowParams, head: _HeadRows, tokens: Array, entropies: Array
+) -> Array:
+    """Which of the head's rows fill a mask with their ``tokens``, bool ``[B, N]``."""
+    chosen = fill_rule(
+        entropies, head.slots, head.is_mask, params.entropy_threshold, params.position_penalty
+    )
+    if params.bad_words is None:
+        return chosen
+    text = text_around(state, params.bad_words)
+    return keep_apart(text, params.bad_words, head.slots, chosen, tokens)
+
+
+def _verify(
+    state: DecodeState,
+    params: RowParams,
+    head: _HeadRows,
+    tokens: Array,
+    entropies: Array,
+    chosen: Array,
+    run: Array,
+) -> tuple[Array, Array, Array]:
+    """``chosen [B, N]`` and ``run [B]`` with those of verified rows in their places, and the head's
+    row ``[B]`` that predicts what stands behind the run of these."""
+    assert params.verified is not None
+    assert params.draft_budget is not None
+    at = jnp.minimum(head.slots, state.tokens.shape[1] - 1)
+    drafts = jnp.take_along_axis(state.tokens, at, axis=1)
+    right = accepted(tokens, drafts, head.is_draft)
+    last = jnp.where(params.verified, right.sum(axis=-1), 0)
+    run = jnp.where(params.verified, last + 1, run)
+    whole = last == head.is_draft.sum(axis=-1)
+    new = draft_rule(entropies, head.is_mask & whole[:, None], params.draft_budget)
+    return jnp.where(params.verified[:, None], right | new, chosen), run, last
 
 
 def _streams(state: DecodeState, params: RowParams, slots: Array) -> tuple[Array, Array]:

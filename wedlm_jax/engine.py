@@ -17,7 +17,8 @@ from flax import nnx
 
 from wedlm_jax import programs
 from wedlm_jax.attention import WINDOW_IMPLEMENTATIONS, window_implementation
-from wedlm_jax.batch import Batch, BatchSizes, state_sizes, stop_ids
+from wedlm_jax.batch import Batch
+from wedlm_jax.batch_sizes import BatchSizes, state_sizes, stop_ids
 from wedlm_jax.decode_state import DecodeState
 from wedlm_jax.decoding import REFILLS
 from wedlm_jax.errors import InputError

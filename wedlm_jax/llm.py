@@ -9,83 +9,22 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from wedlm_jax.batch import BatchSizes
+from wedlm_jax.batch_sizes import BatchSizes
+from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.engine import Engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.hf import load_checkpoint
-from wedlm_jax.logprobs import TokenLogprob
 from wedlm_jax.prompts import Prompt, as_list, as_token_ids, for_each, is_integer, numbered
 from wedlm_jax.row_result import RowResult
 from wedlm_jax.samples import Samples
 from wedlm_jax.sampling import SamplingParams
-from wedlm_jax.scheduler import Row, Running, Scheduler
+from wedlm_jax.scheduler import Row, Scheduler
+from wedlm_jax.tally import Progress, Tally
 from wedlm_jax.text import Messages, StopStrings, TextCodec
 from wedlm_jax.warmup import warm_up
 
 EMBEDDED_MODEL = Path(__file__).parent / "embedded"
 DTYPES = ("float32", "bfloat16")
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """What became of one prompt.
-
-    Attributes:
-      text: the completion without stop token and stop string; None without a tokenizer.
-      token_ids: committed tokens, a stop token included; with a stop string, through the
-        token in which it is complete.
-      finish_reason: "stop", "length", or None while streaming.
-      num_forwards: decode forwards; prefill is not counted.
-      num_token_instances: active window slots over those forwards.
-      logprobs: of each of ``token_ids``; None where ``SamplingParams.logprobs`` is.
-      further: with ``SamplingParams.n`` above 1, the prompt's other samples. This is the first.
-    """
-
-    text: str | None
-    token_ids: list[int]
-    finish_reason: str | None
-    num_forwards: int
-    num_token_instances: int
-    logprobs: list[TokenLogprob] | None = None
-    further: tuple[Completion, ...] = ()
-
-    @property
-    def samples(self) -> tuple[Completion, ...]:
-        """All of the prompt's completions, ``n`` of them, this one first."""
-        return (self, *self.further)
-
-    @property
-    def tokens_per_forward(self) -> float:
-        return len(self.token_ids) / max(self.num_forwards, 1)
-
-    @property
-    def p_cache(self) -> float:
-        """Completion tokens over processed token instances (WeDLM section 3)."""
-        return len(self.token_ids) / max(self.num_token_instances, 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """A piece of a streamed completion: new ``text`` and ``token_ids``, and all so far."""
-
-    text: str
-    token_ids: list[int]
-    completion: Completion
-
-
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """Where a call to `LLM.generate` stands, counted over finished and running rows.
-
-    Attributes:
-      total: None where the rows come from an iterator.
-    """
-
-    finished: int
-    total: int | None
-    tokens: int
-    forwards: int
-    instances: int
 
 
 class LLM:
@@ -202,7 +141,7 @@ class LLM:
           ``rows``, and what became of them.
         """
         total = len(rows) if isinstance(rows, Sized) else None
-        tally = _Tally(total, on_progress)
+        tally = Tally(total, on_progress)
         samples: Samples[Sequence[int], Completion] = Samples(rows)
         scheduler = Scheduler(
             self.engine, samples.rows(), rows=self.max_batch_size, is_over=self._is_over,
@@ -360,39 +299,6 @@ class LLM:
             text, row.token_ids, row.finish_reason, row.num_forwards, row.num_token_instances,
             row.logprobs,
         )  # fmt: skip
-
-
-class _Tally:
-    """Adds finished and running rows up for `Progress`."""
-
-    def __init__(self, total: int | None, report: Callable[[Progress], None] | None):
-        self._total, self._report = total, report
-        self._finished = self._tokens = self._forwards = self._instances = 0
-
-    def running(self, now: Running) -> None:
-        self._tell(now)
-
-    def add(self, completion: Completion) -> None:
-        """Counts one sample."""
-        self._tokens += len(completion.token_ids)
-        self._forwards += completion.num_forwards
-        self._instances += completion.num_token_instances
-
-    def finished(self, prompts: int) -> None:
-        self._finished += prompts
-        self._tell(Running(0, 0, 0))
-
-    def _tell(self, now: Running) -> None:
-        if self._report is not None:
-            self._report(
-                Progress(
-                    self._finished,
-                    self._total,
-                    self._tokens + now.tokens,
-                    self._forwards + now.forwards,
-                    self._instances + now.instances,
-                )
-            )
 
 
 def resolve_model(model: str | Path | None) -> Path:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from wedlm_jax import programs
-from wedlm_jax.batch import BatchSizes
+from wedlm_jax.batch_sizes import BatchSizes
 from wedlm_jax.errors import InputError
 from wedlm_jax.row_params import idle_params
 from wedlm_jax.sampling import RowParams

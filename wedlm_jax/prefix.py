@@ -25,12 +25,18 @@ class PrefixIndex:
         self._held[row] = np.asarray(tokens, np.int32)
 
     def longest(self, prompt: np.ndarray, rows: Iterable[int]) -> tuple[int, int]:
-        """The row among ``rows`` that holds the most first tokens of ``prompt``, and how many;
-        (-1, 0) where none holds `SHORTEST_PREFIX`."""
+        """The row among ``rows`` from which the most first tokens of ``prompt`` can be taken over,
+        and how many; (-1, 0) where none holds `SHORTEST_PREFIX`.
+
+        All of them only from a row with the same prompt: another does not know what follows the
+        last of them.
+        """
         best, most = -1, SHORTEST_PREFIX - 1
         for row in rows:
-            if len(self._held[row]) > most and (common := shared(prompt, self._held[row])) > most:
-                best, most = row, common
+            held = self._held[row]
+            if len(held) > most and (common := shared(prompt, held)) > most:
+                common -= common == len(prompt) < len(held)
+                best, most = (row, common) if common > most else (best, most)
         return (best, most) if best >= 0 else (-1, 0)
 
 

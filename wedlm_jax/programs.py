@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from wedlm_jax.cache import copy_rows, read_rows, write_rows
-from wedlm_jax.decode_state import DecodeState, idle_state, placed, set_window
-from wedlm_jax.decoding import decode, prefill
+from wedlm_jax.cache import copy_entries, copy_rows, read_rows, set_entries, write_rows
+from wedlm_jax.decode_state import DecodeState, idle_state, open_next, placed, set_window
+from wedlm_jax.decoding import decode, first_token, prefill
 from wedlm_jax.logprobs import Logprobs
 from wedlm_jax.model import Transformer
 from wedlm_jax.sampling import RowParams
@@ -58,6 +58,7 @@ class Pieces:
       tokens: int32 ``[N, T]``, padded behind.
       places: int32 ``[N]``, the row of each.
       starts: int32 ``[N]``, tokens of its prompt that the row holds already.
+      counts: int32 ``[N]``, tokens of each.
       valid: bool ``[N]``, False for an entry that fills up the shape.
       lengths: int32 ``[B]``, tokens each row holds afterwards; negative for other rows. A row
         that is done still writes its window, at its length: there it must not hit what was
@@ -67,6 +68,7 @@ class Pieces:
     tokens: Array
     places: Array
     starts: Array
+    counts: Array
     valid: Array
     lengths: Array
 
@@ -82,32 +84,48 @@ def prefill_pieces(
     """
     model = nnx.merge(graph, parameters)
     before = read_rows(state.cache, pieces.places, live) if live else None
-    kv = prefill(model, pieces.tokens, pieces.starts, before)
+    kv, ends = prefill(model, pieces.tokens, pieces.starts, pieces.counts, before)
     cache = write_rows(state.cache, kv, pieces.places, pieces.starts, pieces.valid)
+    ends = set_entries(state.prompt_end, ends, pieces.places, pieces.valid)
     moved = _moved(state, pieces.lengths)
-    return placed(dataclasses.replace(state, cache=cache, lengths=moved))
+    return placed(dataclasses.replace(state, cache=cache, prompt_end=ends, lengths=moved))
 
 
 @partial(jax.jit, donate_argnames="state")
 def copy_prefixes(
     state: DecodeState, sources: Array, places: Array, valid: Array, lengths: Array
 ) -> DecodeState:
-    """Gives rows that are done the cache of other rows, and committed lengths ``[B]`` where
-    they are not negative; see `wedlm_jax.cache.copy_rows`."""
+    """Gives rows that are done the cache of other rows and what stands at the end of their
+    prompts, and committed lengths ``[B]`` where they are not negative; see
+    `wedlm_jax.cache.copy_rows`."""
     cache = copy_rows(state.cache, sources, places, valid)
-    return placed(dataclasses.replace(state, cache=cache, lengths=_moved(state, lengths)))
+    ends = copy_entries(state.prompt_end, sources, places, valid)
+    moved = _moved(state, lengths)
+    return placed(dataclasses.replace(state, cache=cache, prompt_end=ends, lengths=moved))
 
 
 def _moved(state: DecodeState, lengths: Array) -> Array:
     return jnp.where(lengths >= 0, lengths, state.lengths)
 
 
-@partial(jax.jit, donate_argnames="state")
+@partial(jax.jit, static_argnames=("graph", "anchored"), donate_argnames="state")
 def open_rows(
-    state: DecodeState, params: RowParams, new: Array, lengths: Array, last: Array
+    graph: Graph,
+    parameters: nnx.State,
+    state: DecodeState,
+    params: RowParams,
+    new: Array,
+    lengths: Array,
+    last: Array,
+    *,
+    anchored: bool,
 ) -> DecodeState:
     """Begins the rows that are ``new [B]``: their prompts of these lengths stand in the cache,
-    and end with these tokens."""
+    and end with these tokens.
+
+    Args:
+      anchored: whether rows may be. Prefill has said what their first token is.
+    """
     zeros = jnp.zeros_like(state.lengths)
     nothing = jnp.zeros_like(state.filled)
     blank = dataclasses.replace(
@@ -115,6 +133,9 @@ def open_rows(
         num_output=zeros, done=params.max_tokens <= 0, num_forwards=zeros,
         num_token_instances=zeros,
     )  # fmt: skip
+    if anchored:
+        model = nnx.merge(graph, parameters)
+        blank = open_next(blank, params, *first_token(model, blank, params))
     return _where(new, set_window(blank, params), state)
 
 

@@ -16,7 +16,7 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.sampling import NO_TOKEN, SamplingParams
 
 if TYPE_CHECKING:
-    from wedlm_jax.batch import BatchSizes
+    from wedlm_jax.batch_sizes import BatchSizes
 
 MOST_BIASES = 512
 """Tokens with a bias a row, at most."""

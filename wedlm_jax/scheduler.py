@@ -15,15 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from wedlm_jax.batch import (
-    LONGEST_PIECE,
-    UNTIL_DONE,
-    Batch,
-    BatchSizes,
-    Piece,
-    Standing,
-    bucket,
-)
+from wedlm_jax.batch import UNTIL_DONE, Batch, Piece, Standing
+from wedlm_jax.batch_sizes import LONGEST_PIECE, BatchSizes
+from wedlm_jax.buckets import bucket
 from wedlm_jax.engine import Engine
 from wedlm_jax.prefix import PrefixIndex
 from wedlm_jax.row_result import RowResult

@@ -13,14 +13,9 @@ from functools import partial
 import jax
 import numpy as np
 
-from wedlm_jax.batch import (
-    LONGEST_PIECE,
-    SMALLEST_LIVE,
-    Batch,
-    BatchSizes,
-    bucket,
-    piece_bucket,
-)
+from wedlm_jax.batch import SMALLEST_LIVE, Batch
+from wedlm_jax.batch_sizes import LONGEST_PIECE, BatchSizes, piece_bucket
+from wedlm_jax.buckets import bucket
 from wedlm_jax.engine import Engine
 from wedlm_jax.sampling import SamplingParams
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from infer.job.prompt_rows import RowId
-    from wedlm_jax.llm import Completion
+    from wedlm_jax.completion import Completion
     from wedlm_jax.logprobs import TokenLogprob
 
 

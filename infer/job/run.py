@@ -14,7 +14,8 @@ from infer.job.shard_folder import ShardFolder
 from infer.job.stop import StopRequest
 
 if TYPE_CHECKING:
-    from wedlm_jax.llm import LLM, Progress
+    from wedlm_jax.llm import LLM
+    from wedlm_jax.tally import Progress
 
 
 class Run:

@@ -19,7 +19,10 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from wedlm_jax.llm import LLM, Completion, Progress, Row
+    from wedlm_jax.completion import Completion
+    from wedlm_jax.llm import LLM
+    from wedlm_jax.scheduler import Row
+    from wedlm_jax.tally import Progress
 
 
 class BadRow(Exception):

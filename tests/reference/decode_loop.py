@@ -136,10 +136,11 @@ def _autoregressive(
     text, out = list(prompt), Decoded()
     while out.finish_reason is None:
         logits = predict(text, range(len(text)))
-        out.count_forward(1)
         place = len(out.token_ids)
+        if place:  # the first token is prefill's
+            out.count_forward(1)
         at_next = adjusted(logits[-1], params, prompt, out.token_ids, place, stop_ids)
-        token, margin = choose_token(at_next, params, out.num_forwards, 0)
+        token, margin = choose_token(at_next, params, place + 1, 0)
         out.margin = min(out.margin, margin)
         text.append(token)
         logprob = TokenLogprob(*logprobs(logits[-1], token, params.logprobs or 0))

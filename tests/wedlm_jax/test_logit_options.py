@@ -30,7 +30,7 @@ from tests.jaxpr_shapes import arrays_in
 from tests.reference.decode_loop import Decoded, FullForward
 from tests.reference.logit_options import bad_words_in
 from wedlm_jax import programs
-from wedlm_jax.batch import BatchSizes
+from wedlm_jax.batch_sizes import BatchSizes
 from wedlm_jax.engine import Engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.row_params import NO_OPTIONS, OptionSizes, idle_params

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from wedlm_jax import memory_plan
-from wedlm_jax.batch import BatchSizes
+from wedlm_jax.batch_sizes import BatchSizes
 from wedlm_jax.engine import Engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.memory_plan import check_memory, device_memory, plan_memory

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from tests.decode_examples import Row, rows, run
 from wedlm_jax import batch as batch_module
+from wedlm_jax import batch_sizes as sizes_module
 from wedlm_jax import prefix as prefix_module
 from wedlm_jax import scheduler as scheduler_module
-from wedlm_jax.batch import Batch, BatchSizes
+from wedlm_jax.batch import Batch
+from wedlm_jax.batch_sizes import BatchSizes
 from wedlm_jax.engine import Engine
 from wedlm_jax.model import Transformer
 from wedlm_jax.prefix import PrefixIndex, shared
@@ -30,9 +32,9 @@ PLAIN = SamplingParams(max_tokens=12, entropy_threshold=1.6)
 def short_pieces() -> Iterator[None]:
     """Prompts of 28 tokens are then prefilled in pieces, and beginnings of 6 taken over."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch_module, "LONGEST_PIECE", 8)
-        patch.setattr(batch_module, "SMALLEST_PROMPT_BUCKET", 8)
-        patch.setattr(scheduler_module, "LONGEST_PIECE", 8)
+        for module in (sizes_module, batch_module, scheduler_module):
+            patch.setattr(module, "LONGEST_PIECE", 8)
+        patch.setattr(sizes_module, "SMALLEST_PROMPT_BUCKET", 8)
         patch.setattr(prefix_module, "SHORTEST_PREFIX", 6)
         yield
 
@@ -93,6 +95,20 @@ def test_equal_prompts_are_prefilled_once(streaming_engine: Engine) -> None:
     results, scheduler = scheduled(streaming_engine, requests, 4)
     assert results == [run(streaming_engine, requests[:1])[0]] * 6
     assert scheduler.prefilled_tokens == 7
+
+
+@pytest.mark.parametrize("mode", ["verified", "ar"])
+def test_a_prompt_taken_over_predicts_its_own_first_token(
+    streaming_engine: Engine, mode: str
+) -> None:
+    """From an equal prompt all is taken over, from a longer one not what is predicted behind."""
+    params = dataclasses.replace(PLAIN, mode=mode)
+    long, short = (3, 4, 5, 6, 7, 8, 9, 2, 2), (3, 4, 5, 6, 7, 8, 9)
+    requests = [Row(prompt, params, 4) for prompt in (long, long, short, short)]
+    results, scheduler = scheduled(streaming_engine, requests, 1)
+    alone = [run(streaming_engine, [row])[0] for row in (requests[0], requests[2])]
+    assert results == [alone[0], alone[0], alone[1], alone[1]]
+    assert scheduler.reused_tokens == len(long) + (len(short) - 1) + len(short)
 
 
 def test_the_same_requests_again_compile_nothing(streaming_engine: Engine) -> None:

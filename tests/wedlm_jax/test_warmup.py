@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from wedlm_jax import batch as batch_module
+from wedlm_jax import batch_sizes as sizes_module
 from wedlm_jax import prefix as prefix_module
 from wedlm_jax import scheduler as scheduler_module
 from wedlm_jax import warmup as warmup_module
-from wedlm_jax.batch import BatchSizes
+from wedlm_jax.batch_sizes import BatchSizes
 from wedlm_jax.compiled_cache import keep_compiled
 from wedlm_jax.engine import Engine
 from wedlm_jax.model import Transformer
@@ -23,11 +24,11 @@ from wedlm_jax.warmup import warm_up
 
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (batch_module, scheduler_module, warmup_module):
+    for module in (sizes_module, batch_module, scheduler_module, warmup_module):
         monkeypatch.setattr(module, "LONGEST_PIECE", 16)
     for module in (batch_module, warmup_module):
         monkeypatch.setattr(module, "SMALLEST_LIVE", 32)
-    monkeypatch.setattr(batch_module, "SMALLEST_PROMPT_BUCKET", 8)
+    monkeypatch.setattr(sizes_module, "SMALLEST_PROMPT_BUCKET", 8)
     monkeypatch.setattr(batch_module, "LOOKAHEAD", 4)
     monkeypatch.setattr(prefix_module, "SHORTEST_PREFIX", 4)
 

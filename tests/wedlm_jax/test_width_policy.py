@@ -6,7 +6,7 @@ import pytest
 
 from tests.decode_examples import Row, run
 from wedlm_jax import width_policy
-from wedlm_jax.batch import BatchSizes
+from wedlm_jax.batch_sizes import BatchSizes
 from wedlm_jax.engine import Engine
 from wedlm_jax.model import Transformer
 from wedlm_jax.sampling import SamplingParams

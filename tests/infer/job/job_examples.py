@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from wedlm_jax.__main__ import main
-from wedlm_jax.llm import LLM, Completion
+from wedlm_jax.completion import Completion
+from wedlm_jax.llm import LLM
 from wedlm_jax.sampling import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=24)

@@ -21,8 +21,9 @@ from tests.infer.job.job_examples import (
     words,
     write,
 )
-from wedlm_jax.llm import LLM, Progress
+from wedlm_jax.llm import LLM
 from wedlm_jax.samples import Samples
+from wedlm_jax.tally import Progress
 
 
 def kept(rows: int, total: int = 16) -> str:

@@ -23,7 +23,8 @@ from tests.infer.job.job_examples import (
     write,
 )
 from tests.tiny_checkpoint import write_tiny_checkpoint
-from wedlm_jax.llm import LLM, Completion
+from wedlm_jax.completion import Completion
+from wedlm_jax.llm import LLM
 from wedlm_jax.logprobs import TokenLogprob
 from wedlm_jax.sampling import SamplingParams
 

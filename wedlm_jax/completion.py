@@ -1,0 +1,54 @@
+"""What became of a prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from wedlm_jax.logprobs import TokenLogprob
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """What became of one prompt.
+
+    Attributes:
+      text: the completion without stop token and stop string; None without a tokenizer.
+      token_ids: committed tokens, a stop token included; with a stop string, through the
+        token in which it is complete.
+      finish_reason: "stop", "length", or None while streaming.
+      num_forwards: decode forwards; prefill is not counted.
+      num_token_instances: active window slots over those forwards.
+      logprobs: of each of ``token_ids``; None where ``SamplingParams.logprobs`` is.
+      further: with ``SamplingParams.n`` above 1, the prompt's other samples. This is the first.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    finish_reason: str | None
+    num_forwards: int
+    num_token_instances: int
+    logprobs: list[TokenLogprob] | None = None
+    further: tuple[Completion, ...] = ()
+
+    @property
+    def samples(self) -> tuple[Completion, ...]:
+        """All of the prompt's completions, ``n`` of them, this one first."""
+        return (self, *self.further)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        return len(self.token_ids) / max(self.num_forwards, 1)
+
+    @property
+    def p_cache(self) -> float:
+        """Completion tokens over processed token instances (WeDLM section 3)."""
+        return len(self.token_ids) / max(self.num_token_instances, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A piece of a streamed completion: new ``text`` and ``token_ids``, and all so far."""
+
+    text: str
+    token_ids: list[int]
+    completion: Completion
