@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 
@@ -18,12 +19,14 @@ from infer.evaluate import chat_prompt
 from infer.heldout import read_questions
 from tests.decode_examples import TINY, Row, rows, run
 from tests.reference.sampling import softmax, truncate
-from wedlm_jax import decoding
+from wedlm_jax import batch_sizes, decoding
+from wedlm_jax.batch_sizes import BatchSizes
 from wedlm_jax.engine import Engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import EMBEDDED_MODEL, LLM
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer
+from wedlm_jax.row_params import OptionSizes
 from wedlm_jax.row_result import RowResult
 from wedlm_jax.sampling import SamplingParams
 from wedlm_jax.scheduler import Scheduler
@@ -163,24 +166,45 @@ def test_the_trained_model_says_the_same_in_fewer_forwards(
 
 SMALL = dataclasses.replace(TINY, vocab_size=7, mask_token_id=6, eos_token_ids=())
 LENGTH, SAMPLES, AT_ONCE = 4, 200_000, 4096
+BOLD = SamplingParams(mode="verified", temperature=1.0, max_tokens=LENGTH, draft_budget=100.0)
 
 
-def sequences(params: SamplingParams) -> np.ndarray:
+PROMPT = (1, 2)
+
+
+def small_engine() -> Engine:
+    return Engine(Transformer(SMALL, rngs=nnx.Rngs(3)), window_size=3)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return small_engine()
+
+
+@pytest.fixture(autouse=True)
+def no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_sizes, "SMALLEST_PROMPT_BUCKET", len(PROMPT))
+
+
+def sequences(engine: Engine, params: SamplingParams) -> np.ndarray:
     """The completions of many seeds: int ``[SAMPLES, LENGTH]``."""
-    engine = Engine(Transformer(SMALL, rngs=nnx.Rngs(3)), window_size=3)
-    prompts = [[1, 2]] * AT_ONCE
-    params = dataclasses.replace(params, max_tokens=LENGTH)
-    batch = engine.start(prompts, [params] * AT_ONCE)
+    sizes = BatchSizes(AT_ONCE, 16, LENGTH, num_stops=4, options=OptionSizes.of([params]))
+    batch, rows, prompts = engine.open(sizes), range(AT_ONCE), [PROMPT] * AT_ONCE
+    batch.prefill([(row, 0, np.array(PROMPT)) for row in rows])
     found = []
     for first in range(0, SAMPLES, AT_ONCE):
-        seeds = range(first, first + AT_ONCE)
         # The prompts stand in the cache, and are not prefilled again.
-        batch.open(
-            range(AT_ONCE), prompts, [dataclasses.replace(params, seed=seed) for seed in seeds]
-        )
+        batch.open(rows, prompts, [with_seed(params, first + row) for row in rows])
         assert batch.advance()
         found.append(np.array(batch._state.output[:, :LENGTH]))
     return np.concatenate(found)[:SAMPLES]
+
+
+def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
+    """As `dataclasses.replace`, which checks all of them again for each of many seeds."""
+    changed = copy.copy(params)
+    object.__setattr__(changed, "seed", seed)
+    return changed
 
 
 def p_value(found: np.ndarray, params: SamplingParams) -> float:
@@ -212,11 +236,11 @@ def p_value(found: np.ndarray, params: SamplingParams) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_samples_are_distributed_as_autoregressive_ones(temperature: float, top_p: float) -> None:
-    params = SamplingParams(
-        mode="verified", temperature=temperature, top_p=top_p, draft_budget=100.0
-    )
-    found = sequences(params)
+def test_samples_are_distributed_as_autoregressive_ones(
+    engine: Engine, temperature: float, top_p: float
+) -> None:
+    params = dataclasses.replace(BOLD, temperature=temperature, top_p=top_p)
+    found = sequences(engine, params)
     assert all(p_value(found[:, :length], params) > 1e-3 for length in (3, 4))
 
 
@@ -224,10 +248,9 @@ def test_samples_are_distributed_as_autoregressive_ones(temperature: float, top_
 def test_a_rule_that_accepts_every_draft_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "accepted", lambda tokens, drafts, is_draft: is_draft)
     jax.clear_caches()  # the loop is traced anew, with this rule
-    params = SamplingParams(mode="verified", temperature=1.0, draft_budget=100.0)
-    found = sequences(params)
+    found = sequences(small_engine(), BOLD)
     jax.clear_caches()
-    assert all(p_value(found[:, :length], params) < 1e-12 for length in (3, 4))
+    assert all(p_value(found[:, :length], BOLD) < 1e-12 for length in (3, 4))
 
 
 # --- refused ----------------------------------------------------------------------------------
