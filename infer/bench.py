@@ -11,16 +11,18 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infer.evaluate import EMBEDDED_QUESTIONS
 from infer.heldout import read_questions
+from infer.plots import check_plot, draw_speeds
 from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
+    from infer.heldout import Question
     from wedlm_jax.llm import LLM
     from wedlm_jax.scheduler import Row
 
@@ -63,6 +65,9 @@ class Speed:
 Run = Callable[["LLM"], tuple[int, int]]
 """Decodes all prompts once; returns tokens and forwards, summed over the prompts."""
 
+Regimes = Mapping[str, "Sequence[Question]"]
+"""Questions by regime."""
+
 Ways = dict[str, tuple["LLM", Run]]
 """What is compared, by name."""
 
@@ -78,6 +83,7 @@ def main(arguments: list[str]) -> int:
     )
     add = parser.add_argument
     add("--model", metavar="DIR", help="checkpoint folder [the embedded model]")
+    add("--questions", metavar="FILE", help="JSONL questions [those of the embedded model]")
     add("--rows", type=int, nargs="+", default=[1, 8, 32, 128], metavar="N",
         help="prompts at a time, one or more [1 8 32 128]")  # fmt: skip
     add("--prompts", type=int, metavar="N",
@@ -90,27 +96,29 @@ def main(arguments: list[str]) -> int:
         help="window of the comparison with fixed batches [16]")  # fmt: skip
     add("--passes", type=int, default=3, metavar="N", help="timed passes [3]")
     add("--output", metavar="FILE", help="also write the figures as JSON")
-    add("--plot", metavar="FILE", help="also draw them (.svg or .png; needs matplotlib)")
+    add("--plot", metavar="FILE", help="also draw them (.svg, .png or .pdf; needs matplotlib)")
     options = parser.parse_args(arguments)
     if min(options.rows) < 1 or options.passes < 1:
         raise InputError("--rows and --passes: expected at least 1")
-    for name in (options.output, options.plot):
-        if name is not None and not Path(name).resolve().parent.is_dir():
-            raise InputError(f"{name}: no such folder to write it in")
+    if options.output is not None and not Path(options.output).resolve().parent.is_dir():
+        raise InputError(f"--output {options.output}: no such folder to write it in")
+    if options.plot is not None:
+        check_plot(options.plot)
     windows = [_window(text) for text in options.window_size]
+    regimes = read_questions(Path(options.questions or EMBEDDED_QUESTIONS))
     speeds: list[Speed] = []
     from rich.console import Console
 
     console = Console(highlight=False)
     for rows in options.rows:
-        for some in _compare(options, rows, windows):
+        for some in _compare(options, regimes, rows, windows):
             speeds += some
             console.print(table(some))
     if options.output is not None:
         text = json.dumps([dataclasses.asdict(speed) for speed in speeds], indent=1)
         Path(options.output).write_text(text + "\n", encoding="utf-8")
     if options.plot is not None:
-        draw(speeds, Path(options.plot))
+        draw_speeds(speeds, Path(options.plot))
     return 0
 
 
@@ -124,7 +132,10 @@ def _window(text: str) -> int | str:
 
 
 def _compare(
-    options: argparse.Namespace, rows: int, windows: Sequence[int | str]
+    options: argparse.Namespace,
+    regimes: Regimes,
+    rows: int,
+    windows: Sequence[int | str],
 ) -> Iterator[list[Speed]]:
     """The comparisons at one number of rows."""
     from wedlm_jax.llm import LLM
@@ -134,13 +145,13 @@ def _compare(
 
     count = options.prompts or max(PROMPTS_A_ROW * rows, 24)
     first = llm(options.fixed_window)
-    work = mixed_lengths(first, count)
+    work = mixed_lengths(first, regimes, count)
     fixed: Ways = {
         f"fixed batches, W = {options.fixed_window}": (first, partial(_fixed, work, rows)),
         f"continuous, W = {options.fixed_window}": (first, partial(_continuous, work)),
     }
     yield measure(fixed, rows, count, options.passes)
-    shots = few_shot(first, count)
+    shots = few_shot(first, regimes, count)
     prefixes: Ways = {
         f"{SHOTS} shots, each computed": (first, partial(_shared, shots, rows, False)),
         f"{SHOTS} shots, computed once": (first, partial(_shared, shots, rows, True)),
@@ -159,18 +170,18 @@ def _compare(
     yield measure(by_window, rows, count, options.passes)
 
 
-def mixed_lengths(llm: LLM, count: int) -> list[Row]:
-    """Held-out questions of all regimes by turns, each with its own limit; the same every time."""
+def mixed_lengths(llm: LLM, regimes: Regimes, count: int) -> list[Row]:
+    """Questions of all regimes by turns, each with its own limit; the same every time."""
     import numpy as np
 
     from wedlm_jax.sampling import SamplingParams
 
-    regimes = list(read_questions(EMBEDDED_QUESTIONS).values())
+    each = list(regimes.values())
     rng = np.random.default_rng(0)
     rows = []
     for i in range(count):
-        regime = regimes[i % len(regimes)]
-        question = regime[i // len(regimes) % len(regime)]
+        regime = each[i % len(each)]
+        question = regime[i // len(each) % len(regime)]
         limit = round(float(np.exp(rng.uniform(*np.log(LENGTHS)))))
         params = SamplingParams(max_tokens=limit, ignore_eos=True)
         prompt = llm.chat_prompt([{"role": "user", "content": question.prompt}])
@@ -178,11 +189,13 @@ def mixed_lengths(llm: LLM, count: int) -> list[Row]:
     return rows
 
 
-def few_shot(llm: LLM, count: int) -> list[Row]:
+def few_shot(llm: LLM, regimes: Regimes, count: int) -> list[Row]:
     """Questions behind the same answered ones, with short answers: prefill is most of the work."""
     from wedlm_jax.sampling import SamplingParams
 
-    questions = read_questions(EMBEDDED_QUESTIONS)["reasoning"]
+    questions = regimes.get("reasoning") or next(iter(regimes.values()))
+    if len(questions) <= SHOTS:
+        raise InputError(f"expected more than {SHOTS} questions of a regime, not {len(questions)}")
     header = []
     for question in questions[:SHOTS]:
         header.append({"role": "user", "content": question.prompt})
@@ -257,26 +270,3 @@ def table(speeds: Sequence[Speed]) -> object:
         per_forward = f"{speed.tokens_per_forward:.2f}"
         result.add_row(speed.way, f"{speed.tokens_per_second:,.0f}", f"{ratio:.2f}×", per_forward)
     return result
-
-
-def draw(speeds: Sequence[Speed], path: Path) -> None:
-    """Tokens a second against rows, a line a way.
-
-    Raises:
-      InputError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError("--plot needs matplotlib, which is not installed") from None
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for way in dict.fromkeys(speed.way for speed in speeds):
-        points = [(s.rows, s.tokens_per_second) for s in speeds if s.way == way]
-        style = "--" if way.startswith("fixed") else "-"
-        axes.plot(*zip(*points, strict=True), style, marker="o", label=way)
-    axes.set(xscale="log", xlabel="rows", ylabel="tokens a second", ylim=(0, None))
-    ticks = sorted({speed.rows for speed in speeds})
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.legend()
-    figure.savefig(path)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import wedlm_jax
 from infer.heldout import read_questions
+from infer.plots import check_plot, draw_scores
 from infer.score import Score
 from wedlm_jax.errors import InputError
 
@@ -115,7 +116,7 @@ def main(arguments: list[str]) -> int:
         description="Accuracy and speed of AR, block-wise, streaming and verified decoding from\n"
         "the same weights, on questions held out from the embedded model's training, or your own.",
         epilog="example:\n  wedlm evaluate --samples 100 --entropy-threshold 0.4 "
-        "--output scores.json",
+        "--output scores.json --plot scores.svg",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
@@ -129,12 +130,15 @@ def main(arguments: list[str]) -> int:
     add("--batch-size", type=int, default=1, metavar="N", help="prompts at a time [1]")
     add("--passes", type=int, default=3, metavar="N", help="timed passes [3]")
     add("--output", metavar="FILE", help="also write the scores as JSON")
+    add("--plot", metavar="FILE", help="also draw them (.svg, .png or .pdf; needs matplotlib)")
     options = parser.parse_args(arguments)
     if options.samples < 1 or options.passes < 1:
         raise InputError("--samples and --passes: expected at least 1")
     regimes = read_questions(Path(options.questions or EMBEDDED_QUESTIONS))
     if options.output is not None and not Path(options.output).resolve().parent.is_dir():
         raise InputError(f"--output {options.output}: no such folder to write it in")
+    if options.plot is not None:
+        check_plot(options.plot)
 
     from infer.score import score_table
 
@@ -145,6 +149,8 @@ def main(arguments: list[str]) -> int:
     if options.output is not None:
         text = json.dumps([score.as_row() for score in scores], indent=1)
         Path(options.output).write_text(text + "\n", encoding="utf-8")
+    if options.plot is not None:
+        draw_scores(scores, Path(options.plot))
     return 0
 
 

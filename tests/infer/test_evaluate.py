@@ -34,7 +34,7 @@ def questions_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_scores_are_sums_over_completions(checkpoint: Path) -> None:
-    decoders = decoders_at(str(checkpoint), [0.4], batch_size=2)
+    decoders = decoders_at(str(checkpoint), [0.4], window_size=2, batch_size=2)
     assert [d.name for d in decoders] == ["AR", "block-wise τ=0.4", "WeDLM τ=0.4", "verified"]
     question = Question("low_entropy", "k", PROMPTS[0], "", "text")
     prompt = infer.evaluate.chat_prompt(decoders[2].llm, question)
@@ -56,7 +56,8 @@ def test_scores_are_sums_over_completions(checkpoint: Path) -> None:
         2 * answer.num_token_instances,
     )
     assert wedlm.tokens_per_forward == len(answer.token_ids) / answer.num_forwards
-    assert scores[0].tokens == scores[0].forwards == scores[0].instances
+    # The first token of each is prefill's.
+    assert scores[0].tokens - len(questions) == scores[0].forwards == scores[0].instances
     assert scores[0].as_first == scores[3].as_first == 1
     assert scores[3].tokens == scores[0].tokens
     assert all(score.seconds > 0 for score in scores)
@@ -68,8 +69,10 @@ def test_the_command_writes_what_it_prints(
     checkpoint: Path, questions_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "scores.json"
+    plot = tmp_path / "scores.svg"
     arguments = f"--model {checkpoint} --questions {questions_file} --output {output} "
-    arguments += "--samples 2 --passes 1 --entropy-threshold 0.4 --batch-size 2"
+    arguments += f"--samples 2 --passes 1 --entropy-threshold 0.4 --batch-size 2 --plot {plot} "
+    arguments += "--window-size 2"
     assert infer.evaluate.main(arguments.split()) == 0
     scores = json.loads(output.read_text(encoding="utf-8"))
     assert [(s["regime"], s["decoder"]) for s in scores] == [
@@ -81,6 +84,8 @@ def test_the_command_writes_what_it_prints(
     assert all(s["questions"] == 2 and s["tokens"] <= 2 * MAX_TOKENS for s in scores)
     printed = capsys.readouterr().out
     assert all(f"{s['tokens_per_forward']:.2f}" in printed for s in scores)
+    drawn = plot.read_text(encoding="utf-8")
+    assert all(name in drawn for name in ("low entropy", "prose", "verified", "block-wise"))
 
 
 @pytest.mark.parametrize(
@@ -89,6 +94,8 @@ def test_the_command_writes_what_it_prints(
         ("--samples 0", "--samples"),
         ("--passes 0", "--passes"),
         ("--questions nowhere.jsonl", "nowhere.jsonl"),
+        ("--plot scores.bmp", "ends with one of"),
+        ("--plot /no/such/scores.svg", "no such folder"),
     ],
 )
 def test_bad_options_are_refused(arguments: str, says: str) -> None:

@@ -1,0 +1,112 @@
+"""Figures of measured scores and speeds; matplotlib is imported only to draw them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wedlm_jax.errors import InputError
+
+if TYPE_CHECKING:
+    from infer.bench import Speed
+    from infer.score import Score
+
+FORMATS = (".svg", ".png", ".pdf")
+
+
+def check_plot(path: str | Path) -> None:
+    """Refuses what could not be drawn, before anything is measured.
+
+    Raises:
+      InputError: matplotlib is not installed, the folder is not there, or the ending is none of
+        `FORMATS`.
+    """
+    if Path(path).suffix not in FORMATS:
+        raise InputError(f"{path}: a plot's name ends with one of {', '.join(FORMATS)}")
+    if not Path(path).resolve().parent.is_dir():
+        raise InputError(f"{path}: no such folder to write it in")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise InputError(
+            'a plot needs matplotlib, which is not installed: pip install "wedlm-jax[plot]"'
+        ) from None
+
+
+def _figure(width: float, height: float) -> Any:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: Any, path: Path) -> None:
+    # Without a date the same figures make the same file.
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def draw_scores(scores: Sequence[Score], path: Path) -> None:
+    """What is right, or is exactly AR's where nothing is to be right or wrong, against tokens a
+    forward and against the speed: a column a regime, a line a kind of decoder."""
+    regimes = list(dict.fromkeys(score.regime for score in scores))
+    figure = _figure(4 * len(regimes), 7)
+    panels = figure.subplots(2, len(regimes), squeeze=False)
+    for column, regime in enumerate(regimes):
+        some = [score for score in scores if score.regime == regime]
+        checked = some[0].accuracy is not None
+        for row, name in enumerate(("tokens a forward", "speed-up against AR, wall-clock")):
+            axes = panels[row][column]
+            for kind in dict.fromkeys(_kind(score) for score in some):
+                members = [score for score in some if _kind(score) == kind]
+                points = [
+                    (
+                        s.tokens_per_second / some[0].tokens_per_second
+                        if row
+                        else s.tokens_per_forward,
+                        100 * (s.accuracy if s.accuracy is not None else s.as_first),
+                    )
+                    for s in members
+                ]
+                marker = "*" if kind == "verified" else "s" if kind == "AR" else "o"
+                size = 14 if kind == "verified" else 7
+                axes.plot(*zip(*points, strict=True), marker=marker, markersize=size, label=kind)
+                for point, score in zip(points, members, strict=True):
+                    if "τ" in score.decoder:
+                        tau = score.decoder.partition("τ=")[2]
+                        axes.annotate(tau, point, (4, 5), textcoords="offset points", fontsize=8)
+            axes.set(xlabel=name, ylabel="right, %" if checked else "texts exactly AR's, %")
+            axes.set_xlim(0, None)
+            axes.grid(alpha=0.3)
+        panels[0][column].set_title(regime.replace("_", " "))
+    panels[0][0].legend()
+    _save(figure, path)
+
+
+def _kind(score: Score) -> str:
+    return score.decoder.partition(" τ")[0]
+
+
+def draw_speeds(speeds: Iterable[Speed], path: Path) -> None:
+    """Tokens a second against rows, a line a way; a panel for each comparison."""
+    every = list(speeds)
+    groups = {"batching": [], "windows": []}  # type: dict[str, list[Speed]]
+    for speed in every:
+        first = speed.way.startswith(("fixed", "continuous")) or "shots" in speed.way
+        groups["batching" if first else "windows"].append(speed)
+    shown = {name: some for name, some in groups.items() if some}
+    figure = _figure(6.5 * len(shown), 4.5)
+    ticks = sorted({speed.rows for speed in every})
+    for axes, some in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.values(),
+                          strict=True):  # fmt: skip
+        for way in dict.fromkeys(speed.way for speed in some):
+            points = [(s.rows, s.tokens_per_second) for s in some if s.way == way]
+            style = "--" if "fixed" in way or "each" in way or "verified" in way else "-"
+            axes.plot(*zip(*points, strict=True), style, marker="o", label=way)
+        axes.set(xscale="log", xlabel="rows", ylabel="tokens a second", ylim=(0, None))
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    _save(figure, path)
