@@ -112,6 +112,9 @@ class TrainConfig:
     accumulation: int = _field(1, "micro-batches in a step")
     row_length: int = _field(512, "tokens in a packed row, a multiple of block_size")
     block_size: int = _field(32, "B: consecutive positions that share a mask ratio")
+    suffix_share: float = _field(
+        0.0, "share of blocks whose masks are its last tokens, as in verified decoding's windows"
+    )
     seed: int = _field(0, "of initial parameters, data order and masks")
     output: str = _field("runs/train", "folder for checkpoints, logs and the exported model")
     checkpoint_every: int = _field(200, "steps between checkpoints")
@@ -196,6 +199,8 @@ def _check(config: TrainConfig, path: str | Path) -> None:
     for name in ("steps", "rows", "accumulation", "row_length", "block_size", "log_every"):
         if getattr(config, name) < 1:
             raise InputError(f"{path}: {name} must be at least 1, not {getattr(config, name)}")
+    if not 0 <= config.suffix_share <= 1:
+        raise InputError(f"{path}: suffix_share must be 0 to 1, not {config.suffix_share}")
     for name, least in (("workers", 0), ("prefetch", 1)):
         if (value := getattr(config.data, name)) < least:
             raise InputError(f"{path}: data.{name} must be at least {least}, not {value}")

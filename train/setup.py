@@ -60,7 +60,7 @@ def guard_of(config: TrainConfig) -> Guard:
 def objective_of(config: TrainConfig, model: ModelConfig) -> Objective:
     mask = model.require_mask_token_id() if config.objective == "wedlm" else None
     loss = LossConfig(**dataclasses.asdict(config.loss))
-    return Objective(config.objective, config.block_size, mask, loss)
+    return Objective(config.objective, config.block_size, mask, loss, config.suffix_share)
 
 
 def first_state(parameters: nnx.State, optimizer: optax.GradientTransformation) -> TrainState:

@@ -60,6 +60,7 @@ class Objective:
       kind: "wedlm" (MLM + AR over dual streams) or "ar" (next token only).
       block_size: B of the dual stream.
       mask_token_id: what stands at masked inputs; unused by "ar".
+      suffix_share: the share of blocks whose masks are its last tokens.
       loss: weights and memory of the loss.
     """
 
@@ -67,6 +68,7 @@ class Objective:
     block_size: int
     mask_token_id: int | None
     loss: LossConfig
+    suffix_share: float = 0.0
 
 
 class TrainStep(Protocol):
@@ -158,7 +160,9 @@ def prepare(
         totals = jax.tree.map(jnp.sum, jax.vmap(ar_denominators)(rows))
         return rows, totals, partial(_call, ar_loss, objective.loss)
     keys = jax.random.split(key, rows.tokens.shape[0])
-    draw = partial(sample_masks, block_size=objective.block_size)
+    draw = partial(
+        sample_masks, block_size=objective.block_size, suffix_share=objective.suffix_share
+    )
     masked, ratio = jax.vmap(draw)(keys, rows.trainable)
     return prepare_given(objective, rows, masked, ratio)
 

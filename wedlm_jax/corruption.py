@@ -60,7 +60,9 @@ class DualStreamBatch:
     next_valid: Array
 
 
-def sample_masks(key: Array, trainable: Array, block_size: int) -> tuple[Array, Array]:
+def sample_masks(
+    key: Array, trainable: Array, block_size: int, *, suffix_share: float = 0.0
+) -> tuple[Array, Array]:
     """Draws γ for every block and masks ``round(γ · count)`` of its trainable tokens,
     uniformly without replacement.
 
@@ -68,6 +70,8 @@ def sample_masks(key: Array, trainable: Array, block_size: int) -> tuple[Array, 
       key: a `jax.random.key`.
       trainable: bool ``[R, L]``, B dividing L.
       block_size: B.
+      suffix_share: the probability of a block to have its last trainable tokens masked
+        instead, as a window of verified decoding has; static.
 
     Returns:
       ``masked`` bool ``[R, L]`` in logical order; ``mask_ratio`` float32 ``[R, L]``,
@@ -78,8 +82,13 @@ def sample_masks(key: Array, trainable: Array, block_size: int) -> tuple[Array, 
     ratio_key, order_key = jax.random.split(key)
     ratio = 1.0 - jax.random.uniform(ratio_key, blocks.shape[:2])
     count = jnp.round(ratio * blocks.sum(-1)).astype(jnp.int32)
+    score = jax.random.uniform(order_key, blocks.shape)
+    if suffix_share:
+        is_suffix = jax.random.uniform(jax.random.fold_in(key, 2), count.shape) < suffix_share
+        from_behind = jnp.arange(block_size, 0, -1) / block_size
+        score = jnp.where(is_suffix[..., None], from_behind, score)
     # A random rank among the trainable tokens: the others rank last.
-    score = jnp.where(blocks, jax.random.uniform(order_key, blocks.shape), 2.0)
+    score = jnp.where(blocks, score, 2.0)
     rank = jnp.argsort(jnp.argsort(score, axis=-1), axis=-1)
     masked = (rank < count[..., None]) & blocks
     return masked.reshape(rows, length), jnp.repeat(ratio, block_size, axis=1)

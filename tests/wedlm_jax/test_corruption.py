@@ -20,7 +20,7 @@ from wedlm_jax.corruption import (
 
 ROWS, LENGTH = 2, 16
 
-draw_masks = jax.jit(sample_masks, static_argnames="block_size")
+draw_masks = jax.jit(sample_masks, static_argnames=("block_size", "suffix_share"))
 reorder = jax.jit(reorder_blocks, static_argnames="block_size")
 
 
@@ -39,9 +39,11 @@ flags = st.lists(st.booleans(), min_size=LENGTH, max_size=LENGTH)
 seeds = st.integers(0, 2**31 - 1)
 
 
-def drawn(seed: int, trainable: np.ndarray, block_size: int = BLOCK):
+def drawn(seed: int, trainable: np.ndarray, block_size: int = BLOCK, **options: float):
     """``masked`` and ``ratio``, cut into blocks ``[R, L / B, B]``."""
-    masked, ratio = draw_masks(jax.random.key(seed), jnp.asarray(trainable), block_size=block_size)
+    masked, ratio = draw_masks(
+        jax.random.key(seed), jnp.asarray(trainable), block_size=block_size, **options
+    )
     shape = (trainable.shape[0], -1, block_size)
     return np.asarray(masked).reshape(shape), np.asarray(ratio).reshape(shape)
 
@@ -90,6 +92,20 @@ def test_every_subset_of_a_block_is_equally_likely():
     share, total = 1 / 6, len(pairs)
     assert total > 2000
     assert np.abs(counts - total * share).max() < 5 * (total * share * (1 - share)) ** 0.5
+
+
+def test_some_blocks_mask_their_last_trainable_tokens():
+    trainable = np.tile([True] * 7 + [False], (8000, 1))
+    masked, ratio = drawn(5, trainable, block_size=8, suffix_share=0.3)
+    plain, same_ratio = drawn(5, trainable, block_size=8)
+    np.testing.assert_array_equal(ratio, same_ratio)
+    np.testing.assert_array_equal(masked.sum(-1), plain.sum(-1))
+    masked, count = masked[:, 0, :7], masked.sum(-1)[:, 0]
+    is_suffix = (masked == (np.arange(7) >= 7 - count[:, None])).all(-1)
+    # One random subset of three is a suffix too.
+    share = is_suffix[count == 3].mean()
+    expected = 0.3 + 0.7 / 35
+    assert abs(share - expected) < 5 * (expected * (1 - expected) / (count == 3).sum()) ** 0.5
 
 
 def test_a_share_is_taken_of_the_trainable_tokens_not_of_the_block():
