@@ -70,7 +70,7 @@ def evaluate(
             compiling = decoder.llm.engine.compile_seconds - compiled
             times[number] = time.perf_counter() - started - compiling
     return [
-        _score(decoder.name, questions, completions, answers[0], statistics.median(times))
+        _score(decoder, questions, completions, answers[0], statistics.median(times))
         for decoder, completions, times in zip(decoders, answers, seconds, strict=True)
     ]
 
@@ -86,7 +86,7 @@ def _complete(decoder: Decoder, questions: Iterable[Question]) -> list[Completio
 
 
 def _score(
-    name: str,
+    decoder: Decoder,
     questions: Sequence[Question],
     completions: Sequence[Completion],
     first: Sequence[Completion],
@@ -97,13 +97,22 @@ def _score(
     verdicts = [question.is_right(completion.text or "") for question, completion in pairs]
     known = [verdict for verdict in verdicts if verdict is not None]
     alike = sum(a.token_ids == b.token_ids for a, b in zip(completions, first, strict=True))
+    prompts = [chat_prompt(decoder.llm, question) for question in questions]
+    scored = decoder.llm.score(prompts, [c.token_ids for c in completions], top=1)
+    best = sum(
+        place.top[0][0] == token
+        for c, places in zip(completions, scored, strict=True)
+        for token, place in zip(c.token_ids, places, strict=True)
+    )
+    tokens = sum(len(c.token_ids) for c in completions)
     return Score(
-        name,
+        decoder.name,
         questions[0].regime,
         len(questions),
         sum(known) / len(known) if known else None,
         alike / len(questions),
-        sum(len(c.token_ids) for c in completions),
+        best / tokens,
+        tokens,
         sum(c.num_forwards for c in completions),
         sum(c.num_token_instances for c in completions),
         seconds,

@@ -18,6 +18,8 @@ class Score:
       questions: how many.
       accuracy: share answered right; None where there is no right answer.
       as_first: share whose tokens are exactly those of the first decoder, AR.
+      ar_agrees: share of the tokens that the autoregressive head finds most probable given all
+        before them.
       tokens, forwards, instances: totals over completions: tokens committed, decode
         forwards, active window slots.
       seconds: median wall-clock of the timed passes over all prompts, prefill included,
@@ -29,6 +31,7 @@ class Score:
     questions: int
     accuracy: float | None
     as_first: float
+    ar_agrees: float
     tokens: int
     forwards: int
     instances: int
@@ -59,8 +62,8 @@ def score_table(scores: Sequence[Score]) -> Table:
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("regime", no_wrap=True)
     table.add_column("decoder", no_wrap=True)
-    names = "accu-\nracy", "as AR", "tokens/\nforward", "p_cache", "tokens/\nsecond", "speed-\nup"
-    for name in names:
+    quality, counts = ("accu-\nracy", "as AR", "AR\nhead"), ("tokens/\nforward", "p_cache")
+    for name in (*quality, *counts, "tokens/\nsecond", "speed-\nup"):
         table.add_column(name, justify="right", no_wrap=True)
     reference = scores[0]
     for score in scores:
@@ -74,6 +77,7 @@ def score_table(scores: Sequence[Score]) -> Table:
             score.decoder,
             "-" if score.accuracy is None else f"{score.accuracy:.1%}",
             f"{score.as_first:.0%}" if score.as_first in (0, 1) else f"{score.as_first:.1%}",
+            f"{score.ar_agrees:.1%}",
             f"{score.tokens_per_forward:.2f}",
             f"{score.p_cache:.2f}",
             f"{score.tokens_per_second:,.0f}",

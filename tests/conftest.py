@@ -18,7 +18,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 # LLVM's expensive passes make little faster what runs for milliseconds, and take half the time.
-# `JAX_DISABLE_MOST_OPTIMIZATIONS=false make test` compiles all as users do; the goldens always are.
+# `JAX_DISABLE_MOST_OPTIMIZATIONS=false make test` compiles all as users do; of the goldens, a part
+# always is.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 
 import hypothesis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from wedlm_jax.logprobs import TokenLogprob
 
@@ -34,6 +35,14 @@ class Completion:
     def samples(self) -> tuple[Completion, ...]:
         """All of the prompt's completions, ``n`` of them, this one first."""
         return (self, *self.further)
+
+    @property
+    def confidence(self) -> list[float] | None:
+        """The probability of each of ``token_ids`` where and when it was chosen; None where
+        ``logprobs`` is."""
+        if self.logprobs is None:
+            return None
+        return [math.exp(token.logprob) for token in self.logprobs]
 
     @property
     def tokens_per_forward(self) -> float:

@@ -342,7 +342,7 @@ def _guess(
 ) -> tuple[Guesses, Array]:
     """Tokens for ``slots [B, N]`` from the hidden states ``[B, N, D]`` that predict them, and
     how uncertain each is: entropies ``[B, N]``."""
-    raw = _masked_logits(model, hidden)
+    raw = token_logits(model, hidden)
     # Positions count from the committed length before this forward's commit.
     logits = adjusted_logits(raw, state, params, slots, use)
     tokens = choose_tokens(logits, *_streams(state, params, slots), params)
@@ -406,8 +406,8 @@ def _streams(state: DecodeState, params: RowParams, slots: Array) -> tuple[Array
     return jnp.where(anchored, 0, slots), jnp.where(anchored, index + 1, forwards)
 
 
-def _masked_logits(model: Transformer, hidden: Array) -> Array:
-    """float32 logits with the mask token's own at −inf: a mask is never emitted."""
+def token_logits(model: Transformer, hidden: Array) -> Array:
+    """float32 logits ``[..., V]`` with the mask token's own at −inf: a mask is never emitted."""
     logits = constrain(model.logits(hidden), "batch", None, "vocab")
     if model.config.mask_token_id is not None:
         logits = logits.at[..., model.config.mask_token_id].set(-jnp.inf)

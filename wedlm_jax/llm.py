@@ -14,11 +14,13 @@ from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.engine import Engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.hf import load_checkpoint
+from wedlm_jax.logprobs import TokenLogprob
 from wedlm_jax.prompts import Prompt, as_list, as_token_ids, for_each, is_integer, numbered
 from wedlm_jax.row_result import RowResult
 from wedlm_jax.samples import Samples
-from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.sampling import MOST_LOGPROBS, SamplingParams
 from wedlm_jax.scheduler import Row, Scheduler
+from wedlm_jax.scoring import score
 from wedlm_jax.tally import Progress, Tally
 from wedlm_jax.text import Messages, StopStrings, TextCodec
 from wedlm_jax.warmup import warm_up
@@ -193,6 +195,35 @@ class LLM:
             raise InputError("messages: expected a list of at least one message")
         return self._require_codec("messages").encode_chat(messages)
 
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[Prompt], *, top: int = 0
+    ) -> list[list[TokenLogprob]]:
+        """The model's autoregressive log-probability of each token of given completions, whatever
+        wrote them: how probable AR decoding finds what masks were filled with.
+
+        Args:
+          prompts, completions: texts or token-id lists, as many of one as of the other. No
+            prompt is empty.
+          top: how many most probable tokens to give beside each.
+
+        Raises:
+          InputError: naming the first pair (from 0) that cannot be scored, and why.
+        """
+        if len(prompts) != len(completions):
+            raise InputError(f"expected a completion a prompt, not {len(completions)} for "
+                             f"{len(prompts)}")  # fmt: skip
+        if not is_integer(top) or not 0 <= top <= MOST_LOGPROBS:
+            raise InputError(f"top: expected an integer from 0 to {MOST_LOGPROBS}, not {top!r}")
+        texts = []
+        for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            with numbered("pair", number, len(prompts)):
+                first, second = self._as_ids(prompt), self._as_ids(completion)
+                self.engine.check(first, SamplingParams(max_tokens=max(len(second), 1)))
+                if len(second):
+                    self.engine.check(second, SamplingParams(max_tokens=len(first)))
+                texts.append((first, second))
+        return score(self.engine, texts, top)
+
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Completes one prompt, yielding whenever tokens are committed.
 
@@ -247,7 +278,7 @@ class LLM:
                 f"n: expected 1 here, not {params.n}; LLM.generate, LLM.chat and jobs over files "
                 "give several samples"
             )
-        token_ids = self._encode(prompt) if isinstance(prompt, str) else as_token_ids(prompt)
+        token_ids = self._as_ids(prompt)
         if params.stop:
             self._require_codec("stop strings")
         params = self._with_bad_words_as_ids(params)
@@ -266,6 +297,9 @@ class LLM:
             else:
                 words.append(word)
         return dataclasses.replace(params, bad_words=tuple(words)) if words else params
+
+    def _as_ids(self, prompt: Prompt) -> Sequence[int]:
+        return self._encode(prompt) if isinstance(prompt, str) else as_token_ids(prompt)
 
     def _encode(self, text: str) -> list[int]:
         codec = self._require_codec("text prompts")

@@ -59,6 +59,8 @@ def test_scores_are_sums_over_completions(checkpoint: Path) -> None:
     # The first token of each is prefill's.
     assert scores[0].tokens - len(questions) == scores[0].forwards == scores[0].instances
     assert scores[0].as_first == scores[3].as_first == 1
+    assert scores[0].ar_agrees == scores[3].ar_agrees == 1
+    assert 0 < wedlm.ar_agrees < 1, "of random weights masks and AR rows say different things"
     assert scores[3].tokens == scores[0].tokens
     assert all(score.seconds > 0 for score in scores)
     # Once untimed, then by turns.

@@ -204,6 +204,31 @@ def test_log_probabilities_change_no_token(llm: LLM, whole: list[Completion]) ->
         assert sum(math.exp(p) for _, p in one.top) <= 1 + 1e-5
 
 
+def test_scores_are_the_log_probabilities_of_autoregressive_decoding(llm: LLM) -> None:
+    params = SamplingParams(mode="ar", temperature=1.0, max_tokens=20, logprobs=3, seed=5)
+    decoded = llm.generate(PROMPTS, params)
+    scored = llm.score(PROMPTS, [c.token_ids for c in decoded], top=3)
+    for completion, places in zip(decoded, scored, strict=True):
+        assert completion.logprobs is not None
+        assert len(places) == len(completion.token_ids)
+        for one, other in zip(completion.logprobs, places, strict=True):
+            assert other.logprob == pytest.approx(one.logprob, abs=1e-4)
+            assert [i for i, _ in other.top] == [i for i, _ in one.top]
+        assert completion.confidence == [math.exp(one.logprob) for one in completion.logprobs]
+    assert llm.score(["one"], [[]]) == [[]]
+
+
+def test_what_cannot_be_scored_is_refused(llm: LLM) -> None:
+    with pytest.raises(InputError, match="a completion a prompt"):
+        llm.score(["one", "two"], ["three"])
+    with pytest.raises(InputError, match=r"pair 1: .*max_model_len"):
+        llm.score(["one"] * 2, ["two", [5] * 400])
+    with pytest.raises(InputError, match="outside the vocabulary"):
+        llm.score(["one"], [[5, 1000]])
+    with pytest.raises(InputError, match="top: expected an integer from 0 to 20"):
+        llm.score(["one"], ["two"], top=21)
+
+
 def test_log_probabilities_are_cut_with_the_text(llm: LLM, whole: list[Completion]) -> None:
     assert whole[0].text
     stop = whole[0].text[3:5]

@@ -131,7 +131,7 @@ def test_the_window_may_change_at_any_time(
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     llm, regimes = LLM(window_size=0), read_questions(EMBEDDED_MODEL / "heldout.jsonl")
-    return [chat_prompt(llm, question) for some in regimes.values() for question in some[:5]]
+    return [chat_prompt(llm, question) for some in regimes.values() for question in some[:3]]
 
 
 @pytest.fixture(scope="module")

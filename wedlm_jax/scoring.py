@@ -1,0 +1,82 @@
+"""The model's autoregressive log-probabilities of given texts: one forward a text, no decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from wedlm_jax.buckets import bucket
+from wedlm_jax.decoding import token_logits
+from wedlm_jax.logprobs import Logprobs, TokenLogprob, as_list, token_logprobs
+from wedlm_jax.masks import CausalMask
+from wedlm_jax.model import Transformer
+
+if TYPE_CHECKING:
+    from wedlm_jax.engine import Engine
+
+SHORTEST = 32
+"""Texts are padded to a power of two, at least this."""
+TOKENS_AT_ONCE = 4096
+LOGITS_AT_ONCE = 128
+"""Places of a text whose logits exist at once."""
+
+
+@partial(jax.jit, static_argnames=("graph", "top"))
+def score_texts(
+    graph: nnx.GraphDef[Transformer], parameters: nnx.State, tokens: Array, *, top: int
+) -> Logprobs:
+    """Of each token of ``tokens [N, T]`` given all before it, ``[N, T]``: that of the first says
+    nothing. ``top`` alternatives each."""
+    model = nnx.merge(graph, parameters)
+    count, length = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+    hidden, _ = model(tokens, positions, CausalMask())
+    hidden = jnp.roll(hidden, 1, axis=1)
+
+    def pieces(x: Array) -> Array:
+        many = max(length // LOGITS_AT_ONCE, 1)
+        return x.reshape(count, many, length // many, *x.shape[2:]).swapaxes(0, 1)
+
+    def score(piece: tuple[Array, Array]) -> Logprobs:
+        predicts, chosen = piece
+        return token_logprobs(token_logits(model, predicts), chosen, top)
+
+    scored = jax.lax.map(score, (pieces(hidden), pieces(tokens)))
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(count, length, *x.shape[3:]), scored)
+
+
+def score(
+    engine: Engine, texts: Sequence[tuple[Sequence[int], Sequence[int]]], top: int
+) -> list[list[TokenLogprob]]:
+    """Of each completion's tokens, given its prompt and the tokens before.
+
+    Args:
+      texts: prompts and completions, token ids.
+      top: alternatives beside each token.
+    """
+    by_length: dict[int, list[int]] = {}
+    for number, (prompt, completion) in enumerate(texts):
+        length = bucket(len(prompt) + len(completion), SHORTEST)
+        by_length.setdefault(length, []).append(number)
+    results: list[list[TokenLogprob]] = [[] for _ in texts]
+    for length, numbers in sorted(by_length.items()):
+        rows = max(TOKENS_AT_ONCE // length, 1)
+        for start in range(0, len(numbers), rows):
+            some = numbers[start : start + rows]
+            tokens = np.zeros((rows, length), np.int32)
+            for row, number in enumerate(some):
+                whole = [*texts[number][0], *texts[number][1]]
+                tokens[row, : len(whole)] = whole
+            found = jax.device_get(engine.run(score_texts, tokens, top=top))
+            for row, number in enumerate(some):
+                prompt, completion = texts[number]
+                every = as_list(found, row, len(prompt) + len(completion), top)
+                results[number] = every[len(prompt) :]
+    return results
