@@ -13,6 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -137,6 +138,8 @@ def main(arguments: list[str]) -> int:
         metavar="X", help="τ in nats, one or more [0.2 0.4 0.6 0.9]")  # fmt: skip
     add("--position-penalty", type=float, default=0.02, metavar="X", help="λ [0.02]")
     add("--batch-size", type=int, default=1, metavar="N", help="prompts at a time [1]")
+    add("--quantization", choices=("int8",), help="round the weights to 8 bits [not]")
+    add("--kv-cache-dtype", choices=("int8",), help="round keys and values to 8 bits [not]")
     add("--passes", type=int, default=3, metavar="N", help="timed passes [3]")
     add("--output", metavar="FILE", help="also write the scores as JSON")
     add("--plot", metavar="FILE", help="also draw them (.svg, .png or .pdf; needs matplotlib)")
@@ -171,16 +174,22 @@ def decoders_at(
     position_penalty: float = 0.02,
     batch_size: int = 1,
     blockwise: bool = True,
+    **rounding: str | None,
 ) -> list[Decoder]:
-    """AR decoding, block-wise and streaming decoding at each threshold, and verified decoding."""
+    """AR decoding, block-wise and streaming decoding at each threshold, and verified decoding.
+
+    Args:
+      rounding: of weights and cache, as `LLM` takes it.
+    """
     from wedlm_jax.llm import LLM
     from wedlm_jax.sampling import SamplingParams
 
+    load = partial(LLM, model, max_batch_size=batch_size, **rounding)  # type: ignore[arg-type]
     base = SamplingParams(max_tokens=MAX_TOKENS, position_penalty=position_penalty)
     at = [dataclasses.replace(base, entropy_threshold=x) for x in thresholds]
-    decoders = [Decoder("AR", LLM(model, window_size=0, max_batch_size=batch_size), base)]
+    decoders = [Decoder("AR", load(window_size=0), base)]
     for refill in ("blockwise", "streaming") if blockwise else ("streaming",):
-        llm = LLM(model, window_size=window_size, max_batch_size=batch_size, refill=refill)
+        llm = load(window_size=window_size, refill=refill)
         name = "WeDLM" if refill == "streaming" else "block-wise"
         decoders += [Decoder(f"{name} τ={p.entropy_threshold:g}", llm, p) for p in at]
     verified = dataclasses.replace(base, mode="verified")
@@ -197,6 +206,8 @@ def _evaluate_all(options: argparse.Namespace, regimes: list[list[Question]]) ->
         window_size=options.window_size,
         position_penalty=options.position_penalty,
         batch_size=options.batch_size,
+        quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
     )
     scores: list[Score] = []
     columns = (TextColumn("{task.description:<32}"), BarColumn(), TimeRemainingColumn())

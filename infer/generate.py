@@ -64,7 +64,8 @@ JOB_OPTIONS = ("logprobs", "shard_size", "fail_fast", "overwrite", "grace", "num
                "ray", "ray_actors")  # fmt: skip
 """What only a job with --input takes."""
 
-LLM_OPTIONS = ("model", "window_size", "dtype", "max_model_len", "batch_size", "attention")
+LLM_OPTIONS = ("model", "window_size", "dtype", "max_model_len", "batch_size", "attention",
+               "quantization", "kv_cache_dtype")  # fmt: skip
 LOAD_OPTIONS = (*LLM_OPTIONS, "warmup", "max_tokens")
 """What decides the model that is loaded, and what is compiled at once."""
 
@@ -109,6 +110,10 @@ def _add_model(group: Any) -> None:
         help="folder in Hugging Face format, or a hub id [the embedded model]")  # fmt: skip
     add("--dtype", choices=("float32", "bfloat16"),
         help="of weights and arithmetic [float32 on a CPU, else bfloat16]")  # fmt: skip
+    add("--quantization", choices=("int8",),
+        help="round the weights of matrices to 8 bits; needs qwix [not]")  # fmt: skip
+    add("--kv-cache-dtype", choices=("int8",),
+        help="round keys and values to 8 bits [as --dtype]")  # fmt: skip
     add("--max-model-len", type=int, metavar="N",
         help="prompt and completion tokens at most [the model's context]")  # fmt: skip
     add("--batch-size", type=int, metavar="N", help="prompts that decode together [16]")

@@ -105,6 +105,7 @@ def state_sizes(engine: Engine, sizes: BatchSizes) -> dict[str, Any]:
         "max_output": sizes.max_output,
         "cache_size": sizes.cache_size,
         "num_logprobs": sizes.options.num_logprobs,
+        "kv_cache_dtype": engine.kv_cache_dtype,
     }
 
 

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from wedlm_jax.cache import KVCache, allocate
+from wedlm_jax.cache import KVCache, allocate, laid_out
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.logprobs import Logprobs, empty_logprobs
 from wedlm_jax.sampling import RowParams
-from wedlm_jax.sharding import CACHE_AXES, constrain
+from wedlm_jax.sharding import constrain
 
 
 @jax.tree_util.register_dataclass
@@ -108,6 +108,7 @@ def idle_state(
     max_output: int,
     cache_size: int,
     num_logprobs: int | None = None,
+    kv_cache_dtype: str | None = None,
 ) -> DecodeState:
     """Rows that hold nothing and are done.
 
@@ -117,6 +118,7 @@ def idle_state(
       max_output: M.
       cache_size: S.
       num_logprobs: alternatives beside each token's log-probability; None for neither.
+      kv_cache_dtype: None for ``dtype``.
     """
 
     def logprobs(width: int) -> Logprobs | None:
@@ -128,7 +130,7 @@ def idle_state(
     slots = jnp.zeros((rows, num_slots(window)), jnp.int32)
     output = jnp.zeros((rows, max_output), jnp.int32)
     return DecodeState(
-        cache=allocate(config, rows, cache_size, dtype),
+        cache=allocate(config, rows, cache_size, kv_cache_dtype or dtype),
         lengths=zeros,
         last=zeros,
         prompt_end=jnp.zeros((rows, config.hidden_size), dtype),
@@ -151,12 +153,11 @@ def idle_state(
 def placed(state: DecodeState) -> DecodeState:
     """The state laid out on the mesh as every program takes and returns it: cache by rows and
     heads, the rest by rows. The state itself where no mesh is set."""
-    keys, values = (constrain(x, *CACHE_AXES) for x in state.cache.layers())
     rows = {
         name: jax.tree.map(lambda x: constrain(x, "batch"), value)
         for name, value in state.rows().items()
     }
-    return DecodeState(cache=KVCache(keys, values), **rows)
+    return DecodeState(cache=laid_out(state.cache), **rows)
 
 
 def first_index(state: DecodeState) -> Array:

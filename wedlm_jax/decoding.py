@@ -87,6 +87,8 @@ def prefill(
     starts: Array,
     counts: Array,
     before: KVCache | None = None,
+    *,
+    int8_kv: bool = False,
 ) -> tuple[KeyValues, Array]:
     """Keys and values ``[num_hidden_layers, B, K, T, head_dim]`` of prompts, or of a piece of
     them, and the final hidden state ``[B, D]`` of each one's last token; no logits are computed.
@@ -96,13 +98,16 @@ def prefill(
       starts: int32 ``[B]``, tokens of each prompt that stand in the cache already.
       counts: int32 ``[B]``, tokens of each that are given here.
       before: that cache; None where ``starts`` are 0.
+      int8_kv: whether the cache holds `wedlm_jax.int8.Int8Rows`, so that these must be such.
     """
     positions = starts[:, None] + jnp.arange(prompts.shape[1])
     if before is None:
-        hidden, kv = model(prompts, positions, CausalMask(), return_kv=True)
+        hidden, kv = model(prompts, positions, CausalMask(), return_kv=True, int8_kv=int8_kv)
     else:
-        mask = CachedMask(starts)
-        hidden, kv = model(prompts, positions, mask, cache=before.layers(), return_kv=True)
+        hidden, kv = model(
+            prompts, positions, CachedMask(starts), cache=before.layers(), return_kv=True,
+            int8_kv=int8_kv,
+        )  # fmt: skip
     assert kv is not None
     last = jnp.maximum(counts - 1, 0)[:, None, None]
     return kv, jnp.take_along_axis(hidden, last, axis=1)[:, 0]
@@ -272,7 +277,7 @@ def _predict_at(
     seen = CachedMask(jnp.where(state.done, 0, state.lengths))
     hidden, kv = model(
         tokens, positions, seen, cache=state.cache.layers(), live=live, attention=attention,
-        return_kv=True,
+        return_kv=True, int8_kv=state.cache.is_int8,
     )  # fmt: skip
     assert kv is not None
     head = _head_rows(state, params, order, shape)
@@ -290,7 +295,7 @@ def _predict_at(
         return jnp.zeros((*empty.shape, *x.shape[2:]), x.dtype).at[rows, slots].set(x, mode="drop")
 
     return Predicted(
-        kv=(_pad(kv[0], widest, axis=3), _pad(kv[1], widest, axis=3)),
+        kv=jax.tree.map(partial(_pad, size=widest, axis=3), kv),
         fill=empty.at[rows, slots].set(True, mode="drop"),
         slots=jax.tree.map(at_slots, guesses),
         run=run,

@@ -43,6 +43,8 @@ class Engine:
       refill: "streaming", or "blockwise" for the paper's baseline.
       max_model_len: prompt and completion tokens together, at most.
       windows: every window that a row may have; W alone by default.
+      kv_cache_dtype: None for the parameters' dtype, or "int8": half the memory of bfloat16 and
+        half of what a forward reads of it, and keys and values rounded to 8 bits.
       attention: of the decode windows, a name in `wedlm_jax.attention.WINDOW_IMPLEMENTATIONS`; by
         default what `wedlm_jax.attention.window_implementation` says.
     """
@@ -56,6 +58,7 @@ class Engine:
         max_model_len: int | None = None,
         windows: Sequence[int] | None = None,
         attention: str | None = None,
+        kv_cache_dtype: str | None = None,
     ):
         self.chooses_width = window_size == "auto"
         if self.chooses_width:
@@ -66,13 +69,19 @@ class Engine:
             )
         if refill not in REFILLS:
             raise InputError(f"refill: expected one of {', '.join(REFILLS)}, not {refill!r}")
+        if kv_cache_dtype not in (None, "int8"):
+            raise InputError(f"kv_cache_dtype: expected None or 'int8', not {kv_cache_dtype!r}")
         if attention is None:
-            attention = window_implementation(jax.default_backend(), model.config.head_dim)
+            platform = jax.default_backend()
+            fitting = window_implementation(platform, model.config.head_dim)
+            attention = "dense" if kv_cache_dtype else fitting
+        if kv_cache_dtype and attention == "ragged":
+            raise InputError("attention: 'ragged' reads no int8 cache; 'dense' does")
         if attention not in WINDOW_IMPLEMENTATIONS:
             raise InputError(
                 f"attention: expected one of {', '.join(WINDOW_IMPLEMENTATIONS)}, not {attention!r}"
             )
-        self.attention = attention
+        self.attention, self.kv_cache_dtype = attention, kv_cache_dtype
         self.windows = tuple(sorted({window_size, *(windows or ())}))
         if self.windows[-1] > 0:
             model.config.require_mask_token_id()

@@ -16,6 +16,7 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.hf import load_checkpoint
 from wedlm_jax.logprobs import TokenLogprob
 from wedlm_jax.prompts import Prompt, as_list, as_token_ids, for_each, is_integer, numbered
+from wedlm_jax.quantization import check_quantization, quantize_weights
 from wedlm_jax.row_result import RowResult
 from wedlm_jax.samples import Samples
 from wedlm_jax.sampling import MOST_LOGPROBS, SamplingParams
@@ -41,6 +42,8 @@ class LLM:
       max_model_len: prompt and completion tokens at most; the model's context by default.
       max_batch_size: prompts that decode together.
       refill: "streaming", or "blockwise" for the paper's baseline.
+      quantization: "int8" rounds the weights of matrices to 8 bits; None leaves them.
+      kv_cache_dtype: "int8" rounds keys and values to 8 bits; None leaves them in ``dtype``.
       attention: of the decode windows: "ragged", a TPU kernel, the default there; "dense"
         elsewhere.
     """
@@ -54,6 +57,8 @@ class LLM:
         max_model_len: int | None = None,
         max_batch_size: int = 16,
         refill: str = "streaming",
+        quantization: str | None = None,
+        kv_cache_dtype: str | None = None,
         attention: str | None = None,
     ):
         if dtype is None:
@@ -62,16 +67,20 @@ class LLM:
             raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, not {dtype!r}")
         if not is_integer(max_batch_size) or max_batch_size < 1:
             raise InputError(f"max_batch_size: expected 1 or more, not {max_batch_size!r}")
+        check_quantization(quantization)
         self.folder = resolve_model(model)
         self.codec = TextCodec.load(self.folder)
         self.dtype, self.max_batch_size = dtype, max_batch_size
+        self.quantization = quantization
         self._sizes: BatchSizes | None = None
+        weights = load_checkpoint(self.folder, dtype=jnp.dtype(dtype))
         self.engine = Engine(
-            load_checkpoint(self.folder, dtype=jnp.dtype(dtype)),
+            quantize_weights(weights) if quantization else weights,
             window_size=window_size,
             refill=refill,
             max_model_len=max_model_len,
             attention=attention,
+            kv_cache_dtype=kv_cache_dtype,
         )
 
     def warm_up(

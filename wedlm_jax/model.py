@@ -17,11 +17,13 @@ from jax import Array
 from wedlm_jax.attention import attend
 from wedlm_jax.cache import LayerCache
 from wedlm_jax.config import ModelConfig
+from wedlm_jax.int8 import Rows, to_float, to_int8
 from wedlm_jax.masks import Mask
+from wedlm_jax.quantization import is_quantized, product
 from wedlm_jax.rope import apply_rope, rope_tables
 from wedlm_jax.sharding import constrain
 
-KeyValues = tuple[Array, Array]
+KeyValues = tuple[Rows, Rows]
 
 REMAT_POLICIES: dict[str, Callable | None] = {
     "none": None,
@@ -53,7 +55,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((n_out,), dtype)) if bias else None
 
     def __call__(self, x: Array) -> Array:
-        y = x @ self.kernel[...].astype(x.dtype)
+        y = product(x, self.kernel[...])
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
@@ -81,9 +83,10 @@ class Attention(nnx.Module):
         mask: Mask,
         cache: LayerCache | None,
         implementation: str,
+        int8_kv: bool,
     ) -> tuple[Array, KeyValues]:
         """``x [B, T, D]`` to the same shape, and this input's keys and values
-        ``[B, K, T, head_dim]``."""
+        ``[B, K, T, head_dim]``, rounded already where they are to be."""
         batch, length, _ = x.shape
         q, k, v = (
             proj(x).reshape(batch, length, -1, self.head_dim)
@@ -94,8 +97,12 @@ class Attention(nnx.Module):
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         q = constrain(q, "batch", None, "attention_heads")
         k, v = (constrain(x.swapaxes(1, 2), "batch", "attention_heads") for x in (k, v))
+        kv: KeyValues = (k, v)
+        if int8_kv:
+            kv = to_int8(k), to_int8(v)
+            k, v = (to_float(rows, x.dtype) for rows in kv)
         out = attend(q, k, v, mask, cache=cache, implementation=implementation)
-        return self.o_proj(out.reshape(batch, length, -1)), (k, v)
+        return self.o_proj(out.reshape(batch, length, -1)), kv
 
 
 class MLP(nnx.Module):
@@ -127,8 +134,10 @@ class DecoderLayer(nnx.Module):
         mask: Mask,
         cache: LayerCache | None,
         implementation: str,
+        int8_kv: bool,
     ) -> tuple[Array, KeyValues]:
-        mixed, kv = self.self_attn(self.input_layernorm(x), rope, mask, cache, implementation)
+        x_in = self.input_layernorm(x)
+        mixed, kv = self.self_attn(x_in, rope, mask, cache, implementation, int8_kv)
         x = constrain(x + mixed, "batch", "length")
         x = x + self.mlp(self.post_attention_layernorm(x))
         return constrain(x, "batch", "length"), kv
@@ -168,6 +177,7 @@ class Transformer(nnx.Module):
         cache: KeyValues | None = None,
         live: int | None = None,
         return_kv: bool = False,
+        int8_kv: bool = False,
         dtype: jnp.dtype | None = None,
         remat: str = "none",
         attention: str = "streams",
@@ -183,6 +193,7 @@ class Transformer(nnx.Module):
             before this input, with a `CachedMask`.
           live: rows of the cache that are read, from its start; by default all S.
           return_kv: whether to return this input's own keys and values.
+          int8_kv: whether they are `wedlm_jax.int8.Int8Rows`, as those of the cache then are.
           dtype: compute dtype; that of the parameters by default.
           remat: a name in `REMAT_POLICIES`.
           attention: a name in `wedlm_jax.attention.IMPLEMENTATIONS`, or, with a cache, in
@@ -202,7 +213,8 @@ class Transformer(nnx.Module):
         def layer(x: Array, inputs: tuple[nnx.State, Array]) -> tuple[Array, KeyValues | None]:
             layer_parameters, index = inputs
             layer_cache = None if cache is None else LayerCache(*cache, index, live)
-            x, kv = nnx.merge(graph, layer_parameters)(x, rope, mask, layer_cache, attention)
+            module = nnx.merge(graph, layer_parameters)
+            x, kv = module(x, rope, mask, layer_cache, attention, int8_kv)
             return x, kv if return_kv else None
 
         if (policy := REMAT_POLICIES[remat]) is not None:
@@ -217,7 +229,10 @@ class Transformer(nnx.Module):
 
     def logits(self, hidden: Array) -> Array:
         """float32 logits ``[..., V]`` of hidden states ``[..., D]``."""
-        head = self.head_matrix().astype(hidden.dtype)
+        head = self.head_matrix()
+        if is_quantized(head):
+            return product(hidden, head).astype(jnp.float32)
+        head = head.astype(hidden.dtype)
         return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
 
 

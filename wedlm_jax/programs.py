@@ -27,7 +27,15 @@ Graph = nnx.GraphDef[Transformer]
 
 @partial(
     jax.jit,
-    static_argnames=("graph", "rows", "window", "max_output", "cache_size", "num_logprobs"),
+    static_argnames=(
+        "graph",
+        "rows",
+        "window",
+        "max_output",
+        "cache_size",
+        "num_logprobs",
+        "kv_cache_dtype",
+    ),
 )
 def allocate_state(
     graph: Graph,
@@ -38,13 +46,14 @@ def allocate_state(
     max_output: int,
     cache_size: int,
     num_logprobs: int | None = None,
+    kv_cache_dtype: str | None = None,
 ) -> DecodeState:
     """An empty batch: every row is done."""
     model = nnx.merge(graph, parameters)
     state = idle_state(
         model.config, model.embed_tokens[...].dtype,
         rows=rows, window=window, max_output=max_output, cache_size=cache_size,
-        num_logprobs=num_logprobs,
+        num_logprobs=num_logprobs, kv_cache_dtype=kv_cache_dtype,
     )  # fmt: skip
     return placed(state)
 
@@ -84,7 +93,9 @@ def prefill_pieces(
     """
     model = nnx.merge(graph, parameters)
     before = read_rows(state.cache, pieces.places, live) if live else None
-    kv, ends = prefill(model, pieces.tokens, pieces.starts, pieces.counts, before)
+    kv, ends = prefill(
+        model, pieces.tokens, pieces.starts, pieces.counts, before, int8_kv=state.cache.is_int8
+    )
     cache = write_rows(state.cache, kv, pieces.places, pieces.starts, pieces.valid)
     ends = set_entries(state.prompt_end, ends, pieces.places, pieces.valid)
     moved = _moved(state, pieces.lengths)

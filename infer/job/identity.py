@@ -75,6 +75,8 @@ def identity_of(llm: LLM, workload: Workload) -> Identity:
         "max_model_len": llm.engine.max_model_len,
         "dtype": llm.dtype,
     }
+    rounding = {"quantization": llm.quantization, "kv_cache_dtype": llm.engine.kv_cache_dtype}
+    settings |= {name: value for name, value in rounding.items() if value is not None}
     index = workload.index
     return Identity(index.digest, folder_digest(llm.folder), settings, index.shard_size, index.rows)
 

@@ -123,7 +123,7 @@ def _attend_cached(
         from wedlm_jax.attention.ragged import attend_ragged
 
         return attend_ragged(q, k, v, cache, mask.lengths)
-    before = cache.rows()
+    before = cache.rows(k.dtype)
     size = before[0].shape[2]
     visible = mask.dense(size, k.shape[2])
     return attend_pieces(q, [before, (k, v)], [visible[..., :size], visible[..., size:]])
