@@ -38,7 +38,7 @@ def test_scores_are_sums_over_completions(checkpoint: Path) -> None:
     assert [d.name for d in decoders] == ["AR", "block-wise τ=0.4", "WeDLM τ=0.4", "verified"]
     question = Question("low_entropy", "k", PROMPTS[0], "", "text")
     prompt = infer.evaluate.chat_prompt(decoders[2].llm, question)
-    answer = decoders[2].llm.generate([prompt], decoders[2].params)[0]
+    answer, _ = decoders[2].llm.generate([prompt] * 2, decoders[2].params)
     assert answer.text is not None
     assert answer.num_forwards > 0
     # One question whose right answer is what WeDLM says, one that nobody can answer.
