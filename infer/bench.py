@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 from infer.evaluate import EMBEDDED_QUESTIONS
 from infer.heldout import read_questions
 from infer.plots import check_plot, draw_speeds
+from infer.speed import Speed, speed_table
 from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -33,33 +33,6 @@ LENGTHS = (4, 160)
 are short, some are long, as prompts of different users are."""
 SHOTS = 5
 WINDOWS: tuple[int | str, ...] = (0, 4, 8, 16, 32, "auto")
-
-
-@dataclasses.dataclass(frozen=True)
-class Speed:
-    """One way to decode a set of prompts.
-
-    Attributes:
-      way: its name.
-      rows: prompts that decode together.
-      prompts, tokens, forwards: of one pass, over all prompts.
-      seconds: wall-clock of each timed pass.
-    """
-
-    way: str
-    rows: int
-    prompts: int
-    tokens: int
-    forwards: int
-    seconds: list[float]
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / statistics.median(self.seconds)
-
-    @property
-    def tokens_per_forward(self) -> float:
-        return self.tokens / max(self.forwards, 1)
 
 
 Run = Callable[["LLM"], tuple[int, int]]
@@ -113,7 +86,7 @@ def main(arguments: list[str]) -> int:
     for rows in options.rows:
         for some in _compare(options, regimes, rows, windows):
             speeds += some
-            console.print(table(some))
+            console.print(speed_table(some))
     if options.output is not None:
         text = json.dumps([dataclasses.asdict(speed) for speed in speeds], indent=1)
         Path(options.output).write_text(text + "\n", encoding="utf-8")
@@ -254,19 +227,3 @@ def measure(ways: Ways, rows: int, prompts: int, passes: int) -> list[Speed]:
             compiling = llm.engine.compile_seconds - compiled
             seconds[name].append(time.perf_counter() - started - compiling)
     return [Speed(name, rows, prompts, *made[name], seconds[name]) for name in ways]
-
-
-def table(speeds: Sequence[Speed]) -> object:
-    """Speeds of one comparison, beside the first of them."""
-    from rich import box
-    from rich.table import Table
-
-    result = Table(box=box.SIMPLE, title=f"{speeds[0].rows} rows, {speeds[0].prompts} prompts")
-    result.add_column("")
-    for head in ("tokens/s", f"against {speeds[0].way}", "tokens / forward"):
-        result.add_column(head, justify="right")
-    for speed in speeds:
-        ratio = speed.tokens_per_second / speeds[0].tokens_per_second
-        per_forward = f"{speed.tokens_per_forward:.2f}"
-        result.add_row(speed.way, f"{speed.tokens_per_second:,.0f}", f"{ratio:.2f}×", per_forward)
-    return result

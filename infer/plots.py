@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
-    from infer.bench import Speed
     from infer.score import Score
+    from infer.speed import Speed
 
 FORMATS = (".svg", ".png", ".pdf")
 

@@ -8,7 +8,7 @@ it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,9 @@ from jax import Array
 
 from wedlm_jax.errors import InputError
 
-if TYPE_CHECKING:
-    from wedlm_jax.model import Transformer
-
 QUANTIZATIONS = ("int8",)
+
+Model = TypeVar("Model", bound=nnx.Module)
 
 
 def check_quantization(name: str | None) -> None:
@@ -55,11 +54,11 @@ def product(x: Array, matrix: Any) -> Array:
     return qwix.dot_general(x, matrix.astype(x.dtype), contracted)
 
 
-def quantize_weights(model: Transformer) -> Transformer:
+def quantize_weights(model: Model) -> Model:
     """The model with its matrices rounded; ``model`` itself is not changed.
 
     Args:
-      model: on one device or on a mesh.
+      model: a `wedlm_jax.model.Transformer`, on one device or on a mesh.
     """
     import qwix
 

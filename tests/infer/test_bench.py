@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import infer.bench
-from infer.bench import Speed, few_shot, mixed_lengths
+from infer.bench import few_shot, mixed_lengths
 from infer.heldout import read_questions
+from infer.speed import Speed
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
