@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from rich import box
@@ -59,7 +60,7 @@ class Score:
 def score_table(scores: Sequence[Score]) -> Table:
     """A row per regime and decoder; the speed-up is against the regime's first decoder."""
     # Narrow enough for a terminal of 80 columns.
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column("regime", no_wrap=True)
     table.add_column("decoder", no_wrap=True)
     quality, counts = ("accu-\nracy", "as AR", "AR\nhead"), ("tokens/\nforward", "p_cache")
@@ -75,12 +76,16 @@ def score_table(scores: Sequence[Score]) -> Table:
         table.add_row(
             score.regime.replace("_", " ") if first else "",
             score.decoder,
-            "-" if score.accuracy is None else f"{score.accuracy:.1%}",
-            f"{score.as_first:.0%}" if score.as_first in (0, 1) else f"{score.as_first:.1%}",
-            f"{score.ar_agrees:.1%}",
+            "-" if score.accuracy is None else _percent(score.accuracy),
+            _percent(score.as_first),
+            f"{math.floor(100 * score.ar_agrees)}%",  # 100 is all of them
             f"{score.tokens_per_forward:.2f}",
             f"{score.p_cache:.2f}",
             f"{score.tokens_per_second:,.0f}",
             f"{score.tokens_per_second / reference.tokens_per_second:.2f}x",
         )
     return table
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share in (0, 1) else f"{share:.1%}"
