@@ -214,7 +214,7 @@ def test_window_of_zero_is_autoregressive(work: Path, model: Path) -> None:
     write(words(4))
     assert run(model, "--window-size", "0") == 0
     for row in results():
-        assert row["num_forwards"] == row["num_token_instances"] == len(row["token_ids"])
+        assert row["num_forwards"] == row["num_token_instances"] == len(row["token_ids"]) - 1
 
 
 def test_without_tokenizer_token_ids_in_and_no_text_out(work: Path, model: Path, llm: LLM) -> None:
