@@ -91,7 +91,7 @@ def _kind(score: Score) -> str:
 def draw_speeds(speeds: Iterable[Speed], path: Path) -> None:
     """Tokens a second against rows, a line a way; a panel for each comparison."""
     every = list(speeds)
-    groups = {"batching": [], "windows": []}  # type: dict[str, list[Speed]]
+    groups: dict[str, list[Speed]] = {"batching": [], "windows": []}
     for speed in every:
         first = speed.way.startswith(("fixed", "continuous")) or "shots" in speed.way
         groups["batching" if first else "windows"].append(speed)

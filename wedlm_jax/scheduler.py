@@ -157,10 +157,10 @@ class _BatchRun:
     def run(self) -> Iterator[Finished]:
         finished: Callable[[], Finished] = list
         while True:
+            timed = self._choose_window()  # what is admitted begins with it
             self._admit()
             if not self._requests:
                 break
-            timed = self._choose_window()
             if timed:
                 self._batch.look()  # so that the device begins with the slice
             self._dispatch()

@@ -250,7 +250,9 @@ def test_a_rule_that_accepts_every_draft_is_found_out(monkeypatch: pytest.Monkey
     jax.clear_caches()  # the loop is traced anew, with this rule
     found = sequences(small_engine(), BOLD)
     jax.clear_caches()
-    assert all(p_value(found[:, :length], BOLD) < 1e-12 for length in (3, 4))
+    # In a draft's place the choice of the row before it is put in any case, so a window's first
+    # draft, here of the third token, comes out right; what stands behind has seen a wrong one.
+    assert p_value(found, BOLD) < 1e-12
 
 
 # --- refused ----------------------------------------------------------------------------------
