@@ -28,16 +28,21 @@ LOGITS_AT_ONCE = 128
 """Places of a text whose logits exist at once."""
 
 
-@partial(jax.jit, static_argnames=("graph", "top"))
+@partial(jax.jit, static_argnames=("graph", "top", "int8_kv"))
 def score_texts(
-    graph: nnx.GraphDef[Transformer], parameters: nnx.State, tokens: Array, *, top: int
+    graph: nnx.GraphDef[Transformer],
+    parameters: nnx.State,
+    tokens: Array,
+    *,
+    top: int,
+    int8_kv: bool,
 ) -> Logprobs:
     """Of each token of ``tokens [N, T]`` given all before it, ``[N, T]``: that of the first says
     nothing. ``top`` alternatives each."""
     model = nnx.merge(graph, parameters)
     count, length = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-    hidden, _ = model(tokens, positions, CausalMask())
+    hidden, _ = model(tokens, positions, CausalMask(), int8_kv=int8_kv)
     hidden = jnp.roll(hidden, 1, axis=1)
 
     def pieces(x: Array) -> Array:
@@ -74,7 +79,9 @@ def score(
             for row, number in enumerate(some):
                 whole = [*texts[number][0], *texts[number][1]]
                 tokens[row, : len(whole)] = whole
-            found = jax.device_get(engine.run(score_texts, tokens, top=top))
+            int8_kv = engine.kv_cache_dtype == "int8"
+            scored = engine.run(score_texts, tokens, top=top, int8_kv=int8_kv)
+            found = jax.device_get(scored)
             for row, number in enumerate(some):
                 prompt, completion = texts[number]
                 every = as_list(found, row, len(prompt) + len(completion), top)
