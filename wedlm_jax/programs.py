@@ -17,9 +17,10 @@ from jax import Array
 
 from wedlm_jax.cache import copy_entries, copy_rows, read_rows, set_entries, write_rows
 from wedlm_jax.decode_state import DecodeState, idle_state, open_next, placed, set_window
-from wedlm_jax.decoding import decode, first_token, prefill
+from wedlm_jax.decoding import decode, prefill
 from wedlm_jax.logprobs import Logprobs
 from wedlm_jax.model import Transformer
+from wedlm_jax.predictions import first_token
 from wedlm_jax.sampling import RowParams
 
 Graph = nnx.GraphDef[Transformer]

@@ -13,10 +13,10 @@ from flax import nnx
 from jax import Array
 
 from wedlm_jax.buckets import bucket
-from wedlm_jax.decoding import token_logits
 from wedlm_jax.logprobs import Logprobs, TokenLogprob, as_list, token_logprobs
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer
+from wedlm_jax.predictions import token_logits
 
 if TYPE_CHECKING:
     from wedlm_jax.engine import Engine

@@ -11,14 +11,8 @@ import infer.bench
 from infer.bench import few_shot, mixed_lengths
 from infer.heldout import read_questions
 from infer.speed import Speed
-from tests.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

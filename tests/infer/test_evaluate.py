@@ -10,15 +10,9 @@ import infer.demo
 import infer.evaluate
 from infer.evaluate import MAX_TOKENS, decoders_at, evaluate
 from infer.heldout import Question
-from tests.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.errors import InputError
 
 PROMPTS = ("one two", "the cat", "12 + 30", "日本")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from infer.evaluate import chat_prompt
 from infer.heldout import read_questions
 from tests.decode_examples import TINY, Row, rows, run
 from tests.reference.sampling import softmax, truncate
-from wedlm_jax import batch_sizes, decoding
+from wedlm_jax import batch_sizes, predictions
 from wedlm_jax.batch_sizes import BatchSizes
 from wedlm_jax.engine import Engine
 from wedlm_jax.errors import InputError
@@ -246,7 +246,7 @@ def test_samples_are_distributed_as_autoregressive_ones(
 
 @pytest.mark.slow
 def test_a_rule_that_accepts_every_draft_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "accepted", lambda tokens, drafts, is_draft: is_draft)
+    monkeypatch.setattr(predictions, "accepted", lambda tokens, drafts, is_draft: is_draft)
     jax.clear_caches()  # the loop is traced anew, with this rule
     found = sequences(small_engine(), BOLD)
     jax.clear_caches()
