@@ -16,12 +16,13 @@ from jax.sharding import Mesh
 
 from train.config import TrainConfig
 from train.metrics import Record, as_json, flatten
+from train.own_copy import mesh_of_processes, own_copy
 from train.step import Objective, make_evaluation_step
+from wedlm_jax.config import ModelConfig
 from wedlm_jax.corruption import PackedRows
-from wedlm_jax.decoding import forward_shapes
 from wedlm_jax.engine import Engine
 from wedlm_jax.model import Transformer
-from wedlm_jax.processes import is_first, jax_processes, say
+from wedlm_jax.processes import is_first, jax_processes, say, sum_over_all
 from wedlm_jax.sampling import SamplingParams
 from wedlm_jax.sharding import batch_sharding
 
@@ -37,7 +38,7 @@ class Evaluation:
     Args:
       config: the recipe.
       mesh: of the run.
-      graph: of the model.
+      graph, model: of the model.
       objective: of the run.
       rows: held-out packed rows, arrays ``[N, L]``; the last are left out where N is no
         multiple of the recipe's rows.
@@ -48,6 +49,7 @@ class Evaluation:
         config: TrainConfig,
         mesh: Mesh,
         graph: nnx.GraphDef[Transformer],
+        model: ModelConfig,
         objective: Objective,
         rows: dict[str, np.ndarray],
     ):
@@ -63,15 +65,18 @@ class Evaluation:
         self._rows = PackedRows(**{name: place(x) for name, x in rows.items()})
         self._key = jax.random.fold_in(jax.random.key(config.seed), MASKS)
         self._step = make_evaluation_step(graph, objective)
-        decodes = objective.kind == "wedlm" and can_decode(mesh)
+        self._processes = mesh_of_processes(mesh)
+        decodes = objective.kind == "wedlm" and can_decode(
+            self._processes.local_mesh, model.hidden_size
+        )
         self._prompts = prompts_of(rows, config.evaluation.prompts if decodes else 0)
         self._engine: Engine | None = None
 
     def run(self, parameters: nnx.State) -> Record:
         """Losses, perplexity, and decoding of the prompts: tokens per forward and p_cache.
 
-        All processes of a run call this, under its mesh. Parameters stay cut as they are, and
-        each device decodes its share of the prompts; several processes decode none."""
+        All processes of a run call this, under its mesh. Each decodes its share of the prompts
+        on its own devices (`train.own_copy`)."""
         record = flatten(jax.device_get(self._step(parameters, self._rows, self._key)))
         record["ar_perplexity"] = math.exp(min(record["ar_loss"], 100.0))
         return record | self._decode(parameters)
@@ -80,36 +85,42 @@ class Evaluation:
         if not self._prompts:
             return {}
         dtype = jnp.dtype(self._config.loss.dtype)
-        model = nnx.merge(self._graph, jax.tree.map(lambda x: x.astype(dtype), parameters))
+        copy = own_copy(self._processes, jax.tree.map(lambda x: x.astype(dtype), parameters))
+        with jax.set_mesh(self._processes.local_mesh):
+            counts = self._decode_own(nnx.merge(self._graph, copy))
+        made, forwards, instances = sum_over_all(counts).tolist()
+        return {"tokens_per_forward": made / forwards, "p_cache": made / instances}
+
+    def _decode_own(self, model: Transformer) -> np.ndarray:
+        """Tokens, forwards and token instances of this process's share of the prompts."""
+        processes = jax_processes()
+        prompts = self._prompts[processes.index :: processes.count]
+        if not prompts:
+            return np.zeros(3, np.int64)
         if self._engine is None:
             self._engine = Engine(model, window_size=WINDOW)
         else:
             self._engine.update(model)
         limit = self._engine.max_model_len
         tokens = min(self._config.evaluation.max_tokens, limit - max(map(len, self._prompts)))
-        params = SamplingParams(max_tokens=tokens)
-        batch = self._engine.start(self._prompts, [params] * len(self._prompts))
+        batch = self._engine.start(prompts, [SamplingParams(max_tokens=tokens)] * len(prompts))
         batch.advance()
-        results = batch.results()
-        made = sum(len(r.token_ids) for r in results)
-        return {
-            "tokens_per_forward": made / sum(r.num_forwards for r in results),
-            "p_cache": made / sum(r.num_token_instances for r in results),
-        }
+        counts = [
+            (len(row.token_ids), row.num_forwards, row.num_token_instances)
+            for row in batch.results()
+        ]
+        return np.sum(counts, axis=0)
 
 
-def can_decode(mesh: Mesh) -> bool:
-    """Whether prompts are decoded on this mesh; says why where they are not.
-
-    One process decodes on any number of devices. Several do not: the decode loop's collectives
-    came out of step when two processes were tried, on CPUs.
-    """
-    pieces, processes = mesh.shape["sequence"], jax_processes().count
-    if processes > 1:
-        say(f"evaluation: takes losses only; {processes} processes decode no prompts")
-        return False
-    if any(shape.slots % pieces for shape in forward_shapes((WINDOW,))):
-        say(f"evaluation: takes losses only; mesh.sequence {pieces} does not cut a window evenly")
+def can_decode(own: Mesh, hidden_size: int) -> bool:
+    """Whether a process can cut a copy of the parameters over its own devices; says so where
+    it cannot."""
+    devices = own.shape["fsdp"]
+    if hidden_size % devices:
+        say(
+            f"evaluation: takes losses only; hidden_size {hidden_size} is not divisible by "
+            f"the {devices} devices of a process"
+        )
         return False
     return True
 

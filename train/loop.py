@@ -115,7 +115,7 @@ class Run:
         self._evaluation = None
         if config.evaluation.every:
             held = held_out_rows(config, tokenizer, pad)
-            self._evaluation = Evaluation(config, mesh, graph, objective, held)
+            self._evaluation = Evaluation(config, mesh, graph, model, objective, held)
 
     def run(self, parameters: nnx.State) -> TrainState:
         """Trains from these parameters, or from the newest checkpoint; they are used up."""

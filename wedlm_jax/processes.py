@@ -48,6 +48,13 @@ def _all_true(mine: bool) -> bool:
     return bool(np.all(multihost_utils.process_allgather(np.array(mine))))
 
 
+def sum_over_all(mine: np.ndarray) -> np.ndarray:
+    """The sum of every process's array, in each of them; all have to call this."""
+    if jax.process_count() == 1:
+        return mine
+    return np.sum(multihost_utils.process_allgather(mine), axis=0)
+
+
 def is_first() -> bool:
     """Whether this process is the one that speaks and does what is done once."""
     return jax.process_index() == 0

@@ -36,6 +36,9 @@ TRY_SHARE = 0.04
 """Share of the time that may go into windows which are not the best as far as is known."""
 TRY_EVERY = 8
 """Slices from one try to the next, at least: each change of width costs something, too."""
+MOST_PATIENCE = 32
+"""Slices between tries grow to so many times `TRY_EVERY`, twice as many each time that a try has
+changed nothing."""
 TRY_FORWARDS = 8
 """Forwards of such a try: what stood filled before it is committed in the first ones."""
 PROMISING = 0.6
@@ -65,12 +68,17 @@ class WidthPolicy:
         self._untimed = dict.fromkeys(costs, TIMED_EVERY)
         """Slices since the last whose time was taken."""
         self._seconds = self._tried_seconds = 0.0
-        self._trying, self._since_try = False, 0
+        self._trying, self._since_try, self._patience = False, 0, 1
+        self._best: int | None = None
 
     def choose(self) -> int:
         """The window with the most tokens a second, as far as is known; now and then another,
         to know more."""
         best = max(self._costs, key=self._promise)
+        if best != self._best:
+            self._best, self._patience = best, 1
+        elif self._trying:
+            self._patience = min(2 * self._patience, MOST_PATIENCE)
         others = [window for window in self._costs if window != best]
         worth = [w for w in others if self.rate(w) > PROMISING * self.rate(best)]
         # The least known of the promising ones, or the most promising of the others.
@@ -81,7 +89,9 @@ class WidthPolicy:
         )
         after = self._tried_seconds + TRY_FORWARDS * self._costs[other]
         self._trying = (
-            other != best and after <= TRY_SHARE * self._seconds and self._since_try >= TRY_EVERY
+            other != best
+            and after <= TRY_SHARE * self._seconds
+            and self._since_try >= TRY_EVERY * self._patience
         )
         self._since_try = 0 if self._trying else self._since_try + 1
         return other if self._trying else best

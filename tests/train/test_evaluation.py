@@ -12,14 +12,13 @@ import pytest
 from flax import nnx
 from tokenizers import Tokenizer
 
-import train.evaluation
 from tests.tiny_run import metric_lines, on_devices, tiny_recipe
 from train.config import EvaluationSection
 from train.evaluation import Evaluation, can_decode, prompts_of
 from train.loop import train as run_training
+from train.own_copy import mesh_of_processes
 from train.setup import objective_of
 from train.start import held_out_rows, initial_model
-from wedlm_jax.processes import Processes
 from wedlm_jax.sharding import make_mesh
 
 
@@ -55,28 +54,24 @@ def test_eight_devices_decode_what_one_decodes(tokenizer_folder: Path) -> None:
         graph, parameters = nnx.split(model)
         assert parameters["embed_tokens"][...].sharding.num_devices == len(devices)
         with jax.set_mesh(mesh):
-            evaluation = Evaluation(config, mesh, graph, objective_of(config, model.config), held)
+            objective = objective_of(config, model.config)
+            evaluation = Evaluation(config, mesh, graph, model.config, objective, held)
             once = evaluation._decode(parameters)
             # Again with others, for which nothing is compiled: so sharp that entropies differ.
             return [once, evaluation._decode(jax.tree.map(lambda x: 16 * x, parameters))]
 
     alone = decoded({}, jax.devices()[:1])
     assert alone[1]["tokens_per_forward"] != alone[0]["tokens_per_forward"]
-    assert decoded({"data": 2, "fsdp": 4}, jax.devices()[:8]) == alone
+    for layout in ({"data": 2, "fsdp": 4}, {"tensor": 2, "sequence": 4}):
+        assert decoded(layout, jax.devices()[:8]) == alone
 
 
-def test_where_no_prompts_are_decoded_it_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mesh = make_mesh({"sequence": 4, "fsdp": 2})
-    assert can_decode(mesh)
+def test_where_no_prompts_are_decoded_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = mesh_of_processes(make_mesh({"sequence": 8}))
+    assert can_decode(mesh, 64)
     assert capsys.readouterr().out == ""
-    assert not can_decode(make_mesh({"sequence": 8}))
-    assert "losses only; mesh.sequence 8 does not cut a window" in capsys.readouterr().out
-    two = Processes(0, 2, lambda mine: mine)
-    monkeypatch.setattr(train.evaluation, "jax_processes", lambda: two)
-    assert not can_decode(mesh)
-    assert "losses only; 2 processes decode no prompts" in capsys.readouterr().out
+    assert not can_decode(mesh, 60)
+    assert "losses only; hidden_size 60 is not divisible by the 8" in capsys.readouterr().out
 
 
 def test_a_prompt_is_what_stands_before_the_first_trainable_token() -> None:
