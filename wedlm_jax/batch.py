@@ -18,6 +18,7 @@ from wedlm_jax.batch_sizes import (
     LONGEST_PIECE,
     BatchSizes,
     Tokens,
+    cache_bucket,
     piece_bucket,
     state_sizes,
     stop_ids,
@@ -76,6 +77,8 @@ class Batch:
         """Rows whose mode is "ar": they keep their window of 0."""
         self._lengths = np.zeros(sizes.rows, np.int64)
         """Tokens that each row's cache holds, as far as the host knows."""
+        self._ends = np.zeros(sizes.rows, np.int64)
+        """Tokens that each row's prompt and completion have together, at most."""
         self._logprobs: list[int | None] = [None] * sizes.rows
         self._admitted: list[int] = []
         self._params = self._upload()
@@ -113,6 +116,7 @@ class Batch:
         for i, (row, prompt, one) in enumerate(zip(rows, prompts, params, strict=True)):
             new[row], last[row] = True, prompt[-1]
             self._lengths[row] = len(prompt)
+            self._ends[row] = len(prompt) + one.max_tokens
             self._logprobs[row] = one.logprobs
             self._autoregressive[row] = one.mode == "ar"
             set_row(
@@ -141,7 +145,7 @@ class Batch:
         by_shape: dict[tuple[int, int], list[Piece]] = {}
         for piece in pieces:
             _, start, tokens = piece
-            live = self._live(start) if start else 0
+            live = min(bucket(start, SMALLEST_LIVE), self.sizes.cache_size) if start else 0
             shape = (piece_bucket(len(tokens), start), live)
             by_shape.setdefault(shape, []).append(piece)
         for (length, live), group in by_shape.items():
@@ -240,7 +244,9 @@ class Batch:
             # The kernel reads what there is and no more: one program serves all lengths.
             live = self.sizes.cache_size
         elif live is None:
-            live = self._live(int(self._lengths.max(initial=0)) + LOOKAHEAD)
+            # Room for some tokens more, but none for more than a row may have.
+            needed = np.minimum(self._lengths + LOOKAHEAD, self._ends)[self._lengths > 0]
+            live = self._live(int(needed.max(initial=0)))
         self._state = engine.run(
             programs.advance_state, self._state, self._params, np.int32(max_forwards),
             np.int32(until_done), windows=self._windows, refill=engine.refill, live=live,
@@ -252,7 +258,7 @@ class Batch:
         return tuple(sorted({*windows, 0})) if self.sizes.options.autoregressive else windows
 
     def _live(self, size: int) -> int:
-        return min(bucket(size, SMALLEST_LIVE), self.sizes.cache_size)
+        return min(cache_bucket(size, SMALLEST_LIVE), self.sizes.cache_size)
 
     def look(self) -> Standing:
         """Where the rows stand; waits for the device."""

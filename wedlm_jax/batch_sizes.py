@@ -34,13 +34,14 @@ def piece_bucket(tokens: int, start: int) -> int:
     return size
 
 
-def cache_bucket(size: int) -> int:
-    """The cache rows for ``size``: the next power of two or one and a half times one, from 64.
+def cache_bucket(size: int, smallest: int = 64) -> int:
+    """The cache rows for ``size``: the next power of two times ``smallest``, or one and a half
+    times one.
 
     A third of it stands idle at most; in return prompts of all lengths share few programs.
     """
-    power = bucket(size, 64)
-    return power * 3 // 4 if power >= 128 and size <= power * 3 // 4 else power
+    power = bucket(size, smallest)
+    return power * 3 // 4 if power > smallest and size <= power * 3 // 4 else power
 
 
 Tokens = Sequence[int] | np.ndarray

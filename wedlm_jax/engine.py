@@ -26,7 +26,7 @@ from wedlm_jax.memory_plan import check_memory
 from wedlm_jax.model import Transformer
 from wedlm_jax.row_params import check_options
 from wedlm_jax.sampling import SamplingParams
-from wedlm_jax.width_policy import WidthPolicy, measure_costs
+from wedlm_jax.width_policy import WidthPolicy
 
 DEFAULT_WINDOW = 16
 AUTO_WINDOWS = (0, 4, 8, 16, 32)
@@ -172,14 +172,12 @@ class Engine:
         return batch
 
     def policy(self, batch: Batch) -> WidthPolicy | None:
-        """Who chooses the batch's windows, if they are to be chosen; its rows must be free.
-
-        What a forward costs is measured once for all batches of equal sizes, and what is learnt
-        of one serves the next."""
+        """Who chooses the batch's windows, if they are to be chosen. What is learnt of one batch
+        serves the next of equal sizes."""
         if not self.chooses_width:
             return None
         if batch.sizes not in self._policies:
-            self._policies[batch.sizes] = WidthPolicy(measure_costs(batch))
+            self._policies[batch.sizes] = WidthPolicy(batch.windows)
         return self._policies[batch.sizes]
 
     def run(self, function: Any, *arguments: Any, model: bool = True, **static: Any) -> Any:

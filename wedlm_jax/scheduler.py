@@ -22,7 +22,6 @@ from wedlm_jax.engine import Engine
 from wedlm_jax.prefix import PrefixIndex
 from wedlm_jax.row_result import RowResult
 from wedlm_jax.sampling import SamplingParams
-from wedlm_jax.width_policy import TRY_FORWARDS
 
 FORWARDS_PER_SLICE = 64
 """Forwards between two looks at a batch: long enough to hide the look."""
@@ -163,7 +162,10 @@ class _BatchRun:
                 break
             if timed:
                 self._batch.look()  # so that the device begins with the slice
+            compiled = self._engine.num_programs
             self._dispatch()
+            # A program's first run is slow.
+            timed &= self._engine.num_programs == compiled
             started = time.perf_counter()
             if not timed and (now := finished()):
                 yield now
@@ -317,8 +319,7 @@ class _BatchRun:
                 tokens=int(tokens.sum()),
                 row_forwards=int(forwards[rows].sum()),
                 forwards=most,
-                # Of few forwards the time is mostly what comes before and after them.
-                seconds=None if seconds is None or most < TRY_FORWARDS else seconds / most,
+                seconds=seconds,
             )
         self._tokens, self._forwards = now.num_output.copy(), now.num_forwards.copy()
 

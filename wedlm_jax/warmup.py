@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from wedlm_jax.batch import SMALLEST_LIVE, Batch
-from wedlm_jax.batch_sizes import LONGEST_PIECE, BatchSizes, piece_bucket
+from wedlm_jax.batch_sizes import LONGEST_PIECE, BatchSizes, cache_bucket, piece_bucket
 from wedlm_jax.buckets import bucket
 from wedlm_jax.engine import Engine
 from wedlm_jax.sampling import SamplingParams
@@ -64,7 +64,7 @@ def _loops(batch: Batch) -> Iterator[Step]:
         batch.dispatch(0, live=live)
 
     widths: Sequence[int | None] = batch.windows if batch.chooses_width else [None]
-    for live in _lives(batch.sizes.cache_size):
+    for live in _loop_lives(batch.sizes.cache_size):
         for window in widths:
             yield partial(loop, window, live)
 
@@ -84,8 +84,10 @@ def _rest(batch: Batch) -> Iterator[Step]:
 
 
 def _lives(size: int) -> list[int]:
-    lives, live = [], SMALLEST_LIVE
-    while live < size:
-        lives.append(live)
-        live *= 2
-    return [*lives, size]
+    """The parts of the cache that a piece of a prompt may see before itself."""
+    return sorted({min(bucket(n, SMALLEST_LIVE), size) for n in range(1, size + 1)})
+
+
+def _loop_lives(size: int) -> list[int]:
+    """The parts of the cache that the decode loop may read."""
+    return sorted({min(cache_bucket(n, SMALLEST_LIVE), size) for n in range(1, size + 1)})

@@ -2,96 +2,146 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from operator import mul
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.decode_examples import Row, run
-from wedlm_jax import width_policy
-from wedlm_jax.batch_sizes import BatchSizes
 from wedlm_jax.engine import Engine
 from wedlm_jax.model import Transformer
 from wedlm_jax.sampling import SamplingParams
 from wedlm_jax.scheduler import Scheduler
-from wedlm_jax.width_policy import (
-    TRY_FORWARDS,
-    TRY_SHARE,
-    WidthPolicy,
-    expected_tokens,
-    measure_costs,
-)
+from wedlm_jax.width_policy import MARGIN, PROMISING, TRY_FORWARDS, TRY_SHARE, WidthPolicy
 
-WAITING = {0: 1.0, 4: 1.01, 16: 1.05, 32: 1.1}
+WIDTHS = (0, 4, 8, 16, 32)
+SLICE = 64
+
+
+class Device:
+    """A made-up device and text: a policy decodes on it, slice by slice.
+
+    Args:
+      costs: seconds of a forward for each window.
+      commits: tokens that a row commits in a forward.
+      noise: slices take up to so many times longer, at random.
+    """
+
+    def __init__(self, costs: Sequence[float], commits: Sequence[float], noise: float = 0.0):
+        self.costs, self.commits = list(costs), list(commits)
+        self._noise, self._rng = noise, random.Random(0)
+        self.seconds = self.tokens = 0.0
+
+    def decode(self, policy: WidthPolicy, slices: int) -> list[int]:
+        """The windows of so many slices."""
+        chosen = []
+        for _ in range(slices):
+            window = policy.choose()
+            at = WIDTHS.index(window)
+            forwards = policy.forwards(SLICE)
+            seconds = forwards * self.costs[at] * (1 + self._noise * self._rng.random())
+            timed = policy.is_due(window)
+            policy.observe(
+                window, tokens=round(self.commits[at] * 100 * forwards),
+                row_forwards=100 * forwards, forwards=forwards, seconds=seconds if timed else None,
+            )  # fmt: skip
+            self.seconds += forwards * self.costs[at]
+            self.tokens += forwards * self.commits[at]
+            chosen.append(window)
+        return chosen
+
+    def speed(self, window: int) -> float:
+        at = WIDTHS.index(window)
+        return self.commits[at] / self.costs[at]
+
+
+WAITING = (1.0, 1.01, 1.02, 1.05, 1.1)
 """A device that waits for memory: wider costs hardly more."""
-COMPUTING = {0: 1.0, 4: 5.0, 16: 20.0, 32: 40.0}
-
-
-def slices(policy: WidthPolicy, commits: dict[int, float], count: int) -> list[int]:
-    """The windows of so many slices of 64 forwards, in which a row commits this much a forward."""
-    chosen = []
-    for _ in range(count):
-        window = policy.choose()
-        chosen.append(window)
-        forwards = policy.forwards(64)
-        policy.observe(
-            window, tokens=round(commits[window] * 1000), row_forwards=1000, forwards=forwards,
-            seconds=None,
-        )  # fmt: skip
-    return chosen
+COMPUTING = (1.0, 5.0, 10.0, 20.0, 40.0)
+FILLING = (1, 2.2, 3, 3.5, 4)
 
 
 def test_the_widest_pays_where_forwards_cost_the_same() -> None:
-    chosen = slices(WidthPolicy(WAITING), {0: 1, 4: 2, 16: 3, 32: 4}, 100)
-    assert chosen.count(32) > 60
-    assert chosen[:3] == [32] * 3
+    chosen = Device(WAITING, FILLING).decode(WidthPolicy(WIDTHS), 100)
+    assert chosen[:5] == list(WIDTHS), "each has its first try, the narrow ones first"
+    assert chosen.count(32) > 80
 
 
 def test_none_pays_where_every_slot_costs() -> None:
-    chosen = slices(WidthPolicy(COMPUTING), {0: 1, 4: 2, 16: 3, 32: 4}, 100)
-    assert set(chosen) == {0, 4}, "the most promising of the windows is tried"
+    chosen = Device(COMPUTING, FILLING).decode(WidthPolicy(WIDTHS), 300)
+    assert set(chosen) == {0, 4}, "wider than a window that does not promise nothing is tried"
     assert chosen.count(4) < 10
 
 
-@pytest.mark.parametrize("costs", [WAITING, COMPUTING])
-def test_tries_take_a_small_share_of_the_time(costs: dict[int, float]) -> None:
-    policy = WidthPolicy(costs)
-    best = policy.choose()
-    spent = {True: 0.0, False: 0.0}
-    for window in slices(policy, {0: 1, 4: 2.1, 16: 3.2, 32: 4}, 400):
-        spent[window == best] += costs[window] * (64 if window == best else TRY_FORWARDS)
-    assert 0 < spent[False] <= TRY_SHARE * sum(spent.values())
+def test_tries_take_a_small_share_of_the_time_and_grow_rarer() -> None:
+    device, policy = Device((1.0, 2.3, 3.0, 4.0, 6.0), (1, 2.1, 2.6, 2.9, 3)), WidthPolicy(WIDTHS)
+    device.decode(policy, 10)
+    chosen = device.decode(policy, 2000)
+    tries = [i for i, window in enumerate(chosen) if window]
+    spent = sum(device.costs[WIDTHS.index(chosen[i])] for i in tries) * TRY_FORWARDS
+    assert 0 < spent < TRY_SHARE * SLICE * len(chosen)
+    gaps = [later - earlier for earlier, later in pairwise(tries)]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] > 8 * gaps[0]
+
+
+@given(
+    costs=st.lists(st.floats(1.0, 3.0), min_size=4, max_size=4),
+    commits=st.lists(st.floats(0.9, 1.8), min_size=4, max_size=4),
+    noise=st.floats(0.0, 0.3),
+)
+def test_never_much_slower_than_autoregressive_and_near_the_best(
+    costs: list[float], commits: list[float], noise: float
+) -> None:
+    """Whatever wider windows cost and commit: each costs and commits more than the one before,
+    by any factor."""
+    costs, commits = [list(accumulate([1.0, *x], mul)) for x in (costs, commits)]
+    device, policy = Device(costs, commits, noise), WidthPolicy(WIDTHS)
+    device.decode(policy, 60)  # first tries, and time to be sure
+    device.seconds = device.tokens = 0.0
+    device.decode(policy, 600)
+    speed = device.tokens / device.seconds
+    assert speed > (1 - TRY_SHARE) * device.speed(0) / (1 + noise)
+    reached = [WIDTHS[0]]
+    for window in WIDTHS[1:]:
+        if device.speed(reached[-1]) < PROMISING * (1 + noise) ** 2 * max(
+            map(device.speed, reached)
+        ):
+            break
+        reached.append(window)
+    best = max(map(device.speed, reached))
+    assert speed > (1 - TRY_SHARE) / MARGIN / (1 + noise) * best
 
 
 def test_a_text_that_fills_nothing_is_decoded_token_by_token() -> None:
-    chosen = slices(WidthPolicy(WAITING), {0: 1, 4: 0.9, 16: 0.9, 32: 0.9}, 100)
-    assert chosen[0] == 32
+    policy = WidthPolicy(WIDTHS)
+    assert Device(WAITING, FILLING).decode(policy, 50)[-1] == 32
+    chosen = Device(WAITING, (1, 0.9, 0.9, 0.9, 0.9)).decode(policy, 100)
     assert chosen[60:].count(0) > 30
 
 
-def test_a_window_that_is_better_than_expected_is_found() -> None:
-    costs = {0: 1.0, 4: 2.2, 8: 2.6, 16: 3.4}
-    chosen = slices(WidthPolicy(costs), {0: 1, 4: 3.5, 8: 3.6, 16: 3.7}, 100)
-    assert chosen[0] == 0
-    assert chosen[-30:].count(4) > 20
-
-
 def test_windows_are_tried_again_and_win_where_the_text_has_changed() -> None:
-    policy = WidthPolicy({0: 1.0, 16: 3.0})
-    assert slices(policy, {0: 1, 16: 1}, 50)[-10:].count(0) >= 8
-    # One slice in eight at most may look whether that is still so.
-    assert slices(policy, {0: 1, 16: 9}, 300)[-30:].count(16) >= 26
+    policy, costs = WidthPolicy(WIDTHS), (1.0, 2.0, 3.0, 4.0, 5.0)
+    assert Device(costs, (1, 1, 1, 1, 1)).decode(policy, 50)[-10:].count(0) >= 8
+    assert Device(costs, (1, 4, 5, 9, 9)).decode(policy, 600)[-30:].count(16) >= 26
 
 
 def test_costs_follow_what_slices_take() -> None:
-    policy = WidthPolicy({0: 1.0, 16: 1.0})
-    assert policy.choose() == 16
-    for _ in range(20):
-        policy.observe(16, tokens=2, row_forwards=1, forwards=1, seconds=5.0)
-    assert policy.choose() == 0
+    policy = WidthPolicy(WIDTHS)
+    assert Device(WAITING, FILLING).decode(policy, 40)[-1] == 32
+    assert Device(COMPUTING, FILLING).decode(policy, 200)[-1] == 0
 
 
-def test_more_is_expected_of_wider_windows() -> None:
-    expected = [expected_tokens(window) for window in (0, 1, 2, 4, 8, 16, 32)]
-    assert expected[0] == 1
-    assert expected == sorted(expected)
+def test_one_slow_slice_changes_little() -> None:
+    policy = WidthPolicy(WIDTHS)
+    Device((1.0, 3.0, 4.0, 5.0, 6.0), FILLING).decode(policy, 50)
+    before = policy.rate(0)
+    policy.observe(0, tokens=64, row_forwards=64, forwards=64, seconds=6400.0)
+    assert policy.rate(0) > before / 2
 
 
 @pytest.fixture(scope="module")
@@ -102,14 +152,6 @@ def auto_engine(tiny_model: Transformer) -> Engine:
         return Engine(tiny_model, window_size="auto")
 
 
-def test_costs_are_measured_on_free_rows_and_leave_them_free(auto_engine: Engine) -> None:
-    batch = auto_engine.open(BatchSizes(rows=2, cache_size=64, max_output=32, num_stops=4))
-    costs = measure_costs(batch)
-    assert set(costs) == {0, 4}
-    assert all(cost > 0 for cost in costs.values())
-    assert batch.look().done.all()
-
-
 @pytest.mark.parametrize("cheap", [0, 4])
 def test_all_rows_are_decoded_at_the_width_that_is_chosen(
     auto_engine: Engine,
@@ -118,24 +160,11 @@ def test_all_rows_are_decoded_at_the_width_that_is_chosen(
     monkeypatch: pytest.MonkeyPatch,
     cheap: int,
 ) -> None:
-    """With a clear winner an engine that may choose decodes as one of that width does."""
-    costs = {0: 100.0, 4: 100.0, cheap: 1.0}
-    monkeypatch.setattr(auto_engine, "_policies", {})
-    monkeypatch.setattr(WidthPolicy, "__init__", _with_costs(costs))
-    monkeypatch.setattr(width_policy, "TRY_SHARE", 0.0)
+    """An engine that may choose decodes as one of the chosen width does."""
+    monkeypatch.setattr(WidthPolicy, "choose", lambda _: cheap)
     params = SamplingParams(max_tokens=12, entropy_threshold=1.6)
     rows = [Row((3 + i, 9), params, cheap) for i in range(5)]
     scheduler = Scheduler(auto_engine, [(row.prompt, row.params) for row in rows], rows=2)
     results = dict(item for some in scheduler.run() for item in some)
     engine = streaming_engine if cheap else autoregressive_engine
     assert [results[i] for i in range(5)] == [run(engine, [row])[0] for row in rows]
-
-
-def _with_costs(costs: dict[int, float]):  # type: ignore[no-untyped-def]
-    plain = WidthPolicy.__init__
-
-    def fixed(self: WidthPolicy, _: dict[int, float]) -> None:
-        plain(self, costs)
-        self.observe = lambda *args, **kwargs: None  # type: ignore[method-assign]
-
-    return fixed

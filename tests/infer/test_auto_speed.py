@@ -1,0 +1,39 @@
+"""`window_size="auto"` on the embedded model: not slower than AR, on however many rows."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+
+import infer.bench
+from infer.bench import mixed_lengths
+from infer.evaluate import EMBEDDED_QUESTIONS
+from infer.heldout import read_questions
+from wedlm_jax.llm import LLM
+from wedlm_jax.scheduler import Row
+
+TURNS = 3
+NOISE = 0.1
+"""Of the median of so many pairs, on a machine whose cores are shared with other tests."""
+
+
+def seconds(llm: LLM, work: list[Row]) -> float:
+    compiled, started = llm.engine.compile_seconds, time.perf_counter()
+    for _ in llm.run(work):
+        pass
+    return time.perf_counter() - started - (llm.engine.compile_seconds - compiled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 8, 32, 128])
+def test_auto_is_not_slower_than_autoregressive(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(infer.bench, "LENGTHS", (4, 64))
+    ar, auto = (LLM(window_size=window, max_batch_size=rows) for window in (0, "auto"))
+    work = mixed_lengths(ar, read_questions(Path(EMBEDDED_QUESTIONS)), max(2 * rows, 24))
+    for llm in (ar, auto, auto):  # compiles, and learns what windows are worth
+        seconds(llm, work)
+    ratios = [seconds(ar, work) / seconds(auto, work) for _ in range(TURNS)]
+    assert statistics.median(ratios) > 1 - NOISE, ratios
