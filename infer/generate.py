@@ -66,8 +66,6 @@ JOB_OPTIONS = ("logprobs", "shard_size", "fail_fast", "overwrite", "grace", "num
 
 LLM_OPTIONS = ("model", "window_size", "dtype", "max_model_len", "batch_size", "attention",
                "quantization", "kv_cache_dtype")  # fmt: skip
-LOAD_OPTIONS = (*LLM_OPTIONS, "warmup", "max_tokens")
-"""What decides the model that is loaded, and what is compiled at once."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -226,15 +224,15 @@ def _run_job(options: dict[str, Any]) -> int:
             **{name: options[name] for name in names if name in options},
         )
     )
-    model = {name: options[name] for name in LOAD_OPTIONS if name in options}
     if "ray" not in options:
-        return job.run(partial(load, model))
+        return job.run(partial(load, options))
     from infer.job.ray_job import RayCluster, run_with_ray
 
-    if "model" in model and os.path.exists(model["model"]):
-        model["model"] = os.path.abspath(model["model"])  # actors work in folders of their own
+    if "model" in options and os.path.exists(options["model"]):
+        # Actors work in folders of their own.
+        options = options | {"model": os.path.abspath(options["model"])}
     cluster = RayCluster(options["ray"], options.get("ray_actors"))
-    return run_with_ray(job, partial(load, model), cluster)
+    return run_with_ray(job, partial(load, options), cluster)
 
 
 def _check_combination(options: dict[str, Any]) -> None:
@@ -271,7 +269,8 @@ def sampling_params(options: dict[str, Any]) -> SamplingParams:
 
 
 def load(options: dict[str, Any]) -> LLM:
-    """The model; a message names the option, not the argument."""
+    """The model that options name, with ``warmup`` all compiled that rows with the others' sampling
+    need; a message names the option, not the argument."""
     from wedlm_jax.compiled_cache import keep_compiled
     from wedlm_jax.llm import LLM
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -47,6 +49,24 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("tests")
+
+
+MOST_MAPS = 20_000
+"""Memory maps of a process after which its compiled programs are let go, to be read from the disk
+again when they are wanted. Each has dozens, Linux allows 65,530, and LLVM crashes without a word
+when none are left."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounded_programs() -> Iterator[None]:
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > MOST_MAPS:
+        for thing in gc.get_objects():
+            if type(thing) is Engine:
+                thing._programs.clear()
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

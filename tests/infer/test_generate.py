@@ -55,6 +55,17 @@ def test_prompt_prints_its_text_and_nothing_else(
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
+def test_a_warm_up_compiles_what_the_other_options_need(model: str) -> None:
+    options = {"model": model, "window_size": 4, "max_model_len": 64, "batch_size": 2,
+               "max_tokens": 24, "mode": "verified", "logprobs": 1, "warmup": True}  # fmt: skip
+    llm = generate.load(options)
+    programs = llm.engine.num_programs
+    (completion,) = llm.generate("the cat", generate.sampling_params(options))
+    assert completion.logprobs is not None
+    assert llm.engine.num_programs == programs
+
+
 def test_options_reach_the_decoder(
     model: str, llm: LLM, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -345,6 +345,7 @@ def scripted_llm(codec: TextCodec, ids: list[int], step: int, finish_reason: str
     llm._sizes = None
     llm.engine = SimpleNamespace(  # type: ignore[assignment]
         windows=(0,),
+        num_programs=0,
         config=SimpleNamespace(eos_token_ids=()),
         check=lambda prompt, sampling: None,
         policy=lambda batch: None,
