@@ -36,7 +36,8 @@ def _load_once(loaded: dict[Any, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     load = generate.load
 
     def cached(options: dict[str, Any]) -> LLM:
-        key = tuple(sorted(options.items()))
+        names = (*generate.LLM_OPTIONS, "warmup", "max_tokens")
+        key = tuple(options.get(name) for name in names)
         if key not in loaded:
             loaded[key] = load(options)
         return loaded[key]
