@@ -88,6 +88,8 @@ class Evaluation:
         copy = own_copy(self._processes, jax.tree.map(lambda x: x.astype(dtype), parameters))
         with jax.set_mesh(self._processes.local_mesh):
             counts = self._decode_own(nnx.merge(self._graph, copy))
+        if self._engine is not None:
+            self._engine.release()  # training needs the room
         made, forwards, instances = sum_over_all(counts).tolist()
         return {"tokens_per_forward": made / forwards, "p_cache": made / instances}
 

@@ -78,7 +78,8 @@ class Batch:
         self._lengths = np.zeros(sizes.rows, np.int64)
         """Tokens that each row's cache holds, as far as the host knows."""
         self._ends = np.zeros(sizes.rows, np.int64)
-        """Tokens that each row's prompt and completion have together, at most."""
+        """Tokens that each row's prompt and completion have together, at most; of a row that is
+        free, those of its last request."""
         self._logprobs: list[int | None] = [None] * sizes.rows
         self._admitted: list[int] = []
         self._params = self._upload()
@@ -245,8 +246,8 @@ class Batch:
             live = self.sizes.cache_size
         elif live is None:
             # Room for some tokens more, but none for more than a row may have.
-            needed = np.minimum(self._lengths + LOOKAHEAD, self._ends)[self._lengths > 0]
-            live = self._live(int(needed.max(initial=0)))
+            needed = np.minimum(self._lengths + LOOKAHEAD, self._ends)
+            live = self._live(int(needed.max(initial=0, where=self._lengths > 0)))
         self._state = engine.run(
             programs.advance_state, self._state, self._params, np.int32(max_forwards),
             np.int32(until_done), windows=self._windows, refill=engine.refill, live=live,

@@ -6,6 +6,7 @@ The engine knows token ids only; text is `wedlm_jax.llm`'s. Rows that decode tog
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -101,14 +102,21 @@ class Engine:
         """Decodes with other weights of the same shapes from now on; nothing is compiled anew."""
         self._parameters = nnx.state(model)
 
+    def release(self) -> None:
+        """Lets the weights go; the programs are kept for those that `update` gives next."""
+        self._parameters = nnx.State({})
+
     @property
     def num_parameters(self) -> int:
         return sum(int(x.size) for x in jax.tree.leaves(self._parameters))
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of the parameters, all devices together."""
-        return sum(int(x.nbytes) for x in jax.tree.leaves(self._parameters))
+        """Bytes of the parameters that one device holds."""
+        return sum(
+            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            for x in jax.tree.leaves(self._parameters)
+        )
 
     @property
     def num_programs(self) -> int:

@@ -18,7 +18,6 @@ from wedlm_jax.batch_sizes import BatchSizes
 from wedlm_jax.errors import InputError
 from wedlm_jax.row_params import idle_params
 from wedlm_jax.sampling import RowParams
-from wedlm_jax.sharding import shards
 
 if TYPE_CHECKING:
     from wedlm_jax.engine import Engine
@@ -74,8 +73,7 @@ def plan_memory(engine: Engine, sizes: BatchSizes, *, ask_compiler: bool) -> Mem
         )  # fmt: skip
         analysis = loop.memory_analysis()
         working = 0 if analysis is None else analysis.temp_size_in_bytes
-    weights = engine.parameter_bytes // (devices // shards("batch"))
-    return MemoryPlan(weights, size // devices, working, device_memory())
+    return MemoryPlan(engine.parameter_bytes, size // devices, working, device_memory())
 
 
 def check_memory(engine: Engine, sizes: BatchSizes) -> None:

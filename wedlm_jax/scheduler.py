@@ -162,11 +162,10 @@ class _BatchRun:
                 break
             if timed:
                 self._batch.look()  # so that the device begins with the slice
-            compiled = self._engine.num_programs
+            compiled, started = self._engine.num_programs, time.perf_counter()
             self._dispatch()
-            # A program's first run is slow.
+            # A program's first run is slow, not to speak of compiling it.
             timed &= self._engine.num_programs == compiled
-            started = time.perf_counter()
             if not timed and (now := finished()):
                 yield now
             standing = self._batch.look()

@@ -6,9 +6,9 @@ Tokens a second of a batch are, for a window W,
 
 and both are learnt from the prompts themselves, since both depend on them: how many tokens a
 forward commits on the text, what it costs on how many slots are filled and how long the texts
-are. An autoregressive row commits one, always. So nothing is decoded only to be measured: a
-batch begins with a few forwards autoregressively, then a few at each wider window, as long as
-they keep promising; then it stays with the best, and seldom looks at another.
+are. An autoregressive row commits one, always. So nothing is decoded only to be measured: the first
+batch of its sizes begins with a few forwards autoregressively, then a few at each wider window, as
+long as they keep promising; then the best one stays, and seldom another is looked at.
 """
 
 from __future__ import annotations
@@ -17,18 +17,22 @@ from collections.abc import Sequence
 
 MEMORY = 0.9
 """Weight of the past where slices are added up."""
+TRY_MEMORY = 0.5
+"""The same of a window that is tried: what it was found to be long ago should not outlast a try."""
 MARGIN = 1.05
 """A window has to promise so many times the speed of autoregressive decoding to be chosen."""
 MOST_SURPRISE = 3.0
-"""A forward counts for at most so many times what was measured before: what else a machine does
-makes some far too slow."""
+"""A forward counts for at most so many times what was measured before, or as little: what else a
+machine does makes some far too slow, others only seem quick."""
 
 TIMED_EVERY = 16
-"""Slices of a window until the time of one is taken again."""
+"""Slices of a window from one whose time is taken to the next."""
 
 TRY_FORWARDS = 8
-"""Forwards of a window that is only tried: what stood filled before it is committed in the first
-ones."""
+"""Forwards of a slice with a window that is only tried. It takes two: the first only fills the new
+window."""
+FIRST_FORWARDS = 16
+"""Timed forwards after which a window is known."""
 TRY_SHARE = 0.04
 """Share of the time that may go into tries, when all promising windows have had their first."""
 TRY_EVERY = 8
@@ -41,7 +45,7 @@ PROMISING = 0.6
 
 
 class WidthPolicy:
-    """Chooses the window of a batch's next slice.
+    """Chooses the window of a batch's next slice. One serves all batches of equal sizes.
 
     Args:
       windows: those that may be chosen, 0 among them.
@@ -49,38 +53,30 @@ class WidthPolicy:
 
     def __init__(self, windows: Sequence[int]):
         self._seen = {window: _Seen(window) for window in sorted(windows)}
-        self._best, self._trying = -1, False
+        self._window = self._best = -1
+        self._trying = self._settled = False
         self._seconds = self._tried_seconds = 0.0
         self._since_try, self._patience = 0, 1
 
     def choose(self) -> int:
         """The window with the most tokens a second, as far as is known; or another, to know
         more."""
-        first = self._first_try()
-        if first is not None:
-            self._trying = True
-            return first
-        best = max(self._known(), key=self._promise)
-        if best != self._best:
-            self._best, self._patience = best, 1
-        elif self._trying:
-            self._patience = min(2 * self._patience, MOST_PATIENCE)
-        other = self._most_interesting()
-        self._trying = other != best and self._may_try(other)
-        self._since_try = 0 if self._trying else self._since_try + 1
-        return other if self._trying else best
+        window, trying = self._next()
+        self._settled &= window == self._window
+        self._window, self._trying = window, trying
+        return window
 
     def is_due(self, window: int) -> bool:
         """Whether the time of a slice with this window should be taken. While it is, the host
         does not work beside the device, so it is not always."""
-        return self._trying or self._seen[window].untimed >= TIMED_EVERY
+        return self._trying or self._seen[window].untimed >= TIMED_EVERY - 1
 
     def forwards(self, slice_of: int) -> int:
         """Forwards that the chosen window is decoded with, in a slice of so many."""
         return min(TRY_FORWARDS, slice_of) if self._trying else slice_of
 
     def rate(self, window: int) -> float:
-        """Tokens a second of one row."""
+        """Tokens a second of one row; 0 of a window that was never timed."""
         return self._seen[window].rate
 
     def observe(
@@ -101,19 +97,51 @@ class WidthPolicy:
           seconds: that it took; None where its time was not taken.
         """
         seen = self._seen[window]
-        seen.count(tokens, row_forwards)
-        if seconds is not None:
-            seen.time(seconds, forwards)
-        spent = forwards * seen.cost
+        spent = forwards * seen.cost if seconds is None else seconds
         self._seconds += spent
         self._tried_seconds += spent * self._trying
+        if not self._settled:
+            # A new window is empty, and its first forward commits nothing.
+            self._settled = True
+            return
+        memory = TRY_MEMORY if self._trying else MEMORY
+        seen.count(tokens, row_forwards, memory)
+        if seconds is not None:
+            seen.time(seconds, forwards, memory)
+        if self._first_try() is None:
+            self._decide(tried=self._trying and seconds is not None)
+
+    def _next(self) -> tuple[int, bool]:
+        """The window to choose, and whether that is a try."""
+        first = self._first_try()
+        if first is not None:
+            return first, True
+        if self._trying and self._window != self._best:
+            return self._window, True  # nothing has been learnt of it yet
+        other = self._most_interesting()
+        after = self._tried_seconds + 2 * TRY_FORWARDS * self._seen[other].cost
+        is_time = self._since_try >= TRY_EVERY * self._patience
+        if other != self._best and is_time and after <= TRY_SHARE * self._seconds:
+            return other, True
+        return self._best, False
+
+    def _decide(self, tried: bool) -> None:
+        """Says which window is best by now; if it stays, others are tried less often."""
+        best = max(self._known(), key=self._promise)
+        self._since_try = 0 if tried else self._since_try + 1
+        if best != self._best:
+            self._best, self._patience = best, 1
+        elif tried:
+            self._patience = min(2 * self._patience, MOST_PATIENCE)
+        if tried:
+            self._trying = False
 
     def _known(self) -> list[int]:
-        return [window for window, seen in self._seen.items() if seen.forwards]
+        return [w for w, seen in self._seen.items() if seen.timed_forwards >= FIRST_FORWARDS]
 
     def _first_try(self) -> int | None:
-        """The narrowest window that was never timed, if its neighbour promises: of all widths
-        one is best, and on both sides of it they get worse."""
+        """The narrowest window that is not known, if its neighbour promises: of all widths one is
+        best, and on both sides of it they get worse."""
         known = self._known()
         unknown = [window for window in self._seen if window not in known]
         if known and self.rate(known[-1]) < PROMISING * max(map(self.rate, known)):
@@ -124,16 +152,10 @@ class WidthPolicy:
         return self.rate(window) * (1 if window else MARGIN)
 
     def _most_interesting(self) -> int:
-        """The least tried of the promising windows, or the best of those that are not."""
+        """The least tried of the promising windows, or of all where none promises."""
         others = [window for window in self._known() if window != self._best]
         worth = [w for w in others if self.rate(w) > PROMISING * self.rate(self._best)]
-        if worth:
-            return min(worth, key=lambda w: self._seen[w].slices)
-        return max(others, key=self.rate, default=self._best)
-
-    def _may_try(self, window: int) -> bool:
-        after = self._tried_seconds + TRY_FORWARDS * self._seen[window].cost
-        return after <= TRY_SHARE * self._seconds and self._since_try >= TRY_EVERY * self._patience
+        return min(worth or others, key=lambda w: self._seen[w].slices, default=self._best)
 
 
 class _Seen:
@@ -141,29 +163,32 @@ class _Seen:
 
     def __init__(self, window: int):
         self._autoregressive = window == 0
-        self._tokens = self._row_forwards = self._seconds = self.forwards = 0.0
-        self.slices, self.untimed = 0, TIMED_EVERY
+        self._tokens = self._row_forwards = self._seconds = self._forwards = 0.0
+        self.slices, self.untimed, self.timed_forwards = 0, TIMED_EVERY, 0
 
-    def count(self, tokens: int, row_forwards: int) -> None:
-        self._tokens = MEMORY * self._tokens + tokens
-        self._row_forwards = MEMORY * self._row_forwards + row_forwards
+    def count(self, tokens: int, row_forwards: int, memory: float) -> None:
+        self._tokens = memory * self._tokens + tokens
+        self._row_forwards = memory * self._row_forwards + row_forwards
         self.slices += 1
         self.untimed += 1
 
-    def time(self, seconds: float, forwards: int) -> None:
-        if self.forwards:
-            seconds = min(seconds, MOST_SURPRISE * self.cost * forwards)
-        self._seconds = MEMORY * self._seconds + seconds
-        self.forwards = MEMORY * self.forwards + forwards
+    def time(self, seconds: float, forwards: int, memory: float) -> None:
+        if self.timed_forwards >= FIRST_FORWARDS:
+            usual = self.cost * forwards
+            seconds = min(max(seconds, usual / MOST_SURPRISE), usual * MOST_SURPRISE)
+        self._seconds = memory * self._seconds + seconds
+        self._forwards = memory * self._forwards + forwards
+        self.timed_forwards += forwards
         self.untimed = 0
 
     @property
     def cost(self) -> float:
         """Seconds of a forward; 0 where no time was taken."""
-        return self._seconds / self.forwards if self.forwards else 0.0
+        return self._seconds / self._forwards if self._forwards else 0.0
 
     @property
     def rate(self) -> float:
-        """Tokens a second of one row."""
+        if not self._seconds:
+            return 0.0
         tokens = 1.0 if self._autoregressive else self._tokens / self._row_forwards
         return tokens / self.cost

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,13 +57,25 @@ def test_prompt_prints_its_text_and_nothing_else(
 
 
 @pytest.mark.slow
-def test_a_warm_up_compiles_what_the_other_options_need(model: str) -> None:
-    options = {"model": model, "window_size": 4, "max_model_len": 64, "batch_size": 2,
-               "max_tokens": 24, "mode": "verified", "logprobs": 1, "warmup": True}  # fmt: skip
-    llm = generate.load(options)
-    programs = llm.engine.num_programs
-    (completion,) = llm.generate("the cat", generate.sampling_params(options))
-    assert completion.logprobs is not None
+def test_a_jobs_warm_up_compiles_what_its_other_options_need(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "the cat"}\n', encoding="utf-8")
+    loaded: list[tuple[LLM, int]] = []
+    load = generate.load
+
+    def counting(options: dict[str, Any]) -> LLM:
+        llm = load(options)
+        loaded.append((llm, llm.engine.num_programs))
+        return llm
+
+    monkeypatch.setattr(generate, "load", counting)
+    arguments = f"--input {source} --output {output} --max-model-len 64 --batch-size 2"
+    options = "--mode verified --logprobs 1 --warmup"
+    assert run(model, *arguments.split(), *options.split()) == 0
+    [(llm, programs)] = loaded
+    assert '"logprobs"' in output.read_text(encoding="utf-8")
     assert llm.engine.num_programs == programs
 
 

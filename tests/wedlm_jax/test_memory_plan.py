@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import jax
 import pytest
+from flax import nnx
 
 from wedlm_jax import memory_plan
 from wedlm_jax.batch_sizes import BatchSizes
 from wedlm_jax.engine import Engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.memory_plan import check_memory, device_memory, plan_memory
+from wedlm_jax.model import Transformer
+from wedlm_jax.sharding import make_mesh, tree_shardings
 
 SIZES = BatchSizes(rows=4, cache_size=64, max_output=32, num_stops=4)
 
@@ -20,6 +23,18 @@ def test_the_plan_counts_what_a_batch_allocates(streaming_engine: Engine) -> Non
     assert plan.cache == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     assert plan.weights == streaming_engine.parameter_bytes
     assert plan.working == 0
+
+
+def test_weights_count_where_they_lie(tiny_model: Transformer) -> None:
+    graph, parameters = nnx.split(tiny_model)
+    whole = sum(x.nbytes for x in jax.tree.leaves(parameters))
+    mesh = make_mesh({"fsdp": 2}, jax.devices()[:2])
+    cut = jax.device_put(parameters, tree_shardings(mesh, parameters))
+    with jax.set_mesh(mesh):
+        engine = Engine(nnx.merge(graph, cut), window_size=4)
+        plan = plan_memory(engine, SIZES, ask_compiler=False)
+    # Norms alone are whole on each.
+    assert whole / 2 < plan.weights < whole * 0.55
 
 
 def test_the_compiler_is_asked_for_working_memory(streaming_engine: Engine) -> None:
