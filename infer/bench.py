@@ -24,7 +24,7 @@ from wedlm_jax.errors import InputError
 if TYPE_CHECKING:
     from infer.heldout import Question
     from wedlm_jax.llm import LLM
-    from wedlm_jax.scheduler import Row
+    from wedlm_jax.scheduler import Row, Scheduler
 
 PROMPTS_A_ROW = 6
 """Prompts for each row of a batch: enough that rows are taken over several times."""
@@ -32,6 +32,10 @@ LENGTHS = (4, 160)
 """Completions are cut at a length between these, drawn so that its logarithm is uniform: most
 are short, some are long, as prompts of different users are."""
 SHOTS = 5
+LONG_ONE_IN = 8
+"""Of prompts of several lengths, one in so many stands behind the shots."""
+MORE_ROWS = 4
+"""How many times as many rows short prompts may have as long ones, in the same memory."""
 WINDOWS: tuple[int | str, ...] = (0, 4, 8, 16, 32, "auto")
 
 
@@ -50,7 +54,8 @@ def main(arguments: list[str]) -> int:
         prog="wedlm bench",
         description="Tokens a second of batches of the held-out prompts, completions of mixed\n"
         "lengths: continuous batching against fixed batches, beginnings computed once\n"
-        "against each time, and windows against AR.",
+        "against each time, short and long prompts apart against together, and windows\n"
+        "against AR.",
         epilog="example:\n  wedlm bench --rows 1 8 32 128 --output speeds.json --plot speeds.svg",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -130,6 +135,8 @@ def _compare(
         f"{SHOTS} shots, computed once": (first, partial(_shared, shots, rows, True)),
     }
     yield measure(prefixes, rows, count, options.passes)
+    if rows > 1:
+        yield measure(_by_length(first, regimes, rows, count), rows, count, options.passes)
     by_window: Ways = {}
     for window in windows:
         model = llm(window)
@@ -141,6 +148,24 @@ def _compare(
             of_mode = [(prompt, dataclasses.replace(p, mode=mode)) for prompt, p in work]
             by_window[name] = model, partial(_continuous, of_mode)
     yield measure(by_window, rows, count, options.passes)
+
+
+def _by_length(llm: LLM, regimes: Regimes, rows: int, count: int) -> Ways:
+    """A few long prompts among short ones, in one kind of batch and in batches by length, whose
+    caches are equally large."""
+    from wedlm_jax.batch_sizes import BatchSizes, largest_cache
+
+    work = mixed_lengths(llm, regimes, count)
+    long = few_shot(llm, regimes, count)
+    for place in range(0, count, LONG_ONE_IN):
+        work[place] = (long[place][0], work[place][1])
+    alike = BatchSizes.for_rows(llm.engine, work, count=rows)
+    # No less than a batch of one row has to have.
+    tokens = max(alike.rows * alike.cache_size, largest_cache(llm.engine))
+    return {
+        "rows alike": (llm, partial(_at_once, work, rows, None)),
+        "rows of several lengths": (llm, partial(_at_once, work, MORE_ROWS * rows, tokens)),
+    }
 
 
 def mixed_lengths(llm: LLM, regimes: Regimes, count: int) -> list[Row]:
@@ -186,8 +211,25 @@ def _shared(work: Sequence[Row], rows: int, reuse: bool, llm: LLM) -> tuple[int,
     """Continuously, with beginnings taken over from other rows or not."""
     from wedlm_jax.scheduler import Scheduler
 
+    return _run(Scheduler(llm.engine, work, rows=rows, reuse_prefixes=reuse))
+
+
+def _at_once(
+    work: Sequence[Row], rows: int, max_cache_tokens: int | None, llm: LLM
+) -> tuple[int, int]:
+    """Continuously, nothing taken over, so many rows and tokens of cache at once."""
+    from wedlm_jax.scheduler import Scheduler
+
+    return _run(
+        Scheduler(
+            llm.engine, work, rows=rows, reuse_prefixes=False, max_cache_tokens=max_cache_tokens
+        )
+    )
+
+
+def _run(scheduler: Scheduler) -> tuple[int, int]:
     tokens = forwards = 0
-    for some in Scheduler(llm.engine, work, rows=rows, reuse_prefixes=reuse).run():
+    for some in scheduler.run():
         for _, result in some:
             tokens += len(result.token_ids)
             forwards += result.num_forwards

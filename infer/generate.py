@@ -64,8 +64,8 @@ JOB_OPTIONS = ("logprobs", "shard_size", "fail_fast", "overwrite", "grace", "num
                "ray", "ray_actors")  # fmt: skip
 """What only a job with --input takes."""
 
-LLM_OPTIONS = ("model", "window_size", "dtype", "max_model_len", "batch_size", "attention",
-               "quantization", "kv_cache_dtype")  # fmt: skip
+LLM_OPTIONS = ("model", "window_size", "dtype", "max_model_len", "batch_size", "max_cache_tokens",
+               "attention", "quantization", "kv_cache_dtype")  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -114,7 +114,10 @@ def _add_model(group: Any) -> None:
         help="round keys and values to 8 bits [as --dtype]")  # fmt: skip
     add("--max-model-len", type=int, metavar="N",
         help="prompt and completion tokens at most [the model's context]")  # fmt: skip
-    add("--batch-size", type=int, metavar="N", help="prompts that decode together [16]")
+    add("--batch-size", type=int, metavar="N", help="prompts that decode together, at most [16]")
+    add("--max-cache-tokens", type=int, metavar="N",
+        help="cache of all prompts that decode together, at most: short prompts then decode with "
+        "short ones, long ones fewer at a time [as --batch-size of the longest need]")  # fmt: skip
     add("--warmup", action="store_true", default=False,
         help="first compile all that prompts of --max-model-len can need")  # fmt: skip
     add("--attention", choices=("dense", "ragged"),
@@ -302,8 +305,8 @@ def _warm_up(llm: LLM, options: dict[str, Any]) -> None:
 
 def _as_option(message: str) -> str:
     name, colon, rest = message.partition(":")
-    known = ("window_size", "batch_size", "max_model_len", "temperature", "top_p", "top_k",
-             "max_tokens", "min_tokens", "stop", "bad_words", "entropy_threshold",
+    known = ("window_size", "batch_size", "max_cache_tokens", "max_model_len", "temperature",
+             "top_p", "top_k", "max_tokens", "min_tokens", "stop", "bad_words", "entropy_threshold",
              "position_penalty", "draft_budget", "repetition_penalty", "presence_penalty",
              "frequency_penalty", "seed", "n", "logprobs")  # fmt: skip
     return f"--{name.replace('_', '-')}{colon}{rest}" if name in known else message

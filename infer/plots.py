@@ -93,7 +93,7 @@ def draw_speeds(speeds: Iterable[Speed], path: Path) -> None:
     every = list(speeds)
     groups: dict[str, list[Speed]] = {"batching": [], "windows": []}
     for speed in every:
-        first = speed.way.startswith(("fixed", "continuous")) or "shots" in speed.way
+        first = speed.way.startswith(("fixed", "continuous", "rows")) or "shots" in speed.way
         groups["batching" if first else "windows"].append(speed)
     shown = {name: some for name, some in groups.items() if some}
     figure = _figure(6.5 * len(shown), 4.5)
@@ -102,7 +102,8 @@ def draw_speeds(speeds: Iterable[Speed], path: Path) -> None:
                           strict=True):  # fmt: skip
         for way in dict.fromkeys(speed.way for speed in some):
             points = [(s.rows, s.tokens_per_second) for s in some if s.way == way]
-            style = "--" if "fixed" in way or "each" in way or "verified" in way else "-"
+            dashed = any(word in way for word in ("fixed", "each", "alike", "verified"))
+            style = "--" if dashed else "-"
             axes.plot(*zip(*points, strict=True), style, marker="o", label=way)
         axes.set(xscale="log", xlabel="rows", ylabel="tokens a second", ylim=(0, None))
         axes.set_xticks(ticks, [str(tick) for tick in ticks])

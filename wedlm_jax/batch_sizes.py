@@ -72,16 +72,17 @@ class BatchSizes:
         rows: Sequence[tuple[Tokens, SamplingParams]],
         *,
         count: int | None = None,
+        cache_size: int | None = None,
     ) -> BatchSizes:
         """Sizes in which any of ``rows`` fits, ``count`` of them at once: by default all, and
-        up to a power of two. On a mesh the rows are a multiple of its shards."""
+        up to a power of two; with ``cache_size`` rows of cache each, by default just enough. On a
+        mesh the rows are a multiple of its shards."""
         cuts = shards("batch")
         count = bucket(len(rows), 1) if count is None else count
-        longest = max(_room(len(prompt), params) for prompt, params in rows)
+        longest = max(cache_needed(engine, prompt, params) for prompt, params in rows)
         return BatchSizes(
             rows=-(-count // cuts) * cuts,
-            # Room for a whole window behind the last token; see `wedlm_jax.cache.write`.
-            cache_size=cache_bucket(longest + num_slots(engine.windows[-1])),
+            cache_size=cache_bucket(longest) if cache_size is None else cache_size,
             max_output=bucket(max(p.max_tokens for _, p in rows), SMALLEST_OUTPUT_BUCKET),
             num_stops=bucket(max(len(stop_ids(engine, p)) for _, p in rows), 4),
             options=OptionSizes.of([p for _, p in rows]),
@@ -89,9 +90,8 @@ class BatchSizes:
 
     def holds(self, engine: Engine, prompt: Tokens, params: SamplingParams) -> bool:
         """Whether a row of this batch is large enough."""
-        room = self.cache_size - num_slots(engine.windows[-1])
         return (
-            _room(len(prompt), params) <= room
+            cache_needed(engine, prompt, params) <= self.cache_size
             and params.max_tokens <= self.max_output
             and len(stop_ids(engine, params)) <= self.num_stops
             and self.options.holds(params)
@@ -110,10 +110,21 @@ def state_sizes(engine: Engine, sizes: BatchSizes) -> dict[str, Any]:
     }
 
 
-def _room(length: int, params: SamplingParams) -> int:
-    """Cache rows of a prompt and its completion; the prompt's last piece is padded."""
+def cache_needed(engine: Engine, prompt: Tokens, params: SamplingParams) -> int:
+    """Cache rows of a prompt, whose last piece is padded, and its completion, with room for a
+    whole window behind the last token; see `wedlm_jax.cache.write`."""
+    return _room(len(prompt), params.max_tokens) + num_slots(engine.windows[-1])
+
+
+def largest_cache(engine: Engine) -> int:
+    """The cache rows of the longest prompt and completion that the model takes."""
+    room = _room(engine.max_model_len - 1, 1)
+    return cache_bucket(room + num_slots(engine.windows[-1]))
+
+
+def _room(length: int, max_tokens: int) -> int:
     last = (length - 1) // LONGEST_PIECE * LONGEST_PIECE
-    return max(last + piece_bucket(length - last, last), length + params.max_tokens)
+    return max(last + piece_bucket(length - last, last), length + max_tokens)
 
 
 def stop_ids(engine: Engine, params: SamplingParams) -> tuple[int, ...]:

@@ -9,11 +9,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from wedlm_jax.batch_sizes import BatchSizes
+from wedlm_jax.batch_sizes import BatchSizes, largest_cache
 from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.engine import Engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.hf import load_checkpoint
+from wedlm_jax.length_classes import length_classes
 from wedlm_jax.logprobs import TokenLogprob
 from wedlm_jax.prompts import Prompt, as_list, as_token_ids, for_each, is_integer, numbered
 from wedlm_jax.quantization import check_quantization, quantize_weights
@@ -40,7 +41,10 @@ class LLM:
         tokens may depend on the machine.
       dtype: "float32" or "bfloat16"; by default float32 on a CPU, bfloat16 elsewhere.
       max_model_len: prompt and completion tokens at most; the model's context by default.
-      max_batch_size: prompts that decode together.
+      max_batch_size: prompts that decode together, at most.
+      max_cache_tokens: rows of KV cache of all prompts that decode together, at most. Then short
+        prompts decode with short ones, as many as ``max_batch_size``, and long ones with long ones,
+        fewer at a time; by default each has as much cache as the longest.
       refill: "streaming", or "blockwise" for the paper's baseline.
       quantization: "int8" rounds the weights of matrices to 8 bits; None leaves them.
       kv_cache_dtype: "int8" rounds keys and values to 8 bits; None leaves them in ``dtype``.
@@ -56,6 +60,7 @@ class LLM:
         dtype: str | None = None,
         max_model_len: int | None = None,
         max_batch_size: int = 16,
+        max_cache_tokens: int | None = None,
         refill: str = "streaming",
         quantization: str | None = None,
         kv_cache_dtype: str | None = None,
@@ -70,9 +75,10 @@ class LLM:
         check_quantization(quantization)
         self.folder = resolve_model(model)
         self.codec = TextCodec.load(self.folder)
-        self.dtype, self.max_batch_size = dtype, max_batch_size
+        self.dtype = dtype
+        self.max_batch_size, self.max_cache_tokens = max_batch_size, max_cache_tokens
         self.quantization = quantization
-        self._sizes: BatchSizes | None = None
+        self._sizes: tuple[BatchSizes, ...] = ()
         weights = load_checkpoint(self.folder, dtype=jnp.dtype(dtype))
         self.engine = Engine(
             quantize_weights(weights) if quantization else weights,
@@ -82,6 +88,13 @@ class LLM:
             attention=attention,
             kv_cache_dtype=kv_cache_dtype,
         )
+        if max_cache_tokens is not None:
+            least = largest_cache(self.engine)
+            if not is_integer(max_cache_tokens) or max_cache_tokens < least:
+                raise InputError(
+                    f"max_cache_tokens: expected at least {least}, the cache of one prompt of "
+                    f"max_model_len {self.engine.max_model_len}, not {max_cache_tokens!r}"
+                )
 
     def warm_up(
         self,
@@ -106,7 +119,16 @@ class LLM:
                 f"{self.engine.max_model_len}"
             )
         row = ([0] * length, self._with_bad_words_as_ids(params))
-        self._sizes = BatchSizes.for_rows(self.engine, [row], count=self.max_batch_size)
+        classes = length_classes(
+            self.max_batch_size, largest_cache(self.engine), self.max_cache_tokens
+        )
+        self._sizes = tuple(
+            BatchSizes.for_rows(
+                self.engine, [row], count=each.rows,
+                cache_size=each.cache_size if len(classes) > 1 else None,
+            )
+            for each in classes
+        )  # fmt: skip
         warm_up(self.engine, self._sizes, on_step)
 
     def generate(
@@ -156,7 +178,8 @@ class LLM:
         samples: Samples[Sequence[int], Completion] = Samples(rows)
         scheduler = Scheduler(
             self.engine, samples.rows(), rows=self.max_batch_size, is_over=self._is_over,
-            on_turn=tally.running, stopping=stopping, sizes=self._sizes,
+            on_turn=tally.running, stopping=stopping, max_cache_tokens=self.max_cache_tokens,
+            sizes=self._sizes,
         )  # fmt: skip
         for finished in scheduler.run():
             done: list[tuple[int, Completion]] = []

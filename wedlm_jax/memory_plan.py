@@ -93,11 +93,16 @@ def check_memory(engine: Engine, sizes: BatchSizes) -> None:
         return
     each = (plan.cache + plan.working) / sizes.rows
     fitting = max(int((usable - plan.weights) / each), 0)
-    advice = f"{fitting:,} rows fit" if fitting else "not even one row fits; shorten max_tokens"
+    advice = (
+        f"{fitting:,} rows fit (max_batch_size), or more of shorter prompts with max_cache_tokens "
+        f"{fitting * sizes.cache_size:,}"
+        if fitting
+        else "not even one row fits; shorten max_tokens"
+    )
     raise InputError(
         f"{sizes.rows:,} rows of {sizes.cache_size:,} tokens need {plan.total / GIB:.2f} GiB on a "
         f"device (weights {plan.weights / GIB:.2f}, cache {plan.cache / GIB:.2f}, working memory "
-        f"{plan.working / GIB:.2f}), which has {limit / GIB:.2f}: {advice} (max_batch_size)"
+        f"{plan.working / GIB:.2f}), which has {limit / GIB:.2f}: {advice}"
     )
 
 

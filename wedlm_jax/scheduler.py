@@ -8,7 +8,6 @@ waiting prompts, whose beginnings are copied from rows that hold them already.
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,12 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from wedlm_jax.batch import UNTIL_DONE, Batch, Piece, Standing
-from wedlm_jax.batch_sizes import LONGEST_PIECE, BatchSizes
+from wedlm_jax.batch_sizes import LONGEST_PIECE, BatchSizes, cache_needed, largest_cache
 from wedlm_jax.buckets import bucket
 from wedlm_jax.engine import Engine
+from wedlm_jax.length_classes import class_of, length_classes
 from wedlm_jax.prefix import PrefixIndex
 from wedlm_jax.row_result import RowResult
 from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.waiting import Request, Waiting
 
 FORWARDS_PER_SLICE = 64
 """Forwards between two looks at a batch: long enough to hide the look."""
@@ -37,26 +38,6 @@ Row = tuple[Sequence[int], SamplingParams]
 
 Finished = list[tuple[int, RowResult]]
 """Numbers of requests, in the order they came, and what became of them."""
-
-
-@dataclasses.dataclass
-class Request:
-    """A prompt on its way through the batch.
-
-    Attributes:
-      number: its place among the requests, from 0.
-      prompt: int32 ``[T]``.
-      prefilled: tokens of it that stand in its row's cache.
-    """
-
-    number: int
-    prompt: np.ndarray
-    params: SamplingParams
-    prefilled: int = 0
-
-    @property
-    def work(self) -> tuple[int, int]:
-        return (self.params.max_tokens, len(self.prompt))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +62,10 @@ class Scheduler:
       window_of: the window of a request, from its number; the engine's by default.
       stopping: asked before a request gets a row: once it says so, those in rows are finished and
         no others begun.
-      sizes: of the batch, where the requests that are known fit; by default just large enough.
+      max_cache_tokens: rows of cache of a batch, over all its prompts: then short and long ones
+        decode in batches of their own (`wedlm_jax.length_classes`); None for one kind of batch.
+      sizes: of batches, one for each length class, used where the requests that are known fit; by
+        default just large enough.
     """
 
     def __init__(
@@ -95,53 +79,69 @@ class Scheduler:
         reuse_prefixes: bool = True,
         window_of: Callable[[int], int] | None = None,
         stopping: Callable[[], bool] | None = None,
-        sizes: BatchSizes | None = None,
+        max_cache_tokens: int | None = None,
+        sizes: Sequence[BatchSizes] = (),
     ):
-        self._engine, self._rows = engine, rows
+        self._engine = engine
+        self._classes = length_classes(rows, largest_cache(engine), max_cache_tokens)
         self._source = enumerate(iter(requests))
         self._is_over, self._on_turn, self._reuse = is_over, on_turn, reuse_prefixes
         self._window_of = window_of
         self._sizes = sizes
         self._stopping = stopping or (lambda: False)
-        self._waiting: list[tuple[tuple[int, int], int, Request]] = []
+        self._waiting = Waiting(self._classes)
         self.prefilled_tokens = self.reused_tokens = 0
 
     def run(self) -> Iterator[Finished]:
         """Yields requests as they finish, some at a time, in no order to rely on."""
         while not self._stopping() and self._read_ahead():
-            yield from _BatchRun(self, self._open()).run()
+            length = self._waiting.longest_queue()
+            yield from _BatchRun(self, self._open(length), length).run()
 
     def _read_ahead(self) -> bool:
-        """Fills the queue of waiting requests, longest work first; whether there are any."""
+        """Fills the queues of waiting requests; whether there are any."""
         for number, (prompt, params) in itertools.islice(
             self._source, max(LOOKAHEAD - len(self._waiting), 0)
         ):
-            self.put_back(Request(number, np.asarray(prompt, np.int32), params))
+            needed = cache_needed(self._engine, prompt, params)
+            length = class_of(needed, self._classes)
+            self.put_back(Request(number, np.asarray(prompt, np.int32), params, length))
         return bool(self._waiting)
 
     def put_back(self, request: Request) -> None:
-        longest, prompt = request.work
-        heapq.heappush(self._waiting, ((-longest, -prompt), request.number, request))
+        self._waiting.put(request)
 
-    def take(self) -> Request | None:
+    def take(self, length: int, *, or_shorter: bool) -> Request | None:
+        """The next request for a batch of a class; see `Waiting.take`."""
         if self._stopping() or not self._read_ahead():
             return None
-        return heapq.heappop(self._waiting)[-1]
+        return self._waiting.take(length, or_shorter=or_shorter)
 
-    def _open(self) -> Batch:
-        known = [(r.prompt, r.params) for _, _, r in self._waiting]
-        sizes = self._sizes
-        if sizes is None or not all(sizes.holds(self._engine, *row) for row in known):
-            count = min(self._rows, bucket(len(known), 1))
-            sizes = BatchSizes.for_rows(self._engine, known, count=count)
+    def has_waiting(self, length: int, *, or_shorter: bool) -> bool:
+        return self._waiting.has(length, or_shorter=or_shorter)
+
+    def _open(self, length: int) -> Batch:
+        known = [(r.prompt, r.params) for r in self._waiting.up_to(length)]
+        if self._sizes and all(self._sizes[length].holds(self._engine, *row) for row in known):
+            return self._engine.open(self._sizes[length])
+        kind, count = self._classes[length], bucket(len(known), 1)
+        sizes = BatchSizes.for_rows(
+            self._engine, known, count=min(kind.rows, count),
+            # That of the class, whoever is known so far: few sizes, and all of them foreseen.
+            cache_size=kind.cache_size if len(self._classes) > 1 else None,
+        )  # fmt: skip
         return self._engine.open(sizes)
 
 
 class _BatchRun:
-    """Requests through one batch, until none is left that it can hold."""
+    """Requests through one batch, until none is left that it is for.
 
-    def __init__(self, scheduler: Scheduler, batch: Batch):
-        self._scheduler, self._batch = scheduler, batch
+    Shorter requests take rows that those of its own class leave free, while one of these is still
+    under way.
+    """
+
+    def __init__(self, scheduler: Scheduler, batch: Batch, length: int):
+        self._scheduler, self._batch, self._length = scheduler, batch, length
         self._engine = scheduler._engine
         rows = batch.sizes.rows
         self._free = list(range(rows))[::-1]
@@ -208,7 +208,8 @@ class _BatchRun:
         later: list[Request] = []
         copies: list[tuple[int, int, int]] = []
         while len(self._free) > len(later) and len(self._too_large) < LOOKAHEAD:
-            if (request := self._scheduler.take()) is None:
+            request = self._scheduler.take(self._length, or_shorter=self._has_own())
+            if request is None:
                 break
             if not self._batch.sizes.holds(self._engine, request.prompt, request.params):
                 self._too_large.append(request)
@@ -221,6 +222,10 @@ class _BatchRun:
         if copies:
             self._batch.copy_prefix(*zip(*copies, strict=True))
         return bool(later and self._free)
+
+    def _has_own(self) -> bool:
+        """Whether a request of this batch's own class is under way."""
+        return any(request.length == self._length for request in self._requests.values())
 
     def _is_being_prefilled(self, request: Request) -> bool:
         """Whether another row will soon hold more of this prompt than any does now."""
@@ -287,7 +292,8 @@ class _BatchRun:
         """Sends a slice of forwards off."""
         batch, prefilling = self._batch, len(self._requests) > len(self._running)
         idle = batch.sizes.rows - len(self._running)
-        more = prefilling or bool(self._scheduler._waiting)
+        or_shorter = self._has_own()
+        more = prefilling or self._scheduler.has_waiting(self._length, or_shorter=or_shorter)
         # A few rows may wait for each other, so that their successors are prefilled together.
         until = idle + max(1, len(self._running) // 8) if more else UNTIL_DONE
         forwards = FORWARDS_BESIDE_PREFILL if prefilling else FORWARDS_PER_SLICE

@@ -21,21 +21,30 @@ from wedlm_jax.sampling import SamplingParams
 
 
 def warm_up(
-    engine: Engine, sizes: BatchSizes, on_step: Callable[[int, int], None] | None = None
-) -> Batch:
-    """Compiles all that batches of these sizes can need, by running it on one; returns that.
+    engine: Engine,
+    sizes: Sequence[BatchSizes],
+    on_step: Callable[[int, int], None] | None = None,
+) -> None:
+    """Compiles all that batches of these sizes can need, by running it on one of each.
 
     Args:
-      on_step: told after each step how many are done, of how many.
+      on_step: told after each step how many are done, of how many that are known.
     """
-    batch = engine.open(sizes)
-    steps = [*_prefills(batch), *_loops(batch), *_rest(batch)]
-    for done, step in enumerate(steps, 1):
-        step()
-        if on_step is not None:
-            on_step(done, len(steps))
-    jax.block_until_ready(batch.look().done)
-    return batch
+    done = total = 0
+
+    def warm(batch: Batch) -> None:
+        nonlocal done, total
+        steps = [*_prefills(batch), *_loops(batch), *_rest(batch)]
+        total += len(steps)
+        for step in steps:
+            step()
+            done += 1
+            if on_step is not None:
+                on_step(done, total)
+        jax.block_until_ready(batch.look().done)
+
+    for each in sizes:
+        warm(engine.open(each))
 
 
 Step = Callable[[], object]

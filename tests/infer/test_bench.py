@@ -49,10 +49,11 @@ def test_the_command_compares_and_draws(
     arguments += f"--window-size 0 2 --fixed-window 2 --output {output} --plot {plot}"
     assert infer.bench.main(arguments.split()) == 0
     speeds = {row["way"]: Speed(**row) for row in json.loads(output.read_text(encoding="utf-8"))}
-    fixed, continuous, each, once, ar, paper, verified = speeds.values()
+    fixed, continuous, each, once, alike, several, ar, paper, verified = speeds.values()
     assert all(len(s.seconds) == 2 and min(s.seconds) > 0 for s in speeds.values())
     assert (fixed.tokens, fixed.forwards) == (continuous.tokens, continuous.forwards)
     assert (each.tokens, each.forwards) == (once.tokens, once.forwards)
+    assert (alike.tokens, alike.forwards) == (several.tokens, several.forwards)
     assert ar.tokens == paper.tokens == verified.tokens == fixed.tokens
     assert ar.forwards == ar.tokens - 5 >= verified.forwards
     printed, drawn = capsys.readouterr().out, plot.read_text(encoding="utf-8")

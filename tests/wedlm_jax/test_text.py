@@ -341,10 +341,11 @@ class ScriptedBatch:
 
 def scripted_llm(codec: TextCodec, ids: list[int], step: int, finish_reason: str) -> LLM:
     llm = LLM.__new__(LLM)
-    llm.codec, llm.folder, llm.max_batch_size = codec, Path("scripted"), 1
-    llm._sizes = None
+    llm.codec, llm.folder = codec, Path("scripted")
+    llm.max_batch_size, llm.max_cache_tokens, llm._sizes = 1, None, ()
     llm.engine = SimpleNamespace(  # type: ignore[assignment]
         windows=(0,),
+        max_model_len=1024,
         num_programs=0,
         config=SimpleNamespace(eos_token_ids=()),
         check=lambda prompt, sampling: None,

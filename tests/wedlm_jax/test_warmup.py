@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from tests.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax import batch as batch_module
 from wedlm_jax import batch_sizes as sizes_module
 from wedlm_jax import prefix as prefix_module
@@ -16,6 +18,7 @@ from wedlm_jax import warmup as warmup_module
 from wedlm_jax.batch_sizes import BatchSizes
 from wedlm_jax.compiled_cache import keep_compiled
 from wedlm_jax.engine import Engine
+from wedlm_jax.llm import LLM
 from wedlm_jax.model import Transformer
 from wedlm_jax.sampling import SamplingParams
 from wedlm_jax.scheduler import Scheduler
@@ -43,7 +46,7 @@ def test_requests_of_every_kind_compile_nothing_more(tiny_model: Transformer) ->
         requests.append((prompt, SamplingParams(max_tokens=int(rng.integers(1, 18)), seed=i)))
     sizes = BatchSizes.for_rows(engine, requests, count=4)
     steps: list[tuple[int, int]] = []
-    warm_up(engine, sizes, lambda done, total: steps.append((done, total)))
+    warm_up(engine, [sizes], lambda done, total: steps.append((done, total)))
     assert [done for done, _ in steps] == list(range(1, steps[-1][1] + 1))
     programs = engine.num_programs
     scheduler = Scheduler(engine, requests, rows=4)
@@ -52,10 +55,16 @@ def test_requests_of_every_kind_compile_nothing_more(tiny_model: Transformer) ->
     assert engine.num_programs == programs
 
 
-def test_a_warm_batch_has_only_free_rows(tiny_model: Transformer) -> None:
-    engine = Engine(tiny_model, window_size=0)
-    batch = warm_up(engine, BatchSizes(rows=2, cache_size=32, max_output=32, num_stops=4))
-    assert batch.look().done.all()
+def test_batches_of_every_length_class_compile_nothing_more(tmp_path: Path) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "tiny")
+    llm = LLM(folder, window_size=4, max_model_len=180, max_batch_size=4, max_cache_tokens=512)
+    longest = SamplingParams(max_tokens=16)
+    llm.warm_up(longest)
+    assert [(each.rows, each.cache_size) for each in llm._sizes] == [(4, 128), (2, 192)]
+    programs = llm.engine.num_programs
+    prompts = [[token] * length for token, length in enumerate([5, 100, 9, 60, 3, 17] * 3, 3)]
+    llm.generate(prompts, dataclasses.replace(longest, max_tokens=12))
+    assert llm.engine.num_programs == programs
 
 
 def test_compiled_programs_are_kept_where_the_user_s_caches_are(

@@ -65,6 +65,15 @@ def test_interrupted_job_goes_on(
     assert f"\nout.jsonl: 16 rows ({rows} of them from before), " in said
 
 
+def test_long_rows_may_decode_fewer_at_a_time(work: Path, model: Path) -> None:
+    rows = words(8)
+    rows[2] = {"prompt": "12 + 30 = " * 20}
+    write(rows)
+    assert run(model) == 0
+    assert run(model, "--max-cache-tokens", "1024", output="apart.jsonl") == 0
+    assert Path("apart.jsonl").read_bytes() == Path("out.jsonl").read_bytes()
+
+
 @pytest.mark.parametrize("output", ["out.jsonl", "out"])
 def test_a_finished_job_is_not_done_again(
     work: Path, model: Path, quick: None, decoded: list[Any], output: str,

@@ -1,0 +1,137 @@
+"""Prompts of several lengths: who decodes with whom changes no token, and takes no more memory
+than it may."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.decode_examples import Row, rows, run
+from wedlm_jax import length_classes as classes_module
+from wedlm_jax import scheduler as scheduler_module
+from wedlm_jax.batch import Batch
+from wedlm_jax.batch_sizes import BatchSizes
+from wedlm_jax.engine import Engine
+from wedlm_jax.length_classes import LengthClass, class_of, length_classes
+from wedlm_jax.row_result import RowResult
+from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.scheduler import Scheduler
+
+SHORT = SamplingParams(max_tokens=4, entropy_threshold=1.6)
+LONG = dataclasses.replace(SHORT, max_tokens=20)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_classes() -> Iterator[None]:
+    """The tiny model's 48 tokens are then several classes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(classes_module, "SMALLEST_CLASS", 32)
+        patch.setattr("wedlm_jax.batch_sizes.SMALLEST_PROMPT_BUCKET", 8)
+        yield
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Rows and cache size of every batch, as it is opened."""
+    sizes: list[tuple[int, int]] = []
+    plain = Engine.open
+
+    def noted(engine: Engine, wanted: BatchSizes) -> Batch:
+        sizes.append((wanted.rows, wanted.cache_size))
+        return plain(engine, wanted)
+
+    monkeypatch.setattr(Engine, "open", noted)
+    return sizes
+
+
+def scheduled(engine: Engine, requests: list[Row], slots: int, tokens: int) -> list[RowResult]:
+    scheduler = Scheduler(
+        engine, iter([(row.prompt, row.params) for row in requests]), rows=slots,
+        window_of=lambda number: requests[number].window, max_cache_tokens=tokens,
+    )  # fmt: skip
+    results = dict(item for some in scheduler.run() for item in some)
+    assert len(results) == len(requests), "each of them once"
+    return [results[number] for number in range(len(requests))]
+
+
+def short(count: int) -> list[Row]:
+    return [Row((3 + i % 20, 9), SHORT, 4) for i in range(count)]
+
+
+def long(count: int) -> list[Row]:
+    return [Row((3 + i % 20, *range(2, 22)), LONG, 4) for i in range(count)]
+
+
+@given(requests=st.lists(rows(), min_size=1, max_size=12), slots=st.sampled_from([1, 2, 4]))
+def test_a_request_gets_what_it_gets_alone(
+    streaming_engine: Engine, requests: list[Row], slots: int
+) -> None:
+    alone = [run(streaming_engine, [row])[0] for row in requests]
+    assert scheduled(streaming_engine, requests, slots, 128) == alone
+
+
+def test_short_and_long_prompts_decode_apart(
+    streaming_engine: Engine, opened: list[tuple[int, int]]
+) -> None:
+    requests = [row for pair in zip(short(20), long(20), strict=True) for row in pair]
+    alone = [run(streaming_engine, [row])[0] for row in requests]
+    opened.clear()
+    assert scheduled(streaming_engine, requests, 4, 128) == alone
+    assert opened == [(2, 64), (4, 32)], "the longer queue first"
+
+
+def test_a_rare_long_prompt_waits_for_others_of_its_kind(
+    streaming_engine: Engine, opened: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_module, "LOOKAHEAD", 8)
+    requests = short(60)
+    for place, row in zip((2, 20, 40), long(3), strict=True):
+        requests.insert(place, row)
+    scheduled(streaming_engine, requests, 4, 128)
+    assert opened == [(4, 32), (2, 64)]
+
+
+def test_short_prompts_take_the_rows_that_long_ones_leave(
+    streaming_engine: Engine, opened: list[tuple[int, int]]
+) -> None:
+    requests = [*long(1), *short(1)]
+    alone = [run(streaming_engine, [row])[0] for row in requests]
+    opened.clear()
+    assert scheduled(streaming_engine, requests, 4, 128) == alone
+    assert opened == [(2, 64)]
+
+
+def test_without_a_limit_there_is_one_kind_of_batch(
+    streaming_engine: Engine, opened: list[tuple[int, int]]
+) -> None:
+    requests = [(row.prompt, row.params) for row in (*short(3), *long(3))]
+    for _ in Scheduler(streaming_engine, requests, rows=4).run():
+        pass
+    assert opened == [(4, 64)]
+
+
+def test_rows_halve_where_lengths_double() -> None:
+    assert length_classes(32, 3072, 32768) == (
+        LengthClass(1024, 32), LengthClass(2048, 16), LengthClass(3072, 10),
+    )  # fmt: skip
+    assert length_classes(32, 3072) == (LengthClass(3072, 32),)
+    assert length_classes(4, 64, 10**6) == (LengthClass(64, 4),)
+
+
+@given(rows=st.integers(1, 300), largest=st.integers(32, 10**5), spare=st.integers(0, 10**6))
+def test_classes_grow_and_keep_within_the_limit(rows: int, largest: int, spare: int) -> None:
+    classes = length_classes(rows, largest, largest + spare)
+    sizes = [each.cache_size for each in classes]
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == largest
+    for each in classes:
+        assert 1 <= each.rows <= rows
+        assert each.rows * each.cache_size <= largest + spare
+    for size in (1, largest // 2, largest):
+        chosen = class_of(size, classes)
+        assert size <= sizes[chosen]
+        assert chosen == 0 or size > sizes[chosen - 1]
