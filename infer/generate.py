@@ -120,9 +120,9 @@ def _add_model(group: Any) -> None:
         "short ones, long ones fewer at a time [as --batch-size of the longest need]")  # fmt: skip
     add("--warmup", action="store_true", default=False,
         help="first compile all that prompts of --max-model-len can need")  # fmt: skip
-    add("--attention", choices=("dense", "ragged"),
-        help="of the decode windows; ragged is a TPU kernel, which reads the live part of each "
-        "row's cache [ragged on a TPU, else dense]")  # fmt: skip
+    add("--attention", choices=("dense", "ragged", "ragged_triton"),
+        help="of the decode windows; ragged (TPUs) and ragged_triton (NVIDIA GPUs) are kernels "
+        "that read the live part of each row's cache [ragged on a TPU, else dense]")  # fmt: skip
 
 
 def _add_decoding(group: Any) -> None:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from wedlm_jax import programs
+from wedlm_jax.attention import reads_live_part
 from wedlm_jax.batch_sizes import (
     LONGEST_PIECE,
     BatchSizes,
@@ -241,8 +242,7 @@ class Batch:
         ``until_done`` rows are done, or until a row needs a longer part of the cache than
         ``live``, which by default leaves room for some tokens."""
         engine = self._engine
-        if engine.attention == "ragged":
-            # The kernel reads what there is and no more: one program serves all lengths.
+        if reads_live_part(engine.attention):
             live = self.sizes.cache_size
         elif live is None:
             # Room for some tokens more, but none for more than a row may have.

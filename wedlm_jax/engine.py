@@ -76,12 +76,12 @@ class Engine:
             platform = jax.default_backend()
             fitting = window_implementation(platform, model.config.head_dim)
             attention = "dense" if kv_cache_dtype else fitting
-        if kv_cache_dtype and attention == "ragged":
-            raise InputError("attention: 'ragged' reads no int8 cache; 'dense' does")
         if attention not in WINDOW_IMPLEMENTATIONS:
             raise InputError(
                 f"attention: expected one of {', '.join(WINDOW_IMPLEMENTATIONS)}, not {attention!r}"
             )
+        if kv_cache_dtype and attention != "dense":
+            raise InputError(f"attention: {attention!r} reads no int8 cache; 'dense' does")
         self.attention, self.kv_cache_dtype = attention, kv_cache_dtype
         self.windows = tuple(sorted({window_size, *(windows or ())}))
         if self.windows[-1] > 0:

@@ -49,7 +49,7 @@ class LLM:
       quantization: "int8" rounds the weights of matrices to 8 bits; None leaves them.
       kv_cache_dtype: "int8" rounds keys and values to 8 bits; None leaves them in ``dtype``.
       attention: of the decode windows: "ragged", a TPU kernel, the default there; "dense"
-        elsewhere.
+        elsewhere; "ragged_triton", a kernel for NVIDIA GPUs.
     """
 
     def __init__(

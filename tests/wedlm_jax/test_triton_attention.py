@@ -6,15 +6,14 @@ That they compute the right thing is in `test_attention`, like that of every for
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType
 
+from tests.absent_gpu import on_a_gpu_that_is_not_here
 from tests.jaxpr_shapes import shapes_in
 from wedlm_jax.attention import attend
 from wedlm_jax.attention.padding import stream_segments
@@ -24,7 +23,7 @@ from wedlm_jax.attention.triton import KernelTiles, attend_triton, default_tiles
 from wedlm_jax.attention.triton_kernels import Tiles
 from wedlm_jax.errors import InputError
 from wedlm_jax.masks import CausalMask, DualStreamMask
-from wedlm_jax.sharding import MESH_AXES, make_mesh
+from wedlm_jax.sharding import make_mesh
 
 Arrays = tuple[jax.Array, ...]
 
@@ -108,16 +107,6 @@ def test_the_pairs_visited_are_hardly_more_than_the_visible(sizes: list[int], mo
             begin, end = jnp.moveaxis(runs(side, 2), -1, 0)
             pairs = int((end - begin).sum()) * tiles.queries * tiles.keys
             assert needed <= pairs <= most * needed
-
-
-def on_a_gpu_that_is_not_here() -> AbstractContextManager:
-    """Newer versions of JAX want to be told what GPU a kernel is lowered for."""
-    if not hasattr(jax.sharding, "AbstractDevice"):
-        return nullcontext()
-    device = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
-    types = (AxisType.Auto,) * len(MESH_AXES)
-    mesh = AbstractMesh((1,) * len(MESH_AXES), MESH_AXES, types, abstract_device=device)
-    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def squares(mask: Callable, implementation: str) -> Callable[..., jax.Array]:

@@ -5,6 +5,7 @@ from wedlm_jax.attention.dispatch import (
     WINDOW_IMPLEMENTATIONS,
     attend,
     check_runs_on,
+    reads_live_part,
     window_implementation,
 )
 
@@ -13,5 +14,6 @@ __all__ = [
     "WINDOW_IMPLEMENTATIONS",
     "attend",
     "check_runs_on",
+    "reads_live_part",
     "window_implementation",
 ]

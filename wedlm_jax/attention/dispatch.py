@@ -47,8 +47,15 @@ def check_runs_on(implementation: str, platform: str) -> None:
 WINDOW_IMPLEMENTATIONS = {
     "dense": "all rows of the cache up to the longest; for any device",
     "ragged": "the live part of each row's cache, in a TPU kernel",
+    "ragged_triton": "the live part of each row's cache, in a kernel for NVIDIA GPUs",
 }
 """Those of a decode window over a cache."""
+
+
+def reads_live_part(implementation: str) -> bool:
+    """Whether a form reads of each row what there is and no more, so that one program serves all
+    lengths."""
+    return implementation != "dense"
 
 
 def window_implementation(platform: str, head_dim: int) -> str:
@@ -77,7 +84,7 @@ def attend(
       mask: the specification; `CachedMask` goes with ``cache``, the others without.
       cache: keys and values that stand before the queries' own.
       implementation: a name in `IMPLEMENTATIONS`; with a cache also one in
-        `WINDOW_IMPLEMENTATIONS`, of which all names but "ragged" mean "dense": a window is short.
+        `WINDOW_IMPLEMENTATIONS`; there all other names mean "dense": a window is short.
 
     Returns:
       ``[B, T, H, head_dim]`` in the dtype of ``q``.
@@ -123,6 +130,11 @@ def _attend_cached(
         from wedlm_jax.attention.ragged import attend_ragged
 
         return attend_ragged(q, k, v, cache, mask.lengths)
+    if implementation == "ragged_triton":
+        # Likewise.
+        from wedlm_jax.attention.ragged_triton import attend_ragged_triton
+
+        return attend_ragged_triton(q, k, v, cache, mask.lengths)
     before = cache.rows(k.dtype)
     size = before[0].shape[2]
     visible = mask.dense(size, k.shape[2])

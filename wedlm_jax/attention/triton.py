@@ -110,7 +110,8 @@ def attend_triton(
     padding = -length % max(max(kernel.queries, kernel.keys) for kernel in _each(tiles))
     plan = Plan(
         StreamLayout(streams, length + padding, block_size), head_dim**-0.5,
-        _precision(q.dtype, interpret), tiles.forward, tiles.by_query, tiles.by_key, interpret,
+        products_precision(q.dtype, interpret), tiles.forward, tiles.by_query, tiles.by_key,
+        interpret,
     )  # fmt: skip
     segments = stream_segments(mask, batch, rows, padding)
     q, k, v = (_widen(pad_streams(x, streams, padding), width) for x in (q, k, v))
@@ -141,7 +142,7 @@ def _widen(x: Array, width: int) -> Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
-def _precision(dtype: jnp.dtype, interpret: bool) -> Any:
+def products_precision(dtype: jnp.dtype, interpret: bool) -> Any:
     """Of products of float32: three passes of tensor cores, which leave float32's precision;
     one pass would leave that of TF32."""
     if jnp.dtype(dtype).itemsize <= 2:

@@ -80,7 +80,7 @@ def forward_kernel(
         def body(j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             top, total, mixed = carry
             keys = pl.ds(j * tiles.keys, tiles.keys)
-            scores = _product(q_tile, k[keys, :], (1, 1), plan)
+            scores = product(q_tile, k[keys, :], (1, 1), plan.precision)
             scores = jnp.where(view.seen(j, own), scores, -jnp.inf)
             new_top = jnp.maximum(top, scores.max(-1))
             # A row that has seen nothing yet has no finite top: nothing to subtract.
@@ -88,7 +88,7 @@ def forward_kernel(
             weights = jnp.exp2(scores * scale - shift[:, None])
             decay = jnp.exp2(top * scale - shift)
             total = total * decay + weights.sum(-1)
-            new = _product(weights.astype(v.dtype), v[keys, :], (1, 0), plan)
+            new = product(weights.astype(v.dtype), v[keys, :], (1, 0), plan.precision)
             return new_top, total, mixed * decay[:, None] + new
 
         return body
@@ -118,11 +118,11 @@ def query_gradient_kernel(
         def body(j: Array, total: Array) -> Array:
             keys = pl.ds(j * tiles.keys, tiles.keys)
             k_tile = k[keys, :]
-            exponents = _product(q_tile, k_tile, (1, 1), plan) * scale - log_tile[:, None]
+            exponents = product(q_tile, k_tile, (1, 1), plan.precision) * scale - log_tile[:, None]
             weights = jnp.exp2(jnp.where(view.seen(j, own), exponents, -jnp.inf))
-            d_weights = _product(d_tile, v[keys, :], (1, 1), plan)
+            d_weights = product(d_tile, v[keys, :], (1, 1), plan.precision)
             d_scores = weights * (d_weights - mean_tile[:, None])
-            return total + _product(d_scores.astype(k.dtype), k_tile, (1, 0), plan)
+            return total + product(d_scores.astype(k.dtype), k_tile, (1, 0), plan.precision)
 
         return body
 
@@ -154,11 +154,11 @@ def key_gradient_kernel(
             if first is not None:
                 seen &= key >= first[None, :]
             log_tile, mean_tile = log_total[head, queries][None, :], mean[head, queries][None, :]
-            exponents = _product(k_tile, q_tile, (1, 1), plan) * scale - log_tile
+            exponents = product(k_tile, q_tile, (1, 1), plan.precision) * scale - log_tile
             weights = jnp.exp2(jnp.where(seen, exponents, -jnp.inf))
-            total_v += _product(weights.astype(v.dtype), d_tile, (1, 0), plan)
-            d_scores = weights * (_product(v_tile, d_tile, (1, 1), plan) - mean_tile)
-            total_k += _product(d_scores.astype(q.dtype), q_tile, (1, 0), plan)
+            total_v += product(weights.astype(v.dtype), d_tile, (1, 0), plan.precision)
+            d_scores = weights * (product(v_tile, d_tile, (1, 1), plan.precision) - mean_tile)
+            total_k += product(d_scores.astype(q.dtype), q_tile, (1, 0), plan.precision)
             return total_k, total_v
 
         return body
@@ -221,9 +221,9 @@ def _log2_scale(plan: Plan) -> float:
     return plan.scale * math.log2(math.e)
 
 
-def _product(x: Array, y: Array, contracted: tuple[int, int], plan: Plan) -> Array:
+def product(x: Array, y: Array, contracted: tuple[int, int], precision: Any) -> Array:
     """float32 product over these axes of two matrices."""
     axes = ((contracted[0],), (contracted[1],))
     return jax.lax.dot_general(
-        x, y, (axes, ((), ())), precision=plan.precision, preferred_element_type=jnp.float32
+        x, y, (axes, ((), ())), precision=precision, preferred_element_type=jnp.float32
     )
