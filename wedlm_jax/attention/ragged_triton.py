@@ -213,7 +213,7 @@ def _kernel(
     )
     blocks = pl.cdiv(end, plan.block)
     each = pl.cdiv(blocks, plan.shares)
-    carry = jax.lax.fori_loop(0, jnp.where(share == 0, 1, 0), own, carry)
+    carry = jax.lax.fori_loop(0, jnp.maximum(1 - share, 0), own, carry)
     last = jnp.minimum((share + 1) * each, blocks)
     top[...], total[...], mixed[...] = jax.lax.fori_loop(share * each, last, before, carry)
 
