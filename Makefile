@@ -33,11 +33,12 @@ test: lint ## lint, check types and run every test
 test-fast: env-test ## run the tests not marked slow, nothing else
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow"
 
-embedded: env ## train the included model anew from configs/, about 90 minutes
+embedded: env ## train the included model anew from configs/, about two and a half hours
 	$(BIN)/wedlm train --config configs/embedded_ar.yaml
 	$(BIN)/wedlm train --config configs/embedded_wedlm.yaml
 	$(BIN)/wedlm train --config configs/embedded_ends.yaml
-	$(BIN)/python -m train.embedded runs/embedded_ends/hf wedlm_jax/embedded
+	$(BIN)/wedlm train --config configs/embedded_suffixes.yaml
+	$(BIN)/python -m train.embedded runs/embedded_suffixes/hf wedlm_jax/embedded
 
 lint: env-test ## ruff check, ruff format --check and mypy; changes nothing
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """Makes the folder of the embedded model from a finished run.
 
-    python -m train.embedded runs/embedded_wedlm/hf wedlm_jax/embedded
+    python -m train.embedded runs/embedded_suffixes/hf wedlm_jax/embedded
 
 Weights are rounded to bfloat16; beside them go the tokenizer and the held-out questions of
 `infer.heldout`, none of which any training run sees, whatever its seed. The model card stays.
