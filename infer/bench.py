@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -92,12 +93,22 @@ def main(arguments: list[str]) -> int:
         for some in _compare(options, regimes, rows, windows):
             speeds += some
             console.print(speed_table(some))
+        _forget_programs()
     if options.output is not None:
         text = json.dumps([dataclasses.asdict(speed) for speed in speeds], indent=1)
         Path(options.output).write_text(text + "\n", encoding="utf-8")
     if options.plot is not None:
         draw_speeds(speeds, Path(options.plot))
     return 0
+
+
+def _forget_programs() -> None:
+    """Lets go of what was compiled: on a CPU each program takes about a hundred memory maps, of
+    which Linux allows a process 65,530."""
+    import jax
+
+    gc.collect()
+    jax.clear_caches()
 
 
 def _window(text: str) -> int | str:
@@ -135,8 +146,8 @@ def _compare(
         f"{SHOTS} shots, computed once": (first, partial(_shared, shots, rows, True)),
     }
     yield measure(prefixes, rows, count, options.passes)
-    if rows > 1:
-        yield measure(_by_length(first, regimes, rows, count), rows, count, options.passes)
+    if rows > 1 and (ways := _by_length(first, regimes, rows, count)):
+        yield measure(ways, rows, count, options.passes)
     by_window: Ways = {}
     for window in windows:
         model = llm(window)
@@ -152,16 +163,17 @@ def _compare(
 
 def _by_length(llm: LLM, regimes: Regimes, rows: int, count: int) -> Ways:
     """A few long prompts among short ones, in one kind of batch and in batches by length, whose
-    caches are equally large."""
+    caches are equally large; nothing where that holds no prompt of the model's context."""
     from wedlm_jax.batch_sizes import BatchSizes, largest_cache
 
     work = mixed_lengths(llm, regimes, count)
     long = few_shot(llm, regimes, count)
     for place in range(0, count, LONG_ONE_IN):
-        work[place] = (long[place][0], work[place][1])
+        work[place] = llm.prepare_one(long[place][0], work[place][1])
     alike = BatchSizes.for_rows(llm.engine, work, count=rows)
-    # No less than a batch of one row has to have.
-    tokens = max(alike.rows * alike.cache_size, largest_cache(llm.engine))
+    tokens = alike.rows * alike.cache_size
+    if tokens < largest_cache(llm.engine):
+        return {}
     return {
         "rows alike": (llm, partial(_at_once, work, rows, None)),
         "rows of several lengths": (llm, partial(_at_once, work, MORE_ROWS * rows, tokens)),

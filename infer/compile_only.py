@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from omegaconf import OmegaConf
 
-from wedlm_jax.attention import window_implementation
+from wedlm_jax.attention import check_runs_on, window_implementation
 from wedlm_jax.batch import PREFILL_TOKENS
 from wedlm_jax.batch_sizes import (
     LONGEST_PIECE,
@@ -353,5 +353,6 @@ def main(options: dict[str, Any]) -> int:
             f"{sizes.max_tokens} new tokens"
         )
     attention = options.get("attention") or window_implementation("tpu", model.head_dim)
+    check_runs_on(attention, "tpu")
     print(describe(compile_decoder(model, options["topology"], sizes, attention)))
     return 0

@@ -82,6 +82,11 @@ class Engine:
             )
         if kv_cache_dtype and attention != "dense":
             raise InputError(f"attention: {attention!r} reads no int8 cache; 'dense' does")
+        if attention == "ragged_triton":
+            # Pallas takes a while to import.
+            from wedlm_jax.attention.ragged_triton import check_heads
+
+            check_heads(model.config.head_dim)
         self.attention, self.kv_cache_dtype = attention, kv_cache_dtype
         self.windows = tuple(sorted({window_size, *(windows or ())}))
         if self.windows[-1] > 0:

@@ -30,7 +30,7 @@ class LengthClass:
 
 
 def length_classes(
-    rows: int, largest: int, max_cache_tokens: int | None = None
+    rows: int, largest: int, max_cache_tokens: int | None = None, *, multiple: int = 1
 ) -> tuple[LengthClass, ...]:
     """The classes, shortest first. The first is as long as ``rows`` rows may be; from there the
     length doubles and the rows halve, up to the longest prompt.
@@ -38,25 +38,29 @@ def length_classes(
     Args:
       rows: prompts that decode together, at most.
       largest: rows of cache of the longest prompt that can come.
-      max_cache_tokens: rows of cache of all prompts of a batch together, at least ``largest``; None
-        for as many as ``rows`` of the longest need, and one class.
+      max_cache_tokens: rows of cache of all prompts of a batch together, at least ``multiple``
+        times ``largest``; None for as many as ``rows`` of the longest need, and one class.
+      multiple: of which a batch's rows are one, as on a mesh those of its shards.
     """
     if max_cache_tokens is None:
         return (LengthClass(largest, rows),)
+    rows = -(-rows // multiple) * multiple
     size = SMALLEST_CLASS
     while 2 * size * rows <= max_cache_tokens:
         size *= 2
-    classes = []
+    sizes = []
     while size < largest:
-        classes.append(LengthClass(size, min(rows, max_cache_tokens // size)))
+        sizes.append(size)
         size *= 2
-    return (*classes, LengthClass(largest, min(rows, max_cache_tokens // largest)))
+    return tuple(
+        LengthClass(each, min(rows, max_cache_tokens // each // multiple * multiple))
+        for each in (*sizes, largest)
+    )
 
 
 def class_of(cache_size: int, classes: Sequence[LengthClass]) -> int:
-    """The number of the shortest class that has room for so many rows of cache; the last takes
-    what is longer than all."""
+    """The number of the shortest class that has room for so many rows of cache."""
     for number, each in enumerate(classes):
         if cache_size <= each.cache_size:
             return number
-    return len(classes) - 1
+    raise ValueError(f"{cache_size} rows of cache are more than {classes[-1].cache_size}")

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from wedlm_jax.attention import check_runs_on
 from wedlm_jax.batch_sizes import BatchSizes, largest_cache
 from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.engine import Engine
@@ -23,6 +24,7 @@ from wedlm_jax.samples import Samples
 from wedlm_jax.sampling import MOST_LOGPROBS, SamplingParams
 from wedlm_jax.scheduler import Row, Scheduler
 from wedlm_jax.scoring import score
+from wedlm_jax.sharding import shards
 from wedlm_jax.tally import Progress, Tally
 from wedlm_jax.text import Messages, StopStrings, TextCodec
 from wedlm_jax.warmup import warm_up
@@ -88,12 +90,15 @@ class LLM:
             attention=attention,
             kv_cache_dtype=kv_cache_dtype,
         )
+        check_runs_on(self.engine.attention, jax.default_backend())
         if max_cache_tokens is not None:
-            least = largest_cache(self.engine)
+            cuts = shards("batch")
+            least = cuts * largest_cache(self.engine)
             if not is_integer(max_cache_tokens) or max_cache_tokens < least:
                 raise InputError(
-                    f"max_cache_tokens: expected at least {least}, the cache of one prompt of "
-                    f"max_model_len {self.engine.max_model_len}, not {max_cache_tokens!r}"
+                    f"max_cache_tokens: expected at least {least}, the cache of {cuts} prompt"
+                    f"{'s' * (cuts > 1)} of max_model_len {self.engine.max_model_len}, not "
+                    f"{max_cache_tokens!r}"
                 )
 
     def warm_up(
@@ -120,8 +125,9 @@ class LLM:
             )
         row = ([0] * length, self._with_bad_words_as_ids(params))
         classes = length_classes(
-            self.max_batch_size, largest_cache(self.engine), self.max_cache_tokens
-        )
+            self.max_batch_size, largest_cache(self.engine), self.max_cache_tokens,
+            multiple=shards("batch"),
+        )  # fmt: skip
         self._sizes = tuple(
             BatchSizes.for_rows(
                 self.engine, [row], count=each.rows,

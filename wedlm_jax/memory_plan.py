@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from wedlm_jax import programs
-from wedlm_jax.batch_sizes import BatchSizes
+from wedlm_jax.batch_sizes import BatchSizes, largest_cache
 from wedlm_jax.errors import InputError
 from wedlm_jax.row_params import idle_params
 from wedlm_jax.sampling import RowParams
@@ -93,12 +93,13 @@ def check_memory(engine: Engine, sizes: BatchSizes) -> None:
         return
     each = (plan.cache + plan.working) / sizes.rows
     fitting = max(int((usable - plan.weights) / each), 0)
-    advice = (
-        f"{fitting:,} rows fit (max_batch_size), or more of shorter prompts with max_cache_tokens "
-        f"{fitting * sizes.cache_size:,}"
-        if fitting
-        else "not even one row fits; shorten max_tokens"
-    )
+    if not fitting:
+        advice = "not even one row fits; shorten max_tokens"
+    else:
+        advice = f"{fitting:,} rows fit (max_batch_size)"
+        tokens = fitting * sizes.cache_size
+        if tokens >= largest_cache(engine):
+            advice += f", or more of shorter prompts with max_cache_tokens {tokens:,}"
     raise InputError(
         f"{sizes.rows:,} rows of {sizes.cache_size:,} tokens need {plan.total / GIB:.2f} GiB on a "
         f"device (weights {plan.weights / GIB:.2f}, cache {plan.cache / GIB:.2f}, working memory "

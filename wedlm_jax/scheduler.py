@@ -22,6 +22,7 @@ from wedlm_jax.length_classes import class_of, length_classes
 from wedlm_jax.prefix import PrefixIndex
 from wedlm_jax.row_result import RowResult
 from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.sharding import shards
 from wedlm_jax.waiting import Request, Waiting
 
 FORWARDS_PER_SLICE = 64
@@ -83,45 +84,39 @@ class Scheduler:
         sizes: Sequence[BatchSizes] = (),
     ):
         self._engine = engine
-        self._classes = length_classes(rows, largest_cache(engine), max_cache_tokens)
+        self._classes = length_classes(
+            rows, largest_cache(engine), max_cache_tokens, multiple=shards("batch")
+        )
         self._source = enumerate(iter(requests))
         self._is_over, self._on_turn, self._reuse = is_over, on_turn, reuse_prefixes
         self._window_of = window_of
         self._sizes = sizes
         self._stopping = stopping or (lambda: False)
-        self._waiting = Waiting(self._classes)
+        self.waiting = Waiting(self._classes, LOOKAHEAD)
         self.prefilled_tokens = self.reused_tokens = 0
 
     def run(self) -> Iterator[Finished]:
         """Yields requests as they finish, some at a time, in no order to rely on."""
-        while not self._stopping() and self._read_ahead():
-            length = self._waiting.longest_queue()
+        length: int | None = None
+        while self.read_ahead():
+            length = self.waiting.next_class(length)
             yield from _BatchRun(self, self._open(length), length).run()
 
-    def _read_ahead(self) -> bool:
-        """Fills the queues of waiting requests; whether there are any."""
+    def read_ahead(self) -> bool:
+        """Fills the queues of waiting requests; whether there are any to begin."""
+        if self._stopping():
+            return False
         for number, (prompt, params) in itertools.islice(
-            self._source, max(LOOKAHEAD - len(self._waiting), 0)
+            self._source, max(LOOKAHEAD - len(self.waiting), 0)
         ):
-            needed = cache_needed(self._engine, prompt, params)
-            length = class_of(needed, self._classes)
-            self.put_back(Request(number, np.asarray(prompt, np.int32), params, length))
-        return bool(self._waiting)
-
-    def put_back(self, request: Request) -> None:
-        self._waiting.put(request)
-
-    def take(self, length: int, *, or_shorter: bool) -> Request | None:
-        """The next request for a batch of a class; see `Waiting.take`."""
-        if self._stopping() or not self._read_ahead():
-            return None
-        return self._waiting.take(length, or_shorter=or_shorter)
-
-    def has_waiting(self, length: int, *, or_shorter: bool) -> bool:
-        return self._waiting.has(length, or_shorter=or_shorter)
+            length = 0
+            if len(self._classes) > 1:
+                length = class_of(cache_needed(self._engine, prompt, params), self._classes)
+            self.waiting.put(Request(number, np.asarray(prompt, np.int32), params, length))
+        return bool(self.waiting)
 
     def _open(self, length: int) -> Batch:
-        known = [(r.prompt, r.params) for r in self._waiting.up_to(length)]
+        known = [(r.prompt, r.params) for r in self.waiting.up_to(length)]
         if self._sizes and all(self._sizes[length].holds(self._engine, *row) for row in known):
             return self._engine.open(self._sizes[length])
         kind, count = self._classes[length], bucket(len(known), 1)
@@ -134,15 +129,16 @@ class Scheduler:
 
 
 class _BatchRun:
-    """Requests through one batch, until none is left that it is for.
-
-    Shorter requests take rows that those of its own class leave free, while one of these is still
-    under way.
+    """Requests through one batch, until none is left that it is for, or until enough of another
+    length class wait. It ends with the last one of its own class; rows that these leave free go to
+    shorter requests until then.
     """
 
     def __init__(self, scheduler: Scheduler, batch: Batch, length: int):
         self._scheduler, self._batch, self._length = scheduler, batch, length
         self._engine = scheduler._engine
+        self._promised = scheduler.waiting.count(length)
+        self._closing = False
         rows = batch.sizes.rows
         self._free = list(range(rows))[::-1]
         self._requests: dict[int, Request] = {}
@@ -176,7 +172,7 @@ class _BatchRun:
         if now := finished():
             yield now
         for request in self._too_large:
-            self._scheduler.put_back(request)
+            self._scheduler.waiting.put(request)
 
     # --- prompts into rows --------------------------------------------------------------
 
@@ -208,8 +204,7 @@ class _BatchRun:
         later: list[Request] = []
         copies: list[tuple[int, int, int]] = []
         while len(self._free) > len(later) and len(self._too_large) < LOOKAHEAD:
-            request = self._scheduler.take(self._length, or_shorter=self._has_own())
-            if request is None:
+            if (request := self._take(held=bool(later))) is None:
                 break
             if not self._batch.sizes.holds(self._engine, request.prompt, request.params):
                 self._too_large.append(request)
@@ -218,10 +213,38 @@ class _BatchRun:
             else:
                 self._place(request, copies)
         for request in later:
-            self._scheduler.put_back(request)
+            self._scheduler.waiting.put(request)
+        self._promised += len(later)
         if copies:
             self._batch.copy_prefix(*zip(*copies, strict=True))
         return bool(later and self._free)
+
+    def _take(self, *, held: bool) -> Request | None:
+        """The next request: of its own class those that waited when the batch was opened, and more
+        until another class is due; then shorter ones.
+
+        Args:
+          held: whether some that were taken will be put back, to wait a turn.
+        """
+        waiting = self._scheduler.waiting
+        if not self._scheduler.read_ahead():
+            return None
+        if not self._closing:
+            if self._promised > 0 or not waiting.another_is_due(self._length):
+                self._promised -= 1
+                if (request := waiting.take(self._length)) is not None:
+                    return request
+            if held:
+                return None
+            self._closing = True
+        return waiting.take(self._length, shorter=True) if self._has_own() else None
+
+    def _may_take(self) -> bool:
+        """Whether a row that becomes free is likely to get a request."""
+        waiting = self._scheduler.waiting
+        if not self._closing:
+            return waiting.count(self._length) > 0
+        return self._has_own() and any(map(waiting.count, range(self._length)))
 
     def _has_own(self) -> bool:
         """Whether a request of this batch's own class is under way."""
@@ -292,8 +315,7 @@ class _BatchRun:
         """Sends a slice of forwards off."""
         batch, prefilling = self._batch, len(self._requests) > len(self._running)
         idle = batch.sizes.rows - len(self._running)
-        or_shorter = self._has_own()
-        more = prefilling or self._scheduler.has_waiting(self._length, or_shorter=or_shorter)
+        more = prefilling or self._may_take()
         # A few rows may wait for each other, so that their successors are prefilled together.
         until = idle + max(1, len(self._running) // 8) if more else UNTIL_DONE
         forwards = FORWARDS_BESIDE_PREFILL if prefilling else FORWARDS_PER_SLICE

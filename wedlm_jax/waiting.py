@@ -34,11 +34,23 @@ class Request:
         return (self.params.max_tokens, len(self.prompt))
 
 
-class Waiting:
-    """The queues of all classes."""
+TURNS = 4
+"""Times that the waiting prompts of a class fill a batch before those of another make way for them:
+a change leaves rows idle until the last of the others is done."""
 
-    def __init__(self, classes: Sequence[LengthClass]):
+
+class Waiting:
+    """The queues of all classes.
+
+    Args:
+      classes: shortest first.
+      most: prompts that wait, at most, in all queues.
+    """
+
+    def __init__(self, classes: Sequence[LengthClass], most: int):
         self._classes = classes
+        # Where all places are taken some class is due, however the prompts are spread.
+        self._share = max(most // (2 * len(classes)), 1)
         self._queues: list[list[tuple[tuple[int, int], int, Request]]] = [[] for _ in classes]
 
     def __len__(self) -> int:
@@ -49,27 +61,37 @@ class Waiting:
         entry = ((-longest, -prompt), request.number, request)
         heapq.heappush(self._queues[request.length], entry)
 
-    def has(self, length: int, *, or_shorter: bool) -> bool:
-        """Whether a prompt of a class waits, or one of a shorter class."""
-        return any(self._queues[: length + 1] if or_shorter else [self._queues[length]])
+    def take(self, length: int, *, shorter: bool = False) -> Request | None:
+        """The prompt of a class with most work, or of the longest of the ``shorter`` classes."""
+        if not shorter:
+            return self._pop(length)
+        return next(filter(None, map(self._pop, reversed(range(length)))), None)
 
-    def take(self, length: int, *, or_shorter: bool) -> Request | None:
-        """The prompt of a class with most work; where there is none, of the next shorter one."""
-        for number in range(length, -1, -1):
-            if self._queues[number]:
-                return heapq.heappop(self._queues[number])[-1]
-            if not or_shorter:
-                break
-        return None
+    def _pop(self, length: int) -> Request | None:
+        queue = self._queues[length]
+        return heapq.heappop(queue)[-1] if queue else None
 
-    def longest_queue(self) -> int:
-        """The class whose turns would take longest: a batch of it is opened next. So a rare class
-        waits until it fills a batch, or until nothing else is left."""
-        turns = [
-            len(queue) / each.rows
-            for queue, each in zip(self._queues, self._classes, strict=True)
-        ]  # fmt: skip
-        return max(range(len(turns)), key=turns.__getitem__)
+    def count(self, length: int) -> int:
+        return len(self._queues[length])
+
+    def is_due(self, length: int) -> bool:
+        """Whether so many of a class wait that a batch of others should make way."""
+        enough = min(TURNS * self._classes[length].rows, self._share)
+        return len(self._queues[length]) >= enough
+
+    def another_is_due(self, length: int) -> bool:
+        return any(self.is_due(other) for other in range(len(self._queues)) if other != length)
+
+    def next_class(self, last: int | None) -> int:
+        """The class that gets the next batch, behind one of the class ``last``: of those that are
+        due the one whose turns would take longest, not the last one again if there is another; of
+        all, if none is due. So a rare class waits for a while, and none for ever."""
+        due = [number for number in range(len(self._queues)) if self.is_due(number)]
+        due = [number for number in due if number != last] or due
+        return max(due or range(len(self._queues)), key=self._turns)
+
+    def _turns(self, length: int) -> float:
+        return len(self._queues[length]) / self._classes[length].rows
 
     def up_to(self, length: int) -> list[Request]:
         """All that wait, of a class and of the shorter ones."""

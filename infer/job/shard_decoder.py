@@ -159,9 +159,10 @@ class ShardDecoder:
         except Exception as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
+            limited = self._llm.max_cache_tokens is not None
             raise NotEnoughMemory(
                 f"the device has not enough memory for {self._llm.max_batch_size} rows at a time, "
-                "try a smaller --batch-size"
+                f"try a smaller {'--max-cache-tokens' if limited else '--batch-size'}"
             ) from None
         finally:
             rows.close()

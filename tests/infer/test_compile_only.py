@@ -88,6 +88,7 @@ def recipe_architecture(model: ModelConfig) -> dict[str, object]:
     [
         ({}, "needs --model"),
         ({"max_model_len": 256}, "--max-model-len 256 leaves no room"),
+        ({"attention": "ragged_triton"}, "is for NVIDIA GPUs"),
         ({"batch_size": 0}, "--batch-size"),
     ],
 )

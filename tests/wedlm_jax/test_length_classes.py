@@ -4,6 +4,7 @@ than it may."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -31,6 +32,7 @@ def small_classes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(classes_module, "SMALLEST_CLASS", 32)
         patch.setattr("wedlm_jax.batch_sizes.SMALLEST_PROMPT_BUCKET", 8)
+        patch.setattr("wedlm_jax.prefix.SHORTEST_PREFIX", 6)
         yield
 
 
@@ -59,11 +61,11 @@ def scheduled(engine: Engine, requests: list[Row], slots: int, tokens: int) -> l
 
 
 def short(count: int) -> list[Row]:
-    return [Row((3 + i % 20, 9), SHORT, 4) for i in range(count)]
+    return [Row((2, 3, 4, 5, 6, 7, 3 + i % 20), SHORT, 4) for i in range(count)]
 
 
 def long(count: int) -> list[Row]:
-    return [Row((3 + i % 20, *range(2, 22)), LONG, 4) for i in range(count)]
+    return [Row((*range(2, 22), 3 + i % 20), LONG, 4) for i in range(count)]
 
 
 @given(requests=st.lists(rows(), min_size=1, max_size=12), slots=st.sampled_from([1, 2, 4]))
@@ -87,12 +89,38 @@ def test_short_and_long_prompts_decode_apart(
 def test_a_rare_long_prompt_waits_for_others_of_its_kind(
     streaming_engine: Engine, opened: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler_module, "LOOKAHEAD", 8)
+    monkeypatch.setattr(scheduler_module, "LOOKAHEAD", 24)
     requests = short(60)
     for place, row in zip((2, 20, 40), long(3), strict=True):
         requests.insert(place, row)
     scheduled(streaming_engine, requests, 4, 128)
     assert opened == [(4, 32), (2, 64)]
+
+
+def test_in_an_endless_stream_no_length_waits_for_ever(
+    streaming_engine: Engine, opened: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One long prompt in four, ten times as many as are read ahead."""
+    monkeypatch.setattr(scheduler_module, "LOOKAHEAD", 24)
+    requests = short(180)
+    requests = [row for i in range(60) for row in (long(60)[i], *requests[3 * i : 3 * i + 3])]
+    read = 0
+
+    def stream() -> Iterator[tuple[tuple[int, ...], SamplingParams]]:
+        nonlocal read
+        for row in requests:
+            read += 1
+            yield row.prompt, row.params
+
+    delays = []
+    for some in Scheduler(streaming_engine, stream(), rows=4, max_cache_tokens=128).run():
+        delays += [read - number for number, _ in some]
+    assert len(delays) == 240
+    assert max(delays) <= 100, "prompts read before the last of those that came with it is done"
+    # By turns, and many of one length before the other is given a batch again.
+    assert 8 < len(opened) <= 30
+    for before, after in itertools.pairwise(opened[:-1]):
+        assert {before, after} == {(4, 32), (2, 64)}
 
 
 def test_short_prompts_take_the_rows_that_long_ones_leave(
@@ -122,16 +150,25 @@ def test_rows_halve_where_lengths_double() -> None:
     assert length_classes(4, 64, 10**6) == (LengthClass(64, 4),)
 
 
-@given(rows=st.integers(1, 300), largest=st.integers(32, 10**5), spare=st.integers(0, 10**6))
-def test_classes_grow_and_keep_within_the_limit(rows: int, largest: int, spare: int) -> None:
-    classes = length_classes(rows, largest, largest + spare)
+@given(
+    rows=st.integers(1, 300), largest=st.integers(32, 10**5), spare=st.integers(0, 10**6),
+    shards=st.sampled_from([1, 2, 8]),
+)  # fmt: skip
+def test_classes_grow_and_keep_within_the_limit(
+    rows: int, largest: int, spare: int, shards: int
+) -> None:
+    limit = shards * largest + spare
+    classes = length_classes(rows, largest, limit, multiple=shards)
     sizes = [each.cache_size for each in classes]
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == largest
     for each in classes:
-        assert 1 <= each.rows <= rows
-        assert each.rows * each.cache_size <= largest + spare
+        assert shards <= each.rows < rows + shards
+        assert each.rows % shards == 0
+        assert each.rows * each.cache_size <= limit
     for size in (1, largest // 2, largest):
         chosen = class_of(size, classes)
         assert size <= sizes[chosen]
         assert chosen == 0 or size > sizes[chosen - 1]
+    with pytest.raises(ValueError, match="more than"):
+        class_of(largest + 1, classes)

@@ -71,7 +71,13 @@ def run(arrays: Arrays, lengths: np.ndarray, *, implementation: str) -> jax.Arra
 
 @pytest.mark.parametrize(
     ("slots", "groups", "dtype"),
-    [(1, 4, "bfloat16"), (3, 1, "float32"), (5, 4, "float32"), (40, 4, "float32")],
+    [
+        (1, 4, "bfloat16"),
+        (3, 1, "float32"),
+        (5, 4, "float32"),
+        (50, 3, "float32"),
+        (50, 3, "bfloat16"),
+    ],
 )
 @kernels
 def test_the_kernel_equals_dense_at_the_edges_of_blocks(

@@ -57,13 +57,14 @@ def test_requests_of_every_kind_compile_nothing_more(tiny_model: Transformer) ->
 
 def test_batches_of_every_length_class_compile_nothing_more(tmp_path: Path) -> None:
     folder = write_tiny_checkpoint(tmp_path / "tiny")
-    llm = LLM(folder, window_size=4, max_model_len=180, max_batch_size=4, max_cache_tokens=512)
+    llm = LLM(folder, window_size=0, max_model_len=100, max_batch_size=4, max_cache_tokens=256)
     longest = SamplingParams(max_tokens=16)
     llm.warm_up(longest)
-    assert [(each.rows, each.cache_size) for each in llm._sizes] == [(4, 128), (2, 192)]
+    assert [(each.rows, each.cache_size) for each in llm._sizes] == [(4, 64), (2, 128)]
     programs = llm.engine.num_programs
-    prompts = [[token] * length for token, length in enumerate([5, 100, 9, 60, 3, 17] * 3, 3)]
+    prompts = [[token] * length for token, length in enumerate([5, 80, 9, 60, 3, 17] * 3, 3)]
     llm.generate(prompts, dataclasses.replace(longest, max_tokens=12))
+    llm.generate([[5] * 80], longest)
     assert llm.engine.num_programs == programs
 
 

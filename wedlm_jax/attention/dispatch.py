@@ -24,14 +24,19 @@ IMPLEMENTATIONS = {
 }
 """The forms by name, and what each is for."""
 
-_PLATFORMS = {"splash": ("tpu", "TPUs"), "triton": ("gpu", "NVIDIA GPUs")}
+_PLATFORMS = {
+    "splash": ("tpu", "TPUs"),
+    "ragged": ("tpu", "TPUs"),
+    "triton": ("gpu", "NVIDIA GPUs"),
+    "ragged_triton": ("gpu", "NVIDIA GPUs"),
+}
 
 
 def check_runs_on(implementation: str, platform: str) -> None:
     """Refuses a kernel on devices that it is not for.
 
     Args:
-      implementation: a name in `IMPLEMENTATIONS`.
+      implementation: a name in `IMPLEMENTATIONS` or `WINDOW_IMPLEMENTATIONS`.
       platform: of a device, as JAX names it.
 
     Raises:

@@ -70,7 +70,7 @@ def attend_ragged_triton(
     cache: LayerCache,
     lengths: Array,
     *,
-    block: int = BLOCK,
+    block: int | None = None,
     shares: int | None = None,
     interpret: bool = False,
 ) -> Array:
@@ -81,7 +81,8 @@ def attend_ragged_triton(
       k, v: ``[B, K, T, head_dim]``, the window's own.
       cache: of which all rows may be read, whatever its ``live``. S must be a multiple of 16.
       lengths: int32 ``[B]``, rows of the cache that are committed, at most S.
-      block: rows of the cache that are fetched at once, at most.
+      block: rows of the cache that are fetched at once, at most; by default as many as a
+        processor's memory holds.
       shares: programs that share a row's blocks; by default as many as fill a GPU.
       interpret: run the kernel in Python on any device, for tests.
 
@@ -91,11 +92,7 @@ def attend_ragged_triton(
     Raises:
       InputError: a width of heads that is not in `HEAD_DIMS`.
     """
-    if q.shape[-1] not in HEAD_DIMS:
-        raise InputError(
-            "attention implementation 'ragged_triton' takes heads of "
-            f"{', '.join(map(str, HEAD_DIMS))}, not {q.shape[-1]}"
-        )
+    check_heads(q.shape[-1])
     own = partial(_attend_own, block=block, shares=shares, interpret=interpret)
     # The compiler does not cut a kernel: each device runs it on its own rows and heads.
     window = ("batch", "attention_heads")
@@ -103,9 +100,22 @@ def attend_ragged_triton(
     return local(q, k, v, cache.keys, cache.values, cache.layer, lengths)
 
 
+def check_heads(head_dim: int) -> None:
+    """Refuses heads that no tile fits.
+
+    Raises:
+      InputError: a width that is not in `HEAD_DIMS`.
+    """
+    if head_dim not in HEAD_DIMS:
+        raise InputError(
+            "attention implementation 'ragged_triton' takes heads of "
+            f"{', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
+        )
+
+
 def _attend_own(
     q: Array, k: Array, v: Array, keys: Array, values: Array, layer: Array, lengths: Array,
-    *, block: int, shares: int | None, interpret: bool,
+    *, block: int | None, shares: int | None, interpret: bool,
 ) -> Array:  # fmt: skip
     """`attend_ragged_triton` on one device's rows and heads."""
     batch, kv_heads, groups, window, width = q.shape
@@ -114,9 +124,12 @@ def _attend_own(
         raise ValueError(
             f"the ragged kernel needs a cache of a multiple of {MIN_SIDE} rows, not {size}"
         )
-    block = math.gcd(size, block)
+    # Float32, which is for comparisons, has twice the bytes and products of three passes.
+    half = q.dtype.itemsize <= 2
+    block = math.gcd(size, block or (BLOCK if half else BLOCK // 2))
     # Rows of one product: all heads of the first slot, then those of the second, and so on.
-    tile = min(max(pl.next_power_of_2(window * groups), MIN_SIDE), LARGEST_TILE)
+    most = LARGEST_TILE if half else LARGEST_TILE // 4
+    tile = min(max(pl.next_power_of_2(window * groups), MIN_SIDE), most)
     queries = _pad_rows(q.swapaxes(2, 3).reshape(batch, kv_heads, window * groups, width), tile)
     k, v = (_pad_rows(x, max(pl.next_power_of_2(window), MIN_SIDE)) for x in (k, v))
     tiles = queries.shape[2] // tile
@@ -153,7 +166,9 @@ def _attend_own(
             jax.ShapeDtypeStruct((batch, plan.shares, *queries.shape[1:]), jnp.float32),
             *[jax.ShapeDtypeStruct((batch, plan.shares, *queries.shape[1:3]), jnp.float32)] * 2,
         ],
-        compiler_params=backend.CompilerParams(num_warps=8 if tile > 64 else 4, num_stages=3),
+        compiler_params=backend.CompilerParams(
+            num_warps=8 if tile > 64 or not half else 4, num_stages=3 if half else 2
+        ),
         interpret=interpret,
         name="attend_ragged",
     )(layer.reshape(1), lengths, queries, k, v, keys, values)  # fmt: skip
