@@ -93,12 +93,12 @@ def main(arguments: list[str]) -> int:
         for some in _compare(options, regimes, rows, windows):
             speeds += some
             console.print(speed_table(some))
+            if options.output is not None:
+                text = json.dumps([dataclasses.asdict(speed) for speed in speeds], indent=1)
+                Path(options.output).write_text(text + "\n", encoding="utf-8")
+            if options.plot is not None:
+                draw_speeds(speeds, Path(options.plot))
         _forget_programs()
-    if options.output is not None:
-        text = json.dumps([dataclasses.asdict(speed) for speed in speeds], indent=1)
-        Path(options.output).write_text(text + "\n", encoding="utf-8")
-    if options.plot is not None:
-        draw_speeds(speeds, Path(options.plot))
     return 0
 
 
