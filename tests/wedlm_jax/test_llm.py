@@ -370,7 +370,7 @@ def test_the_whole_context_can_be_used_and_no_more(folder: Path) -> None:
         ({"dtype": "float64"}, "dtype: expected one of"),
         ({"max_batch_size": 0}, "max_batch_size: expected 1 or more"),
         ({"max_batch_size": "4"}, "max_batch_size: expected 1 or more"),
-        ({"max_cache_tokens": 63}, r"max_cache_tokens: expected at least \d+, the cache of 1 prompt"),
+        ({"max_cache_tokens": 63}, r"max_cache_tokens: expected at least \d+, the cache of 1"),
         ({"max_cache_tokens": 1e6}, "max_cache_tokens: expected at least"),
         ({"window_size": -1}, "window_size: expected an integer"),
         ({"max_model_len": CONTEXT + 1}, f"max_model_len: expected 1 to {CONTEXT}"),
