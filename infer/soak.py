@@ -30,6 +30,8 @@ def main(arguments: list[str]) -> int:
     add("--model", metavar="DIR", help="checkpoint folder [the embedded model]")
     add("--minutes", type=float, default=60, metavar="X", help="how long [60]")
     add("--rows", type=int, default=16, metavar="N", help="prompts that decode together [16]")
+    add("--max-cache-tokens", type=int, metavar="N",
+        help="cache of all of them; short and long ones then decode apart [no limit]")  # fmt: skip
     add("--mode", choices=("paper", "verified", "ar"), default="paper", help="[paper]")
     add("--seed", type=int, default=0, metavar="N", help="of prompts and lengths [0]")
     add("--output", metavar="FILE", help="also write a JSON line a minute")
@@ -40,7 +42,7 @@ def main(arguments: list[str]) -> int:
     from wedlm_jax.llm import LLM
     from wedlm_jax.sampling import SamplingParams
 
-    llm = LLM(options.model, max_batch_size=options.rows)
+    llm = LLM(options.model, max_batch_size=options.rows, max_cache_tokens=options.max_cache_tokens)
     params = SamplingParams(mode=options.mode, max_tokens=160)
     print("warming up ...", flush=True)
     llm.warm_up(params)

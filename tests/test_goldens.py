@@ -28,6 +28,8 @@ from tests.decode_harness import decode_cases, decode_trace
 from wedlm_jax import batch_sizes as sizes_module
 from wedlm_jax import prefix as prefix_module
 from wedlm_jax import scheduler as scheduler_module
+from wedlm_jax.batch import Batch
+from wedlm_jax.batch_sizes import BatchSizes
 from wedlm_jax.engine import Engine
 from wedlm_jax.hf import load_checkpoint
 from wedlm_jax.model import Transformer
@@ -112,6 +114,31 @@ def test_decodes_as_one_mixed_batch(decoder: Decoder) -> None:
 def test_decodes_in_rows_taken_over_in_any_order(decoder: Decoder, slots: int) -> None:
     """Prompts in pieces, beginnings taken over, requests in random order."""
     _, cases, engine = decoder
+    check_in_any_order(engine, cases, slots)
+
+
+def test_decodes_of_short_and_long_prompts_apart(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same where the memory holds few long rows: several kinds of batches."""
+    model, cases, engine = decoder
+    monkeypatch.setattr(sizes_module, "SMALLEST_PROMPT_BUCKET", 32)
+    engine = Engine(model, window_size=engine.windows[-1], max_model_len=144)
+    opened = set()
+    plain = Engine.open
+
+    def noted(engine: Engine, sizes: BatchSizes) -> Batch:
+        opened.add(sizes.cache_size)
+        return plain(engine, sizes)
+
+    monkeypatch.setattr(Engine, "open", noted)
+    check_in_any_order(engine, cases, 16, max_cache_tokens=512)
+    assert opened >= {128, 256}, "the shortest may all find room beside others"
+
+
+def check_in_any_order(
+    engine: Engine, cases: list[dict[str, Any]], slots: int, max_cache_tokens: int | None = None
+) -> None:
     order = np.random.default_rng(slots).permutation(len(cases))
     shuffled = [as_decode_case(cases[i]) for i in order]
     with pytest.MonkeyPatch.context() as patch:
@@ -119,7 +146,7 @@ def test_decodes_in_rows_taken_over_in_any_order(decoder: Decoder, slots: int) -
         patch.setattr(prefix_module, "SHORTEST_PREFIX", 4)
         scheduler = Scheduler(
             engine, [(case.prompt, case.sampling()) for case in shuffled], rows=slots,
-            window_of=lambda number: shuffled[number].window,
+            window_of=lambda number: shuffled[number].window, max_cache_tokens=max_cache_tokens,
         )  # fmt: skip
         results = dict(item for some in scheduler.run() for item in some)
     for number, i in enumerate(order):

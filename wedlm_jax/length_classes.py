@@ -11,6 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from wedlm_jax.batch_sizes import largest_cache
+from wedlm_jax.sharding import shards
+
+if TYPE_CHECKING:
+    from wedlm_jax.engine import Engine
 
 SMALLEST_CLASS = 64
 """Rows of cache that the shortest class has, at least."""
@@ -21,12 +28,20 @@ class LengthClass:
     """Prompts that decode together.
 
     Attributes:
-      cache_size: rows of cache that each has, at most.
+      cache_size: rows of cache that each has; None, where there is one class for all, for as many
+        as those that are known need.
       rows: how many of them, at most.
     """
 
-    cache_size: int
+    cache_size: int | None
     rows: int
+
+
+def engine_classes(
+    engine: Engine, rows: int, max_cache_tokens: int | None
+) -> tuple[LengthClass, ...]:
+    """`length_classes` for all prompts that an engine takes, on the mesh in use."""
+    return length_classes(rows, largest_cache(engine), max_cache_tokens, multiple=shards("batch"))
 
 
 def length_classes(
@@ -43,7 +58,7 @@ def length_classes(
       multiple: of which a batch's rows are one, as on a mesh those of its shards.
     """
     if max_cache_tokens is None:
-        return (LengthClass(largest, rows),)
+        return (LengthClass(None, rows),)
     rows = -(-rows // multiple) * multiple
     size = SMALLEST_CLASS
     while 2 * size * rows <= max_cache_tokens:
@@ -52,6 +67,8 @@ def length_classes(
     while size < largest:
         sizes.append(size)
         size *= 2
+    if not sizes:
+        return (LengthClass(None, min(rows, max_cache_tokens // largest // multiple * multiple)),)
     return tuple(
         LengthClass(each, min(rows, max_cache_tokens // each // multiple * multiple))
         for each in (*sizes, largest)
@@ -61,6 +78,6 @@ def length_classes(
 def class_of(cache_size: int, classes: Sequence[LengthClass]) -> int:
     """The number of the shortest class that has room for so many rows of cache."""
     for number, each in enumerate(classes):
-        if cache_size <= each.cache_size:
+        if each.cache_size is None or cache_size <= each.cache_size:
             return number
     raise ValueError(f"{cache_size} rows of cache are more than {classes[-1].cache_size}")

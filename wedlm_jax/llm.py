@@ -15,7 +15,7 @@ from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.engine import Engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.hf import load_checkpoint
-from wedlm_jax.length_classes import length_classes
+from wedlm_jax.length_classes import engine_classes
 from wedlm_jax.logprobs import TokenLogprob
 from wedlm_jax.prompts import Prompt, as_list, as_token_ids, for_each, is_integer, numbered
 from wedlm_jax.quantization import check_quantization, quantize_weights
@@ -124,17 +124,10 @@ class LLM:
                 f"{self.engine.max_model_len}"
             )
         row = ([0] * length, self._with_bad_words_as_ids(params))
-        classes = length_classes(
-            self.max_batch_size, largest_cache(self.engine), self.max_cache_tokens,
-            multiple=shards("batch"),
-        )  # fmt: skip
         self._sizes = tuple(
-            BatchSizes.for_rows(
-                self.engine, [row], count=each.rows,
-                cache_size=each.cache_size if len(classes) > 1 else None,
-            )
-            for each in classes
-        )  # fmt: skip
+            BatchSizes.for_rows(self.engine, [row], count=each.rows, cache_size=each.cache_size)
+            for each in engine_classes(self.engine, self.max_batch_size, self.max_cache_tokens)
+        )
         warm_up(self.engine, self._sizes, on_step)
 
     def generate(

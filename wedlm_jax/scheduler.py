@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from wedlm_jax.batch import UNTIL_DONE, Batch, Piece, Standing
-from wedlm_jax.batch_sizes import LONGEST_PIECE, BatchSizes, cache_needed, largest_cache
+from wedlm_jax.batch_sizes import LONGEST_PIECE, BatchSizes, cache_needed
 from wedlm_jax.buckets import bucket
 from wedlm_jax.engine import Engine
-from wedlm_jax.length_classes import class_of, length_classes
+from wedlm_jax.length_classes import class_of, engine_classes
 from wedlm_jax.prefix import PrefixIndex
 from wedlm_jax.row_result import RowResult
 from wedlm_jax.sampling import SamplingParams
-from wedlm_jax.sharding import shards
 from wedlm_jax.waiting import Request, Waiting
 
 FORWARDS_PER_SLICE = 64
@@ -84,9 +83,7 @@ class Scheduler:
         sizes: Sequence[BatchSizes] = (),
     ):
         self._engine = engine
-        self._classes = length_classes(
-            rows, largest_cache(engine), max_cache_tokens, multiple=shards("batch")
-        )
+        self._classes = engine_classes(engine, rows, max_cache_tokens)
         self._source = enumerate(iter(requests))
         self._is_over, self._on_turn, self._reuse = is_over, on_turn, reuse_prefixes
         self._window_of = window_of
@@ -109,9 +106,7 @@ class Scheduler:
         for number, (prompt, params) in itertools.islice(
             self._source, max(LOOKAHEAD - len(self.waiting), 0)
         ):
-            length = 0
-            if len(self._classes) > 1:
-                length = class_of(cache_needed(self._engine, prompt, params), self._classes)
+            length = class_of(cache_needed(self._engine, prompt, params), self._classes)
             self.waiting.put(Request(number, np.asarray(prompt, np.int32), params, length))
         return bool(self.waiting)
 
@@ -120,11 +115,10 @@ class Scheduler:
         if self._sizes and all(self._sizes[length].holds(self._engine, *row) for row in known):
             return self._engine.open(self._sizes[length])
         kind, count = self._classes[length], bucket(len(known), 1)
+        # A class has its cache size whoever is known so far: few sizes, all of them foreseen.
         sizes = BatchSizes.for_rows(
-            self._engine, known, count=min(kind.rows, count),
-            # That of the class, whoever is known so far: few sizes, and all of them foreseen.
-            cache_size=kind.cache_size if len(self._classes) > 1 else None,
-        )  # fmt: skip
+            self._engine, known, count=min(kind.rows, count), cache_size=kind.cache_size
+        )
         return self._engine.open(sizes)
 
 

@@ -146,8 +146,8 @@ def test_rows_halve_where_lengths_double() -> None:
     assert length_classes(32, 3072, 32768) == (
         LengthClass(1024, 32), LengthClass(2048, 16), LengthClass(3072, 10),
     )  # fmt: skip
-    assert length_classes(32, 3072) == (LengthClass(3072, 32),)
-    assert length_classes(4, 64, 10**6) == (LengthClass(64, 4),)
+    assert length_classes(32, 3072) == (LengthClass(None, 32),), "one, as long as need be"
+    assert length_classes(4, 64, 10**6) == (LengthClass(None, 4),)
 
 
 @given(
@@ -159,16 +159,18 @@ def test_classes_grow_and_keep_within_the_limit(
 ) -> None:
     limit = shards * largest + spare
     classes = length_classes(rows, largest, limit, multiple=shards)
-    sizes = [each.cache_size for each in classes]
+    sizes = [each.cache_size or largest for each in classes]
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == largest
-    for each in classes:
+    assert (classes[0].cache_size is None) == (len(classes) == 1)
+    for each, size in zip(classes, sizes, strict=True):
         assert shards <= each.rows < rows + shards
         assert each.rows % shards == 0
-        assert each.rows * each.cache_size <= limit
+        assert each.rows * size <= limit
     for size in (1, largest // 2, largest):
         chosen = class_of(size, classes)
         assert size <= sizes[chosen]
         assert chosen == 0 or size > sizes[chosen - 1]
-    with pytest.raises(ValueError, match="more than"):
-        class_of(largest + 1, classes)
+    if len(classes) > 1:
+        with pytest.raises(ValueError, match="more than"):
+            class_of(largest + 1, classes)

@@ -12,6 +12,7 @@ import pytest
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax import batch as batch_module
 from wedlm_jax import batch_sizes as sizes_module
+from wedlm_jax import length_classes as classes_module
 from wedlm_jax import prefix as prefix_module
 from wedlm_jax import scheduler as scheduler_module
 from wedlm_jax import warmup as warmup_module
@@ -55,16 +56,19 @@ def test_requests_of_every_kind_compile_nothing_more(tiny_model: Transformer) ->
     assert engine.num_programs == programs
 
 
-def test_batches_of_every_length_class_compile_nothing_more(tmp_path: Path) -> None:
+def test_batches_of_every_length_class_compile_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(classes_module, "SMALLEST_CLASS", 32)
     folder = write_tiny_checkpoint(tmp_path / "tiny")
-    llm = LLM(folder, window_size=0, max_model_len=100, max_batch_size=4, max_cache_tokens=256)
-    longest = SamplingParams(max_tokens=16)
+    llm = LLM(folder, window_size=0, max_model_len=48, max_batch_size=4, max_cache_tokens=128)
+    longest = SamplingParams(max_tokens=12)
     llm.warm_up(longest)
-    assert [(each.rows, each.cache_size) for each in llm._sizes] == [(4, 64), (2, 128)]
+    assert [(each.rows, each.cache_size) for each in llm._sizes] == [(4, 32), (2, 64)]
     programs = llm.engine.num_programs
-    prompts = [[token] * length for token, length in enumerate([5, 80, 9, 60, 3, 17] * 3, 3)]
-    llm.generate(prompts, dataclasses.replace(longest, max_tokens=12))
-    llm.generate([[5] * 80], longest)
+    prompts = [[token] * length for token, length in enumerate([5, 36, 9, 28, 3, 17] * 3, 3)]
+    llm.generate(prompts, dataclasses.replace(longest, max_tokens=9))
+    llm.generate([[5] * 36], longest)
     assert llm.engine.num_programs == programs
 
 
