@@ -122,7 +122,8 @@ def _add_model(group: Any) -> None:
         help="first compile all that prompts of --max-model-len can need")  # fmt: skip
     add("--attention", choices=("dense", "ragged", "ragged_triton"),
         help="of the decode windows; ragged (TPUs) and ragged_triton (NVIDIA GPUs) are kernels "
-        "that read the live part of each row's cache [ragged on a TPU, else dense]")  # fmt: skip
+        "that read the live part of each row's cache [ragged on a TPU with heads of 128 and no "
+        "int8 cache, else dense]")  # fmt: skip
 
 
 def _add_decoding(group: Any) -> None:

@@ -1,13 +1,13 @@
 """`python -m infer.identity`: how many verified completions differ from the autoregressive ones.
 
-Prompts are held out from the embedded model's corpus. Where a completion differs, how close AR's
-two best tokens were at the first place that does says why: only ties within rounding may go
-another way.
+Where a completion differs, how close AR's two best tokens were at the first place that does says
+why: only ties within rounding may go another way.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -16,20 +16,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infer.evaluate import EMBEDDED_QUESTIONS
+from infer.heldout import read_questions
 from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
     from wedlm_jax.completion import Completion
-
-CORPUS_SEED = 77
-"""Another than those of the training recipes; the held-out split keeps prompts apart anyhow."""
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m infer.identity", description=__doc__)
     add = parser.add_argument
     add("--model", metavar="DIR", help="checkpoint folder [the embedded model]")
-    add("--prompts", type=int, default=2000, metavar="N", help="[2000]")
+    add("--questions", metavar="FILE",
+        help="JSONL questions, as `python -m train.corpus FILE` writes them "
+        "[those of the embedded model]")  # fmt: skip
+    add("--prompts", type=int, metavar="N", help="of all regimes by turns [all]")
     add("--windows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="W",
         help="one or more [1 2 4 8 16 32]")  # fmt: skip
     add("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy [0]")
@@ -40,12 +42,16 @@ def main(arguments: list[str]) -> int:
     add("--kv-cache-dtype", choices=("int8",), help="round keys and values to 8 bits [not]")
     add("--output", metavar="FILE", help="also write a JSON line a window")
     options = parser.parse_args(arguments)
-    if options.prompts < 1 or min(options.windows) < 1:
+    if (options.prompts is not None and options.prompts < 1) or min(options.windows) < 1:
         raise InputError("--prompts and --windows: expected at least 1")
 
-    from train.corpus import generate
     from wedlm_jax.llm import LLM
     from wedlm_jax.sampling import SamplingParams
+
+    regimes = read_questions(Path(options.questions or EMBEDDED_QUESTIONS))
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*regimes.values()))
+    questions = list(itertools.islice(filter(None, turns), options.prompts))
+    chats = [[{"role": "user", "content": question.prompt}] for question in questions]
 
     def decode(window: int, mode: str) -> tuple[list[Completion], float]:
         llm = LLM(
@@ -55,8 +61,6 @@ def main(arguments: list[str]) -> int:
         params = SamplingParams(
             mode=mode, temperature=options.temperature, max_tokens=options.max_tokens, logprobs=2
         )
-        questions = generate(CORPUS_SEED, options.prompts, split="heldout")
-        chats = [[{"role": "user", "content": question.prompt}] for question in questions]
         started = time.monotonic()
         return llm.chat(chats, params), time.monotonic() - started
 

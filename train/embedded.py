@@ -18,6 +18,7 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from train.corpus import REGIMES, generate
+from train.corpus.questions import as_question
 from wedlm_jax.errors import InputError
 from wedlm_jax.hf import load_checkpoint, save_checkpoint
 
@@ -26,7 +27,6 @@ QUESTIONS = {"low_entropy": 400, "reasoning": 400, "prose": 60}
 QUESTIONS_SEED = 2026
 # So many are drawn for each that is kept.
 DRAWS = 4
-MATCH = {"low_entropy": "text", "reasoning": "last_line", "prose": None}
 
 
 def export_embedded(trained: Path, destination: Path) -> None:
@@ -51,14 +51,7 @@ def _questions() -> Iterator[dict[str, str | None]]:
             QUESTIONS_SEED, DRAWS * QUESTIONS[regime], split="heldout", weights={regime: 1.0}
         )
         distinct = {sample.prompt: sample for sample in stream}
-        for sample in islice(distinct.values(), QUESTIONS[regime]):
-            yield {
-                "regime": regime,
-                "kind": sample.kind,
-                "prompt": sample.prompt,
-                "answer": sample.answer,
-                "match": MATCH[regime],
-            }
+        yield from map(as_question, islice(distinct.values(), QUESTIONS[regime]))
 
 
 if __name__ == "__main__":

@@ -61,12 +61,12 @@ def train(config: TrainConfig) -> Path:
       Stopped: SIGTERM came; the state is saved, and the same call goes on from it.
     """
     schedule_of(config)  # refused before anything is made
+    mesh = make_mesh(dataclasses.asdict(config.mesh))
+    check_runs_on(config.loss.attention, mesh.devices.flat[0].platform)
     output = Path(config.output)
     if is_first():
         output.mkdir(parents=True, exist_ok=True)
     wait_for_all("output")
-    mesh = make_mesh(dataclasses.asdict(config.mesh))
-    check_runs_on(config.loss.attention, mesh.devices.flat[0].platform)
     folder = tokenizer_folder(config, output)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     begin_or_resume(config, tokenizer, output)

@@ -1,7 +1,7 @@
 """The dual-stream training batch, built on the device from packed clean rows.
 
 Pure functions on static shapes: they run inside the jitted training step, so the
-host ships clean tokens only. Source: WeDLM section 4; DESIGN "Training batch".
+host ships clean tokens only. Source: WeDLM section 4.
 """
 
 from __future__ import annotations

@@ -4,14 +4,14 @@ Per row: n committed tokens stand in the cache; behind them an open window of sl
 filled, the others masked. A forward runs the filled slots first and the masks after
 them, so the leading filled run sees exactly the committed context and is committed by
 writing the window's keys and values at n and moving n past the run. Then masks are
-filled by the fill rule, and the window refills. Source: WeDLM section 5; DESIGN
-"Streaming decode".
+filled by the fill rule, and the window refills. Source: WeDLM section 5.
 
 Variants share the loop. Block-wise decoding, the paper's baseline, refills only when the
 whole window is committed. A row with a window of 0 is decoded autoregressively: its window is
 its last token, whose row predicts the next. A verified row has that token in front too, and
 behind it drafts that are committed only where they are what it would have predicted; see
-`wedlm_jax.verification`. Rows of all kinds run together.
+`wedlm_jax.verification`. Rows of all kinds run together, but for block-wise ones,
+whose loop is another program.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@ for long ones.
 
 All rows of a batch have equally much cache. Where some prompts need much more than others, one
 batch for all would give every row what the longest needs, and the memory would hold few rows. So
-prompts are sorted into classes, each twice as long as the one before, and a batch takes those of
-one class: many short rows or few long ones, in the same memory.
+prompts are sorted into classes, each twice as long as the one before (the last as long as the
+longest prompt), and a batch takes those of one class: many short rows or few long ones, in the same
+memory.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ class LLM:
       refill: "streaming", or "blockwise" for the paper's baseline.
       quantization: "int8" rounds the weights of matrices to 8 bits; None leaves them.
       kv_cache_dtype: "int8" rounds keys and values to 8 bits; None leaves them in ``dtype``.
-      attention: of the decode windows: "ragged", a TPU kernel, the default there; "dense"
-        elsewhere; "ragged_triton", a kernel for NVIDIA GPUs.
+      attention: of the decode windows: "dense"; "ragged", a TPU kernel, the default there for heads
+        of 128 and a cache that is not int8; "ragged_triton", a kernel for NVIDIA GPUs.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ class DualStreamMask:
         p3     1  1  .  .  .  .  1  1
 
     Samples are padded to whole blocks, so the pattern is the same for every row and
-    only the segment ids vary. Source: WeDLM section 4.2; DESIGN "Training batch".
+    only the segment ids vary. Source: WeDLM section 4.2.
 
     Attributes:
       segment_ids: int32 ``[B, L]``, shared by both streams; 0 for padding.

@@ -1,7 +1,7 @@
 """Block-aligned packing: samples of any length into rows of one, on the host.
 
 Every sample is padded to a multiple of the block size. So block structure is the same
-static pattern in every row, and only segment ids vary (DESIGN "Block-aligned packing").
+static pattern in every row, and only segment ids vary.
 """
 
 from __future__ import annotations

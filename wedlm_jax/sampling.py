@@ -247,7 +247,7 @@ def entropy(logits: Array) -> Array:
 def fill_rule(
     entropies: Array, slots: Array, is_mask: Array, threshold: Array, penalty: Array
 ) -> Array:
-    """The masks to fill in this forward (WeDLM section 5; DESIGN step 5).
+    """The masks to fill in this forward (WeDLM section 5).
 
     Args:
       entropies: float32 ``[B, W]``.

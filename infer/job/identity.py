@@ -1,4 +1,4 @@
-"""What a job depends on: equal identities mean equal rows."""
+"""What a job depends on: its input, its model, and the settings that say what a row becomes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Identity:
     Attributes:
       input: digest of the rows.
       checkpoint: digest of the model's files; the folder may be moved or copied.
-      settings: everything else that changes a result; JSON values.
+      settings: everything else that says what a row becomes; JSON values. What changes only how
+        sums are rounded, as batches and attention kernels do, is not here.
       shard_size: rows of a shard.
       rows: of the input.
     """
@@ -70,7 +71,7 @@ def identity_of(llm: LLM, workload: Workload) -> Identity:
         "version": __version__,
         "params": dataclasses.asdict(workload.params),
         "chat": workload.chat,
-        "window_size": llm.engine.window_size,
+        "window_size": "auto" if llm.engine.chooses_width else llm.engine.window_size,
         "refill": llm.engine.refill,
         "max_model_len": llm.engine.max_model_len,
         "dtype": llm.dtype,

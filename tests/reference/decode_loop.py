@@ -22,7 +22,7 @@ FullForward = Callable[[Sequence[int], Sequence[int]], np.ndarray]
 
 @dataclasses.dataclass
 class Decoded:
-    """A completion, the counts of DESIGN "Numbers to report", and the smallest margin of
+    """A completion, its counts of forwards and slots, and the smallest margin of
     all the choices that led to it."""
 
     token_ids: list[int] = dataclasses.field(default_factory=list)

@@ -167,6 +167,7 @@ CHANGES: list[Any] = [
     (["--dtype", "bfloat16"], "dtype is 'float32' there and 'bfloat16' here"),
     (["--max-model-len", "300"], "max_model_len is 320 there and 300 here"),
     (["--window-size", "0"], "window_size is 4 there and 0 here"),
+    (["--window-size", "auto"], "window_size is 4 there and 'auto' here"),
     (["--shard-size", "7"], "shard_size is 4 there and 7 here"),
     ("input", "the input is another"),
     ("model", "the checkpoint is another"),
