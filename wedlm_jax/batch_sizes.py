@@ -122,6 +122,11 @@ def largest_cache(engine: Engine) -> int:
     return cache_bucket(room + num_slots(engine.windows[-1]))
 
 
+def smallest_cache(engine: Engine) -> int:
+    """The cache rows below which no prompt has room."""
+    return _room(1, 1) + num_slots(engine.windows[-1])
+
+
 def _room(length: int, max_tokens: int) -> int:
     last = (length - 1) // LONGEST_PIECE * LONGEST_PIECE
     return max(last + piece_bucket(length - last, last), length + max_tokens)

@@ -14,14 +14,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from wedlm_jax.batch_sizes import largest_cache
+from wedlm_jax.batch_sizes import largest_cache, smallest_cache
 from wedlm_jax.sharding import shards
 
 if TYPE_CHECKING:
     from wedlm_jax.engine import Engine
 
 SMALLEST_CLASS = 64
-"""Rows of cache that the shortest class has, at least."""
+"""Rows of cache that the shortest class has, at least; more where a window is wide."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +42,23 @@ def engine_classes(
     engine: Engine, rows: int, max_cache_tokens: int | None
 ) -> tuple[LengthClass, ...]:
     """`length_classes` for all prompts that an engine takes, on the mesh in use."""
-    return length_classes(rows, largest_cache(engine), max_cache_tokens, multiple=shards("batch"))
+    smallest = SMALLEST_CLASS
+    # What stands behind a text is as long as the window: a class below that holds no prompt.
+    while smallest < smallest_cache(engine):
+        smallest *= 2
+    return length_classes(
+        rows, largest_cache(engine), max_cache_tokens,
+        multiple=shards("batch"), smallest=smallest,
+    )  # fmt: skip
 
 
 def length_classes(
-    rows: int, largest: int, max_cache_tokens: int | None = None, *, multiple: int = 1
+    rows: int,
+    largest: int,
+    max_cache_tokens: int | None = None,
+    *,
+    multiple: int = 1,
+    smallest: int = SMALLEST_CLASS,
 ) -> tuple[LengthClass, ...]:
     """The classes, shortest first. The first is as long as ``rows`` rows may be; from there the
     length doubles and the rows halve, up to the longest prompt.
@@ -57,11 +69,12 @@ def length_classes(
       max_cache_tokens: rows of cache of all prompts of a batch together, at least ``multiple``
         times ``largest``; None for as many as ``rows`` of the longest need, and one class.
       multiple: of which a batch's rows are one, as on a mesh those of its shards.
+      smallest: rows of cache that a prompt of the first class has, at least.
     """
     if max_cache_tokens is None:
         return (LengthClass(None, rows),)
     rows = -(-rows // multiple) * multiple
-    size = SMALLEST_CLASS
+    size = smallest
     while 2 * size * rows <= max_cache_tokens:
         size *= 2
     sizes = []

@@ -15,9 +15,10 @@ from tests.decode_examples import Row, rows, run
 from wedlm_jax import length_classes as classes_module
 from wedlm_jax import scheduler as scheduler_module
 from wedlm_jax.batch import Batch
-from wedlm_jax.batch_sizes import BatchSizes
+from wedlm_jax.batch_sizes import BatchSizes, cache_needed
 from wedlm_jax.engine import Engine
-from wedlm_jax.length_classes import LengthClass, class_of, length_classes
+from wedlm_jax.length_classes import LengthClass, class_of, engine_classes, length_classes
+from wedlm_jax.model import Transformer
 from wedlm_jax.row_result import RowResult
 from wedlm_jax.sampling import SamplingParams
 from wedlm_jax.scheduler import Scheduler
@@ -140,6 +141,16 @@ def test_without_a_limit_there_is_one_kind_of_batch(
     for _ in Scheduler(streaming_engine, requests, rows=4).run():
         pass
     assert opened == [(4, 64)]
+
+
+@pytest.mark.parametrize(("window", "sizes"), [(12, [32, 64, 96]), (16, [64, 96])])
+def test_the_shortest_class_holds_a_prompt_of_any_window(
+    tiny_model: Transformer, window: int, sizes: list[int]
+) -> None:
+    engine = Engine(tiny_model, window_size=window)
+    classes = engine_classes(engine, 8, 192)
+    assert [each.cache_size for each in classes] == sizes
+    assert cache_needed(engine, [2], SHORT) <= sizes[0]
 
 
 def test_rows_halve_where_lengths_double() -> None:
