@@ -117,15 +117,18 @@ class LLM:
           InputError: rows of that size do not fit into the device's memory.
         """
         params = params or SamplingParams()
-        length = self.engine.max_model_len - params.max_tokens
-        if length < 1:
+        if params.max_tokens >= self.engine.max_model_len:
             raise InputError(
                 f"max_tokens {params.max_tokens} leaves no room for a prompt in max_model_len "
                 f"{self.engine.max_model_len}"
             )
-        row = ([0] * length, self._with_bad_words_as_ids(params))
+        row = ([0], self._with_bad_words_as_ids(params))
+        # A prompt may be longer where its completion is shorter, and is then padded further.
+        largest = largest_cache(self.engine)
         self._sizes = tuple(
-            BatchSizes.for_rows(self.engine, [row], count=each.rows, cache_size=each.cache_size)
+            BatchSizes.for_rows(
+                self.engine, [row], count=each.rows, cache_size=each.cache_size or largest
+            )
             for each in engine_classes(self.engine, self.max_batch_size, self.max_cache_tokens)
         )
         warm_up(self.engine, self._sizes, on_step)

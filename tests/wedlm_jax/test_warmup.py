@@ -13,6 +13,7 @@ from tests.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax import batch as batch_module
 from wedlm_jax import batch_sizes as sizes_module
 from wedlm_jax import length_classes as classes_module
+from wedlm_jax import llm as llm_module
 from wedlm_jax import prefix as prefix_module
 from wedlm_jax import scheduler as scheduler_module
 from wedlm_jax import warmup as warmup_module
@@ -70,6 +71,24 @@ def test_batches_of_every_length_class_compile_nothing_more(
     llm.generate(prompts, dataclasses.replace(longest, max_tokens=9))
     llm.generate([[5] * 36], longest)
     assert llm.engine.num_programs == programs
+
+
+@pytest.mark.parametrize(("context", "limit"), [(90, 30), (95, 12), (96, 1), (19, 2)])
+def test_the_sizes_hold_every_prompt_that_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, context: int, limit: int
+) -> None:
+    monkeypatch.setattr(llm_module, "warm_up", lambda engine, sizes, on_step: None)
+    folder = write_tiny_checkpoint(tmp_path / "tiny")
+    llm = LLM(folder, window_size=0, max_model_len=context, max_batch_size=4)
+    params = SamplingParams(max_tokens=limit, logprobs=2, repetition_penalty=1.5)
+    llm.warm_up(params)
+    (sizes,) = llm._sizes
+    assert sizes.rows == 4
+    for length in range(1, context):
+        most = min(limit, context - length)
+        for tokens in {1, most}:
+            one = dataclasses.replace(params, max_tokens=tokens)
+            assert sizes.holds(llm.engine, [5] * length, one), (length, tokens)
 
 
 def test_compiled_programs_are_kept_where_the_user_s_caches_are(
