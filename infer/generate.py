@@ -119,7 +119,7 @@ def _add_model(group: Any) -> None:
         help="cache of all prompts that decode together, at most: short prompts then decode with "
         "short ones, long ones fewer at a time [as --batch-size of the longest need]")  # fmt: skip
     add("--warmup", action="store_true", default=False,
-        help="first compile all that prompts of --max-model-len can need")  # fmt: skip
+        help="with --input: first compile what prompts of --max-model-len can need")  # fmt: skip
     add("--attention", choices=("dense", "ragged", "ragged_triton"),
         help="of the decode windows; ragged (TPUs) and ragged_triton (NVIDIA GPUs) are kernels "
         "that read the live part of each row's cache [ragged on a TPU with heads of 128 and no "
@@ -248,6 +248,11 @@ def _check_combination(options: dict[str, Any]) -> None:
     alone = [name for name in JOB_OPTIONS if name in options and "input" not in options]
     if alone:
         raise InputError(f"--{alone[0].replace('_', '-')} goes with --input")
+    if "prompt" in options and options["warmup"]:
+        raise InputError(
+            "--warmup goes with --input; --prompt decodes in one row, not in the batch that a "
+            "warm-up compiles"
+        )
     if "prompt" in options and options.get("n", 1) > 1:
         raise InputError(
             f"--n: expected 1 with --prompt, which streams one completion, not {options['n']}; "

@@ -107,7 +107,8 @@ class LLM:
         on_step: Callable[[int, int], None] | None = None,
     ) -> None:
         """Compiles all that prompts can need which fit, with completions of at most
-        ``params.max_tokens``, into ``max_model_len``. From then on rows have that size.
+        ``params.max_tokens``, into ``max_model_len``. From then on rows of `generate`, `chat` and
+        `run` have that size; `stream` has one row, for which its first call compiles.
 
         Args:
           params: what rows ask for; other options than these are compiled when a row has them.

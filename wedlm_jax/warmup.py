@@ -1,8 +1,9 @@
 """Every program that a batch can need, compiled before the first prompt comes.
 
-A server or a timed run then never waits for the compiler: `Engine.num_programs` does not move
-afterwards. With compiled programs kept on disk (`wedlm_jax.compiled_cache`) the next start is
-quick too.
+A server or a timed run then never waits for the compiler: while its batches have the sizes that
+were compiled, `Engine.num_programs` does not move. A batch of other sizes, as the one row of
+`LLM.stream` is, compiles programs of its own. With compiled programs kept on disk
+(`wedlm_jax.compiled_cache`) the next start is quick too.
 """
 
 from __future__ import annotations

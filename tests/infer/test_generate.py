@@ -192,6 +192,7 @@ def test_help_imports_nothing_heavy() -> None:
         (["--prompt", "a", "--fail-fast"], "--fail-fast goes with --input"),
         (["--prompt", "a", "--shard-size", "5"], "--shard-size goes with --input"),
         (["--prompt", "a", "--logprobs", "5"], "--logprobs goes with --input"),
+        (["--prompt", "a", "--warmup"], "--warmup goes with --input"),
         (["--prompt", "a", "--n", "2"], "--n: expected 1 with --prompt, which streams one compl"),
         (["--prompt", "a", "--n", "0"], "--n: expected an integer from 1 to 1024, not 0"),
         (["--input", __file__, "--output", "b", "--n", "2"], "--n: expected 1 at temperature 0"),
