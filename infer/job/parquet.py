@@ -89,13 +89,26 @@ def _columns(parquet: Any, names: list[str], start: int) -> Iterator[dict[str, A
 
 
 def _as_fields(row: dict[str, Any]) -> dict[str, Any]:
-    """A column that other rows fill is not a key of this one; so within ``sampling``."""
+    """A column that other rows fill is not a key of this one; so within ``sampling``, however
+    deep: the objects there, too, are structs with the keys of all rows."""
     fields = {key: value for key, value in row.items() if value is not None}
     sampling = fields.get("sampling")
     if isinstance(sampling, dict):
-        fields["sampling"] = {key: x for key, x in sampling.items() if x is not None}
+        fields["sampling"] = _without_nulls(sampling)
     elif isinstance(sampling, str):
         # One column type does not suit every row's fields; a text of JSON does.
         with contextlib.suppress(ValueError, RecursionError):
             fields["sampling"] = json.loads(sampling)
     return fields
+
+
+def _without_nulls(struct: dict[str, Any]) -> dict[str, Any]:
+    """A struct without its nulls, nor structs in it that are nothing else: these cannot be told
+    from a null."""
+    kept = {}
+    for key, value in struct.items():
+        if isinstance(value, dict):
+            value = _without_nulls(value) or None
+        if value is not None:
+            kept[key] = value
+    return kept

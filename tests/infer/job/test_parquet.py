@@ -48,6 +48,27 @@ def test_parquet_rows_are_those_of_jsonl(
     assert "columns that are no keys of a row are not read: source" in said
 
 
+def test_structs_within_sampling_have_no_keys_of_other_rows(
+    work: Path, model: Path, quick: None
+) -> None:
+    from infer.job.parquet import parquet_rows
+    from infer.job.source import PARQUET, InputFile
+
+    written = [
+        {"logit_bias": {"5": 1.0}},
+        {"logit_bias": {"9": 2.0}, "top_k": 3},
+        {"logit_bias": None},
+        {"logit_bias": {}},
+        {"logit_bias": {"5": None}},
+    ]
+    write_parquet([{"prompt": "a", "sampling": each} for each in written], "in.parquet")
+    file = InputFile(Path("in.parquet"), "in.parquet", "in.parquet", PARQUET)
+    read = [row["sampling"] for row in parquet_rows(file)]
+    assert read == [*written[:2], {}, {}, {}], "a struct of nulls is no value"
+    assert run(model, input="in.parquet") == 0
+    assert not [row for row in results() if "error" in row]
+
+
 def test_sampling_as_a_text_of_json(work: Path, model: Path, quick: None) -> None:
     texts = ['{"top_k": 5, "entropy_threshold": null}', '{"top_k": -1}', "no JSON", None]
     write_parquet([{"prompt": "a", "sampling": text} for text in texts], "in.parquet")
