@@ -66,6 +66,8 @@ def main(arguments: list[str]) -> int:
             if options.output is not None:
                 with Path(options.output).open("a", encoding="utf-8") as file:
                     file.write(json.dumps(now) + "\n")
+    if not samples:
+        raise InputError(f"--minutes {options.minutes}: over before the first prompt began")
     return _judge(samples, programs, llm.engine.num_programs)
 
 

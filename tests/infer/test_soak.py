@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from infer import soak
 from wedlm_jax.errors import InputError
+from wedlm_jax.llm import LLM
 
 
 def sampled(*resident: float) -> list[dict[str, float]]:
@@ -37,3 +40,11 @@ def test_memory_in_use_is_seen_to_grow() -> None:
 def test_no_time_at_all_is_refused() -> None:
     with pytest.raises(InputError, match="--minutes"):
         soak.main(["--minutes", "0"])
+
+
+def test_too_little_time_for_a_prompt_is_told(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LLM, "warm_up", lambda llm, params: None)
+    with pytest.raises(InputError, match=r"--minutes 1e-09: over before the first prompt"):
+        soak.main(["--model", str(checkpoint), "--minutes", "1e-9"])
