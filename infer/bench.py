@@ -77,8 +77,9 @@ def main(arguments: list[str]) -> int:
     add("--output", metavar="FILE", help="also write the figures as JSON")
     add("--plot", metavar="FILE", help="also draw them (.svg, .png or .pdf; needs matplotlib)")
     options = parser.parse_args(arguments)
-    if min(options.rows) < 1 or options.passes < 1:
-        raise InputError("--rows and --passes: expected at least 1")
+    counts = [*options.rows, options.passes]
+    if min(counts) < 1 or (options.prompts is not None and options.prompts < 1):
+        raise InputError("--rows, --prompts and --passes: expected at least 1")
     if options.output is not None and not Path(options.output).resolve().parent.is_dir():
         raise InputError(f"--output {options.output}: no such folder to write it in")
     if options.plot is not None:

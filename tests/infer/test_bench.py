@@ -65,6 +65,8 @@ def test_the_command_compares_and_draws(
     [
         ("--rows 0", "--rows"),
         ("--passes 0", "--passes"),
+        ("--prompts 0", "--prompts"),
+        ("--prompts -3", "--prompts"),
         ("--window-size four", "'four'"),
         ("--questions nowhere.jsonl", "nowhere.jsonl"),
         ("--plot speeds.bmp", "ends with one of"),
