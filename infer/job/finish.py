@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.job.durable import naming, write_json, written_beside
-from infer.job.result_rows import Counts
+from infer.job.result_rows import Counts, writable
 from infer.job.shard_folder import STATS, ShardFolder
 from infer.job.source import COPY_BYTES
 from wedlm_jax.errors import InputError
@@ -75,4 +75,4 @@ def _put_together(
                     f"{path}: is not what {folder.manifest_path(shard).name} says; remove both, "
                     "and start again"
                 )
-    return {"name": output.name, "bytes": size, "sha256": whole.hexdigest()}
+    return {"name": writable(output.name), "bytes": size, "sha256": whole.hexdigest()}

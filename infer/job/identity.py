@@ -104,7 +104,7 @@ def folder_digest(folder: Path) -> str:
             if path.suffix not in MODEL_FILES or not path.is_file():
                 continue
             size = path.stat().st_size
-            digest.update(f"{path.name}\n{size}\n".encode())
+            digest.update(os.fsencode(path.name) + f"\n{size}\n".encode())
             with path.open("rb") as file:
                 if size <= WHOLE_FILE:
                     digest.update(file.read())

@@ -159,6 +159,7 @@ class Job:
     def was_finished(self, folder: ShardFolder) -> bool:
         """Whether the job has ended already; says that, or what is there of it."""
         if counts := finished_before(folder, self.output.file):
+            folder.drop_shards()  # a pipe's copy, or what an end that was cut short has left
             self.say(f"{self.output.shown} is there already, with {counts.rows:,} rows")
             return True
         if folder.kept_rows(folder.shards):
@@ -167,8 +168,9 @@ class Job:
 
     def end(self, folder: ShardFolder, standing: Standing) -> int:
         """Ends the job if all its shards are there, whoever finished them."""
-        counts = finished_before(folder, self.output.file)
         missing, host = len(folder.shards) - len(folder.finished()), self.options.host
+        # Asked after: whoever ends the job says so before it takes the shards away.
+        counts = finished_before(folder, self.output.file)
         if counts is not None:
             # Another process has ended the job while this one was at its last shards.
             folder.drop_shards()

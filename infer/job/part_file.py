@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,20 @@ RESULT = b', "result": '
 
 SYNC_SECONDS = 2.0
 """What a crash of the machine may cost. The end of a process costs nothing that was added."""
+
+
+OPEN_FILES = 2**14
+"""A shard's file is open, and locked, while rows of it are under way or wait for others of their
+kind: that may be thousands of shards of few rows."""
+
+
+def allow_open_files() -> None:
+    """Many systems let a process open a few hundred files, and more when it asks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class InUse(Exception):
@@ -107,7 +122,9 @@ class PartFile:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             sync(self._file)
-        self._file.close()
+        # What could not be written, as `add` has said, is tried once more here.
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)

@@ -89,7 +89,9 @@ def _run(ray: Any, job: Job, load: Callable[[], LLM], cluster: RayCluster) -> in
     index = workload.index
     if not index.rows:
         return job.end_empty(index)
-    done = finished_shards(job.output.folder, index.shards)
+    # Where rows may be dropped, only an actor knows whether they are of this job.
+    overwrite, folder = job.options.overwrite, job.output.folder
+    done = set() if overwrite else finished_shards(folder, index.shards)
     missing = [shard for shard in index.shards if shard.number not in done]
     _connect(ray, cluster.address)
     resources, count = _actors(ray, cluster.actors)
@@ -220,12 +222,13 @@ class _ShardActor:
             self._llm = llm
         if finished_before(self._folder, self._output.file):
             return _nothing()  # its shards have become one file
+        there = sum(shard.rows for shard in shards if self._folder.is_finished(shard))
         decoder = ShardDecoder(self._llm, self._workload, self._folder, StopRequest())
         decoder.run(shards, lambda _: None)
         return {
             **_nothing(),
             **decoder.counts.as_json(),
-            "earlier": decoder.earlier,
+            "earlier": there + decoder.earlier,
             "compile_seconds": self._llm.engine.compile_seconds,
         }
 

@@ -52,11 +52,14 @@ def error_row(name: RowId | None, error: str, line: int, file: str | None) -> di
       line: its line, from 1; in Parquet its row.
       file: its file, where the job has several.
     """
-    # A message may quote what no file can hold.
-    error = error.encode("utf-8", "backslashreplace").decode("utf-8")
     row: dict[str, Any] = {} if name is None else {"id": name}
-    row |= {"error": error, "line": line}
-    return row if file is None else {**row, "file": file}
+    row |= {"error": writable(error), "line": line}
+    return row if file is None else {**row, "file": writable(file)}
+
+
+def writable(text: str) -> str:
+    """A message may quote, and a file be called, what UTF-8 cannot hold."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def encoded(row: dict[str, Any]) -> bytes:

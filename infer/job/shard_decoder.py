@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from infer.job.part_file import InUse, PartFile
+from infer.job.part_file import InUse, PartFile, allow_open_files
 from infer.job.prompt_rows import RowId, checked_row, prepared_row, row_fields, row_id
 from infer.job.records import Content, Place, read_from
 from infer.job.result_rows import Counts, error_row, result_row
@@ -152,6 +152,7 @@ class ShardDecoder:
             self._stop.check()
             on_progress(now)
 
+        allow_open_files()
         rows = self._rows(shards)
         try:
             for batch in self._llm.run(rows, told, stopping=lambda: self._stop.requested):

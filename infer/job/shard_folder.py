@@ -55,6 +55,7 @@ class ShardFolder:
     ):
         self.folder, self.identity, self.shards = folder, identity, shards
         self.parts = folder / PARTS
+        self._job = {"wedlm_generate": FORMAT, **identity.as_json()}
         with naming(folder):
             folder.mkdir(exist_ok=True)
             with alone(folder):
@@ -90,7 +91,9 @@ class ShardFolder:
 
         Raises:
           InUse: another process is at it.
+          InputError: another job has taken the folder.
         """
+        self._check_owner()
         if self.is_finished(shard):
             return None
         self._make_parts()
@@ -103,8 +106,13 @@ class ShardFolder:
         return part
 
     def seal(self, shard: Shard, part: PartFile) -> None:
-        """Makes a finished shard of a part file that has all of its rows."""
+        """Makes a finished shard of a part file that has all of its rows.
+
+        Raises:
+          InputError: another job has taken the folder, or it cannot be written.
+        """
         assert part.is_whole, "rows are missing"
+        self._check_owner()
         self._make_parts()
         counts, digest, size = Counts(), hashlib.sha256(), 0
         with written_beside(self.data_path(shard), self.parts) as out:
@@ -120,24 +128,30 @@ class ShardFolder:
             "sha256": digest.hexdigest(),
             "job": self.identity.as_json(),
         }
-        write_json(self.manifest_path(shard), manifest, self.parts)
+        with naming(self.folder), alone(self.folder):
+            self._check_owner()
+            write_json(self.manifest_path(shard), manifest, self.parts)
         part.remove()
 
     def manifests(self) -> Iterator[dict[str, Any]]:
         """Of all shards, in order.
 
         Raises:
-          InputError: one is missing or damaged.
+          InputError: one is missing, damaged, or of another job.
         """
+        job = self.identity.as_json()
 
         def read(shard: Shard) -> dict[str, Any]:
             path = self.manifest_path(shard)
             try:
                 manifest = json.loads(path.read_bytes())
                 Counts(**manifest["counts"])
-                return manifest
+                of_this_job = manifest["job"] == job
             except (OSError, ValueError, KeyError, TypeError):
                 raise InputError(f"{path}: cannot be read; remove it, and start again") from None
+            if not of_this_job:
+                raise InputError(f"{path}: is of another job; remove it, and start again")
+            return manifest
 
         # A mounted bucket takes long for each file.
         with ThreadPoolExecutor(READERS) as readers:
@@ -162,10 +176,23 @@ class ShardFolder:
                 if which(path.name):
                     _remove(path)
 
+    def _check_owner(self) -> None:
+        """Two jobs may be given one folder while neither has rows to lose: the later one has it."""
+        if (found := read_job(self.folder)) == self._job:
+            return
+        raise InputError(
+            f"{self.folder}: another job has taken this folder meanwhile ({self._unlike(found)})"
+        )
+
+    def _unlike(self, found: dict[str, Any] | None) -> str:
+        theirs = dict(found or {})
+        if theirs.pop("wedlm_generate", None) != FORMAT:
+            return f"no {JOB} of this version tells which"
+        return self.identity.differences(theirs)
+
     def _take_folder(self, overwrite: bool) -> None:
-        path, mine = self.folder / JOB, {"wedlm_generate": FORMAT, **self.identity.as_json()}
         found = read_job(self.folder)
-        if found == mine:
+        if found == self._job:
             return
         if found is None and (other := sorted(_foreign(self.folder))):
             raise InputError(
@@ -173,19 +200,14 @@ class ShardFolder:
                 f"{other[0]}"
             )
         if not overwrite and (rows := _kept_of_another(self.folder)):
-            theirs = dict(found or {})
-            if theirs.pop("wedlm_generate", None) == FORMAT:
-                why = self.identity.differences(theirs)
-            else:
-                why = f"no {JOB} of this version tells which"
             raise InputError(
-                f"{self.folder}: holds {rows} of another job ({why}); name another output, or "
-                "drop them with --overwrite"
+                f"{self.folder}: holds {rows} of another job ({self._unlike(found)}); name another "
+                "output, or drop them with --overwrite"
             )
         for old in _ours(self.folder):
             if not old.name.startswith(SPOOL):
                 _remove(old)
-        write_json(path, mine, self.folder)
+        write_json(self.folder / JOB, self._job, self.folder)
 
 
 def finished_shards(folder: Path, shards: Sequence[Shard]) -> set[int]:

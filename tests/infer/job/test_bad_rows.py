@@ -329,3 +329,16 @@ def test_a_thousand_malformed_lines_are_a_thousand_error_rows(
             assert 5 < len(row["error"]) < 400, row
             assert "could not be turned into tokens" not in row["error"], "every kind is known"
     assert len({row["error"] for row in rows if "error" in row}) > 150
+
+
+@pytest.mark.parametrize("output", ["out", os.fsdecode(b"caf\xe9.jsonl")])
+def test_names_of_files_that_are_not_text(
+    work: Path, model: Path, quick: None, output: str
+) -> None:
+    Path("in").mkdir()
+    write(words(2), "in/a.jsonl")
+    Path(os.fsdecode(b"in/caf\xe9.jsonl")).write_bytes(lines([{"promt": "a"}]))
+    assert run(model, input="in", output=output) == 0
+    good, _, bad = results(output)
+    assert "error" not in good
+    assert (bad["file"], bad["line"]) == ("caf\\udce9.jsonl", 1)

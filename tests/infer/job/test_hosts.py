@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,43 @@ def test_two_writers_of_one_shard_do_no_harm(
         assert sorted(path.name for path in Path("out.jsonl.shards").iterdir()) == [
             "job.json", "stats.json"
         ]  # fmt: skip
+
+
+@pytest.mark.parametrize("output", ["out.jsonl", "out"])
+def test_another_job_that_takes_the_folder_gets_no_rows_of_this_one(
+    work: Path, model: Path, quick: None, output: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    write(words(7))
+    assert run(model, "--seed", "5", "--shard-size", "3", output="alone") == 0
+    seal, depth = ShardFolder.seal, itertools.count()
+
+    def meanwhile(self: ShardFolder, *arguments: Any) -> None:
+        if next(depth) == 1:
+            assert run(model, "--seed", "5", "--overwrite", output=output) == 0
+        seal(self, *arguments)
+
+    monkeypatch.setattr(ShardFolder, "seal", meanwhile)
+    assert run(model, "--shard-size", "3", output=output) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "another job has taken this folder meanwhile (seed is 5 there and 0 here)" in said
+    assert results(output) == results("alone")
+
+
+def test_a_shard_of_another_job_is_not_put_into_the_output(
+    work: Path, model: Path, quick: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(words(7))
+    assert run(model, "--shard-size", "3", output="out") == 0
+    path = Path("out/rows-00001-of-00003.manifest.json")
+    manifest = read_json(str(path))
+    manifest["job"]["settings"]["params"]["seed"] = 5
+    path.write_text(json.dumps(manifest), encoding="utf-8")
+    capsys.readouterr()
+    assert run(model, output="out") == 2
+    assert f"{path}: is of another job; remove it" in capsys.readouterr().err
+    path.unlink()
+    assert run(model, output="out") == 0
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,29 @@ def test_what_was_added_is_on_the_disk_before_long(
         assert part.path.read_bytes().endswith(b"}}\n"), "no end of the process loses it"
     assert synced == [100.0 + part_file.SYNC_SECONDS * 1.2]
     part.remove()
+
+
+def test_a_full_disk_is_told_once(tmp_path: Path) -> None:
+    part = start(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (part.path.stat().st_size + 10, before[1]))
+    try:
+        with pytest.raises(InputError, match=r"\.part: cannot be written \(File too large\)"):
+            part.add({ORDER[0]: {"text": "x" * 100}})
+        part.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_as_many_files_may_be_open_as_the_system_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        part_file.allow_open_files()
+        now = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert now == (min(part_file.OPEN_FILES, hard), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_unwritable_place_is_named(tmp_path: Path) -> None:

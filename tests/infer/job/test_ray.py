@@ -62,6 +62,10 @@ def test_actors_finish_what_a_host_has_begun_and_give_the_same_rows(
     assert run(model, "--ray", "--seed", "5", output="out") == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"wedlm generate: {work / 'out'}: holds 7 shards of another job (seed ")
+    assert run(model, "--ray", "--seed", "5", "--overwrite", output="out") == 0
+    assert run(model, "--seed", "5", "--shard-size", "3", output="alone") == 2
+    assert run(model, "--seed", "5", "--shard-size", "3", output="seed 5") == 0
+    assert contents("out") == contents("seed 5")
 
 
 def actor(model: Path, output: str = "out.jsonl", seed: int = 0) -> _ShardActor:
