@@ -38,6 +38,7 @@ LONG_ONE_IN = 8
 MORE_ROWS = 4
 """How many times as many rows short prompts may have as long ones, in the same memory."""
 WINDOWS: tuple[int | str, ...] = (0, 4, 8, 16, 32, "auto")
+COMPARISONS = ("batches", "prefixes", "lengths", "windows")
 
 
 Run = Callable[["LLM"], tuple[int, int]]
@@ -65,6 +66,8 @@ def main(arguments: list[str]) -> int:
     add("--questions", metavar="FILE", help="JSONL questions [those of the embedded model]")
     add("--rows", type=int, nargs="+", default=[1, 8, 32, 128], metavar="N",
         help="prompts at a time, one or more [1 8 32 128]")  # fmt: skip
+    add("--compare", nargs="+", choices=COMPARISONS, default=list(COMPARISONS),
+        help="what, in the order above; one or more [all]")  # fmt: skip
     add("--prompts", type=int, metavar="N",
         help=f"prompts in all [{PROMPTS_A_ROW} a row, at least 24]")  # fmt: skip
     add("--window-size", nargs="+", default=[str(w) for w in WINDOWS], metavar="W",
@@ -136,30 +139,44 @@ def _compare(
     count = options.prompts or max(PROMPTS_A_ROW * rows, 24)
     first = llm(options.fixed_window)
     work = mixed_lengths(first, regimes, count)
-    fixed: Ways = {
-        f"fixed batches, W = {options.fixed_window}": (first, partial(_fixed, work, rows)),
-        f"continuous, W = {options.fixed_window}": (first, partial(_continuous, work)),
-    }
-    yield measure(fixed, rows, count, options.passes)
-    shots = few_shot(first, regimes, count)
-    prefixes: Ways = {
-        f"{SHOTS} shots, each computed": (first, partial(_shared, shots, rows, False)),
-        f"{SHOTS} shots, computed once": (first, partial(_shared, shots, rows, True)),
-    }
-    yield measure(prefixes, rows, count, options.passes)
-    if rows > 1 and (ways := _by_length(first, regimes, rows, count)):
-        yield measure(ways, rows, count, options.passes)
-    by_window: Ways = {}
+    if "batches" in options.compare:
+        fixed: Ways = {
+            f"fixed batches, W = {options.fixed_window}": (first, partial(_fixed, work, rows)),
+            f"continuous, W = {options.fixed_window}": (first, partial(_continuous, work)),
+        }
+        yield measure(fixed, rows, count, options.passes)
+    if "prefixes" in options.compare:
+        shots = few_shot(first, regimes, count)
+        prefixes: Ways = {
+            f"{SHOTS} shots, each computed": (first, partial(_shared, shots, rows, False)),
+            f"{SHOTS} shots, computed once": (first, partial(_shared, shots, rows, True)),
+        }
+        yield measure(prefixes, rows, count, options.passes)
+    if "lengths" in options.compare and rows > 1:
+        ways = _by_length(first, regimes, rows, count)
+        if ways:
+            yield measure(ways, rows, count, options.passes)
+    if "windows" in options.compare:
+        yield measure(_by_window(options, windows, llm, work), rows, count, options.passes)
+
+
+def _by_window(
+    options: argparse.Namespace,
+    windows: Sequence[int | str],
+    llm: Callable[[int | str], LLM],
+    work: Sequence[Row],
+) -> Ways:
+    ways: Ways = {}
     for window in windows:
         model = llm(window)
         if window == 0:
-            by_window["AR"] = model, partial(_continuous, work)
+            ways["AR"] = model, partial(_continuous, work)
             continue
         for mode in options.mode:
             name = f"W = {window}" if mode == "paper" else f"W = {window}, {mode}"
             of_mode = [(prompt, dataclasses.replace(p, mode=mode)) for prompt, p in work]
-            by_window[name] = model, partial(_continuous, of_mode)
-    yield measure(by_window, rows, count, options.passes)
+            ways[name] = model, partial(_continuous, of_mode)
+    return ways
 
 
 def _by_length(llm: LLM, regimes: Regimes, rows: int, count: int) -> Ways:

@@ -60,6 +60,18 @@ def test_the_command_compares_and_draws(
     assert all(way in printed and way in drawn for way in speeds)
 
 
+def test_some_comparisons_alone(
+    checkpoint: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(infer.bench, "LENGTHS", (2, 4))
+    output = tmp_path / "speeds.json"
+    arguments = f"--model {checkpoint} --questions {questions} --rows 1 --prompts 2 --passes 1 "
+    arguments += f"--compare windows --window-size 0 2 --mode verified --output {output}"
+    assert infer.bench.main(arguments.split()) == 0
+    ways = [row["way"] for row in json.loads(output.read_text(encoding="utf-8"))]
+    assert ways == ["AR", "W = 2, verified"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
