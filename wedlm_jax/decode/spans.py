@@ -1,0 +1,182 @@
+"""Which tokens a forward runs: a span of each sequence, one behind the other.
+
+A span is the next chunk of a prompt, a window, or both: where the chunk is the prompt's last,
+the window stands behind it in the same forward. All are the same to the model, a causal
+prefill chunk: its keys and values are written behind what the sequence has computed, and what
+was not committed is overwritten by the next forward.
+
+Four sequences in a forward of T = 16 (``c`` chunk, ``f`` filled slot, ``m`` mask, ``.`` padding)::
+
+    sequence   0 0 0 0 0 0  1 1 1 1  2  3 3 3  .  .
+    token      c c c c m m  f f m m  f  c c c  .  .
+               prompt ends  window   AR more prompt to come
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from wedlm_jax.attention.ragged_pages import Spans
+from wedlm_jax.decode.options import Options
+from wedlm_jax.decode.state import DecodeState
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Allowance:
+    """What the host allows a burst of forwards.
+
+    Attributes:
+      page_table: int32 ``[N, max_pages]``, the pages of each sequence, 0 behind them.
+      capacity: int32 ``[N]``, tokens that they hold.
+      arrival: int32 ``[N]``, who came first: the lowest is served first.
+      chunk_tokens: int32, tokens of prompts that a forward may compute beside the windows.
+      max_forwards: int32, forwards of the burst at most.
+      until_finished: int32, sequences that finish before the burst ends.
+    """
+
+    page_table: Array
+    capacity: Array
+    arrival: Array
+    chunk_tokens: Array
+    max_forwards: Array
+    until_finished: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SpanPlan:
+    """The spans of one forward.
+
+    Attributes:
+      starts: int32 ``[N+1]``, the flat place where each span starts; the last is their sum.
+      chunk: int32 ``[N]``, tokens of each prompt that it computes.
+      window: bool ``[N]``, whether the window stands behind them.
+      order: int32 ``[N, P]``, the slot at each physical place of the window: filled slots first,
+        then masks, each in logical order.
+    """
+
+    starts: Array
+    chunk: Array
+    window: Array
+    order: Array
+
+    @property
+    def num_tokens(self) -> Array:
+        """int32, real tokens of the forward."""
+        return self.starts[-1]
+
+
+def plan_spans(
+    state: DecodeState, allowance: Allowance, token_sizes: tuple[int, ...]
+) -> SpanPlan:
+    """Shares out a forward: windows first, then prompts, each in order of arrival.
+
+    Prompts also get what is left up to the next size of a forward, which is computed anyway.
+
+    Args:
+      token_sizes: the static sizes T, smallest first.
+    """
+    most = token_sizes[-1]
+    ready = state.running & has_room(state, allowance)
+    earlier = allowance.arrival[None, :] < allowance.arrival[:, None]
+
+    def before(tokens: Array) -> Array:
+        return jnp.where(earlier, tokens[None, :], 0).sum(axis=1)
+
+    # Windows of sequences that still compute their prompt are reserved too: it may end here.
+    slots = jnp.where(ready, state.active, 0)
+    ready &= before(slots) + slots <= most
+    slots = jnp.where(ready, slots, 0)
+    left = jnp.where(ready, state.prefill_length - state.num_computed, 0)
+    ahead = before(left)
+
+    def granted(budget: Array) -> tuple[Array, Array]:
+        chunk = jnp.clip(budget - ahead, 0, left)
+        window = ready & (chunk == left)
+        return chunk, window
+
+    free = most - slots.sum()
+    chunk, window = granted(jnp.minimum(allowance.chunk_tokens, free))
+    wanted = chunk.sum() + slots.sum()
+    sizes = jnp.array(token_sizes)
+    size = jnp.min(jnp.where(sizes >= wanted, sizes, most))
+    chunk, window = granted(jnp.where(left.sum() > 0, size - slots.sum(), 0))
+    lengths = chunk + jnp.where(window, slots, 0)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
+    return SpanPlan(starts, chunk, window, physical_order(state.filled, state.active))
+
+
+def has_room(state: DecodeState, allowance: Allowance) -> Array:
+    """bool ``[N]``: whether the pages of a sequence hold its prompt and its next window."""
+    needed = jnp.maximum(state.num_computed, state.prefill_length) + state.active
+    return needed <= allowance.capacity
+
+
+def physical_order(filled: Array, active: Array) -> Array:
+    """Topological reordering of windows: int32 ``[N, P]``, the slot at each physical place.
+
+    Filled slots first, then masks, each in logical order. Slots that are not active stand last.
+    """
+    slots = filled.shape[1]
+    if slots == 1:
+        return jnp.zeros_like(filled, jnp.int32)
+    slot = jnp.arange(slots)
+    exists = slot < active[:, None]
+    first, second = filled & exists, ~filled & exists
+    # A stable partition by counting: sorting costs more, and the inverse is a small comparison.
+    place = jnp.where(
+        first,
+        jnp.cumsum(first, axis=1) - 1,
+        jnp.where(second, first.sum(axis=1, keepdims=True) + jnp.cumsum(second, axis=1) - 1, slot),
+    )
+    at = place[:, None, :] == slot[None, :, None]
+    return jnp.where(at, slot, 0).sum(axis=2, dtype=jnp.int32)
+
+
+def attention_spans(plan: SpanPlan, state: DecodeState, allowance: Allowance) -> Spans:
+    """The spans as attention takes them."""
+    lengths = plan.starts[1:] - plan.starts[:-1]
+    kv_lengths = jnp.where(lengths > 0, state.num_computed + lengths, 0)
+    return Spans(plan.starts, kv_lengths, allowance.page_table)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FlatTokens:
+    """What the model gets, ``[T]`` each: token ids, and logical positions for RoPE."""
+
+    tokens: Array
+    positions: Array
+
+
+def flat_tokens(
+    plan: SpanPlan, state: DecodeState, size: int, mask_token_id: int
+) -> FlatTokens:
+    """The tokens of all spans, padded behind to ``size``."""
+    sequence, offset = owner(plan.starts, size)
+    behind_chunk = offset - plan.chunk[sequence]
+    computed = state.num_computed[sequence]
+    in_text = jnp.minimum(computed + offset, state.text.shape[1] - 1)
+    slot = plan.order[sequence, jnp.clip(behind_chunk, 0, plan.order.shape[1] - 1)]
+    in_window = jnp.where(state.filled[sequence, slot], state.tokens[sequence, slot], mask_token_id)
+    is_window = behind_chunk >= 0
+    real = jnp.arange(size) < plan.num_tokens
+    tokens = jnp.where(is_window, in_window, state.text[sequence, in_text])
+    positions = computed + jnp.where(is_window, plan.chunk[sequence] + slot, offset)
+    return FlatTokens(jnp.where(real, tokens, 0), jnp.where(real, positions, 0))
+
+
+def owner(starts: Array, size: int) -> tuple[Array, Array]:
+    """Whose each of ``size`` flat places is, from where the sequences' parts start ``[N+1]``: the
+    sequence and the offset from its start, int32 ``[size]`` each. Places behind the last belong
+    to the last sequence by name."""
+    place = jnp.arange(size, dtype=jnp.int32)
+    if starts.shape[0] == 2:
+        return jnp.zeros_like(place), place
+    sequence = (starts[1:-1][None, :] <= place[:, None]).sum(axis=1, dtype=jnp.int32)
+    return sequence, place - starts[sequence]
