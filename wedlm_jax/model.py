@@ -1,13 +1,16 @@
 """The causal transformer: Qwen2.5 and Qwen3 shapes, with explicit logical positions.
 
-One forward serves everything. What differs between prefill, the decode window and
-the dual-stream training batch is the mask specification and whether a cache stands
-before the input; the layers know of neither.
+The layers know nothing of masks, caches and pages: each hands its queries, keys and values to
+a function and gets back what they attended to. `Transformer.__call__` computes rectangles
+``[B, T]`` of sequences under a mask, as training does; `Transformer.run` flat tokens ``[T]``
+of many sequences, as decoding does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +27,11 @@ from wedlm_jax.rope import apply_rope, rope_tables
 from wedlm_jax.sharding import constrain
 
 KeyValues = tuple[Rows, Rows]
+
+Carry = TypeVar("Carry")
+Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
+"""From queries ``[..., H, head_dim]``, keys and values ``[..., K, head_dim]`` of a layer to
+what its queries attended to ``[..., H, head_dim]``, and anything that is to be kept."""
 
 REMAT_POLICIES: dict[str, Callable | None] = {
     "none": None,
@@ -76,33 +84,16 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(h, config.rms_norm_eps, dtype) if norm else None
         self.k_norm = RMSNorm(h, config.rms_norm_eps, dtype) if norm else None
 
-    def __call__(
-        self,
-        x: Array,
-        rope: tuple[Array, Array],
-        mask: Mask,
-        cache: LayerCache | None,
-        implementation: str,
-        int8_kv: bool,
-    ) -> tuple[Array, KeyValues]:
-        """``x [B, T, D]`` to the same shape, and this input's keys and values
-        ``[B, K, T, head_dim]``, rounded already where they are to be."""
-        batch, length, _ = x.shape
+    def __call__(self, x: Array, rope: tuple[Array, Array], attend: Attend) -> tuple[Array, Any]:
+        """``x [..., D]`` to the same shape, and what ``attend`` keeps."""
         q, k, v = (
-            proj(x).reshape(batch, length, -1, self.head_dim)
+            proj(x).reshape(*x.shape[:-1], -1, self.head_dim)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, rope), apply_rope(k, rope)
-        q = constrain(q, "batch", None, "attention_heads")
-        k, v = (constrain(x.swapaxes(1, 2), "batch", "attention_heads") for x in (k, v))
-        kv: KeyValues = (k, v)
-        if int8_kv:
-            kv = to_int8(k), to_int8(v)
-            k, v = (to_float(rows, x.dtype) for rows in kv)
-        out = attend(q, k, v, mask, cache=cache, implementation=implementation)
-        return self.o_proj(out.reshape(batch, length, -1)), kv
+        out, kept = attend(apply_rope(q, rope), apply_rope(k, rope), v)
+        return self.o_proj(out.reshape(*x.shape[:-1], -1)), kept
 
 
 class MLP(nnx.Module):
@@ -127,38 +118,47 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(d, epsilon, dtype)
         self.mlp = MLP(config, dtype, rngs)
 
-    def __call__(
-        self,
-        x: Array,
-        rope: tuple[Array, Array],
-        mask: Mask,
-        cache: LayerCache | None,
-        implementation: str,
-        int8_kv: bool,
-    ) -> tuple[Array, KeyValues]:
-        x_in = self.input_layernorm(x)
-        mixed, kv = self.self_attn(x_in, rope, mask, cache, implementation, int8_kv)
-        x = constrain(x + mixed, "batch", "length")
-        x = x + self.mlp(self.post_attention_layernorm(x))
-        return constrain(x, "batch", "length"), kv
+    def __call__(self, x: Array, rope: tuple[Array, Array], attend: Attend) -> tuple[Array, Any]:
+        """``x [B, T, D]`` or ``[T, D]`` to the same shape, and what ``attend`` keeps."""
+        mixed, kept = self.self_attn(self.input_layernorm(x), rope, attend)
+        x = _laid_out(x + mixed)
+        return _laid_out(x + self.mlp(self.post_attention_layernorm(x))), kept
+
+
+def _laid_out(x: Array) -> Array:
+    """Hidden states laid out as `wedlm_jax.sharding` says; flat tokens whole on each device."""
+    return constrain(x, "batch", "length") if x.ndim == 3 else constrain(x, "tokens")
 
 
 class Transformer(nnx.Module):
-    """Decoder of stacked, scanned layers.
+    """The decoder.
 
-    Every layer parameter has a leading ``[num_hidden_layers]`` axis. Parameters are
-    held in ``dtype``; computation runs in the dtype passed to the call.
+    Its layers are stacked and scanned, every parameter with a leading ``[num_hidden_layers]``
+    axis, or apart: a list of `DecoderLayer`, through which a Python loop goes. On a CPU a scan
+    copies each layer's weights out of the stack, which costs more than reading them.
+    `wedlm_jax.layer_layout` makes one of the other.
+
+    Parameters are held in ``dtype``; computation runs in the dtype passed to the call.
     """
 
     def __init__(
-        self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.dtype("float32")
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: jnp.dtype = jnp.dtype("float32"),
+        stacked: bool = True,
     ):
         self.config = config
         d, scale = config.hidden_size, config.initializer_range
         self.embed_tokens = nnx.Param(_normal(rngs, (config.vocab_size, d), scale, dtype))
         layer_keys = jax.random.split(rngs.params(), config.num_hidden_layers)
-        self.layers = nnx.vmap(lambda key: DecoderLayer(config, dtype, nnx.Rngs(params=key)))(
-            layer_keys
+
+        def layer(key: Array) -> DecoderLayer:
+            return DecoderLayer(config, dtype, nnx.Rngs(params=key))
+
+        self.layers: Any = (
+            nnx.vmap(layer)(layer_keys) if stacked else nnx.List([layer(key) for key in layer_keys])
         )
         self.norm = RMSNorm(d, config.rms_norm_eps, dtype)
         head = (
@@ -183,7 +183,7 @@ class Transformer(nnx.Module):
         attention: str = "streams",
         unroll: int = 1,
     ) -> tuple[Array, KeyValues | None]:
-        """Runs the layers.
+        """Runs the layers over rectangles of sequences.
 
         Args:
           token_ids: int32 ``[B, T]`` in physical order.
@@ -198,30 +198,101 @@ class Transformer(nnx.Module):
           remat: a name in `REMAT_POLICIES`.
           attention: a name in `wedlm_jax.attention.IMPLEMENTATIONS`, or, with a cache, in
             `wedlm_jax.attention.WINDOW_IMPLEMENTATIONS`.
-          unroll: layers in one turn of the scan; more of them compile longer.
+          unroll: stacked layers in one turn of the scan; more of them compile longer.
 
         Returns:
           Normalised hidden states ``[B, T, D]`` (see `logits`), and keys and values
           ``[num_hidden_layers, B, K, T, head_dim]`` or None.
         """
         rope = rope_tables(self.config, positions)
+
+        def layer(module: DecoderLayer, index: Array, x: Array) -> tuple[Array, KeyValues | None]:
+            layer_cache = None if cache is None else LayerCache(*cache, index, live)
+
+            def attend_to_sequences(q: Array, k: Array, v: Array) -> tuple[Array, KeyValues | None]:
+                out, kv = _attend(q, k, v, mask, layer_cache, attention, int8_kv)
+                return out, kv if return_kv else None
+
+            return module(x, rope, attend_to_sequences)
+
+        x = self._embedded(token_ids, dtype)
+        x, kv = self._through_layers(layer, x, REMAT_POLICIES[remat], unroll)
+        return self.norm(x), kv
+
+    def run(
+        self,
+        tokens: Array,
+        positions: Array,
+        attend: Callable[[Carry, Any, Array, Array, Array], tuple[Array, Carry]],
+        carry: Carry,
+        *,
+        dtype: jnp.dtype | None = None,
+    ) -> tuple[Array, Carry]:
+        """Runs the layers over flat tokens of many sequences.
+
+        Args:
+          tokens: int32 ``[T]``.
+          positions: int32 ``[T]``, the logical position of each; what RoPE sees.
+          attend: ``attend(carry, layer, q, k, v)`` stores the keys and values
+            ``[T, K, head_dim]`` of a layer and returns what its queries ``[T, H, head_dim]``
+            attended to, and the carry. ``layer`` is an int32 scalar where layers are stacked,
+            an int where they are apart.
+          carry: goes through all layers; the pages of keys and values, updated in place.
+          dtype: compute dtype; that of the parameters by default.
+
+        Returns:
+          Normalised hidden states ``[T, D]`` (see `logits`), and the carry.
+        """
+        rope = rope_tables(self.config, positions)
+
+        def layer(
+            module: DecoderLayer, index: Any, inputs: tuple[Array, Carry]
+        ) -> tuple[tuple[Array, Carry], None]:
+            x, carry = inputs
+
+            def attend_flat(q: Array, k: Array, v: Array) -> tuple[Array, Carry]:
+                q, k, v = (constrain(x, "tokens", "heads") for x in (q, k, v))
+                out, after = attend(carry, index, q, k, v)
+                return constrain(out, "tokens", "heads"), after
+
+            return module(x, rope, attend_flat), None
+
+        (x, carry), _ = self._through_layers(layer, (self._embedded(tokens, dtype), carry))
+        return self.norm(x), carry
+
+    def _embedded(self, tokens: Array, dtype: jnp.dtype | None) -> Array:
         # Each device looks up whole rows in its share of the vocabulary.
-        x = constrain(self.embed_tokens[...], "vocab", None)[token_ids]
-        x = constrain(x if dtype is None else x.astype(dtype), "batch", "length")
+        x = constrain(self.embed_tokens[...], "vocab", None)[tokens]
+        return _laid_out(x if dtype is None else x.astype(dtype))
+
+    def _through_layers(
+        self,
+        layer: Callable[[Any, Any, Any], tuple[Any, Any]],
+        carry: Any,
+        policy: Callable | None = None,
+        unroll: int = 1,
+    ) -> tuple[Any, Any]:
+        """Folds ``layer(module, index, carry) -> (carry, kept)`` over the layers; what they keep
+        is stacked. Under a policy of `REMAT_POLICIES` their activations are computed again."""
+        if isinstance(self.layers, nnx.List):
+            kept = []
+            for index, module in enumerate(self.layers):
+                step: Callable[[Any], tuple[Any, Any]] = partial(layer, module, index)
+                if policy is not None:
+                    step = jax.checkpoint(step, policy=policy, prevent_cse=False)
+                carry, own = step(carry)
+                kept.append(own)
+            return carry, jax.tree.map(lambda *own: jnp.stack(own), *kept)
+
         graph, parameters = nnx.split(self.layers)
 
-        def layer(x: Array, inputs: tuple[nnx.State, Array]) -> tuple[Array, KeyValues | None]:
-            layer_parameters, index = inputs
-            layer_cache = None if cache is None else LayerCache(*cache, index, live)
-            module = nnx.merge(graph, layer_parameters)
-            x, kv = module(x, rope, mask, layer_cache, attention, int8_kv)
-            return x, kv if return_kv else None
+        def turn(carry: Any, inputs: tuple[nnx.State, Array]) -> tuple[Any, Any]:
+            return layer(nnx.merge(graph, inputs[0]), inputs[1], carry)
 
-        if (policy := REMAT_POLICIES[remat]) is not None:
-            layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+        if policy is not None:
+            turn = jax.checkpoint(turn, policy=policy, prevent_cse=False)
         indices = jnp.arange(self.config.num_hidden_layers)
-        x, kv = jax.lax.scan(layer, x, (parameters, indices), unroll=unroll)
-        return self.norm(x), kv
+        return jax.lax.scan(turn, carry, (parameters, indices), unroll=unroll)
 
     def head_matrix(self) -> Array:
         """The output projection ``[D, V]``: its own, or the embedding transposed."""
@@ -234,6 +305,26 @@ class Transformer(nnx.Module):
             return product(hidden, head).astype(jnp.float32)
         head = head.astype(hidden.dtype)
         return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+
+
+def _attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask,
+    cache: LayerCache | None,
+    implementation: str,
+    int8_kv: bool,
+) -> tuple[Array, KeyValues]:
+    """What ``q [B, T, H, head_dim]`` attends to, and the keys and values
+    ``[B, K, T, head_dim]``, rounded already where they are to be."""
+    q = constrain(q, "batch", None, "attention_heads")
+    k, v = (constrain(x.swapaxes(1, 2), "batch", "attention_heads") for x in (k, v))
+    kv: KeyValues = (k, v)
+    if int8_kv:
+        kv = to_int8(k), to_int8(v)
+        k, v = (to_float(rows, q.dtype) for rows in kv)
+    return attend(q, k, v, mask, cache=cache, implementation=implementation), kv
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: jnp.dtype) -> Array:

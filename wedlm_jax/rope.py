@@ -78,15 +78,15 @@ def _yarn_attention_factor(rope: RopeConfig, factor: float) -> float:
 
 
 def rope_tables(config: ModelConfig, positions: Array) -> tuple[Array, Array]:
-    """Cosines and sines, float32 ``[B, T, head_dim / 2]`` each, of ``positions [B, T]``."""
+    """Cosines and sines, float32 ``[..., head_dim / 2]`` each, of ``positions [...]``."""
     frequencies, factor = inverse_frequencies(config)
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
 def apply_rope(x: Array, tables: tuple[Array, Array]) -> Array:
-    """Rotates the halves of each head: ``x [B, T, H, head_dim]``, in float32, dtype kept."""
-    cos, sin = (table[:, :, None, :] for table in tables)
+    """Rotates the halves of each head: ``x [..., H, head_dim]``, in float32, dtype kept."""
+    cos, sin = (table[..., None, :] for table in tables)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

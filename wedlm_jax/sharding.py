@@ -37,6 +37,8 @@ AXIS_RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "attention_heads": ("tensor", "sequence"),
         "vocab": ("tensor",),
         "cache_rows": (),
+        # Flat tokens of many sequences: each replica has its own, whole.
+        "tokens": (),
         # Parameters.
         "hidden": ("fsdp",),
         "heads": ("tensor",),
@@ -64,7 +66,8 @@ PARAMETER_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "scale": ("features",),
     }
 )
-"""By the end of a parameter's path; under ``layers`` an axis of layers stands before."""
+"""By the end of a parameter's path; under ``layers`` an axis of layers stands before, unless
+the layers are apart, numbered."""
 
 
 CACHE_AXES = ("layers", "batch", "attention_heads", "cache_rows", "features")
@@ -122,12 +125,20 @@ def spec(axes: Sequence[str | None]) -> PartitionSpec:
 def parameter_axes(path: str) -> tuple[str, ...] | None:
     """Names of the axes of the parameter at ``path`` (parts joined by ``/``), or of an
     optimizer moment of it; None for what is no parameter, such as a step count."""
-    parts = path.removesuffix("/value").split("/")
+    parts = [part for part in path.split("/") if part != "value"]
+    rounded = parts.pop() if parts[-2:-1] in (["kernel"], ["lm_head"]) else None
     for ending, axes in PARAMETER_AXES.items():
         wanted = ending.split("/")
         if parts[-len(wanted) :] == wanted:
-            return ("layers", *axes) if "layers" in parts else axes
+            # A matrix of 8-bit integers has a scale for each output, `wedlm_jax.quantization`.
+            axes = ("features", *axes[1:]) if rounded == "scale" else axes
+            return ("layers", *axes) if _are_stacked(parts) else axes
     return None
+
+
+def _are_stacked(parts: Sequence[str]) -> bool:
+    """Whether a path is that of a parameter of all layers, not of one with a number."""
+    return "layers" in parts and not parts[parts.index("layers") + 1].isdigit()
 
 
 def tree_specs(tree: Any) -> Any:
