@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from wedlm_jax.attention.ragged_pages import Spans
-from wedlm_jax.decode.options import Options
 from wedlm_jax.decode.state import DecodeState
 
 
@@ -56,13 +55,15 @@ class SpanPlan:
       starts: int32 ``[N+1]``, the flat place where each span starts; the last is their sum.
       chunk: int32 ``[N]``, tokens of each prompt that it computes.
       window: bool ``[N]``, whether the window stands behind them.
-      order: int32 ``[N, P]``, the slot at each physical place of the window: filled slots first,
+      place: int32 ``[N, P]``, the physical place of each slot of the window: filled slots first,
         then masks, each in logical order.
+      order: int32 ``[N, P]``, the slot at each physical place.
     """
 
     starts: Array
     chunk: Array
     window: Array
+    place: Array
     order: Array
 
     @property
@@ -108,32 +109,37 @@ def plan_spans(
     chunk, window = granted(jnp.where(left.sum() > 0, size - slots.sum(), 0))
     lengths = chunk + jnp.where(window, slots, 0)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
-    return SpanPlan(starts, chunk, window, physical_order(state.filled, state.active))
+    place = physical_place(state.filled, state.active)
+    return SpanPlan(starts, chunk, window, place, inverse(place))
 
 
 def has_room(state: DecodeState, allowance: Allowance) -> Array:
     """bool ``[N]``: whether the pages of a sequence hold its prompt and its next window."""
-    needed = jnp.maximum(state.num_computed, state.prefill_length) + state.active
-    return needed <= allowance.capacity
+    return state.window_start + state.active <= allowance.capacity
 
 
-def physical_order(filled: Array, active: Array) -> Array:
-    """Topological reordering of windows: int32 ``[N, P]``, the slot at each physical place.
+def physical_place(filled: Array, active: Array) -> Array:
+    """Topological reordering of windows: int32 ``[N, P]``, the physical place of each slot.
 
-    Filled slots first, then masks, each in logical order. Slots that are not active stand last.
+    Filled slots first, then masks, each in logical order. Slots that are not active stay where
+    they are, behind all others.
     """
-    slots = filled.shape[1]
-    if slots == 1:
+    slot = jnp.arange(filled.shape[1], dtype=jnp.int32)
+    if filled.shape[1] == 1:
         return jnp.zeros_like(filled, jnp.int32)
-    slot = jnp.arange(slots)
-    exists = slot < active[:, None]
-    first, second = filled & exists, ~filled & exists
-    # A stable partition by counting: sorting costs more, and the inverse is a small comparison.
-    place = jnp.where(
-        first,
-        jnp.cumsum(first, axis=1) - 1,
-        jnp.where(second, first.sum(axis=1, keepdims=True) + jnp.cumsum(second, axis=1) - 1, slot),
-    )
+    # A stable partition by counting: cheaper than sorting.
+    active_slot = slot < active[:, None]
+    first = filled & active_slot
+    before = jnp.cumsum(first, axis=1, dtype=jnp.int32)
+    behind = before[:, -1:] + slot - before  # filled slots in all, and masks before this one
+    return jnp.where(first, before - 1, jnp.where(active_slot, behind, slot))
+
+
+def inverse(place: Array) -> Array:
+    """int32 ``[N, P]``: the slot at each place."""
+    slot = jnp.arange(place.shape[1], dtype=jnp.int32)
+    if place.shape[1] == 1:
+        return place
     at = place[:, None, :] == slot[None, :, None]
     return jnp.where(at, slot, 0).sum(axis=2, dtype=jnp.int32)
 
@@ -171,11 +177,11 @@ def flat_tokens(
     return FlatTokens(jnp.where(real, tokens, 0), jnp.where(real, positions, 0))
 
 
-def owner(starts: Array, size: int) -> tuple[Array, Array]:
-    """Whose each of ``size`` flat places is, from where the sequences' parts start ``[N+1]``: the
-    sequence and the offset from its start, int32 ``[size]`` each. Places behind the last belong
-    to the last sequence by name."""
-    place = jnp.arange(size, dtype=jnp.int32)
+def owner(starts: Array, size: int, start: Array | int = 0) -> tuple[Array, Array]:
+    """Whose each of ``size`` flat places from ``start`` on is, from where the sequences' parts
+    start ``[N+1]``: the sequence and the offset from its part's start, int32 ``[size]`` each.
+    Places behind the last part count as the last sequence's."""
+    place = jnp.arange(size, dtype=jnp.int32) + start
     if starts.shape[0] == 2:
         return jnp.zeros_like(place), place
     sequence = (starts[1:-1][None, :] <= place[:, None]).sum(axis=1, dtype=jnp.int32)

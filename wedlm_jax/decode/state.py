@@ -1,7 +1,7 @@
 """What the device knows of the sequences that decode together, between two forwards.
 
 A sequence is its text, how much of it stands in the cache, and its window. The window is
-counted in logical slots: slot s is logical position ``num_computed + s``. In front stand the
+counted in logical slots: slot s is logical position ``window_start + s``. In front stand the
 filled slots that the next forward commits, the leading run.
 
 An *anchored* sequence chooses every token as autoregressive decoding would (modes "ar" and
@@ -62,6 +62,7 @@ class DecodeState:
       logprobs: ``[N, P]``, of each filled slot's token; None where no sequence asks for them.
       active: int32 ``[N]``, slots that the next forward runs; the rest do not exist yet.
       running: bool ``[N]``, False where there is no sequence, or one that is finished.
+      stopped: bool ``[N]``, finished by a stop token.
       num_forwards, num_token_instances: int32 ``[N]``, decode forwards of the sequence and the
         active slots that they ran; chunks of prompts are not counted.
       emitted: what the host has not seen yet.
@@ -77,20 +78,21 @@ class DecodeState:
     logprobs: Logprobs | None
     active: Array
     running: Array
+    stopped: Array
     num_forwards: Array
     num_token_instances: Array
     emitted: Emitted
 
     @property
+    def window_start(self) -> Array:
+        """int32 ``[N]``: the logical position of slot 0, behind what chunks compute before it."""
+        return jnp.maximum(self.num_computed, self.prefill_length)
+
+    @property
     def known(self) -> Array:
         """int32 ``[N]``: slots in front whose token stands in the text already: 1 of anchored
         sequences, 0 of others."""
-        return jnp.maximum(self.text_length - self.num_computed, 0)
-
-    @property
-    def decoding(self) -> Array:
-        """bool ``[N]``: sequences whose window is open: all before it is in the cache."""
-        return self.running & (self.num_computed >= self.prefill_length)
+        return self.text_length - self.window_start
 
     @property
     def num_output(self) -> Array:
@@ -101,7 +103,7 @@ class DecodeState:
     def first_index(self) -> Array:
         """int32 ``[N]``: which token of the completion, from 0, slot 0 holds or will hold; −1
         where it is the prompt's last."""
-        return self.num_computed - self.prompt_length
+        return self.window_start - self.prompt_length
 
 
 def num_slots(window: int) -> int:
@@ -140,9 +142,25 @@ def idle_state(
         logprobs=logprobs(slots),
         active=zeros(),
         running=zeros(dtype=bool),
+        stopped=zeros(dtype=bool),
         num_forwards=zeros(),
         num_token_instances=zeros(),
         emitted=Emitted(
             zeros(emitted), zeros(emitted), zeros(emitted), logprobs(emitted), zeros()
         ),
     )
+
+
+def exists(state: DecodeState) -> Array:
+    """bool ``[N, P]``: the active slots."""
+    return jnp.arange(state.filled.shape[1]) < state.active[:, None]
+
+
+def is_filled(state: DecodeState) -> Array:
+    """bool ``[N, P]``: the active slots that hold a token."""
+    return state.filled & exists(state)
+
+
+def is_mask(state: DecodeState) -> Array:
+    """bool ``[N, P]``: the active slots that hold none."""
+    return ~state.filled & exists(state)
