@@ -1,0 +1,136 @@
+"""What a forward leaves behind: tokens committed, windows moved on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from wedlm_jax.decode.logprobs import Logprobs
+from wedlm_jax.decode.options import Options
+from wedlm_jax.decode.state import DecodeState, Emitted, is_filled
+
+
+def append(
+    state: DecodeState,
+    options: Options,
+    tokens: Array,
+    logprobs: Logprobs | None,
+    count: Array,
+) -> DecodeState:
+    """Appends the first ``count [N]`` of ``tokens [N, C]`` to the texts, up to the first stop
+    token or ``max_tokens``; a sequence that has come to either runs no more."""
+    index = jnp.arange(tokens.shape[1])
+    is_stop = (tokens[:, :, None] == options.stop_ids[:, None, :]).any(axis=-1)
+    is_stop &= index < count[:, None]
+    stops = is_stop.any(axis=1)
+    through = jnp.where(stops, jnp.argmax(is_stop, axis=1) + 1, count)
+    taken = jnp.clip(options.max_tokens - state.num_output, 0, through)
+    stopped = stops & (taken == through)
+    here = index < taken[:, None]
+
+    def put(old: Array, start: Array, values: Array) -> Array:
+        return _put(old, start, values, here)
+
+    was = state.emitted
+    emitted = Emitted(
+        tokens=put(was.tokens, was.count, tokens),
+        forwards=put(was.forwards, was.count, _as_wide(state.num_forwards, tokens)),
+        instances=put(was.instances, was.count, _as_wide(state.num_token_instances, tokens)),
+        logprobs=jax.tree.map(lambda old, new: put(old, was.count, new), was.logprobs, logprobs),
+        count=was.count + taken,
+    )
+    num_output = state.num_output + taken
+    finished = state.running & (stopped | (num_output >= options.max_tokens))
+    return dataclasses.replace(
+        state,
+        text=put(state.text, state.text_length, tokens),
+        text_length=state.text_length + taken,
+        running=state.running & ~finished,
+        stopped=state.stopped | (state.running & stopped),
+        emitted=emitted,
+    )
+
+
+def _as_wide(values: Array, like: Array) -> Array:
+    return jnp.broadcast_to(values[:, None], like.shape)
+
+
+def _put(old: Array, start: Array, values: Array, here: Array) -> Array:
+    """``old [N, E, ..]`` with ``values [N, C, ..]`` from ``start [N]`` on, those that are ``here
+    [N, C]``."""
+    place = jnp.where(here, start[:, None] + jnp.arange(here.shape[1]), old.shape[1])
+    rows = jnp.arange(old.shape[0])[:, None]
+    return old.at[rows, place].set(values, mode="drop")
+
+
+def move_windows(
+    state: DecodeState, options: Options, run: Array, refill: str
+) -> DecodeState:
+    """Drops the run ``[N]`` from each window and opens the next slots behind."""
+    slots = state.tokens.shape[1]
+    if slots == 1:
+        return dataclasses.replace(state, filled=state.filled & (run == 0)[:, None])
+    source = jnp.arange(slots) + run[:, None]
+    inside = source < state.active[:, None]
+    source = jnp.minimum(source, slots - 1)
+    rows = jnp.arange(source.shape[0])[:, None]
+    filled = state.filled[rows, source] & inside
+    if refill == "streaming":
+        active = options.window + leading(filled)
+    else:
+        left = state.active - run
+        active = jnp.where(left == 0, options.window, left)
+    return dataclasses.replace(
+        state,
+        tokens=state.tokens[rows, source],
+        logprobs=jax.tree.map(lambda x: x[rows, source], state.logprobs),
+        filled=filled,
+        active=active.astype(jnp.int32),
+    )
+
+
+def put_in_front(state: DecodeState, sequences: Array, options: Options) -> DecodeState:
+    """Puts the last token of the text into slot 0 of ``sequences [N]``: it is known, and what it
+    needs is its keys and values."""
+    token = jnp.take_along_axis(state.text, jnp.maximum(state.text_length - 1, 0)[:, None], axis=1)
+    here = sequences[:, None] & (jnp.arange(state.tokens.shape[1]) == 0)
+    filled = state.filled | here
+    active = options.window + leading(filled)
+    return dataclasses.replace(
+        state,
+        tokens=jnp.where(here, token, state.tokens),
+        filled=filled,
+        active=jnp.where(sequences, active, state.active).astype(jnp.int32),
+    )
+
+
+def leading(filled: Array) -> Array:
+    """int32 ``[N]``: how many slots in front are filled."""
+    return jnp.cumprod(filled, axis=1).sum(axis=1, dtype=jnp.int32)
+
+
+def with_windows(state: DecodeState, options: Options, changed: Array) -> DecodeState:
+    """Gives the sequences that are ``changed [N]`` the windows of ``options``, whatever they had.
+
+    A narrower window forgets what was filled behind it, and of the leading run what would not fit
+    beside its masks (see `wedlm_jax.decode.state.num_slots`). An anchored sequence begins with
+    the last token of its text: one that was not anchored before computes that token again.
+    """
+    changed &= state.running
+    again = changed & options.anchored & (state.known == 0)
+    most = state.text_length - again
+    filled = is_filled(state) & ~again[:, None]
+    run = jnp.minimum(leading(filled), jnp.maximum(options.window, 1))
+    active = (options.window + run).astype(jnp.int32)
+    filled &= jnp.arange(filled.shape[1]) < active[:, None]
+    narrowed = dataclasses.replace(
+        state,
+        filled=jnp.where(changed[:, None], filled, state.filled),
+        active=jnp.where(changed, active, state.active),
+        num_computed=jnp.minimum(state.num_computed, most),
+        prefill_length=jnp.minimum(state.prefill_length, most),
+    )
+    return put_in_front(narrowed, again, options)

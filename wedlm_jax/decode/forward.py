@@ -1,0 +1,204 @@
+"""One forward: the layers over the flat tokens of all spans, the head over the rows that say
+something.
+
+Both run at the smallest of a few static sizes that holds what is real; the pages are updated
+in place. What comes out is by window slot again, ``[N, P+1]``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from wedlm_jax.attention.ragged_pages import (
+    Pages,
+    attend_pages,
+    attention_plan,
+    token_places,
+    write_pages,
+)
+from wedlm_jax.decode import paper, verified
+from wedlm_jax.decode.head_rows import HeadRows
+from wedlm_jax.decode.logits import adjusted_logits, token_logits
+from wedlm_jax.decode.logprobs import Logprobs, empty_logprobs, token_logprobs
+from wedlm_jax.decode.options import Options, Traits
+from wedlm_jax.decode.penalties import TokenUse
+from wedlm_jax.decode.sampling import choose_tokens, entropy
+from wedlm_jax.decode.sizes import ForwardSizes, at_size, in_parts
+from wedlm_jax.decode.spans import Allowance, SpanPlan, attention_spans, flat_tokens, owner
+from wedlm_jax.decode.state import DecodeState, is_filled
+from wedlm_jax.model import Transformer
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a burst is compiled for: static.
+
+    Attributes:
+      sizes: of the forwards.
+      traits: what the sequences may ask for.
+      attention: a name in `wedlm_jax.attention.RAGGED_BACKENDS`.
+      refill: "streaming", or "blockwise" for the paper's baseline.
+    """
+
+    sizes: ForwardSizes
+    traits: Traits
+    attention: str
+    refill: str = "streaming"
+
+
+class Predictions(NamedTuple):
+    """What the head says of window slots, ``[N, P+1]`` each; zeros where nothing was asked.
+
+    Attributes:
+      tokens: int32.
+      entropies: float32, nats.
+      logprobs: of the tokens; None where no sequence asks for them.
+    """
+
+    tokens: Array
+    entropies: Array
+    logprobs: Logprobs | None
+
+
+def run_layers(
+    model: Transformer,
+    state: DecodeState,
+    pages: Pages,
+    plan: SpanPlan,
+    allowance: Allowance,
+    program: Program,
+) -> tuple[Array, Pages]:
+    """The final hidden states ``[T, D]`` of the plan's tokens, T the largest size, and the pages
+    with their keys and values."""
+    config = model.config
+    sizes = program.sizes.tokens
+    num_pages = pages.shape[0] // config.num_hidden_layers
+    page_size = pages.shape[1]
+    spans = attention_spans(plan, state, allowance)
+    mask_token_id = config.mask_token_id or 0  # without one there are no masks either
+
+    def run(size: int, carry: tuple[Array, Pages]) -> tuple[Array, Pages]:
+        out, pages = carry
+        flat = flat_tokens(plan, state, size, mask_token_id)
+        places = token_places(spans, size, page_size)
+        tiles = attention_plan(spans, size, page_size)
+
+        def attend(
+            pages: Pages, layer: Array | int, q: Array, k: Array, v: Array
+        ) -> tuple[Array, Pages]:
+            pages = write_pages(pages, k, v, places, layer, num_pages)
+            mixed = attend_pages(
+                q, pages, spans, tiles, layer, num_pages, implementation=program.attention
+            )
+            return mixed, pages
+
+        hidden, pages = model.run(flat.tokens, flat.positions, attend, pages)
+        return (hidden if size == sizes[-1] else out.at[:size].set(hidden)), pages
+
+    dtype = model.embed_tokens[...].dtype
+    empty = jnp.zeros((sizes[-1], config.hidden_size), dtype)
+    return at_size(sizes, plan.num_tokens, run, (empty, pages))
+
+
+def predict(
+    model: Transformer,
+    state: DecodeState,
+    hidden: Array,
+    plan: SpanPlan,
+    options: Options,
+    use: TokenUse | None,
+    program: Program,
+) -> Predictions:
+    """Runs the head on the rows that predict a slot, as many at once as a size holds."""
+    wanted = _wanted(state, plan, options, program.traits)
+    sequences, slots = wanted.shape
+    # Rows in order of sequence and slot: a flat row is found by counting.
+    flat = wanted.reshape(-1)
+    rank = (jnp.cumsum(flat, dtype=jnp.int32) - 1).reshape(wanted.shape)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), rank[:, -1] + 1])
+    count = starts[-1]
+    rows = sequences * (slots - 1) + program.sizes.head[-1]
+    k = program.traits.num_logprobs
+    empty = Predictions(
+        jnp.zeros(rows, jnp.int32),
+        jnp.zeros(rows, jnp.float32),
+        None if k is None else empty_logprobs((rows,), k),
+    )
+
+    def run(size: int, start: Array, out: Predictions) -> Predictions:
+        head = _head_rows(state, options, wanted, starts, start, size)
+        at = _places(plan, head)
+        said = _guess(model, state, hidden[at], head, options, use, program.traits)
+
+        def put(whole: Array, part: Array) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(whole, part, start, axis=0)
+
+        return jax.tree.map(put, out, said)
+
+    said = in_parts(program.sizes.head, count, run, empty)
+    index = jnp.maximum(rank, 0)
+    return jax.tree.map(lambda x: _where(wanted, x[index]), said)
+
+
+def _where(wanted: Array, values: Array) -> Array:
+    return jnp.where(wanted.reshape(*wanted.shape, *[1] * (values.ndim - 2)), values, 0)
+
+
+def _wanted(state: DecodeState, plan: SpanPlan, options: Options, traits: Traits) -> Array:
+    """bool ``[N, P+1]``: slots whose token the head predicts in this forward."""
+    parts = []
+    if traits.paper:
+        parts.append(paper.predicted_slots(state) & ~options.anchored[:, None])
+    if traits.anchored:
+        parts.append(verified.predicted_slots(state) & options.anchored[:, None])
+    wanted = parts[0] if len(parts) == 1 else parts[0] | parts[1]
+    return wanted & plan.window[:, None]
+
+
+def _head_rows(
+    state: DecodeState, options: Options, wanted: Array, starts: Array, start: Array, size: int
+) -> HeadRows:
+    """Rows ``start`` to ``start + size`` of those that pass the head."""
+    sequence, offset = owner(starts, size, start)
+    # The offset-th wanted slot: those before it are as many as the offset.
+    ranks = jnp.cumsum(wanted, axis=1, dtype=jnp.int32)[sequence]
+    slot = (ranks <= offset[:, None]).sum(axis=1, dtype=jnp.int32)
+    valid = start + jnp.arange(size) < starts[-1]
+    slot = jnp.where(valid, jnp.minimum(slot, wanted.shape[1] - 1), 0)
+    num_filled = is_filled(state).sum(axis=1, dtype=jnp.int32)[sequence]
+    is_mask = ~(options.anchored[sequence] & (slot <= num_filled))
+    return HeadRows(jnp.where(valid, sequence, 0), slot, valid, is_mask)
+
+
+def _places(plan: SpanPlan, head: HeadRows) -> Array:
+    """int32 ``[R]``: the flat place of the row that predicts each slot: its own where it is a
+    mask, and that of the slot before it where the row before it says what comes next."""
+    slots = plan.order.shape[1]
+    row_slot = jnp.clip(jnp.where(head.is_mask, head.slot, head.slot - 1), 0, slots - 1)
+    physical = plan.place[head.sequence, row_slot]
+    at = plan.starts[head.sequence] + plan.chunk[head.sequence] + physical
+    return jnp.where(head.valid, at, 0)
+
+
+def _guess(
+    model: Transformer,
+    state: DecodeState,
+    hidden: Array,
+    head: HeadRows,
+    options: Options,
+    use: TokenUse | None,
+    traits: Traits,
+) -> Predictions:
+    raw = token_logits(model, hidden)
+    logits = adjusted_logits(raw, state, options, head, use)
+    tokens = choose_tokens(logits, state, options, head)
+    k = traits.num_logprobs
+    logprobs = None if k is None else token_logprobs(raw, tokens, k)
+    drafting = traits.paper or traits.verified
+    entropies = entropy(logits) if drafting else jnp.zeros(head.slot.shape, jnp.float32)
+    return Predictions(tokens, entropies, logprobs)

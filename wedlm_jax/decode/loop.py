@@ -1,0 +1,182 @@
+"""Streaming decode as one `lax.while_loop`: a burst of forwards over flat tokens.
+
+Each turn of the loop plans the spans of all sequences, runs the layers and the head over them,
+commits, fills, and moves the windows on. Sequences advance unequally, and what is finished
+costs nothing. Source: WeDLM section 5.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from wedlm_jax.attention.ragged_pages import Pages
+from wedlm_jax.decode import paper, verified
+from wedlm_jax.decode.commit import append, move_windows, put_in_front, with_windows
+from wedlm_jax.decode.forward import Predictions, Program, predict, run_layers
+from wedlm_jax.decode.options import Options
+from wedlm_jax.decode.penalties import TokenUse, token_use, with_committed
+from wedlm_jax.decode.spans import Allowance, SpanPlan, has_room, plan_spans
+from wedlm_jax.decode.state import DecodeState, Emitted
+from wedlm_jax.model import Transformer
+
+REFILLS = ("streaming", "blockwise")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Counters:
+    """What a burst did, int32 each.
+
+    Attributes:
+      forwards: how many.
+      tokens: real tokens that passed the layers, prompts included.
+      computed: those and the padding of each forward to its size.
+    """
+
+    forwards: Array
+    tokens: Array
+    computed: Array
+
+
+Carry = tuple[DecodeState, Pages, TokenUse | None, Counters]
+
+
+def run_burst(
+    model: Transformer,
+    state: DecodeState,
+    pages: Pages,
+    options: Options,
+    allowance: Allowance,
+    changed: Array,
+    program: Program,
+) -> tuple[DecodeState, Pages, Counters]:
+    """Runs forwards until the allowance is used up.
+
+    A burst also ends where a sequence has no room in its pages, or in ``state.emitted``, for
+    what its next forward may commit.
+
+    Args:
+      changed: bool ``[N]``, sequences whose window is another since the last burst.
+    """
+    state = with_windows(_with_nothing_emitted(state), options, changed)
+    begun = state.running.sum()
+
+    def more(carry: Carry) -> Array:
+        state, _, _, counters = carry
+        ready = ~state.running | has_room(state, allowance)
+        fits = state.emitted.count + state.tokens.shape[1] < state.emitted.tokens.shape[1]
+        fits |= ~state.running
+        finished = begun - state.running.sum()
+        due = (counters.forwards < allowance.max_forwards) & state.running.any()
+        return due & (finished < allowance.until_finished) & (ready & fits).all()
+
+    def body(carry: Carry) -> Carry:
+        state, pages, use, counters = carry
+        plan = plan_spans(state, allowance, program.sizes.tokens)
+        after, pages = forward_step(model, state, pages, plan, use, options, allowance, program)
+        return after, pages, with_committed(use, state, after), _counted(counters, plan, program)
+
+    use = token_use(state, options, model.config.vocab_size)
+    start = Counters(jnp.int32(0), jnp.int32(0), jnp.int32(0))
+    state, pages, _, counters = jax.lax.while_loop(more, body, (state, pages, use, start))
+    return state, pages, counters
+
+
+def forward_step(
+    model: Transformer,
+    state: DecodeState,
+    pages: Pages,
+    plan: SpanPlan,
+    use: TokenUse | None,
+    options: Options,
+    allowance: Allowance,
+    program: Program,
+) -> tuple[DecodeState, Pages]:
+    """One forward: run, choose, commit, fill, stop, move on."""
+    hidden, pages = run_layers(model, state, pages, plan, allowance, program)
+    state = _count(state, plan)
+    said = predict(model, state, hidden, plan, options, use, program)
+    return advance(state, said, plan, options, program), pages
+
+
+def advance(
+    state: DecodeState, said: Predictions, plan: SpanPlan, options: Options, program: Program
+) -> DecodeState:
+    """The state after a forward that has ``said`` this of the window slots."""
+    traits, slots = program.traits, state.tokens.shape[1]
+    anchored = options.anchored
+    run = paper.committed_run(state)
+    # What enters the texts: filled slots that are not known yet, or the choices of their rows.
+    at = jnp.minimum(state.known[:, None] + jnp.arange(slots), slots - 1)
+    new = (_at_slots(state.tokens, at), jax.tree.map(lambda x: _at_slots(x, at), state.logprobs))
+    count = run - state.known
+    kept = state.filled
+    fills = jnp.zeros_like(state.filled)
+    if traits.paper:
+        fills = paper.filled_by(state, options, said.tokens[:, :-1], said.entropies[:, :-1])
+    if traits.anchored:
+        checked = verified.verify(state, options, said.tokens, said.entropies)
+        said_new = jax.tree.map(lambda x: x[:, 1:], (said.tokens, said.logprobs))
+        new = _pick(anchored, said_new, new)
+        run = jnp.where(anchored, checked.run, run)
+        count = jnp.where(anchored, checked.run, count)
+        fills = jnp.where(anchored[:, None], checked.drafts, fills)
+        kept = jnp.where(anchored[:, None], checked.kept, kept)
+    ran = plan.window & state.running
+    run, count = jnp.where(ran, run, 0), jnp.where(ran, count, 0)
+    fills &= ran[:, None]
+    reached = state.num_computed + plan.chunk + run
+    state = append(state, options, *new, count)
+    state = dataclasses.replace(
+        state,
+        num_computed=jnp.minimum(reached, state.text_length),
+        tokens=jnp.where(fills, said.tokens[:, :-1], state.tokens),
+        logprobs=_pick(fills, jax.tree.map(lambda x: x[:, :-1], said.logprobs), state.logprobs),
+        filled=jnp.where(ran[:, None], kept | fills, state.filled),
+    )
+    state = move_windows(state, options, run, program.refill)
+    if traits.anchored:
+        state = put_in_front(state, anchored & ran & state.running, options)
+    return state
+
+
+def _count(state: DecodeState, plan: SpanPlan) -> DecodeState:
+    """Counts the forward. The last token of a prompt is no token instance of a window, and where a
+    window has nothing else this is no decode forward."""
+    instances = jnp.where(plan.window, state.active - (state.first_index < 0), 0)
+    return dataclasses.replace(
+        state,
+        num_forwards=state.num_forwards + (instances > 0),
+        num_token_instances=state.num_token_instances + instances,
+    )
+
+
+def _counted(counters: Counters, plan: SpanPlan, program: Program) -> Counters:
+    sizes = jnp.array(program.sizes.tokens)
+    size = jnp.where(sizes >= plan.num_tokens, sizes, sizes[-1]).min()
+    return Counters(
+        counters.forwards + 1, counters.tokens + plan.num_tokens, counters.computed + size
+    )
+
+
+def _at_slots(x: Array, slots: Array) -> Array:
+    return x[jnp.arange(x.shape[0])[:, None], slots]
+
+
+def _pick(condition: Array, new: object, old: object) -> object:
+    def pick(x: Array, y: Array) -> Array:
+        shape = (*condition.shape, *[1] * (x.ndim - condition.ndim))
+        return jnp.where(condition.reshape(shape), x, y)
+
+    return jax.tree.map(pick, new, old)
+
+
+def _with_nothing_emitted(state: DecodeState) -> DecodeState:
+    emitted: Emitted = dataclasses.replace(
+        state.emitted, count=jnp.zeros_like(state.emitted.count)
+    )
+    return dataclasses.replace(state, emitted=emitted)

@@ -1,0 +1,121 @@
+"""The static sizes of a forward, and how one of them is chosen inside a compiled loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from wedlm_jax.decode.state import num_slots
+
+Carry = TypeVar("Carry")
+
+LARGEST_HEAD = 256
+"""Rows whose logits exist at once, at most. More of them pass the head one part after another."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardSizes:
+    """Sizes at which the parts of a forward are compiled, smallest first.
+
+    Attributes:
+      tokens: T, tokens that pass the layers.
+      head: R, rows that pass the head at once.
+    """
+
+    tokens: tuple[int, ...]
+    head: tuple[int, ...]
+
+
+def forward_sizes(
+    sequences: int, window: int, chunk_tokens: int, *, only_largest: bool = False
+) -> ForwardSizes:
+    """The sizes for N sequences with windows of at most W and chunks of prompts beside them.
+
+    Args:
+      only_largest: one size for every forward, so that all are computed alike.
+    """
+    spans = sequences * num_slots(window)
+    largest = spans + chunk_tokens
+    tokens = _grid(sequences, max(window, 1), largest)
+    head = [size for size in tokens if size < min(spans, LARGEST_HEAD)]
+    head.append(min(spans, LARGEST_HEAD))
+    if only_largest:
+        return ForwardSizes((tokens[-1],), (head[-1],))
+    return ForwardSizes(tuple(tokens), tuple(head))
+
+
+def _grid(sequences: int, window: int, largest: int) -> list[int]:
+    """Powers of two and one size between each two of them, and finer steps where a batch mostly
+    is: all sequences with windows that have few filled slots. One more size costs compiling; one
+    less costs padding, but where prompts wait, these fill it up."""
+    powers = [2**i for i in range(largest.bit_length())]
+    between = [3 * power // 2 for power in powers if power >= 32]
+    usual = [sequences * (window + window * quarters // 4) for quarters in range(1, 3)]
+    if sequences == 1:
+        powers = [size for size in powers if size == 1 or size >= window]
+        between = []
+    sizes = {size for size in [*powers, *between, *usual] if size < largest}
+    return [*sorted(sizes), largest]
+
+
+def at_size(
+    sizes: tuple[int, ...],
+    needed: Array,
+    run: Callable[[int, Carry], Carry],
+    carry: Carry,
+) -> Carry:
+    """Runs ``run(size, carry)`` at the smallest of ``sizes`` that holds ``needed``; at none where
+    ``needed`` is 0.
+
+    Each size is a loop that runs once or not at all. `jax.lax.switch` would say the same, but
+    copies what it carries: the cache, at every forward (seen on CPUs; a loop's carry is updated
+    in place everywhere).
+    """
+    smaller = 0
+    for size in sizes:
+        due = (needed > smaller) & (needed <= size)
+        smaller = size
+
+        def step(turn: tuple[Array, Carry], size: int = size) -> tuple[Array, Carry]:
+            return jnp.bool_(False), run(size, turn[1])
+
+        _, carry = jax.lax.while_loop(_is_due, step, (due, carry))
+    return carry
+
+
+def _is_due(turn: tuple[Array, Carry]) -> Array:
+    return turn[0]
+
+
+def in_parts(
+    sizes: tuple[int, ...],
+    needed: Array,
+    run: Callable[[int, Array, Carry], Carry],
+    carry: Carry,
+) -> Carry:
+    """Runs ``run(size, start, carry)`` over ``needed`` rows: parts of the largest size, and what
+    is left at the smallest size that holds it."""
+    largest = sizes[-1]
+
+    def more(turn: tuple[Array, Carry]) -> Array:
+        return needed - turn[0] > 0
+
+    def part(turn: tuple[Array, Carry]) -> tuple[Array, Carry]:
+        start, carry = turn
+        left = jnp.minimum(needed - start, largest)
+        carry = at_size(sizes, left, partial(_at, run, start), carry)
+        return start + largest, carry
+
+    return jax.lax.while_loop(more, part, (jnp.int32(0), carry))[1]
+
+
+def _at(
+    run: Callable[[int, Array, Carry], Carry], start: Array, size: int, carry: Carry
+) -> Carry:
+    return run(size, start, carry)

@@ -1,0 +1,107 @@
+"""Modes "verified" and "ar": masks draft, and the model's own autoregressive rows check.
+
+Every filled row of a window predicts the token behind it, as in autoregressive decoding. In
+the leading run, which stands first in physical order, that row sees exactly the text before
+it. So the forward that computes a run says at once what autoregressive decoding would have put
+into each of its places. The run is committed as far as it agrees; the next token is then
+known for certain, and stands in front of the next window:
+
+    slot     0        1 .. d       d+1       d+2 .. d+W
+    holds    known    drafts       mask      masks
+    its row  chooses slot 1 .. d+1 nothing   drafts for slots d+2 ..
+
+What the first mask stands for the last run row chooses, so a window holds W - 1 drafts at most,
+and a forward adds 1 to W tokens to the text. With W = 0 nothing but slot 0 is left: that is
+autoregressive decoding.
+
+Theorem. Let each place i of a completion have its own random numbers g_i, a function of the
+sequence's seed and of i alone, and let c(x, i) = argmax_v(logits(v | x) / T + g_iv) after
+truncation (for T = 0 the plain argmax). Then verified decoding returns the tokens
+x_i = c(x_<i, i), which are those that autoregressive decoding returns for the same seed,
+whatever the drafts were. Proof: a token enters the text only as the choice of a row whose whole
+context is text. For an accepted draft the choice and the draft are the same token; the first
+choice that differs is taken instead of the draft; and what stands behind is discarded. With
+Gumbel numbers, c is a sample of softmax(logits / T) truncated (the Gumbel-max trick), and these
+are independent from place to place; so the distribution, too, is that of autoregressive
+sampling.
+
+A draft is the mask's own choice with the same g_i. It is accepted with a probability of at least
+(1 - TV) / (1 + TV), TV being the distance of the mask's distribution from the row's (Daliri,
+Musco and Suresh, 2024, arXiv 2408.07978); accepting with min(1, p / q) and drawing anew from
+what is left would accept 1 - TV, but its result would depend on the drafts, and so on the window
+and on what else a machine does.
+
+The condition: choices must be computed alike at every shape of a forward. In float32 they differ
+only where two logits tie within rounding; in bfloat16 such ties are common, and a deterministic
+engine has one shape only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from wedlm_jax.decode.options import Options
+from wedlm_jax.decode.state import DecodeState, is_filled, is_mask
+
+
+class Verified(NamedTuple):
+    """What a forward says of anchored windows.
+
+    Attributes:
+      run: int32 ``[N]``, slots in front that hold the text: slot 0 and the accepted drafts.
+      drafts: bool ``[N, P]``, masks to fill.
+      kept: bool ``[N, P]``, filled slots that stay: behind a wrong draft, none.
+    """
+
+    run: Array
+    drafts: Array
+    kept: Array
+
+
+def predicted_slots(state: DecodeState) -> Array:
+    """bool ``[N, P+1]``: every slot behind slot 0 up to the last, and the one behind the run. What
+    the first mask stands for is predicted by the row before it."""
+    slot = jnp.arange(state.filled.shape[1] + 1)
+    last = jnp.maximum(state.active - 1, jnp.minimum(state.active, 1))
+    return (slot >= 1) & (slot <= last[:, None])
+
+
+def verify(state: DecodeState, options: Options, tokens: Array, entropies: Array) -> Verified:
+    """Which drafts are accepted, and which masks draft next.
+
+    Args:
+      tokens, entropies: ``[N, P+1]`` by the slot that they predict.
+    """
+    slot = jnp.arange(state.filled.shape[1])
+    filled = is_filled(state)
+    is_draft = filled & (slot >= 1)
+    right = (is_draft & (tokens[:, :-1] == state.tokens)) | (slot == 0)
+    run = jnp.cumprod(right, axis=1).sum(axis=1, dtype=jnp.int32)
+    whole = run == filled.sum(axis=1)
+    kept = filled & (slot < run[:, None])
+    drafts = draft_rule(
+        entropies[:, :-1], is_mask(state) & whole[:, None], options.draft_budget
+    )
+    return Verified(run, drafts, kept)
+
+
+def draft_rule(entropies: Array, is_mask: Array, budget: Array | None) -> Array:
+    """The masks that draft, bool ``[N, P]``: those in front, as long as their entropies add up to
+    less than ``budget [N]`` nats; never the first, whose token is known.
+
+    The sum bounds how bold the draft is as a whole: the further a wrong token stands in front, the
+    more is discarded behind it.
+
+    Args:
+      entropies: float32 ``[N, P]``.
+      is_mask: bool ``[N, P]``, the masks, in logical order.
+      budget: None where no sequence drafts.
+    """
+    if budget is None:
+        return jnp.zeros_like(is_mask)
+    behind_first = is_mask & (jnp.cumsum(is_mask, axis=-1) > 1)
+    spent = jnp.cumsum(jnp.where(behind_first, entropies, 0.0), axis=-1)
+    return behind_first & (spent < budget[:, None])
