@@ -245,3 +245,35 @@ def check_fits(mesh: Mesh, config: ModelConfig, *, rows: int, row_length: int) -
         if size % shards:
             over = " x ".join(f"{mesh_axis} {mesh.shape[mesh_axis]}" for mesh_axis in axes)
             raise InputError(f"mesh: {name} = {size} is not divisible by {over}")
+
+
+def on_replicas(function: Callable[..., Any], *, whole: Sequence[int] = (0,)) -> Callable[..., Any]:
+    """``function`` run by each replica of the ``data`` axis on its own share: of every array the
+    first axis is cut. Scalars, and the arguments named by ``whole``, are the same for all. The
+    other axes of the mesh stay the compiler's. ``function`` itself where there is one replica.
+
+    Replicas may loop differently often: what they exchange, they exchange within themselves.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.shape["data"] == 1:
+        return function
+
+    def run(*arguments: Any) -> Any:
+        def spec_of(number: int, leaf: Any) -> PartitionSpec:
+            cut = number not in whole and leaf.ndim > 0
+            return PartitionSpec("data") if cut else PartitionSpec()
+
+        specs = tuple(
+            jax.tree.map(lambda leaf, number=number: spec_of(number, leaf), argument)
+            for number, argument in enumerate(arguments)
+        )
+        shares = jax.shard_map(
+            function,
+            in_specs=specs,
+            out_specs=PartitionSpec("data"),
+            axis_names=frozenset(("data",)),
+            check_vma=False,
+        )
+        return shares(*arguments)
+
+    return run
