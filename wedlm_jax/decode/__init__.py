@@ -1,0 +1,1 @@
+"""What a forward does: spans, predictions, what is filled and what is committed."""

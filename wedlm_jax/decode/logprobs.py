@@ -1,0 +1,69 @@
+"""How probable a token was, by the forward that chose it.
+
+The numbers are those of the model itself: the log-softmax of a row's logits, the mask token
+left out, before bias, penalties, forbidden tokens, temperature and truncation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Logprobs:
+    """Log-probabilities of tokens in an array ``[...]``, in nats.
+
+    Attributes:
+      chosen: float32 ``[...]``, of each token itself.
+      top_ids: int32 ``[..., k]``, the most probable tokens in its place, most probable first.
+      top: float32 ``[..., k]``, theirs.
+    """
+
+    chosen: Array
+    top_ids: Array
+    top: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """The log-probability of one committed token in nats, and the most probable tokens in its
+    place with theirs, most probable first (the token itself may be among them)."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+def empty_logprobs(shape: tuple[int, ...], k: int) -> Logprobs:
+    """Returns room for those of tokens in an array of ``shape``, k alternatives each."""
+    wide = (*shape, k)
+    return Logprobs(jnp.zeros(shape), jnp.zeros(wide, jnp.int32), jnp.zeros(wide))
+
+
+def token_logprobs(logits: Array, tokens: Array, k: int) -> Logprobs:
+    """Returns those of ``tokens [...]`` under the softmax of ``logits [..., V]``, k alternatives
+    each; where there are no k tokens, the last ones are token 0 at −inf."""
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1) - total
+    there = min(k, logits.shape[-1])
+    missing = [(0, 0)] * (logits.ndim - 1) + [(0, k - there)]
+    top, top_ids = jax.lax.top_k(logits, there)
+    top = jnp.pad(top - total, missing, constant_values=-jnp.inf)
+    return Logprobs(chosen[..., 0], jnp.pad(top_ids.astype(jnp.int32), missing), top)
+
+
+def as_list(values: Logprobs, index: int, length: int, k: int) -> list[TokenLogprob]:
+    """Returns the first ``length`` tokens of one sequence of fetched `Logprobs` ``[N, E]``, ``k``
+    alternatives each."""
+    chosen = np.asarray(values.chosen[index, :length]).tolist()
+    ids = np.asarray(values.top_ids[index, :length, :k]).tolist()
+    top = np.asarray(values.top[index, :length, :k]).tolist()
+    return [
+        TokenLogprob(one, list(zip(some, theirs, strict=True)))
+        for one, some, theirs in zip(chosen, ids, top, strict=True)
+    ]

@@ -1,0 +1,325 @@
+"""What the device needs of each sequence's `SamplingParams`, and what a program is compiled for.
+
+Options that few sequences use have arrays only in programs with their trait, so that a program
+without it has nothing of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from wedlm_jax.errors import InputError
+from wedlm_jax.params import MOST_LOGPROBS, NO_TOKEN, OPTIONS, SamplingParams
+
+MOST_BIASES = 512
+"""Tokens with a bias a sequence, at most."""
+MOST_BAD_WORDS = 256
+LONGEST_BAD_WORD = 16
+"""In tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Traits:
+    """What the sequences of a program may ask for: static. Sizes are rounded up, so that there
+    are few.
+
+    Attributes:
+      window: the widest window.
+      paper: whether sequences may decode as the paper does.
+      verified: whether they may draft and verify.
+      autoregressive: whether they may do neither, with a window of 0.
+      sampled: whether tokens may be drawn, at a temperature above 0.
+      truncated: whether they may be drawn from less than the whole vocabulary.
+      min_tokens, penalties: whether sequences may have them.
+      num_biases: tokens with a bias a sequence, at most.
+      num_bad_words, longest_bad_word: bad words a sequence, and tokens of each, at most.
+      num_logprobs: alternatives beside each token's log-probability; None for neither.
+      num_stops: stop tokens a sequence, at most.
+    """
+
+    window: int = 0
+    paper: bool = False
+    verified: bool = False
+    autoregressive: bool = False
+    sampled: bool = False
+    truncated: bool = False
+    min_tokens: bool = False
+    penalties: bool = False
+    num_biases: int = 0
+    num_bad_words: int = 0
+    longest_bad_word: int = 0
+    num_logprobs: int | None = None
+    num_stops: int = 4
+
+    @staticmethod
+    def of(params: SamplingParams, window: int, num_stops: int = 0) -> Traits:
+        """Returns the traits of a sequence with these and a window of at most ``window``."""
+        mode = params.mode if window else "ar"
+        longest = max(map(len, params.bad_words), default=0)
+        asked = params.logprobs
+        return Traits(
+            window=0 if mode == "ar" else window,
+            paper=mode == "paper",
+            verified=mode == "verified",
+            autoregressive=mode == "ar",
+            sampled=params.temperature > 0,
+            truncated=params.is_truncated,
+            min_tokens=params.min_tokens > 0,
+            penalties=params.has_penalty,
+            num_biases=_rounded_up(len(params.logit_bias), 8),
+            num_bad_words=_rounded_up(len(params.bad_words), 4),
+            longest_bad_word=_rounded_up(longest, 1),
+            num_logprobs=None if asked is None else min(_rounded_up(asked, 1), MOST_LOGPROBS),
+            num_stops=max(_rounded_up(num_stops, 4), 4),
+        )
+
+    @property
+    def anchored(self) -> bool:
+        """Whether sequences may choose their tokens as autoregressive decoding does."""
+        return self.verified or self.autoregressive
+
+    def union(self, other: Traits) -> Traits:
+        """Returns the traits of a program for the sequences of both."""
+
+        def larger(one: Any, two: Any) -> Any:
+            # Of numbers the larger, of truths "or"; None is less than any number.
+            return max(one, two, key=lambda value: -1 if value is None else value)
+
+        names = (field.name for field in dataclasses.fields(self))
+        return Traits(**{name: larger(getattr(self, name), getattr(other, name)) for name in names})
+
+    def holds(self, other: Traits) -> bool:
+        """Says whether a program with these can decode sequences with ``other``."""
+        return self.union(other) == self
+
+
+def _rounded_up(size: int, smallest: int) -> int:
+    """The smallest power of two times ``smallest`` that holds ``size``; 0 for 0."""
+    while smallest < size:
+        smallest *= 2
+    return smallest if size else 0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """`SamplingParams` of N sequences as arrays ``[N]``, and each one's window.
+
+    Attributes:
+      window: int32, W; 0 where it decodes autoregressively.
+      stop_ids: int32 ``[N, M]``, filled up with `NO_TOKEN`.
+      max_tokens: int32.
+
+    The others are None in a program without their trait, and then it knows nothing of them.
+    Those that are named as a field of `SamplingParams` hold that field.
+
+    Attributes:
+      entropy_threshold, position_penalty: with trait "paper"; −inf for a threshold of None:
+        then no entropy lies below it.
+      verified: bool, with trait "verified".
+      bias_ids, bias: int32 and float32 ``[N, K]``, the ids filled up with `NO_TOKEN`.
+      bad_words: int32 ``[N, K, L]``, filled up with `NO_TOKEN`.
+    """
+
+    window: Array
+    stop_ids: Array
+    max_tokens: Array
+    entropy_threshold: Array | None = None
+    position_penalty: Array | None = None
+    verified: Array | None = None
+    draft_budget: Array | None = None
+    temperature: Array | None = None
+    seed: Array | None = None
+    top_p: Array | None = None
+    top_k: Array | None = None
+    min_p: Array | None = None
+    min_tokens: Array | None = None
+    repetition_penalty: Array | None = None
+    presence_penalty: Array | None = None
+    frequency_penalty: Array | None = None
+    bias_ids: Array | None = None
+    bias: Array | None = None
+    bad_words: Array | None = None
+
+    @property
+    def anchored(self) -> Array:
+        """bool ``[N]``: sequences whose every token is the autoregressive one, chosen behind all
+        tokens before it. Their window begins with the last token of the text."""
+        without_window = self.window == 0
+        return without_window if self.verified is None else without_window | self.verified
+
+
+class HostOptions:
+    """`Options` as the host keeps them: NumPy arrays ``[N, ...]`` with a place a sequence.
+
+    Args:
+      sequences: N.
+      traits: what any of them may have.
+    """
+
+    def __init__(self, sequences: int, traits: Traits):
+        self.traits = traits
+        self.arrays = _idle_arrays(sequences, traits)
+        self._held: dict[int, tuple[SamplingParams, int, tuple[int, ...]]] = {}
+
+    def set(self, index: int, params: SamplingParams, *, window: int, stops: Sequence[int]) -> None:
+        """Gives sequence ``index`` its options.
+
+        Args:
+          window: its window, if its mode has one.
+          stops: all token ids that end it.
+
+        Raises:
+          ValueError: the traits do not hold them.
+        """
+        if not self.traits.holds(Traits.of(params, window, len(stops))):
+            raise ValueError(f"options outside the traits of the program, {self.traits}")
+        self._held[index] = params, window, tuple(stops)
+        arrays = self.arrays
+        arrays["window"][index] = 0 if params.mode == "ar" else window
+        _fill_up(arrays["stop_ids"][index], stops)
+        for name in _numbers(self.traits):
+            arrays[name][index] = _as_number(name, getattr(params, name))
+        if "verified" in arrays:
+            arrays["verified"][index] = params.mode == "verified"
+        if "bias" in arrays:
+            _fill_up(arrays["bias_ids"][index], list(params.logit_bias))
+            arrays["bias"][index] = 0
+            arrays["bias"][index, : len(params.logit_bias)] = list(params.logit_bias.values())
+        if "bad_words" in arrays:
+            arrays["bad_words"][index] = NO_TOKEN
+            for place, word in zip(arrays["bad_words"][index], params.bad_words, strict=False):
+                _fill_up(place, word)  # type: ignore[arg-type]
+
+    def set_windows(self, windows: np.ndarray) -> None:
+        """Gives every sequence another window, int ``[N]``; those of mode "ar" keep 0."""
+        for index, (params, _, stops) in self._held.items():
+            window = int(windows[index])
+            self._held[index] = params, window, stops
+            self.arrays["window"][index] = 0 if params.mode == "ar" else window
+
+    def clear(self, index: int) -> None:
+        """Forgets sequence ``index``: its options are those of none."""
+        if self._held.pop(index, None) is not None:
+            idle = _idle_arrays(1, self.traits)
+            for name, array in self.arrays.items():
+                array[index] = idle[name][0]
+
+    def with_traits(self, traits: Traits) -> HostOptions:
+        """Returns the same options for a program with other traits, which must hold them."""
+        other = HostOptions(len(self.arrays["window"]), traits)
+        for index, (params, window, stops) in self._held.items():
+            other.set(index, params, window=window, stops=stops)
+        return other
+
+    def needed(self) -> Traits:
+        """Returns the least traits that hold all sequences; where there is none, those of none."""
+        needed = Traits()
+        for params, window, stops in self._held.values():
+            needed = needed.union(Traits.of(params, window, len(stops)))
+        return needed
+
+    def options(self) -> Options:
+        """Returns a copy of the arrays as the programs take them."""
+        return Options(**{name: array.copy() for name, array in self.arrays.items()})  # type: ignore[arg-type]
+
+
+def abstract_options(sequences: int, traits: Traits) -> Options:
+    """Returns the shapes and types of N sequences' options, to compile for."""
+    arrays = _idle_arrays(sequences, traits)
+    return Options(**{k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in arrays.items()})  # type: ignore[arg-type]
+
+
+def idle_options(sequences: int, traits: Traits) -> Options:
+    """Returns the options of N sequences that are not there."""
+    return Options(**{k: jnp.asarray(v) for k, v in _idle_arrays(sequences, traits).items()})
+
+
+def _numbers(traits: Traits) -> list[str]:
+    """The fields of `SamplingParams` that have an array ``[N]`` in a program with these."""
+    return [
+        name
+        for name, option in OPTIONS.items()
+        if option.array and (option.trait is None or getattr(traits, option.trait))
+    ]
+
+
+def _as_number(name: str, value: float | None) -> float:
+    if value is None:  # of thresholds alone: nothing lies below
+        return -np.inf
+    integers = OPTIONS[name].array == "int32"
+    return min(value, np.iinfo(np.int32).max) if integers else value
+
+
+def _idle_arrays(sequences: int, traits: Traits) -> dict[str, np.ndarray]:
+    """Of sequences that are not there."""
+
+    def token_ids(*shape: int) -> np.ndarray:
+        return np.full((sequences, *shape), NO_TOKEN, np.int32)
+
+    defaults = SamplingParams()
+    arrays = {
+        name: np.full(sequences, _as_number(name, getattr(defaults, name)), OPTIONS[name].array)
+        for name in _numbers(traits)
+    }
+    arrays["window"] = np.zeros(sequences, np.int32)
+    arrays["stop_ids"] = token_ids(traits.num_stops)
+    if traits.verified:
+        arrays["verified"] = np.zeros(sequences, bool)
+    if traits.num_biases:
+        arrays["bias_ids"] = token_ids(traits.num_biases)
+        arrays["bias"] = np.zeros((sequences, traits.num_biases), np.float32)
+    if traits.num_bad_words:
+        arrays["bad_words"] = token_ids(traits.num_bad_words, traits.longest_bad_word)
+    return arrays
+
+
+def _fill_up(place: np.ndarray, tokens: Sequence[int]) -> None:
+    place[:] = NO_TOKEN
+    place[: len(tokens)] = tokens
+
+
+def check_options(params: SamplingParams, stops: Sequence[int], vocab: int) -> None:
+    """Refuses options that a model of ``vocab`` tokens, or a sequence, cannot have.
+
+    Args:
+      stops: all token ids that end the sequence.
+
+    Raises:
+      InputError: naming the option.
+    """
+    ids = [token for word in params.bad_words for token in word]
+    if any(isinstance(token, str) for token in ids):
+        raise InputError("bad_words: the engine takes token ids, not texts")
+    for name, tokens in (("logit_bias", params.logit_bias), ("bad_words", ids)):
+        if tokens and max(tokens) >= vocab:  # type: ignore[type-var, operator]
+            raise InputError(f"{name}: {max(tokens)} is outside the vocabulary of {vocab}")  # type: ignore[type-var]
+    if len(params.logit_bias) > MOST_BIASES:
+        raise InputError(
+            f"logit_bias: expected {MOST_BIASES} tokens at most, not {len(params.logit_bias)}"
+        )
+    if len(params.bad_words) > MOST_BAD_WORDS:
+        raise InputError(
+            f"bad_words: expected {MOST_BAD_WORDS} at most (a text counts twice: at the beginning "
+            f"and behind a space), not {len(params.bad_words)}"
+        )
+    longest = max(map(len, params.bad_words), default=0)
+    if longest > LONGEST_BAD_WORD:
+        raise InputError(
+            f"bad_words: expected {LONGEST_BAD_WORD} tokens a word at most, not {longest}"
+        )
+    # The worst case of one place: every token of every word, each stop token, the mask.
+    early_stops = stops if params.min_tokens else ()
+    if len({*ids, *early_stops}) + 1 >= vocab:
+        raise InputError(f"bad_words: they leave no token of the vocabulary of {vocab}")
+    if params.logprobs is not None and params.logprobs >= vocab:
+        raise InputError(
+            f"logprobs: expected fewer than the vocabulary of {vocab}, not {params.logprobs}"
+        )

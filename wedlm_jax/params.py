@@ -1,0 +1,364 @@
+"""`SamplingParams`: how one prompt is decoded.
+
+A field says here, once, what it means, what it may hold, and how the device holds it. The checks
+of `SamplingParams` and the arrays of `wedlm_jax.decode.options` are made from that; flags of a
+command line, checks of JSON and tables of a document can be (see `OPTIONS`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Any, get_type_hints
+
+from wedlm_jax.errors import InputError
+
+NO_TOKEN = -1
+"""Fills up arrays of token ids."""
+
+MOST_LOGPROBS = 20
+"""Alternatives a token, at most."""
+
+MOST_SAMPLES = 1024
+"""Completions of one prompt, at most."""
+
+MODES = ("paper", "verified", "ar")
+
+DEFAULT_MODE = "paper"
+
+UNBOUNDED = float("inf")
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """What is known of a field of `SamplingParams` beside its type and default.
+
+    Attributes:
+      help: what it does.
+      low, high: bounds of a number, which it may reach.
+      above: whether it must be above ``low`` instead.
+      integer: whether a number must be one.
+      flag: whether it is true or false.
+      choices: the texts that it may be.
+      none: what None means; None itself where that is refused.
+      array: the type of its array ``[N]`` on the device; None where it has none.
+      trait: the trait of a program without which it has no array, a field of
+        `wedlm_jax.decode.options.Traits`; None where it always has one.
+    """
+
+    help: str
+    _: dataclasses.KW_ONLY
+    low: float | None = None
+    high: float = UNBOUNDED
+    above: bool = False
+    integer: bool = False
+    flag: bool = False
+    choices: tuple[str, ...] = ()
+    none: str | None = None
+    array: str | None = None
+    trait: str | None = None
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuses a value of the wrong type or outside the bounds; lists are not looked at.
+
+        Raises:
+          InputError: naming the field.
+        """
+        if value is None and self.none is not None:
+            return
+        if self.low is not None:
+            self._check_number(name, value, self.low)
+        elif self.flag and not isinstance(value, bool):
+            raise InputError(f"{name}: expected true or false, not {value!r}")
+        elif self.choices and value not in self.choices:
+            raise InputError(f"{name}: expected one of {', '.join(self.choices)}, not {value!r}")
+
+    def _check_number(self, name: str, value: Any, low: float) -> None:
+        kinds = (int,) if self.integer else (int, float)
+        number = isinstance(value, kinds) and not isinstance(value, bool)
+        if not number or not low <= value <= self.high:
+            what = "an integer" if self.integer else "a number"
+            bounded = self.high != UNBOUNDED
+            bounds = f"from {low:g} to {self.high:g}" if bounded else f"of at least {low:g}"
+            raise InputError(f"{name}: expected {what} {bounds}, not {value!r}")
+        if self.above and value == low:
+            raise InputError(f"{name}: expected a number above {low:g}, not {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How one prompt is decoded.
+
+    What a field means stands beside it; docs/sampling.md says what that is where several masks
+    are filled at a time.
+
+    Raises:
+      InputError: naming the field and what was expected.
+    """
+
+    temperature: Annotated[
+        float,
+        Option(
+            "0 takes the most likely token; above, the logits are divided by it",
+            low=0,
+            high=1e6,
+            array="float32",
+            trait="sampled",
+        ),
+    ] = 0.0
+    top_p: Annotated[
+        float,
+        Option(
+            "sample from the smallest set of tokens whose probabilities reach this; 1 is all",
+            low=0,
+            high=1,
+            above=True,
+            array="float32",
+            trait="truncated",
+        ),
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        Option(
+            "sample from so many of the most likely tokens, before top_p; 0 or -1 is all",
+            low=0,
+            integer=True,
+            array="int32",
+            trait="truncated",
+        ),
+    ] = 0
+    min_p: Annotated[
+        float,
+        Option(
+            "sample from tokens at least so probable, as a share of the most likely one's "
+            "probability, before top_k; 0 is all",
+            low=0,
+            high=1,
+            array="float32",
+            trait="truncated",
+        ),
+    ] = 0.0
+    max_tokens: Annotated[
+        int, Option("completion tokens at most", low=1, integer=True, array="int32")
+    ] = 256
+    stop: Annotated[
+        tuple[str, ...],
+        Option(
+            "texts that end the completion; matched on the decoded text, trimmed from it",
+            none="none",
+        ),
+    ] = ()
+    stop_token_ids: Annotated[
+        tuple[int, ...],
+        Option(
+            "token ids that end it, beside the model's end of text; kept in token_ids, absent "
+            "from text",
+            none="none",
+        ),
+    ] = ()
+    ignore_eos: Annotated[
+        bool,
+        Option("go on behind the model's end of text, to max_tokens or another stop", flag=True),
+    ] = False
+    entropy_threshold: Annotated[
+        float | None,
+        Option(
+            "τ in nats: every mask whose adjusted entropy lies below is filled",
+            low=0,
+            high=1e6,
+            none="fills one mask a forward",
+            array="float32",
+            trait="paper",
+        ),
+    ] = 0.4
+    position_penalty: Annotated[
+        float,
+        Option(
+            "λ, added to the entropy per slot of distance from the first mask",
+            low=0,
+            high=1e6,
+            array="float32",
+            trait="paper",
+        ),
+    ] = 0.02
+    seed: Annotated[
+        int,
+        Option(
+            "of the random numbers; the same seed gives the same tokens in any company",
+            low=0,
+            high=2**32 - 1,
+            integer=True,
+            array="uint32",
+            trait="sampled",
+        ),
+    ] = 0
+    n: Annotated[
+        int,
+        Option(
+            "completions of the prompt, each from a seed of its own; more than 1 need a "
+            "temperature above 0",
+            low=1,
+            high=MOST_SAMPLES,
+            integer=True,
+        ),
+    ] = 1
+    min_tokens: Annotated[
+        int,
+        Option(
+            "completion tokens before which no stop token comes and no stop text counts",
+            low=0,
+            integer=True,
+            array="int32",
+            trait="min_tokens",
+        ),
+    ] = 0
+    repetition_penalty: Annotated[
+        float,
+        Option(
+            "divides positive and multiplies negative logits of tokens that the prompt or the "
+            "completion has; 1 changes nothing",
+            low=0,
+            high=1e6,
+            above=True,
+            array="float32",
+            trait="penalties",
+        ),
+    ] = 1.0
+    presence_penalty: Annotated[
+        float,
+        Option(
+            "taken from the logits of tokens that the completion has",
+            low=-2,
+            high=2,
+            array="float32",
+            trait="penalties",
+        ),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        Option(
+            "the same, as often as the completion has them",
+            low=-2,
+            high=2,
+            array="float32",
+            trait="penalties",
+        ),
+    ] = 0.0
+    # A dict cannot be hashed, and equal parameters hash alike without it.
+    logit_bias: Annotated[
+        Mapping[int, float],
+        Option("numbers added to the logits of these token ids, before all else", none="none"),
+    ] = dataclasses.field(default_factory=dict, hash=False)
+    bad_words: Annotated[
+        tuple[str | tuple[int, ...], ...],
+        Option("texts or token-id sequences that the completion never has", none="none"),
+    ] = ()
+    logprobs: Annotated[
+        int | None,
+        Option(
+            "each token's log-probability, and so many of the most probable in its place",
+            low=0,
+            high=MOST_LOGPROBS,
+            integer=True,
+            none="neither",
+        ),
+    ] = None
+    mode: Annotated[
+        str,
+        Option(
+            "paper commits what masks were filled with; verified commits only what ar would, in "
+            "fewer forwards; ar decodes autoregressively, as all do with a window of 0",
+            choices=MODES,
+        ),
+    ] = DEFAULT_MODE
+    draft_budget: Annotated[
+        float,
+        Option(
+            "verified: nats that the entropies of a window's drafts may add up to; more are "
+            "drafted and more rejected the larger it is, and the tokens stay the same",
+            low=0,
+            high=1e6,
+            array="float32",
+            trait="verified",
+        ),
+    ] = 2.0
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
+        object.__setattr__(self, "bad_words", _as_words(self.bad_words))
+        if self.top_k == -1:  # what vLLM and its kind take for "all"
+            object.__setattr__(self, "top_k", 0)
+        for name, option in OPTIONS.items():
+            option.check(name, getattr(self, name))
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if not all(isinstance(s, str) and s for s in self.stop):
+            raise InputError("stop: expected non-empty strings")
+        if not all(map(_is_token_id, self.stop_token_ids)):
+            raise InputError("stop_token_ids: expected token ids")
+        if self.n > 1 and self.temperature == 0:
+            raise InputError(
+                f"n: expected 1 at temperature 0, where all samples are equal, not {self.n}"
+            )
+        if self.min_tokens > self.max_tokens:
+            raise InputError(
+                f"min_tokens: expected at most max_tokens, {self.max_tokens}, not {self.min_tokens}"
+            )
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether any of the three penalties changes something."""
+        penalties = (self.presence_penalty, self.frequency_penalty)
+        return self.repetition_penalty != 1 or penalties != (0, 0)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a token is drawn from less than the whole vocabulary."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+def _options() -> dict[str, Option]:
+    hints = get_type_hints(SamplingParams, include_extras=True)
+    fields = (field.name for field in dataclasses.fields(SamplingParams))
+    return {name: hints[name].__metadata__[0] for name in fields}
+
+
+OPTIONS: Mapping[str, Option] = _options()
+"""What is known of every field, in their order."""
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _as_bias(given: Any) -> dict[int, float]:
+    """Returns ``logit_bias`` by token id; JSON has no keys but texts, so ids may be such."""
+    refusal = "logit_bias: expected an object of token ids and numbers from -100 to 100"
+    if not isinstance(given or {}, Mapping):
+        raise InputError(f"{refusal}, not {given!r}")
+    bias: dict[int, float] = {}
+    for key, value in (given or {}).items():
+        token = int(key) if isinstance(key, str) and key.isdecimal() else key
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not _is_token_id(token) or not number or not -100 <= value <= 100:
+            raise InputError(f"{refusal}, not {key!r}: {value!r}")
+        bias[token] = value
+    return bias
+
+
+def _as_words(given: Any) -> tuple[str | tuple[int, ...], ...]:
+    words: list[str | tuple[int, ...]] = []
+    if given is not None and not isinstance(given, str | list | tuple):
+        raise InputError(f"bad_words: expected texts or lists of token ids, not {given!r}")
+    for word in (given,) if isinstance(given, str) else given or ():
+        if isinstance(word, str) and word.strip():
+            words.append(word)
+        elif isinstance(word, list | tuple) and word and all(map(_is_token_id, word)):
+            words.append(tuple(word))
+        else:
+            raise InputError(f"bad_words: expected texts or lists of token ids, not {word!r}")
+    return tuple(words)
