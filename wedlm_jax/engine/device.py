@@ -1,0 +1,314 @@
+"""The sequences, their pages and the compiled programs on the device, as the scheduler drives
+them: a burst in, a report out."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from wedlm_jax.attention.ragged_pages import allocate_pages
+from wedlm_jax.decode.admission import Entrants
+from wedlm_jax.decode.forward import Program
+from wedlm_jax.decode.logprobs import Logprobs, as_list, empty_logprobs
+from wedlm_jax.decode.options import HostOptions, Traits
+from wedlm_jax.decode.sizes import forward_sizes
+from wedlm_jax.decode.spans import Allowance
+from wedlm_jax.decode.state import DecodeState, idle_state, num_slots
+from wedlm_jax.engine import programs
+from wedlm_jax.engine.burst import Admission, Burst, NewTokens, Report
+from wedlm_jax.engine.settings import EngineSettings
+from wedlm_jax.model import Transformer
+from wedlm_jax.sharding import constrain
+
+ENTRANTS_AT_ONCE = 16
+"""Sequences that enter in one call, at most: so the call has one shape."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedWindow:
+    """The window of a sequence that was put back, and its counts.
+
+    Attributes:
+      tokens, filled: ``[P]``.
+      logprobs: of the filled slots, ``[P]``; None where no sequence asks for them.
+      active, num_forwards, num_token_instances: as in `wedlm_jax.decode.state.DecodeState`.
+      window: W.
+    """
+
+    tokens: np.ndarray
+    filled: np.ndarray
+    logprobs: Logprobs | None
+    active: int
+    num_forwards: int
+    num_token_instances: int
+    window: int
+
+
+class Device:
+    """Runs bursts.
+
+    Args:
+      model: on its device or mesh, its layers as they run fastest there.
+      settings: sizes, all checked.
+    """
+
+    def __init__(self, model: Transformer, settings: EngineSettings):
+        self.settings = settings
+        self.config = model.config
+        self._graph, self._parameters = nnx.split(model)
+        self._compiled: dict[Any, jax.stages.Compiled] = {}
+        self.compile_seconds = 0.0
+        self.traits = Traits()
+        self._state: DecodeState | None = None
+        self._pages: Any = None
+        self._options = HostOptions(settings.sequences, self.traits)
+        self._windows = np.full(settings.sequences, -1, np.int32)
+        self._num_logprobs: dict[int, int] = {}
+        self.counters = np.zeros(3, np.int64)
+        """Forwards, real tokens and computed tokens so far, all replicas together."""
+
+    # --- weights and programs -----------------------------------------------------------
+
+    def update(self, model: Transformer) -> None:
+        """Decodes with other weights of the same shapes from now on; nothing is compiled anew."""
+        self._parameters = nnx.state(model)
+
+    def release(self) -> None:
+        """Lets weights and pages go; the programs are kept for the weights of `update`."""
+        self._parameters = nnx.State({})
+        self._state = self._pages = None
+
+    @property
+    def parameters(self) -> nnx.State:
+        return self._parameters
+
+    @property
+    def num_programs(self) -> int:
+        return len(self._compiled)
+
+    def compiled(self, function: Any, *arguments: Any, **static: Any) -> jax.stages.Compiled:
+        """A jitted function for arguments of these shapes, compiled where they are new.
+
+        Compilation is kept apart so that its time is known and never counted as decoding.
+        """
+        shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(arguments))
+        key = (function, shapes, jax.tree.structure(arguments), tuple(static.items()))
+        if key not in self._compiled:
+            started = time.monotonic()
+            self._compiled[key] = function.lower(*arguments, **static).compile()
+            self.compile_seconds += time.monotonic() - started
+        return self._compiled[key]
+
+    def run_model(self, function: Any, *arguments: Any, **static: Any) -> Any:
+        """Calls a jitted function of graph, parameters and these arguments."""
+        compiled = self.compiled(
+            function, self._graph, self._parameters, *arguments, **static
+        )
+        return compiled(self._parameters, *arguments)
+
+    def program(self, traits: Traits) -> Program:
+        """What a burst is compiled for."""
+        settings = self.settings
+        sizes = forward_sizes(
+            settings.sequences_each,
+            traits.window,
+            settings.chunk_tokens,
+            only_largest=settings.deterministic,
+        )
+        return Program(sizes, traits, settings.attention, settings.refill)
+
+    # --- the scheduler's device ---------------------------------------------------------
+
+    def prepare(self, traits: Traits) -> None:
+        """Makes room for sequences with these traits; those that run keep what they have."""
+        if self._state is not None and traits == self.traits:
+            return
+        self.traits = traits
+        self._options = self._options.with_traits(traits)
+        if self._state is None:
+            self._state = self._laid_out(self._idle_state(traits))
+            self._pages = self._empty_pages()
+        else:
+            self._state = programs.resize(
+                self._state, window=traits.window, num_logprobs=traits.num_logprobs
+            )
+
+    def run(self, burst: Burst) -> Report:
+        """Runs a burst of forwards and says what became of every sequence."""
+        assert self._state is not None
+        for admission in burst.admissions:
+            self._options.set(
+                admission.index,
+                admission.request.params,
+                window=int(burst.windows[admission.index]),
+                stop_ids=self.settings.stop_ids(admission.request.params),
+            )
+            self._num_logprobs[admission.index] = admission.request.params.logprobs or 0
+        self._enter(burst)
+        changed = burst.windows != self._windows
+        self._windows = np.array(burst.windows, np.int32)
+        self._options.set_windows(self._windows)
+        allowance = Allowance(
+            page_table=np.asarray(burst.page_table, np.int32),
+            capacity=np.asarray(burst.capacity, np.int32),
+            arrival=np.asarray(burst.arrival, np.int32),
+            chunk_tokens=np.int32(min(burst.chunk_tokens, self.settings.chunk_tokens)),
+            max_forwards=np.int32(burst.max_forwards),
+            until_finished=np.int32(burst.until_finished),
+        )
+        result = self.run_model(
+            programs.burst,
+            self._state,
+            self._pages,
+            self._options.arrays(),
+            allowance,
+            changed,
+            program=self.program(self.traits),
+        )
+        self._state, self._pages = result.state, result.pages
+        numbers, logprobs, counters = jax.device_get(
+            (result.numbers, result.logprobs, result.counters)
+        )
+        self.counters += [int(x.sum()) for x in jax.tree.leaves(counters)]
+        return self._report(numbers, logprobs, burst, int(counters.forwards.max()))
+
+    def save(self, index: int) -> SavedWindow:
+        """The window of a sequence, for `Admission.resume`."""
+        state = self._state
+        assert state is not None
+        row = jax.device_get(
+            jax.tree.map(
+                lambda x: x[index],
+                (state.tokens, state.filled, state.logprobs, state.active,
+                 state.num_forwards, state.num_token_instances),
+            )
+        )  # fmt: skip
+        tokens, filled, logprobs, *counts = row
+        return SavedWindow(tokens, filled, logprobs, *map(int, counts), int(self._windows[index]))
+
+    # --- what it does -------------------------------------------------------------------
+
+    def _enter(self, burst: Burst) -> None:
+        released = np.zeros(self.settings.sequences, bool)
+        released[list(burst.released)] = True
+        todo = list(burst.admissions)
+        while todo or released.any():
+            some, todo = todo[:ENTRANTS_AT_ONCE], todo[ENTRANTS_AT_ONCE:]
+            for admission in some:
+                saved: SavedWindow | None = admission.resume
+                own = burst.windows[admission.index] if saved is None else saved.window
+                self._windows[admission.index] = own
+            entrants = self._entrants(some)
+            compiled = self.compiled(programs.enter, self._state, entrants, released)
+            self._state = compiled(self._state, entrants, released)
+            released = np.zeros_like(released)
+
+    def _entrants(self, admissions: Sequence[Admission]) -> Entrants:
+        settings, slots = self.settings, num_slots(self.traits.window)
+        count = min(ENTRANTS_AT_ONCE, settings.sequences)
+        index = np.full(count, settings.sequences, np.int32)
+        text = np.zeros((count, settings.max_text), np.int32)
+        numbers = np.zeros((count, 7), np.int32)
+        tokens, filled = np.zeros((count, slots), np.int32), np.zeros((count, slots), bool)
+        k = self.traits.num_logprobs
+        logprobs = None
+        if k is not None:
+            logprobs = jax.tree.map(np.array, empty_logprobs((count, slots), k))
+        for i, admission in enumerate(admissions):
+            index[i] = admission.index
+            text[i, : len(admission.text)] = admission.text
+            window = int(self._windows[admission.index])
+            numbers[i], own_tokens, own_filled = _window_of(
+                admission, window, anchored=_is_anchored(admission, window)
+            )
+            tokens[i, : len(own_tokens)], filled[i, : len(own_filled)] = own_tokens, own_filled
+            if admission.resume is not None and logprobs is not None:
+                _put(logprobs, i, admission.resume.logprobs)
+        return Entrants(index, text, numbers, tokens, filled, logprobs)
+
+    def _report(
+        self, numbers: np.ndarray, logprobs: Logprobs | None, burst: Burst, num_run: int
+    ) -> Report:
+        computed, output, running, stopped, forwards, instances, count = numbers[:, :7].T
+        emitted = np.split(numbers[:, 7:], 3, axis=1)
+        tokens: list[NewTokens | None] = [None] * len(numbers)
+        for index in np.flatnonzero(count):
+            new = int(count[index])
+            own = None
+            if logprobs is not None:
+                own = as_list(logprobs, index, new, self._num_logprobs[index])
+            tokens[index] = NewTokens(*(array[index, :new].tolist() for array in emitted), own)
+        return Report(
+            num_computed=computed,
+            num_output=output,
+            finished=running == 0,
+            stopped=stopped > 0,
+            num_forwards=forwards,
+            num_token_instances=instances,
+            needs_pages=np.zeros(len(numbers), bool),
+            tokens=tokens,
+            num_run=num_run,
+        )
+
+    def _idle_state(self, traits: Traits) -> DecodeState:
+        settings = self.settings
+        return idle_state(
+            settings.sequences,
+            window=traits.window,
+            text=settings.max_text,
+            emitted=settings.emitted,
+            num_logprobs=traits.num_logprobs,
+        )
+
+    def _laid_out(self, state: DecodeState) -> DecodeState:
+        return jax.jit(
+            lambda state: jax.tree.map(lambda x: constrain(x, "sequences"), state),
+            donate_argnums=0,
+        )(state)  # type: ignore[no-any-return]
+
+    def _empty_pages(self) -> Any:
+        settings = self.settings
+        return allocate_pages(
+            self.config,
+            settings.num_pages,
+            settings.page_size,
+            settings.cache_dtype,
+            replicas=settings.replicas,
+        )
+
+
+def _is_anchored(admission: Admission, window: int) -> bool:
+    return window == 0 or admission.request.params.mode != "paper"
+
+
+def _window_of(
+    admission: Admission, window: int, *, anchored: bool
+) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """What `Entrants` needs of a sequence: its numbers, and its window's tokens and filled slots."""
+    length, prompt = len(admission.text), len(admission.request.prompt)
+    prefill = length - anchored
+    computed = min(admission.num_cached, prefill)
+    saved: SavedWindow | None = admission.resume
+    counts = [0, 0] if saved is None else [saved.num_forwards, saved.num_token_instances]
+    if anchored:
+        # Drafts are dropped: they change the speed, never the tokens.
+        tokens, filled, active = admission.text[-1:], np.ones(1, bool), 1 + window
+    elif saved is not None:
+        tokens, filled, active = saved.tokens, saved.filled, saved.active
+    else:
+        tokens, filled, active = np.zeros(0, np.int32), np.zeros(0, bool), window
+    numbers = [length, prompt, prefill, computed, active, *counts]
+    return numbers, np.asarray(tokens), filled
+
+
+def _put(logprobs: Logprobs, index: int, saved: Logprobs | None) -> None:
+    if saved is None:
+        return
+    for new, old in zip(jax.tree.leaves(logprobs), jax.tree.leaves(saved), strict=True):
+        new[index][tuple(map(slice, old.shape))] = old
