@@ -175,8 +175,8 @@ def test_choosing_alone_changes_nothing() -> None:
 @pytest.fixture(scope="module")
 def auto_engine(tiny_model: Transformer) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("wedlm_jax.engine.AUTO_WINDOWS", (0, 4))
-        patch.setattr("wedlm_jax.engine.DEFAULT_WINDOW", 4)
+        patch.setattr("wedlm_jax.old_engine.AUTO_WINDOWS", (0, 4))
+        patch.setattr("wedlm_jax.old_engine.DEFAULT_WINDOW", 4)
         return Engine(tiny_model, window_size="auto")
 
 

@@ -1,0 +1,104 @@
+"""How long a burst is, and the pages that its sequences get for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from wedlm_jax.engine.replica import Replica
+from wedlm_jax.engine.sequence import SequenceState
+
+WAITING_FORWARDS = 32
+"""Forwards of a burst while somebody waits for a place, at most; it also ends when one is free."""
+PREFILL_FORWARDS = 8
+"""The same while a long prompt is computed chunk by chunk."""
+SHORT_OF_PAGES_FORWARDS = 8
+"""The same while somebody waits for pages alone: none are given for later forwards then."""
+WATCHED_FORWARDS = 16
+"""The same while a sequence may be ended by its text, which only the host sees."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BurstLength:
+    """When a burst ends: after so many forwards, or when so many sequences have finished."""
+
+    forwards: int
+    until_finished: int
+
+
+def burst_length(
+    running: Sequence[SequenceState],
+    *,
+    longest: int,
+    prefill_forwards: int,
+    num_waiting: int,
+    num_deferred: int,
+    pages_are_short: bool,
+) -> BurstLength:
+    """Says when the next burst ends.
+
+    Args:
+      longest: forwards where nobody waits.
+      prefill_forwards: those until all prompts are computed.
+      num_waiting, num_deferred: sequences that wait, and how many of them for another's prompt.
+      pages_are_short: whether some of them wait though an index is free.
+    """
+    forwards, until = longest, len(running)
+    if any(sequence.request.params.stop for sequence in running):
+        forwards = min(forwards, WATCHED_FORWARDS)
+    if num_waiting:
+        # A few may wait for each other, so that their successors are computed together.
+        forwards, until = min(forwards, WAITING_FORWARDS), max(len(running) // 8, 1)
+    if pages_are_short:
+        forwards = min(forwards, SHORT_OF_PAGES_FORWARDS)
+    if num_deferred:
+        forwards = min(forwards, max(prefill_forwards, 1))
+    if prefill_forwards > 1:
+        forwards = min(forwards, PREFILL_FORWARDS)
+    return BurstLength(forwards, until)
+
+
+def prefill_forwards(replica: Replica, chunk_tokens: int) -> int:
+    """Forwards until the prompts of a replica are computed."""
+    left = sum(
+        sequence.text_length_admitted - sequence.num_computed
+        for sequence in replica.running
+        if sequence.is_prefilling
+    )
+    return -(-left // chunk_tokens)
+
+
+def give_pages(replica: Replica, forwards: int) -> int:
+    """Gives every sequence pages for the forwards of a burst, or for fewer where there are not
+    enough for all; each has pages for its next forward already.
+
+    Returns:
+      for how many forwards they will probably last.
+    """
+    while True:
+        targets = [(one, expected_room(one, forwards)) for one in replica.running]
+        lacking = sum(replica.lacks(one, tokens) for one, tokens in targets)
+        if lacking <= replica.num_available:
+            break
+        if forwards == 1:
+            return 1
+        forwards //= 2
+        for one in replica.running:
+            replica.trim(one, expected_room(one, forwards))
+    for one, tokens in targets:
+        replica.grow(one, tokens)
+    return forwards
+
+
+def expected_room(sequence: SequenceState, forwards: int) -> int:
+    """Tokens that the pages of a sequence must hold to last for so many forwards, if it goes on as
+    until now."""
+    window = sequence.window
+    rate = 1.0
+    if window:
+        few = sequence.num_forwards < 4
+        rate = 1 + window / 4 if few else sequence.num_output / sequence.num_forwards
+        rate *= 1.25
+    expected = sequence.room_needed + math.ceil(rate * (forwards - 1))
+    return max(min(expected, sequence.longest_room(window)), sequence.room_needed)

@@ -1,0 +1,186 @@
+"""One replica: its places for sequences, its pages, and the prefixes in them."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+
+from wedlm_jax.engine.pages import PageError, Pages
+from wedlm_jax.engine.prefix import Node, PrefixTree, page_key
+from wedlm_jax.engine.sequence import SequenceState
+
+
+class Replica:
+    """N places for sequences over one cache.
+
+    Args:
+      number: which of the replicas it is; its indices start at ``number * num_sequences``.
+      num_sequences: N.
+      num_pages, page_size: of its cache; see `Pages`.
+      table: int32 ``[N, max_pages]``, the page table, filled in here.
+      reuse: whether prefixes are kept and reused.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        *,
+        num_sequences: int,
+        num_pages: int,
+        page_size: int,
+        table: np.ndarray,
+        reuse: bool = True,
+    ):
+        self.number, self.num_sequences, self.reuse = number, num_sequences, reuse
+        self.pages = Pages(num_pages, page_size)
+        self.tree = PrefixTree(self.pages)
+        self.running: list[SequenceState] = []
+        """In order of arrival."""
+        self._table = table
+        self._first = number * num_sequences
+        self._free_indices = list(range(self._first, self._first + num_sequences))
+
+    @property
+    def num_free_indices(self) -> int:
+        return len(self._free_indices)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be had without taking any from a sequence."""
+        return self.pages.num_free + self.tree.num_evictable
+
+    @property
+    def capacity_of_pages(self) -> int:
+        """Tokens that one sequence could have if it were alone."""
+        most = min(self.pages.num_usable, self._table.shape[1])
+        return most * self.pages.page_size
+
+    def capacity(self, sequence: SequenceState) -> int:
+        """Tokens that the pages of a sequence hold."""
+        return sequence.num_pages * self.pages.page_size
+
+    def lacks(self, sequence: SequenceState, tokens: int) -> int:
+        """Pages that a sequence has too few to hold so many tokens."""
+        return max(self.pages.needed(tokens) - sequence.num_pages, 0)
+
+    def shortfall(self) -> int:
+        """Pages that the running sequences have too few for their next forward."""
+        return sum(self.lacks(sequence, sequence.room_needed) for sequence in self.running)
+
+    # --- prefixes -----------------------------------------------------------------------
+
+    def cached(self, sequence: SequenceState) -> list[Node]:
+        """Returns the pages with the longest cached prefix of a waiting sequence's text; never all
+        of the text, since somebody needs what the model says of its last token."""
+        return self.tree.match(sequence.text, len(sequence.text) - 1) if self.reuse else []
+
+    def store(self, sequence: SequenceState) -> None:
+        """Puts the pages of a sequence that have become full of final keys and values into the
+        tree. Where the tree has their text already, the sequence goes on with the tree's."""
+        if not self.reuse:
+            return
+        size, place = self.pages.page_size, len(sequence.nodes)
+        for _ in range(sequence.num_computed // size - place):
+            page, above = sequence.own.pop(0), sequence.nodes[-1] if sequence.nodes else None
+            node = self.tree.add(above, page_key(sequence.text, place * size, size), page)
+            sequence.nodes.append(node)
+            self._row(sequence)[place] = node.page
+            place += 1
+
+    # --- places and pages of sequences -----------------------------------------------------
+
+    def admit(self, sequence: SequenceState, nodes: list[Node], tokens: int) -> None:
+        """Gives a sequence an index and pages that hold so many tokens.
+
+        Args:
+          nodes: as `cached` has returned them.
+        """
+        self.tree.hold(nodes)
+        sequence.index = heapq.heappop(self._free_indices)
+        sequence.nodes, sequence.own = list(nodes), []
+        sequence.num_computed = len(nodes) * self.pages.page_size
+        sequence.text_length_admitted = len(sequence.text)
+        sequence.num_admissions += 1
+        self._row(sequence)[: len(nodes)] = [node.page for node in nodes]
+        self.running.append(sequence)
+        self.running.sort(key=lambda one: one.arrival)
+        self.grow(sequence, tokens)
+
+    def grow(self, sequence: SequenceState, tokens: int) -> None:
+        """Gives a sequence pages until it can hold so many tokens; evicts prefixes if it must.
+
+        Raises:
+          PageError: there are not so many.
+        """
+        count = self.lacks(sequence, tokens)
+        if count > self.pages.num_free:
+            self.tree.evict(count - self.pages.num_free)
+        start = sequence.num_pages
+        new = self.pages.take(count)
+        self._row(sequence)[start : start + count] = new
+        sequence.own += new
+
+    def trim(self, sequence: SequenceState, tokens: int) -> None:
+        """Takes pages from a sequence that it does not need to hold so many tokens."""
+        keep = max(self.pages.needed(tokens) - len(sequence.nodes), 0)
+        surplus = sequence.own[keep:]
+        if surplus:
+            del sequence.own[keep:]
+            self._row(sequence)[sequence.num_pages :] = 0
+            for page in surplus:
+                self.pages.drop(page)
+
+    def remove(self, sequence: SequenceState) -> int:
+        """Takes index and pages from a sequence; returns the index. Prefixes stay in the tree."""
+        index = sequence.index
+        self._row(sequence)[:] = 0
+        for page in sequence.own:
+            self.pages.drop(page)
+        self.tree.let_go(sequence.nodes)
+        sequence.nodes, sequence.own = [], []
+        sequence.index, sequence.num_computed = -1, 0
+        self.running.remove(sequence)
+        heapq.heappush(self._free_indices, index)
+        return index
+
+    def _row(self, sequence: SequenceState) -> np.ndarray:
+        return self._table[sequence.index - self._first]
+
+    # --- checks -------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Compares every account with what is there; slow, for tests.
+
+        Raises:
+          PageError: something does not add up.
+        """
+        held = Counter(self.tree.held())
+        if len(held) != self.tree.num_pages or set(held.values()) - {1}:
+            raise PageError("the prefix tree counts its pages wrongly")
+        own: Counter[int] = Counter()
+        for sequence in self.running:
+            own.update(sequence.own)
+            held.update(node.page for node in sequence.nodes)
+            self._check_row(sequence)
+        if set(own.values()) - {1} or own.keys() & held.keys():
+            raise PageError("a page that is one sequence's own is held by another")
+        held.update(own)
+        self.pages.check(held)
+        alone = sum(self.pages.holders(page) == 1 for page in self.tree.held())
+        if alone != self.tree.num_evictable:
+            raise PageError(f"{alone} pages can be evicted, not {self.tree.num_evictable}")
+        self._check_indices(self.running)
+
+    def _check_row(self, sequence: SequenceState) -> None:
+        row = [*(node.page for node in sequence.nodes), *sequence.own]
+        row += [0] * (self._table.shape[1] - len(row))
+        if self._row(sequence).tolist() != row:
+            raise PageError(f"the page table of request {sequence.number} is wrong")
+
+    def _check_indices(self, running: Iterable[SequenceState]) -> None:
+        indices = sorted([*self._free_indices, *(one.index for one in running)])
+        if indices != list(range(self._first, self._first + self._table.shape[0])):
+            raise PageError("free and taken indices are not all the indices, each once")

@@ -1,0 +1,366 @@
+"""Who decodes when: a step admits, runs a burst of forwards, and tells what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from wedlm_jax.engine.admission import AdmissionRound, Admitter
+from wedlm_jax.engine.burst import Admission, Burst, Device, Report, Request
+from wedlm_jax.engine.counters import Counters
+from wedlm_jax.engine.events import Event, Failed, Finished, TokenDelta
+from wedlm_jax.engine.lookahead import burst_length, give_pages, prefill_forwards
+from wedlm_jax.engine.replica import Replica
+from wedlm_jax.engine.sequence import SequenceState
+from wedlm_jax.engine.waiting import Waiting
+from wedlm_jax.engine.windows import WindowChoice
+from wedlm_jax.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerSizes:
+    """What the device was made for.
+
+    Attributes:
+      num_replicas: R.
+      num_sequences: N, of each replica.
+      num_pages: of each replica's cache, the trash page included.
+      page_size: tokens a page holds.
+      max_pages: columns of the page table: pages that one sequence can have.
+      chunk_tokens: tokens of prompts that a forward of a replica may compute beside windows.
+      max_model_len: prompt and completion tokens together, at most.
+      longest_burst: forwards of a burst where nobody waits.
+    """
+
+    num_replicas: int
+    num_sequences: int
+    num_pages: int
+    page_size: int
+    max_pages: int
+    chunk_tokens: int
+    max_model_len: int
+    longest_burst: int = 64
+
+
+class Scheduler:
+    """Decodes requests on a device, first come, first served.
+
+    An exception of the device leaves the scheduler of no further use.
+
+    Args:
+      device: who runs forwards.
+      sizes: of the device.
+      windows: who chooses windows.
+      reuse_prefixes: whether what sequences have computed is kept for others that begin alike.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        sizes: SchedulerSizes,
+        windows: WindowChoice,
+        *,
+        reuse_prefixes: bool = True,
+    ):
+        self._device, self._sizes, self._windows = device, sizes, windows
+        count = sizes.num_sequences
+        self._table = np.zeros((sizes.num_replicas * count, sizes.max_pages), np.int32)
+        self._replicas = [
+            Replica(
+                number,
+                num_sequences=count,
+                num_pages=sizes.num_pages,
+                page_size=sizes.page_size,
+                table=self._table[number * count : (number + 1) * count],
+                reuse=reuse_prefixes,
+            )
+            for number in range(sizes.num_replicas)
+        ]
+        self._admitter = Admitter(self._replicas, windows.widest)
+        self._waiting = Waiting()
+        self._sequences: dict[int, SequenceState] = {}
+        self._arrivals = itertools.count()
+        self._released: list[int] = []
+        self._prefix_tokens = self._prompt_tokens = self._recomputed_tokens = 0
+        self._preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self._sequences)
+
+    def check(self, request: Request) -> None:
+        """Refuses a request that could not be decoded even if it were alone.
+
+        Raises:
+          InputError: it has no tokens, or it exceeds the model's length or the cache.
+        """
+        length, most = len(request.prompt), request.params.max_tokens
+        if not length:
+            raise InputError("the prompt has no tokens; at least one is needed")
+        if length + most > self._sizes.max_model_len:
+            raise InputError(
+                f"a prompt of {length} tokens and max_tokens {most} exceed "
+                f"max_model_len {self._sizes.max_model_len}"
+            )
+        room = SequenceState(request, -1).longest_room(self._windows.widest(request))
+        if room > self._replicas[0].capacity_of_pages:
+            raise InputError(
+                f"a prompt of {length} tokens and max_tokens {most} take {room} places with "
+                f"their window, and the cache has {self._replicas[0].capacity_of_pages}"
+            )
+
+    def step(self, submitted: Sequence[Request] = (), aborted: Sequence[int] = ()) -> list[Event]:
+        """Takes requests in, runs one burst, and returns what happened.
+
+        Args:
+          submitted: new requests, in the order in which they came.
+          aborted: numbers of requests that nobody wants any more, those of this step included;
+            their pages are free at once, and no event comes of them. Unknown ones do not matter.
+
+        Raises:
+          ValueError: a number is under way already.
+        """
+        events: list[Event] = list(self._accept(submitted))
+        for number in aborted:
+            self._abort(number)
+        unwanted = set(aborted)
+        events = [event for event in events if event.number not in unwanted]
+        burst = self._plan()
+        if burst is not None:
+            started = time.perf_counter()
+            report = self._device.run(burst)
+            self._windows.observe(burst, report, time.perf_counter() - started)
+            events.extend(self._collect(report))
+        return events
+
+    def forget_prefixes(self) -> None:
+        """Frees what is cached of finished sequences: it is worth nothing for other weights.
+
+        Raises:
+          RuntimeError: sequences are under way.
+        """
+        if self.has_work:
+            raise RuntimeError("prefixes can be forgotten only while no request is under way")
+        for replica in self._replicas:
+            replica.tree.evict(replica.tree.num_pages)
+
+    # --- requests in and out --------------------------------------------------------------
+
+    def _accept(self, submitted: Sequence[Request]) -> Iterator[Failed]:
+        for request in submitted:
+            if request.number in self._sequences:
+                raise ValueError(f"request {request.number} is under way already")
+            try:
+                self.check(request)
+            except InputError as error:
+                yield Failed(request.number, error)
+                continue
+            sequence = SequenceState(request, next(self._arrivals))
+            self._sequences[request.number] = sequence
+            self._waiting.put(sequence)
+
+    def _abort(self, number: int) -> None:
+        sequence = self._sequences.pop(number, None)
+        if sequence is None:
+            return
+        if sequence.index < 0:
+            self._waiting.remove(sequence)
+        else:
+            self._released.append(self._replica_of(sequence).remove(sequence))
+
+    def _replica_of(self, sequence: SequenceState) -> Replica:
+        return self._replicas[sequence.index // self._sizes.num_sequences]
+
+    @property
+    def _running(self) -> list[SequenceState]:
+        return [sequence for replica in self._replicas for sequence in replica.running]
+
+    # --- planning a burst -------------------------------------------------------------------
+
+    def _plan(self) -> Burst | None:
+        """Decides what the device does next; None where there is nothing to do."""
+        turn = self._admitter.admit(self._waiting)
+        for sequence in turn.admitted:
+            sequence.window = self._windows.widest(sequence.request)
+        running = self._running
+        if not running:
+            return None
+        for sequence, window in zip(running, self._windows.choose(running), strict=True):
+            sequence.window = window
+        fresh = list(turn.admitted)
+        for replica in self._replicas:
+            self._secure(replica, fresh)
+        return self._burst(turn, [self._admission(sequence) for sequence in fresh])
+
+    def _secure(self, replica: Replica, fresh: list[SequenceState]) -> None:
+        """Gives every sequence pages for its next forward; the youngest are put back if there are
+        not enough.
+
+        Args:
+          fresh: sequences that the device does not know yet; those put back are taken out.
+        """
+        if replica.shortfall() > replica.num_available:
+            for sequence in replica.running:
+                replica.trim(sequence, sequence.room_needed)
+        while replica.shortfall() > replica.num_available:
+            if len(replica.running) == 1:
+                raise RuntimeError("the cache has no room for a sequence that is alone in it")
+            youngest = replica.running[-1]
+            if youngest in fresh:
+                fresh.remove(youngest)
+            else:
+                youngest.resume = self._device.save(youngest.index)
+                self._released.append(youngest.index)
+            replica.remove(youngest)
+            self._waiting.put(youngest)
+            self._preemptions += 1
+        for sequence in replica.running:
+            replica.grow(sequence, sequence.room_needed)
+
+    def _admission(self, sequence: SequenceState) -> Admission:
+        """Counts a sequence in that is about to begin, or to go on."""
+        text, cached = np.array(sequence.text, np.int32), sequence.num_computed
+        if sequence.num_cached_tokens < 0:
+            sequence.num_cached_tokens = cached
+            self._prompt_tokens += len(text) - cached
+        else:
+            self._recomputed_tokens += len(text) - cached
+        self._prefix_tokens += cached
+        resume, sequence.resume = sequence.resume, None
+        return Admission(sequence.index, sequence.request, text, cached, resume)
+
+    def _burst(self, turn: AdmissionRound, admissions: list[Admission]) -> Burst:
+        sizes, running = self._sizes, self._running
+        length = burst_length(
+            running,
+            longest=sizes.longest_burst,
+            prefill_forwards=max(prefill_forwards(r, sizes.chunk_tokens) for r in self._replicas),
+            num_waiting=len(self._waiting),
+            num_deferred=turn.num_deferred,
+            pages_are_short=turn.pages_are_short,
+        )
+        forwards = min(
+            give_pages(replica, length.forwards) for replica in self._replicas if replica.running
+        )
+        capacity, windows = np.zeros((2, len(self._table)), np.int32)
+        arrival = np.full(len(self._table), sizes.num_sequences, np.int32)
+        for replica in self._replicas:
+            for rank, sequence in enumerate(replica.running):
+                index = sequence.index
+                capacity[index] = replica.capacity(sequence)
+                windows[index], arrival[index] = sequence.window, rank
+        released, self._released = self._released, []
+        return Burst(
+            released,
+            admissions,
+            self._table.copy(),
+            capacity,
+            arrival,
+            windows,
+            sizes.chunk_tokens,
+            forwards,
+            length.until_finished,
+        )
+
+    # --- what came of it --------------------------------------------------------------------
+
+    def _collect(self, report: Report) -> Iterator[Event]:
+        progress = False
+        for sequence in self._running:
+            before = (sequence.num_computed, sequence.num_forwards)
+            index, replica = sequence.index, self._replica_of(sequence)
+            error = report.errors.get(index)
+            if error is not None:
+                progress = True
+                self._remove(sequence)
+                yield Failed(sequence.number, error)
+                continue
+            yield from self._take_in(sequence, report)
+            replica.store(sequence)
+            progress |= (sequence.num_computed, sequence.num_forwards) != before
+            if report.finished[index]:
+                progress = True
+                reason = "stop" if report.stopped[index] else "length"
+                self._remove(sequence)
+                yield Finished(sequence.number, sequence.result(reason))
+        if not progress:
+            raise RuntimeError("a burst of forwards brought no sequence on")
+
+    def _take_in(self, sequence: SequenceState, report: Report) -> Iterator[TokenDelta]:
+        index, new = sequence.index, report.tokens[sequence.index]
+        sequence.num_forwards = int(report.num_forwards[index])
+        sequence.num_token_instances = int(report.num_token_instances[index])
+        if new is not None and len(new.token_ids):
+            sequence.append(new)
+            yield TokenDelta(
+                sequence.number,
+                list(new.token_ids),
+                None if new.logprobs is None else list(new.logprobs),
+                sequence.num_output,
+                sequence.num_forwards,
+                sequence.num_token_instances,
+                list(new.forwards_at),
+                list(new.instances_at),
+            )
+        computed, output = int(report.num_computed[index]), int(report.num_output[index])
+        fits = sequence.num_computed <= computed <= len(sequence.text)
+        if output != sequence.num_output or not fits:
+            raise RuntimeError(
+                f"request {sequence.number}: the device says {output} tokens of output and "
+                f"{computed} computed, after {sequence.num_computed}; the host has "
+                f"{sequence.num_output}, and {len(sequence.text)} of text"
+            )
+        sequence.num_computed = computed
+
+    def _remove(self, sequence: SequenceState) -> None:
+        self._replica_of(sequence).remove(sequence)
+        del self._sequences[sequence.number]
+
+    # --- numbers ----------------------------------------------------------------------------
+
+    @property
+    def counters(self) -> Counters:
+        """Where the scheduler stands now."""
+        running = self._running
+        free = sum(replica.pages.num_free for replica in self._replicas)
+        cached = sum(replica.tree.num_evictable for replica in self._replicas)
+        total = sum(replica.pages.num_usable for replica in self._replicas)
+        size = self._sizes.page_size
+        shared = sum(r.tree.num_pages - r.tree.num_evictable for r in self._replicas)
+        behind = [one.num_computed - size * len(one.nodes) for one in running]
+        spans = [
+            min(one.room_needed - one.num_computed, one.num_pages * size - one.num_computed)
+            for one in running
+        ]
+        return Counters(
+            running=len(running),
+            waiting=len(self._waiting),
+            pages=total,
+            pages_free=free,
+            pages_cached=cached,
+            pages_used=total - free - cached,
+            places_computed=shared * size + sum(behind),
+            places_spanned=sum(spans),
+            prefix_tokens=self._prefix_tokens,
+            prompt_tokens=self._prompt_tokens,
+            recomputed_tokens=self._recomputed_tokens,
+            preemptions=self._preemptions,
+        )
+
+    def check_accounts(self) -> None:
+        """Compares every account of pages with what is there; slow, for tests.
+
+        Raises:
+          PageError: something does not add up.
+        """
+        for replica in self._replicas:
+            replica.check()
+        waits = {sequence.number for sequence in self._waiting}
+        runs = {sequence.number for sequence in self._running}
+        if waits & runs or waits | runs != self._sequences.keys():
+            raise RuntimeError("a request is lost")
