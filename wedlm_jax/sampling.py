@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from wedlm_jax.params import MODES as MODES
 from wedlm_jax.params import MOST_LOGPROBS as MOST_LOGPROBS
-from wedlm_jax.params import MOST_SAMPLES as MOST_SAMPLES
 from wedlm_jax.params import NO_TOKEN as NO_TOKEN
 from wedlm_jax.params import SamplingParams as SamplingParams
 
