@@ -8,17 +8,20 @@ of all this but an argmax.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from wedlm_jax.decode.head_rows import HeadRows
+from wedlm_jax.decode.noise import gumbel, random_key
 from wedlm_jax.decode.options import Options
 from wedlm_jax.decode.state import DecodeState
 
+
 COLDEST = 1e-6
-"""Divides logits instead of a temperature of 0, whose result is not looked at."""
+"""A temperature below divides logits as if it were this: they stay finite."""
 
 
 def entropy(logits: Array) -> Array:
@@ -40,22 +43,61 @@ def choose_tokens(logits: Array, state: DecodeState, options: Options, rows: Hea
     Args:
       logits: float32 ``[R, V]``.
     """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if options.temperature is None:
-        return greedy
+        return largest(logits)
     temperature = options.temperature[rows.sequence]
-    kept = logits / jnp.maximum(temperature, COLDEST)[:, None]
+    divisor = jnp.where(temperature > 0, jnp.maximum(temperature, COLDEST), 1.0)
+    logits = logits / divisor[:, None]
+    keys = random_keys(state, options, rows)
+    limits = None
     if options.top_p is not None:
         assert options.top_k is not None
         assert options.min_p is not None
-        kept = truncate(
-            kept,
+        limits = Limits(
             options.top_k[rows.sequence],
             options.top_p[rows.sequence],
             options.min_p[rows.sequence],
         )
-    drawn = jax.vmap(jax.random.categorical)(random_keys(state, options, rows), kept)
-    return jnp.where(temperature > 0, drawn.astype(jnp.int32), greedy)
+    return sample(logits, keys, temperature > 0, limits)
+
+
+class Limits(NamedTuple):
+    """What a token is drawn from, ``[R]`` each, as in `wedlm_jax.params.SamplingParams`."""
+
+    top_k: Array
+    top_p: Array
+    min_p: Array
+
+
+def sample(logits: Array, keys: Array, drawn: Array, limits: Limits | None) -> Array:
+    """Returns a token for each row of ``logits [R, V]``, int32 ``[R]``: where ``drawn [R]`` one
+    drawn from their softmax within the limits, else the most likely."""
+
+    def at_once(logits: Array, keys: Array, drawn: Array, limits: Limits | None) -> Array:
+        kept = logits if limits is None else truncate(logits, *limits)
+        noise = jnp.where(drawn[:, None], gumbel(keys, logits.shape[-1]), 0.0)
+        # The largest of logits plus Gumbel noise is a draw from their softmax.
+        return largest(kept + noise)
+
+    def one_by_one(logits: Array, keys: Array, drawn: Array, limits: Limits | None) -> Array:
+        def row(given: tuple[Array, Array, Array, Limits | None]) -> Array:
+            one = jax.tree.map(lambda x: x[None], given)
+            return jax.lax.cond(given[2], lambda: at_once(*one), lambda: largest(one[0]))[0]
+
+        return jax.lax.map(row, (logits, keys, drawn, limits))
+
+    # On a CPU the logits of one row stay in its cache while they are searched, and of the many
+    # rows none waits for another.
+    return jax.lax.platform_dependent(logits, keys, drawn, limits, cpu=one_by_one, default=at_once)
+
+
+def largest(values: Array) -> Array:
+    """Returns the place of the largest of ``values [R, V]``, the first of equal ones: int32
+    ``[R]``. On a CPU two such passes take a quarter to an eighth of the time of an argmax."""
+    vocab = values.shape[-1]
+    place = jnp.arange(vocab, dtype=jnp.int32)
+    found = jnp.where(values == values.max(axis=-1, keepdims=True), place, vocab - 1)
+    return found.min(axis=-1)
 
 
 def random_keys(state: DecodeState, options: Options, rows: HeadRows) -> Array:
@@ -70,11 +112,7 @@ def random_keys(state: DecodeState, options: Options, rows: HeadRows) -> Array:
     index = state.first_index[rows.sequence] + rows.slot
     outer = jnp.where(anchored, index + 1, state.num_forwards[rows.sequence])
     inner = jnp.where(anchored, 0, rows.slot)
-
-    def key(seed: Array, outer: Array, inner: Array) -> Array:
-        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), outer), inner)
-
-    return jax.vmap(key)(options.seed[rows.sequence], outer, inner)
+    return jax.vmap(random_key)(options.seed[rows.sequence], outer, inner)
 
 
 def truncate(logits: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
@@ -88,26 +126,29 @@ def truncate(logits: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
       min_p: float32 ``[R]`` in [0, 1], a share of the largest probability.
     """
     vocab = logits.shape[-1]
-    largest = logits.max(axis=-1)
-    logits = jnp.where(logits >= (largest + jnp.log(min_p))[:, None], logits, -jnp.inf)
-    lowest, highest = _as_integer(logits.min(axis=-1)), _as_integer(largest)
+    most = logits.max(axis=-1)
+    logits = jnp.where(logits >= (most + jnp.log(min_p))[:, None], logits, -jnp.inf)
+    lowest, highest = _as_integer(logits.min(axis=-1)), _as_integer(most)
 
     # Level x is the k-th largest: fewer than k tokens lie above it, and k do not below.
-    k = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab)
-    level = _first(lowest, highest, lambda x: _above(logits, x) < k)
+    all_stay = (top_k <= 0) | (top_k >= vocab)
+    k = jnp.where(all_stay, vocab, top_k)
+    highest_level = jnp.where(all_stay, lowest, highest)
+    level = _first(lowest, highest_level, lambda x: _above(logits, x) < k)
     among = k - _above(logits, level)
 
     # What top-k left is all above the level, and some of those that reach it. Again the level is
     # wanted above which too little lies; it stands no lower than the first.
-    weights = jnp.exp(logits - largest[:, None])
-    of_level = jnp.exp(_as_float(level) - largest)
+    weights = jnp.exp(logits - most[:, None])
+    of_level = jnp.exp(_as_float(level) - most)
     reach = top_p * (_weight_above(logits, weights, level) + among * of_level)
-    reach = jnp.where(top_p < 1, reach, jnp.inf)
-    narrower = _first(level, highest, lambda x: _weight_above(logits, weights, x) < reach)
+    all_stay = top_p >= 1
+    highest_level = jnp.where(all_stay, level, highest)
+    narrower = _first(level, highest_level, lambda x: _weight_above(logits, weights, x) < reach)
     missing = reach - _weight_above(logits, weights, narrower)
-    needed = jnp.ceil(missing / jnp.exp(_as_float(narrower) - largest))
-    among = jnp.where(narrower > level, vocab, among)
-    among = jnp.minimum(among, jnp.clip(needed, 1, vocab).astype(jnp.int32))
+    needed = jnp.ceil(missing / jnp.exp(_as_float(narrower) - most))
+    needed = jnp.where(all_stay, vocab, jnp.clip(needed, 1, vocab)).astype(jnp.int32)
+    among = jnp.minimum(needed, jnp.where(narrower > level, vocab, among))
     return _largest(logits, _as_float(narrower), among)
 
 
@@ -145,7 +186,8 @@ def _first(low: Array, high: Array, holds: Callable[[Array], Array]) -> Array:
 
 
 def _above(logits: Array, x: Array) -> Array:
-    return (logits > _as_float(x)[:, None]).sum(axis=-1, dtype=jnp.int32)
+    # Floats are added faster than integers on a CPU, and count exactly as far as 2**24.
+    return (logits > _as_float(x)[:, None]).sum(axis=-1, dtype=jnp.float32).astype(jnp.int32)
 
 
 def _weight_above(logits: Array, weights: Array, x: Array) -> Array:
