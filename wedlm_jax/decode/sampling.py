@@ -19,7 +19,6 @@ from wedlm_jax.decode.noise import gumbel, random_key
 from wedlm_jax.decode.options import Options
 from wedlm_jax.decode.state import DecodeState
 
-
 COLDEST = 1e-6
 """A temperature below divides logits as if it were this: they stay finite."""
 
@@ -73,22 +72,29 @@ def sample(logits: Array, keys: Array, drawn: Array, limits: Limits | None) -> A
     """Returns a token for each row of ``logits [R, V]``, int32 ``[R]``: where ``drawn [R]`` one
     drawn from their softmax within the limits, else the most likely."""
 
-    def at_once(logits: Array, keys: Array, drawn: Array, limits: Limits | None) -> Array:
-        kept = logits if limits is None else truncate(logits, *limits)
-        noise = jnp.where(drawn[:, None], gumbel(keys, logits.shape[-1]), 0.0)
-        # The largest of logits plus Gumbel noise is a draw from their softmax.
-        return largest(kept + noise)
+    # On a CPU the logits of one row stay in its cache while they are searched, and a row that
+    # draws nothing costs nothing. Elsewhere many rows at once take hardly longer than one.
+    return jax.lax.platform_dependent(
+        logits, keys, drawn, limits, cpu=sample_one_by_one, default=sample_at_once
+    )
 
-    def one_by_one(logits: Array, keys: Array, drawn: Array, limits: Limits | None) -> Array:
-        def row(given: tuple[Array, Array, Array, Limits | None]) -> Array:
-            one = jax.tree.map(lambda x: x[None], given)
-            return jax.lax.cond(given[2], lambda: at_once(*one), lambda: largest(one[0]))[0]
 
-        return jax.lax.map(row, (logits, keys, drawn, limits))
+def sample_at_once(logits: Array, keys: Array, drawn: Array, limits: Limits | None) -> Array:
+    """Does `sample` for all rows together."""
+    kept = logits if limits is None else truncate(logits, *limits)
+    noise = jnp.where(drawn[:, None], gumbel(keys, logits.shape[-1]), 0.0)
+    # The largest of logits plus Gumbel noise is a draw from their softmax.
+    return largest(kept + noise)
 
-    # On a CPU the logits of one row stay in its cache while they are searched, and of the many
-    # rows none waits for another.
-    return jax.lax.platform_dependent(logits, keys, drawn, limits, cpu=one_by_one, default=at_once)
+
+def sample_one_by_one(logits: Array, keys: Array, drawn: Array, limits: Limits | None) -> Array:
+    """Does `sample` for one row after another."""
+
+    def row(given: tuple[Array, Array, Array, Limits | None]) -> Array:
+        one = jax.tree.map(lambda x: x[None], given)
+        return jax.lax.cond(given[2], lambda: sample_at_once(*one), lambda: largest(one[0]))[0]
+
+    return jax.lax.map(row, (logits, keys, drawn, limits))
 
 
 def largest(values: Array) -> Array:
