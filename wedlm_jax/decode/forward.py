@@ -28,7 +28,7 @@ from wedlm_jax.decode.logprobs import Logprobs, empty_logprobs, token_logprobs
 from wedlm_jax.decode.options import Options, Traits
 from wedlm_jax.decode.penalties import TokenUse
 from wedlm_jax.decode.sampling import choose_tokens, entropy
-from wedlm_jax.decode.sizes import ForwardSizes, at_size, in_parts
+from wedlm_jax.decode.sizes import ForwardSizes, in_parts
 from wedlm_jax.decode.spans import Allowance, SpanPlan, attention_spans, flat_tokens, owner
 from wedlm_jax.decode.state import DecodeState, is_filled
 from wedlm_jax.model import Transformer
@@ -73,18 +73,18 @@ def run_layers(
     allowance: Allowance,
     program: Program,
 ) -> tuple[Array, Pages]:
-    """The final hidden states ``[T, D]`` of the plan's tokens, T the largest size, and the pages
-    with their keys and values."""
+    """The final hidden states ``[T, D]`` of the plan's tokens, padded behind, and the pages with
+    their keys and values."""
     config = model.config
     sizes = program.sizes.tokens
     num_pages = pages.shape[0] // config.num_hidden_layers
     page_size = pages.shape[1]
-    spans = attention_spans(plan, state, allowance)
     mask_token_id = config.mask_token_id or 0  # without one there are no masks either
 
-    def run(size: int, carry: tuple[Array, Pages]) -> tuple[Array, Pages]:
+    def run(size: int, start: Array, carry: tuple[Array, Pages]) -> tuple[Array, Pages]:
         out, pages = carry
-        flat = flat_tokens(plan, state, size, mask_token_id)
+        flat = flat_tokens(plan, state, start, size, mask_token_id)
+        spans = attention_spans(plan, state, allowance, start, size)
         places = token_places(spans, size, page_size)
         tiles = attention_plan(spans, size, page_size)
 
@@ -98,11 +98,12 @@ def run_layers(
             return mixed, pages
 
         hidden, pages = model.run(flat.tokens, flat.positions, attend, pages)
-        return (hidden if size == sizes[-1] else out.at[:size].set(hidden)), pages
+        return jax.lax.dynamic_update_slice_in_dim(out, hidden, start, axis=0), pages
 
     dtype = model.embed_tokens[...].dtype
-    empty = jnp.zeros((sizes[-1], config.hidden_size), dtype)
-    return at_size(sizes, plan.num_tokens, run, (empty, pages))
+    # A part may stand over the end of the forward, and must not be moved back for that.
+    empty = jnp.zeros((program.sizes.total + sizes[-1], config.hidden_size), dtype)
+    return in_parts(sizes, plan.num_tokens, run, (empty, pages))
 
 
 def predict(

@@ -76,7 +76,7 @@ def run_burst(
 
     def body(carry: Carry) -> Carry:
         state, pages, use, counters = carry
-        plan = plan_spans(state, allowance, program.sizes.tokens)
+        plan = plan_spans(state, allowance, program.sizes)
         after, pages = forward_step(model, state, pages, plan, use, options, allowance, program)
         return after, pages, with_committed(use, state, after), _counted(counters, plan, program)
 
@@ -156,10 +156,9 @@ def _count(state: DecodeState, plan: SpanPlan) -> DecodeState:
 
 
 def _counted(counters: Counters, plan: SpanPlan, program: Program) -> Counters:
-    sizes = jnp.array(program.sizes.tokens)
-    size = jnp.where(sizes >= plan.num_tokens, sizes, sizes[-1]).min()
+    computed = program.sizes.filled_up(plan.num_tokens)
     return Counters(
-        counters.forwards + 1, counters.tokens + plan.num_tokens, counters.computed + size
+        counters.forwards + 1, counters.tokens + plan.num_tokens, counters.computed + computed
     )
 
 

@@ -16,51 +16,65 @@ from wedlm_jax.decode.state import num_slots
 Carry = TypeVar("Carry")
 
 LARGEST_HEAD = 256
-"""Rows whose logits exist at once, at most. More of them pass the head one part after another."""
+"""Rows whose logits exist at once, at most."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardSizes:
     """Sizes at which the parts of a forward are compiled, smallest first.
 
+    A forward of more tokens than the largest size passes the layers one part after another, which
+    is a forward in chunks: each part sees the keys and values of those before it.
+
     Attributes:
-      tokens: T, tokens that pass the layers.
+      tokens: T, tokens that pass the layers at once.
       head: R, rows that pass the head at once.
+      total: tokens of a forward, at most.
     """
 
     tokens: tuple[int, ...]
     head: tuple[int, ...]
+    total: int
+
+    def filled_up(self, tokens: Array) -> Array:
+        """int32: what is computed where a forward has so many ``tokens``."""
+        largest = self.tokens[-1]
+        rest = (tokens - 1) % largest + 1
+        sizes = jnp.array(self.tokens)
+        last = jnp.min(jnp.where(sizes >= rest, sizes, largest))
+        return jnp.where(tokens > 0, tokens - rest + last, 0)
 
 
 def forward_sizes(
-    sequences: int, window: int, chunk_tokens: int, *, only_largest: bool = False
+    sequences: int, window: int, chunk_tokens: int, largest: int, *, one_size: bool = False
 ) -> ForwardSizes:
     """The sizes for N sequences with windows of at most W and chunks of prompts beside them.
 
     Args:
-      only_largest: one size for every forward, so that all are computed alike.
+      largest: T at most.
+      one_size: whether all forwards are to be computed alike.
     """
     spans = sequences * num_slots(window)
-    largest = spans + chunk_tokens
-    tokens = _grid(sequences, max(window, 1), largest)
+    total = spans + chunk_tokens
+    tokens = _grid(sequences, max(window, 1), min(total, largest))
     head = [size for size in tokens if size < min(spans, LARGEST_HEAD)]
     head.append(min(spans, LARGEST_HEAD))
-    if only_largest:
-        return ForwardSizes((tokens[-1],), (head[-1],))
-    return ForwardSizes(tuple(tokens), tuple(head))
+    if one_size:
+        usual = [size for size in tokens if size >= sequences * (window + 1)] or tokens[-1:]
+        return ForwardSizes((usual[0],), (head[-1],), total)
+    return ForwardSizes(tuple(tokens), tuple(head), total)
 
 
 def _grid(sequences: int, window: int, largest: int) -> list[int]:
-    """Powers of two and one size between each two of them, and finer steps where a batch mostly
-    is: all sequences with windows that have few filled slots. One more size costs compiling; one
-    less costs padding, but where prompts wait, these fill it up."""
+    """Powers of two and, where a forward costs something, one size between each two of them. One
+    more size costs compiling; one less costs padding, but where prompts wait, these fill it up."""
     powers = [2**i for i in range(largest.bit_length())]
-    between = [3 * power // 2 for power in powers if power >= 32]
-    usual = [sequences * (window + window * quarters // 4) for quarters in range(1, 3)]
+    between = [3 * power // 2 for power in powers if power >= 64]
     if sequences == 1:
-        powers = [size for size in powers if size == 1 or size >= window]
-        between = []
-    sizes = {size for size in [*powers, *between, *usual] if size < largest}
+        # One sequence has a token, a window with few filled slots or with many, or a chunk.
+        powers = [1, *(size for size in powers if size >= 64)]
+        between = [window + 1 + window * quarters // 4 for quarters in (1, 2, 4)]
+    sizes = {size for size in [*powers, *between] if size < largest}
     return [*sorted(sizes), largest]
 
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from wedlm_jax.attention.ragged_pages import Spans
+from wedlm_jax.decode.sizes import ForwardSizes
 from wedlm_jax.decode.state import DecodeState
 
 
@@ -73,16 +74,14 @@ class SpanPlan:
 
 
 def plan_spans(
-    state: DecodeState, allowance: Allowance, token_sizes: tuple[int, ...]
+    state: DecodeState, allowance: Allowance, sizes: ForwardSizes
 ) -> SpanPlan:
     """Shares out a forward: windows first, then prompts, each in order of arrival.
 
     Prompts also get what is left up to the next size of a forward, which is computed anyway.
 
-    Args:
-      token_sizes: the static sizes T, smallest first.
     """
-    most = token_sizes[-1]
+    most = sizes.total
     ready = state.running & has_room(state, allowance)
     earlier = allowance.arrival[None, :] < allowance.arrival[:, None]
 
@@ -93,7 +92,7 @@ def plan_spans(
     slots = jnp.where(ready, state.active, 0)
     ready &= before(slots) + slots <= most
     slots = jnp.where(ready, slots, 0)
-    left = jnp.where(ready, state.prefill_length - state.num_computed, 0)
+    left = jnp.where(ready, state.window_start - state.num_computed, 0)
     ahead = before(left)
 
     def granted(budget: Array) -> tuple[Array, Array]:
@@ -103,9 +102,7 @@ def plan_spans(
 
     free = most - slots.sum()
     chunk, window = granted(jnp.minimum(allowance.chunk_tokens, free))
-    wanted = chunk.sum() + slots.sum()
-    sizes = jnp.array(token_sizes)
-    size = jnp.min(jnp.where(sizes >= wanted, sizes, most))
+    size = jnp.minimum(sizes.filled_up(chunk.sum() + slots.sum()), most)
     chunk, window = granted(jnp.where(left.sum() > 0, size - slots.sum(), 0))
     lengths = chunk + jnp.where(window, slots, 0)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
@@ -144,11 +141,16 @@ def inverse(place: Array) -> Array:
     return jnp.where(at, slot, 0).sum(axis=2, dtype=jnp.int32)
 
 
-def attention_spans(plan: SpanPlan, state: DecodeState, allowance: Allowance) -> Spans:
-    """The spans as attention takes them."""
-    lengths = plan.starts[1:] - plan.starts[:-1]
-    kv_lengths = jnp.where(lengths > 0, state.num_computed + lengths, 0)
-    return Spans(plan.starts, kv_lengths, allowance.page_table)
+def attention_spans(
+    plan: SpanPlan, state: DecodeState, allowance: Allowance, start: Array, size: int
+) -> Spans:
+    """What stands of the spans in the flat places from ``start`` on, ``size`` of them, as attention
+    takes them."""
+    starts = jnp.clip(plan.starts - start, 0, size)
+    end = jnp.minimum(start + size, plan.starts[1:])
+    lengths = starts[1:] - starts[:-1]
+    kv_lengths = jnp.where(lengths > 0, state.num_computed + end - plan.starts[:-1], 0)
+    return Spans(starts, kv_lengths, allowance.page_table)
 
 
 @jax.tree_util.register_dataclass
@@ -161,17 +163,17 @@ class FlatTokens:
 
 
 def flat_tokens(
-    plan: SpanPlan, state: DecodeState, size: int, mask_token_id: int
+    plan: SpanPlan, state: DecodeState, start: Array, size: int, mask_token_id: int
 ) -> FlatTokens:
-    """The tokens of all spans, padded behind to ``size``."""
-    sequence, offset = owner(plan.starts, size)
+    """The tokens in the flat places from ``start`` on, ``size`` of them, padded behind the last."""
+    sequence, offset = owner(plan.starts, size, start)
     behind_chunk = offset - plan.chunk[sequence]
     computed = state.num_computed[sequence]
     in_text = jnp.minimum(computed + offset, state.text.shape[1] - 1)
     slot = plan.order[sequence, jnp.clip(behind_chunk, 0, plan.order.shape[1] - 1)]
     in_window = jnp.where(state.filled[sequence, slot], state.tokens[sequence, slot], mask_token_id)
     is_window = behind_chunk >= 0
-    real = jnp.arange(size) < plan.num_tokens
+    real = start + jnp.arange(size) < plan.num_tokens
     tokens = jnp.where(is_window, in_window, state.text[sequence, in_text])
     positions = computed + jnp.where(is_window, plan.chunk[sequence] + slot, offset)
     return FlatTokens(jnp.where(real, tokens, 0), jnp.where(real, positions, 0))

@@ -101,15 +101,14 @@ class Device:
         key = (function, shapes, jax.tree.structure(arguments), tuple(static.items()))
         if key not in self._compiled:
             started = time.monotonic()
-            self._compiled[key] = function.lower(*arguments, **static).compile()
+            first = [static.pop("graph")] if "graph" in static else []
+            self._compiled[key] = function.lower(*first, *arguments, **static).compile()
             self.compile_seconds += time.monotonic() - started
         return self._compiled[key]
 
     def run_model(self, function: Any, *arguments: Any, **static: Any) -> Any:
         """Calls a jitted function of graph, parameters and these arguments."""
-        compiled = self.compiled(
-            function, self._graph, self._parameters, *arguments, **static
-        )
+        compiled = self.compiled(function, self._graph, self._parameters, *arguments, **static)
         return compiled(self._parameters, *arguments)
 
     def program(self, traits: Traits) -> Program:
@@ -119,7 +118,8 @@ class Device:
             settings.sequences_each,
             traits.window,
             settings.chunk_tokens,
-            only_largest=settings.deterministic,
+            settings.tokens_at_once,
+            one_size=settings.deterministic,
         )
         return Program(sizes, traits, settings.attention, settings.refill)
 
@@ -147,7 +147,7 @@ class Device:
                 admission.index,
                 admission.request.params,
                 window=int(burst.windows[admission.index]),
-                stop_ids=self.settings.stop_ids(admission.request.params),
+                stops=self.settings.stop_ids(admission.request.params),
             )
             self._num_logprobs[admission.index] = admission.request.params.logprobs or 0
         self._enter(burst)
@@ -166,7 +166,7 @@ class Device:
             programs.burst,
             self._state,
             self._pages,
-            self._options.arrays(),
+            self._options.options(),
             allowance,
             changed,
             program=self.program(self.traits),
@@ -176,7 +176,10 @@ class Device:
             (result.numbers, result.logprobs, result.counters)
         )
         self.counters += [int(x.sum()) for x in jax.tree.leaves(counters)]
-        return self._report(numbers, logprobs, burst, int(counters.forwards.max()))
+        report = self._report(numbers, logprobs, int(counters.forwards.max()))
+        for index in np.flatnonzero(report.finished):
+            self._options.clear(int(index))
+        return report
 
     def save(self, index: int) -> SavedWindow:
         """The window of a sequence, for `Admission.resume`."""
@@ -232,9 +235,7 @@ class Device:
                 _put(logprobs, i, admission.resume.logprobs)
         return Entrants(index, text, numbers, tokens, filled, logprobs)
 
-    def _report(
-        self, numbers: np.ndarray, logprobs: Logprobs | None, burst: Burst, num_run: int
-    ) -> Report:
+    def _report(self, numbers: np.ndarray, logprobs: Logprobs | None, num_run: int) -> Report:
         computed, output, running, stopped, forwards, instances, count = numbers[:, :7].T
         emitted = np.split(numbers[:, 7:], 3, axis=1)
         tokens: list[NewTokens | None] = [None] * len(numbers)

@@ -23,6 +23,7 @@ class EngineSettings:
       max_pages: of one sequence.
       cache_dtype: of keys and values.
       chunk_tokens: tokens of prompts that a forward computes beside windows, at most.
+      tokens_at_once: tokens that pass the layers at once, at most.
       attention: a name in `wedlm_jax.attention.RAGGED_BACKENDS`.
       refill: "streaming" or "blockwise".
       deterministic: whether every forward has the same shape.
@@ -39,6 +40,7 @@ class EngineSettings:
     max_pages: int
     cache_dtype: Any
     chunk_tokens: int
+    tokens_at_once: int
     attention: str
     refill: str
     deterministic: bool
