@@ -71,34 +71,36 @@ def prefill_forwards(replica: Replica, chunk_tokens: int) -> int:
 
 def give_pages(replica: Replica, forwards: int) -> int:
     """Gives every sequence pages for the forwards of a burst, or for fewer where there are not
-    enough for all; each has pages for its next forward already.
+    enough for all. For the next forward there must be enough.
 
     Returns:
       for how many forwards they will probably last.
     """
+    sequences = [
+        (sequence, sequence.room_needed, expected_rate(sequence), sequence.longest_room)
+        for sequence in replica.running
+    ]
     while True:
-        targets = [(one, expected_room(one, forwards)) for one in replica.running]
-        lacking = sum(replica.lacks(one, tokens) for one, tokens in targets)
-        if lacking <= replica.num_available:
+        rooms = [
+            (one, max(room, min(room + math.ceil(rate * (forwards - 1)), longest)))
+            for one, room, rate, longest in sequences
+        ]
+        lacking = sum(replica.lacks(one, room) for one, room in rooms)
+        if forwards == 1 or lacking <= replica.num_available:
             break
-        if forwards == 1:
-            return 1
         forwards //= 2
-        for one in replica.running:
-            replica.trim(one, expected_room(one, forwards))
-    for one, tokens in targets:
-        replica.grow(one, tokens)
+        for one, room, rate, _ in sequences:
+            replica.trim(one, room + math.ceil(rate * (forwards - 1)))
+    for one, room in rooms:
+        replica.grow(one, room)
     return forwards
 
 
-def expected_room(sequence: SequenceState, forwards: int) -> int:
-    """Tokens that the pages of a sequence must hold to last for so many forwards, if it goes on as
-    until now."""
+def expected_rate(sequence: SequenceState) -> float:
+    """Tokens that a forward will probably commit, on the generous side."""
     window = sequence.window
-    rate = 1.0
-    if window:
-        few = sequence.num_forwards < 4
-        rate = 1 + window / 4 if few else sequence.num_output / sequence.num_forwards
-        rate *= 1.25
-    expected = sequence.room_needed + math.ceil(rate * (forwards - 1))
-    return max(min(expected, sequence.longest_room(window)), sequence.room_needed)
+    if window == 0:
+        return 1.0
+    if sequence.num_forwards < 4:
+        return 1 + window / 4
+    return 1.25 * sequence.num_output / sequence.num_forwards

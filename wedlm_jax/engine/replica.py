@@ -64,7 +64,8 @@ class Replica:
 
     def lacks(self, sequence: SequenceState, tokens: int) -> int:
         """Pages that a sequence has too few to hold so many tokens."""
-        return max(self.pages.needed(tokens) - sequence.num_pages, 0)
+        lacking = self.pages.needed(tokens) - len(sequence.nodes) - len(sequence.own)
+        return lacking if lacking > 0 else 0
 
     def shortfall(self) -> int:
         """Pages that the running sequences have too few for their next forward."""
@@ -116,6 +117,8 @@ class Replica:
           PageError: there are not so many.
         """
         count = self.lacks(sequence, tokens)
+        if not count:
+            return
         if count > self.pages.num_free:
             self.tree.evict(count - self.pages.num_free)
         start = sequence.num_pages

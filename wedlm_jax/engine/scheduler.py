@@ -15,7 +15,7 @@ from wedlm_jax.engine.counters import Counters
 from wedlm_jax.engine.events import Event, Failed, Finished, TokenDelta
 from wedlm_jax.engine.lookahead import burst_length, give_pages, prefill_forwards
 from wedlm_jax.engine.replica import Replica
-from wedlm_jax.engine.sequence import SequenceState
+from wedlm_jax.engine.sequence import SequenceState, longest_room
 from wedlm_jax.engine.waiting import Waiting
 from wedlm_jax.engine.windows import WindowChoice
 from wedlm_jax.errors import InputError
@@ -107,7 +107,7 @@ class Scheduler:
                 f"a prompt of {length} tokens and max_tokens {most} exceed "
                 f"max_model_len {self._sizes.max_model_len}"
             )
-        room = SequenceState(request, -1).longest_room(self._windows.widest(request))
+        room = longest_room(request, self._windows.widest(request))
         if room > self._replicas[0].capacity_of_pages:
             raise InputError(
                 f"a prompt of {length} tokens and max_tokens {most} take {room} places with "
@@ -198,8 +198,8 @@ class Scheduler:
         return self._burst(turn, [self._admission(sequence) for sequence in fresh])
 
     def _secure(self, replica: Replica, fresh: list[SequenceState]) -> None:
-        """Gives every sequence pages for its next forward; the youngest are put back if there are
-        not enough.
+        """Sees to it that there are pages for the next forward of every sequence; the youngest are
+        put back if there are not enough.
 
         Args:
           fresh: sequences that the device does not know yet; those put back are taken out.
@@ -219,8 +219,6 @@ class Scheduler:
             replica.remove(youngest)
             self._waiting.put(youngest)
             self._preemptions += 1
-        for sequence in replica.running:
-            replica.grow(sequence, sequence.room_needed)
 
     def _admission(self, sequence: SequenceState) -> Admission:
         """Counts a sequence in that is about to begin, or to go on."""

@@ -20,6 +20,12 @@ def widest_span(window: int) -> int:
     return 2 * window + 1
 
 
+def longest_room(request: Request, window: int) -> int:
+    """Tokens that the pages of a request may ever have to hold: its last forward starts with a
+    token less than the text will have."""
+    return len(request.prompt) + request.params.max_tokens - 1 + widest_span(window)
+
+
 @dataclasses.dataclass(eq=False)
 class SequenceState:
     """One request on its way.
@@ -90,11 +96,10 @@ class SequenceState:
         behind = len(self.text) if self.is_prefilling else self.num_computed
         return behind + widest_span(self.window)
 
-    def longest_room(self, window: int) -> int:
-        """Tokens that its pages may ever have to hold: the last forward starts with a token less
-        than the text will have."""
-        text = len(self.request.prompt) + self.request.params.max_tokens
-        return text - 1 + widest_span(window)
+    @property
+    def longest_room(self) -> int:
+        """Tokens that its pages may ever have to hold."""
+        return longest_room(self.request, self.window)
 
     def append(self, new: NewTokens) -> None:
         """Takes in what a burst has committed."""

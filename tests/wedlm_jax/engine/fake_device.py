@@ -1,0 +1,301 @@
+"""A device in plain Python that knows what every place of its pages ought to hold.
+
+A token is a function of all the text before it (and, in mode "paper", of the window it was filled
+in), so a wrong prefix or a lost window gives other tokens. Each place remembers the text that its
+keys and values were computed on; every forward reads all places of a sequence and refuses what
+was computed on another text, or not for good.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from wedlm_jax.engine.burst import Admission, Burst, NewTokens, Report, Request
+from wedlm_jax.engine.scheduler import SchedulerSizes
+
+VOCAB = 50
+STOP = 0
+NOT_FINAL = -1
+
+
+def mixed(*numbers: int) -> int:
+    """A number of 0 or more that depends on all of these."""
+    return hash(numbers) & 0x7FFFFFFF
+
+
+@dataclasses.dataclass
+class FakeSequence:
+    """One sequence; `forward` is all that decoding is here.
+
+    ``contexts[i]`` names the text up to and with token i. ``n`` tokens are computed. ``filled`` is
+    the leading run of the window in mode "paper".
+    """
+
+    request: Request
+    window: int
+    text: list[int]
+    n: int = 0
+    filled: list[int] = dataclasses.field(default_factory=list)
+    num_forwards: int = 0
+    num_instances: int = 0
+    finished: bool = False
+    stopped: bool = False
+    new: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+    contexts: list[int] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # The last token of an anchored sequence's text is computed in its window.
+        self.prefill = len(self.text) - self.is_anchored
+        self.seed = self.request.params.seed
+        text, self.text = self.text, []
+        for token in text:
+            self.extend(token)
+
+    @property
+    def is_anchored(self) -> bool:
+        return self.window == 0 or self.request.params.mode != "paper"
+
+    @property
+    def num_output(self) -> int:
+        return len(self.text) - len(self.request.prompt)
+
+    @property
+    def active(self) -> int:
+        """Slots of the next forward."""
+        if self.is_anchored:
+            return 1 + mixed(self.seed, self.num_forwards) % max(2 * self.window, 1)
+        return self.window + len(self.filled)
+
+    def extend(self, token: int) -> None:
+        self.text.append(token)
+        self.contexts.append(mixed(self.contexts[-1] if self.contexts else 0, token))
+
+    def forward(self) -> None:
+        """Runs the window once: computes the text in it, commits, fills."""
+        self.num_instances += self.active
+        self.num_forwards += 1
+        if self.is_anchored:
+            self.n = len(self.text)
+            for _ in range(1 + mixed(self.num_forwards) % max(self.window, 1)):
+                self.commit(mixed(self.contexts[-1], self.seed) % VOCAB)
+            self.n = len(self.text) - 1
+            return
+        for token in self.filled:
+            self.commit(token)
+        self.n = len(self.text)
+        fills = 1 + mixed(self.contexts[-1], self.num_forwards) % self.window
+        self.filled = [
+            mixed(self.contexts[-1], slot, self.num_forwards, self.seed) % VOCAB
+            for slot in range(fills)
+        ]
+
+    def commit(self, token: int) -> None:
+        if self.finished:
+            return
+        self.extend(token)
+        self.new.append((token, self.num_forwards, self.num_instances))
+        params = self.request.params
+        ends = token == STOP and not params.ignore_eos and self.num_output >= params.min_tokens
+        self.stopped |= ends
+        self.finished = self.stopped or self.num_output >= params.max_tokens
+
+
+def decode_alone(request: Request, window: int) -> tuple[list[int], str, int, int]:
+    """Tokens, finish reason, forwards and instances of a request by itself, without any pages."""
+    sequence = FakeSequence(request, window, list(request.prompt))
+    while not sequence.finished:
+        sequence.forward()
+    tokens = sequence.text[len(request.prompt) :]
+    reason = "stop" if sequence.stopped else "length"
+    return tokens, reason, sequence.num_forwards, sequence.num_instances
+
+
+class FakeDevice:
+    """Runs bursts, and asserts whatever a burst must fulfil.
+
+    Args:
+      sizes: of the device.
+      seed: ends bursts early by chance; None never does.
+    """
+
+    def __init__(self, sizes: SchedulerSizes, seed: int | None = None):
+        self.sizes = sizes
+        self.sequences: dict[int, FakeSequence] = {}
+        self.bursts: list[Burst] = []
+        self.admitted: list[int] = []
+        self.most_idle = 0
+        self._places = np.full(
+            (sizes.num_replicas, sizes.num_pages, sizes.page_size), NOT_FINAL, np.int64
+        )
+        self._random = None if seed is None else random.Random(seed)
+        self._saved: dict[int, tuple[Any, list[int]]] = {}
+
+    def run(self, burst: Burst) -> Report:
+        self.bursts.append(burst)
+        for index in burst.released:
+            self.sequences.pop(index, None)
+        for admission in burst.admissions:
+            self._admit(admission, int(burst.windows[admission.index]))
+        for index, sequence in self.sequences.items():
+            # A window of 0 in mode "paper" would be another mode.
+            if sequence.request.params.mode == "verified":
+                sequence.window = int(burst.windows[index])
+            assert sequence.window == burst.windows[index]
+        self._check(burst)
+        stalled = self._forwards(burst)
+        return self._report(burst, stalled)
+
+    def save(self, index: int) -> Any:
+        sequence = self.sequences[index]
+        saved = (list(sequence.filled), sequence.num_forwards, sequence.num_instances)
+        self._saved[sequence.request.number] = (saved, list(sequence.text))
+        return saved
+
+    def _admit(self, admission: Admission, window: int) -> None:
+        request, text = admission.request, admission.text.tolist()
+        assert admission.index not in self.sequences
+        assert 0 <= admission.num_cached < len(text)
+        sequence = FakeSequence(request, window, text, n=admission.num_cached)
+        saved = self._saved.pop(request.number, None)
+        if saved is None:
+            assert admission.resume is None
+            assert text == list(request.prompt)
+            self.admitted.append(request.number)
+        else:
+            assert admission.resume is saved[0]
+            assert text == saved[1]
+            sequence.filled, sequence.num_forwards, sequence.num_instances = saved[0]
+        self.sequences[admission.index] = sequence
+
+    def _check(self, burst: Burst) -> None:
+        """Asserts that pages are there, and that nobody writes into another's."""
+        size, count = self.sizes.page_size, self.sizes.num_sequences
+        assert burst.max_forwards >= 1
+        assert burst.until_finished >= 1
+        readers: dict[tuple[int, int], int] = {}
+        for index in range(count * self.sizes.num_replicas):
+            row, capacity = burst.page_table[index], int(burst.capacity[index])
+            assert (row[: capacity // size] > 0).all()
+            assert not row[capacity // size :].any()
+            assert capacity % size == 0
+            assert (capacity > 0) == (index in self.sequences)
+            for page in row[: capacity // size].tolist():
+                key = (index // count, page)
+                readers[key] = readers.get(key, 0) + 1
+        for index, sequence in self.sequences.items():
+            needed = max(sequence.n, sequence.prefill) + sequence.active
+            assert needed <= burst.capacity[index], "no room for the next forward"
+            for page in burst.page_table[index, sequence.n // size :].tolist():
+                assert not page or readers[index // count, page] == 1, "would write into another's"
+        for replica in range(self.sizes.num_replicas):
+            own = burst.arrival[replica * count : (replica + 1) * count]
+            ranks = [own[i % count] for i in self.sequences if i // count == replica]
+            assert sorted(ranks) == list(range(len(ranks)))
+
+    def _forwards(self, burst: Burst) -> set[int]:
+        """Runs the burst; returns who was ever without room."""
+        stalled: set[int] = set()
+        for _ in range(burst.max_forwards):
+            ran = False
+            for replica in range(self.sizes.num_replicas):
+                ran |= self._forward(burst, replica, stalled)
+            done = sum(sequence.finished for sequence in self.sequences.values())
+            if not ran or done >= burst.until_finished:
+                break
+            if self._random is not None and self._random.random() < 0.1:
+                break
+        return stalled
+
+    def _forward(self, burst: Burst, replica: int, stalled: set[int]) -> bool:
+        """One forward of one replica; whether it had anything to do."""
+        count, left, ran = self.sizes.num_sequences, burst.chunk_tokens, False
+        own = [i for i in self.sequences if i // count == replica]
+        for index in sorted(own, key=lambda i: int(burst.arrival[i])):
+            sequence = self.sequences[index]
+            if sequence.finished:
+                continue
+            span = max(sequence.n, sequence.prefill) + sequence.active
+            if span > burst.capacity[index]:
+                stalled.add(index)
+                continue
+            row = burst.page_table[index]
+            self._read(replica, row, sequence)
+            chunk = min(max(sequence.prefill - sequence.n, 0), left)
+            left, start = left - chunk, sequence.n
+            sequence.n += chunk
+            ran |= chunk > 0
+            if sequence.n >= sequence.prefill:
+                ran, end = True, sequence.n + sequence.active
+                sequence.forward()
+                self._write(replica, row, range(sequence.n, end), None)
+            self._write(replica, row, range(start, sequence.n), sequence)
+        return ran
+
+    def _read(self, replica: int, row: np.ndarray, sequence: FakeSequence) -> None:
+        size = self.sizes.page_size
+        place = np.arange(sequence.n)
+        there = self._places[replica, row[place // size], place % size]
+        assert there.tolist() == sequence.contexts[: sequence.n], "read what is not its own text"
+
+    def _write(
+        self, replica: int, row: np.ndarray, places: range, sequence: FakeSequence | None
+    ) -> None:
+        """Writes keys and values, for good those of a sequence's text."""
+        size = self.sizes.page_size
+        for place in places:
+            page = row[place // size]
+            assert page > 0
+            final = NOT_FINAL if sequence is None else sequence.contexts[place]
+            self._places[replica, page, place % size] = final
+
+    def _report(self, burst: Burst, stalled: set[int]) -> Report:
+        count = self.sizes.num_sequences * self.sizes.num_replicas
+        numbers = np.zeros((5, count), np.int32)
+        flags = np.zeros((3, count), bool)
+        tokens: list[NewTokens | None] = [None] * count
+        for index, one in list(self.sequences.items()):
+            numbers[:, index] = (one.n, one.num_output, one.num_forwards, one.num_instances, 0)
+            flags[:, index] = (one.finished, one.stopped, index in stalled)
+            if one.new:
+                ids, forwards, instances = zip(*one.new, strict=True)
+                tokens[index] = NewTokens(ids, forwards, instances)
+                one.new = []
+            if one.finished:
+                del self.sequences[index]
+        computed, output, num_forwards, num_instances, _ = numbers
+        finished, stopped, needs_pages = flags
+        return Report(
+            computed, output, finished, stopped, num_forwards, num_instances, needs_pages, tokens
+        )
+
+
+def small_sizes(**changes: int) -> SchedulerSizes:
+    """Sizes for tests; ``max_pages`` holds the longest text."""
+    sizes = dict(
+        num_replicas=1, num_sequences=4, num_pages=40, page_size=4, max_pages=0,
+        chunk_tokens=16, max_model_len=100, longest_burst=8,
+    )  # fmt: skip
+    sizes.update(changes)
+    sizes["max_pages"] = sizes["max_pages"] or sizes["max_model_len"] // sizes["page_size"] + 8
+    return SchedulerSizes(**sizes)
+
+
+def drain(scheduler: Any, events: list[Any] | None = None, *, steps: int = 10_000) -> list[Any]:
+    """Steps until nothing is left to do; returns all events."""
+    events = [] if events is None else events
+    for _ in range(steps):
+        if not scheduler.has_work:
+            return events
+        events += scheduler.step()
+        scheduler.check_accounts()
+    raise AssertionError(f"not done after {steps} steps")
+
+
+def numbers_of(events: Sequence[Any], kind: type) -> list[int]:
+    """The requests that had events of a kind, in their order."""
+    return [event.number for event in events if isinstance(event, kind)]
