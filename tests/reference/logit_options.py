@@ -13,6 +13,15 @@ Text = Sequence[int | None]
 """A completion, committed tokens and window, None where it is masked."""
 
 
+def seen_by_row(committed: Text, window: Text, known: int, slot: int, is_mask: bool) -> Text:
+    """The completion as the row sees it that predicts ``slot``.
+
+    A mask sees what stands in its window, wherever. The row before the slot sees what stands
+    before the slot, as in autoregressive decoding. The first ``known`` slots stand in the text.
+    """
+    return [*committed, *(window if is_mask else window[:slot])[known:]]
+
+
 def adjusted(
     logits: np.ndarray,
     params: SamplingParams,

@@ -38,8 +38,15 @@ def masks_to_fill(
     return [int(np.argmin(adjusted))], min(margin, _gap(-np.array(adjusted)))
 
 
-def truncate(logits: np.ndarray, top_k: int, top_p: float) -> tuple[np.ndarray, float]:
-    """``logits [V]`` with −inf where top-k, then top-p of the rest, leave out; the margin."""
+def truncate(
+    logits: np.ndarray, top_k: int, top_p: float, min_p: float = 0.0
+) -> tuple[np.ndarray, float]:
+    """``logits [V]`` with −inf where min-p, then top-k, then top-p of the rest, leave out; the
+    margin."""
+    if min_p > 0:
+        above = np.asarray(logits, np.float64) - logits.max() - np.log(min_p)
+        left, margin = truncate(np.where(above >= 0, logits, -np.inf), top_k, top_p)
+        return left, min(margin, float(np.abs(above).min()))
     by_rank = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     candidates = by_rank[: top_k or None]
     probability = softmax(logits[candidates])
@@ -52,7 +59,7 @@ def truncate(logits: np.ndarray, top_k: int, top_p: float) -> tuple[np.ndarray, 
                 break
         kept.append(token)
         reached += p
-    if len(candidates) < len(by_rank):
+    if len(candidates) < len(by_rank) and np.isfinite(logits[candidates[-1]]):
         margin = min(margin, logits[candidates[-1]] - logits[by_rank[len(candidates)]])
     out = np.full(len(logits), -np.inf)
     out[kept] = logits[kept]
@@ -69,7 +76,8 @@ def choose_token(
     """
     logits = np.asarray(logits, np.float64)
     if params.temperature > 0:
-        logits, margin = truncate(logits / params.temperature, params.top_k, params.top_p)
+        limits = params.top_k, params.top_p, params.min_p
+        logits, margin = truncate(logits / params.temperature, *limits)
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(params.seed), forward), slot)
         # The largest of logits plus Gumbel noise is a draw from their softmax.
         logits = logits + np.asarray(jax.random.gumbel(key, logits.shape, np.float32))

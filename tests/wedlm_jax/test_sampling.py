@@ -220,7 +220,7 @@ def test_seeds_forwards_and_slots_draw_apart() -> None:
         ("temperature", "1"),
         ("top_p", 0),
         ("top_p", 1.1),
-        ("top_k", -1),
+        ("top_k", -2),
         ("top_k", 2.0),
         ("max_tokens", 0),
         ("max_tokens", True),

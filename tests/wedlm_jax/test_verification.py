@@ -258,12 +258,6 @@ def test_a_rule_that_accepts_every_draft_is_found_out(monkeypatch: pytest.Monkey
 # --- refused ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("option", [{"presence_penalty": 1.0}, {"bad_words": [[3]]}])
-def test_options_that_look_at_a_whole_window_are_refused(option: dict[str, object]) -> None:
-    with pytest.raises(InputError, match="not in mode 'verified'"):
-        SamplingParams(mode="verified", **option)  # type: ignore[arg-type]
-
-
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(InputError, match="mode: expected one of paper, verified, ar"):
         SamplingParams(mode="fast")

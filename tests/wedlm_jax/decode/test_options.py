@@ -1,0 +1,227 @@
+"""Options as arrays, the traits of programs, and what a model refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.window_examples import ALL_TRAITS
+from wedlm_jax.decode.options import (
+    HostOptions,
+    Options,
+    Traits,
+    abstract_options,
+    check_options,
+    idle_options,
+)
+from wedlm_jax.errors import InputError
+from wedlm_jax.params import OPTIONS, SamplingParams
+
+PLAIN = SamplingParams(max_tokens=12)
+WINDOW = 4
+
+EACH: list[dict[str, Any]] = [
+    {"mode": "verified"},
+    {"mode": "ar"},
+    {"temperature": 0.5},
+    {"temperature": 0.5, "top_k": 3},
+    {"temperature": 0.5, "top_p": 0.9},
+    {"temperature": 0.5, "min_p": 0.1},
+    {"min_tokens": 3},
+    {"repetition_penalty": 1.1},
+    {"presence_penalty": 0.5},
+    {"frequency_penalty": -0.5},
+    {"logit_bias": {3: 1.0}},
+    {"bad_words": ((3,), (4, 5, 6))},
+    {"logprobs": 0},
+    {"logprobs": 3},
+]
+
+
+@pytest.mark.parametrize("changes", EACH)
+def test_a_program_holds_what_it_was_made_for(changes: dict[str, Any]) -> None:
+    plain = Traits.of(PLAIN, WINDOW)
+    other = Traits.of(dataclasses.replace(PLAIN, **changes), WINDOW)
+    both = plain.union(other)
+    assert both == other.union(plain)
+    assert both.holds(plain)
+    assert both.holds(other)
+    assert not plain.holds(other)
+    everything = dataclasses.replace(ALL_TRAITS, num_logprobs=4)
+    assert everything.holds(both)
+
+
+def test_sizes_are_rounded_up_so_that_there_are_few() -> None:
+    def traits(count: int) -> Traits:
+        bias, words = dict.fromkeys(range(count), 1.0), ((1, 2),) * count
+        params = dataclasses.replace(PLAIN, logit_bias=bias, bad_words=words, logprobs=count)
+        return Traits.of(params, WINDOW, num_stops=count)
+
+    assert {traits(count) for count in (9, 10, 14, 16)} == {traits(16)}
+    assert traits(16).num_biases == 16
+    assert traits(17).num_logprobs == 20
+    assert not traits(8).holds(traits(9))
+
+
+def test_a_longer_word_or_more_alternatives_need_another_program() -> None:
+    few = Traits.of(dataclasses.replace(PLAIN, bad_words=((1, 2),), logprobs=0), WINDOW)
+    assert not few.holds(Traits.of(dataclasses.replace(PLAIN, bad_words=((1, 2, 3),)), WINDOW))
+    assert not few.holds(Traits.of(dataclasses.replace(PLAIN, logprobs=1), WINDOW))
+
+
+def test_limits_of_what_is_not_drawn_are_no_trait() -> None:
+    greedy = dataclasses.replace(PLAIN, top_k=5, top_p=0.5, min_p=0.1)
+    assert Traits.of(greedy, WINDOW) == Traits.of(PLAIN, WINDOW)
+
+
+def test_without_a_window_all_modes_are_one() -> None:
+    modes = [dataclasses.replace(PLAIN, mode=mode) for mode in ("paper", "verified", "ar")]
+    assert len({Traits.of(params, 0) for params in modes}) == 1
+    assert Traits.of(modes[0], 0).anchored
+    assert not Traits.of(modes[0], WINDOW).anchored
+
+
+def test_a_plain_greedy_program_has_only_what_it_needs() -> None:
+    arrays = abstract_options(3, Traits.of(dataclasses.replace(PLAIN, mode="ar"), WINDOW))
+    there = {f.name for f in dataclasses.fields(arrays) if getattr(arrays, f.name) is not None}
+    assert there == {"window", "stop_ids", "max_tokens"}
+
+
+def test_every_number_of_the_parameters_has_its_array() -> None:
+    arrays = abstract_options(2, ALL_TRAITS)
+    for name, option in OPTIONS.items():
+        if option.array:
+            assert getattr(arrays, name).dtype == option.array
+            assert option.trait is None or isinstance(getattr(ALL_TRAITS, option.trait), bool)
+    for field in dataclasses.fields(Options):
+        assert getattr(arrays, field.name).shape[0] == 2
+
+
+RICH = SamplingParams(
+    mode="verified",
+    temperature=0.5,
+    top_p=0.75,
+    top_k=3,
+    min_p=0.25,
+    max_tokens=9,
+    min_tokens=2,
+    seed=2**32 - 1,
+    entropy_threshold=None,
+    position_penalty=0.5,
+    draft_budget=1.5,
+    repetition_penalty=1.5,
+    presence_penalty=0.5,
+    frequency_penalty=-0.5,
+    logit_bias={7: 1.5, 3: -2},
+    bad_words=((3, 4, 5), (6,)),
+)
+
+
+def filled(traits: Traits = ALL_TRAITS) -> HostOptions:
+    host = HostOptions(3, traits)
+    host.set(1, RICH, window=WINDOW, stops=(1, 5))
+    return host
+
+
+def test_a_sequence_gets_what_it_asks_for() -> None:
+    options = filled().options()
+    for name, option in OPTIONS.items():
+        if option.array and name != "entropy_threshold":
+            assert getattr(options, name)[1] == getattr(RICH, name)
+    assert options.entropy_threshold is not None
+    assert options.entropy_threshold[1] == -np.inf
+    assert options.stop_ids[1].tolist() == [1, 5, -1, -1]
+    assert options.bias_ids is not None
+    assert options.bias is not None
+    assert options.bias_ids[1].tolist() == [7, 3, -1, -1, -1, -1, -1, -1]
+    assert options.bias[1].tolist() == [1.5, -2, 0, 0, 0, 0, 0, 0]
+    assert options.bad_words is not None
+    empty = [-1] * 4
+    assert options.bad_words[1].tolist() == [[3, 4, 5, -1], [6, -1, -1, -1], empty, empty]
+    assert options.window.tolist() == [0, WINDOW, 0]
+    assert options.anchored.tolist() == [True, True, True]
+
+
+def assert_same(ours: Options, theirs: Options) -> None:
+    for field in dataclasses.fields(Options):
+        one, two = getattr(ours, field.name), getattr(theirs, field.name)
+        assert (one is None) == (two is None)
+        if one is not None:
+            np.testing.assert_array_equal(one, two)
+
+
+def test_a_place_is_given_on_without_a_trace() -> None:
+    host = filled()
+    host.set(1, PLAIN, window=2, stops=())
+    fresh = HostOptions(3, ALL_TRAITS)
+    fresh.set(1, PLAIN, window=2, stops=())
+    assert_same(host.options(), fresh.options())
+    host.clear(1)
+    assert_same(host.options(), HostOptions(3, ALL_TRAITS).options())
+    assert_same(host.options(), idle_options(3, ALL_TRAITS))
+
+
+def test_what_was_handed_out_does_not_change() -> None:
+    host = filled()
+    options = host.options()
+    host.clear(1)
+    assert options.max_tokens[1] == 9
+
+
+def test_windows_change_but_for_those_that_have_none() -> None:
+    host = filled()
+    host.set(2, dataclasses.replace(PLAIN, mode="ar"), window=WINDOW, stops=())
+    host.set_windows(np.array([1, 2, 3]))
+    assert host.options().window.tolist() == [0, 2, 0]
+    assert_same(host.with_traits(ALL_TRAITS).options(), host.options())
+
+
+def test_other_traits_hold_the_same_sequences_or_refuse_them() -> None:
+    host = filled()
+    narrow = host.with_traits(host.needed())
+    assert host.needed() == Traits.of(RICH, WINDOW, 2)
+    assert narrow.options().position_penalty is None
+    assert_same(narrow.with_traits(ALL_TRAITS).options(), host.options())
+    with pytest.raises(ValueError, match="outside the traits"):
+        host.with_traits(Traits.of(PLAIN, WINDOW))
+
+
+def test_endless_numbers_are_cut_to_what_the_device_counts() -> None:
+    host = HostOptions(1, ALL_TRAITS)
+    endless = SamplingParams(max_tokens=10**12, top_k=10**12, temperature=1.0)
+    host.set(0, endless, window=WINDOW, stops=())
+    assert host.options().max_tokens[0] == 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"logit_bias": {24: 1}}, "logit_bias: 24 is outside the vocabulary of 24"),
+        ({"bad_words": [[3, 30]]}, "bad_words: 30 is outside the vocabulary of 24"),
+        ({"bad_words": ["text"]}, "bad_words: the engine takes token ids"),
+        ({"bad_words": [[3]] * 257}, "bad_words: expected 256 at most"),
+        ({"bad_words": [[3] * 17]}, "bad_words: expected 16 tokens a word at most, not 17"),
+        ({"bad_words": [[i] for i in range(23)]}, "bad_words: they leave no token"),
+        (
+            {"bad_words": [[i] for i in range(2, 23)], "min_tokens": 1},
+            "bad_words: they leave no token",
+        ),
+        ({"logit_bias": dict.fromkeys(range(600), 1)}, "logit_bias: 599 is outside"),
+    ],
+)
+def test_options_that_a_model_cannot_have_are_refused(
+    changes: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(InputError, match=sentence):
+        check_options(dataclasses.replace(PLAIN, **changes), (0, 1), 24)
+
+
+def test_too_many_biases_or_alternatives_are_refused() -> None:
+    biases = dataclasses.replace(PLAIN, logit_bias=dict.fromkeys(range(513), 1.0))
+    with pytest.raises(InputError, match="logit_bias: expected 512 tokens at most, not 513"):
+        check_options(biases, (), 1000)
+    with pytest.raises(InputError, match="logprobs: expected fewer than the vocabulary of 4"):
+        check_options(dataclasses.replace(PLAIN, logprobs=4), (), 4)

@@ -1,0 +1,148 @@
+"""Sampling parameters: what is taken, what is refused, and what is said of each."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from wedlm_jax import sampling
+from wedlm_jax.errors import InputError
+from wedlm_jax.params import DEFAULT_MODE, OPTIONS, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", "1"),
+        ("temperature", None),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("top_k", 2.0),
+        ("min_p", -0.1),
+        ("min_p", 1.5),
+        ("max_tokens", 0),
+        ("max_tokens", True),
+        ("position_penalty", -1),
+        ("entropy_threshold", -0.5),
+        ("entropy_threshold", float("nan")),
+        ("draft_budget", -1),
+        ("draft_budget", float("inf")),
+        ("seed", 2**32),
+        ("seed", -1),
+        ("stop", ("",)),
+        ("stop_token_ids", (-1,)),
+        ("stop_token_ids", ("a",)),
+        ("ignore_eos", 1),
+        ("mode", "fast"),
+        ("mode", None),
+        ("n", 0),
+        ("n", 1.5),
+        ("n", 2),
+        ("min_tokens", -1),
+        ("min_tokens", 257),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", float("nan")),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("logit_bias", [3]),
+        ("logit_bias", {-1: 1}),
+        ("logit_bias", {"a": 1}),
+        ("logit_bias", {3: 101}),
+        ("logit_bias", {3: "1"}),
+        ("logit_bias", {3: float("nan")}),
+        ("bad_words", ("",)),
+        ("bad_words", (" ",)),
+        ("bad_words", ((),)),
+        ("bad_words", ((3, -1),)),
+        ("bad_words", (3,)),
+        ("bad_words", 3),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("logprobs", True),
+    ],
+)
+def test_a_bad_parameter_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(InputError, match=f"^{field}: expected"):
+        SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("temperature", 2e6, "temperature: expected a number from 0 to 1e+06, not 2000000.0"),
+        ("top_p", 0, "top_p: expected a number above 0, not 0"),
+        ("max_tokens", 0, "max_tokens: expected an integer of at least 1, not 0"),
+        ("logprobs", 21, "logprobs: expected an integer from 0 to 20, not 21"),
+        ("mode", "fast", "mode: expected one of paper, verified, ar, not 'fast'"),
+        ("ignore_eos", "yes", "ignore_eos: expected true or false, not 'yes'"),
+        ("min_tokens", 300, "min_tokens: expected at most max_tokens, 256, not 300"),
+        ("n", 2, "n: expected 1 at temperature 0, where all samples are equal, not 2"),
+    ],
+)
+def test_a_refusal_says_what_was_expected(field: str, value: Any, sentence: str) -> None:
+    with pytest.raises(InputError) as refusal:
+        SamplingParams(**{field: value})
+    assert str(refusal.value) == sentence
+
+
+def test_one_stop_text_and_lists_are_taken_too() -> None:
+    loose: dict[str, Any] = {"stop": "ab", "stop_token_ids": [3]}
+    params = SamplingParams(**loose)
+    assert (params.stop, params.stop_token_ids) == (("ab",), (3,))
+
+
+def test_options_as_json_has_them_are_taken_too() -> None:
+    loose: dict[str, Any] = {"logit_bias": {"3": 1, 4: -2.5}, "bad_words": ["ab", [3, 4]]}
+    params = SamplingParams(**loose)
+    assert params.logit_bias == {3: 1, 4: -2.5}
+    assert params.bad_words == ("ab", (3, 4))
+    assert SamplingParams(bad_words="ab").bad_words == ("ab",)  # type: ignore[arg-type]
+    empty: dict[str, Any] = dict.fromkeys(("logit_bias", "bad_words", "stop", "stop_token_ids"))
+    assert SamplingParams(**empty) == SamplingParams()
+    assert hash(params) == hash(SamplingParams(**loose))
+
+
+def test_several_samples_need_a_temperature() -> None:
+    assert SamplingParams(n=2, temperature=0.7).n == 2
+
+
+def test_minus_one_is_every_token() -> None:
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
+
+
+@pytest.mark.parametrize("option", [{"presence_penalty": 1.0}, {"bad_words": [[3]]}])
+def test_every_mode_has_every_option(option: dict[str, Any]) -> None:
+    for mode in ("paper", "verified", "ar"):
+        assert SamplingParams(mode=mode, **option).mode == mode
+
+
+def test_of_every_field_something_is_said() -> None:
+    assert list(OPTIONS) == [field.name for field in dataclasses.fields(SamplingParams)]
+    for name, option in OPTIONS.items():
+        assert option.help, name
+        assert not option.help.endswith("."), name
+        if option.none is None:
+            with pytest.raises(InputError, match=f"^{name}: "):
+                SamplingParams(**{name: None})  # type: ignore[arg-type]
+        else:
+            SamplingParams(**{name: None})  # type: ignore[arg-type]
+
+
+def test_bounds_themselves_are_taken() -> None:
+    for name, option in OPTIONS.items():
+        for bound in (option.low, option.high):
+            if bound in (None, float("inf")) or (option.above and bound == option.low):
+                continue
+            value = int(bound) if option.integer else bound
+            others = {"temperature": 0.5} if name == "n" else {}
+            SamplingParams(**{name: value, **others})
+
+
+def test_there_is_one_class() -> None:
+    assert sampling.SamplingParams is SamplingParams
+    assert SamplingParams().mode == DEFAULT_MODE

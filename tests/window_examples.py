@@ -1,0 +1,168 @@
+"""Random sequences in the middle of decoding, as lists and as the arrays that the device has."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+
+from wedlm_jax.decode.head_rows import HeadRows
+from wedlm_jax.decode.options import HostOptions, Options, Traits
+from wedlm_jax.decode.state import DecodeState, idle_state
+from wedlm_jax.params import SamplingParams
+
+VOCAB = 12
+WINDOW = 4
+SLOTS = 2 * WINDOW
+LONGEST_TEXT = 40
+STOPS = (1, 5)
+
+ALL_TRAITS = Traits(
+    window=WINDOW,
+    paper=True,
+    verified=True,
+    autoregressive=True,
+    sampled=True,
+    truncated=True,
+    min_tokens=True,
+    penalties=True,
+    num_biases=8,
+    num_bad_words=4,
+    longest_bad_word=4,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """A sequence between two forwards.
+
+    Attributes:
+      prompt, completion: what its text is made of.
+      window: the active slots, None where masked; that of an anchored sequence begins with the
+        last token of the text.
+      params: its mode among them.
+      num_forwards: how many it has had.
+    """
+
+    prompt: tuple[int, ...]
+    completion: tuple[int, ...]
+    window: tuple[int | None, ...]
+    params: SamplingParams
+    num_forwards: int = 1
+
+    @property
+    def anchored(self) -> bool:
+        return self.params.mode != "paper"
+
+    @property
+    def known(self) -> int:
+        return int(self.anchored)
+
+    def place(self, slot: int) -> int:
+        """Which token of the completion a slot is."""
+        return len(self.completion) - self.known + slot
+
+    def rows(self) -> list[tuple[int, bool]]:
+        """What its rows predict: the slot, and whether the row is a mask."""
+        filled = sum(token is not None for token in self.window)
+        masks = [(slot, True) for slot, token in enumerate(self.window) if token is None]
+        if self.anchored:
+            # What the first mask stands for, the row before it says.
+            return [*((slot, False) for slot in range(1, filled + 1)), *masks[1:]]
+        return masks
+
+
+tokens = st.integers(0, VOCAB - 2)
+words = st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), max_size=4).map(tuple)
+
+
+@st.composite
+def option_params(draw: st.DrawFn, mode: str) -> SamplingParams:
+    """Any of the options that change logits, each in half of the cases."""
+
+    def some(values: st.SearchStrategy[Any], otherwise: Any) -> Any:
+        return draw(values) if draw(st.booleans()) else otherwise
+
+    hot = draw(st.booleans())
+    return SamplingParams(
+        mode=mode,
+        max_tokens=30,
+        temperature=draw(st.sampled_from([0.5, 1.0, 2.0])) if hot else 0.0,
+        top_k=some(st.integers(1, VOCAB), 0),
+        top_p=some(st.sampled_from([0.2, 0.7]), 1.0),
+        min_p=some(st.sampled_from([0.05, 0.3]), 0.0),
+        seed=draw(st.integers(0, 2**32 - 1)),
+        min_tokens=some(st.integers(1, 12), 0),
+        repetition_penalty=some(st.sampled_from([0.5, 1.3, 4.0]), 1.0),
+        presence_penalty=some(st.sampled_from([-2.0, 0.6, 2.0]), 0.0),
+        frequency_penalty=some(st.sampled_from([-0.3, 0.4, 2.0]), 0.0),
+        logit_bias=some(st.dictionaries(tokens, st.sampled_from([-100, -1.5, 2]), max_size=5), {}),
+        bad_words=some(words, ()),
+    )
+
+
+@st.composite
+def sequences(draw: st.DrawFn, *modes: str) -> Decoding:
+    """A sequence in one of the ``modes``, by default any."""
+    mode = draw(st.sampled_from(modes or ("paper", "verified", "ar")))
+    prompt = tuple(draw(st.lists(tokens, min_size=1, max_size=6)))
+    completion = tuple(draw(st.lists(tokens, max_size=8)))
+    window: tuple[int | None, ...]
+    if mode == "paper":
+        window = tuple(draw(st.lists(st.none() | tokens, min_size=1, max_size=SLOTS)))
+    else:
+        drafts = draw(st.lists(tokens, max_size=WINDOW)) if mode == "verified" else []
+        masks = draw(st.integers(1, WINDOW)) if mode == "verified" else 0
+        window = ((prompt + completion)[-1], *drafts[: SLOTS - masks - 1], *[None] * masks)
+    return Decoding(prompt, completion, window, draw(option_params(mode)), draw(st.integers(1, 9)))
+
+
+def state_of(some: Sequence[Decoding]) -> DecodeState:
+    """The state of these, and of one that is not there behind them."""
+    count = len(some) + 1
+    empty = idle_state(count, window=WINDOW, text=LONGEST_TEXT, emitted=1, num_logprobs=None)
+    arrays = {
+        field.name: np.array(getattr(empty, field.name))
+        for field in dataclasses.fields(empty)
+        if field.name not in ("logprobs", "emitted")
+    }
+    # What stands where nothing is known must not matter.
+    rng = np.random.default_rng(len(some))
+    for name in ("text", "tokens"):
+        arrays[name][:] = rng.integers(0, VOCAB - 1, arrays[name].shape)
+    arrays["filled"][:] = True
+    for i, one in enumerate(some):
+        text = one.prompt + one.completion
+        arrays["text"][i, : len(text)] = text
+        arrays["text_length"][i] = len(text)
+        arrays["prompt_length"][i] = len(one.prompt)
+        arrays["num_computed"][i] = len(text) - one.known
+        arrays["prefill_length"][i] = len(one.prompt) - one.known
+        arrays["active"][i] = len(one.window)
+        arrays["running"][i] = True
+        arrays["num_forwards"][i] = one.num_forwards
+        for slot, token in enumerate(one.window):
+            arrays["filled"][i, slot] = token is not None
+            if token is not None:
+                arrays["tokens"][i, slot] = token
+    return dataclasses.replace(empty, **{k: jnp.asarray(v) for k, v in arrays.items()})
+
+
+def options_of(some: Sequence[Decoding], traits: Traits = ALL_TRAITS) -> Options:
+    host = HostOptions(len(some) + 1, traits)
+    for i, one in enumerate(some):
+        host.set(i, one.params, window=WINDOW, stops=STOPS)
+    return host.options()
+
+
+def rows_of(some: Sequence[Decoding], *, padding: int = 2) -> tuple[HeadRows, list[Any]]:
+    """The rows of all of them one behind the other, and for each ``(sequence, slot, is_mask)``."""
+    named = [(i, *row) for i, one in enumerate(some) for row in one.rows()]
+    padded = [*named, *[(0, 0, False)] * padding]
+    sequence, slot, is_mask = (jnp.array(column) for column in zip(*padded, strict=True))
+    valid = jnp.arange(len(padded)) < len(named)
+    return HeadRows(sequence, slot, valid, is_mask), named
