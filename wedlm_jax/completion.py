@@ -20,6 +20,7 @@ class Completion:
       num_forwards: decode forwards; prefill is not counted.
       num_token_instances: active window slots over those forwards.
       logprobs: of each of ``token_ids``; None where ``SamplingParams.logprobs`` is.
+      num_cached_tokens: tokens of the prompt whose keys and values were in the cache before.
       further: with ``SamplingParams.n`` above 1, the prompt's other samples. This is the first.
     """
 
@@ -30,6 +31,7 @@ class Completion:
     num_token_instances: int
     logprobs: list[TokenLogprob] | None = None
     further: tuple[Completion, ...] = ()
+    num_cached_tokens: int = 0
 
     @property
     def samples(self) -> tuple[Completion, ...]:
@@ -61,3 +63,20 @@ class Chunk:
     text: str
     token_ids: list[int]
     completion: Completion
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Where a call that decodes many prompts stands, counted over finished and running sequences.
+
+    Attributes:
+      finished: prompts.
+      total: None where prompts come from an iterator.
+      tokens, forwards, instances: completion tokens, decode forwards and active window slots.
+    """
+
+    finished: int
+    total: int | None
+    tokens: int
+    forwards: int
+    instances: int

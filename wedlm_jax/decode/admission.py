@@ -81,9 +81,7 @@ def look(state: DecodeState) -> Array:
         emitted.count,
     ]
     numbers = jnp.stack([column.astype(jnp.int32) for column in columns], axis=1)
-    return jnp.concatenate(
-        [numbers, emitted.tokens, emitted.forwards, emitted.instances], axis=1
-    )
+    return jnp.concatenate([numbers, emitted.tokens, emitted.forwards, emitted.instances], axis=1)
 
 
 def with_slots(state: DecodeState, window: int, num_logprobs: int | None) -> DecodeState:

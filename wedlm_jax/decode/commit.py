@@ -66,9 +66,7 @@ def _put(old: Array, start: Array, values: Array, here: Array) -> Array:
     return old.at[rows, place].set(values, mode="drop")
 
 
-def move_windows(
-    state: DecodeState, options: Options, run: Array, refill: str
-) -> DecodeState:
+def move_windows(state: DecodeState, options: Options, run: Array, refill: str) -> DecodeState:
     """Drops the run ``[N]`` from each window and opens the next slots behind."""
     slots = state.tokens.shape[1]
     if slots == 1:

@@ -175,7 +175,5 @@ def _pick(condition: Array, new: object, old: object) -> object:
 
 
 def _with_nothing_emitted(state: DecodeState) -> DecodeState:
-    emitted: Emitted = dataclasses.replace(
-        state.emitted, count=jnp.zeros_like(state.emitted.count)
-    )
+    emitted: Emitted = dataclasses.replace(state.emitted, count=jnp.zeros_like(state.emitted.count))
     return dataclasses.replace(state, emitted=emitted)

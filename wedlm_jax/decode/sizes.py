@@ -73,7 +73,7 @@ def _grid(sequences: int, window: int, largest: int) -> list[int]:
     if sequences == 1:
         # One sequence has a token, a window with few filled slots or with many, or a chunk.
         powers = [1, *(size for size in powers if size >= 64)]
-        between = [window + 1 + window * quarters // 4 for quarters in (1, 2, 4)]
+        between = [window + 1 + window * part // 4 for part in (1, 2, 4)] if window > 1 else []
     sizes = {size for size in [*powers, *between] if size < largest}
     return [*sorted(sizes), largest]
 
@@ -129,7 +129,5 @@ def in_parts(
     return jax.lax.while_loop(more, part, (jnp.int32(0), carry))[1]
 
 
-def _at(
-    run: Callable[[int, Array, Carry], Carry], start: Array, size: int, carry: Carry
-) -> Carry:
+def _at(run: Callable[[int, Array, Carry], Carry], start: Array, size: int, carry: Carry) -> Carry:
     return run(size, start, carry)

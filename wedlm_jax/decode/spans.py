@@ -73,9 +73,7 @@ class SpanPlan:
         return self.starts[-1]
 
 
-def plan_spans(
-    state: DecodeState, allowance: Allowance, sizes: ForwardSizes
-) -> SpanPlan:
+def plan_spans(state: DecodeState, allowance: Allowance, sizes: ForwardSizes) -> SpanPlan:
     """Shares out a forward: windows first, then prompts, each in order of arrival.
 
     Prompts also get what is left up to the next size of a forward, which is computed anyway.

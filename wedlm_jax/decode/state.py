@@ -145,9 +145,7 @@ def idle_state(
         stopped=zeros(dtype=bool),
         num_forwards=zeros(),
         num_token_instances=zeros(),
-        emitted=Emitted(
-            zeros(emitted), zeros(emitted), zeros(emitted), logprobs(emitted), zeros()
-        ),
+        emitted=Emitted(zeros(emitted), zeros(emitted), zeros(emitted), logprobs(emitted), zeros()),
     )
 
 

@@ -82,9 +82,7 @@ def verify(state: DecodeState, options: Options, tokens: Array, entropies: Array
     run = jnp.cumprod(right, axis=1).sum(axis=1, dtype=jnp.int32)
     whole = run == filled.sum(axis=1)
     kept = filled & (slot < run[:, None])
-    drafts = draft_rule(
-        entropies[:, :-1], is_mask(state) & whole[:, None], options.draft_budget
-    )
+    drafts = draft_rule(entropies[:, :-1], is_mask(state) & whole[:, None], options.draft_budget)
     return Verified(run, drafts, kept)
 
 

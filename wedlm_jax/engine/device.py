@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -139,6 +139,15 @@ class Device:
                 self._state, window=traits.window, num_logprobs=traits.num_logprobs
             )
 
+    def compile(self) -> Iterator[tuple[int, int]]:
+        """Compiles the programs that `prepare` has made room for; yields how many are there, of how
+        many."""
+        nobody = np.zeros(self.settings.sequences, bool)
+        self.compiled(programs.enter, self._state, self._entrants([]), nobody)
+        yield 1, 2
+        self._burst_program(self._no_allowance(), nobody)
+        yield 2, 2
+
     def run(self, burst: Burst) -> Report:
         """Runs a burst of forwards and says what became of every sequence."""
         assert self._state is not None
@@ -162,15 +171,8 @@ class Device:
             max_forwards=np.int32(burst.max_forwards),
             until_finished=np.int32(burst.until_finished),
         )
-        result = self.run_model(
-            programs.burst,
-            self._state,
-            self._pages,
-            self._options.options(),
-            allowance,
-            changed,
-            program=self.program(self.traits),
-        )
+        inputs, compiled = self._burst_program(allowance, changed)
+        result = compiled(*inputs)
         self._state, self._pages = result.state, result.pages
         numbers, logprobs, counters = jax.device_get(
             (result.numbers, result.logprobs, result.counters)
@@ -196,6 +198,24 @@ class Device:
         return SavedWindow(tokens, filled, logprobs, *map(int, counts), int(self._windows[index]))
 
     # --- what it does -------------------------------------------------------------------
+
+    def _burst_program(self, allowance: Allowance, changed: np.ndarray) -> tuple[Any, Any]:
+        inputs = (
+            self._parameters,
+            self._state,
+            self._pages,
+            self._options.options(),
+            allowance,
+            changed,
+        )
+        program = self.program(self.traits)
+        return inputs, self.compiled(programs.burst, *inputs, graph=self._graph, program=program)
+
+    def _no_allowance(self) -> Allowance:
+        settings = self.settings
+        table = np.zeros((settings.sequences, settings.max_pages), np.int32)
+        nothing, number = np.zeros(settings.sequences, np.int32), np.int32(0)
+        return Allowance(table, nothing, nothing, number, number, number)  # type: ignore[arg-type]
 
     def _enter(self, burst: Burst) -> None:
         released = np.zeros(self.settings.sequences, bool)

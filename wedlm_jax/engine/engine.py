@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -151,13 +151,18 @@ class Engine:
         check_options(params, self.settings.stop_ids(params), self.config.vocab_size)
 
     def step(
-        self, submitted: Sequence[Request] = (), aborted: Sequence[int] = ()
+        self,
+        submitted: Sequence[Request] = (),
+        aborted: Sequence[int] = (),
+        *,
+        max_forwards: int | None = None,
     ) -> list[Event]:
         """Takes requests in, decodes a burst of forwards, and tells what happened.
 
         Args:
           submitted: checked requests, in the order in which they came.
           aborted: numbers of requests that nobody wants any more.
+          max_forwards: of the burst, for those who cannot wait; by default as many as serve all.
 
         Returns:
           new tokens, finished and failed requests, by their numbers.
@@ -169,7 +174,7 @@ class Engine:
         with self._on_mesh():
             if self._requests:
                 self.device.prepare(self._traits())
-            events = self.scheduler.step(submitted, aborted)
+            events = self.scheduler.step(submitted, aborted, max_forwards=max_forwards)
         for event in events:
             if isinstance(event, Finished | Failed):
                 self._requests.pop(event.number, None)
@@ -200,6 +205,18 @@ class Engine:
         """Prepares for requests with these options, so that none compiles when it comes."""
         for one in params:
             self._floor = self._floor.union(self.traits_of(Request(-1, (), one)))
+
+    def compile(self, on_step: Callable[[int, int], None] | None = None) -> None:
+        """Compiles what requests with the expected options need, and runs nothing.
+
+        Args:
+          on_step: told after each program how many are compiled, of how many.
+        """
+        with self._on_mesh():
+            self.device.prepare(self._traits())
+            for done, total in self.device.compile():
+                if on_step is not None:
+                    on_step(done, total)
 
     def update(self, model: Transformer) -> None:
         """Decodes with other weights of the same shapes from now on; nothing is compiled anew.

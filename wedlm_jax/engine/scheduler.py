@@ -114,13 +114,20 @@ class Scheduler:
                 f"their window, and the cache has {self._replicas[0].capacity_of_pages}"
             )
 
-    def step(self, submitted: Sequence[Request] = (), aborted: Sequence[int] = ()) -> list[Event]:
+    def step(
+        self,
+        submitted: Sequence[Request] = (),
+        aborted: Sequence[int] = (),
+        *,
+        max_forwards: int | None = None,
+    ) -> list[Event]:
         """Takes requests in, runs one burst, and returns what happened.
 
         Args:
           submitted: new requests, in the order in which they came.
           aborted: numbers of requests that nobody wants any more, those of this step included;
             their pages are free at once, and no event comes of them. Unknown ones do not matter.
+          max_forwards: of the burst, for those who cannot wait; by default as many as serve all.
 
         Raises:
           ValueError: a number is under way already.
@@ -130,7 +137,7 @@ class Scheduler:
             self._abort(number)
         unwanted = set(aborted)
         events = [event for event in events if event.number not in unwanted]
-        burst = self._plan()
+        burst = self._plan(max_forwards)
         if burst is not None:
             started = time.perf_counter()
             report = self._device.run(burst)
@@ -182,7 +189,7 @@ class Scheduler:
 
     # --- planning a burst -------------------------------------------------------------------
 
-    def _plan(self) -> Burst | None:
+    def _plan(self, max_forwards: int | None) -> Burst | None:
         """Decides what the device does next; None where there is nothing to do."""
         turn = self._admitter.admit(self._waiting)
         for sequence in turn.admitted:
@@ -195,7 +202,8 @@ class Scheduler:
         fresh = list(turn.admitted)
         for replica in self._replicas:
             self._secure(replica, fresh)
-        return self._burst(turn, [self._admission(sequence) for sequence in fresh])
+        admissions = [self._admission(sequence) for sequence in fresh]
+        return self._burst(turn, admissions, max_forwards)
 
     def _secure(self, replica: Replica, fresh: list[SequenceState]) -> None:
         """Sees to it that there are pages for the next forward of every sequence; the youngest are
@@ -232,7 +240,9 @@ class Scheduler:
         resume, sequence.resume = sequence.resume, None
         return Admission(sequence.index, sequence.request, text, cached, resume)
 
-    def _burst(self, turn: AdmissionRound, admissions: list[Admission]) -> Burst:
+    def _burst(
+        self, turn: AdmissionRound, admissions: list[Admission], max_forwards: int | None
+    ) -> Burst:
         sizes, running = self._sizes, self._running
         length = burst_length(
             running,
@@ -245,6 +255,7 @@ class Scheduler:
         forwards = min(
             give_pages(replica, length.forwards) for replica in self._replicas if replica.running
         )
+        forwards = min(forwards, max_forwards or forwards)
         capacity, windows = np.zeros((2, len(self._table)), np.int32)
         arrival = np.full(len(self._table), sizes.num_sequences, np.int32)
         for replica in self._replicas:
