@@ -136,9 +136,9 @@ class Admitter:
         if not fitting:
             return None
         least = min(place.room.load for place in fitting)
-        most = least + max(rooms[0].replica.num_sequences // 4, 1)
+        slack = max(rooms[0].replica.num_sequences // 4, 1)
         return max(
-            (place for place in fitting if place.room.load <= most),
+            (place for place in fitting if place.room.load < least + slack),
             key=lambda place: (place.shared, -place.room.load, place.room.pages),
         )
 

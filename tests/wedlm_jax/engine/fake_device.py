@@ -128,7 +128,6 @@ class FakeDevice:
         self.sequences: dict[int, FakeSequence] = {}
         self.bursts: list[Burst] = []
         self.admitted: list[int] = []
-        self.most_idle = 0
         self._places = np.full(
             (sizes.num_replicas, sizes.num_pages, sizes.page_size), NOT_FINAL, np.int64
         )
@@ -275,14 +274,20 @@ class FakeDevice:
 
 
 def small_sizes(**changes: int) -> SchedulerSizes:
-    """Sizes for tests; ``max_pages`` holds the longest text."""
-    sizes = dict(
-        num_replicas=1, num_sequences=4, num_pages=40, page_size=4, max_pages=0,
-        chunk_tokens=16, max_model_len=100, longest_burst=8,
-    )  # fmt: skip
-    sizes.update(changes)
-    sizes["max_pages"] = sizes["max_pages"] or sizes["max_model_len"] // sizes["page_size"] + 8
-    return SchedulerSizes(**sizes)
+    """Sizes for tests; by default ``max_pages`` holds the longest text."""
+    sizes = SchedulerSizes(
+        num_replicas=1,
+        num_sequences=4,
+        num_pages=40,
+        page_size=4,
+        max_pages=0,
+        chunk_tokens=16,
+        max_model_len=100,
+        longest_burst=8,
+    )
+    sizes = dataclasses.replace(sizes, **changes)
+    pages = sizes.max_pages or sizes.max_model_len // sizes.page_size + 8
+    return dataclasses.replace(sizes, max_pages=pages)
 
 
 def drain(scheduler: Any, events: list[Any] | None = None, *, steps: int = 10_000) -> list[Any]:

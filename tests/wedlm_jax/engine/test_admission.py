@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+from array import array
+from itertools import count
+
+import numpy as np
+import pytest
+
+from wedlm_jax.engine.admission import SHORTEST_REUSE, AdmissionRound, Admitter, common_length
+from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.replica import Replica
+from wedlm_jax.engine.sequence import SequenceState
+from wedlm_jax.engine.waiting import Waiting
+from wedlm_jax.params import SamplingParams
+
+PAGE = 4
+NUMBERS = count()
+
+
+class Queue:
+    """A queue before some replicas; the window of every request is 0."""
+
+    def __init__(self, replicas: int = 1, sequences: int = 4, pages: int = 60):
+        self.replicas = [
+            Replica(
+                number,
+                num_sequences=sequences,
+                num_pages=pages,
+                page_size=PAGE,
+                table=np.zeros((sequences, 50), np.int32),
+            )
+            for number in range(replicas)
+        ]
+        self.waiting = Waiting()
+        self.admitter = Admitter(self.replicas, lambda request: 0)
+
+    def put(self, *tokens: int) -> SequenceState:
+        number = next(NUMBERS)
+        request = Request(number, tokens, SamplingParams(max_tokens=40))
+        sequence = SequenceState(request, number)
+        self.waiting.put(sequence)
+        return sequence
+
+    def admit(self) -> AdmissionRound:
+        turn = self.admitter.admit(self.waiting)
+        for replica in self.replicas:
+            replica.check()
+        return turn
+
+    def compute(self, sequence: SequenceState, tokens: int) -> None:
+        """So many tokens of a running sequence are final."""
+        replica = next(r for r in self.replicas if sequence in r.running)
+        sequence.num_computed = tokens
+        replica.store(sequence)
+
+
+def test_the_order_is_that_of_arrival_until_indices_run_out() -> None:
+    queue = Queue(sequences=3)
+    sequences = [queue.put(start, start) for start in range(5)]
+    turn = queue.admit()
+    assert turn.admitted == sequences[:3]
+    assert not turn.pages_are_short
+    assert list(queue.waiting) == sequences[3:]
+
+
+def test_nobody_takes_pages_that_the_first_waits_for() -> None:
+    queue = Queue(pages=11)
+    first, large, small = queue.put(*range(20)), queue.put(*range(40, 63)), queue.put(1)
+    turn = queue.admit()
+    assert turn.admitted == [first]
+    assert turn.pages_are_short
+    assert list(queue.waiting) == [large, small]
+    queue.replicas[0].remove(first)
+    assert queue.admit().admitted == [large, small]
+
+
+def test_pages_that_running_sequences_need_next_are_not_given_away() -> None:
+    queue = Queue(pages=6)
+    running = queue.put(*range(11))
+    queue.admit()
+    assert queue.replicas[0].num_available == 2
+    queue.compute(running, 11)
+    running.text.append(1)
+    queue.put(7, 7)
+    # One page would be enough for it, and another stays free for the running one.
+    assert queue.replicas[0].shortfall() == 0
+    assert len(queue.admit().admitted) == 1
+    queue = Queue(pages=6)
+    running = queue.put(*range(11))
+    queue.admit()
+    running.text.extend(range(2))
+    queue.compute(running, 12)
+    queue.put(7, 7)
+    assert queue.replicas[0].shortfall() == 1
+    assert queue.admit().admitted == []
+
+
+def test_pages_given_for_later_forwards_are_taken_back_for_who_waits() -> None:
+    queue = Queue(pages=11)
+    running = queue.put(*range(9))
+    queue.admit()
+    queue.compute(running, 8)
+    queue.replicas[0].grow(running, 36)
+    new = queue.put(*range(50, 60))
+    assert queue.admit().admitted == [new]
+    assert queue.replicas[0].capacity(running) == 12
+
+
+def test_a_prefix_that_is_being_computed_is_waited_for() -> None:
+    queue = Queue()
+    prompt = range(SHORTEST_REUSE + 2 * PAGE + 1)
+    maker, other = queue.put(*prompt), queue.put(*prompt)
+    turn = queue.admit()
+    assert (turn.admitted, turn.num_deferred) == ([maker], 1)
+    queue.compute(maker, PAGE)
+    assert queue.admit().num_deferred == 1
+    queue.compute(maker, len(prompt) - 1)
+    assert queue.admit().admitted == [other]
+    assert other.num_computed == len(prompt) - 1
+    assert other.nodes == maker.nodes
+
+
+def test_a_short_prefix_is_not_waited_for() -> None:
+    queue = Queue()
+    sequences = [queue.put(*range(SHORTEST_REUSE - 1), 99 + tail, 1) for tail in range(2)]
+    assert queue.admit().admitted == sequences
+
+
+def test_whoever_waits_for_a_prompt_is_passed_but_keeps_room() -> None:
+    queue = Queue(sequences=3)
+    prompt = range(SHORTEST_REUSE + PAGE + 1)
+    maker, other = queue.put(*prompt), queue.put(*prompt)
+    passing, late = queue.put(5, 5), queue.put(6, 6)
+    turn = queue.admit()
+    # The third index is the one set aside.
+    assert turn.admitted == [maker, passing]
+    assert list(queue.waiting) == [other, late]
+    queue.compute(maker, len(prompt) - 1)
+    assert queue.admit().admitted == [other]
+
+
+def test_nobody_waits_twice_for_the_same_request() -> None:
+    queue = Queue()
+    prompt = range(SHORTEST_REUSE + PAGE + 1)
+    maker, other = queue.put(*prompt), queue.put(*prompt)
+    assert queue.admit().num_deferred == 1
+    queue.replicas[0].remove(maker)
+    queue.waiting.put(maker)
+    assert queue.admit().admitted == [maker, other]
+
+
+def test_who_goes_away_is_not_waited_for() -> None:
+    queue = Queue()
+    prompt = range(SHORTEST_REUSE + PAGE + 1)
+    maker, other = queue.put(*prompt), queue.put(*prompt)
+    queue.admit()
+    queue.replicas[0].remove(maker)
+    assert queue.admit().admitted == [other]
+
+
+def test_replicas_share_the_load() -> None:
+    queue = Queue(replicas=2)
+    sequences = [queue.put(start, start) for start in range(4)]
+    queue.admit()
+    assert [sequence.index // 4 for sequence in sequences] == [0, 1, 0, 1]
+
+
+def test_a_request_goes_where_its_prefix_is() -> None:
+    queue = Queue(replicas=2)
+    first, second = queue.put(*range(9)), queue.put(*range(20, 29))
+    queue.admit()
+    for sequence in (first, second):
+        queue.compute(sequence, 8)
+    again = queue.put(*range(20, 29), 1)
+    queue.admit()
+    assert (second.index // 4, again.index // 4) == (1, 1)
+    assert again.num_computed == 8
+
+
+def test_a_prefix_does_not_overload_a_replica() -> None:
+    queue = Queue(replicas=2)
+    first = queue.put(*range(9))
+    queue.admit()
+    queue.compute(first, 8)
+    others = [queue.put(*range(9), tail) for tail in range(5)]
+    queue.admit()
+    places = [sequence.index // 4 for sequence in (first, *others)]
+    assert places.count(0) == places.count(1) == 3
+
+
+def test_a_full_replica_does_not_hold_up_a_request() -> None:
+    queue = Queue(replicas=2, sequences=1)
+    first = queue.put(*range(9))
+    queue.admit()
+    queue.compute(first, 8)
+    other = queue.put(*range(9))
+    assert queue.admit().admitted == [other]
+    assert other.index == 1
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "limit", "expected"),
+    [
+        ([1, 2, 3, 4, 5], [1, 2, 3, 4, 6], 5, 4),
+        ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], 5, 5),
+        ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], 3, 3),
+        ([1, 9, 3, 4], [1, 2, 3, 4], 4, 0),
+        ([1], [2], 0, 0),
+    ],
+)
+def test_common_length(one: list[int], other: list[int], limit: int, expected: int) -> None:
+    assert common_length(array("i", one), array("i", other), limit, 2) == expected

@@ -1,0 +1,410 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.wedlm_jax.engine.fake_device import (
+    FakeDevice,
+    decode_alone,
+    drain,
+    numbers_of,
+    small_sizes,
+)
+from wedlm_jax.engine.burst import Burst, NewTokens, Report, Request
+from wedlm_jax.engine.events import Failed, Finished, TokenDelta
+from wedlm_jax.engine.scheduler import Scheduler, SchedulerSizes
+from wedlm_jax.engine.windows import FixedWindows
+from wedlm_jax.errors import InputError
+from wedlm_jax.params import SamplingParams
+
+WINDOW = 3
+
+
+def new(window: int = WINDOW, **changes: int) -> tuple[Scheduler, FakeDevice]:
+    sizes = small_sizes(**changes)
+    device = FakeDevice(sizes)
+    return Scheduler(device, sizes, FixedWindows(window)), device
+
+
+def request(
+    number: int,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int = 10,
+    mode: str = "ar",
+    window: int | None = None,
+    **options: Any,
+) -> Request:
+    options = {"ignore_eos": True, **options}
+    params = SamplingParams(max_tokens=max_tokens, mode=mode, **options)
+    return Request(number, prompt, params, window)
+
+
+def results(events: Sequence[Any]) -> dict[int, Any]:
+    return {event.number: event.result for event in events if isinstance(event, Finished)}
+
+
+# --- requests, tokens and events ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["ar", "verified", "paper"])
+def test_a_result_is_that_of_the_sequence_alone(mode: str) -> None:
+    scheduler, _ = new()
+    one = request(7, [1, 2, 3], max_tokens=20, mode=mode)
+    events = drain(scheduler, scheduler.step([one]))
+    result = results(events)[7]
+    tokens, reason, forwards, instances = decode_alone(one, 0 if mode == "ar" else WINDOW)
+    assert result.token_ids == tokens
+    assert (result.finish_reason, result.num_forwards) == (reason, forwards)
+    assert result.num_token_instances == instances
+    assert len(result.forwards_at) == len(result.instances_at) == 20
+    assert result.logprobs is None
+    assert result.num_cached_tokens == 0
+
+
+def test_deltas_add_up_to_the_result() -> None:
+    scheduler, _ = new(longest_burst=3)
+    events = drain(scheduler, scheduler.step([request(1, [5], max_tokens=12)]))
+    deltas = [event for event in events if isinstance(event, TokenDelta)]
+    assert len(deltas) == 4
+    assert isinstance(events[-1], Finished)
+    result = events[-1].result
+    assert [token for delta in deltas for token in delta.token_ids] == result.token_ids
+    assert [delta.num_output for delta in deltas] == [3, 6, 9, 12]
+    assert [delta.num_forwards for delta in deltas] == [3, 6, 9, 12]
+    assert [at for delta in deltas for at in delta.forwards_at] == result.forwards_at
+
+
+def test_a_stop_token_ends_a_sequence() -> None:
+    scheduler, _ = new()
+    many = [request(i, [i + 1], max_tokens=60, ignore_eos=False) for i in range(12)]
+    ended = results(drain(scheduler, scheduler.step(many)))
+    reasons = {number: result.finish_reason for number, result in ended.items()}
+    assert set(reasons.values()) == {"stop", "length"}
+    for one in many:
+        assert reasons[one.number] == decode_alone(one, 0)[1]
+
+
+def test_a_window_of_its_own() -> None:
+    scheduler, device = new()
+    modes = [("paper", None), ("paper", 2), ("ar", 2), ("verified", 0)]
+    requests = [request(i, [9], mode=mode, window=w) for i, (mode, w) in enumerate(modes)]
+    scheduler.step(requests)
+    assert device.bursts[0].windows.tolist() == [3, 2, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [
+        ([], 1, "the prompt has no tokens"),
+        ([1] * 91, 10, "a prompt of 91 tokens and max_tokens 10 exceed max_model_len 100"),
+        ([1] * 70, 20, "take 96 places with their window, and the cache has 92"),
+    ],
+)
+def test_what_could_never_be_decoded_is_refused(
+    prompt: list[int], max_tokens: int, message: str
+) -> None:
+    scheduler, device = new(num_pages=24)
+    bad = request(1, prompt, max_tokens=max_tokens, mode="paper")
+    events = scheduler.step([bad, request(2, [1, 2])])
+    assert isinstance(events[0], Failed)
+    assert events[0].number == 1
+    assert isinstance(events[0].error, InputError)
+    assert message in str(events[0].error)
+    assert numbers_of(drain(scheduler, events), Finished) == [2]
+    assert device.admitted == [2]
+
+
+def test_the_longest_that_fits_is_decoded() -> None:
+    scheduler, _ = new(num_pages=24)
+    events = drain(scheduler, scheduler.step([request(1, [1] * 66, max_tokens=20, mode="paper")]))
+    assert len(results(events)[1].token_ids) == 20
+
+
+def test_a_number_is_under_way_once() -> None:
+    scheduler, _ = new(longest_burst=1)
+    scheduler.step([request(1, [1])])
+    with pytest.raises(ValueError, match="request 1 is under way already"):
+        scheduler.step([request(1, [2])])
+
+
+def test_an_idle_step_does_nothing() -> None:
+    scheduler, device = new()
+    assert scheduler.step() == []
+    assert scheduler.step([], [5]) == []
+    assert not device.bursts
+
+
+# --- aborts and errors --------------------------------------------------------------------
+
+
+def test_an_abort_frees_pages_at_once_and_nothing_more_is_heard() -> None:
+    scheduler, device = new(longest_burst=1)
+    scheduler.step([request(1, range(20)), request(2, [1])])
+    used = scheduler.counters.pages_used
+    events = scheduler.step([], [1])
+    assert scheduler.counters.pages_used <= used - 5
+    assert device.bursts[-1].released == [0]
+    assert 1 not in [event.number for event in drain(scheduler, events)]
+
+
+def test_who_waits_may_be_aborted_too() -> None:
+    scheduler, device = new(num_sequences=1, longest_burst=1)
+    scheduler.step([request(1, [1]), request(2, [2])])
+    events = scheduler.step([request(3, [3]), request(4, [])], [2, 3, 4])
+    assert numbers_of(drain(scheduler, events), Finished) == [1]
+    assert device.admitted == [1]
+    assert not numbers_of(events, Failed)
+
+
+def test_an_index_is_used_again_right_after_an_abort() -> None:
+    scheduler, device = new(num_sequences=1, longest_burst=1)
+    scheduler.step([request(1, range(20)), request(2, range(20))])
+    scheduler.step([], [1])
+    assert device.bursts[-1].released == [0]
+    assert [admission.index for admission in device.bursts[-1].admissions] == [0]
+
+
+def test_the_last_one_aborted_is_released_with_the_next_burst() -> None:
+    scheduler, device = new(longest_burst=1)
+    scheduler.step([request(1, [1])])
+    assert scheduler.step([], [1]) == []
+    assert len(device.bursts) == 1
+    assert not scheduler.has_work
+    scheduler.step([request(2, [2])])
+    assert device.bursts[-1].released == [0]
+
+
+class FaultyDevice(FakeDevice):
+    """A device whose reports can be changed."""
+
+    def __init__(self, sizes: SchedulerSizes, changes: dict[str, Any]):
+        super().__init__(sizes)
+        self.changes = changes
+
+    def run(self, burst: Burst) -> Report:
+        return dataclasses.replace(super().run(burst), **self.changes)
+
+
+def faulty(**changes: Any) -> Scheduler:
+    sizes = small_sizes(longest_burst=1)
+    return Scheduler(FaultyDevice(sizes, changes), sizes, FixedWindows(0))
+
+
+def test_an_error_ends_its_sequence_alone() -> None:
+    scheduler = faulty(errors={0: ValueError("not a number")})
+    events = scheduler.step([request(1, range(9)), request(2, range(9))])
+    assert [event.number for event in events if isinstance(event, Failed)] == [1]
+    assert scheduler._sequences.keys() == {2}
+    scheduler.check_accounts()
+    # What it computed is not to be trusted.
+    assert scheduler._replicas[0].tree.num_pages == 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_output": np.array([5, 0, 0, 0])},
+        {"num_computed": np.array([30, 0, 0, 0])},
+        {"num_computed": np.array([-1, 0, 0, 0])},
+        {"tokens": [NewTokens([1, 2], [1, 1], [1, 1]), None, None, None]},
+    ],
+)
+def test_a_report_that_cannot_be_true(changes: dict[str, Any]) -> None:
+    scheduler = faulty(**changes)
+    with pytest.raises(RuntimeError, match="request 1: the device says"):
+        scheduler.step([request(1, [1, 2])])
+
+
+def test_a_device_that_does_nothing_is_not_asked_for_ever() -> None:
+    nothing = np.zeros(4, np.int32)
+    scheduler = faulty(
+        num_computed=nothing, num_output=nothing, num_forwards=nothing, tokens=[None] * 4
+    )
+    with pytest.raises(RuntimeError, match="brought no sequence on"):
+        scheduler.step([request(1, [1, 2])])
+
+
+# --- prefixes -----------------------------------------------------------------------------
+
+
+def test_the_second_turn_of_a_conversation_computes_its_new_tokens_alone() -> None:
+    scheduler, device = new()
+    first = request(1, range(1, 22), max_tokens=17)
+    answer = results(drain(scheduler, scheduler.step([first])))[1].token_ids
+    prompt = [*range(1, 22), *answer, 7, 7, 7]
+    events = drain(scheduler, scheduler.step([request(2, prompt)]))
+    # 38 tokens, of which the last was never computed: 9 pages of 4.
+    assert results(events)[2].num_cached_tokens == 36
+    assert device.bursts[-1].page_table.shape[1] >= 9
+    assert scheduler.counters.prefix_tokens == 36
+    assert scheduler.counters.prompt_tokens == 21 + 41 - 36
+
+
+def test_samples_share_the_pages_of_their_prompt() -> None:
+    scheduler, device = new(longest_burst=1, chunk_tokens=64)
+    samples = [request(i, range(42), seed=i, temperature=1.0) for i in range(4)]
+    scheduler.step(samples)
+    assert len(device.sequences) == 1
+    scheduler.step()
+    tables = device.bursts[-1].page_table[:, :10]
+    assert (tables == tables[0]).all()
+    assert tables.all()
+    # One prompt, and for each sample the rest of it and its own tokens.
+    assert scheduler.counters.pages_used <= 10 + 4 * 2
+    ended = results(drain(scheduler))
+    assert [ended[i].num_cached_tokens for i in range(4)] == [0, 40, 40, 40]
+
+
+def test_prompts_that_are_computed_together_are_kept_once() -> None:
+    scheduler, device = new(longest_burst=2, chunk_tokens=64)
+    scheduler.step([request(i, range(20)) for i in range(3)])
+    assert len(device.sequences) == 3  # too short to wait for
+    scheduler.step()
+    tables = device.bursts[-1].page_table[:3, :5]
+    assert (tables == tables[0]).all()
+
+
+def test_old_prefixes_make_way() -> None:
+    scheduler, _ = new(num_pages=30)
+    for number in range(8):
+        drain(scheduler, scheduler.step([request(number, range(50 * number, 50 * number + 40))]))
+    counters = scheduler.counters
+    assert counters.preemptions == 0
+    assert counters.pages_used == 0
+    assert counters.pages_cached > 10
+    assert counters.pages_cached + counters.pages_free == counters.pages == 29
+
+
+def test_other_weights_forget_all_prefixes() -> None:
+    scheduler, _ = new(longest_burst=1)
+    events = scheduler.step([request(1, range(20))])
+    with pytest.raises(RuntimeError, match="while no request is under way"):
+        scheduler.forget_prefixes()
+    drain(scheduler, events)
+    scheduler.forget_prefixes()
+    assert scheduler.counters.pages_cached == 0
+    ended = results(drain(scheduler, scheduler.step([request(2, range(20))])))
+    assert ended[2].num_cached_tokens == 0
+
+
+# --- pages that run out -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["ar", "verified", "paper"])
+def test_the_youngest_is_put_back_and_goes_on_with_the_same_tokens(mode: str) -> None:
+    scheduler, device = new(num_pages=26, max_model_len=80)
+    many = [request(i, [i + 1] * 9, max_tokens=60, mode=mode) for i in range(4)]
+    ended = results(drain(scheduler, scheduler.step(many)))
+    assert scheduler.counters.preemptions > 0
+    assert scheduler.counters.recomputed_tokens > 0
+    for one in many:
+        tokens, _, forwards, instances = decode_alone(one, 0 if mode == "ar" else WINDOW)
+        result = ended[one.number]
+        assert (result.token_ids, result.num_forwards) == (tokens, forwards)
+        assert result.num_token_instances == instances
+    assert device.admitted == [0, 1, 2, 3]
+    assert next(iter(ended)) == 0  # the oldest is never put back
+
+
+def test_more_requests_than_places_are_served_in_their_order() -> None:
+    scheduler, device = new(num_sequences=2)
+    many = [request(i, [i] * 5, max_tokens=3 + i % 4) for i in range(9)]
+    drain(scheduler, scheduler.step(many))
+    assert device.admitted == list(range(9))
+
+
+def test_a_long_prompt_is_not_overtaken_for_ever() -> None:
+    scheduler, device = new(num_pages=26, longest_burst=2)
+    scheduler.step([request(0, [1, 2, 3], max_tokens=40)])
+    scheduler.step([request(1, range(80), max_tokens=10)])
+    for number in range(2, 40):
+        scheduler.step([request(number, [number] * 3, max_tokens=4)])
+        if 1 in device.admitted:
+            break
+    assert 1 in device.admitted
+    assert device.admitted[:2] == [0, 1]
+    drain(scheduler)
+
+
+def test_while_somebody_waits_for_pages_they_hold_tokens() -> None:
+    scheduler, _ = new(
+        window=8,
+        num_sequences=32,
+        num_pages=260,
+        page_size=16,
+        max_model_len=400,
+        chunk_tokens=64,
+        longest_burst=64,
+    )
+    lengths = np.random.default_rng(0).integers(1, 300, (100, 2))
+    many = [
+        request(i, [i] * int(prompt), max_tokens=1 + int(answer) // 3, mode="verified")
+        for i, (prompt, answer) in enumerate(lengths)
+    ]
+    scheduler.step(many)
+    shares = []
+    while (counters := scheduler.counters).waiting:
+        places = counters.pages_used * 16
+        shares.append((counters.places_computed + counters.places_spanned) / places)
+        scheduler.step()
+    assert len(shares) > 20
+    assert np.mean(shares) >= 0.9
+    drain(scheduler)
+
+
+# --- bursts -------------------------------------------------------------------------------
+
+
+def test_bursts_end_when_somebody_who_waits_may_begin() -> None:
+    scheduler, device = new(num_sequences=2, longest_burst=64)
+    scheduler.step([request(0, [1], max_tokens=5), request(1, [2], max_tokens=50)])
+    assert device.bursts[-1].until_finished == 2
+    scheduler, device = new(num_sequences=2, longest_burst=64)
+    scheduler.step([request(i, [i], max_tokens=5 + 45 * i) for i in range(3)])
+    assert device.bursts[-1].until_finished == 1
+    scheduler.step()
+    assert device.admitted == [0, 1, 2]
+
+
+def test_prompts_are_computed_in_order_of_arrival() -> None:
+    scheduler, device = new(longest_burst=1)
+    scheduler.step([request(0, [1, 2], max_tokens=3), request(1, [3] * 60, max_tokens=20)])
+    while 0 in scheduler._sequences:
+        scheduler.step()
+    scheduler.step([request(2, [4] * 60, max_tokens=20)])
+    burst = device.bursts[-1]
+    assert [admission.index for admission in burst.admissions] == [0]
+    assert burst.arrival[0] > burst.arrival[1]
+
+
+def test_replicas_have_pages_of_their_own() -> None:
+    scheduler, device = new(num_replicas=2)
+    many = [request(i, [i + 1] * 9, max_tokens=12, mode="paper") for i in range(10)]
+    events = drain(scheduler, scheduler.step(many))
+    first = device.bursts[0]
+    assert sorted(admission.index for admission in first.admissions) == list(range(8))
+    assert first.page_table[0, 0] == first.page_table[4, 0]
+    for one in many:
+        assert results(events)[one.number].token_ids == decode_alone(one, WINDOW)[0]
+
+
+def test_windows_learn_from_bursts() -> None:
+    seen: list[tuple[Burst, Report, float]] = []
+
+    class Watching(FixedWindows):
+        def observe(self, burst: Burst, report: Report, seconds: float) -> None:
+            seen.append((burst, report, seconds))
+
+    sizes = small_sizes()
+    device = FakeDevice(sizes)
+    scheduler = Scheduler(device, sizes, Watching(WINDOW))
+    scheduler.step([request(1, [1])])
+    ((burst, report, seconds),) = seen
+    assert burst is device.bursts[0]
+    assert report.num_output[0] > 0
+    assert seconds > 0
