@@ -248,7 +248,7 @@ def wrong_prompt(draw: random.Random) -> bytes:
 def wrong_sampling(draw: random.Random) -> bytes:
     wrong = [
         ("temperature", [-1, "0", None, [], True, 1e7]), ("top_p", [0, 2, "x", None, {}]),
-        ("top_k", [-1, 0.5, None, "5", False]), ("max_tokens", [0, -5, 1e3, 10**30, 320, None]),
+        ("top_k", [-2, 0.5, None, "5", False]), ("max_tokens", [0, -5, 1e3, 10**30, 320, None]),
         ("stop", [5, [""], [5], None, {}, [[]]]), ("stop_token_ids", [5, [-1], [300], ["a"], None]),
         ("entropy_threshold", [-1, "none", []]), ("position_penalty", [-1, None, 1e9, "a"]),
         ("seed", [-1, 2**32, 0.5, None, "1"]),

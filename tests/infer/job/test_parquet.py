@@ -70,7 +70,7 @@ def test_structs_within_sampling_have_no_keys_of_other_rows(
 
 
 def test_sampling_as_a_text_of_json(work: Path, model: Path, quick: None) -> None:
-    texts = ['{"top_k": 5, "entropy_threshold": null}', '{"top_k": -1}', "no JSON", None]
+    texts = ['{"top_k": 5, "entropy_threshold": null}', '{"top_k": -2}', "no JSON", None]
     write_parquet([{"prompt": "a", "sampling": text} for text in texts], "in.parquet")
     write([{"prompt": "a", "sampling": {"top_k": 5, "entropy_threshold": None}}])
     assert run(model, output="plain.jsonl") == 0
