@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from wedlm_jax.sharding import constrain
+
 PARITY = 0x1BD11BDA
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 TINY = np.finfo(np.float32).tiny
@@ -29,7 +31,9 @@ def gumbel(keys: Array, size: int) -> Array:
     """Returns float32 ``[R, size]``, for each of ``keys [R]`` what ``jax.random.gumbel(key,
     (size,))`` would."""
     words = jax.random.key_data(keys)
-    bits = _threefry(words[:, :1], words[:, 1:], jnp.arange(size, dtype=jnp.uint32)[None])
+    # Said here, each device makes its own part of the vocabulary's noise; else each makes all.
+    number = constrain(jnp.arange(size, dtype=jnp.uint32)[None], None, "vocab")
+    bits = _threefry(words[:, :1], words[:, 1:], number)
     # The upper 23 bits are the fraction of a number from 1 to 2.
     from_1 = jax.lax.bitcast_convert_type((bits >> 9) | jnp.uint32(0x3F800000), jnp.float32)
     uniform = jnp.maximum(TINY, (from_1 - 1.0) * (1.0 - TINY) + TINY)
