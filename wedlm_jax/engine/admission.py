@@ -165,13 +165,18 @@ class Admitter:
         best, most = None, 0
         size = replica.pages.page_size
         for maker in replica.running if replica.reuse else ():
-            waited = sequence.waited_for.get(maker.number, maker.num_admissions)
-            if maker.is_prefilling and waited == maker.num_admissions:
-                limit = min(len(sequence.text) - 1, maker.text_length_admitted)
-                common = common_length(sequence.text, maker.text, limit, size) // size * size
-                if common > most:
-                    best, most = maker, common
+            if not maker.is_prefilling or self._has_waited(sequence, maker):
+                continue
+            limit = min(len(sequence.text) - 1, maker.text_length_admitted)
+            common = common_length(sequence.text, maker.text, limit, size) // size * size
+            if common > most:
+                best, most = maker, common
         return best, most
+
+    @staticmethod
+    def _has_waited(sequence: SequenceState, maker: SequenceState) -> bool:
+        """Whether it has waited for this maker before, who was put back meanwhile."""
+        return sequence.waited_for.get(maker.number, maker.num_admissions) != maker.num_admissions
 
 
 def common_length(one: array[int], other: array[int], limit: int, page_size: int) -> int:

@@ -6,6 +6,8 @@ import dataclasses
 from array import array
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from wedlm_jax.engine.burst import NewTokens, Request
 from wedlm_jax.engine.prefix import Node
 from wedlm_jax.engine.results import SequenceResult
@@ -68,7 +70,8 @@ class SequenceState:
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.text = array("i", self.request.prompt)
+        self.text = array("i")
+        self.text.frombytes(np.asarray(self.request.prompt, np.int32).tobytes())
 
     @property
     def number(self) -> int:

@@ -165,6 +165,18 @@ def test_replicas_share_the_load() -> None:
     assert [sequence.index // 4 for sequence in sequences] == [0, 1, 0, 1]
 
 
+def test_the_replica_with_fewer_sequences_comes_first() -> None:
+    queue = Queue(replicas=2, sequences=8)
+    placed = [(0, queue.put(1)), (0, queue.put(2)), (1, queue.put(*range(80)))]
+    for number, sequence in placed:
+        queue.waiting.remove(sequence)
+        queue.replicas[number].admit(sequence, [], len(sequence.text))
+    assert queue.replicas[0].num_available > queue.replicas[1].num_available
+    new = queue.put(3)
+    queue.admit()
+    assert new.index // 8 == 1
+
+
 def test_a_request_goes_where_its_prefix_is() -> None:
     queue = Queue(replicas=2)
     first, second = queue.put(*range(9)), queue.put(*range(20, 29))

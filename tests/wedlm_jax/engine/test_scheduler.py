@@ -17,6 +17,7 @@ from tests.wedlm_jax.engine.fake_device import (
 from wedlm_jax.engine.burst import Burst, NewTokens, Report, Request
 from wedlm_jax.engine.events import Failed, Finished, TokenDelta
 from wedlm_jax.engine.scheduler import Scheduler, SchedulerSizes
+from wedlm_jax.engine.sequence import SequenceState
 from wedlm_jax.engine.windows import FixedWindows
 from wedlm_jax.errors import InputError
 from wedlm_jax.params import SamplingParams
@@ -87,6 +88,14 @@ def test_a_stop_token_ends_a_sequence() -> None:
     assert set(reasons.values()) == {"stop", "length"}
     for one in many:
         assert reasons[one.number] == decode_alone(one, 0)[1]
+
+
+def test_prompts_may_be_arrays() -> None:
+    scheduler, _ = new()
+    prompts = [[5, 6, 7], np.array([5, 6, 7]), range(5, 8)]
+    many = [request(i, prompt) for i, prompt in enumerate(prompts)]
+    ended = results(drain(scheduler, scheduler.step(many)))
+    assert ended[0].token_ids == ended[1].token_ids == ended[2].token_ids
 
 
 def test_a_window_of_its_own() -> None:
@@ -309,6 +318,52 @@ def test_the_youngest_is_put_back_and_goes_on_with_the_same_tokens(mode: str) ->
         assert result.num_token_instances == instances
     assert device.admitted == [0, 1, 2, 3]
     assert next(iter(ended)) == 0  # the oldest is never put back
+
+
+def test_pages_for_later_forwards_are_taken_back_before_anybody_is_put_back() -> None:
+    scheduler, _ = new(num_pages=30, max_model_len=80, longest_burst=64)
+    rich, poor = request(0, [1] * 9, max_tokens=60), request(1, [2] * 9, max_tokens=60)
+    scheduler.step([rich, poor])
+    sequences = {one.number: one for one in scheduler._running}
+    replica = scheduler._replicas[0]
+    replica.trim(sequences[1], sequences[1].room_needed)
+    replica.grow(sequences[0], replica.capacity(sequences[0]) + 4 * replica.num_available)
+    assert replica.num_available == 0
+    assert replica.shortfall() == 0
+    sequences[1].num_computed = replica.capacity(sequences[1])
+    assert replica.shortfall() == 1
+    scheduler._secure(replica, [])
+    assert scheduler.counters.preemptions == 0
+    assert replica.num_available >= replica.shortfall()
+
+
+class Widening(FixedWindows):
+    """Every window is as wide as it may be, but only after the first burst."""
+
+    is_wide = False
+
+    def choose(self, running: Sequence[SequenceState]) -> Sequence[int]:
+        widest = super().choose(running)
+        return widest if self.is_wide else [0] * len(widest)
+
+
+def test_who_would_begin_waits_where_windows_widen_instead() -> None:
+    sizes = small_sizes(num_pages=13, max_model_len=40, longest_burst=1)
+    windows, device = Widening(8), FakeDevice(sizes)
+    scheduler = Scheduler(device, sizes, windows)
+    old = [request(i, [i + 1] * 9, max_tokens=20, mode="verified") for i in range(2)]
+    events = scheduler.step(old)
+    while any(len(one.text) < 14 for one in scheduler._running):
+        events += scheduler.step()
+    windows.is_wide = True
+    young = request(2, [7], max_tokens=5, mode="verified", window=0)
+    events += scheduler.step([young])
+    scheduler.check_accounts()
+    assert [one.number for one in scheduler._waiting] == [1, 2]
+    assert 2 not in device.admitted
+    ended = results(drain(scheduler, events))
+    for one in (*old, young):
+        assert ended[one.number].token_ids == decode_alone(one, 8 if one.window is None else 0)[0]
 
 
 def test_more_requests_than_places_are_served_in_their_order() -> None:
