@@ -1,251 +1,180 @@
-"""Ragged attention over pages of keys and values.
+"""Attention of spans over pages: one dispatch, two backends.
 
-All layers' pages lie in one array ``[layers * num_pages, page, 2 * K, head_dim]``, keys and values
-of a head interleaved; layer l reads page numbers plus ``l * num_pages``. So no layer is ever cut
-out of the pool, and it is updated in place through scans and loops. Page 0 of each layer belongs
-to nobody: padding writes there.
-
-A span's tokens see all places of their own sequence up to their own. In plain XLA they are
-attended to in tiles of queries and blocks of places, by loops that end where the sequences do.
+A span is a chunk of a prompt, an autoregressive token or a window; all are causal in physical
+order behind what their sequence has. Keys and values are written first, so that a token attends
+to itself through the pages, as rounded as they are.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any, TypeAlias
+import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 
+from wedlm_jax.attention.pages import Pages, Spans, allocate_pages, token_places
+from wedlm_jax.attention.pages import write_pages as _write_own
+from wedlm_jax.attention.ragged_rpa import attend_rpa
+from wedlm_jax.attention.ragged_xla import Tiles, attend_xla, make_tiles
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
-from wedlm_jax.int8 import Int8Rows, to_float, to_int8
+from wedlm_jax.int8 import Int8Rows
+from wedlm_jax.sharding import AXIS_RULES
 
-Pages: TypeAlias = Array | Int8Rows
+__all__ = [
+    "RAGGED_BACKENDS",
+    "Pages",
+    "Plan",
+    "Spans",
+    "allocate_pages",
+    "attend_pages",
+    "attention_plan",
+    "check_ragged_backend",
+    "token_places",
+    "write_pages",
+]
 
-RAGGED_BACKENDS = ("xla", "rpa")
-BLOCK = 256
-"""Places that a tile looks at together."""
-TILES_AT_ONCE = 4
+RAGGED_BACKENDS = {
+    "xla": "plain XLA, for any device: the reference",
+    "rpa": "a kernel for TPUs that comes with JAX",
+}
+"""The backends by name, and what each is for."""
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Spans:
-    """The spans of one forward.
-
-    Attributes:
-      query_starts: int32 ``[N+1]``, flat places where each sequence's span starts.
-      kv_lengths: int32 ``[N]``, places of each sequence, those of its span included; 0 without one.
-      page_table: int32 ``[N, max_pages]``.
-    """
-
-    query_starts: Array
-    kv_lengths: Array
-    page_table: Array
+Plan = Tiles
+"""What is worked out once a forward for all layers."""
 
 
 def check_ragged_backend(
     name: str | None, platform: str, config: ModelConfig, *, int8: bool = False
 ) -> str:
-    """The backend to use, ``name`` or the one for this platform."""
+    """Returns the backend that runs, and refuses one that cannot.
+
+    Args:
+      name: in `RAGGED_BACKENDS`; None for the platform's own.
+      platform: of the devices, as JAX names it.
+      config: of the model.
+      int8: whether the pages hold 8-bit integers.
+
+    Raises:
+      InputError: an unknown name, or a kernel that does not fit devices, heads or pages.
+    """
+    fits = config.head_dim % 128 == 0 and not int8
     if name is None:
-        fits = platform == "tpu" and config.head_dim % 128 == 0 and not int8
-        return "rpa" if fits else "xla"
+        return "rpa" if platform == "tpu" and fits else "xla"
     if name not in RAGGED_BACKENDS:
-        raise InputError(f"attention: expected one of {', '.join(RAGGED_BACKENDS)}, not {name!r}")
+        names = ", ".join(RAGGED_BACKENDS)
+        raise InputError(f"attention: expected one of {names}, not {name!r}")
+    if name == "rpa":
+        if platform != "tpu":
+            raise InputError(f"attention 'rpa' is for TPUs, not for {platform!r}: use 'xla'")
+        if int8:
+            raise InputError("attention 'rpa' reads no int8 cache: use 'xla'")
+        if not fits:
+            raise InputError(
+                f"attention 'rpa' needs a head_dim of a multiple of 128, not {config.head_dim}"
+            )
     return name
 
 
-def allocate_pages(
-    config: ModelConfig, num_pages: int, page_size: int, dtype: Any, *, replicas: int = 1
-) -> Pages:
-    """Empty pages."""
-    shape = (
-        replicas * config.num_hidden_layers * num_pages,
-        page_size,
-        2 * config.num_key_value_heads,
-        config.head_dim,
-    )
-    values = jnp.zeros(shape, dtype)
-    return Int8Rows(values, jnp.zeros(shape[:-1])) if values.dtype == jnp.int8 else values
+def attention_plan(
+    spans: Spans, num_tokens: int, page_size: int, *, tile: int | None = None
+) -> Plan:
+    """Returns what attention of T flat tokens works out once for all layers.
 
-
-def _owner(starts: Array, size: int) -> tuple[Array, Array]:
-    place = jnp.arange(size, dtype=jnp.int32)
-    if starts.shape[0] == 2:
-        return jnp.zeros_like(place), place
-    sequence = (starts[1:-1][None, :] <= place[:, None]).sum(axis=1, dtype=jnp.int32)
-    return sequence, place - starts[sequence]
-
-
-def token_places(spans: Spans, size: int, page_size: int) -> Array:
-    """int32 ``[T]``: where the keys and values of each flat token go, counted in tokens from the
-    first page of a layer."""
-    sequence, offset = _owner(spans.query_starts, size)
-    lengths = spans.query_starts[1:] - spans.query_starts[:-1]
-    place = spans.kv_lengths[sequence] - lengths[sequence] + offset
-    real = jnp.arange(size) < spans.query_starts[-1]
-    column = jnp.clip(place // page_size, 0, spans.page_table.shape[1] - 1)
-    page = spans.page_table[sequence, column]
-    return jnp.where(real, page * page_size + place % page_size, 0)
+    Args:
+      spans: of this forward.
+      num_tokens: T.
+      page_size: tokens of a page.
+      tile: tokens of a span that are computed together; by default from T and N.
+    """
+    return make_tiles(spans, num_tokens, page_size, tile=tile)
 
 
 def write_pages(
-    pages: Pages, keys: Array, values: Array, places: Array, layer: Any, num_pages: int
+    pages: Pages, keys: Array, values: Array, places: Array, layer: Array | int, num_pages: int
 ) -> Pages:
-    """``pages`` with ``keys`` and ``values [T, K, head_dim]`` at ``places [T]`` of a layer."""
-    both = jnp.stack([keys, values], axis=2)
-    both = both.reshape(keys.shape[0], -1, keys.shape[-1])
-    new: Any = to_int8(both) if isinstance(pages, Int8Rows) else both
+    """Writes keys and values ``[T, K, head_dim]`` of flat tokens into a layer's pages, in place.
 
-    def put(old: Array, rows: Array) -> Array:
-        page_size = old.shape[1]
-        flat = old.reshape(-1, *old.shape[2:])
-        at = places + layer * (num_pages * page_size)
-        return flat.at[at].set(rows.astype(old.dtype)).reshape(old.shape)
+    Args:
+      pages: the pool, of one replica.
+      keys, values: ``[T, K, head_dim]``.
+      places: int32 ``[T]``, from `token_places`.
+      layer: whose turn it is, from 0.
+      num_pages: of each layer.
+    """
 
-    return jax.tree.map(put, pages, new)
+    def own(pages: Pages, keys: Array, values: Array, places: Array, layer: Array) -> Pages:
+        return _write_own(pages, keys, values, places, layer, num_pages)
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Tiles of queries, those that see most first; M of them, static."""
-
-    rows: Array
-    places: Array
-    sequence: Array
-    blocks: Array
-    groups: Array
-    back: Array
-
-
-def tile_size(size: int, sequences: int) -> int:
-    """Queries of a tile."""
-    if size <= sequences:
-        return 1
-    return min(8 if size <= 8 * sequences else 32, size)
-
-
-def attention_plan(spans: Spans, size: int, page_size: int) -> Tiles:
-    """What attention works out once for all layers."""
-    count = spans.kv_lengths.shape[0]
-    query = tile_size(size, count)
-    most = -(-size // query) + (count - 1 if query > 1 else 0)
-    most = -(-most // TILES_AT_ONCE) * TILES_AT_ONCE if most > TILES_AT_ONCE else most
-    lengths = spans.query_starts[1:] - spans.query_starts[:-1]
-    tiles = -(-lengths // query)
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(tiles, dtype=jnp.int32)])
-    sequence, tile = _owner(starts, most)
-    real = jnp.arange(most) < starts[-1]
-    first = spans.kv_lengths[sequence] - lengths[sequence] + tile * query
-    inside = jnp.arange(query)
-    left = lengths[sequence] - tile * query
-    needed = jnp.where(real, first + jnp.minimum(left, query), 0)
-    if most > TILES_AT_ONCE:
-        order = jnp.argsort(-needed, stable=True)
-        rank = jnp.argsort(order)
-    else:
-        order = rank = jnp.arange(most)
-    rows = spans.query_starts[sequence] + tile * query
-    own, offset = _owner(spans.query_starts, size)
-    at = rank[jnp.minimum(starts[own] + offset // query, most - 1)] * query + offset % query
-    rows = jnp.minimum(rows[order, None] + inside, size - 1)
-    blocks = -(-needed[order] // BLOCK)
-    return Tiles(
-        rows=rows,
-        places=first[order, None] + inside,
-        sequence=sequence[order],
-        blocks=blocks,
-        groups=-(-starts[-1] // min(most, TILES_AT_ONCE)),
-        back=at,
-    )
+    of_heads = [_pool_spec(pages), _HEADS, _HEADS, PartitionSpec(), PartitionSpec()]
+    run = _on_own_heads(own, of_heads, of_heads[0])
+    return run(pages, keys, values, places, layer)  # type: ignore[no-any-return]
 
 
 def attend_pages(
     queries: Array,
     pages: Pages,
     spans: Spans,
-    plan: Tiles,
-    layer: Any,
+    plan: Plan,
+    layer: Array | int,
     num_pages: int,
     *,
-    implementation: str = "xla",
+    implementation: str,
+    scale: float | None = None,
 ) -> Array:
-    """What ``queries [T, H, head_dim]`` attend to, in their dtype and shape."""
-    heads, size = queries.shape[1:]
-    kv_heads = pages.shape[2] // 2
-    group = heads // kv_heads
-    tiles, query = plan.rows.shape
-    tiled = queries[plan.rows].reshape(tiles, query, kv_heads, group, size)
-    tiled = (tiled.astype(jnp.float32) * size**-0.5).astype(queries.dtype)
-    tiled = tiled.transpose(0, 2, 1, 3, 4).reshape(tiles, kv_heads, query * group, size)
-    places = jnp.repeat(plan.places, group, axis=1)
-    at_once = min(tiles, TILES_AT_ONCE)
-    table = spans.page_table + layer * num_pages
-    per_block = max(BLOCK // pages.shape[1], 1)
-    columns = -(-table.shape[1] // per_block) * per_block
-    table = jnp.pad(table, ((0, 0), (0, columns - table.shape[1])))
+    """Causal softmax attention of flat tokens over the pages of their sequences.
 
-    def one_group(start: Array) -> Array:
-        def cut(x: Array) -> Array:
-            return jax.lax.dynamic_slice_in_dim(x, start, at_once)
+    Token t of sequence i, j tokens before the end of its span, sees the places up to
+    ``kv_lengths[i] - j``. Scores, softmax and sums are float32.
 
-        q, own_places, sequence, blocks = map(cut, (tiled, places, plan.sequence, plan.blocks))
-        own_table = table[sequence]
-        statistics = (*q.shape[:3], 1)
+    Args:
+      queries: ``[T, H, head_dim]``; heads ``k * G`` to ``k * G + G - 1`` read KV head k.
+      pages: the pool of one replica, into which these tokens are written.
+      spans: of this forward.
+      plan: from `attention_plan`.
+      layer: whose turn it is, from 0.
+      num_pages: of each layer.
+      implementation: a name in `RAGGED_BACKENDS`.
+      scale: of the scores; ``head_dim ** -0.5`` by default.
 
-        def block(carry: tuple[Array, ...]) -> tuple[Array, ...]:
-            number, top, total, out = carry
-            columns = jax.lax.dynamic_slice_in_dim(own_table, number * per_block, per_block, axis=1)
-            keys, values = _of_pages(pages, columns, q.dtype)
-            scores = jnp.einsum("rkqh,rskh->rkqs", q, keys, preferred_element_type=jnp.float32)
-            place = number * per_block * pages.shape[1] + jnp.arange(keys.shape[1])
-            seen = place <= own_places[:, None, :, None]
-            scores = jnp.where(seen, scores, -1e30)
-            new_top = jnp.maximum(top, scores.max(axis=-1, keepdims=True))
-            weights = jnp.where(seen, jnp.exp(scores - new_top), 0.0)
-            scale = jnp.exp(top - new_top)
-            new = jnp.einsum(
-                "rkqs,rskh->rkqh",
-                weights.astype(q.dtype),
-                values,
-                preferred_element_type=jnp.float32,
-            )
-            total = total * scale + weights.sum(axis=-1, keepdims=True)
-            return number + 1, new_top, total, out * scale + new
+    Returns:
+      ``[T, H, head_dim]`` in the dtype of ``queries``; of padding anything that is finite.
+    """
+    if implementation not in RAGGED_BACKENDS:
+        raise ValueError(f"attention {implementation!r}: not in {list(RAGGED_BACKENDS)}")
+    by = queries.shape[-1] ** -0.5 if scale is None else scale
+    if implementation == "rpa" and isinstance(pages, Int8Rows):
+        raise ValueError("attention 'rpa' reads no int8 cache")
 
-        most = blocks.max()
-        start_carry = (
-            jnp.int32(0),
-            jnp.full(statistics, -1e30),
-            jnp.zeros(statistics),
-            jnp.zeros(q.shape, jnp.float32),
-        )
-        _, _, total, out = jax.lax.while_loop(lambda c: c[0] < most, block, start_carry)
-        return (out / jnp.maximum(total, 1e-30)).astype(queries.dtype)
+    def own(queries: Array, pages: Pages, spans: Spans, plan: Plan, layer: Array) -> Array:
+        if implementation == "rpa":
+            assert not isinstance(pages, Int8Rows)
+            return attend_rpa(queries, pages, spans, layer, num_pages, by)
+        return attend_xla(queries, pages, plan, layer, num_pages, by)
 
-    if tiles == at_once:
-        out = one_group(jnp.int32(0))
-    else:
-
-        def group_step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            number, out = carry
-            start = number * at_once
-            return number + 1, jax.lax.dynamic_update_slice_in_dim(
-                out, one_group(start), start, axis=0
-            )
-
-        empty = jnp.zeros(tiled.shape, queries.dtype)
-        _, out = jax.lax.while_loop(lambda c: c[0] < plan.groups, group_step, (jnp.int32(0), empty))
-    out = out.reshape(tiles, kv_heads, query, group, size).transpose(0, 2, 1, 3, 4)
-    return out.reshape(tiles * query, heads, size)[plan.back]
+    whole = PartitionSpec()
+    run = _on_own_heads(own, [_HEADS, _pool_spec(pages), whole, whole, whole], _HEADS)
+    return run(queries, pages, spans, plan, layer)  # type: ignore[no-any-return]
 
 
-def _of_pages(pages: Pages, columns: Array, dtype: Any) -> tuple[Array, Array]:
-    found = to_float(jax.tree.map(lambda x: x[columns], pages), dtype)
-    rows, count, size = found.shape[:3]
-    found = found.reshape(rows, count * size, -1, 2, found.shape[-1])
-    return found[:, :, :, 0], found[:, :, :, 1]
+_HEADS = PartitionSpec(None, AXIS_RULES["attention_heads"])
+
+
+def _pool_spec(pages: Pages) -> Any:
+    spec = PartitionSpec(None, None, AXIS_RULES["attention_heads"])
+    return jax.tree.map(lambda _: spec, pages)
+
+
+def _on_own_heads(function: Callable[..., Any], specs: list[Any], out: Any) -> Callable[..., Any]:
+    """``function`` run by each device on its own heads: the compiler cuts no kernel, and must not
+    gather a pool. ``function`` itself where heads are whole."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or math.prod(mesh.shape[axis] for axis in AXIS_RULES["attention_heads"]) == 1:
+        return function
+    free = set(mesh.axis_names) - set(mesh.manual_axes)
+    return jax.shard_map(
+        function, in_specs=tuple(specs), out_specs=out, axis_names=free, check_vma=False
+    )

@@ -1,0 +1,149 @@
+"""The pool of pages that keeps the keys and values of all sequences, and who reads which.
+
+One array for all layers: ``[layers * num_pages, page_size, 2 * K, head_dim]``, in which index 2k
+of the third axis is key head k and 2k + 1 value head k. Layer l owns the pages from
+``l * num_pages``. No layer is ever cut out of it, so it is updated in place through loops.
+
+Page 0 of each layer is the *trash page*: no sequence owns it, and padding is written there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from wedlm_jax.config import ModelConfig
+from wedlm_jax.int8 import Int8Rows, Rows, to_int8
+from wedlm_jax.sharding import AXIS_RULES
+
+Pages = Rows
+"""``[layers * num_pages, page_size, 2 * K, head_dim]``: numbers, or `Int8Rows` with a scale for
+each token and head."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Spans:
+    """Which flat tokens of a forward belong to which of N sequences, and where their pages are.
+
+    Attributes:
+      query_starts: int32 ``[N + 1]``: sequence i has the flat tokens from ``query_starts[i]`` to
+        ``query_starts[i + 1]``. What lies behind ``query_starts[N]`` is padding.
+      kv_lengths: int32 ``[N]``, tokens in the pages, those of this span included; 0 for a
+        sequence without span.
+      page_table: int32 ``[N, max_pages]``, pages of each sequence in order; 0 where it has none.
+    """
+
+    query_starts: Array
+    kv_lengths: Array
+    page_table: Array
+
+    @property
+    def num_sequences(self) -> int:
+        """N."""
+        return self.kv_lengths.shape[0]
+
+    def owners(self, size: int) -> tuple[Array, Array, Array]:
+        """Returns whose each of T flat tokens is.
+
+        Args:
+          size: T.
+
+        Returns:
+          int32 ``[T]`` the sequence, int32 ``[T]`` the token's place in it, and bool ``[T]``
+          whether it is no padding. Of padding the first two are in range, but say nothing.
+        """
+        token = jnp.arange(size, dtype=jnp.int32)
+        # Comparing is faster than searching for the few sequences that there are.
+        before = (token[:, None] >= self.query_starts[None, 1:]).sum(axis=1, dtype=jnp.int32)
+        sequence = jnp.minimum(before, self.num_sequences - 1)
+        place = self.kv_lengths[sequence] - (self.query_starts[sequence + 1] - token)
+        return sequence, jnp.maximum(place, 0), before < self.num_sequences
+
+
+def allocate_pages(
+    config: ModelConfig, num_pages: int, page_size: int, dtype: Any, *, replicas: int = 1
+) -> Pages:
+    """Returns an empty pool, on a mesh cut by replicas and heads.
+
+    Args:
+      config: of the model.
+      num_pages: of each layer and replica, the trash page included.
+      page_size: tokens of a page.
+      dtype: of the numbers; int8 for `Int8Rows`.
+      replicas: pools that lie one behind the other in the first axis.
+    """
+    shape = (
+        replicas * config.num_hidden_layers * num_pages,
+        page_size,
+        2 * config.num_key_value_heads,
+        config.head_dim,
+    )
+    with_scales = jnp.dtype(dtype) == jnp.int8
+
+    def empty() -> Pages:
+        values = jnp.zeros(shape, dtype)
+        return Int8Rows(values, jnp.zeros(shape[:-1])) if with_scales else values
+
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return empty()
+    # Within jit no device ever holds more than its own share.
+    heads = PartitionSpec("data", None, AXIS_RULES["attention_heads"])
+    return jax.jit(
+        lambda: jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, heads), empty())
+    )()  # type: ignore[no-any-return]
+
+
+def token_places(spans: Spans, size: int, page_size: int) -> Array:
+    """Returns where keys and values of T flat tokens go in the pages of layer 0.
+
+    Args:
+      spans: of this forward.
+      size: T.
+      page_size: tokens of a page.
+
+    Returns:
+      int32 ``[T]``, ``page * page_size + offset``; those of padding lie in the trash page.
+    """
+    sequence, place, real = spans.owners(size)
+    page = spans.page_table[sequence, place // page_size]
+    padding = jnp.arange(size, dtype=jnp.int32) % page_size
+    return jnp.where(real, page * page_size + place % page_size, padding)
+
+
+def write_pages(
+    pages: Pages, keys: Array, values: Array, places: Array, layer: Array | int, num_pages: int
+) -> Pages:
+    """Writes keys and values of T flat tokens into the pages of a layer, in place.
+
+    Args:
+      pages: the pool, of one replica.
+      keys, values: ``[T, K, head_dim]``.
+      places: int32 ``[T]``, from `token_places`.
+      layer: whose turn it is, from 0.
+      num_pages: of each layer.
+    """
+    size, kv_heads, head_dim = keys.shape
+    new = jnp.stack([keys, values], axis=2).reshape(size, 2 * kv_heads, head_dim)
+    if size == 1:
+        # XLA turns a scatter of a single row into an update of a slice, and on a CPU that
+        # copied the pool. So a second row goes to the trash page.
+        new = jnp.concatenate([new, new])
+        places = jnp.concatenate([places, jnp.zeros_like(places)])
+    page_size = pages.shape[1]
+    at = places + layer * num_pages * page_size
+
+    def put(pool: Array, rows: Array) -> Array:
+        flat = pool.reshape(-1, *pool.shape[2:])
+        flat = flat.at[at].set(rows.astype(pool.dtype), mode="promise_in_bounds")
+        return flat.reshape(pool.shape)
+
+    if isinstance(pages, Int8Rows):
+        return jax.tree.map(put, pages, to_int8(new))  # type: ignore[no-any-return]
+    return put(pages, new)
