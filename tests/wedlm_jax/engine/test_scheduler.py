@@ -437,6 +437,18 @@ def test_prompts_are_computed_in_order_of_arrival() -> None:
     assert burst.arrival[0] > burst.arrival[1]
 
 
+def test_a_caller_may_ask_for_fewer_forwards_or_none() -> None:
+    scheduler, device = new()
+    assert scheduler.step([request(1, [5]), request(2, [6])], max_forwards=0) == []
+    assert len(device.sequences) == 2
+    assert [scheduler.index_of(number) for number in (1, 2, 3)] == [0, 1, None]
+    events = scheduler.step(max_forwards=1)
+    assert [event.num_output for event in events if isinstance(event, TokenDelta)] == [1, 1]
+    ended = results(drain(scheduler, events))
+    assert ended[1].token_ids == decode_alone(request(1, [5]), 0)[0]
+    assert scheduler.index_of(1) is None
+
+
 def test_replicas_have_pages_of_their_own() -> None:
     scheduler, device = new(num_replicas=2)
     many = [request(i, [i + 1] * 9, max_tokens=12, mode="paper") for i in range(10)]
