@@ -202,7 +202,7 @@ def mixed_lengths(llm: LLM, regimes: Regimes, count: int) -> list[Row]:
     """Questions of all regimes by turns, each with its own limit; the same every time."""
     import numpy as np
 
-    from wedlm_jax.sampling import SamplingParams
+    from wedlm_jax.params import SamplingParams
 
     each = list(regimes.values())
     rng = np.random.default_rng(0)
@@ -219,7 +219,7 @@ def mixed_lengths(llm: LLM, regimes: Regimes, count: int) -> list[Row]:
 
 def few_shot(llm: LLM, regimes: Regimes, count: int) -> list[Row]:
     """Questions behind the same answered ones, with short answers: prefill is most of the work."""
-    from wedlm_jax.sampling import SamplingParams
+    from wedlm_jax.params import SamplingParams
 
     questions = regimes.get("reasoning") or next(iter(regimes.values()))
     if len(questions) <= SHOTS:

@@ -37,7 +37,7 @@ from wedlm_jax.hlo_cost import ProgramCost, program_cost
 from wedlm_jax.model import Transformer
 from wedlm_jax.programs import Pieces, advance_state, allocate_state, prefill_pieces
 from wedlm_jax.roofline import ASSUMPTIONS, Roofline, roofline
-from wedlm_jax.sampling import RowParams
+from wedlm_jax.params import RowParams
 from wedlm_jax.sharding import CACHE_AXES, check_fits, make_mesh, spec, tree_shardings
 from wedlm_jax.topology import Chip, Topology, describe_topology
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from infer.heldout import Question
     from wedlm_jax.completion import Completion
     from wedlm_jax.llm import LLM
-    from wedlm_jax.sampling import SamplingParams
+    from wedlm_jax.params import SamplingParams
 
 EMBEDDED_QUESTIONS = Path(wedlm_jax.__file__).parent / "embedded" / "heldout.jsonl"
 
@@ -182,7 +182,7 @@ def decoders_at(
       rounding: of weights and cache, as `LLM` takes it.
     """
     from wedlm_jax.llm import LLM
-    from wedlm_jax.sampling import SamplingParams
+    from wedlm_jax.params import SamplingParams
 
     load = partial(LLM, model, max_batch_size=batch_size, **rounding)  # type: ignore[arg-type]
     base = SamplingParams(max_tokens=MAX_TOKENS, position_penalty=position_penalty)

@@ -12,7 +12,7 @@ from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
     from wedlm_jax.llm import LLM
-    from wedlm_jax.sampling import SamplingParams
+    from wedlm_jax.params import SamplingParams
 
 DESCRIPTION = """\
 Completes a prompt, printing its text as it is committed; or, as a job that may be killed and
@@ -268,7 +268,7 @@ def sampling_params(options: dict[str, Any]) -> SamplingParams:
     """The command line's sampling parameters; a message names the option, not the field."""
     import dataclasses
 
-    from wedlm_jax.sampling import SamplingParams
+    from wedlm_jax.params import SamplingParams
 
     names = {field.name for field in dataclasses.fields(SamplingParams)}
     try:

@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
         raise InputError("--prompts and --windows: expected at least 1")
 
     from wedlm_jax.llm import LLM
-    from wedlm_jax.sampling import SamplingParams
+    from wedlm_jax.params import SamplingParams
 
     regimes = read_questions(Path(options.questions or EMBEDDED_QUESTIONS))
     turns = itertools.chain.from_iterable(itertools.zip_longest(*regimes.values()))

@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
         raise InputError("--minutes: expected a number above 0")
 
     from wedlm_jax.llm import LLM
-    from wedlm_jax.sampling import SamplingParams
+    from wedlm_jax.params import SamplingParams
 
     llm = LLM(options.model, max_batch_size=options.rows, max_cache_tokens=options.max_cache_tokens)
     params = SamplingParams(mode=options.mode, max_tokens=160)

@@ -61,7 +61,7 @@ def checkpoint_checks(checkpoint: Path, model: Transformer) -> Iterator[Check]:
 
 def check_forward(model: Transformer, path: Path) -> str | None:
     with np.load(path) as golden:
-        hidden, _ = model(
+        hidden = model(
             jnp.asarray(golden["token_ids"]), jnp.asarray(golden["positions"]), CausalMask()
         )
         return _far(model.logits(hidden), golden["logits"], LOGITS_TOLERANCE)
@@ -178,7 +178,7 @@ def check_logits(
     model: Transformer, batch: Any, golden: dict[str, np.ndarray], layout: np.ndarray
 ) -> str | None:
     for attention in ("dense", "streams"):
-        hidden, _ = model(batch.token_ids, batch.positions, batch.mask, attention=attention)
+        hidden = model(batch.token_ids, batch.positions, batch.mask, attention=attention)
         logits = np.asarray(model.logits(hidden))[0][layout]
         theirs = golden["logits"].reshape(logits.shape)
         if problem := _far(logits, theirs, LOGITS_TOLERANCE):

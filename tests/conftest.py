@@ -33,7 +33,7 @@ from flax import nnx
 
 from tests.decode_examples import TINY
 from tests.reference.decode_loop import FullForward
-from wedlm_jax.engine import Engine
+from wedlm_jax.engine.engine import Engine
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer
 
@@ -64,7 +64,7 @@ def bounded_programs() -> Iterator[None]:
     if maps.exists() and len(maps.read_bytes().splitlines()) > MOST_MAPS:
         for thing in gc.get_objects():
             if type(thing) is Engine:
-                thing._programs.clear()
+                thing.device.forget_programs()
         jax.clear_caches()
         gc.collect()
 
@@ -102,7 +102,7 @@ def full_forward(tiny_model: Transformer) -> FullForward:
     @jax.jit
     def padded(parameters: nnx.State, ids: jax.Array, positions: jax.Array) -> jax.Array:
         model = nnx.merge(graph, parameters)
-        return model.logits(model(ids, positions, CausalMask())[0])
+        return model.logits(model(ids, positions, CausalMask()))
 
     def forward(ids: Sequence[int], positions: Sequence[int]) -> np.ndarray:
         # Padding stands behind, where nothing sees it; one shape compiles once.

@@ -9,13 +9,11 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.reference.decode_loop import Decoded, FullForward, decode
-from wedlm_jax.batch import Batch
-from wedlm_jax.batch_sizes import BatchSizes
 from wedlm_jax.config import ModelConfig
-from wedlm_jax.engine import Engine
-from wedlm_jax.row_params import OptionSizes
-from wedlm_jax.row_result import RowResult
-from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.results import SequenceResult
+from wedlm_jax.params import SamplingParams
 
 TINY = ModelConfig(
     vocab_size=24,
@@ -54,6 +52,7 @@ def rows(draw: st.DrawFn, *, window: int = 4) -> Row:
     prompt = draw(st.lists(st.integers(0, 23), min_size=1, max_size=LONGEST_PROMPT))
     hot = draw(st.booleans())
     params = SamplingParams(
+        mode="paper",
         temperature=draw(st.sampled_from([0.5, 1.0, 1.7])) if hot else 0.0,
         top_p=draw(st.sampled_from([0.3, 0.8, 1.0])) if hot else 1.0,
         top_k=draw(st.sampled_from([0, 1, 3, 100])) if hot else 0,
@@ -90,37 +89,15 @@ def rows_with_options(draw: st.DrawFn, *, window: int = 4) -> Row:
     return dataclasses.replace(row, params=params)
 
 
-ALL_OPTIONS = OptionSizes(
-    min_tokens=True, penalties=True, num_biases=8, num_bad_words=8, longest_bad_word=4,
-    num_logprobs=4,
-)  # fmt: skip
-
-
-def start_with_options(engine: Engine, batch: Sequence[Row]) -> Batch:
-    """As `start`, in a batch of one size in which any row may use any option."""
-    pairs = [(row.prompt, row.params) for row in batch]
-    sizes = BatchSizes.for_rows(engine, pairs)
-    running = engine.open(dataclasses.replace(sizes, num_stops=4, options=ALL_OPTIONS))
-    running.admit(range(len(batch)), *zip(*pairs, strict=True), [row.window for row in batch])
-    return running
-
-
 def batches(*, window: int = 4) -> st.SearchStrategy[list[Row]]:
     return st.lists(rows(window=window), min_size=BATCH, max_size=BATCH)
 
 
-def start(engine: Engine, batch: Sequence[Row]) -> Batch:
-    return engine.start(
-        [row.prompt for row in batch],
-        [row.params for row in batch],
-        windows=[row.window for row in batch],
+def run(engine: Engine, batch: Sequence[Row]) -> list[SequenceResult]:
+    """Decodes the rows together; results in their order."""
+    return engine.decode(
+        [Request(i, row.prompt, row.params, row.window) for i, row in enumerate(batch)]
     )
-
-
-def run(engine: Engine, batch: Sequence[Row]) -> list[RowResult]:
-    running = start(engine, batch)
-    assert running.advance()
-    return running.results()
 
 
 def reference(

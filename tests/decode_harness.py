@@ -6,9 +6,10 @@ import dataclasses
 import functools
 from typing import Any
 
-from wedlm_jax.engine import Engine
+from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.engine import Engine
 from wedlm_jax.model import Transformer
-from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.params import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,41 +23,41 @@ class DecodeCase:
 
     def sampling(self) -> SamplingParams:
         return SamplingParams(
+            mode="paper",
             max_tokens=self.max_tokens,
             entropy_threshold=self.entropy_threshold,
             position_penalty=self.position_penalty,
             stop_token_ids=tuple(self.stop_token_ids),
         )
 
+    def request(self, number: int) -> Request:
+        return Request(number, self.prompt, self.sampling(), self.window)
+
 
 @functools.lru_cache(maxsize=32)
-def _engine(model: Transformer, window: int, refill: str) -> Engine:
+def _engine(model: Transformer, window: int, sequences: int, refill: str) -> Engine:
     """Kept, because an engine keeps its compiled programs: cases of equal shapes share them."""
-    return Engine(model, window_size=window, refill=refill)
+    return Engine(model, window_size=window, max_batch_size=sequences, refill=refill)
 
 
 def decode_cases(
     model: Transformer, cases: list[DecodeCase], refill: str = "streaming"
 ) -> list[dict[str, Any]]:
-    """All cases as one batch, each row with its own window."""
-    engine = _engine(model, max(case.window for case in cases), refill)
-    batch = engine.start(
-        [case.prompt for case in cases],
-        [case.sampling() for case in cases],
-        windows=[case.window for case in cases],
-    )
-    batch.advance()
-    return [dataclasses.asdict(result) for result in batch.results()]
+    """All cases as one batch, each sequence with its own window."""
+    engine = _engine(model, max(case.window for case in cases), len(cases), refill)
+    results = engine.decode([case.request(i) for i, case in enumerate(cases)])
+    return [dataclasses.asdict(result) for result in results]
 
 
 def decode_trace(model: Transformer, case: DecodeCase) -> list[dict[str, Any]]:
     """Forward by forward: the window in physical order and the run that the forward commits."""
-    engine = _engine(model, case.window, "streaming")
-    batch = engine.start([case.prompt], [case.sampling()])
+    engine = _engine(model, case.window, 1, "streaming")
     mask = model.config.require_mask_token_id()
-    trace, done = [], False
-    while not done:
-        view = batch.window(0)
+    trace = []
+    engine.step([case.request(0)], max_forwards=0)
+    while engine.has_work:
+        view = engine.window(0)
+        assert view is not None
         run = view.tokens.index(None) if None in view.tokens else len(view.tokens)
         trace.append(
             {
@@ -67,5 +68,5 @@ def decode_trace(model: Transformer, case: DecodeCase) -> list[dict[str, Any]]:
                 "committed": view.tokens[:run],
             }
         )
-        done = batch.advance(1)
+        engine.step(max_forwards=1)
     return trace

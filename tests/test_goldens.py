@@ -25,15 +25,9 @@ from tests.check_goldens import (
     read_decode_cases,
 )
 from tests.decode_harness import decode_cases, decode_trace
-from wedlm_jax import batch_sizes as sizes_module
-from wedlm_jax import prefix as prefix_module
-from wedlm_jax import scheduler as scheduler_module
-from wedlm_jax.batch import Batch
-from wedlm_jax.batch_sizes import BatchSizes
-from wedlm_jax.engine import Engine
+from wedlm_jax.engine.engine import Engine
 from wedlm_jax.hf import load_checkpoint
 from wedlm_jax.model import Transformer
-from wedlm_jax.scheduler import Scheduler
 
 GOLDENS = Path(__file__).parent / "goldens"
 CHECKPOINTS = ("qwen2_style", "qwen3_style")
@@ -64,18 +58,15 @@ def models() -> dict[str, Transformer]:
 
 
 @pytest.fixture(scope="module", params=CHECKPOINTS)
-def decoder(request: pytest.FixtureRequest, models: dict[str, Transformer]) -> Iterator[Decoder]:
+def decoder(request: pytest.FixtureRequest, models: dict[str, Transformer]) -> Decoder:
     """A checkpoint's model and cases, and one engine for all of them.
 
-    The engine is as wide as the widest case and its buckets hold the longest, so that it
-    compiles once; each row decodes with its own window.
+    The engine is as wide as the widest case, so that it compiles once; each sequence decodes with
+    its own window, a few at a time.
     """
     model, cases = models[request.param], DECODE_CASES[request.param]
-    engine = Engine(model, window_size=max(case["window_size"] for case in cases))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sizes_module, "SMALLEST_PROMPT_BUCKET", 128)
-        patch.setattr(sizes_module, "SMALLEST_OUTPUT_BUCKET", 64)
-        yield model, cases, engine
+    widest = max(case["window_size"] for case in cases)
+    return model, cases, Engine(model, window_size=widest, max_batch_size=4, max_model_len=256)
 
 
 def counted(result: dict[str, Any]) -> dict[str, Any]:
@@ -96,10 +87,7 @@ def test_forward_logits(models: dict[str, Transformer], name: str) -> None:
 def test_decodes_one_by_one(decoder: Decoder) -> None:
     _, cases, engine = decoder
     for i, golden in enumerate(cases):
-        case = as_decode_case(golden)
-        batch = engine.start([case.prompt], [case.sampling()], windows=[case.window])
-        assert batch.advance()
-        result = batch.results()[0]
+        (result,) = engine.decode([as_decode_case(golden).request(i)])
         assert {name: getattr(result, name) for name in COUNTS} == counted(golden), f"case {i}"
 
 
@@ -110,48 +98,15 @@ def test_decodes_as_one_mixed_batch(decoder: Decoder) -> None:
     assert [counted(result) for result in results] == [counted(golden) for golden in cases]
 
 
-@pytest.mark.parametrize("slots", [1, 4, 16])
-def test_decodes_in_rows_taken_over_in_any_order(decoder: Decoder, slots: int) -> None:
-    """Prompts in pieces, beginnings taken over, requests in random order."""
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_decodes_in_any_order(decoder: Decoder, seed: int) -> None:
+    """Requests in random order, at places and in pages that others have left, their prompts
+    computed in chunks and their prefixes reused."""
     _, cases, engine = decoder
-    check_in_any_order(engine, cases, slots)
-
-
-def test_decodes_of_short_and_long_prompts_apart(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same where the memory holds few long rows: several kinds of batches."""
-    model, cases, engine = decoder
-    monkeypatch.setattr(sizes_module, "SMALLEST_PROMPT_BUCKET", 32)
-    engine = Engine(model, window_size=engine.windows[-1], max_model_len=144)
-    opened = set()
-    plain = Engine.open
-
-    def noted(engine: Engine, sizes: BatchSizes) -> Batch:
-        opened.add(sizes.cache_size)
-        return plain(engine, sizes)
-
-    monkeypatch.setattr(Engine, "open", noted)
-    check_in_any_order(engine, cases, 16, max_cache_tokens=512)
-    assert opened >= {128, 256}, "the shortest may all find room beside others"
-
-
-def check_in_any_order(
-    engine: Engine, cases: list[dict[str, Any]], slots: int, max_cache_tokens: int | None = None
-) -> None:
-    order = np.random.default_rng(slots).permutation(len(cases))
-    shuffled = [as_decode_case(cases[i]) for i in order]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler_module, "FORWARDS_PER_SLICE", 7)
-        patch.setattr(prefix_module, "SHORTEST_PREFIX", 4)
-        scheduler = Scheduler(
-            engine, [(case.prompt, case.sampling()) for case in shuffled], rows=slots,
-            window_of=lambda number: shuffled[number].window, max_cache_tokens=max_cache_tokens,
-        )  # fmt: skip
-        results = dict(item for some in scheduler.run() for item in some)
-    for number, i in enumerate(order):
-        result = {name: getattr(results[number], name) for name in COUNTS}
-        assert result == counted(cases[i]), f"case {i}"
+    order = np.random.default_rng(seed).permutation(len(cases))
+    results = engine.decode([as_decode_case(cases[i]).request(int(i)) for i in order])
+    for result, i in zip(results, order, strict=True):
+        assert {name: getattr(result, name) for name in COUNTS} == counted(cases[i]), f"case {i}"
 
 
 def test_traces(decoder: Decoder) -> None:

@@ -20,10 +20,11 @@ from train.own_copy import mesh_of_processes, own_copy
 from train.step import Objective, make_evaluation_step
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.corruption import PackedRows
-from wedlm_jax.engine import Engine
+from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.engine import Engine
 from wedlm_jax.model import Transformer
 from wedlm_jax.processes import is_first, jax_processes, say, sum_over_all
-from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.params import SamplingParams
 from wedlm_jax.sharding import batch_sharding
 
 MASKS = 2**31
@@ -100,16 +101,17 @@ class Evaluation:
         if not prompts:
             return np.zeros(3, np.int64)
         if self._engine is None:
-            self._engine = Engine(model, window_size=WINDOW)
+            mesh = self._processes.local_mesh
+            self._engine = Engine(model, window_size=WINDOW, mesh=mesh)
         else:
             self._engine.update(model)
         limit = self._engine.max_model_len
         tokens = min(self._config.evaluation.max_tokens, limit - max(map(len, self._prompts)))
-        batch = self._engine.start(prompts, [SamplingParams(max_tokens=tokens)] * len(prompts))
-        batch.advance()
+        params = SamplingParams(max_tokens=tokens, mode="paper")
+        requests = [Request(i, prompt, params) for i, prompt in enumerate(prompts)]
         counts = [
-            (len(row.token_ids), row.num_forwards, row.num_token_instances)
-            for row in batch.results()
+            (len(result.token_ids), result.num_forwards, result.num_token_instances)
+            for result in self._engine.decode(requests)
         ]
         return np.sum(counts, axis=0)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from wedlm_jax.completion import Chunk, Completion
     from wedlm_jax.llm import LLM
-    from wedlm_jax.sampling import SamplingParams
+    from wedlm_jax.params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Chunk", "Completion", "SamplingParams", "__version__"]
@@ -22,7 +22,7 @@ _HOMES = {
     "LLM": "wedlm_jax.llm",
     "Chunk": "wedlm_jax.completion",
     "Completion": "wedlm_jax.completion",
-    "SamplingParams": "wedlm_jax.sampling",
+    "SamplingParams": "wedlm_jax.params",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from wedlm_jax.logprobs import TokenLogprob
+from wedlm_jax.decode.logprobs import TokenLogprob
 
 
 @dataclasses.dataclass(frozen=True)

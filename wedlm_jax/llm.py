@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from wedlm_jax.attention import check_runs_on
-from wedlm_jax.batch_sizes import BatchSizes, largest_cache
-from wedlm_jax.completion import Chunk, Completion
-from wedlm_jax.engine import Engine
+from wedlm_jax.completion import Chunk, Completion, Progress
+from wedlm_jax.decode.logprobs import TokenLogprob
+from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.engine import DEFAULT_WINDOW, Engine
+from wedlm_jax.engine.events import Failed, Finished, TokenDelta
 from wedlm_jax.errors import InputError
+from wedlm_jax.generation import NOTHING, Generation, Prepared, Router, complete, extended
 from wedlm_jax.hf import load_checkpoint
-from wedlm_jax.length_classes import engine_classes
-from wedlm_jax.logprobs import TokenLogprob
+from wedlm_jax.params import MOST_LOGPROBS, SamplingParams
 from wedlm_jax.prompts import Prompt, as_list, as_token_ids, for_each, is_integer, numbered
 from wedlm_jax.quantization import check_quantization, quantize_weights
-from wedlm_jax.row_result import RowResult
-from wedlm_jax.samples import Samples
-from wedlm_jax.sampling import MOST_LOGPROBS, SamplingParams
-from wedlm_jax.scheduler import Row, Scheduler
 from wedlm_jax.scoring import score
-from wedlm_jax.sharding import shards
-from wedlm_jax.tally import Progress, Tally
+from wedlm_jax.sharding import make_mesh
 from wedlm_jax.text import Messages, StopStrings, TextCodec
-from wedlm_jax.warmup import warm_up
 
 EMBEDDED_MODEL = Path(__file__).parent / "embedded"
 DTYPES = ("float32", "bfloat16")
+MESH_AXES = ("data", "tensor")
 
 
 class LLM:
@@ -39,34 +36,36 @@ class LLM:
     Args:
       model: a folder in Hugging Face format, or a hub id; the embedded model by default.
       window_size: W, the masked slots decoded in parallel; 0 is autoregressive decoding;
-        "auto" chooses while decoding, by the rows and by what a forward costs: then a row's
-        tokens may depend on the machine.
+        "auto" chooses for each sequence while it decodes, by what forwards cost and commit: then
+        the tokens of mode "paper" may depend on the machine.
       dtype: "float32" or "bfloat16"; by default float32 on a CPU, bfloat16 elsewhere.
       max_model_len: prompt and completion tokens at most; the model's context by default.
-      max_batch_size: prompts that decode together, at most.
-      max_cache_tokens: rows of KV cache of all prompts that decode together, at most. Then short
-        prompts decode with short ones, as many as ``max_batch_size``, and long ones with long ones,
-        fewer at a time; by default each has as much cache as the longest.
+      max_batch_size: sequences that decode together, at most, on each replica of the model.
       refill: "streaming", or "blockwise" for the paper's baseline.
       quantization: "int8" rounds the weights of matrices to 8 bits; None leaves them.
       kv_cache_dtype: "int8" rounds keys and values to 8 bits; None leaves them in ``dtype``.
-      attention: of the decode windows: "dense"; "ragged", a TPU kernel, the default there for heads
-        of 128 and a cache that is not int8; "ragged_triton", a kernel for NVIDIA GPUs.
+      attention: a name in `wedlm_jax.attention.RAGGED_BACKENDS`; the one for this platform by
+        default.
+      deterministic: compute every forward in one shape, so that a prompt's tokens depend on
+        nothing but itself, in bfloat16 too; mode "verified" then says exactly what "ar" says.
+      mesh: devices of this process that share the work, such as ``{"tensor": 8}`` or
+        ``{"data": 4, "tensor": 2}``: ``tensor`` cuts the weights, ``data`` makes replicas.
     """
 
     def __init__(
         self,
         model: str | Path | None = None,
         *,
-        window_size: int | str = 16,
+        window_size: int | str = DEFAULT_WINDOW,
         dtype: str | None = None,
         max_model_len: int | None = None,
         max_batch_size: int = 16,
-        max_cache_tokens: int | None = None,
         refill: str = "streaming",
         quantization: str | None = None,
         kv_cache_dtype: str | None = None,
         attention: str | None = None,
+        deterministic: bool = False,
+        mesh: Mapping[str, int] | None = None,
     ):
         if dtype is None:
             dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
@@ -77,62 +76,40 @@ class LLM:
         check_quantization(quantization)
         self.folder = resolve_model(model)
         self.codec = TextCodec.load(self.folder)
-        self.dtype = dtype
-        self.max_batch_size, self.max_cache_tokens = max_batch_size, max_cache_tokens
-        self.quantization = quantization
-        self._sizes: tuple[BatchSizes, ...] = ()
-        weights = load_checkpoint(self.folder, dtype=jnp.dtype(dtype))
+        self.dtype, self.quantization = dtype, quantization
+        self.max_batch_size = max_batch_size
+        devices = _mesh_of(mesh)
+        weights = load_checkpoint(self.folder, dtype=jnp.dtype(dtype), mesh=devices)
+        if quantization:
+            weights = quantize_weights(weights)
         self.engine = Engine(
-            quantize_weights(weights) if quantization else weights,
+            weights,
             window_size=window_size,
+            max_batch_size=max_batch_size,
             refill=refill,
             max_model_len=max_model_len,
             attention=attention,
             kv_cache_dtype=kv_cache_dtype,
+            deterministic=deterministic,
+            mesh=devices,
         )
-        check_runs_on(self.engine.attention, jax.default_backend())
-        if max_cache_tokens is not None:
-            cuts = shards("batch")
-            least = cuts * largest_cache(self.engine)
-            if not is_integer(max_cache_tokens) or max_cache_tokens < least:
-                raise InputError(
-                    f"max_cache_tokens: expected at least {least}, the cache of {cuts} prompt"
-                    f"{'s' * (cuts > 1)} of max_model_len {self.engine.max_model_len}, not "
-                    f"{max_cache_tokens!r}"
-                )
+        self._router = Router(self.engine)
 
     def warm_up(
         self,
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_step: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Compiles all that prompts can need which fit, with completions of at most
-        ``params.max_tokens``, into ``max_model_len``. From then on rows of `generate`, `chat` and
-        `run` have that size; `stream` has one row, for which its first call compiles.
+        """Compiles all that prompts with these parameters can need, whatever their lengths. From
+        then on nothing is compiled for them.
 
         Args:
-          params: what rows ask for; other options than these are compiled when a row has them.
+          params: what prompts ask for; other options than these are compiled when one has them.
           on_step: told after each step how many are done, of how many.
-
-        Raises:
-          InputError: rows of that size do not fit into the device's memory.
         """
-        params = params or SamplingParams()
-        if params.max_tokens >= self.engine.max_model_len:
-            raise InputError(
-                f"max_tokens {params.max_tokens} leaves no room for a prompt in max_model_len "
-                f"{self.engine.max_model_len}"
-            )
-        row = ([0], self._with_bad_words_as_ids(params))
-        # A prompt may be longer where its completion is shorter, and is then padded further.
-        largest = largest_cache(self.engine)
-        self._sizes = tuple(
-            BatchSizes.for_rows(
-                self.engine, [row], count=each.rows, cache_size=each.cache_size or largest
-            )
-            for each in engine_classes(self.engine, self.max_batch_size, self.max_cache_tokens)
-        )
-        warm_up(self.engine, self._sizes, on_step)
+        given = [params] if isinstance(params, SamplingParams) else params or [SamplingParams()]
+        self.engine.expect([self._with_bad_words_as_ids(one) for one in given])
+        self.engine.compile(on_step)
 
     def generate(
         self,
@@ -154,47 +131,39 @@ class LLM:
         Raises:
           InputError: before anything runs, if any prompt cannot be decoded.
         """
-        rows = self.prepare(prompts, params, many_samples=True)
-        results = dict(item for batch in self.run(rows, on_progress) for item in batch)
-        return [results[i] for i in range(len(rows))]
+        prepared = self.prepare(prompts, params, many_samples=True)
+        results = dict(item for some in self.run(prepared, on_progress) for item in some)
+        return [results[i] for i in range(len(prepared))]
 
     def run(
         self,
-        rows: Iterable[Row],
+        prompts: Iterable[Prepared],
         on_progress: Callable[[Progress], None] | None = None,
         *,
         stopping: Callable[[], bool] | None = None,
     ) -> Iterator[list[tuple[int, Completion]]]:
-        """Decodes rows that `prepare` or `prepare_one` has checked.
+        """Decodes prompts that `prepare` or `prepare_one` has checked.
 
         Args:
-          rows: read as they are needed, some way ahead (`wedlm_jax.scheduler.LOOKAHEAD`).
-          on_progress: called between slices of the decode loop.
-          stopping: once it says so, rows under way are finished and no others begun.
+          prompts: read as they are needed, some way ahead.
+          on_progress: called between bursts of forwards.
+          stopping: once it says so, prompts under way are finished and no others begun.
 
         Yields:
-          Some rows at a time, as they finish and in no order to rely on: their places in
-          ``rows``, and what became of them.
+          Some at a time, as they finish and in no order to rely on: the places in ``prompts``,
+          and what became of each.
         """
-        total = len(rows) if isinstance(rows, Sized) else None
-        tally = Tally(total, on_progress)
-        samples: Samples[Sequence[int], Completion] = Samples(rows)
-        scheduler = Scheduler(
-            self.engine, samples.rows(), rows=self.max_batch_size, is_over=self._is_over,
-            on_turn=tally.running, stopping=stopping, max_cache_tokens=self.max_cache_tokens,
-            sizes=self._sizes,
-        )  # fmt: skip
-        for finished in scheduler.run():
-            done: list[tuple[int, Completion]] = []
-            for number, result in finished:
-                completion = self._completion(result, samples.params_of(number))
-                tally.add(completion)
-                if (whole := samples.finish(number, completion)) is not None:
-                    prompt, (first, *further) = whole
-                    done.append((prompt, dataclasses.replace(first, further=tuple(further))))
-            tally.finished(len(done))
-            if done:
-                yield done
+        total = len(prompts) if isinstance(prompts, Sized) else None
+        return iter(
+            Generation(
+                self._router,
+                self.codec,
+                prompts,
+                total=total,
+                on_progress=on_progress,
+                stopping=stopping,
+            )
+        )
 
     def chat(
         self,
@@ -266,21 +235,32 @@ class LLM:
         part of a character, of a stop string, or of a stop token.
         """
         token_ids, sampling = self.prepare([prompt], params)[0]
-        batch = self.engine.start([token_ids], [sampling])
-        sent_tokens = sent_text = 0
-        running = True
-        while running:
-            running = not batch.advance(1)
-            row = batch.results()[0]
-            if len(row.token_ids) == sent_tokens and running:
-                continue
-            completion = self._completion(row, sampling)
-            text = completion.text or ""
-            if completion.finish_reason is None and self.codec and sampling.stop:
-                text = text[: StopStrings(self.codec, sampling.stop).safe_length(text)]
-            yield Chunk(text[sent_text:], completion.token_ids[sent_tokens:], completion)
-            sent_tokens, sent_text = len(completion.token_ids), max(len(text), sent_text)
-            running = running and completion.finish_reason is None
+        caller = object()
+        number = self._router.new_number(caller)
+        submitted = [Request(number, token_ids, sampling)]
+        result, sent_tokens, sent_text, running = NOTHING, 0, 0, True
+        try:
+            while running:
+                for event in self._router.step(caller, submitted, max_forwards=1):
+                    if isinstance(event, Failed):
+                        raise event.error
+                    if isinstance(event, TokenDelta):
+                        result = extended(result, event)
+                    elif isinstance(event, Finished):
+                        result = event.result
+                submitted = []
+                completion = complete(self.codec, result, sampling)
+                finished = completion.finish_reason is not None
+                running = not finished
+                if len(completion.token_ids) == sent_tokens and running:
+                    continue
+                text = completion.text or ""
+                if running and self.codec and sampling.stop:
+                    text = text[: StopStrings(self.codec, sampling.stop).safe_length(text)]
+                yield Chunk(text[sent_text:], completion.token_ids[sent_tokens:], completion)
+                sent_tokens, sent_text = len(completion.token_ids), max(len(text), sent_text)
+        finally:
+            self._router.leave(caller, [number] if result.finish_reason is None else [])
 
     def prepare(
         self,
@@ -288,7 +268,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         *,
         many_samples: bool = False,
-    ) -> list[Row]:
+    ) -> list[Prepared]:
         """Token ids and sampling parameters of every prompt, all checked.
 
         Args:
@@ -306,7 +286,7 @@ class LLM:
 
     def prepare_one(
         self, prompt: Prompt, params: SamplingParams, *, many_samples: bool = False
-    ) -> Row:
+    ) -> Prepared:
         """As `prepare`, for one prompt."""
         if params.n > 1 and not many_samples:
             raise InputError(
@@ -350,24 +330,19 @@ class LLM:
             raise InputError(f"{self.folder} has no tokenizer, which {what} need; give token ids")
         return self.codec
 
-    def _is_over(self, row: RowResult, sampling: SamplingParams) -> bool:
-        """Whether a stop string has come, which only text can tell."""
-        return self._completion(row, sampling).finish_reason is not None
 
-    def _completion(self, row: RowResult, sampling: SamplingParams) -> Completion:
-        text = None
-        if self.codec is not None:
-            ids = row.token_ids[:-1] if row.finish_reason == "stop" else row.token_ids
-            text = self.codec.complete_text(ids)
-            if sampling.stop:
-                stop_strings = StopStrings(self.codec, sampling.stop, sampling.min_tokens)
-                if found := stop_strings.find(ids):
-                    length, text = found
-                    row = row.cut(length)
-        return Completion(
-            text, row.token_ids, row.finish_reason, row.num_forwards, row.num_token_instances,
-            row.logprobs,
-        )  # fmt: skip
+def _mesh_of(sizes: Mapping[str, int] | None) -> Mesh | None:
+    if sizes is None:
+        return None
+    if unknown := sorted(set(sizes) - set(MESH_AXES)):
+        raise InputError(f"mesh: expected {' and '.join(MESH_AXES)}, not {unknown[0]!r}")
+    count = 1
+    for size in sizes.values():
+        count *= size
+    devices = jax.local_devices()
+    if not 0 < count <= len(devices):
+        raise InputError(f"mesh: {dict(sizes)} takes {count} devices, and there are {len(devices)}")
+    return make_mesh(dict(sizes), devices[:count])
 
 
 def resolve_model(model: str | Path | None) -> Path:

@@ -143,7 +143,7 @@ def wedlm_loss(
       (``[RATIO_BINS]``, the plain mean over the masks of a bin, however they are weighted);
       each sums to the global batch's value over micro-batches.
     """
-    hidden, _ = model(
+    hidden = model(
         batch.token_ids,
         batch.positions,
         batch.mask,
@@ -177,7 +177,7 @@ def ar_loss(
 ) -> tuple[Array, dict[str, Array]]:
     """This batch's share of the plain next-token loss, as in `wedlm_loss`."""
     targets, valid = next_token_targets(rows)
-    hidden, _ = model(
+    hidden = model(
         rows.tokens,
         rows.positions,
         CausalMask(rows.segment_ids),

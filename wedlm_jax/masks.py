@@ -83,27 +83,7 @@ class DualStreamMask:
         return pattern & _same_segment(jnp.tile(self.segment_ids, (1, 2)))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class CachedMask:
-    """A decode window over a cache: committed rows, then the window, causally.
-
-    Attributes:
-      lengths: int32 ``[B]``, committed cache rows; the rest of the cache is unseen.
-    """
-
-    lengths: Array
-
-    def dense(self, cache_size: int, window: int) -> Array:
-        """bool ``[B, window, cache_size + window]``: cache columns, then window columns."""
-        batch = self.lengths.shape[0]
-        live = jnp.arange(cache_size) < self.lengths[:, None]
-        live = jnp.broadcast_to(live[:, None, :], (batch, window, cache_size))
-        causal = jnp.broadcast_to(_causal(window), (batch, window, window))
-        return jnp.concatenate([live, causal], axis=-1)
-
-
-Mask = CausalMask | DualStreamMask | CachedMask
+Mask = CausalMask | DualStreamMask
 
 
 def _causal(length: int) -> Array:

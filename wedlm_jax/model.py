@@ -18,15 +18,12 @@ from flax import nnx
 from jax import Array
 
 from wedlm_jax.attention import attend
-from wedlm_jax.cache import LayerCache
 from wedlm_jax.config import ModelConfig
-from wedlm_jax.int8 import Rows, to_float, to_int8
+from wedlm_jax.int8 import to_float, to_int8
 from wedlm_jax.masks import Mask
 from wedlm_jax.quantization import is_quantized, product
 from wedlm_jax.rope import apply_rope, rope_tables
 from wedlm_jax.sharding import constrain
-
-KeyValues = tuple[Rows, Rows]
 
 Carry = TypeVar("Carry")
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
@@ -174,50 +171,37 @@ class Transformer(nnx.Module):
         positions: Array,
         mask: Mask,
         *,
-        cache: KeyValues | None = None,
-        live: int | None = None,
-        return_kv: bool = False,
         int8_kv: bool = False,
         dtype: jnp.dtype | None = None,
         remat: str = "none",
         attention: str = "streams",
         unroll: int = 1,
-    ) -> tuple[Array, KeyValues | None]:
+    ) -> Array:
         """Runs the layers over rectangles of sequences.
 
         Args:
           token_ids: int32 ``[B, T]`` in physical order.
           positions: int32 ``[B, T]``, the logical position of each; what RoPE sees.
           mask: who sees whom.
-          cache: keys and values ``[num_hidden_layers, B, K, S, head_dim]`` that stand
-            before this input, with a `CachedMask`.
-          live: rows of the cache that are read, from its start; by default all S.
-          return_kv: whether to return this input's own keys and values.
-          int8_kv: whether they are `wedlm_jax.int8.Int8Rows`, as those of the cache then are.
+          int8_kv: whether keys and values are rounded to 8 bits, as in an int8 cache.
           dtype: compute dtype; that of the parameters by default.
           remat: a name in `REMAT_POLICIES`.
-          attention: a name in `wedlm_jax.attention.IMPLEMENTATIONS`, or, with a cache, in
-            `wedlm_jax.attention.WINDOW_IMPLEMENTATIONS`.
+          attention: a name in `wedlm_jax.attention.IMPLEMENTATIONS`.
           unroll: stacked layers in one turn of the scan; more of them compile longer.
 
         Returns:
-          Normalised hidden states ``[B, T, D]`` (see `logits`), and keys and values
-          ``[num_hidden_layers, B, K, T, head_dim]`` or None.
+          Normalised hidden states ``[B, T, D]`` (see `logits`).
         """
         rope = rope_tables(self.config, positions)
 
-        def layer(module: DecoderLayer, index: Array, x: Array) -> tuple[Array, KeyValues | None]:
-            layer_cache = None if cache is None else LayerCache(*cache, index, live)
+        def attend_to_sequences(q: Array, k: Array, v: Array) -> tuple[Array, None]:
+            return _attend(q, k, v, mask, attention, int8_kv), None
 
-            def attend_to_sequences(q: Array, k: Array, v: Array) -> tuple[Array, KeyValues | None]:
-                out, kv = _attend(q, k, v, mask, layer_cache, attention, int8_kv)
-                return out, kv if return_kv else None
-
-            return module(x, rope, attend_to_sequences)
+        def layer(module: DecoderLayer, index: Any, x: Array) -> Array:
+            return module(x, rope, attend_to_sequences)[0]
 
         x = self._embedded(token_ids, dtype)
-        x, kv = self._through_layers(layer, x, REMAT_POLICIES[remat], unroll)
-        return self.norm(x), kv
+        return self.norm(self._through_layers(layer, x, REMAT_POLICIES[remat], unroll))
 
     def run(
         self,
@@ -247,7 +231,7 @@ class Transformer(nnx.Module):
 
         def layer(
             module: DecoderLayer, index: Any, inputs: tuple[Array, Carry]
-        ) -> tuple[tuple[Array, Carry], None]:
+        ) -> tuple[Array, Carry]:
             x, carry = inputs
 
             def attend_flat(q: Array, k: Array, v: Array) -> tuple[Array, Carry]:
@@ -255,9 +239,9 @@ class Transformer(nnx.Module):
                 out, after = attend(carry, index, q, k, v)
                 return constrain(out, "tokens", "heads"), after
 
-            return module(x, rope, attend_flat), None
+            return module(x, rope, attend_flat)
 
-        (x, carry), _ = self._through_layers(layer, (self._embedded(tokens, dtype), carry))
+        x, carry = self._through_layers(layer, (self._embedded(tokens, dtype), carry))
         return self.norm(x), carry
 
     def _embedded(self, tokens: Array, dtype: jnp.dtype | None) -> Array:
@@ -267,32 +251,30 @@ class Transformer(nnx.Module):
 
     def _through_layers(
         self,
-        layer: Callable[[Any, Any, Any], tuple[Any, Any]],
+        layer: Callable[[Any, Any, Any], Any],
         carry: Any,
         policy: Callable | None = None,
         unroll: int = 1,
-    ) -> tuple[Any, Any]:
-        """Folds ``layer(module, index, carry) -> (carry, kept)`` over the layers; what they keep
-        is stacked. Under a policy of `REMAT_POLICIES` their activations are computed again."""
+    ) -> Any:
+        """Folds ``layer(module, index, carry) -> carry`` over the layers. Under a policy of
+        `REMAT_POLICIES` their activations are computed again."""
         if isinstance(self.layers, nnx.List):
-            kept = []
             for index, module in enumerate(self.layers):
-                step: Callable[[Any], tuple[Any, Any]] = partial(layer, module, index)
+                step: Callable[[Any], Any] = partial(layer, module, index)
                 if policy is not None:
                     step = jax.checkpoint(step, policy=policy, prevent_cse=False)
-                carry, own = step(carry)
-                kept.append(own)
-            return carry, jax.tree.map(lambda *own: jnp.stack(own), *kept)
+                carry = step(carry)
+            return carry
 
         graph, parameters = nnx.split(self.layers)
 
-        def turn(carry: Any, inputs: tuple[nnx.State, Array]) -> tuple[Any, Any]:
-            return layer(nnx.merge(graph, inputs[0]), inputs[1], carry)
+        def turn(carry: Any, inputs: tuple[nnx.State, Array]) -> tuple[Any, None]:
+            return layer(nnx.merge(graph, inputs[0]), inputs[1], carry), None
 
         if policy is not None:
             turn = jax.checkpoint(turn, policy=policy, prevent_cse=False)
         indices = jnp.arange(self.config.num_hidden_layers)
-        return jax.lax.scan(turn, carry, (parameters, indices), unroll=unroll)
+        return jax.lax.scan(turn, carry, (parameters, indices), unroll=unroll)[0]
 
     def head_matrix(self) -> Array:
         """The output projection ``[D, V]``: its own, or the embedding transposed."""
@@ -308,23 +290,14 @@ class Transformer(nnx.Module):
 
 
 def _attend(
-    q: Array,
-    k: Array,
-    v: Array,
-    mask: Mask,
-    cache: LayerCache | None,
-    implementation: str,
-    int8_kv: bool,
-) -> tuple[Array, KeyValues]:
-    """What ``q [B, T, H, head_dim]`` attends to, and the keys and values
-    ``[B, K, T, head_dim]``, rounded already where they are to be."""
+    q: Array, k: Array, v: Array, mask: Mask, implementation: str, int8_kv: bool
+) -> Array:
+    """What ``q [B, T, H, head_dim]`` attends to of ``k`` and ``v [B, T, K, head_dim]``."""
     q = constrain(q, "batch", None, "attention_heads")
     k, v = (constrain(x.swapaxes(1, 2), "batch", "attention_heads") for x in (k, v))
-    kv: KeyValues = (k, v)
     if int8_kv:
-        kv = to_int8(k), to_int8(v)
-        k, v = (to_float(rows, q.dtype) for rows in kv)
-    return attend(q, k, v, mask, cache=cache, implementation=implementation), kv
+        k, v = (to_float(to_int8(x), q.dtype) for x in (k, v))
+    return attend(q, k, v, mask, implementation=implementation)
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: jnp.dtype) -> Array:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from wedlm_jax.errors import InputError
-from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.params import SamplingParams
 
 Prompt = str | Sequence[int]
 

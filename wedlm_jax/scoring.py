@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
 
-from wedlm_jax.buckets import bucket
-from wedlm_jax.logprobs import Logprobs, TokenLogprob, as_list, token_logprobs
+from wedlm_jax.decode.logits import token_logits
+from wedlm_jax.decode.logprobs import Logprobs, TokenLogprob, as_list, token_logprobs
+from wedlm_jax.engine.engine import Engine
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer
-from wedlm_jax.predictions import token_logits
-
-if TYPE_CHECKING:
-    from wedlm_jax.engine import Engine
 
 SHORTEST = 32
 """Texts are padded to a power of two, at least this."""
@@ -42,7 +37,7 @@ def score_texts(
     model = nnx.merge(graph, parameters)
     count, length = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-    hidden, _ = model(tokens, positions, CausalMask(), int8_kv=int8_kv)
+    hidden = model(tokens, positions, CausalMask(), int8_kv=int8_kv)
     hidden = jnp.roll(hidden, 1, axis=1)
 
     def pieces(x: Array) -> Array:
@@ -51,7 +46,9 @@ def score_texts(
 
     def score(piece: tuple[Array, Array]) -> Logprobs:
         predicts, chosen = piece
-        return token_logprobs(token_logits(model, predicts), chosen, top)
+        logits = token_logits(model, predicts.reshape(-1, predicts.shape[-1]))
+        found = token_logprobs(logits, chosen.reshape(-1), top)
+        return jax.tree.map(lambda x: x.reshape(*chosen.shape, *x.shape[1:]), found)
 
     scored = jax.lax.map(score, (pieces(hidden), pieces(tokens)))
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(count, length, *x.shape[3:]), scored)
@@ -68,7 +65,7 @@ def score(
     """
     by_length: dict[int, list[int]] = {}
     for number, (prompt, completion) in enumerate(texts):
-        length = bucket(len(prompt) + len(completion), SHORTEST)
+        length = _padded(len(prompt) + len(completion))
         by_length.setdefault(length, []).append(number)
     results: list[list[TokenLogprob]] = [[] for _ in texts]
     for length, numbers in sorted(by_length.items()):
@@ -80,10 +77,14 @@ def score(
                 whole = [*texts[number][0], *texts[number][1]]
                 tokens[row, : len(whole)] = whole
             int8_kv = engine.kv_cache_dtype == "int8"
-            scored = engine.run(score_texts, tokens, top=top, int8_kv=int8_kv)
+            scored = engine.run_model(score_texts, tokens, top=top, int8_kv=int8_kv)
             found = jax.device_get(scored)
             for row, number in enumerate(some):
                 prompt, completion = texts[number]
                 every = as_list(found, row, len(prompt) + len(completion), top)
                 results[number] = every[len(prompt) :]
     return results
+
+
+def _padded(length: int) -> int:
+    return max(SHORTEST, 1 << (length - 1).bit_length())

@@ -36,7 +36,6 @@ AXIS_RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "length": ("sequence",),
         "attention_heads": ("tensor", "sequence"),
         "vocab": ("tensor",),
-        "cache_rows": (),
         # Flat tokens of many sequences: each replica has its own, whole.
         "tokens": (),
         # Parameters.
@@ -68,10 +67,6 @@ PARAMETER_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """By the end of a parameter's path; under ``layers`` an axis of layers stands before, unless
 the layers are apart, numbered."""
-
-
-CACHE_AXES = ("layers", "batch", "attention_heads", "cache_rows", "features")
-"""Of keys and values ``[num_hidden_layers, B, K, S, head_dim]``."""
 
 
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:

@@ -27,7 +27,7 @@ from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
     from wedlm_jax.llm import LLM
-    from wedlm_jax.sampling import SamplingParams
+    from wedlm_jax.params import SamplingParams
 
 SHARD_SIZE = 1000
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from infer.job.records import LARGEST_LINE, Content, TooLong
 from wedlm_jax.errors import InputError
-from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.params import SamplingParams
 
 if TYPE_CHECKING:
     from wedlm_jax.llm import LLM, Row

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from infer.job.prompt_rows import RowId
     from wedlm_jax.completion import Completion
-    from wedlm_jax.logprobs import TokenLogprob
+    from wedlm_jax.decode.logprobs import TokenLogprob
 
 
 def result_row(name: RowId, completion: Completion) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from infer.job.shard_folder import ShardFolder
 from infer.job.source import InputFile, file_size
 from infer.job.stop import StopRequest
 from wedlm_jax.errors import InputError
-from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.params import SamplingParams
 
 if TYPE_CHECKING:
     from wedlm_jax.completion import Completion

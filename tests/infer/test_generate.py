@@ -19,7 +19,7 @@ from infer.job.stop import GRACE_SECONDS
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.__main__ import main
 from wedlm_jax.llm import LLM
-from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.params import SamplingParams
 
 SHAPE = ["--window-size", "4", "--max-tokens", "24"]
 

@@ -11,7 +11,7 @@ import pytest
 from infer import identity
 from wedlm_jax.completion import Completion
 from wedlm_jax.errors import InputError
-from wedlm_jax.logprobs import TokenLogprob
+from wedlm_jax.decode.logprobs import TokenLogprob
 
 
 def completion(*margins: float) -> Completion:

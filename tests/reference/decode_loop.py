@@ -13,8 +13,8 @@ import numpy as np
 
 from tests.reference.logit_options import adjusted, left_masked, logprobs
 from tests.reference.sampling import choose_token, entropy, masks_to_fill
-from wedlm_jax.logprobs import TokenLogprob
-from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.decode.logprobs import TokenLogprob
+from wedlm_jax.params import SamplingParams
 
 FullForward = Callable[[Sequence[int], Sequence[int]], np.ndarray]
 """Token ids and logical positions, both ``[T]`` in physical order, to logits ``[T, V]``."""

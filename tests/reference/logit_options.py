@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.params import SamplingParams
 
 Text = Sequence[int | None]
 """A completion, committed tokens and window, None where it is masked."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.params import SamplingParams
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

@@ -28,7 +28,7 @@ from wedlm_jax.convert import convert
 from wedlm_jax.errors import InputError
 from wedlm_jax.hf import load_checkpoint
 from wedlm_jax.llm import LLM
-from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.params import SamplingParams
 
 
 @pytest.fixture(autouse=True, scope="module")

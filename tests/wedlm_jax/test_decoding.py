@@ -19,10 +19,10 @@ from wedlm_jax import decoding
 from wedlm_jax.batch import UNTIL_DONE
 from wedlm_jax.decode_state import DecodeState, num_slots, physical_order
 from wedlm_jax.decoding import Shape, decode, forward_shapes
-from wedlm_jax.engine import Engine
+from wedlm_jax.engine.engine import Engine
 from wedlm_jax.model import Transformer
 from wedlm_jax.row_result import RowResult
-from wedlm_jax.sampling import RowParams
+from wedlm_jax.params import RowParams
 
 RunBatch = Callable[[list[Row]], list[RowResult]]
 

@@ -24,11 +24,11 @@ from tests.decode_examples import (
 from tests.reference.decode_loop import FullForward
 from wedlm_jax import batch_sizes as sizes_module
 from wedlm_jax.buckets import bucket
-from wedlm_jax.engine import Engine
+from wedlm_jax.engine.engine import Engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
 from wedlm_jax.row_result import RowResult
-from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.params import SamplingParams
 
 RunOne = Callable[[Row], list[RowResult]]
 PLAIN = SamplingParams(max_tokens=12, entropy_threshold=1.6)

@@ -100,7 +100,7 @@ def reference_logits(model: Any) -> np.ndarray:
 @jax.jit
 def forward(model: Transformer, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
     """Compiled once for all models of one configuration."""
-    hidden, _ = model(token_ids, positions, CausalMask())
+    hidden = model(token_ids, positions, CausalMask())
     return model.logits(hidden)
 
 

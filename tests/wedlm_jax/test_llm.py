@@ -12,11 +12,11 @@ import pytest
 
 from tests.tiny_checkpoint import CONTEXT, VOCAB_SIZE, write_tiny_checkpoint
 from wedlm_jax.completion import Completion
-from wedlm_jax.engine import Engine
+from wedlm_jax.engine.engine import Engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM, resolve_model
 from wedlm_jax.samples import sample_seed
-from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.params import SamplingParams
 from wedlm_jax.tally import Progress
 
 PROMPTS = ["the cat", "one two three", "naïve 日本", "12 + 30 = ", "a", "mat", "= 42", "on on on"]

@@ -31,11 +31,11 @@ from tests.reference.decode_loop import Decoded, FullForward
 from tests.reference.logit_options import bad_words_in
 from wedlm_jax import programs
 from wedlm_jax.batch_sizes import BatchSizes
-from wedlm_jax.engine import Engine
+from wedlm_jax.engine.engine import Engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.row_params import NO_OPTIONS, OptionSizes, idle_params
 from wedlm_jax.row_result import RowResult
-from wedlm_jax.sampling import RowParams, SamplingParams
+from wedlm_jax.params import RowParams, SamplingParams
 from wedlm_jax.scheduler import Scheduler
 
 PLAIN = SamplingParams(max_tokens=12, entropy_threshold=1.6)

@@ -79,7 +79,7 @@ def whole_logits(model_parts: tuple) -> Callable[[MaskedSample], np.ndarray]:
     @jax.jit
     def forward(token_ids: jax.Array, positions: jax.Array, matrix: jax.Array) -> jax.Array:
         model = nnx.merge(graph, parameters)
-        hidden, _ = model(token_ids, positions, MatrixMask(matrix=matrix), attention="dense")
+        hidden = model(token_ids, positions, MatrixMask(matrix=matrix), attention="dense")
         return model.logits(hidden)
 
     def logits(sample: MaskedSample) -> np.ndarray:

@@ -101,7 +101,7 @@ def test_rematerialisation_changes_memory_not_gradients(parts: tuple) -> None:
     def gradient(policy: str) -> Callable:
         def total(parameters: nnx.State) -> jax.Array:
             model = nnx.merge(graph, parameters)
-            hidden, _ = model(TOKENS, POSITIONS, CausalMask(), remat=policy)
+            hidden = model(TOKENS, POSITIONS, CausalMask(), remat=policy)
             return (model.logits(hidden) ** 2).mean()
 
         return jax.grad(total)
@@ -139,7 +139,7 @@ def test_bfloat16_computes_on_float32_parameters(parts: tuple, hidden_states: Ca
 
     def run(parameters: nnx.State) -> jax.Array:
         model = nnx.merge(graph, parameters)
-        return model(TOKENS, POSITIONS, CausalMask(), dtype=jnp.bfloat16)[0]
+        return model(TOKENS, POSITIONS, CausalMask(), dtype=jnp.bfloat16)
 
     traced = jax.make_jaxpr(run)(parameters)
     inputs = [

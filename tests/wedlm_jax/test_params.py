@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from wedlm_jax import sampling
+import wedlm_jax
 from wedlm_jax.errors import InputError
 from wedlm_jax.params import DEFAULT_MODE, OPTIONS, SamplingParams
 
@@ -143,6 +143,6 @@ def test_bounds_themselves_are_taken() -> None:
             SamplingParams(**{name: value, **others})
 
 
-def test_there_is_one_class() -> None:
-    assert sampling.SamplingParams is SamplingParams
+def test_the_package_names_the_class() -> None:
+    assert wedlm_jax.SamplingParams is SamplingParams
     assert SamplingParams().mode == DEFAULT_MODE

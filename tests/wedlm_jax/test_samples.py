@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from wedlm_jax.samples import Samples, sample_seed
-from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.params import SamplingParams
 
 PARAMS = SamplingParams(temperature=1.0, seed=5)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.reference import sampling as reference
 from wedlm_jax.errors import InputError
-from wedlm_jax.sampling import (
+from wedlm_jax.params import (
     RowParams,
     SamplingParams,
     choose_tokens,

@@ -18,11 +18,11 @@ from wedlm_jax import prefix as prefix_module
 from wedlm_jax import scheduler as scheduler_module
 from wedlm_jax.batch import Batch
 from wedlm_jax.batch_sizes import BatchSizes
-from wedlm_jax.engine import Engine
+from wedlm_jax.engine.engine import Engine
 from wedlm_jax.model import Transformer
 from wedlm_jax.prefix import PrefixIndex, shared
 from wedlm_jax.row_result import RowResult
-from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.params import SamplingParams
 from wedlm_jax.scheduler import Running, Scheduler
 
 PLAIN = SamplingParams(max_tokens=12, entropy_threshold=1.6)

@@ -8,9 +8,9 @@ from flax import nnx
 
 from tests.training_examples import tiny_transformer
 from wedlm_jax.batch_sizes import BatchSizes
-from wedlm_jax.engine import Engine
+from wedlm_jax.engine.engine import Engine
 from wedlm_jax.row_result import RowResult
-from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.params import SamplingParams
 from wedlm_jax.scheduler import Scheduler
 from wedlm_jax.sharding import make_mesh, tree_shardings
 

@@ -18,7 +18,7 @@ from wedlm_jax.batch import Piece, Standing
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
 from wedlm_jax.row_result import RowResult
-from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.params import SamplingParams
 from wedlm_jax.text import StopStrings, TextCodec
 
 SPECIAL = ["<|endoftext|>", "<|im_end|>"]

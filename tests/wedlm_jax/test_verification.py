@@ -21,14 +21,14 @@ from tests.decode_examples import TINY, Row, rows, run
 from tests.reference.sampling import softmax, truncate
 from wedlm_jax import batch_sizes, predictions
 from wedlm_jax.batch_sizes import BatchSizes
-from wedlm_jax.engine import Engine
+from wedlm_jax.engine.engine import Engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import EMBEDDED_MODEL, LLM
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer
 from wedlm_jax.row_params import OptionSizes
 from wedlm_jax.row_result import RowResult
-from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.params import SamplingParams
 from wedlm_jax.scheduler import Scheduler
 from wedlm_jax.verification import accepted, draft_rule, rejected
 
@@ -214,7 +214,7 @@ def p_value(found: np.ndarray, params: SamplingParams) -> float:
     model = Transformer(SMALL, rngs=nnx.Rngs(3))
     tokens = np.concatenate([np.full((len(every), 2), [1, 2]), every], axis=1)
     positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-    hidden, _ = model(jnp.array(tokens), jnp.array(positions), CausalMask())
+    hidden = model(jnp.array(tokens), jnp.array(positions), CausalMask())
     logits = np.array(model.logits(hidden))[:, 1:-1]
     logits[..., 6] = -np.inf
     next_token = np.array([

@@ -1,19 +1,5 @@
-"""Grouped-query attention under a mask specification: one dispatch, several named forms."""
+"""Grouped-query attention: under a mask specification for training, over pages for decoding."""
 
-from wedlm_jax.attention.dispatch import (
-    IMPLEMENTATIONS,
-    WINDOW_IMPLEMENTATIONS,
-    attend,
-    check_runs_on,
-    reads_live_part,
-    window_implementation,
-)
+from wedlm_jax.attention.dispatch import IMPLEMENTATIONS, attend, check_runs_on
 
-__all__ = [
-    "IMPLEMENTATIONS",
-    "WINDOW_IMPLEMENTATIONS",
-    "attend",
-    "check_runs_on",
-    "reads_live_part",
-    "window_implementation",
-]
+__all__ = ["IMPLEMENTATIONS", "attend", "check_runs_on"]

@@ -12,6 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import PartitionSpec
+
+from wedlm_jax.sharding import AXIS_RULES, shards
 
 
 @jax.tree_util.register_dataclass
@@ -52,9 +55,31 @@ def token_logprobs(logits: Array, tokens: Array, k: int) -> Logprobs:
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1) - total
     there = min(k, logits.shape[-1])
     missing = [(0, 0)] * (logits.ndim - 1) + [(0, k - there)]
-    top, top_ids = jax.lax.top_k(logits, there)
+    top, top_ids = _top_k(logits, there)
     top = jnp.pad(top - total, missing, constant_values=-jnp.inf)
     return Logprobs(chosen[..., 0], jnp.pad(top_ids.astype(jnp.int32), missing), top)
+
+
+def _top_k(logits: Array, k: int) -> tuple[Array, Array]:
+    """Does what `jax.lax.top_k` does, but no device gets more than its own part of the vocabulary:
+    each finds the largest of its part, then all those of all parts."""
+    parts, vocab = shards("vocab"), logits.shape[-1]
+    if parts == 1 or vocab % parts:
+        return jax.lax.top_k(logits, k)
+    size, axes = vocab // parts, AXIS_RULES["vocab"]
+
+    def of_part(part: Array) -> tuple[Array, Array]:
+        top, top_ids = jax.lax.top_k(part, min(k, size))
+        return top, top_ids + jax.lax.axis_index(axes) * size
+
+    cut = PartitionSpec(*[None] * (logits.ndim - 1), axes)
+    # The compiler would gather all logits on every device (seen on CPUs, jax 0.10 and 0.12).
+    top, top_ids = jax.shard_map(
+        of_part, in_specs=cut, out_specs=(cut, cut), axis_names=frozenset(axes), check_vma=False
+    )(logits)
+    # Of equal logits the lower ids come first here, too: the parts stand in order.
+    top, at = jax.lax.top_k(top, k)
+    return top, jnp.take_along_axis(top_ids, at, axis=-1)
 
 
 def as_list(values: Logprobs, index: int, length: int, k: int) -> list[TokenLogprob]:

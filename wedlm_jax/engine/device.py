@@ -22,6 +22,7 @@ from wedlm_jax.decode.spans import Allowance
 from wedlm_jax.decode.state import DecodeState, idle_state, num_slots
 from wedlm_jax.engine import programs
 from wedlm_jax.engine.burst import Admission, Burst, NewTokens, Report
+from wedlm_jax.engine.results import WindowView
 from wedlm_jax.engine.settings import EngineSettings
 from wedlm_jax.model import Transformer
 from wedlm_jax.sharding import constrain
@@ -91,6 +92,10 @@ class Device:
     @property
     def num_programs(self) -> int:
         return len(self._compiled)
+
+    def forget_programs(self) -> None:
+        """Lets compiled programs go; they are compiled again when they are wanted."""
+        self._compiled.clear()
 
     def compiled(self, function: Any, *arguments: Any, **static: Any) -> jax.stages.Compiled:
         """A jitted function for arguments of these shapes, compiled where they are new.
@@ -196,6 +201,18 @@ class Device:
         )  # fmt: skip
         tokens, filled, logprobs, *counts = row
         return SavedWindow(tokens, filled, logprobs, *map(int, counts), int(self._windows[index]))
+
+    def window(self, index: int) -> WindowView:
+        """The window of a sequence as its next forward will see it."""
+        state = self._state
+        assert state is not None
+        start, active, tokens, filled = jax.device_get(
+            (state.window_start[index], state.active[index], state.tokens[index], state.filled[index])
+        )
+        slots = range(int(active))
+        held = [int(tokens[slot]) if filled[slot] else None for slot in slots]
+        order = sorted(slots, key=lambda slot: (held[slot] is None, slot))
+        return WindowView(int(start), held, order)
 
     # --- what it does -------------------------------------------------------------------
 

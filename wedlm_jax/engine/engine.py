@@ -23,6 +23,7 @@ from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.counters import Counters
 from wedlm_jax.engine.device import Device
 from wedlm_jax.engine.events import Event, Failed, Finished
+from wedlm_jax.engine.results import SequenceResult, WindowView
 from wedlm_jax.engine.memory import MemoryPlan, parameter_bytes, plan_pages
 from wedlm_jax.engine.scheduler import Scheduler, SchedulerSizes
 from wedlm_jax.engine.settings import EngineSettings
@@ -163,6 +164,7 @@ class Engine:
           submitted: checked requests, in the order in which they came.
           aborted: numbers of requests that nobody wants any more.
           max_forwards: of the burst, for those who cannot wait; by default as many as serve all.
+            With 0 requests are let in and nothing is run.
 
         Returns:
           new tokens, finished and failed requests, by their numbers.
@@ -179,6 +181,29 @@ class Engine:
             if isinstance(event, Finished | Failed):
                 self._requests.pop(event.number, None)
         return events
+
+    def decode(self, requests: Sequence[Request]) -> list[SequenceResult]:
+        """Decodes requests that all come at once, and waits for the last.
+
+        Raises:
+          InputError: one cannot be decoded.
+        """
+        results: dict[int, SequenceResult] = {}
+        events = self.step(requests)
+        while True:
+            for event in events:
+                if isinstance(event, Failed):
+                    raise event.error
+                if isinstance(event, Finished):
+                    results[event.number] = event.result
+            if not self.has_work:
+                return [results[request.number] for request in requests]
+            events = self.step()
+
+    def window(self, number: int) -> WindowView | None:
+        """Returns the window of a request as its next forward will see it; None while it waits."""
+        index = self.scheduler.index_of(number)
+        return None if index is None else self.device.window(index)
 
     @property
     def has_work(self) -> bool:

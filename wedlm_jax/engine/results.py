@@ -44,3 +44,18 @@ class SequenceResult:
             instances_at=self.instances_at[:length],
             logprobs=None if self.logprobs is None else self.logprobs[:length],
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowView:
+    """The window of a sequence as its next forward will see it, in logical order.
+
+    Attributes:
+      start: logical position of the first slot.
+      tokens: the token of each active slot, None where it is masked.
+      order: the slots in physical order.
+    """
+
+    start: int
+    tokens: list[int | None]
+    order: list[int]

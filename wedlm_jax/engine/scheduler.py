@@ -87,6 +87,7 @@ class Scheduler:
         self._released: list[int] = []
         self._prefix_tokens = self._prompt_tokens = self._recomputed_tokens = 0
         self._preemptions = 0
+        self._progress = False
 
     @property
     def has_work(self) -> bool:
@@ -128,6 +129,7 @@ class Scheduler:
           aborted: numbers of requests that nobody wants any more, those of this step included;
             their pages are free at once, and no event comes of them. Unknown ones do not matter.
           max_forwards: of the burst, for those who cannot wait; by default as many as serve all.
+            With 0 requests are let in and nothing is run.
 
         Raises:
           ValueError: a number is under way already.
@@ -143,6 +145,8 @@ class Scheduler:
             report = self._device.run(burst)
             self._windows.observe(burst, report, time.perf_counter() - started)
             events.extend(self._collect(report))
+            if not (self._progress or max_forwards == 0):
+                raise RuntimeError("a burst of forwards brought no sequence on")
         return events
 
     def forget_prefixes(self) -> None:
@@ -179,6 +183,11 @@ class Scheduler:
             self._waiting.remove(sequence)
         else:
             self._released.append(self._replica_of(sequence).remove(sequence))
+
+    def index_of(self, number: int) -> int | None:
+        """Returns the index of a request that is running; None of others."""
+        sequence = self._sequences.get(number)
+        return None if sequence is None or sequence.index < 0 else sequence.index
 
     def _replica_of(self, sequence: SequenceState) -> Replica:
         return self._replicas[sequence.index // self._sizes.num_sequences]
@@ -255,7 +264,8 @@ class Scheduler:
         forwards = min(
             give_pages(replica, length.forwards) for replica in self._replicas if replica.running
         )
-        forwards = min(forwards, max_forwards or forwards)
+        if max_forwards is not None:
+            forwards = min(forwards, max_forwards)
         capacity, windows = np.zeros((2, len(self._table)), np.int32)
         arrival = np.full(len(self._table), sizes.num_sequences, np.int32)
         for replica in self._replicas:
@@ -279,27 +289,24 @@ class Scheduler:
     # --- what came of it --------------------------------------------------------------------
 
     def _collect(self, report: Report) -> Iterator[Event]:
-        progress = False
+        self._progress = False
         for sequence in self._running:
             before = (sequence.num_computed, sequence.num_forwards)
             index, replica = sequence.index, self._replica_of(sequence)
             error = report.errors.get(index)
             if error is not None:
-                progress = True
+                self._progress = True
                 self._remove(sequence)
                 yield Failed(sequence.number, error)
                 continue
             yield from self._take_in(sequence, report)
             replica.store(sequence)
-            progress |= (sequence.num_computed, sequence.num_forwards) != before
+            self._progress |= (sequence.num_computed, sequence.num_forwards) != before
             if report.finished[index]:
-                progress = True
+                self._progress = True
                 reason = "stop" if report.stopped[index] else "length"
                 self._remove(sequence)
                 yield Finished(sequence.number, sequence.result(reason))
-        if not progress:
-            raise RuntimeError("a burst of forwards brought no sequence on")
-
     def _take_in(self, sequence: SequenceState, report: Report) -> Iterator[TokenDelta]:
         index, new = sequence.index, report.tokens[sequence.index]
         sequence.num_forwards = int(report.num_forwards[index])

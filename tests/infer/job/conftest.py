@@ -10,7 +10,7 @@ import pytest
 from infer import generate
 from tests.infer.job.quick_decoder import quick_run
 from tests.tiny_checkpoint import write_tiny_checkpoint
-from wedlm_jax.engine import Engine
+from wedlm_jax.engine.engine import Engine
 from wedlm_jax.llm import LLM
 
 

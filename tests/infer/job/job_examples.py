@@ -12,7 +12,7 @@ import pytest
 from wedlm_jax.__main__ import main
 from wedlm_jax.completion import Completion
 from wedlm_jax.llm import LLM
-from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=24)
 WORDS = ["the cat", "one two three", "naïve 日本", "12 + 30 = ", "a", "mat", "= 42", "on on on"]

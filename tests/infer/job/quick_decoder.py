@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from wedlm_jax.completion import Completion
 from wedlm_jax.llm import LLM
-from wedlm_jax.logprobs import TokenLogprob
+from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.samples import sample_seed
 from wedlm_jax.scheduler import Row
 from wedlm_jax.tally import Progress

@@ -17,7 +17,7 @@ from infer.job.row_index import Shard, build_index
 from infer.job.shard_decoder import Workload
 from infer.job.source import find_input
 from tests.infer.job.job_examples import contents, read_json, results, run, stop_after, words, write
-from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.params import SamplingParams
 
 
 @pytest.fixture(autouse=True)

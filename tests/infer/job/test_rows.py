@@ -25,8 +25,8 @@ from tests.infer.job.job_examples import (
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.completion import Completion
 from wedlm_jax.llm import LLM
-from wedlm_jax.logprobs import TokenLogprob
-from wedlm_jax.sampling import SamplingParams
+from wedlm_jax.decode.logprobs import TokenLogprob
+from wedlm_jax.params import SamplingParams
 
 
 def test_rows_come_back_in_order_with_their_fields(

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.window_examples import VOCAB, Decoding, options_of, rows_of, sequences, state_of
 from wedlm_jax.decode import sampling
 from wedlm_jax.decode.logits import adjusted_logits
+from wedlm_jax.decode.logprobs import token_logprobs
 from wedlm_jax.decode.penalties import token_use
 from wedlm_jax.sharding import make_mesh, on_replicas
 
@@ -76,6 +77,12 @@ def test_each_replica_chooses_for_its_own(
         assert_same((tokens[here], entropies[here]), plain(*share))
 
 
+def widths_in(compiled: str) -> set[int]:
+    """The sizes of all axes of all arrays in a compiled program's text."""
+    shapes = re.findall(r"[a-z]+\d*\[([\d,]+)\]", compiled)
+    return {int(size) for shape in shapes for size in shape.split(",")}
+
+
 @pytest.mark.parametrize("way", ["sample_at_once", "sample_one_by_one"])
 def test_no_device_makes_the_whole_vocabulary(way: str) -> None:
     rows, vocab = 3, 8 * 1001
@@ -93,7 +100,23 @@ def test_no_device_makes_the_whole_vocabulary(way: str) -> None:
     with jax.set_mesh(mesh):
         logits = jax.device_put(logits, NamedSharding(mesh, PartitionSpec(None, "tensor")))
         compiled = jax.jit(getattr(sampling, way)).lower(logits, *of_rows).compile().as_text()
-    shapes = re.findall(r"[a-z]+\d*\[([\d,]+)\]", compiled)
-    widths = {int(size) for shape in shapes for size in shape.split(",")}
-    assert 1001 in widths
-    assert vocab not in widths
+    assert 1001 in widths_in(compiled)
+    assert vocab not in widths_in(compiled)
+
+
+@pytest.mark.parametrize("k", [0, 3, 1100])
+def test_log_probabilities_of_a_vocabulary_in_parts_are_the_same(k: int) -> None:
+    rows, vocab = 3, 8 * 1001
+    # Few levels, so that equal logits lie in all parts.
+    logits = jnp.array(np.random.default_rng(k).integers(0, 3, (rows, vocab)), jnp.float32)
+    tokens = jnp.array([0, 1001, vocab - 1])
+    expected = token_logprobs(logits, tokens, k)
+    mesh = make_mesh({"tensor": 8})
+    with jax.set_mesh(mesh):
+        parts = jax.device_put(logits, NamedSharding(mesh, PartitionSpec(None, "tensor")))
+        compiled = jax.jit(token_logprobs, static_argnums=2).lower(parts, tokens, k).compile()
+        ours = compiled(parts, tokens)
+    np.testing.assert_array_equal(ours.top_ids, expected.top_ids)
+    np.testing.assert_allclose(ours.top, expected.top, rtol=1e-5)
+    np.testing.assert_allclose(ours.chosen, expected.chosen, rtol=1e-5)
+    assert vocab not in widths_in(compiled.as_text())
