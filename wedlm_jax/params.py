@@ -24,7 +24,7 @@ MOST_SAMPLES = 1024
 
 MODES = ("paper", "verified", "ar")
 
-DEFAULT_MODE = "paper"
+DEFAULT_MODE = "verified"
 
 UNBOUNDED = float("inf")
 

@@ -104,12 +104,12 @@ def test_no_device_makes_the_whole_vocabulary(way: str) -> None:
     assert vocab not in widths_in(compiled)
 
 
-@pytest.mark.parametrize("k", [0, 3, 1100])
-def test_log_probabilities_of_a_vocabulary_in_parts_are_the_same(k: int) -> None:
-    rows, vocab = 3, 8 * 1001
+@pytest.mark.parametrize(("part", "k"), [(1001, 0), (1001, 20), (11, 20)])
+def test_log_probabilities_of_a_vocabulary_in_parts_are_the_same(part: int, k: int) -> None:
+    rows, vocab = 3, 8 * part
     # Few levels, so that equal logits lie in all parts.
     logits = jnp.array(np.random.default_rng(k).integers(0, 3, (rows, vocab)), jnp.float32)
-    tokens = jnp.array([0, 1001, vocab - 1])
+    tokens = jnp.array([0, part, vocab - 1])
     expected = token_logprobs(logits, tokens, k)
     mesh = make_mesh({"tensor": 8})
     with jax.set_mesh(mesh):
@@ -119,4 +119,5 @@ def test_log_probabilities_of_a_vocabulary_in_parts_are_the_same(k: int) -> None
     np.testing.assert_array_equal(ours.top_ids, expected.top_ids)
     np.testing.assert_allclose(ours.top, expected.top, rtol=1e-5)
     np.testing.assert_allclose(ours.chosen, expected.chosen, rtol=1e-5)
-    assert vocab not in widths_in(compiled.as_text())
+    if k < part:
+        assert vocab not in widths_in(compiled.as_text())
