@@ -6,27 +6,24 @@ It knows token ids only; text is `wedlm_jax.llm`'s.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
-from wedlm_jax.attention.ragged_pages import check_ragged_backend
 from wedlm_jax.config import ModelConfig
-from wedlm_jax.decode.loop import REFILLS
 from wedlm_jax.decode.options import Traits, check_options
-from wedlm_jax.decode.state import num_slots
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.counters import Counters
 from wedlm_jax.engine.device import Device
 from wedlm_jax.engine.events import Event, Failed, Finished
+from wedlm_jax.engine.memory import parameter_bytes
 from wedlm_jax.engine.results import SequenceResult, WindowView
-from wedlm_jax.engine.memory import MemoryPlan, parameter_bytes, plan_pages
 from wedlm_jax.engine.scheduler import Scheduler, SchedulerSizes
-from wedlm_jax.engine.settings import EngineSettings
+from wedlm_jax.engine.settings import Wishes, plan_engine
 from wedlm_jax.engine.windows import FixedWindows, WindowChoice
 from wedlm_jax.errors import InputError
 from wedlm_jax.layer_layout import with_layers_apart
@@ -36,13 +33,6 @@ from wedlm_jax.params import SamplingParams
 DEFAULT_WINDOW = 16
 AUTO_WINDOW = 32
 """The widest window that "auto" chooses."""
-PAGE_SIZES = {"cpu": 16, "gpu": 32, "tpu": 128}
-CHUNK_TOKENS = {"cpu": 256, "gpu": 512, "tpu": 1024}
-"""Prompt tokens that a forward computes beside the windows: as many as cost it little."""
-TOKENS_AT_ONCE = {"cpu": 512, "gpu": 1024, "tpu": 1024}
-"""Tokens that pass the layers at once: more of them would not cost less each."""
-EMITTED = 256
-"""Tokens that a sequence may commit before the host looks."""
 
 
 class Engine:
@@ -61,6 +51,7 @@ class Engine:
       deterministic: compute every forward in one shape, so that a sequence's tokens depend on
         nothing but itself, whatever the dtype.
       page_size, num_pages: of the cache; by default for this platform, and as many as fit.
+      chunk_tokens: of prompts, that a forward computes beside windows, at most.
       mesh: where the model lies; ``data`` and ``tensor`` count.
 
     Raises:
@@ -80,51 +71,36 @@ class Engine:
         deterministic: bool = False,
         page_size: int | None = None,
         num_pages: int | None = None,
+        chunk_tokens: int | None = None,
         mesh: Mesh | None = None,
     ):
-        platform = jax.default_backend()
         self.config: ModelConfig = model.config
-        self.mesh = mesh
-        self.window_size = window_size
+        self.mesh, self.window_size = mesh, window_size
         self.windows = _window_choice(window_size)
-        widest = AUTO_WINDOW if window_size == "auto" else int(window_size)
-        if widest:
-            model.config.require_mask_token_id()
-        if refill not in REFILLS:
-            raise InputError(f"refill: expected one of {', '.join(REFILLS)}, not {refill!r}")
-        if kv_cache_dtype not in (None, "int8"):
-            raise InputError(f"kv_cache_dtype: expected None or 'int8', not {kv_cache_dtype!r}")
-        attention = check_ragged_backend(
-            attention, platform, model.config, int8=kv_cache_dtype is not None
-        )
-        self.max_model_len = _checked_length(max_model_len, model.config)
-        self.kv_cache_dtype = kv_cache_dtype
-        if platform == "cpu":
+        if _runs_apart():
             model = with_layers_apart(model)
-        size = page_size or PAGE_SIZES.get(platform, PAGE_SIZES["gpu"])
-        longest = self.max_model_len + num_slots(widest) + 1
-        max_pages = math.ceil(longest / size)
-        dtype = kv_cache_dtype or model.embed_tokens[...].dtype
+        wishes = Wishes(
+            AUTO_WINDOW if window_size == "auto" else int(window_size),
+            max_batch_size,
+            refill,
+            max_model_len,
+            attention,
+            kv_cache_dtype,
+            deterministic,
+            page_size,
+            num_pages,
+            chunk_tokens,
+        )
         with self._on_mesh():
-            self.memory = _plan(model, dtype, size, max_pages, max_batch_size, num_pages)
-            self.settings = EngineSettings(
+            self.settings, self.memory = plan_engine(
+                model.config,
+                wishes,
+                dtype=model.embed_tokens[...].dtype,
+                platform=jax.default_backend(),
                 replicas=1 if mesh is None else mesh.shape["data"],
-                sequences_each=max_batch_size,
-                window=widest,
-                max_text=self.max_model_len,
-                emitted=max(EMITTED, 2 * num_slots(widest)),
-                page_size=size,
-                num_pages=self.memory.num_pages,
-                max_pages=max_pages,
-                cache_dtype=dtype,
-                chunk_tokens=CHUNK_TOKENS.get(platform, CHUNK_TOKENS["gpu"]),
-                tokens_at_once=TOKENS_AT_ONCE.get(platform, TOKENS_AT_ONCE["gpu"]),
-                attention=attention,
-                refill=refill,
-                deterministic=deterministic,
-                eos_token_ids=tuple(model.config.eos_token_ids),
+                weights=parameter_bytes(nnx.state(model)),
             )
-            self.device = Device(model, self.settings)
+            self.device = Device(model, self.settings, mesh)
         self.scheduler = self._new_scheduler()
         self._floor = Traits()
         self._requests: dict[int, Traits] = {}
@@ -211,6 +187,16 @@ class Engine:
         return self.scheduler.has_work
 
     @property
+    def max_model_len(self) -> int:
+        """Prompt and completion tokens together, at most."""
+        return self.settings.max_text
+
+    @property
+    def kv_cache_dtype(self) -> str | None:
+        """ "int8", or None where keys and values have the parameters' dtype."""
+        return "int8" if self.settings.cache_dtype == "int8" else None
+
+    @property
     def counters(self) -> Counters:
         """Where the scheduler stands."""
         return self.scheduler.counters
@@ -250,8 +236,7 @@ class Engine:
           RuntimeError: sequences are under way.
         """
         self.scheduler.forget_prefixes()
-        on_cpu = jax.default_backend() == "cpu"
-        self.device.update(with_layers_apart(model) if on_cpu else model)
+        self.device.update(with_layers_apart(model) if _runs_apart() else model)
 
     def release(self) -> None:
         """Lets weights and pages go; the programs are kept for those that `update` gives next."""
@@ -294,7 +279,7 @@ class Engine:
             page_size=settings.page_size,
             max_pages=settings.max_pages,
             chunk_tokens=settings.chunk_tokens,
-            max_model_len=self.max_model_len,
+            max_model_len=settings.max_text,
         )
         return Scheduler(self.device, sizes, self.windows)
 
@@ -319,44 +304,6 @@ def _window_choice(window_size: int | str) -> WindowChoice:
     return FixedWindows(window_size)
 
 
-def _checked_length(length: int | None, config: ModelConfig) -> int:
-    limit = config.max_position_embeddings
-    length = limit if length is None else length
-    if not 1 <= length <= limit:
-        raise InputError(
-            f"max_model_len: expected 1 to {limit}, the model's context, not {length!r}"
-        )
-    return length
-
-
-def _plan(
-    model: Transformer,
-    dtype: Any,
-    page_size: int,
-    max_pages: int,
-    sequences: int,
-    num_pages: int | None,
-) -> MemoryPlan:
-    weights = parameter_bytes(jax.tree.leaves(model))
-    plan = plan_pages(
-        model.config,
-        weights=weights,
-        working=0,
-        page_size=page_size,
-        pages_per_sequence=max_pages,
-        sequences=sequences,
-        dtype=dtype,
-    )
-    if num_pages is None:
-        return plan
-    if num_pages < 2:
-        raise InputError(f"num_pages: expected at least 2, not {num_pages!r}")
-    return plan_pages_given(plan, num_pages)
-
-
-def plan_pages_given(plan: MemoryPlan, num_pages: int) -> MemoryPlan:
-    """A plan with so many pages instead."""
-    each = plan.pages // plan.num_pages
-    return MemoryPlan(
-        plan.weights, each * num_pages, plan.working, plan.limit, num_pages, plan.page_size
-    )
+def _runs_apart() -> bool:
+    """Whether layers run fastest one by one: XLA copies each out of a stack on a CPU."""
+    return jax.default_backend() == "cpu"
