@@ -19,7 +19,7 @@ Floats = np.ndarray
 """float64."""
 
 SHAPE = 1.2
-NUM_TYPES = 12
+NUM_TYPES = 16
 MOST_TOKENS = 40.0
 """Tokens a forward of the easiest type, with a window without end."""
 BASE_WEIGHT = 2.0
@@ -118,11 +118,16 @@ class Acceptance:
         return tokens
 
     def hoped(self) -> Floats:
-        """``[K]``: the same of an easy sequence of the population, if what is not known of each
-        width is in its favour."""
+        """``[K]``: tokens a forward of the next sequence, if what is not known is in our favour:
+        the less was seen of late, the more of the population's easy types; and of each width, what
+        the family may miss."""
         index = int(np.searchsorted(np.cumsum(self._population), OPTIMISM))
-        hoped: Floats = self._expected[min(index, NUM_TYPES - 1)]
-        return np.minimum(hoped * np.exp(np.sqrt(self._misfit_variance)), np.maximum(self._widths, 1))
+        usual = self._population @ self._expected
+        unknown = BASE_WEIGHT / (BASE_WEIGHT + self._seen.sum())
+        easy = self._expected[min(index, NUM_TYPES - 1)]
+        hoped: Floats = usual + unknown * np.maximum(easy - usual, 0)
+        hoped *= np.exp(np.sqrt(self._misfit_variance))
+        return np.minimum(hoped, np.maximum(self._widths, 1))
 
     def fade(self) -> None:
         """Lets a burst pass: texts change."""

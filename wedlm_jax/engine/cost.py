@@ -1,0 +1,246 @@
+"""What a forward costs, by the number of its tokens.
+
+Measured at start, and corrected while decoding. Only the ratios of sizes matter to who chooses
+windows. So the correction keeps apart what slows down all sizes alike, such as other work on the
+machine, and what was wrong about one of them: the first changes quickly and is of no consequence,
+the second slowly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Floats = np.ndarray
+"""float64."""
+
+ROUNDS = 5
+"""Times that each size is measured, one round behind the other."""
+MEASURE_SECONDS = 0.6
+"""No new round begins after so long."""
+
+ERROR = 0.12
+"""Standard deviation of the logarithm of a measured cost: the texts of a job are longer or shorter
+than those measured. Sizes close to each other err alike."""
+OWN_ERROR = 0.04
+"""The same of one size, its neighbours apart."""
+ALIKE = 1.5
+"""Sizes err alike within a factor of exp(ALIKE)."""
+DRIFT = 0.004
+"""How much of it a burst brings anew, as a standard deviation."""
+LEVEL, LEVEL_DRIFT = 0.5, 0.06
+"""The same two of what all sizes have in common."""
+OVERHEAD = 4e-4
+"""Seconds that a burst takes beside its forwards, before that is known."""
+OVERHEAD_ERROR, OVERHEAD_DRIFT = 1.0, 0.01
+NOISE = 0.08
+"""Standard deviation of the logarithm of a burst's time, before that is known."""
+LEAST_NOISE, MOST_NOISE = 0.02, 0.5
+OUTLIER = 2.0
+"""Standard deviations beyond which a time does not count for more."""
+
+
+class CostTable:
+    """Seconds of a forward.
+
+    Args:
+      sizes: the static sizes T of a forward, in any order.
+      seconds: of each.
+    """
+
+    def __init__(self, sizes: Sequence[int], seconds: Sequence[float]):
+        order = np.argsort(sizes)
+        self.sizes = np.asarray(sizes, np.int64)[order]
+        self.measured: Floats = _monotone(np.asarray(seconds, np.float64)[order])
+        self._filter = _Correction(np.log(self.sizes))
+        self._update()
+
+    def seconds(self, tokens: Floats) -> Floats:
+        """Seconds of forwards of so many tokens, on the machine as it was measured; each costs
+        what the smallest size that holds it costs, and beyond the largest as much more as it has
+        more tokens."""
+        index = np.minimum(self.sizes.searchsorted(tokens), len(self.sizes) - 1)
+        beyond = np.maximum(tokens / self._largest, 1.0)
+        found: Floats = self._seconds[index] * beyond
+        return found
+
+    def expected(self, tokens: Floats, spread: Floats) -> Floats:
+        """The same of forwards whose numbers of tokens vary by ``spread``, a standard
+        deviation."""
+        mean: Floats = (self.seconds(tokens - spread) + self.seconds(tokens + spread)) / 2
+        return mean
+
+    def doubt(self, tokens: Floats, other: float) -> Floats:
+        """Standard deviation of the logarithm of the ratio of two costs."""
+        index = np.minimum(self.sizes.searchsorted(tokens), len(self.sizes) - 1)
+        against = min(int(self.sizes.searchsorted(other)), len(self.sizes) - 1)
+        return self._filter.doubt(index, against)
+
+    def observe(
+        self,
+        tokens: Floats,
+        spread: Floats,
+        forwards: Floats,
+        seconds: float,
+        doubt: float = 0.0,
+    ) -> None:
+        """Learns from the time of a burst.
+
+        Args:
+          tokens, spread, forwards: ``[S]``, stretches of the burst: the mean number of tokens of
+            its forwards, their standard deviation, and how many there were.
+          seconds: of the whole burst.
+          doubt: standard deviation of the logarithm of what these say that it was to take.
+        """
+        last = len(self.sizes) - 1
+        index = np.concatenate([tokens - spread, tokens + spread])
+        index = np.minimum(self.sizes.searchsorted(index), last)
+        half = np.concatenate([forwards, forwards]) / 2
+        counts = np.bincount(index, half, minlength=last + 1)
+        self._filter.update(self.measured * counts, seconds, doubt)
+        self._update()
+
+    def _update(self) -> None:
+        corrected = self.measured * np.exp(self._filter.errors)
+        self._seconds: Floats = np.maximum.accumulate(corrected)
+        self._largest = float(self.sizes[-1])
+
+
+class _Correction:
+    """An extended Kalman filter. The state is the logarithm of what each of J sizes costs over what
+    was measured, then the same of all sizes in common, then of a burst's overhead; what is
+    observed is the logarithm of a burst's seconds.
+
+    Args:
+      places: ``[J]``, logarithms of the sizes.
+    """
+
+    def __init__(self, places: Floats):
+        count = len(places)
+        apart = (places[:, None] - places) / ALIKE
+        errors = ERROR**2 * np.exp(-(apart**2)) + OWN_ERROR**2 * np.eye(count)
+        self._covariance = np.zeros((count + 2, count + 2))
+        self._covariance[:count, :count] = errors
+        self._covariance[count, count] = LEVEL**2
+        self._covariance[-1, -1] = OVERHEAD_ERROR**2
+        self._prior = self._covariance.copy()
+        self._drift = np.zeros_like(self._covariance)
+        self._drift[:count, :count] = errors * (DRIFT / ERROR) ** 2
+        self._drift[count, count] = LEVEL_DRIFT**2
+        self._drift[-1, -1] = OVERHEAD_DRIFT**2
+        self._state = np.zeros(count + 2)
+        self._noise = NOISE**2
+
+    @property
+    def errors(self) -> Floats:
+        """``[J]``, of the sizes."""
+        return self._state[:-2]
+
+    def doubt(self, index: np.ndarray, against: int) -> Floats:
+        covariance = self._covariance
+        variance = covariance[index, index] + covariance[against, against]
+        found: Floats = np.sqrt(np.maximum(variance - 2 * covariance[index, against], 0))
+        return found
+
+    def update(self, seconds_by_size: Floats, seconds: float, doubt: float) -> None:
+        """Takes in a burst that was to spend so long at each size, ``[J]``, and did in all."""
+        times = np.empty_like(self._state)
+        times[:-2] = seconds_by_size * np.exp(self._state[:-2] + self._state[-2])
+        times[-2] = times[:-2].sum()
+        times[-1] = OVERHEAD * np.exp(self._state[-1])
+        whole = times[-2] + times[-1]
+        slope = times / whole
+        surprise = float(np.log(seconds / whole))
+        self._covariance += self._drift
+        toward = self._covariance @ slope
+        known = float(slope @ toward)
+        known += doubt**2
+        deviation = (known + self._noise) ** 0.5
+        surprise = min(max(surprise, -OUTLIER * deviation), OUTLIER * deviation)
+        # What is not explained by what was not known is noise.
+        found = max(surprise**2 - known, 0.0)
+        self._noise += 0.03 * (found - self._noise)
+        self._noise = min(max(self._noise, LEAST_NOISE**2), MOST_NOISE**2)
+        gain = toward / (known + self._noise)
+        self._state += gain * surprise
+        self._covariance -= np.outer(gain, toward)
+        np.clip(self._state[:-2], -1, 1, out=self._state[:-2])
+        diagonal, most = np.einsum("ii->i", self._covariance), np.einsum("ii->i", self._prior)
+        if (diagonal > most).any():
+            scale = np.sqrt(np.minimum(most / diagonal, 1))
+            self._covariance *= scale[:, None] * scale
+
+
+def _monotone(seconds: Floats) -> Floats:
+    """The closest costs that never fall from one size to the next, in logarithms: neighbours that
+    do are pooled."""
+    pools: list[tuple[float, int]] = []
+    for value in np.log(seconds):
+        pools.append((float(value), 1))
+        while len(pools) > 1 and pools[-2][0] >= pools[-1][0]:
+            (one, n), (two, m) = pools[-2:]
+            pools[-2:] = [((n * one + m * two) / (n + m), n + m)]
+    return np.exp(np.repeat([value for value, _ in pools], [count for _, count in pools]))
+
+
+def measure(
+    time_forward: Callable[[int], float],
+    sizes: Sequence[int],
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> CostTable:
+    """Measures a table: every size a few times, in rounds, so that other work of the machine
+    meets all of them alike; the median counts.
+
+    Args:
+      time_forward: runs a forward of T tokens and returns its seconds; compiles nothing.
+      sizes: the static sizes T.
+    """
+    started = clock()
+    rounds: list[list[float]] = []
+    while len(rounds) < ROUNDS and (not rounds or clock() - started < MEASURE_SECONDS):
+        rounds.append([max(time_forward(size), 1e-9) for size in sizes])
+    return CostTable(sizes, np.median(rounds, axis=0).tolist())
+
+
+def kept_table(
+    folder: Path | None, key: Mapping[str, Any], measured: Callable[[], CostTable]
+) -> CostTable:
+    """Returns the table that is kept in a folder, or a measured one, which is then kept.
+
+    Args:
+      folder: such as that of JAX's compiled programs; None keeps nothing.
+      key: all that costs depend on: kind of device, model, dtype, sizes, versions.
+      measured: measures a table.
+    """
+    if folder is None:
+        return measured()
+    text = json.dumps(key, sort_keys=True, default=str)
+    path = folder / f"forward-costs-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["key"] == json.loads(text):
+            return CostTable(kept["sizes"], kept["seconds"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not there, or not whole: it is measured again
+    table = measured()
+    whole = {
+        "key": json.loads(text),
+        "sizes": table.sizes.tolist(),
+        "seconds": table.measured.tolist(),
+    }
+    beside = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)  # a folder that cannot be written to keeps nothing
+    return table

@@ -1,0 +1,157 @@
+"""The windows of sequences that decode together, by what each promises and what all cost."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from wedlm_jax.engine.cost import CostTable
+
+Floats = np.ndarray
+"""float64."""
+Columns = np.ndarray
+"""int ``[n]``: which of the K widths each sequence has."""
+
+STAY = 1.015
+"""Another window must promise so much more than the one a sequence has: changing it costs a
+forward without drafts."""
+PRICES = np.concatenate([[0.0], np.geomspace(0.004, 1.0, 19)])
+"""Tokens committed that a token computed must at least bring."""
+WORTH_A_TRY = 1.01
+"""A window is tried where this much of the present speed can be hoped for."""
+TRY_ONE_OF = 16
+"""Of so many sequences one is tried at a time."""
+ALONE = 2
+"""Of no more sequences than these, all are tried: that teaches costs, too."""
+
+
+def slots_spread(filled: Floats) -> Floats:
+    """Standard deviation of the active slots of a window, of which ``filled`` are on average: a
+    forward has no drafts, or mostly as many as there may be."""
+    spread: Floats = 0.85 * np.maximum(filled - 1, 0) + 0.3
+    return spread
+
+
+class Load:
+    """What sequences do with each width.
+
+    Attributes:
+      committed: ``[n, K]``, tokens that a forward commits.
+      tokens: ``[n, K]``, tokens that it computes.
+      variance: ``[n, K]``, of these.
+
+    Args:
+      filled: ``[n, K]``, filled slots for each token that is committed.
+    """
+
+    def __init__(self, committed: Floats, widths: np.ndarray, filled: Floats):
+        slots = filled * committed
+        self.committed, self.tokens = committed, widths + slots
+        self.variance = slots_spread(slots) ** 2
+        committed[:, 0] = self.tokens[:, 0] = 1
+        self.variance[:, 0] = 0
+
+
+class WidthsByLoad:
+    """The widths of n sequences with the most tokens a second.
+
+    Args:
+      load: as it is expected.
+      hoped: ``[n, K]``, tokens that a forward may commit if what is not known is favourable.
+      base_committed, base_tokens: of a forward, by sequences whose windows are fixed.
+      costs: seconds of a forward.
+    """
+
+    def __init__(
+        self,
+        load: Load,
+        hoped: Load,
+        *,
+        base_committed: float,
+        base_tokens: float,
+        costs: CostTable,
+    ):
+        self._load, self._hoped, self._costs = load, hoped, costs
+        self._base_committed, self._base_tokens = base_committed, base_tokens
+        self._count, self._num_widths = load.tokens.shape
+
+    def _rate(self, committed: Floats, tokens: Floats, variance: Floats) -> Floats:
+        seconds = self._costs.expected(self._base_tokens + tokens, np.sqrt(variance))
+        rate: Floats = (self._base_committed + committed) / seconds
+        return rate
+
+    def best(self, now: Columns) -> Columns:
+        """Returns the columns with the most tokens a second.
+
+        Args:
+          now: what each sequence has; −1 for one that begins.
+        """
+        load, preferred = self._load, self._load.committed
+        staying = np.flatnonzero(now >= 0)
+        if len(staying):
+            preferred = preferred.copy()
+            preferred[staying, now[staying]] *= STAY
+        if self._count == 1:
+            rates = self._rate(preferred[0], load.tokens[0], load.variance[0])
+            return np.array([rates.argmax()])
+        picks = self._candidates(preferred)
+        flat = picks + np.arange(self._count) * self._num_widths
+        committed = preferred.ravel()[flat].sum(axis=1)
+        tokens = load.tokens.ravel()[flat].sum(axis=1)
+        variance = load.variance.ravel()[flat].sum(axis=1)
+        columns: Columns = picks[self._rate(committed, tokens, variance).argmax()]
+        return columns
+
+    def _candidates(self, committed: Floats) -> np.ndarray:
+        """int ``[C, n]``: for each price of a computed token what pays for every sequence, and the
+        same width for all. Where cost is linear in tokens one of these is best; sizes of forwards
+        make it a little less than that."""
+        tokens = self._load.tokens
+        # Width by width: a maximum over a long axis is many times faster than over a short one.
+        best = committed[:, 0] - PRICES[:, None] * tokens[:, 0]
+        picks = np.zeros(best.shape, np.int64)
+        for column in range(1, self._num_widths):
+            gain = committed[:, column] - PRICES[:, None] * tokens[:, column]
+            better = gain > best
+            best = np.where(better, gain, best)
+            picks[better] = column
+        alike = np.repeat(np.arange(self._num_widths)[:, None], self._count, axis=1)
+        return np.concatenate([picks, alike])
+
+    def attempt(self, columns: Columns, candidate: int) -> tuple[Columns, float] | None:
+        """Returns columns to learn from, and the share of the speed that is expected to be lost
+        on them; None where nothing better can be hoped for.
+
+        Args:
+          columns: the best.
+          candidate: the sequence that may be tried, such as the one of which least is known.
+        """
+        every, load, hoped = np.arange(self._count), self._load, self._hoped
+        committed = load.committed[every, columns].sum()
+        tokens = load.tokens[every, columns].sum()
+        variance = load.variance[every, columns].sum()
+        rate = float(self._rate(committed, tokens, variance))
+        own = columns[candidate]
+        changes = [
+            each[candidate] - each[candidate, own]
+            for each in (load.committed, load.tokens, load.variance)
+        ]
+        one = self._rate(committed + changes[0], tokens + changes[1], variance + changes[2])
+        gain = hoped.committed[candidate] - load.committed[candidate, own]
+        change = hoped.tokens[candidate] - load.tokens[candidate, own]
+        if self._count <= ALONE:
+            favour = np.exp(self._costs.doubt(self._base_tokens + tokens + change, tokens))
+        else:
+            favour = np.ones(self._num_widths)
+        promise = self._rate(committed + gain, tokens + change, variance) * favour
+        if self._count > 1:  # what pays for one alone may not, and for all together
+            all_rates = self._rate(
+                hoped.committed.sum(axis=0), hoped.tokens.sum(axis=0), hoped.variance.sum(axis=0)
+            )
+            promise = np.maximum(promise, all_rates)
+        promise[own] = 0
+        column = int(promise.argmax())
+        if promise[column] < WORTH_A_TRY * rate:
+            return None
+        tried = columns.copy()
+        tried[candidate] = column
+        return tried, max(1 - float(one[column]) / rate, 0.0)
