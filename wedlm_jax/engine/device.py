@@ -11,16 +11,16 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from wedlm_jax.attention.ragged_pages import allocate_pages
 from wedlm_jax.decode.admission import Entrants
-from wedlm_jax.decode.forward import Program
 from wedlm_jax.decode.logprobs import Logprobs, as_list, empty_logprobs
 from wedlm_jax.decode.options import HostOptions, Traits
-from wedlm_jax.decode.sizes import forward_sizes
 from wedlm_jax.decode.spans import Allowance
-from wedlm_jax.decode.state import DecodeState, idle_state, num_slots
+from wedlm_jax.decode.state import DecodeState, num_slots
 from wedlm_jax.engine import programs
+from wedlm_jax.engine.arguments import empty_state, lower_burst
 from wedlm_jax.engine.burst import Admission, Burst, NewTokens, Report
 from wedlm_jax.engine.results import WindowView
 from wedlm_jax.engine.settings import EngineSettings
@@ -57,10 +57,11 @@ class Device:
     Args:
       model: on its device or mesh, its layers as they run fastest there.
       settings: sizes, all checked.
+      mesh: where the model lies; None for one device.
     """
 
-    def __init__(self, model: Transformer, settings: EngineSettings):
-        self.settings = settings
+    def __init__(self, model: Transformer, settings: EngineSettings, mesh: Mesh | None = None):
+        self.settings, self._mesh = settings, mesh
         self.config = model.config
         self._graph, self._parameters = nnx.split(model)
         self._compiled: dict[Any, jax.stages.Compiled] = {}
@@ -116,18 +117,6 @@ class Device:
         compiled = self.compiled(function, self._graph, self._parameters, *arguments, **static)
         return compiled(self._parameters, *arguments)
 
-    def program(self, traits: Traits) -> Program:
-        """What a burst is compiled for."""
-        settings = self.settings
-        sizes = forward_sizes(
-            settings.sequences_each,
-            traits.window,
-            settings.chunk_tokens,
-            settings.tokens_at_once,
-            one_size=settings.deterministic,
-        )
-        return Program(sizes, traits, settings.attention, settings.refill)
-
     # --- the scheduler's device ---------------------------------------------------------
 
     def prepare(self, traits: Traits) -> None:
@@ -137,7 +126,7 @@ class Device:
         self.traits = traits
         self._options = self._options.with_traits(traits)
         if self._state is None:
-            self._state = self._laid_out(self._idle_state(traits))
+            self._state = self._laid_out(empty_state(self.settings, traits))
             self._pages = self._empty_pages()
         else:
             self._state = programs.resize(
@@ -150,7 +139,7 @@ class Device:
         nobody = np.zeros(self.settings.sequences, bool)
         self.compiled(programs.enter, self._state, self._entrants([]), nobody)
         yield 1, 2
-        self._burst_program(self._no_allowance(), nobody)
+        self._compiled_burst()
         yield 2, 2
 
     def run(self, burst: Burst) -> Report:
@@ -176,8 +165,9 @@ class Device:
             max_forwards=np.int32(burst.max_forwards),
             until_finished=np.int32(burst.until_finished),
         )
-        inputs, compiled = self._burst_program(allowance, changed)
-        result = compiled(*inputs)
+        result = self._compiled_burst()(
+            self._parameters, self._state, self._pages, self._options.options(), allowance, changed
+        )
         self._state, self._pages = result.state, result.pages
         numbers, logprobs, counters = jax.device_get(
             (result.numbers, result.logprobs, result.counters)
@@ -200,14 +190,21 @@ class Device:
             )
         )  # fmt: skip
         tokens, filled, logprobs, *counts = row
-        return SavedWindow(tokens, filled, logprobs, *map(int, counts), int(self._windows[index]))
+        active, num_forwards, instances = map(int, counts)
+        window = int(self._windows[index])
+        return SavedWindow(tokens, filled, logprobs, active, num_forwards, instances, window)
 
     def window(self, index: int) -> WindowView:
         """The window of a sequence as its next forward will see it."""
         state = self._state
         assert state is not None
         start, active, tokens, filled = jax.device_get(
-            (state.window_start[index], state.active[index], state.tokens[index], state.filled[index])
+            (
+                state.window_start[index],
+                state.active[index],
+                state.tokens[index],
+                state.filled[index],
+            )
         )
         slots = range(int(active))
         held = [int(tokens[slot]) if filled[slot] else None for slot in slots]
@@ -216,23 +213,16 @@ class Device:
 
     # --- what it does -------------------------------------------------------------------
 
-    def _burst_program(self, allowance: Allowance, changed: np.ndarray) -> tuple[Any, Any]:
-        inputs = (
-            self._parameters,
-            self._state,
-            self._pages,
-            self._options.options(),
-            allowance,
-            changed,
-        )
-        program = self.program(self.traits)
-        return inputs, self.compiled(programs.burst, *inputs, graph=self._graph, program=program)
-
-    def _no_allowance(self) -> Allowance:
-        settings = self.settings
-        table = np.zeros((settings.sequences, settings.max_pages), np.int32)
-        nothing, number = np.zeros(settings.sequences, np.int32), np.int32(0)
-        return Allowance(table, nothing, nothing, number, number, number)  # type: ignore[arg-type]
+    def _compiled_burst(self) -> jax.stages.Compiled:
+        key = (programs.burst, self.traits)
+        if key not in self._compiled:
+            started = time.monotonic()
+            lowered = lower_burst(
+                self._graph, self._parameters, self.config, self.settings, self.traits, self._mesh
+            )
+            self._compiled[key] = lowered.compile()
+            self.compile_seconds += time.monotonic() - started
+        return self._compiled[key]
 
     def _enter(self, burst: Burst) -> None:
         released = np.zeros(self.settings.sequences, bool)
@@ -270,7 +260,7 @@ class Device:
             tokens[i, : len(own_tokens)], filled[i, : len(own_filled)] = own_tokens, own_filled
             if admission.resume is not None and logprobs is not None:
                 _put(logprobs, i, admission.resume.logprobs)
-        return Entrants(index, text, numbers, tokens, filled, logprobs)
+        return Entrants(index, text, numbers, tokens, filled, logprobs)  # type: ignore[arg-type]
 
     def _report(self, numbers: np.ndarray, logprobs: Logprobs | None, num_run: int) -> Report:
         computed, output, running, stopped, forwards, instances, count = numbers[:, :7].T
@@ -280,8 +270,9 @@ class Device:
             new = int(count[index])
             own = None
             if logprobs is not None:
-                own = as_list(logprobs, index, new, self._num_logprobs[index])
-            tokens[index] = NewTokens(*(array[index, :new].tolist() for array in emitted), own)
+                own = as_list(logprobs, int(index), new, self._num_logprobs[int(index)])
+            ids, forwards_at, instances_at = (array[index, :new].tolist() for array in emitted)
+            tokens[index] = NewTokens(ids, forwards_at, instances_at, own)
         return Report(
             num_computed=computed,
             num_output=output,
@@ -292,16 +283,6 @@ class Device:
             needs_pages=np.zeros(len(numbers), bool),
             tokens=tokens,
             num_run=num_run,
-        )
-
-    def _idle_state(self, traits: Traits) -> DecodeState:
-        settings = self.settings
-        return idle_state(
-            settings.sequences,
-            window=traits.window,
-            text=settings.max_text,
-            emitted=settings.emitted,
-            num_logprobs=traits.num_logprobs,
         )
 
     def _laid_out(self, state: DecodeState) -> DecodeState:
@@ -328,7 +309,7 @@ def _is_anchored(admission: Admission, window: int) -> bool:
 def _window_of(
     admission: Admission, window: int, *, anchored: bool
 ) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """What `Entrants` needs of a sequence: its numbers, and its window's tokens and filled slots."""
+    """What `Entrants` needs of a sequence: its numbers, its window's tokens, what is filled."""
     length, prompt = len(admission.text), len(admission.request.prompt)
     prefill = length - anchored
     computed = min(admission.num_cached, prefill)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from wedlm_jax.config import ModelConfig
+from wedlm_jax.decode.sizes import LARGEST_HEAD
 from wedlm_jax.errors import InputError
 from wedlm_jax.sharding import shards
 
@@ -19,8 +20,9 @@ USABLE = 0.95
 CPU_SHARE = 0.3
 """Share of a machine's memory that pages may take on a CPU, where other programs live, too."""
 SPARE = 1.5
-"""Pages beyond those that all sequences at full length need, for prefixes that are kept. On a CPU
-these are counted in the usual working set; an accelerator gives all it has."""
+"""Pages beyond those that all sequences at full length need, for prefixes that are kept."""
+MOST_SPARE = 4
+"""An accelerator gives all it has, but no more than so many times that."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +76,22 @@ def parameter_bytes(parameters: Any) -> int:
     )
 
 
+def working_bytes(config: ModelConfig, tokens: int, total: int, dtype: Any) -> int:
+    """Bytes that a forward needs on one device beside weights and pages, by what is large in it:
+    the activations of one layer, the hidden states of all tokens, and the logits of the head.
+
+    Args:
+      tokens: that pass the layers at once.
+      total: of a forward.
+      dtype: of the activations.
+    """
+    size, hidden = jax.numpy.dtype(dtype).itemsize, config.hidden_size
+    width = 2 * config.intermediate_size + 3 * config.num_attention_heads * config.head_dim
+    layer = tokens * (width // shards("heads") + 4 * hidden) * size
+    logits = 4 * 4 * LARGEST_HEAD * config.vocab_size // shards("vocab")
+    return layer + (total + tokens) * hidden * size + logits
+
+
 def plan_pages(
     config: ModelConfig,
     *,
@@ -83,6 +101,8 @@ def plan_pages(
     pages_per_sequence: int,
     sequences: int,
     dtype: Any,
+    platform: str,
+    num_pages: int | None = None,
     limit: int | None = None,
 ) -> MemoryPlan:
     """Plans the pages of a replica: all that the device has left on an accelerator, and on a CPU
@@ -92,6 +112,9 @@ def plan_pages(
       weights, working: bytes on a device that are taken.
       pages_per_sequence: pages of the longest sequence.
       sequences: N, that decode together.
+      dtype: of keys and values.
+      platform: of the devices.
+      num_pages: asked for; None for as many as fit.
       limit: bytes of a device; by default what it says.
 
     Raises:
@@ -100,13 +123,13 @@ def plan_pages(
     each = bytes_per_page(config, page_size, dtype)
     own_limit = device_memory() if limit is None else limit
     wanted = math.ceil(SPARE * sequences * pages_per_sequence) + 1
-    fitting = wanted
-    if own_limit is not None:
-        on_cpu = limit is None and jax.default_backend() == "cpu"
-        left = CPU_SHARE * own_limit if on_cpu else USABLE * own_limit - weights - working
-        fitting = max(int(left // each), 0)
-    # More pages than text in all sequences and their prefixes are of little use to anybody.
-    num_pages = min(fitting, 4 * wanted if jax.default_backend() != "cpu" else wanted)
+    if num_pages is None:
+        num_pages = wanted
+        if own_limit is not None:
+            on_cpu = platform == "cpu"
+            left = CPU_SHARE * own_limit if on_cpu else USABLE * own_limit - weights - working
+            fitting = max(int(left // each), 0)
+            num_pages = min(fitting, wanted if on_cpu else MOST_SPARE * wanted)
     plan = MemoryPlan(weights, num_pages * each, working, own_limit, num_pages, page_size)
     if num_pages < pages_per_sequence + 1:
         needed = (pages_per_sequence + 1) * each

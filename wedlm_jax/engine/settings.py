@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
+from wedlm_jax.attention.ragged_pages import check_ragged_backend
+from wedlm_jax.config import ModelConfig
+from wedlm_jax.decode.forward import Program
+from wedlm_jax.decode.loop import REFILLS
+from wedlm_jax.decode.options import Traits
+from wedlm_jax.decode.sizes import forward_sizes
+from wedlm_jax.decode.state import num_slots
+from wedlm_jax.engine.memory import MemoryPlan, plan_pages, working_bytes
+from wedlm_jax.errors import InputError
 from wedlm_jax.params import SamplingParams
+
+PAGE_SIZES = {"cpu": 16, "gpu": 32, "tpu": 128}
+CHUNK_TOKENS = {"cpu": 256, "gpu": 512, "tpu": 1024}
+"""Prompt tokens that a forward computes beside the windows: as many as cost it little."""
+TOKENS_AT_ONCE = {"cpu": 512, "gpu": 1024, "tpu": 1024}
+"""Tokens that pass the layers at once: more of them would not cost less each."""
+EMITTED = 256
+"""Tokens that a sequence may commit before the host looks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +69,137 @@ class EngineSettings:
         """All sequences that decode together, over all replicas."""
         return self.replicas * self.sequences_each
 
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of a forward of one replica, at most."""
+        return self.sequences_each * num_slots(self.window) + self.chunk_tokens
+
+    def program(self, traits: Traits) -> Program:
+        """What a burst of sequences with these traits is compiled for."""
+        sizes = forward_sizes(
+            self.sequences_each,
+            traits.window,
+            self.chunk_tokens,
+            self.tokens_at_once,
+            one_size=self.deterministic,
+        )
+        return Program(sizes, traits, self.attention, self.refill)
+
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """The tokens that end a completion."""
         ends = () if params.ignore_eos else self.eos_token_ids
         return tuple(dict.fromkeys((*ends, *params.stop_token_ids)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Wishes:
+    """What a user may say of an engine; see `wedlm_jax.engine.engine.Engine`.
+
+    Attributes:
+      window: W, the widest.
+      page_size, num_pages, chunk_tokens: None for what fits platform and memory.
+    """
+
+    window: int
+    max_batch_size: int = 16
+    refill: str = "streaming"
+    max_model_len: int | None = None
+    attention: str | None = None
+    kv_cache_dtype: str | None = None
+    deterministic: bool = False
+    page_size: int | None = None
+    num_pages: int | None = None
+    chunk_tokens: int | None = None
+
+
+def plan_engine(
+    config: ModelConfig,
+    wishes: Wishes,
+    *,
+    dtype: Any,
+    platform: str,
+    replicas: int,
+    weights: int,
+    limit: int | None = None,
+) -> tuple[EngineSettings, MemoryPlan]:
+    """Works the settings out, under the mesh that is set.
+
+    Args:
+      config: of the model.
+      dtype: of its parameters.
+      platform: of the devices, as JAX names it.
+      replicas: of the mesh's ``data`` axis.
+      weights: bytes of the parameters on one device.
+      limit: bytes of a device; by default what it says.
+
+    Raises:
+      InputError: naming the option that cannot be.
+    """
+    if wishes.window:
+        config.require_mask_token_id()
+    if wishes.refill not in REFILLS:
+        raise InputError(f"refill: expected one of {', '.join(REFILLS)}, not {wishes.refill!r}")
+    if wishes.kv_cache_dtype not in (None, "int8"):
+        raise InputError(f"kv_cache_dtype: expected None or 'int8', not {wishes.kv_cache_dtype!r}")
+    for name in ("max_batch_size", "page_size", "chunk_tokens"):
+        _check_count(name, getattr(wishes, name), least=1)
+    _check_count("num_pages", wishes.num_pages, least=2)
+    attention = check_ragged_backend(
+        wishes.attention, platform, config, int8=wishes.kv_cache_dtype is not None
+    )
+    length = _checked_length(wishes.max_model_len, config)
+    page_size = wishes.page_size or _of(PAGE_SIZES, platform)
+    slots = num_slots(wishes.window)
+    max_pages = math.ceil((length + slots + 1) / page_size)
+    cache_dtype = wishes.kv_cache_dtype or dtype
+    settings = EngineSettings(
+        replicas=replicas,
+        sequences_each=wishes.max_batch_size,
+        window=wishes.window,
+        max_text=length,
+        emitted=max(EMITTED, 2 * slots),
+        page_size=page_size,
+        num_pages=wishes.num_pages or 0,
+        max_pages=max_pages,
+        cache_dtype=cache_dtype,
+        chunk_tokens=wishes.chunk_tokens or _of(CHUNK_TOKENS, platform),
+        tokens_at_once=_of(TOKENS_AT_ONCE, platform),
+        attention=attention,
+        refill=wishes.refill,
+        deterministic=wishes.deterministic,
+        eos_token_ids=tuple(config.eos_token_ids),
+    )
+    memory = plan_pages(
+        config,
+        platform=platform,
+        weights=weights,
+        working=working_bytes(config, settings.tokens_at_once, settings.total_tokens, dtype),
+        page_size=page_size,
+        pages_per_sequence=max_pages,
+        sequences=wishes.max_batch_size,
+        dtype=cache_dtype,
+        num_pages=wishes.num_pages,
+        limit=limit,
+    )
+    return dataclasses.replace(settings, num_pages=memory.num_pages), memory
+
+
+def _of(table: dict[str, int], platform: str) -> int:
+    return table.get(platform, table["gpu"])
+
+
+def _check_count(name: str, value: object, *, least: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{name}: expected {least} or more, not {value!r}")
+
+
+def _checked_length(length: int | None, config: ModelConfig) -> int:
+    limit = config.max_position_embeddings
+    length = limit if length is None else length
+    if not 1 <= length <= limit:
+        raise InputError(
+            f"max_model_len: expected 1 to {limit}, the model's context, not {length!r}"
+        )
+    return length
