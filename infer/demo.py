@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from wedlm_jax.errors import InputError
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
     from infer.evaluate import Decoder
     from infer.heldout import Question
     from infer.score import Score
+    from wedlm_jax.engine.engine import Engine
+    from wedlm_jax.engine.results import WindowView
+    from wedlm_jax.params import SamplingParams
 
 PROMPTS_A_REGIME = 4
 
@@ -75,9 +80,8 @@ def _introduce(console: Console, decoder: Decoder) -> None:
         f"τ = {decoder.params.entropy_threshold}, λ = {decoder.params.position_penalty}; "
         f"on {device.platform}. Compiling ..."
     )
-    # One prompt of each length bucket, so that what is watched is decoding alone.
-    for length in (24, 48):
-        decoder.llm.generate([[0] * length], decoder.params)
+    # So that what is watched is decoding alone.
+    decoder.llm.generate([[0]], dataclasses.replace(decoder.params, max_tokens=1))
     console.print(f"compiled in {engine.compile_seconds:.1f} s, at most {MAX_TOKENS} tokens each")
     if console.is_terminal:
         console.print(LEGEND)
@@ -90,43 +94,62 @@ def _show(
     from infer.evaluate import chat_prompt
     from infer.window_view import plain, styled
 
-    codec, engine = decoder.llm.codec, decoder.llm.engine
+    codec = decoder.llm.codec
     assert codec is not None
     console.print(f"\n> {question.prompt}", style="bold", markup=False)
-    batch = engine.start([chat_prompt(decoder.llm, question)], [decoder.params])
-
-    def step() -> bool:
-        done = batch.advance(1)
-        if not done and trace and not console.is_terminal:
-            line = plain(codec, batch.results()[0].token_ids, batch.window(0))
-            console.print(f"  {line}", markup=False)
-        return done
-
+    views = _views(decoder.llm.engine, chat_prompt(decoder.llm, question), decoder.params)
+    token_ids: list[int] = []
+    num_forwards = 0
     if console.is_terminal:
         from rich.live import Live
 
         with Live(console=console, auto_refresh=False) as live:
-            done = False
-            while not done:
-                window = batch.window(0)
-                live.update(styled(codec, batch.results()[0].token_ids, window), refresh=True)
-                time.sleep(delay)
-                done = step()
-            live.update(styled(codec, batch.results()[0].token_ids, None), refresh=True)
+            for token_ids, window, num_forwards in views:
+                live.update(styled(codec, token_ids, window), refresh=True)
+                time.sleep(delay if window else 0)
     else:
-        while not step():
-            pass
-    row = batch.results()[0]
-    text = codec.complete_text(row.token_ids)
+        for token_ids, window, num_forwards in views:
+            if window and num_forwards and trace:
+                console.print(f"  {plain(codec, token_ids, window)}", markup=False)
+    text = codec.complete_text(token_ids)
     if not console.is_terminal:
         console.print(text, markup=False)
     verdicts = {True: ", right", False: f", wrong: expected {question.expected!r}", None: ""}
     verdict = verdicts[question.is_right(text)]
     console.print(
-        f"  {len(row.token_ids)} tokens in {row.num_forwards} forwards "
-        f"({len(row.token_ids) / row.num_forwards:.1f} a forward){verdict}",
-        style="dim", markup=False,
-    )  # fmt: skip
+        f"  {len(token_ids)} tokens in {num_forwards} forwards "
+        f"({len(token_ids) / num_forwards:.1f} a forward){verdict}",
+        style="dim",
+        markup=False,
+    )
+
+
+def _views(
+    engine: Engine, prompt: Sequence[int], params: SamplingParams
+) -> Iterator[tuple[list[int], WindowView | None, int]]:
+    """Decodes a prompt forward by forward.
+
+    Yields:
+      before the first forward and after each: what is committed, the window (None at the end) and
+      the number of decode forwards so far.
+    """
+    from wedlm_jax.engine.burst import Request
+    from wedlm_jax.engine.events import Failed, Finished, TokenDelta
+
+    committed: list[int] = []
+    num_forwards = 0
+    events = engine.step([Request(0, prompt, params)], max_forwards=0)
+    while True:
+        for event in events:
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, Finished):
+                yield event.result.token_ids, None, event.result.num_forwards
+                return
+            if isinstance(event, TokenDelta):
+                committed, num_forwards = committed + event.token_ids, event.num_forwards
+        yield committed, engine.window(0), num_forwards
+        events = engine.step(max_forwards=1)
 
 
 def _measure(console: Console, decoders: list[Decoder], regimes: list[list[Question]]) -> None:

@@ -185,9 +185,9 @@ def decoders_at(
     from wedlm_jax.params import SamplingParams
 
     load = partial(LLM, model, max_batch_size=batch_size, **rounding)  # type: ignore[arg-type]
-    base = SamplingParams(max_tokens=MAX_TOKENS, position_penalty=position_penalty)
+    base = SamplingParams(mode="paper", max_tokens=MAX_TOKENS, position_penalty=position_penalty)
     at = [dataclasses.replace(base, entropy_threshold=x) for x in thresholds]
-    decoders = [Decoder("AR", load(window_size=0), base)]
+    decoders = [Decoder("AR", load(window_size=0), dataclasses.replace(base, mode="ar"))]
     for refill in ("blockwise", "streaming") if blockwise else ("streaming",):
         llm = load(window_size=window_size, refill=refill)
         name = "WeDLM" if refill == "streaming" else "block-wise"

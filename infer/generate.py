@@ -57,15 +57,17 @@ examples:
   zcat prompts.jsonl.gz | wedlm generate --model DIR --input - --output completions
   wedlm generate --model DIR --input prompts/ --output completions --num-hosts 8 --host-id 3
   wedlm generate --model DIR --input prompts/ --output completions --ray --ray-actors 8
-  wedlm generate --model DIR --window-size 0 --prompt "..."     (autoregressive decoding)
+  wedlm generate --model DIR --input prompts/ --output completions --mesh tensor=4 data=2
+  wedlm generate --model DIR --mode ar --prompt "..."     (autoregressive decoding)
 """
 
 JOB_OPTIONS = ("logprobs", "shard_size", "fail_fast", "overwrite", "grace", "num_hosts", "host_id",
                "ray", "ray_actors")  # fmt: skip
 """What only a job with --input takes."""
 
-LLM_OPTIONS = ("model", "window_size", "dtype", "max_model_len", "batch_size", "max_cache_tokens",
-               "attention", "quantization", "kv_cache_dtype")  # fmt: skip
+LLM_OPTIONS = ("model", "window_size", "dtype", "max_model_len", "batch_size", "attention",
+               "quantization", "kv_cache_dtype", "deterministic", "mesh")  # fmt: skip
+"""What `LLM` takes."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -114,31 +116,36 @@ def _add_model(group: Any) -> None:
         help="round keys and values to 8 bits [as --dtype]")  # fmt: skip
     add("--max-model-len", type=int, metavar="N",
         help="prompt and completion tokens at most [the model's context]")  # fmt: skip
-    add("--batch-size", type=int, metavar="N", help="prompts that decode together, at most [16]")
-    add("--max-cache-tokens", type=int, metavar="N",
-        help="cache of all prompts that decode together, at most: short prompts then decode with "
-        "short ones, long ones fewer at a time [as --batch-size of the longest need]")  # fmt: skip
+    add("--batch-size", type=int, metavar="N",
+        help="prompts that decode together, at most, on each replica of --mesh [16; 1 with "
+        "--prompt]")  # fmt: skip
+    add("--mesh", type=_mesh_axis, nargs="+", action="extend", metavar="NAME=N",
+        help="devices of this machine that share the work: tensor=N cuts the weights, data=N "
+        "makes replicas, each with prompts of its own [one device]")  # fmt: skip
+    add("--deterministic", action="store_true",
+        help="compute every forward in one shape: a prompt's tokens then depend on nothing but "
+        "itself, in bfloat16 too; slower [not]")  # fmt: skip
     add("--warmup", action="store_true", default=False,
-        help="with --input: first compile what prompts of --max-model-len can need")  # fmt: skip
-    add("--attention", choices=("dense", "ragged", "ragged_triton"),
-        help="of the decode windows; ragged (TPUs) and ragged_triton (NVIDIA GPUs) are kernels "
-        "that read the live part of each row's cache [ragged on a TPU with heads of 128 and no "
-        "int8 cache, else dense]")  # fmt: skip
+        help="with --input: compile before the first prompt is decoded")  # fmt: skip
+    add("--attention", choices=("xla", "rpa"),
+        help="xla runs on any device, rpa is a kernel for TPUs [rpa on a TPU with heads of 128 "
+        "and no int8 cache, else xla]")  # fmt: skip
 
 
 def _add_decoding(group: Any) -> None:
     add = group.add_argument
     add("--mode", choices=("paper", "verified", "ar"),
-        help="paper commits what masks were filled with; verified commits only what ar would, in "
-        "fewer forwards; ar decodes autoregressively [paper]")  # fmt: skip
+        help="verified says what ar would, in fewer forwards; paper commits what masks were "
+        "filled with, by --entropy-threshold; ar decodes autoregressively [verified]")  # fmt: skip
     add("--window-size", type=_window, metavar="N|auto",
         help="W, masked slots decoded in parallel; 0 decodes autoregressively; auto chooses "
         "while decoding, for speed: in mode paper results may then differ from run to run "
-        "[16]")  # fmt: skip
+        "[16; 0 for a checkpoint that was not trained on masks]")  # fmt: skip
     add("--entropy-threshold", type=_threshold, metavar="X|none",
-        help="τ in nats: masks below it are filled; none fills one a forward [0.4]")  # fmt: skip
+        help="paper: τ in nats, masks below it are filled; none fills one a forward "
+        "[0.4]")  # fmt: skip
     add("--position-penalty", type=float, metavar="X",
-        help="λ, added to the entropy per slot from the first mask [0.02]")  # fmt: skip
+        help="paper: λ, added to the entropy per slot from the first mask [0.02]")  # fmt: skip
     add("--draft-budget", type=float, metavar="X",
         help="verified: nats of entropy that a window's drafts may add up to [2.0]")  # fmt: skip
     add("--max-tokens", type=int, metavar="N", help="completion tokens at most [256]")
@@ -164,7 +171,15 @@ def _window(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-_window.__name__ = "integer or 'auto'"
+_window.__name__ = "integer or 'auto'"  # what argparse calls it in its message
+
+
+def _mesh_axis(text: str) -> tuple[str, int]:
+    name, _, size = text.partition("=")
+    return name, int(size)
+
+
+_mesh_axis.__name__ = "NAME=N"
 
 
 def _add_job(group: Any) -> None:
@@ -195,7 +210,7 @@ def _threshold(text: str) -> float | None:
     return None if text.lower() == "none" else float(text)
 
 
-_threshold.__name__ = "number or 'none'"  # what argparse calls it in its message
+_threshold.__name__ = "number or 'none'"
 
 
 def main(arguments: list[str]) -> int:
@@ -210,7 +225,8 @@ def main(arguments: list[str]) -> int:
 
         text = read_prompt(options["prompt"], sys.stdin)
         params = sampling_params(options)
-        return complete_prompt(load(options), text, params, chat=options["chat"])
+        llm = load({"batch_size": 1, **options})
+        return complete_prompt(llm, text, params, chat=options["chat"])
     return _run_job(options)
 
 
@@ -249,10 +265,7 @@ def _check_combination(options: dict[str, Any]) -> None:
     if alone:
         raise InputError(f"--{alone[0].replace('_', '-')} goes with --input")
     if "prompt" in options and options["warmup"]:
-        raise InputError(
-            "--warmup goes with --input; --prompt decodes in one row, not in the batch that a "
-            "warm-up compiles"
-        )
+        raise InputError("--warmup goes with --input; --prompt compiles when it comes")
     if "prompt" in options and options.get("n", 1) > 1:
         raise InputError(
             f"--n: expected 1 with --prompt, which streams one completion, not {options['n']}; "
@@ -286,15 +299,28 @@ def load(options: dict[str, Any]) -> LLM:
     given = {name: options[name] for name in LLM_OPTIONS if name in options}
     if "batch_size" in given:
         given["max_batch_size"] = given.pop("batch_size")
+    if "mesh" in given:
+        given["mesh"] = dict(given["mesh"])
     keep_compiled()
     try:
         llm = LLM(given.pop("model", None), **given)
+        if "window_size" not in options and llm.engine.window_size == 0:
+            _tell_autoregressive(llm)
         if options.get("warmup"):
             _warm_up(llm, options)
         return llm
     except InputError as error:
         message = str(error).replace("max_batch_size:", "batch_size:", 1)
         raise InputError(_as_option(message)) from None
+
+
+def _tell_autoregressive(llm: LLM) -> None:
+    kind = llm.engine.config.model_type
+    print(
+        f"{llm.folder} ({kind}) was not trained on masks: decoding autoregressively, as with "
+        "--window-size 0",
+        file=sys.stderr,
+    )
 
 
 def _warm_up(llm: LLM, options: dict[str, Any]) -> None:
@@ -311,8 +337,8 @@ def _warm_up(llm: LLM, options: dict[str, Any]) -> None:
 
 def _as_option(message: str) -> str:
     name, colon, rest = message.partition(":")
-    known = ("window_size", "batch_size", "max_cache_tokens", "max_model_len", "temperature",
-             "top_p", "top_k", "max_tokens", "min_tokens", "stop", "bad_words", "entropy_threshold",
+    known = ("window_size", "batch_size", "max_model_len", "mesh", "temperature", "top_p", "top_k",
+             "max_tokens", "min_tokens", "stop", "bad_words", "entropy_threshold",
              "position_penalty", "draft_budget", "repetition_penalty", "presence_penalty",
              "frequency_penalty", "seed", "n", "logprobs")  # fmt: skip
     return f"--{name.replace('_', '-')}{colon}{rest}" if name in known else message

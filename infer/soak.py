@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
-    from wedlm_jax.scheduler import Row
+    from wedlm_jax.generation import Prepared
 
 GROWTH_ALLOWED = 0.05
 """Of the memory in use, from the end of the first quarter to the end."""
@@ -30,9 +30,7 @@ def main(arguments: list[str]) -> int:
     add("--model", metavar="DIR", help="checkpoint folder [the embedded model]")
     add("--minutes", type=float, default=60, metavar="X", help="how long [60]")
     add("--rows", type=int, default=16, metavar="N", help="prompts that decode together [16]")
-    add("--max-cache-tokens", type=int, metavar="N",
-        help="cache of all of them; short and long ones then decode apart [no limit]")  # fmt: skip
-    add("--mode", choices=("paper", "verified", "ar"), default="paper", help="[paper]")
+    add("--mode", choices=("paper", "verified", "ar"), default="verified", help="[verified]")
     add("--seed", type=int, default=0, metavar="N", help="of prompts and lengths [0]")
     add("--output", metavar="FILE", help="also write a JSON line a minute")
     options = parser.parse_args(arguments)
@@ -42,7 +40,7 @@ def main(arguments: list[str]) -> int:
     from wedlm_jax.llm import LLM
     from wedlm_jax.params import SamplingParams
 
-    llm = LLM(options.model, max_batch_size=options.rows, max_cache_tokens=options.max_cache_tokens)
+    llm = LLM(options.model, max_batch_size=options.rows)
     params = SamplingParams(mode=options.mode, max_tokens=160)
     print("warming up ...", flush=True)
     llm.warm_up(params)
@@ -73,7 +71,7 @@ def main(arguments: list[str]) -> int:
 
 def _rows(
     options: argparse.Namespace, vocab: int, longest: int, params: Any, started: float
-) -> Iterator[Row]:
+) -> Iterator[Prepared]:
     """Random tokens of random lengths, short ones most often, until the time is over."""
     import dataclasses
 

@@ -1,4 +1,4 @@
-"""The decoding of one row as text: committed tokens, filled slots, masks."""
+"""The decoding of one sequence as text: committed tokens, filled slots, masks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from wedlm_jax.row_result import WindowView
+from wedlm_jax.engine.results import WindowView
 from wedlm_jax.text import TextCodec
 
 MASK = "░"

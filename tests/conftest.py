@@ -31,7 +31,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.decode_examples import TINY
+from tests.decode_examples import DRAWN, TINY, small_engine
 from tests.reference.decode_loop import FullForward
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.masks import CausalMask
@@ -80,17 +80,24 @@ def tiny_model() -> Transformer:
 
 @pytest.fixture(scope="session")
 def streaming_engine(tiny_model: Transformer) -> Engine:
-    return Engine(tiny_model, window_size=4)
+    """For every option and mode, at all the sizes of a forward."""
+    return small_engine(tiny_model)
+
+
+@pytest.fixture(scope="session")
+def one_size_engine(tiny_model: Transformer) -> Engine:
+    """The same at one size, for greedy and sampled sequences without other options."""
+    return small_engine(tiny_model, DRAWN, deterministic=True)
 
 
 @pytest.fixture(scope="session")
 def blockwise_engine(tiny_model: Transformer) -> Engine:
-    return Engine(tiny_model, window_size=4, refill="blockwise")
+    return small_engine(tiny_model, DRAWN, refill="blockwise", deterministic=True)
 
 
 @pytest.fixture(scope="session")
 def autoregressive_engine(tiny_model: Transformer) -> Engine:
-    return Engine(tiny_model, window_size=0)
+    return small_engine(tiny_model, window_size=0)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Random rows to decode on the tiny model, and the reference's answer to each."""
+"""Random sequences to decode on the tiny model, and the reference's answer to each."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from wedlm_jax.config import ModelConfig
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.results import SequenceResult
+from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 
 TINY = ModelConfig(
@@ -33,7 +34,7 @@ TINY = ModelConfig(
 
 BATCH = 4
 LONGEST_PROMPT, LONGEST_COMPLETION = 28, 20
-"""Together the context of the tiny model, and in one bucket whatever is drawn."""
+"""Together the context of the tiny model."""
 
 SAFE_MARGIN = 1e-4
 """Choices decided by less may differ by rounding between a cached and a full forward."""
@@ -78,6 +79,7 @@ def rows_with_options(draw: st.DrawFn, *, window: int = 4) -> Row:
     words = st.lists(st.lists(token, min_size=1, max_size=3).map(tuple), max_size=4)
     params = dataclasses.replace(
         row.params,
+        min_p=some(st.sampled_from([0.05, 0.3]), 0.0) if row.params.temperature else 0.0,
         min_tokens=min(some(st.integers(1, 12), 0), row.params.max_tokens),
         repetition_penalty=some(st.sampled_from([0.5, 1.3, 4.0]), 1.0),
         presence_penalty=some(st.sampled_from([-2.0, 0.6, 2.0]), 0.0),
@@ -93,11 +95,60 @@ def batches(*, window: int = 4) -> st.SearchStrategy[list[Row]]:
     return st.lists(rows(window=window), min_size=BATCH, max_size=BATCH)
 
 
-def run(engine: Engine, batch: Sequence[Row]) -> list[SequenceResult]:
-    """Decodes the rows together; results in their order."""
-    return engine.decode(
-        [Request(i, row.prompt, row.params, row.window) for i, row in enumerate(batch)]
+EVERYTHING = [
+    SamplingParams(
+        mode=mode,
+        temperature=1.0,
+        top_k=3,
+        min_tokens=1,
+        repetition_penalty=1.3,
+        logit_bias=dict.fromkeys(range(8), 1.0),
+        bad_words=((3, 4, 5),) * 8,
+        logprobs=4,
+        stop_token_ids=(2, 3),
     )
+    for mode in ("paper", "verified", "ar")
+]
+"""All that the examples may ask for: an engine that expects it compiles a single program."""
+
+DRAWN = [SamplingParams(mode="paper", temperature=1.0, top_k=3)]
+"""The same without the options that change logits."""
+
+
+def small_engine(
+    model: Transformer, expected: Sequence[SamplingParams] = EVERYTHING, **options: Any
+) -> Engine:
+    """An engine of few sequences, short pages and short chunks, so that the tiny model's prompts
+    have several of both; it is compiled for all that is ``expected``."""
+    usual = {"window_size": 4, "max_batch_size": BATCH, "page_size": 4, "chunk_tokens": 8}
+    engine = Engine(model, **{**usual, **options})
+    engine.expect(expected)
+    return engine
+
+
+def requests_of(batch: Sequence[Row], first: int = 0) -> list[Request]:
+    """Requests of the rows, numbered from ``first``."""
+    return [Request(first + i, row.prompt, row.params, row.window) for i, row in enumerate(batch)]
+
+
+def run(engine: Engine, batch: Sequence[Row]) -> list[SequenceResult]:
+    """Decodes the rows, all submitted at once; results in their order, but for what was cached of
+    a prompt, which depends on who was there before."""
+    return [as_if_first(result) for result in engine.decode(requests_of(batch))]
+
+
+def as_if_first(result: SequenceResult) -> SequenceResult:
+    return dataclasses.replace(result, num_cached_tokens=0)
+
+
+def in_mode(row: Row, mode: str, **changes: object) -> Row:
+    params = dataclasses.replace(row.params, mode=mode, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(row, params=params)
+
+
+def say_the_same(ours: SequenceResult, theirs: SequenceResult) -> bool:
+    """Whether tokens and reasons are equal; counts may differ."""
+    return (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)
 
 
 def reference(

@@ -37,7 +37,9 @@ class DecodeCase:
 @functools.lru_cache(maxsize=32)
 def _engine(model: Transformer, window: int, sequences: int, refill: str) -> Engine:
     """Kept, because an engine keeps its compiled programs: cases of equal shapes share them."""
-    return Engine(model, window_size=window, max_batch_size=sequences, refill=refill)
+    return Engine(
+        model, window_size=window, max_batch_size=sequences, refill=refill, chunk_tokens=32
+    )
 
 
 def decode_cases(

@@ -4,8 +4,8 @@
 
 On a GPU, in the shape of the 8B model:
 
-    python -m train.attention_cost --forms blockwise triton --time-up-to 16384 \\
-        --heads 32 --kv-heads 8 --head-dim 128 --dtype bfloat16 --repeats 20
+    python -m train.attention_cost --forms blockwise --time-up-to 16384 --heads 32 \\
+        --kv-heads 8 --head-dim 128 --dtype bfloat16 --repeats 20
 
 Products are counted in the compiled program, loops as often as they run, and not told where a
 kernel hides them; memory is what the compiler sets aside beside arguments and results. Times are

@@ -70,9 +70,7 @@ class LossSection:
     chunk: int = _field(256, "rows of logits that exist at once, per packed row")
     dtype: str = _field("bfloat16", "compute dtype; parameters stay float32")
     remat: str = _field("full", "none, dots or full: what the backward pass recomputes")
-    attention: str = _field(
-        "streams", "attention: dense, streams, blockwise, splash (TPU) or triton (NVIDIA)"
-    )
+    attention: str = _field("streams", "attention: dense, streams, blockwise or splash (TPUs)")
     unroll: int = _field(1, "layers in one turn of the scan over layers; more compile longer")
 
 

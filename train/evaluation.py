@@ -23,13 +23,15 @@ from wedlm_jax.corruption import PackedRows
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.model import Transformer
-from wedlm_jax.processes import is_first, jax_processes, say, sum_over_all
 from wedlm_jax.params import SamplingParams
+from wedlm_jax.processes import is_first, jax_processes, say, sum_over_all
 from wedlm_jax.sharding import batch_sharding
 
 MASKS = 2**31
 """Folded into the run's key for the masks; no step has this number."""
 WINDOW = 16
+MOST_AT_ONCE = 16
+"""Prompts that a process decodes together."""
 EVALUATION = "evaluation.jsonl"
 
 
@@ -100,13 +102,19 @@ class Evaluation:
         prompts = self._prompts[processes.index :: processes.count]
         if not prompts:
             return np.zeros(3, np.int64)
+        limit, longest = model.config.max_position_embeddings, max(map(len, self._prompts))
+        tokens = min(self._config.evaluation.max_tokens, limit - longest)
         if self._engine is None:
-            mesh = self._processes.local_mesh
-            self._engine = Engine(model, window_size=WINDOW, mesh=mesh)
+            # No larger than needed: the rest of the memory is the optimizer's.
+            self._engine = Engine(
+                model,
+                window_size=WINDOW,
+                max_batch_size=min(len(prompts), MOST_AT_ONCE),
+                max_model_len=longest + tokens,
+                mesh=self._processes.local_mesh,
+            )
         else:
             self._engine.update(model)
-        limit = self._engine.max_model_len
-        tokens = min(self._config.evaluation.max_tokens, limit - max(map(len, self._prompts)))
         params = SamplingParams(max_tokens=tokens, mode="paper")
         requests = [Request(i, prompt, params) for i, prompt in enumerate(prompts)]
         counts = [

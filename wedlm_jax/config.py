@@ -117,6 +117,11 @@ class ModelConfig:
         """Query heads that share one key/value head."""
         return self.num_attention_heads // self.num_key_value_heads
 
+    @property
+    def knows_masks(self) -> bool:
+        """Whether the model was trained to fill masks; Qwen's own checkpoints were not."""
+        return self.model_type == "wedlm" and self.mask_token_id is not None
+
     def require_mask_token_id(self) -> int:
         if self.mask_token_id is None:
             raise InputError(

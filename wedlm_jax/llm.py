@@ -37,7 +37,8 @@ class LLM:
       model: a folder in Hugging Face format, or a hub id; the embedded model by default.
       window_size: W, the masked slots decoded in parallel; 0 is autoregressive decoding;
         "auto" chooses for each sequence while it decodes, by what forwards cost and commit: then
-        the tokens of mode "paper" may depend on the machine.
+        the tokens of mode "paper" may depend on the machine. By default 16, and 0 for a model
+        that was not trained on masks (`wedlm_jax.config.ModelConfig.knows_masks`).
       dtype: "float32" or "bfloat16"; by default float32 on a CPU, bfloat16 elsewhere.
       max_model_len: prompt and completion tokens at most; the model's context by default.
       max_batch_size: sequences that decode together, at most, on each replica of the model.
@@ -56,7 +57,7 @@ class LLM:
         self,
         model: str | Path | None = None,
         *,
-        window_size: int | str = DEFAULT_WINDOW,
+        window_size: int | str | None = None,
         dtype: str | None = None,
         max_model_len: int | None = None,
         max_batch_size: int = 16,
@@ -80,6 +81,8 @@ class LLM:
         self.max_batch_size = max_batch_size
         devices = _mesh_of(mesh)
         weights = load_checkpoint(self.folder, dtype=jnp.dtype(dtype), mesh=devices)
+        if window_size is None:
+            window_size = DEFAULT_WINDOW if weights.config.knows_masks else 0
         if quantization:
             weights = quantize_weights(weights)
         self.engine = Engine(

@@ -71,10 +71,11 @@ def identity_of(llm: LLM, workload: Workload) -> Identity:
         "version": __version__,
         "params": dataclasses.asdict(workload.params),
         "chat": workload.chat,
-        "window_size": "auto" if llm.engine.chooses_width else llm.engine.window_size,
-        "refill": llm.engine.refill,
+        "window_size": llm.engine.window_size,
+        "refill": llm.engine.settings.refill,
         "max_model_len": llm.engine.max_model_len,
         "dtype": llm.dtype,
+        "deterministic": llm.engine.settings.deterministic,
     }
     rounding = {"quantization": llm.quantization, "kv_cache_dtype": llm.engine.kv_cache_dtype}
     settings |= {name: value for name, value in rounding.items() if value is not None}

@@ -25,7 +25,8 @@ from typing import IO, Any
 from infer.job.durable import naming, sync, writer_name
 from infer.job.result_rows import encoded
 
-FORMAT = 2
+FORMAT = 3
+"""Rows of another number are of another decoder, whose counts of forwards may differ."""
 SUFFIX = ".part"
 RESULT = b', "result": '
 

@@ -16,7 +16,8 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.params import SamplingParams
 
 if TYPE_CHECKING:
-    from wedlm_jax.llm import LLM, Row
+    from wedlm_jax.generation import Prepared
+    from wedlm_jax.llm import LLM
 
 PROMPT_KINDS = ("prompt", "prompt_token_ids", "messages")
 KEYS = (*PROMPT_KINDS, "id", "sampling")
@@ -95,7 +96,7 @@ def row_seed(seed: int, name: RowId) -> int:
     return int.from_bytes(hashlib.sha256(text.encode("ascii")).digest()[:4], "big")
 
 
-def prepared_row(llm: LLM, row: PromptRow, *, chat: bool) -> Row:
+def prepared_row(llm: LLM, row: PromptRow, *, chat: bool) -> Prepared:
     """Its token ids and parameters, checked against the model.
 
     Args:

@@ -14,8 +14,8 @@ from infer.job.shard_folder import ShardFolder
 from infer.job.stop import StopRequest
 
 if TYPE_CHECKING:
+    from wedlm_jax.completion import Progress
     from wedlm_jax.llm import LLM
-    from wedlm_jax.tally import Progress
 
 
 class Run:
@@ -42,7 +42,8 @@ class Run:
         """Decodes what is missing, saying how far it is; raises what `ShardDecoder.run` does."""
         if left := self._rows - self._folder.kept_rows(self._shards):
             console.print(
-                f"{left:,} rows to decode, {self._llm.max_batch_size} at a time; compiling first",
+                f"{left:,} rows to decode, {self._llm.engine.settings.sequences} at a time; "
+                "compiling first",
                 markup=False,
             )
         self._compiled, self._started = self._llm.engine.compile_seconds, time.monotonic()

@@ -19,10 +19,9 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.params import SamplingParams
 
 if TYPE_CHECKING:
-    from wedlm_jax.completion import Completion
+    from wedlm_jax.completion import Completion, Progress
+    from wedlm_jax.generation import Prepared
     from wedlm_jax.llm import LLM
-    from wedlm_jax.scheduler import Row
-    from wedlm_jax.tally import Progress
 
 
 class BadRow(Exception):
@@ -72,7 +71,7 @@ class Workload:
         if number != shard.first + shard.rows:
             raise InputError(f"{file.shown}: has changed while the job was running")
 
-    def prepare(self, llm: LLM, number: int, content: Content) -> tuple[RowId, Row]:
+    def prepare(self, llm: LLM, number: int, content: Content) -> tuple[RowId, Prepared]:
         """A row's id, and what the engine takes.
 
         Raises:
@@ -160,17 +159,16 @@ class ShardDecoder:
         except Exception as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            limited = self._llm.max_cache_tokens is not None
             raise NotEnoughMemory(
                 f"the device has not enough memory for {self._llm.max_batch_size} rows at a time, "
-                f"try a smaller {'--max-cache-tokens' if limited else '--batch-size'}"
+                "try a smaller --batch-size"
             ) from None
         finally:
             rows.close()
             for part in self._open.values():
                 part.close()
 
-    def _rows(self, shards: Iterable[Shard]) -> Generator[Row, None, None]:
+    def _rows(self, shards: Iterable[Shard]) -> Generator[Prepared, None, None]:
         """Prepared rows for the engine; what cannot be decoded is written down on the way."""
         places = itertools.count()
         for shard in self._and_again(shards):

@@ -187,7 +187,10 @@ class ShardFolder:
     def _unlike(self, found: dict[str, Any] | None) -> str:
         theirs = dict(found or {})
         if theirs.pop("wedlm_generate", None) != FORMAT:
-            return f"no {JOB} of this version tells which"
+            return (
+                "another version of wedlm decodes these, which counts forwards in its own way; "
+                "that one can finish it"
+            )
         return self.identity.differences(theirs)
 
     def _take_folder(self, overwrite: bool) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import io
+import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +20,10 @@ from infer.job.job import SHARD_SIZE
 from infer.job.stop import GRACE_SECONDS
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.__main__ import main
+from wedlm_jax.attention.ragged_pages import RAGGED_BACKENDS
+from wedlm_jax.engine.engine import DEFAULT_WINDOW
 from wedlm_jax.llm import LLM
-from wedlm_jax.params import SamplingParams
+from wedlm_jax.params import MODES, SamplingParams
 
 SHAPE = ["--window-size", "4", "--max-tokens", "24"]
 
@@ -72,7 +76,7 @@ def test_a_jobs_warm_up_compiles_what_its_other_options_need(
 
     monkeypatch.setattr(generate, "load", counting)
     arguments = f"--input {source} --output {output} --max-model-len 64 --batch-size 2"
-    options = "--mode verified --logprobs 1 --warmup"
+    options = "--mode paper --logprobs 1 --warmup"
     assert run(model, *arguments.split(), *options.split()) == 0
     [(llm, programs)] = loaded
     assert '"logprobs"' in output.read_text(encoding="utf-8")
@@ -83,12 +87,12 @@ def test_options_reach_the_decoder(
     model: str, llm: LLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
     params = SamplingParams(
-        max_tokens=20, temperature=0.9, top_p=0.95, top_k=50, seed=11,
+        max_tokens=20, temperature=0.9, top_p=0.95, top_k=50, seed=11, mode="paper",
         entropy_threshold=None, position_penalty=0.5,
     )  # fmt: skip
     (expected,) = llm.generate("the cat", params)
     assert expected.text
-    options = "--max-tokens 20 --temperature 0.9 --top-p 0.95 --top-k 50 --seed 11"
+    options = "--max-tokens 20 --temperature 0.9 --top-p 0.95 --top-k 50 --seed 11 --mode paper"
     options += " --entropy-threshold none --position-penalty 0.5"
     assert run(model, "--prompt", "the cat", *options.split()) == 0
     assert capsys.readouterr().out == f"{expected.text}\n"
@@ -136,6 +140,38 @@ def test_chat_applies_the_template(
     assert capsys.readouterr().out == f"{expected.text}\n" != f"{plain.text}\n"
 
 
+@pytest.mark.parametrize("options", ["--mesh tensor=2 data=2", "--deterministic"])
+def test_neither_devices_nor_one_shape_change_what_is_said(
+    model: str, llm: LLM, options: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (expected,) = llm.generate("the cat", SamplingParams(max_tokens=24))
+    assert run(model, "--prompt", "the cat", *options.split()) == 0
+    assert capsys.readouterr().out == f"{expected.text}\n"
+
+
+def test_a_checkpoint_without_masks_decodes_autoregressively_and_says_so(
+    model: str, llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(model, tmp_path / "qwen")
+    path = tmp_path / "qwen" / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(config | {"model_type": "qwen3"}), encoding="utf-8")
+    (expected,) = llm.generate("the cat", SamplingParams(max_tokens=24, mode="ar"))
+    arguments = ["generate", "--model", str(tmp_path / "qwen"), "--max-tokens", "24"]
+    assert main([*arguments, "--prompt", "the cat"]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{expected.text}\n"
+    told, summary = err.splitlines()
+    assert told.endswith(
+        "qwen (qwen3) was not trained on masks: decoding autoregressively, as with --window-size 0"
+    )
+    tokens = len(expected.token_ids)
+    assert summary.startswith(f"{tokens} tokens in {tokens - 1} forwards ")
+    # Who names a window knows better.
+    assert main([*arguments, "--window-size", "4", "--prompt", "the cat"]) == 0
+    assert "autoregressively" not in capsys.readouterr().err
+
+
 # --- help --------------------------------------------------------------------------------
 
 
@@ -153,16 +189,25 @@ def test_help_names_the_defaults_that_hold(capsys: pytest.CaptureFixture[str]) -
                      "position_penalty", "seed", "n", "min_tokens", "repetition_penalty",
                      "presence_penalty", "frequency_penalty")
     }  # fmt: skip
-    expected["window-size"] = str(library["window_size"].default)
-    expected["batch-size"] = str(library["max_batch_size"].default)
+    no_masks = "0 for a checkpoint that was not trained on masks"
+    expected["window-size"] = f"{DEFAULT_WINDOW}; {no_masks}"
+    expected["batch-size"] = f"{library['max_batch_size'].default}; 1 with --prompt"
     expected["shard-size"], expected["grace"] = str(SHARD_SIZE), str(GRACE_SECONDS)
     expected["num-hosts"] = "1"
     assert {name: shown.get(name) for name in expected} == expected
+    assert re.search(r"--mode [^\[]*\[([a-z]+)\]", text).group(1) == params.mode  # type: ignore[union-attr]
+
+
+def test_choices_of_the_help_are_those_of_the_library() -> None:
+    choices = {action.dest: action.choices for action in generate.parser()._actions}
+    assert choices["mode"] is not None
+    assert set(choices["mode"]) == set(MODES)
+    assert choices["attention"] == tuple(RAGGED_BACKENDS)
 
 
 def test_examples_of_the_help_are_accepted() -> None:
     examples = re.findall(r"wedlm generate (--.*?)(?: {3,}\(.*)?\n", generate.FILES)
-    assert len(examples) == generate.FILES.split("examples:")[1].count("wedlm generate") == 7
+    assert len(examples) == generate.FILES.split("examples:")[1].count("wedlm generate") == 8
     for example in examples:
         options = vars(generate.parser().parse_args(shlex.split(example)))
         generate._check_combination(options)
@@ -216,6 +261,9 @@ def test_help_imports_nothing_heavy() -> None:
         (["--prompt", "a", "--stop", ""], "--stop: expected non-empty strings"),
         (["--prompt", "a", "--window-size", "-1"], "--window-size: expected an integer"),
         (["--prompt", "a", "--batch-size", "0"], "--batch-size: expected 1 or more"),
+        (["--prompt", "a", "--mesh", "rows=2"], "--mesh: expected data and tensor, not 'rows'"),
+        (["--prompt", "a", "--mesh", "tensor=4", "data=4"], "takes 16 devices, and there are 8"),
+        (["--prompt", "a", "--attention", "rpa"], "attention 'rpa' is for TPUs, not for 'cpu'"),
         (["--prompt", "a", "--max-model-len", "9999"], "--max-model-len: expected 1 to 320"),
         (["--prompt", "a", "--max-tokens", "320"], "exceed max_model_len 320"),
         (["--prompt", "a", "--model", "/no/such"], "/no/such: no such model folder"),
@@ -232,7 +280,12 @@ def test_refused(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["--entropy-threshold", "abc"], ["--dtype", "int8"]])
+@pytest.mark.parametrize("arguments",
+    [
+        ["--entropy-threshold", "abc"], ["--dtype", "int8"], ["--mesh", "tensor"],
+        ["--mesh", "tensor=a"], ["--max-cache-tokens", "100"],
+    ],
+)  # fmt: skip
 def test_refused_by_the_parser(
     model: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

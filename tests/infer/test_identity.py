@@ -10,8 +10,8 @@ import pytest
 
 from infer import identity
 from wedlm_jax.completion import Completion
-from wedlm_jax.errors import InputError
 from wedlm_jax.decode.logprobs import TokenLogprob
+from wedlm_jax.errors import InputError
 
 
 def completion(*margins: float) -> Completion:

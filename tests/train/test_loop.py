@@ -205,6 +205,6 @@ def test_a_kernel_for_other_devices_is_refused_before_anything_is_loaded(
     tmp_path: Path, tokenizer_folder: Path
 ) -> None:
     recipe = tiny_recipe(tmp_path, tokenizer_folder)
-    recipe.loss.attention = "triton"
-    with pytest.raises(InputError, match="'triton' is for NVIDIA GPUs, not for 'cpu'"):
+    recipe.loss.attention = "splash"
+    with pytest.raises(InputError, match="'splash' is for TPUs, not for 'cpu'"):
         run_training(recipe)

@@ -37,7 +37,7 @@ def _load_once(loaded: dict[Any, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
 
     def cached(options: dict[str, Any]) -> LLM:
         names = (*generate.LLM_OPTIONS, "warmup", "max_tokens")
-        key = tuple(options.get(name) for name in names)
+        key = repr([options.get(name) for name in names])
         if key not in loaded:
             loaded[key] = load(options)
         return loaded[key]
@@ -54,7 +54,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def never_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "open", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(Engine, "step", lambda *_, **__: pytest.fail("it ran"))
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def as_row(name: str | int, completion: Completion) -> dict[str, Any]:
 
     def fields(sample: Completion) -> dict[str, Any]:
         result = dataclasses.asdict(sample)
-        del result["further"]
+        del result["further"], result["num_cached_tokens"]
         if result["logprobs"] is None:
             del result["logprobs"]
         value: dict[str, Any] = json.loads(json.dumps(result, allow_nan=False))

@@ -8,15 +8,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from wedlm_jax.completion import Completion
-from wedlm_jax.llm import LLM
+from wedlm_jax.completion import Completion, Progress
 from wedlm_jax.decode.logprobs import TokenLogprob
+from wedlm_jax.generation import Prepared
+from wedlm_jax.llm import LLM
 from wedlm_jax.samples import sample_seed
-from wedlm_jax.scheduler import Row
-from wedlm_jax.tally import Progress
 
 
-def quick_completion(row: Row) -> Completion:
+def quick_completion(row: Prepared) -> Completion:
     token_ids, params = row
     if params.n > 1:
         seeds = [sample_seed(params.seed, sample) for sample in range(params.n)]
@@ -37,7 +36,7 @@ def quick_completion(row: Row) -> Completion:
 
 def quick_run(
     self: LLM,
-    rows: Iterable[Row],
+    rows: Iterable[Prepared],
     on_progress: Callable[[Progress], None] | None = None,
     *,
     stopping: Callable[[], bool] | None = None,

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from infer.job.identity import Identity, folder_digest
+from infer.job.part_file import FORMAT
 
 JOB = Identity("i", "c", {"chat": False, "params": {"stop": ("a",), "seed": 0}}, 1000, 5)
 
 
 def test_an_identity_is_read_back_as_it_was_written() -> None:
     written = json.loads(json.dumps(JOB.as_json()))
-    again = Identity.from_json({**written, "wedlm_generate": 2})
+    again = Identity.from_json({**written, "wedlm_generate": FORMAT})
     assert again.as_json() == JOB.as_json()
     assert again.digest == JOB.digest
 

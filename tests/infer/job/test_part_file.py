@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from infer.job import part_file
-from infer.job.part_file import InUse, PartFile
+from infer.job.part_file import FORMAT, InUse, PartFile
 from wedlm_jax.errors import InputError
 
 FIRST = 10
@@ -60,7 +60,7 @@ def test_every_line_is_json_that_tells_its_row(tmp_path: Path) -> None:
     part = start(tmp_path)
     part.add({12: ROWS[12], 10: ROWS[10]})
     header, *lines = entries(part.path)
-    assert header == {"wedlm_generate": 2, "job": "f", "shard": 1}
+    assert header == {"wedlm_generate": FORMAT, "job": "f", "shard": 1}
     assert lines == [{"row": 12, "result": ROWS[12]}, {"row": 10, "result": ROWS[10]}]
     part.close()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from infer.job.part_file import FORMAT
 from infer.job.prompt_rows import row_seed
 from infer.job.result_rows import encoded, result_row
 from tests.infer.job.job_examples import (
@@ -24,8 +25,8 @@ from tests.infer.job.job_examples import (
 )
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.completion import Completion
-from wedlm_jax.llm import LLM
 from wedlm_jax.decode.logprobs import TokenLogprob
+from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 
 
@@ -111,7 +112,7 @@ def test_a_folder_has_shards_with_manifests(work: Path, model: Path) -> None:
         assert (manifest["shard"], manifest["first_row"]) == (k, 3 * k)
         assert manifest["counts"]["rows"] == len(rows)
         assert manifest["counts"]["tokens"] == sum(len(row["token_ids"]) for row in rows)
-        assert {"wedlm_generate": 2, **manifest["job"]} == job
+        assert {"wedlm_generate": FORMAT, **manifest["job"]} == job
         assert {"input", "checkpoint", "settings"} <= set(manifest["job"])
 
 

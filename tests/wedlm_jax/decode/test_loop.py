@@ -1,0 +1,215 @@
+"""The compiled loop against the plain Python one, with every option, and what a forward may not
+change."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tests.decode_examples import (
+    BATCH,
+    SAFE_MARGIN,
+    TINY,
+    Row,
+    batches,
+    reference,
+    rows,
+    rows_with_options,
+    run,
+)
+from tests.reference.decode_loop import Decoded, FullForward
+from tests.reference.logit_options import bad_words_in
+from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.results import SequenceResult
+from wedlm_jax.params import SamplingParams
+
+PLAIN = SamplingParams(mode="paper", max_tokens=12, entropy_threshold=1.6)
+AT_ONCE = SamplingParams(mode="paper", max_tokens=20, entropy_threshold=9.0)
+"""Every mask is filled in the first forward that sees it."""
+
+
+def assert_equal(result: SequenceResult, answer: Decoded) -> None:
+    plain = dataclasses.asdict(dataclasses.replace(result, logprobs=None))
+    del plain["num_cached_tokens"]  # the reference has no cache
+    assert plain == {**{name: getattr(answer, name) for name in plain}, "logprobs": None}
+    assert (result.logprobs is None) == (answer.logprobs is None)
+    for ours, theirs in zip(result.logprobs or [], answer.logprobs or [], strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        assert [p for _, p in ours.top] == pytest.approx([p for _, p in theirs.top], abs=1e-4)
+        best = [p for _, p in theirs.top]
+        if all(a - b > 1e-4 for a, b in itertools.pairwise(best)):
+            # Only the last may be another: what stands behind it is not known here.
+            assert [t for t, _ in ours.top][:-1] == [t for t, _ in theirs.top][:-1]
+
+
+def assert_equals_reference(
+    engine: Engine, full_forward: FullForward, batch: list[Row], refill: str = "streaming"
+) -> None:
+    compared = 0
+    for row, result in zip(batch, run(engine, batch), strict=True):
+        assert not bad_words_in(result.token_ids, row.params)
+        answer = reference(full_forward, TINY, row, refill)
+        if answer.margin > SAFE_MARGIN:
+            compared += 1
+            assert_equal(result, answer)
+    assume(compared)
+
+
+def batches_with_options(window: int) -> st.SearchStrategy[list[Row]]:
+    return st.lists(rows_with_options(window=window), min_size=BATCH, max_size=BATCH)
+
+
+@given(batch=batches())
+def test_streaming_equals_the_python_loop(
+    streaming_engine: Engine, full_forward: FullForward, batch: list[Row]
+) -> None:
+    assert_equals_reference(streaming_engine, full_forward, batch)
+
+
+@given(batch=batches())
+def test_blockwise_equals_the_python_loop(
+    blockwise_engine: Engine, full_forward: FullForward, batch: list[Row]
+) -> None:
+    assert_equals_reference(blockwise_engine, full_forward, batch, "blockwise")
+
+
+@given(batch=batches(window=0))
+def test_a_window_of_0_equals_full_forwards_token_by_token(
+    autoregressive_engine: Engine, full_forward: FullForward, batch: list[Row]
+) -> None:
+    assert_equals_reference(autoregressive_engine, full_forward, batch)
+
+
+@given(batch=batches_with_options(window=4))
+def test_streaming_with_options_equals_the_python_loop(
+    streaming_engine: Engine, full_forward: FullForward, batch: list[Row]
+) -> None:
+    assert_equals_reference(streaming_engine, full_forward, batch)
+
+
+@given(batch=batches_with_options(window=0))
+def test_autoregressive_decoding_with_options_equals_the_python_loop(
+    autoregressive_engine: Engine, full_forward: FullForward, batch: list[Row]
+) -> None:
+    assert_equals_reference(autoregressive_engine, full_forward, batch)
+
+
+@given(many=st.lists(rows_with_options(), min_size=5, max_size=10))
+def test_more_than_decode_together_equal_the_python_loop(
+    streaming_engine: Engine, full_forward: FullForward, many: list[Row]
+) -> None:
+    """Later ones take the places and the pages of those that have finished."""
+    assert_equals_reference(streaming_engine, full_forward, many)
+
+
+@given(batch=batches())
+def test_the_sizes_of_a_forward_change_nothing(
+    streaming_engine: Engine, one_size_engine: Engine, full_forward: FullForward, batch: list[Row]
+) -> None:
+    ours, theirs = run(streaming_engine, batch), run(one_size_engine, batch)
+    for row, one, other in zip(batch, ours, theirs, strict=True):
+        if reference(full_forward, TINY, row).margin > SAFE_MARGIN:
+            assert one == other
+
+
+@given(row=rows(), others=st.lists(rows_with_options(), min_size=3, max_size=3))
+def test_a_sequence_without_options_is_what_it_is_where_nobody_has_them(
+    streaming_engine: Engine,
+    one_size_engine: Engine,
+    full_forward: FullForward,
+    row: Row,
+    others: list[Row],
+) -> None:
+    assume(reference(full_forward, TINY, row).margin > SAFE_MARGIN)
+    assert run(streaming_engine, [row, *others])[0] == run(one_size_engine, [row])[0]
+
+
+# --- bad words ---------------------------------------------------------------------------
+
+
+def test_masks_that_are_filled_together_make_no_bad_word(
+    streaming_engine: Engine, full_forward: FullForward
+) -> None:
+    """Pairs that stand in the plain completion are forbidden; the masks that would be filled
+    with them in one forward then take more."""
+    shown = 0
+    for first in range(2, 10):
+        row = Row((first, 9, 4), AT_ONCE, 4)
+        whole = run(streaming_engine, [row])[0]
+        pairs = tuple(sorted(set(itertools.pairwise(whole.token_ids))))[:8]
+        params = dataclasses.replace(AT_ONCE, bad_words=pairs)
+        assert bad_words_in(whole.token_ids, params)
+        without = Row(row.prompt, params, 4)
+        result = run(streaming_engine, [without])[0]
+        assert not bad_words_in(result.token_ids, params)
+        answer = reference(full_forward, TINY, without)
+        if answer.margin > SAFE_MARGIN:
+            assert_equal(result, answer)
+            waited = result.num_forwards / len(result.token_ids)
+            shown += waited > whole.num_forwards / len(whole.token_ids)
+    assert shown
+
+
+def test_a_bad_word_may_begin_in_the_prompt(autoregressive_engine: Engine) -> None:
+    """Token by token, a word whose first token the completion lacks forbids nothing."""
+    tried = 0
+    for last in range(2, 22):
+        row = Row((3, 9, last), PLAIN, 0)
+        whole = run(autoregressive_engine, [row])[0]
+        if last not in whole.token_ids:
+            tried += 1
+            params = dataclasses.replace(PLAIN, bad_words=((last, whole.token_ids[0]),))
+            without = dataclasses.replace(row, params=params)
+            assert run(autoregressive_engine, [without])[0] == whole
+        if tried == 3:
+            return
+    pytest.fail("every completion has its prompt's last token")
+
+
+# --- the edges of a text -----------------------------------------------------------------
+
+
+def test_a_stop_token_ends_the_sequence_and_is_kept(
+    streaming_engine: Engine, full_forward: FullForward
+) -> None:
+    whole = run(streaming_engine, [Row((3, 9, 4), PLAIN, 4)])[0]
+    stop = whole.token_ids[0]
+    row = Row((3, 9, 4), dataclasses.replace(PLAIN, stop_token_ids=(stop,)), 4)
+    result = run(streaming_engine, [row])[0]
+    assert (result.token_ids, result.finish_reason) == ([stop], "stop")
+    assert result.token_ids == reference(full_forward, TINY, row).token_ids
+
+
+@pytest.mark.parametrize("kind", ["streaming", "blockwise", "autoregressive"])
+def test_one_token_at_most(kind: str, request: pytest.FixtureRequest) -> None:
+    engine: Engine = request.getfixturevalue(f"{kind}_engine")
+    window = engine.settings.window
+    prompts = [(3,), (4, 5), (6, 7, 8), (9, 10)]
+    params = SamplingParams(mode="paper", max_tokens=1, entropy_threshold=9.0)
+    for result in run(engine, [Row(prompt, params, window) for prompt in prompts]):
+        assert len(result.token_ids) == 1
+        assert result.finish_reason == ("stop" if result.token_ids == [1] else "length")
+        # A window commits in the forward after the one that filled; AR's first token comes with
+        # the prompt.
+        assert result.num_forwards == (2 if window else 0)
+
+
+def test_a_text_may_end_exactly_at_the_context_s_end(
+    streaming_engine: Engine, full_forward: FullForward
+) -> None:
+    """The window then stands over the end, and its slots behind it disturb nothing."""
+    most = 20
+    params = SamplingParams(mode="paper", max_tokens=most, entropy_threshold=1.6)
+    ended = 0
+    for first in range(2, 22, 4):
+        batch = [Row(tuple([first + i, 7, 3, 11] * 7), params, 4) for i in range(4)]
+        assert len(batch[0].prompt) == TINY.max_position_embeddings - most
+        streaming_engine.check(batch[0].prompt, params)
+        for row, result in zip(batch, run(streaming_engine, batch), strict=True):
+            ended += result.finish_reason == "length"
+            assert result.token_ids == reference(full_forward, TINY, row).token_ids
+    assert ended
