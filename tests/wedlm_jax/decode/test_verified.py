@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
+import random
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,37 +14,65 @@ import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
+from jax import Array
 from scipy import stats
 
 from infer.evaluate import chat_prompt
 from infer.heldout import read_questions
-from tests.decode_examples import TINY, Row, rows, run
+from tests.decode_examples import (
+    TINY,
+    Row,
+    in_mode,
+    requests_of,
+    rows,
+    rows_with_options,
+    run,
+    say_the_same,
+    small_engine,
+)
 from tests.reference.sampling import softmax, truncate
-from wedlm_jax import batch_sizes, predictions
-from wedlm_jax.batch_sizes import BatchSizes
+from wedlm_jax.decode import verified
+from wedlm_jax.decode.options import Options
+from wedlm_jax.decode.state import DecodeState, idle_state, is_filled
+from wedlm_jax.decode.verified import Verified, draft_rule, verify
+from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.sequence import SequenceState
+from wedlm_jax.engine.windows import FixedWindows
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import EMBEDDED_MODEL, LLM
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer
-from wedlm_jax.row_params import OptionSizes
-from wedlm_jax.row_result import RowResult
 from wedlm_jax.params import SamplingParams
-from wedlm_jax.scheduler import Scheduler
-from wedlm_jax.verification import accepted, draft_rule, rejected
 
 BUDGETS = (0.0, 1.0, 3.0, 1e6)
 
 
-def test_drafts_are_accepted_up_to_the_first_wrong_one() -> None:
-    chosen = jnp.array([[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8]])
-    drafts = jnp.array([[5, 6, 7, 0], [5, 0, 7, 0], [0, 6, 7, 0]])
-    is_draft = jnp.arange(4) < 3
-    right = accepted(chosen, drafts, jnp.broadcast_to(is_draft, (3, 4)))
-    assert right.sum(axis=1).tolist() == [3, 1, 0]
-    filled = jnp.array([[True, True, True, True, False]] * 3)
-    gone = rejected(filled, 1 + right.sum(axis=1), jnp.array([True, True, False]))
-    assert gone.astype(int).tolist() == [[0, 0, 0, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 0]]
+def test_drafts_are_kept_up_to_the_first_wrong_one() -> None:
+    """Slot 0 is the text's last token, three drafts stand behind it, then two masks."""
+    drafts = [[7, 5, 6, 7, 0, 0], [7, 5, 0, 7, 0, 0], [7, 0, 6, 7, 0, 0]]
+    chosen = jnp.array([[0, 5, 6, 7, 8, 9, 0]] * 3)
+    state = dataclasses.replace(
+        idle_state(3, window=3, text=9, emitted=9, num_logprobs=None),
+        tokens=jnp.array(drafts),
+        filled=jnp.arange(6) < jnp.array([[4]] * 3),
+        active=jnp.full(3, 6),
+    )
+    options = Options(**dict.fromkeys(names_of(Options)))  # type: ignore[arg-type]
+    options = dataclasses.replace(options, draft_budget=jnp.full(3, 100.0))
+    found = verify(state, options, chosen, jnp.ones((3, 7)))
+    assert found.run.tolist() == [4, 2, 1]
+    assert found.kept.astype(int).tolist() == [
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 0, 0, 0, 0, 0],
+    ]
+    # What the first mask stands for is known; and behind a wrong draft nothing is drafted.
+    assert found.drafts.astype(int).tolist() == [[0, 0, 0, 0, 0, 1], [0] * 6, [0] * 6]
+
+
+def names_of(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
 
 
 def test_masks_draft_until_the_budget_is_spent_but_never_the_first() -> None:
@@ -55,40 +84,59 @@ def test_masks_draft_until_the_budget_is_spent_but_never_the_first() -> None:
         [0, 0, 1, 1, 0, 0],
         [0, 0, 1, 1, 1, 1],
     ]
+    assert not draft_rule(entropies, is_mask, None).any()
 
 
-def in_mode(row: Row, mode: str, **changes: object) -> Row:
-    params = dataclasses.replace(row.params, mode=mode, **changes)  # type: ignore[arg-type]
-    return dataclasses.replace(row, params=params)
+# --- the same tokens ---------------------------------------------------------------------
 
 
 @st.composite
 def mixed_rows(draw: st.DrawFn) -> list[Row]:
-    """Four rows: two verified, one of each of the other modes, in any order."""
+    """Four: two verified, one of each of the other modes, in any order, with any options."""
     modes = draw(st.permutations(["verified", "verified", "ar", "paper"]))
+    some = rows() | rows_with_options()
     return [
-        in_mode(draw(rows()), mode, draft_budget=draw(st.sampled_from(BUDGETS))) for mode in modes
+        in_mode(draw(some), mode, draft_budget=draw(st.sampled_from(BUDGETS))) for mode in modes
     ]
 
 
-def same(ours: RowResult, theirs: RowResult) -> bool:
-    return (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)
-
-
 @given(batch=mixed_rows())
-def test_a_verified_row_has_the_tokens_of_an_autoregressive_one(
+def test_a_verified_sequence_has_the_tokens_of_an_autoregressive_one(
     streaming_engine: Engine, batch: list[Row]
 ) -> None:
     expected = run(streaming_engine, [in_mode(row, "ar") for row in batch])
     for row, ours, theirs in zip(batch, run(streaming_engine, batch), expected, strict=True):
         if row.params.mode != "paper":
-            assert same(ours, theirs)
+            assert say_the_same(ours, theirs)
         if row.params.mode == "verified":
-            assert ours.num_forwards <= theirs.num_forwards, "each adds one token at least"
+            # Each adds one token at least; the first, which ends the prompt, is counted here.
+            assert ours.num_forwards <= theirs.num_forwards + 1
+            assert ours.num_token_instances <= 2 * row.window * ours.num_forwards
+
+
+@given(batch=st.lists(rows_with_options(), min_size=2, max_size=4))
+def test_log_probabilities_are_those_of_the_autoregressive_sequence(
+    streaming_engine: Engine, batch: list[Row]
+) -> None:
+    asked = [in_mode(row, "verified", logprobs=3, draft_budget=50.0) for row in batch]
+    expected = run(streaming_engine, [in_mode(row, "ar") for row in asked])
+    for ours, theirs in zip(run(streaming_engine, asked), expected, strict=True):
+        for one, other in zip(ours.logprobs or [], theirs.logprobs or [], strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert [p for _, p in one.top] == pytest.approx([p for _, p in other.top], abs=1e-4)
+
+
+def test_drafts_that_are_right_save_forwards(streaming_engine: Engine) -> None:
+    params = SamplingParams(mode="verified", max_tokens=20, draft_budget=50.0, ignore_eos=True)
+    batch = [Row((3 + i, 9, 4), params, 4) for i in range(8)]
+    results = run(streaming_engine, batch)
+    assert sum(result.num_forwards for result in results) < 0.95 * sum(
+        len(result.token_ids) for result in results
+    )
 
 
 @given(batch=mixed_rows())
-def test_a_paper_row_beside_verified_ones_is_as_alone(
+def test_a_paper_sequence_beside_verified_ones_is_as_alone(
     streaming_engine: Engine, batch: list[Row]
 ) -> None:
     results = run(streaming_engine, batch)
@@ -97,32 +145,104 @@ def test_a_paper_row_beside_verified_ones_is_as_alone(
             assert run(streaming_engine, [row]) == [result]
 
 
-@given(requests=st.lists(mixed_rows(), min_size=1, max_size=3), slots=st.sampled_from([1, 2, 4]))
-def test_rows_that_come_and_go_have_the_tokens_of_autoregressive_ones(
-    streaming_engine: Engine, requests: list[list[Row]], slots: int
-) -> None:
-    every = [row for some in requests for row in some]
-    scheduler = Scheduler(streaming_engine, [(r.prompt, r.params) for r in every], rows=slots)
-    results = dict(item for some in scheduler.run() for item in some)
-    expected = [
-        r for some in requests for r in run(streaming_engine, [in_mode(x, "ar") for x in some])
+@pytest.fixture(scope="module")
+def wide_engine(tiny_model: Transformer) -> Engine:
+    params = [SamplingParams(mode=mode, temperature=1.0, top_k=3) for mode in ("verified", "ar")]
+    return small_engine(tiny_model, params, window_size=8, deterministic=True)
+
+
+@pytest.mark.parametrize("window", range(1, 9))
+def test_the_tokens_are_the_same_at_every_width(wide_engine: Engine, window: int) -> None:
+    rng = np.random.default_rng(window)
+    batch = []
+    for seed in range(12):
+        prompt = tuple(rng.integers(2, 23, rng.integers(1, 28)).tolist())
+        params = SamplingParams(
+            temperature=[0.0, 0.7][seed % 2], seed=seed, max_tokens=20, draft_budget=4.0
+        )
+        batch.append(Row(prompt, params, window))
+    expected = run(wide_engine, [in_mode(row, "ar") for row in batch])
+    assert all(map(say_the_same, run(wide_engine, batch), expected))
+
+
+# --- windows that change -----------------------------------------------------------------
+
+
+class ShiftingWindows(FixedWindows):
+    """Every window is another from burst to burst; never wider than its request's."""
+
+    def __init__(self, window: int):
+        super().__init__(window)
+        self.random = random.Random(0)
+
+    def choose(self, running: Sequence[SequenceState]) -> Sequence[int]:
+        return [self.random.randint(0, widest) for widest in super().choose(running)]
+
+
+@pytest.fixture(scope="module")
+def shifting_engine(tiny_model: Transformer) -> Engine:
+    params = [
+        SamplingParams(mode=mode, temperature=1.0, top_k=3) for mode in ("paper", "verified", "ar")
     ]
-    for number, (row, theirs) in enumerate(zip(every, expected, strict=True)):
-        assert row.params.mode == "paper" or same(results[number], theirs)
+    engine = small_engine(tiny_model, params, deterministic=True)
+    engine.windows = ShiftingWindows(4)
+    engine.scheduler = engine._new_scheduler()
+    return engine
 
 
-@given(batch=mixed_rows(), changes=st.lists(st.sampled_from([0, 1, 2, 4]), min_size=1, max_size=6))
+@given(batch=st.lists(rows(), min_size=1, max_size=6), forwards=st.integers(1, 4))
 def test_the_window_may_change_at_any_time(
-    tiny_model: Transformer, streaming_engine: Engine, batch: list[Row], changes: list[int]
+    shifting_engine: Engine, batch: list[Row], forwards: int
 ) -> None:
-    verified = [in_mode(row, "verified") for row in batch]
-    expected = run(streaming_engine, [in_mode(row, "ar") for row in batch])
-    running = streaming_engine.start([r.prompt for r in verified], [r.params for r in verified])
-    for window in changes:
-        running.set_windows(window)
-        running.advance(2)
-    assert running.advance()
-    assert all(map(same, running.results(), expected))
+    drafting = [in_mode(row, "verified", draft_budget=5.0) for row in batch]
+    expected = run(shifting_engine, [in_mode(row, "ar") for row in batch])
+    results = {}
+    submitted = requests_of(drafting)
+    while submitted or shifting_engine.has_work:
+        for event in shifting_engine.step(submitted, max_forwards=forwards):
+            results[event.number] = getattr(event, "result", None)
+        submitted = []
+    assert all(say_the_same(results[i], theirs) for i, theirs in enumerate(expected))
+
+
+class Narrowing(FixedWindows):
+    """Windows as requests want them, until all are 0."""
+
+    narrow = False
+
+    def choose(self, running: Sequence[SequenceState]) -> Sequence[int]:
+        return [0] * len(running) if self.narrow else super().choose(running)
+
+
+@given(row=rows(), before=st.integers(0, 6))
+def test_a_paper_sequence_goes_on_token_by_token_from_what_it_has_committed(
+    shifting_engine: Engine, row: Row, before: int
+) -> None:
+    """What was filled and not committed is forgotten."""
+    greedy = in_mode(row, "paper", temperature=0.0, top_k=0, top_p=1.0, stop_token_ids=())
+    windows = Narrowing(4)
+    plain, shifting_engine.windows = shifting_engine.windows, windows
+    shifting_engine.scheduler = shifting_engine._new_scheduler()
+    try:
+        text, result = [], None
+        events = shifting_engine.step(requests_of([greedy]), max_forwards=0)
+        for _ in range(before):
+            if shifting_engine.has_work:
+                events += shifting_engine.step(max_forwards=1)
+        text = [token for event in events for token in getattr(event, "token_ids", [])]
+        windows.narrow = True
+        while shifting_engine.has_work:
+            events += shifting_engine.step()
+        result = events[-1].result  # type: ignore[union-attr]
+        left = greedy.params.max_tokens - len(text)
+        if left == 0 or 1 in text:
+            assert result.token_ids == text
+            return
+        rest = in_mode(Row((*row.prompt, *text), greedy.params, 0), "ar", max_tokens=left)
+        assert result.token_ids == text + run(shifting_engine, [rest])[0].token_ids
+    finally:
+        shifting_engine.windows = plain
+        shifting_engine.scheduler = shifting_engine._new_scheduler()
 
 
 # --- with drafts that are mostly right ---------------------------------------------------
@@ -162,49 +282,38 @@ def test_the_trained_model_says_the_same_in_fewer_forwards(
             assert sum(map(len, token_ids)) > 1.5 * forwards
 
 
-# --- the distribution -----------------------------------------------------------------------
+# --- the distribution --------------------------------------------------------------------
 
 SMALL = dataclasses.replace(TINY, vocab_size=7, mask_token_id=6, eos_token_ids=())
-LENGTH, SAMPLES, AT_ONCE = 4, 200_000, 4096
-BOLD = SamplingParams(mode="verified", temperature=1.0, max_tokens=LENGTH, draft_budget=100.0)
-
-
+LENGTH, SAMPLES, AT_ONCE = 4, 100_000, 1000
+BOLD = SamplingParams(
+    mode="verified", temperature=1.0, top_p=0.999, max_tokens=LENGTH, draft_budget=100.0
+)
 PROMPT = (1, 2)
 
 
-def small_engine() -> Engine:
-    return Engine(Transformer(SMALL, rngs=nnx.Rngs(3)), window_size=3)
+def many_at_once() -> Engine:
+    model = Transformer(SMALL, rngs=nnx.Rngs(3))
+    expected = [BOLD]
+    return small_engine(
+        model, expected, window_size=3, max_batch_size=AT_ONCE, max_model_len=6,
+        page_size=16, deterministic=True,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return small_engine()
+    return many_at_once()
 
 
-@pytest.fixture(autouse=True)
-def no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_sizes, "SMALLEST_PROMPT_BUCKET", len(PROMPT))
-
-
-def sequences(engine: Engine, params: SamplingParams) -> np.ndarray:
+def sampled(engine: Engine, params: SamplingParams) -> np.ndarray:
     """The completions of many seeds: int ``[SAMPLES, LENGTH]``."""
-    sizes = BatchSizes(AT_ONCE, 16, LENGTH, num_stops=4, options=OptionSizes.of([params]))
-    batch, rows, prompts = engine.open(sizes), range(AT_ONCE), [PROMPT] * AT_ONCE
-    batch.prefill([(row, 0, np.array(PROMPT)) for row in rows])
-    found = []
+    found: list[list[int]] = []
     for first in range(0, SAMPLES, AT_ONCE):
-        # The prompts stand in the cache, and are not prefilled again.
-        batch.open(rows, prompts, [with_seed(params, first + row) for row in rows])
-        assert batch.advance()
-        found.append(np.array(batch._state.output[:, :LENGTH]))
-    return np.concatenate(found)[:SAMPLES]
-
-
-def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    """As `dataclasses.replace`, which checks all of them again for each of many seeds."""
-    changed = copy.copy(params)
-    object.__setattr__(changed, "seed", seed)
-    return changed
+        seeds = range(first, first + AT_ONCE)
+        requests = [Request(i, PROMPT, dataclasses.replace(params, seed=i)) for i in seeds]
+        found += [result.token_ids for result in engine.decode(requests)]
+    return np.array(found)
 
 
 def p_value(found: np.ndarray, params: SamplingParams) -> float:
@@ -240,22 +349,28 @@ def test_samples_are_distributed_as_autoregressive_ones(
     engine: Engine, temperature: float, top_p: float
 ) -> None:
     params = dataclasses.replace(BOLD, temperature=temperature, top_p=top_p)
-    found = sequences(engine, params)
+    found = sampled(engine, params)
     assert all(p_value(found[:, :length], params) > 1e-3 for length in (3, 4))
 
 
 @pytest.mark.slow
 def test_a_rule_that_accepts_every_draft_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictions, "accepted", lambda tokens, drafts, is_draft: is_draft)
+    def accept_all(
+        state: DecodeState, options: Options, tokens: Array, entropies: Array
+    ) -> Verified:
+        drafts = jnp.where(is_filled(state), state.tokens, tokens[:, :-1])
+        return verify(state, options, tokens.at[:, :-1].set(drafts), entropies)
+
+    monkeypatch.setattr(verified, "verify", accept_all)
     jax.clear_caches()  # the loop is traced anew, with this rule
-    found = sequences(small_engine(), BOLD)
+    found = sampled(many_at_once(), BOLD)
     jax.clear_caches()
     # In a draft's place the choice of the row before it is put in any case, so a window's first
     # draft, here of the third token, comes out right; what stands behind has seen a wrong one.
     assert p_value(found, BOLD) < 1e-12
 
 
-# --- refused ----------------------------------------------------------------------------------
+# --- refused -----------------------------------------------------------------------------
 
 
 def test_an_unknown_mode_is_refused() -> None:

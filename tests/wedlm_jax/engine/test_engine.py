@@ -1,93 +1,142 @@
-"""What a row gets back from the engine, whatever else runs and however it is run."""
+"""What a request gets back from the engine, whatever else runs and however it is run."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.decode_examples import (
-    LONGEST_COMPLETION,
     TINY,
     Row,
+    as_if_first,
     batches,
-    reference,
+    in_mode,
+    requests_of,
     rows,
+    rows_with_options,
     run,
-    start,
+    small_engine,
 )
-from tests.reference.decode_loop import FullForward
-from wedlm_jax import batch_sizes as sizes_module
-from wedlm_jax.buckets import bucket
+from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.events import Failed, Finished, TokenDelta
+from wedlm_jax.engine.results import SequenceResult
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
-from wedlm_jax.row_result import RowResult
 from wedlm_jax.params import SamplingParams
 
-RunOne = Callable[[Row], list[RowResult]]
-PLAIN = SamplingParams(max_tokens=12, entropy_threshold=1.6)
+PLAIN = SamplingParams(mode="paper", max_tokens=12, entropy_threshold=1.6)
 
 
-@given(row=rows(), others=st.lists(rows(), min_size=3, max_size=3), place=st.integers(0, 3))
-def test_a_row_alone_equals_the_row_among_any_others(
+def any_mode(row: Row, mode: str) -> Row:
+    return in_mode(row, mode, draft_budget=4.0)
+
+
+some_rows = st.builds(
+    any_mode, rows() | rows_with_options(), st.sampled_from(["paper", "verified", "ar"])
+)
+
+
+# --- in any company ----------------------------------------------------------------------
+
+
+@given(row=some_rows, others=st.lists(some_rows, min_size=3, max_size=3), place=st.integers(0, 3))
+def test_a_sequence_alone_equals_the_sequence_among_any_others(
     streaming_engine: Engine, row: Row, others: list[Row], place: int
 ) -> None:
     batch = [*others[:place], row, *others[place:]]
     assert run(streaming_engine, batch)[place] == run(streaming_engine, [row])[0]
 
 
-@pytest.fixture(scope="module")
-def run_roomy(tiny_model: Transformer) -> RunOne:
-    """Runs one row with more padding, a longer cache and a window wider than its own."""
-    engine = Engine(tiny_model, window_size=5)
-
-    def run_one(row: Row) -> list[RowResult]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sizes_module, "SMALLEST_PROMPT_BUCKET", 64)
-            patch.setattr(sizes_module, "SMALLEST_OUTPUT_BUCKET", 64)
-            return run(engine, [row])
-
-    return run_one
-
-
-@given(row=rows())
-def test_buckets_and_the_engine_s_window_change_nothing(
-    streaming_engine: Engine, run_roomy: RunOne, row: Row
+@given(batch=st.lists(some_rows, min_size=2, max_size=6), data=st.data())
+def test_autoregressive_sequences_and_windows_run_side_by_side(
+    streaming_engine: Engine, autoregressive_engine: Engine, batch: list[Row], data: st.DataObject
 ) -> None:
-    assert run_roomy(row) == run(streaming_engine, [row])
+    plain = [data.draw(st.booleans()) for _ in batch]
+    mixed = [
+        dataclasses.replace(row, window=0) if without else row
+        for row, without in zip(batch, plain, strict=True)
+    ]
+    for row, without, result in zip(mixed, plain, run(streaming_engine, mixed), strict=True):
+        engine = autoregressive_engine if without else streaming_engine
+        assert result == run(engine, [row])[0]
+
+
+@pytest.fixture(scope="module")
+def roomy_engine(tiny_model: Transformer) -> Engine:
+    """Longer pages, whole prompts in one chunk, and a wider window than anybody's."""
+    params = [
+        SamplingParams(mode=mode, temperature=1.0, top_k=3) for mode in ("paper", "verified", "ar")
+    ]
+    return small_engine(
+        tiny_model,
+        params,
+        window_size=5,
+        page_size=32,
+        chunk_tokens=64,
+        max_batch_size=2,
+        deterministic=True,
+    )
+
+
+@given(row=st.builds(any_mode, rows(), st.sampled_from(["paper", "verified", "ar"])))
+def test_pages_chunks_and_the_engine_s_window_change_nothing(
+    streaming_engine: Engine, roomy_engine: Engine, row: Row
+) -> None:
+    assert run(roomy_engine, [row]) == run(streaming_engine, [row])
+
+
+# --- burst by burst ----------------------------------------------------------------------
+
+
+def finish(engine: Engine, results: dict[int, SequenceResult]) -> None:
+    while engine.has_work:
+        take(engine.step(), results)
+
+
+def take(events: list[Any], results: dict[int, SequenceResult]) -> None:
+    for event in events:
+        assert not isinstance(event, Failed)
+        if isinstance(event, Finished):
+            results[event.number] = as_if_first(event.result)
 
 
 @given(batch=batches(), slices=st.lists(st.integers(1, 9), min_size=1, max_size=4))
-def test_slices_equal_all_at_once(
+def test_short_bursts_equal_all_at_once(
     streaming_engine: Engine, batch: list[Row], slices: list[int]
 ) -> None:
     expected = run(streaming_engine, batch)
-    running = start(streaming_engine, batch)
-    spent = 0
-    for count in slices:
-        done = running.advance(count)
-        spent += count
-        for partial, whole in zip(running.results(), expected, strict=True):
-            assert partial.num_forwards == min(spent, whole.num_forwards)
-            assert partial.token_ids == whole.token_ids[: len(partial.token_ids)]
-            finished = whole.num_forwards <= spent
-            assert partial.finish_reason == (whole.finish_reason if finished else None)
-        assert done == all(whole.num_forwards <= spent for whole in expected)
-    assert running.advance()
-    assert running.results() == expected
+    results: dict[int, SequenceResult] = {}
+    deltas: dict[int, list[TokenDelta]] = {i: [] for i in range(len(batch))}
+    submitted, turn = requests_of(batch), 0
+    while submitted or streaming_engine.has_work:
+        forwards = slices[turn % len(slices)]
+        events = streaming_engine.step(submitted, max_forwards=forwards)
+        for event in events:
+            if isinstance(event, TokenDelta):
+                before = deltas[event.number][-1].num_forwards if deltas[event.number] else 0
+                assert event.num_forwards <= before + forwards or not before
+                deltas[event.number].append(event)
+        take(events, results)
+        submitted, turn = [], turn + 1
+    for i, whole in enumerate(expected):
+        assert results[i] == whole
+        assert [t for delta in deltas[i] for t in delta.token_ids] == whole.token_ids
+        assert [n for delta in deltas[i] for n in delta.forwards_at] == whole.forwards_at
+        assert [n for delta in deltas[i] for n in delta.instances_at] == whole.instances_at
+        assert deltas[i][-1].num_output == len(whole.token_ids)
     # Nothing is left to do, so nothing changes.
-    assert running.advance()
-    assert running.results() == expected
+    assert streaming_engine.step() == []
 
 
 @given(batch=batches(), data=st.data())
-def test_a_cut_row_is_counted_as_if_it_had_stopped_there(
+def test_a_cut_sequence_is_counted_as_if_it_had_stopped_there(
     streaming_engine: Engine, batch: list[Row], data: st.DataObject
 ) -> None:
     """Cut at some token's first appearance, against a run with that token as a stop id."""
@@ -95,94 +144,95 @@ def test_a_cut_row_is_counted_as_if_it_had_stopped_there(
     for row, whole in zip(batch, run(streaming_engine, batch), strict=True):
         end = data.draw(st.integers(1, len(whole.token_ids)))
         token = whole.token_ids[end - 1]
-        first = whole.token_ids.index(token) + 1
-        cuts.append(whole.cut(first))
-        params = dataclasses.replace(row.params, stop_token_ids=(token,))
-        stopping.append(dataclasses.replace(row, params=params))
+        cuts.append(whole.cut(whole.token_ids.index(token) + 1))
+        stopping.append(in_mode(row, "paper", stop_token_ids=(token,)))
     assert run(streaming_engine, stopping) == cuts
 
 
-def test_a_stop_token_ends_the_row_and_is_kept(
-    streaming_engine: Engine, full_forward: FullForward
-) -> None:
-    whole = run(streaming_engine, [Row((3, 9, 4), PLAIN, 4)])[0]
-    stop = whole.token_ids[0]
-    row = Row((3, 9, 4), dataclasses.replace(PLAIN, stop_token_ids=(stop,)), 4)
-    result = run(streaming_engine, [row])[0]
-    assert (result.token_ids, result.finish_reason) == ([stop], "stop")
-    assert result.token_ids == reference(full_forward, TINY, row).token_ids
-
-
-@pytest.mark.parametrize("kind", ["streaming", "blockwise", "autoregressive"])
-def test_one_token_at_most(kind: str, request: pytest.FixtureRequest) -> None:
-    engine = request.getfixturevalue(f"{kind}_engine")
-    prompts = [(3,), (4, 5), (6, 7, 8), (9, 10)]
-    params = SamplingParams(max_tokens=1, entropy_threshold=9.0)
-    batch = [Row(prompt, params, engine.window_size) for prompt in prompts]
-    for result in run(engine, batch):
-        assert len(result.token_ids) == 1
-        assert result.finish_reason == ("stop" if result.token_ids == [1] else "length")
-        # A window commits in the forward after the one that filled; prefill says AR's first.
-        assert result.num_forwards == (2 if engine.window_size else 0)
-
-
-def test_a_text_may_end_exactly_at_the_context_s_end(
-    streaming_engine: Engine, full_forward: FullForward
-) -> None:
-    """The window then stands over the end, and its slots behind it disturb nothing."""
-    longest = TINY.max_position_embeddings - LONGEST_COMPLETION
-    params = SamplingParams(max_tokens=LONGEST_COMPLETION, entropy_threshold=1.6)
-    ended = 0
-    for first in range(2, 22, 4):
-        batch = [Row(tuple([first + i, 7, 3, 11] * 7), params, 4) for i in range(4)]
-        assert len(batch[0].prompt) == longest
-        streaming_engine.check(batch[0].prompt, params)
-        for row, result in zip(batch, run(streaming_engine, batch), strict=True):
-            ended += result.finish_reason == "length"
-            assert result.token_ids == reference(full_forward, TINY, row).token_ids
-    assert ended
-
-
-def test_finish_ends_one_row_and_no_other(streaming_engine: Engine) -> None:
+def test_an_abort_ends_one_sequence_and_no_other(streaming_engine: Engine) -> None:
     slow = dataclasses.replace(PLAIN, entropy_threshold=None)
     batch = [Row((3 + i, 9), slow, 4) for i in range(4)]
     expected = run(streaming_engine, batch)
-    running = start(streaming_engine, batch)
-    running.advance(2)
-    before = running.results()[1]
-    running.finish(1)
-    assert running.advance()
-    after = running.results()
-    assert after[1] == dataclasses.replace(before, finish_reason="length")
-    assert [after[i] for i in (0, 2, 3)] == [expected[i] for i in (0, 2, 3)]
+    results: dict[int, SequenceResult] = {}
+    take(streaming_engine.step(requests_of(batch), max_forwards=2), results)
+    take(streaming_engine.step(aborted=[1]), results)
+    finish(streaming_engine, results)
+    assert results == {i: expected[i] for i in (0, 2, 3)}
+    assert streaming_engine.counters.pages_used == 0
 
 
 def test_the_window_as_the_next_forward_sees_it(streaming_engine: Engine) -> None:
-    running = start(streaming_engine, [Row((3, 9, 4), PLAIN, 4)])
-    view = running.window(0)
+    tokens = 0
+    streaming_engine.step([Request(0, (3, 9, 4), PLAIN, 4)], max_forwards=0)
+    view = streaming_engine.window(0)
+    assert view is not None
     assert (view.start, view.tokens, view.order) == (3, [None] * 4, [0, 1, 2, 3])
-    while not running.advance(1):
-        view = running.window(0)
+    while True:
+        events = streaming_engine.step(max_forwards=1)
+        tokens += sum(len(e.token_ids) for e in events if isinstance(e, TokenDelta))
+        view = streaming_engine.window(0)
+        if view is None:
+            assert not streaming_engine.has_work
+            return
         filled = [slot for slot, token in enumerate(view.tokens) if token is not None]
         masks = [slot for slot, token in enumerate(view.tokens) if token is None]
-        assert view.start == 3 + len(running.results()[0].token_ids)
+        assert view.start == 3 + tokens
         assert view.order == filled + masks
-        run_length = view.tokens.index(None)
-        assert len(view.tokens) == 4 + run_length
+        assert len(view.tokens) == 4 + view.tokens.index(None)
 
 
-def test_three_rows_give_three_results(streaming_engine: Engine) -> None:
-    batch = [Row((3 + i, 9), PLAIN, 4) for i in range(3)]
-    filled_up = run(streaming_engine, [*batch, batch[0]])
-    assert run(streaming_engine, batch) == filled_up[:3]
+def test_a_request_with_options_among_those_without(
+    one_size_engine: Engine, streaming_engine: Engine
+) -> None:
+    """It comes while others run for which the program was made without them."""
+    biased = dataclasses.replace(PLAIN, logit_bias={7: 100})
+    batch = [Row((3 + i, 9), biased if i == 3 else PLAIN, 4) for i in range(6)]
+    first, rest = requests_of(batch[:2]), requests_of(batch[2:], first=2)
+    results: dict[int, SequenceResult] = {}
+    take(one_size_engine.step(first, max_forwards=3), results)
+    take(one_size_engine.step(rest, max_forwards=1), results)
+    finish(one_size_engine, results)
+    assert set(results[3].token_ids) == {7}
+    assert [results[i] for i in range(6)] == run(streaming_engine, batch)
 
 
-def test_equal_shapes_compile_once(streaming_engine: Engine) -> None:
-    run(streaming_engine, [Row((3, 9), PLAIN, 4)])
-    spent = streaming_engine.compile_seconds
+# --- programs ----------------------------------------------------------------------------
+
+
+def test_what_is_expected_compiles_before_and_nothing_after(tiny_model: Transformer) -> None:
+    params = SamplingParams(mode="verified", temperature=0.7, top_p=0.9, max_tokens=12)
+    engine = small_engine(tiny_model, [params], window_size=2, deterministic=True)
+    steps: list[tuple[int, int]] = []
+    engine.compile(lambda done, total: steps.append((done, total)))
+    assert steps == [(1, 2), (2, 2)]
+    programs, spent = engine.num_programs, engine.compile_seconds
     assert spent > 0
-    run(streaming_engine, [Row((4, 5, 6), dataclasses.replace(PLAIN, max_tokens=5), 2)])
-    assert streaming_engine.compile_seconds == spent
+    rng = np.random.default_rng(0)
+    batch = [
+        Row(tuple(rng.integers(2, 22, rng.integers(1, 28)).tolist()), params, int(window))
+        for window in rng.integers(1, 3, 20)
+    ]
+    greedy = [in_mode(row, "verified", temperature=0.0) for row in batch]
+    run(engine, batch)
+    run(engine, [*greedy, *batch[::-1]])
+    engine.update(tiny_model)
+    run(engine, batch[:3])
+    assert (engine.num_programs, engine.compile_seconds) == (programs, spent)
+
+
+def test_other_weights_give_other_tokens_and_none_are_left_of_the_old(
+    tiny_model: Transformer, one_size_engine: Engine
+) -> None:
+    batch = [Row((3 + i, 9, 4, 5, 6, 7, 8), PLAIN, 4) for i in range(4)]
+    before = run(one_size_engine, batch)
+    one_size_engine.update(Transformer(TINY, rngs=nnx.Rngs(8)))
+    assert run(one_size_engine, batch) != before
+    one_size_engine.release()
+    one_size_engine.update(tiny_model)
+    assert one_size_engine.decode(requests_of(batch)) == before, "nothing was cached"
+
+
+# --- refused -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -199,16 +249,47 @@ def test_equal_shapes_compile_once(streaming_engine: Engine) -> None:
 def test_a_prompt_that_cannot_be_decoded_is_refused(
     streaming_engine: Engine, prompt: Any, max_tokens: int, sentence: str
 ) -> None:
-    params = SamplingParams(max_tokens=max_tokens)
     with pytest.raises(InputError, match=sentence):
-        streaming_engine.check(prompt, params)
-    with pytest.raises(InputError, match=sentence):
-        streaming_engine.start([[3], prompt], [PLAIN, params])
+        streaming_engine.check(prompt, SamplingParams(max_tokens=max_tokens))
+
+
+def test_a_prompt_that_is_too_long_fails_alone(streaming_engine: Engine) -> None:
+    row = Row((3, 9), PLAIN, 4)
+    requests = [Request(0, [3] * 40, PLAIN), *requests_of([row], first=1)]
+    failed, *events = streaming_engine.step(requests)
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.error, InputError)
+    results: dict[int, SequenceResult] = {}
+    take(events, results)
+    finish(streaming_engine, results)
+    assert results == {1: run(streaming_engine, [row])[0]}
+    with pytest.raises(InputError, match="exceed max_model_len"):
+        streaming_engine.decode([Request(0, [3] * 40, PLAIN)])
 
 
 def test_a_prompt_that_just_fits_is_not_refused(streaming_engine: Engine) -> None:
     streaming_engine.check([23, 0] * 20, SamplingParams(max_tokens=8))
     streaming_engine.check(range(2, 4), SamplingParams(max_tokens=46))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"logit_bias": {24: 1}}, "logit_bias: 24 is outside the vocabulary of 24"),
+        ({"bad_words": [[3, 30]]}, "bad_words: 30 is outside the vocabulary of 24"),
+        ({"bad_words": ["text"]}, "bad_words: the engine takes token ids"),
+        ({"bad_words": [[i] for i in range(23)]}, "bad_words: they leave no token"),
+        (
+            {"bad_words": [[i] for i in range(2, 23)], "min_tokens": 1, "stop_token_ids": (0,)},
+            "bad_words: they leave no token",
+        ),
+    ],
+)
+def test_options_that_the_model_cannot_have_are_refused(
+    streaming_engine: Engine, options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(InputError, match=sentence):
+        streaming_engine.check([3], dataclasses.replace(PLAIN, **options))
 
 
 @pytest.mark.parametrize(
@@ -220,6 +301,12 @@ def test_a_prompt_that_just_fits_is_not_refused(streaming_engine: Engine) -> Non
         ({"refill": "both"}, "refill: expected one of streaming, blockwise, not 'both'"),
         ({"max_model_len": 0}, "max_model_len: expected 1 to 48"),
         ({"max_model_len": 49}, "max_model_len: expected 1 to 48"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: expected None or 'int8', not 'fp8'"),
+        ({"attention": "flash"}, "attention: expected one of xla, rpa, not 'flash'"),
+        ({"attention": "rpa"}, "attention 'rpa' is for TPUs, not for 'cpu'"),
+        ({"num_pages": 1}, "num_pages: expected"),
+        ({"page_size": 0}, "page_size: expected"),
+        ({"chunk_tokens": 0}, "chunk_tokens: expected"),
     ],
 )
 def test_an_engine_that_cannot_run_is_refused(
@@ -242,16 +329,6 @@ def test_without_a_mask_token_only_a_window_of_0_runs() -> None:
     )
     with pytest.raises(InputError, match="no mask_token_id"):
         Engine(model, window_size=4)
-    engine = Engine(model, window_size=0)
+    engine = small_engine(model, [], window_size=0, deterministic=True)
     result = run(engine, [Row((3,), SamplingParams(max_tokens=3), 0)])[0]
     assert 1 <= len(result.token_ids) <= 3
-
-
-@settings(max_examples=50)
-@given(size=st.integers(0, 5000), smallest=st.integers(1, 64))
-def test_a_bucket_is_the_smallest_that_holds_the_size(size: int, smallest: int) -> None:
-    found = bucket(size, smallest)
-    assert found >= max(size, smallest)
-    assert found == smallest or found // 2 < size
-    assert (found // smallest).bit_count() == 1
-    assert found % smallest == 0

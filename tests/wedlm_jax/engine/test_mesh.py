@@ -2,67 +2,121 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
+import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
 
+from tests.decode_examples import Row, in_mode, run, say_the_same, small_engine
 from tests.training_examples import tiny_transformer
-from wedlm_jax.batch_sizes import BatchSizes
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.row_result import RowResult
+from wedlm_jax.engine.results import SequenceResult
+from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
-from wedlm_jax.scheduler import Scheduler
+from wedlm_jax.quantization import quantize_weights
 from wedlm_jax.sharding import make_mesh, tree_shardings
 
 MODEL = tiny_transformer(
     vocab_size=104, hidden_size=16, intermediate_size=24, num_attention_heads=8,
     num_key_value_heads=4,
 )  # fmt: skip
+HEADER = list(range(20, 56))
 PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15], [3, 4]]
+PROMPTS += [*([*HEADER, 60 + i] for i in range(6)), HEADER[:7], [*HEADER, 60]]
 PARAMS = [
-    SamplingParams(max_tokens=n, temperature=t, mode=mode, seed=i, entropy_threshold=4.0)
+    SamplingParams(max_tokens=n, temperature=t, mode=mode, seed=i, entropy_threshold=4.0, logprobs=1)
     for i, (n, t, mode) in enumerate([
         (9, 0.0, "paper"), (12, 0.8, "verified"), (5, 0.0, "ar"), (8, 0.0, "verified"),
     ])
 ]  # fmt: skip
+ROWS = [Row(tuple(prompt), PARAMS[i % 4], 2) for i, prompt in enumerate(PROMPTS)]
+MESHES = [{"tensor": 2}, {"data": 4}, {"data": 2, "tensor": 2}, {"data": 2, "tensor": 4}]
 
 
-HEADER = list(range(20, 56))
-PROMPTS += [*([*HEADER, 60 + i] for i in range(6)), HEADER[:7], [*HEADER, 60]]
+def mesh_of(sizes: dict[str, int]) -> Mesh:
+    count = int(np.prod(list(sizes.values())))
+    return make_mesh(sizes, jax.devices()[:count])
 
 
-def decoded(model: nnx.Module) -> tuple[list[RowResult], int]:
-    """All prompts through four rows that are taken over, and how many prompt tokens were."""
-    engine = Engine(model, window_size=2)  # type: ignore[arg-type]
-    requests = [(prompt, PARAMS[i % 4]) for i, prompt in enumerate(PROMPTS)]
-    scheduler = Scheduler(engine, requests, rows=4)
-    results = dict(item for some in scheduler.run() for item in some)
-    return [results[i] for i in range(len(PROMPTS))], scheduler.reused_tokens
+def placed(model: Transformer, mesh: Mesh) -> Transformer:
+    graph, parameters = nnx.split(model)
+    return nnx.merge(graph, jax.device_put(parameters, tree_shardings(mesh, parameters)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 4}])
-def test_tokens_and_counts_equal_those_of_one_device(sizes: dict[str, int]) -> None:
-    """Each shard of the rows takes over what its own rows hold."""
-    expected, reused = decoded(MODEL)
-    assert reused >= 6 * len(HEADER)
-    mesh = make_mesh(sizes)
-    graph, parameters = nnx.split(MODEL)
-    parameters = jax.device_put(parameters, tree_shardings(mesh, parameters))
-    with jax.set_mesh(mesh):
-        results, reused = decoded(nnx.merge(graph, parameters))
-    assert results == expected
-    assert reused >= 4 * len(HEADER), "computed once a shard at most"
+def engine_of(model: Transformer, mesh: Mesh | None = None, **options: object) -> Engine:
+    """Two sequences a replica, so that all come and go; one size, so that little is compiled."""
+    usual = {
+        "window_size": 2, "max_batch_size": 2, "page_size": 8, "chunk_tokens": 16,
+        "max_model_len": 64, "deterministic": True,
+    }  # fmt: skip
+    return small_engine(model, PARAMS, mesh=mesh, **{**usual, **options})
 
 
-@pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 4}])
+def without_logprobs(results: list[SequenceResult]) -> list[SequenceResult]:
+    return [dataclasses.replace(result, logprobs=None) for result in results]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[SequenceResult]:
+    return run(engine_of(MODEL), ROWS)
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_tokens_and_counts_equal_those_of_one_device(
+    sizes: dict[str, int], expected: list[SequenceResult]
+) -> None:
+    """Each replica takes over what its own sequences hold."""
+    mesh = mesh_of(sizes)
+    engine = engine_of(placed(MODEL, mesh), mesh)
+    assert engine.settings.replicas == sizes.get("data", 1)
+    results = run(engine, ROWS)
+    assert without_logprobs(results) == without_logprobs(expected)
+    for ours, theirs in zip(results, expected, strict=True):
+        for one, other in zip(ours.logprobs or [], theirs.logprobs or [], strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+    counters = engine.counters
+    assert counters.pages_used == 0
+    # The seven with the header share its four full pages, computed once a replica at most.
+    replicas = sizes.get("data", 1)
+    assert counters.prefix_tokens >= (7 - replicas) * 32
+    # Again, from where others have been: the same, and everything is found.
+    again = run(engine, ROWS)
+    assert without_logprobs(again) == without_logprobs(expected)
+    engine.scheduler.check_accounts()
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 4}], ids=str)
 def test_each_device_holds_its_own_part_of_the_cache(sizes: dict[str, int]) -> None:
-    mesh = make_mesh(sizes)
-    with jax.set_mesh(mesh):
-        batch = Engine(MODEL, window_size=2).open(
-            BatchSizes(rows=4, cache_size=64, max_output=32, num_stops=4)
-        )
-    cache = batch._state.cache.keys
-    layers, rows, heads, size, width = cache.shape
-    shards = {shard.data.shape for shard in cache.addressable_shards}
-    assert shards == {(layers, rows // sizes["data"], heads // sizes["tensor"], size, width)}
+    mesh = mesh_of(sizes)
+    engine = engine_of(placed(MODEL, mesh), mesh)
+    engine.step([], max_forwards=0)
+    engine.expect(PARAMS)
+    run(engine, ROWS[:3])
+    pages = engine.device._pages
+    total, size, heads, width = pages.shape
+    layers, each = MODEL.config.num_hidden_layers, engine.settings.num_pages
+    assert (total, heads) == (2 * layers * each, 2 * 4)
+    shards = {shard.data.shape for shard in pages.addressable_shards}
+    assert shards == {(layers * each, size, 2, width)}
+    state = engine.device._state
+    assert state is not None
+    assert {shard.data.shape[0] for shard in state.text.addressable_shards} == {2}
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2}], ids=str)
+def test_rounded_weights_and_caches_on_a_mesh(sizes: dict[str, int]) -> None:
+    rounded = engine_of(quantize_weights(MODEL), kv_cache_dtype="int8")
+    mesh = mesh_of(sizes)
+    on_mesh = engine_of(quantize_weights(placed(MODEL, mesh)), mesh, kv_cache_dtype="int8")
+    assert without_logprobs(run(on_mesh, ROWS)) == without_logprobs(run(rounded, ROWS))
+
+
+def test_verified_equals_autoregressive_on_a_mesh() -> None:
+    mesh = mesh_of({"data": 2, "tensor": 2})
+    engine = engine_of(placed(MODEL, mesh), mesh)
+    drafting = [in_mode(row, "verified", draft_budget=50.0) for row in ROWS]
+    expected = run(engine, [in_mode(row, "ar") for row in ROWS])
+    assert all(map(say_the_same, run(engine, drafting), expected))
