@@ -36,7 +36,8 @@ AXIS_RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "length": ("sequence",),
         "attention_heads": ("tensor", "sequence"),
         "vocab": ("tensor",),
-        # Flat tokens of many sequences: each replica has its own, whole.
+        # Each replica has its own sequences, and of these the flat tokens whole.
+        "sequences": ("data",),
         "tokens": (),
         # Parameters.
         "hidden": ("fsdp",),
