@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,7 @@ def admit(state: DecodeState, entrants: Entrants, released: Array) -> DecodeStat
         "num_forwards",
         "num_token_instances",
     )
-    numbers = {
+    numbers: dict[str, Any] = {
         name: put(getattr(state, name), entrants.numbers[:, i]) for i, name in enumerate(names)
     }
     return dataclasses.replace(

@@ -8,6 +8,7 @@ costs nothing. Source: WeDLM section 5.
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,8 @@ from wedlm_jax.decode.penalties import TokenUse, token_use, with_committed
 from wedlm_jax.decode.spans import Allowance, SpanPlan, has_room, plan_spans
 from wedlm_jax.decode.state import DecodeState, Emitted
 from wedlm_jax.model import Transformer
+
+Tree = TypeVar("Tree")
 
 REFILLS = ("streaming", "blockwise")
 
@@ -166,12 +169,12 @@ def _at_slots(x: Array, slots: Array) -> Array:
     return x[jnp.arange(x.shape[0])[:, None], slots]
 
 
-def _pick(condition: Array, new: object, old: object) -> object:
+def _pick(condition: Array, new: Tree, old: Tree) -> Tree:
     def pick(x: Array, y: Array) -> Array:
         shape = (*condition.shape, *[1] * (x.ndim - condition.ndim))
         return jnp.where(condition.reshape(shape), x, y)
 
-    return jax.tree.map(pick, new, old)
+    return jax.tree.map(pick, new, old)  # type: ignore[no-any-return]
 
 
 def _with_nothing_emitted(state: DecodeState) -> DecodeState:

@@ -28,6 +28,8 @@ def filled_by(state: DecodeState, options: Options, tokens: Array, entropies: Ar
     Args:
       tokens, entropies: ``[N, P]`` by slot.
     """
+    assert options.position_penalty is not None
+    assert options.entropy_threshold is not None
     masks = is_mask(state)
     slot = jnp.arange(masks.shape[1])
     distance = (slot - jnp.argmax(masks, axis=1)[:, None]).astype(jnp.float32)

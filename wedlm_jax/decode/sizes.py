@@ -46,17 +46,24 @@ class ForwardSizes:
 
 
 def forward_sizes(
-    sequences: int, window: int, chunk_tokens: int, largest: int, *, one_size: bool = False
+    sequences: int,
+    window: int,
+    chunk_tokens: int,
+    largest: int,
+    *,
+    narrower: bool = False,
+    one_size: bool = False,
 ) -> ForwardSizes:
     """The sizes for N sequences with windows of at most W and chunks of prompts beside them.
 
     Args:
       largest: T at most.
+      narrower: whether sequences have narrower windows, too.
       one_size: whether all forwards are to be computed alike.
     """
     spans = sequences * num_slots(window)
     total = spans + chunk_tokens
-    tokens = _grid(sequences, max(window, 1), min(total, largest))
+    tokens = _grid(sequences, window, min(total, largest), narrower)
     head = [size for size in tokens if size < min(spans, LARGEST_HEAD)]
     head.append(min(spans, LARGEST_HEAD))
     if one_size:
@@ -65,15 +72,17 @@ def forward_sizes(
     return ForwardSizes(tuple(tokens), tuple(head), total)
 
 
-def _grid(sequences: int, window: int, largest: int) -> list[int]:
+def _grid(sequences: int, window: int, largest: int, narrower: bool) -> list[int]:
     """Powers of two and, where a forward costs something, one size between each two of them. One
     more size costs compiling; one less costs padding, but where prompts wait, these fill it up."""
     powers = [2**i for i in range(largest.bit_length())]
     between = [3 * power // 2 for power in powers if power >= 64]
     if sequences == 1:
         # One sequence has a token, a window with few filled slots or with many, or a chunk.
-        powers = [1, *(size for size in powers if size >= 64)]
-        between = [window + 1 + window * part // 4 for part in (1, 2, 4)] if window > 1 else []
+        widths = [2**i for i in range(1, window.bit_length()) if 2**i < window and narrower]
+        powers = [1, *(size for size in powers if size >= max(64, 2 * window))]
+        between = [width + 1 + width // 4 for width in [*widths, window] if window]
+        between += [window + 1 + window // 2, 2 * window + 1] if window > 1 else []
     sizes = {size for size in [*powers, *between] if size < largest}
     return [*sorted(sizes), largest]
 

@@ -98,6 +98,7 @@ class Acceptance:
         self._log_population: Floats = np.log(self._population)
         self._expected: Floats = self._family.expected * np.exp(self._misfit)
         self._expected[:, 0] = 1
+        self._forwards: Floats = 1 / self._expected
 
     @property
     def filled_slots(self) -> Floats:
@@ -113,8 +114,12 @@ class Acceptance:
         return scores
 
     def expected(self, own: Floats) -> Floats:
-        """``[n, K]``: tokens that a forward of each sequence commits, for each width."""
-        tokens: Floats = self.types(own) @ self._expected
+        """``[n, K]``: tokens that a forward of each sequence commits, for each width.
+
+        That is the inverse of the forwards that a token is expected to take: a sequence has so many
+        tokens to commit, and if it turns out to be hard it takes the longer.
+        """
+        tokens: Floats = 1 / (self.types(own) @ self._forwards)
         return tokens
 
     def hoped(self) -> Floats:
@@ -122,7 +127,7 @@ class Acceptance:
         the less was seen of late, the more of the population's easy types; and of each width, what
         the family may miss."""
         index = int(np.searchsorted(np.cumsum(self._population), OPTIMISM))
-        usual = self._population @ self._expected
+        usual = 1 / (self._population @ self._forwards)
         unknown = BASE_WEIGHT / (BASE_WEIGHT + self._seen.sum())
         easy = self._expected[min(index, NUM_TYPES - 1)]
         hoped: Floats = usual + unknown * np.maximum(easy - usual, 0)

@@ -159,6 +159,7 @@ class AutoWindows:
         self._slots = _Slots(0)
         self._rows = np.zeros(0, np.int64)
         self._credit, self._tries, self._try_loss = 0.0, 0, 0.0
+        self._usual_seconds = 0.0
 
     # --- the scheduler's questions --------------------------------------------------------
 
@@ -196,8 +197,9 @@ class AutoWindows:
         done = slots.progress(rows, report)
         self._learn_costs(burst, report, rows, done, seconds)
         self._learn_acceptance(rows, done)
+        self._usual_seconds += 0.1 * (min(seconds, 3 * self._usual_seconds) - self._usual_seconds)
         self._credit += TRY_SHARE * seconds
-        self._credit = min(self._credit, SAVED_UP * TRY_SHARE * seconds)
+        self._credit = min(self._credit, SAVED_UP * TRY_SHARE * self._usual_seconds)
         if self._try_loss:
             self._tries += 1
             if self._tries > FREE_TRIES:

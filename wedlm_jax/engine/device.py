@@ -157,14 +157,7 @@ class Device:
         changed = burst.windows != self._windows
         self._windows = np.array(burst.windows, np.int32)
         self._options.set_windows(self._windows)
-        allowance = Allowance(
-            page_table=np.asarray(burst.page_table, np.int32),
-            capacity=np.asarray(burst.capacity, np.int32),
-            arrival=np.asarray(burst.arrival, np.int32),
-            chunk_tokens=np.int32(min(burst.chunk_tokens, self.settings.chunk_tokens)),
-            max_forwards=np.int32(burst.max_forwards),
-            until_finished=np.int32(burst.until_finished),
-        )
+        allowance = _allowance(burst, self.settings.chunk_tokens)
         result = self._compiled_burst()(
             self._parameters, self._state, self._pages, self._options.options(), allowance, changed
         )
@@ -300,6 +293,17 @@ class Device:
             settings.cache_dtype,
             replicas=settings.replicas,
         )
+
+
+def _allowance(burst: Burst, most_chunk_tokens: int) -> Allowance:
+    return Allowance(
+        page_table=np.asarray(burst.page_table, np.int32),  # type: ignore[arg-type]
+        capacity=np.asarray(burst.capacity, np.int32),  # type: ignore[arg-type]
+        arrival=np.asarray(burst.arrival, np.int32),  # type: ignore[arg-type]
+        chunk_tokens=np.int32(min(burst.chunk_tokens, most_chunk_tokens)),  # type: ignore[arg-type]
+        max_forwards=np.int32(burst.max_forwards),  # type: ignore[arg-type]
+        until_finished=np.int32(burst.until_finished),  # type: ignore[arg-type]
+    )
 
 
 def _is_anchored(admission: Admission, window: int) -> bool:

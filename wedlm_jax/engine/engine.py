@@ -6,7 +6,9 @@ It knows token ids only; text is `wedlm_jax.llm`'s.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,11 +18,14 @@ from jax.sharding import Mesh
 
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.decode.options import Traits, check_options
+from wedlm_jax.engine.auto_windows import AutoWindows
 from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.cost import CostTable, kept_table, measure
 from wedlm_jax.engine.counters import Counters
 from wedlm_jax.engine.device import Device
 from wedlm_jax.engine.events import Event, Failed, Finished
 from wedlm_jax.engine.memory import parameter_bytes
+from wedlm_jax.engine.probe import ForwardProbe
 from wedlm_jax.engine.results import SequenceResult, WindowView
 from wedlm_jax.engine.scheduler import Scheduler, SchedulerSizes
 from wedlm_jax.engine.settings import Wishes, plan_engine
@@ -76,7 +81,7 @@ class Engine:
     ):
         self.config: ModelConfig = model.config
         self.mesh, self.window_size = mesh, window_size
-        self.windows = _window_choice(window_size)
+        self.windows = _window_choice(window_size, max_batch_size)
         if _runs_apart():
             model = with_layers_apart(model)
         wishes = Wishes(
@@ -151,7 +156,7 @@ class Engine:
             self._requests.pop(number, None)
         with self._on_mesh():
             if self._requests:
-                self.device.prepare(self._traits())
+                self._prepare()
             events = self.scheduler.step(submitted, aborted, max_forwards=max_forwards)
         for event in events:
             if isinstance(event, Finished | Failed):
@@ -228,6 +233,7 @@ class Engine:
             for done, total in self.device.compile():
                 if on_step is not None:
                     on_step(done, total)
+            self._prepare()
 
     def update(self, model: Transformer) -> None:
         """Decodes with other weights of the same shapes from now on; nothing is compiled anew.
@@ -262,6 +268,38 @@ class Engine:
         """Programs compiled so far."""
         return self.device.num_programs
 
+    def _prepare(self) -> None:
+        """Makes room for all requests; where windows are chosen by cost, costs are measured once,
+        before there is anybody."""
+        self.device.prepare(self._traits())
+        if isinstance(self.windows, AutoWindows) and self.windows.costs is None:
+            self.windows.costs = kept_table(_cache_folder(), self._cost_key(), self._measured_costs)
+
+    def _measured_costs(self) -> CostTable:
+        mode = "verified" if self.device.traits.verified else "paper"
+        params = SamplingParams(
+            mode=mode,
+            draft_budget=0.0,
+            entropy_threshold=None,
+            ignore_eos=True,
+            max_tokens=self.max_model_len,
+        )
+        probe = ForwardProbe(self.device, params)
+        sizes = self.settings.program(self.device.traits).sizes.tokens
+        timed = [size for size in sizes if size <= probe.most_tokens] or [1]
+        for size in timed:
+            probe.time_forward(size)  # the first run of anything is slow
+        return measure(probe.time_forward, timed)
+
+    def _cost_key(self) -> dict[str, Any]:
+        return {
+            "jax": jax.__version__,
+            "devices": [jax.devices()[0].device_kind, len(jax.devices())],
+            "model": dataclasses.asdict(self.config),
+            "dtype": str(jax.tree.leaves(self.device.parameters)[0].dtype),
+            "program": repr(self.settings.program(self.device.traits)),
+        }
+
     def _traits(self) -> Traits:
         traits = self._floor
         for one in set(self._requests.values()):
@@ -292,16 +330,20 @@ class Engine:
                 yield
 
 
-def _window_choice(window_size: int | str) -> WindowChoice:
+def _window_choice(window_size: int | str, sequences: int) -> WindowChoice:
     if window_size == "auto":
-        from wedlm_jax.engine.auto_windows import AutoWindows
-
-        return AutoWindows(AUTO_WINDOW)
+        return AutoWindows(AUTO_WINDOW, sequences)
     if isinstance(window_size, bool) or not isinstance(window_size, int) or window_size < 0:
         raise InputError(
             f"window_size: expected an integer of at least 0 or 'auto', not {window_size!r}"
         )
     return FixedWindows(window_size)
+
+
+def _cache_folder() -> Path | None:
+    """Where JAX keeps compiled programs."""
+    folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    return None if folder is None else Path(folder)
 
 
 def _runs_apart() -> bool:

@@ -81,6 +81,7 @@ class EngineSettings:
             traits.window,
             self.chunk_tokens,
             self.tokens_at_once,
+            narrower=traits.autoregressive,
             one_size=self.deterministic,
         )
         return Program(sizes, traits, self.attention, self.refill)

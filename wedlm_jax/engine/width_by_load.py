@@ -18,10 +18,8 @@ PRICES = np.concatenate([[0.0], np.geomspace(0.004, 1.0, 19)])
 """Tokens committed that a token computed must at least bring."""
 WORTH_A_TRY = 1.01
 """A window is tried where this much of the present speed can be hoped for."""
-TRY_ONE_OF = 16
-"""Of so many sequences one is tried at a time."""
-ALONE = 2
-"""Of no more sequences than these, all are tried: that teaches costs, too."""
+LITTLE = 0.1
+"""Share of the speed that a try of all sequences together may be expected to lose."""
 
 
 def slots_spread(filled: Floats) -> Floats:
@@ -73,6 +71,7 @@ class WidthsByLoad:
         self._load, self._hoped, self._costs = load, hoped, costs
         self._base_committed, self._base_tokens = base_committed, base_tokens
         self._count, self._num_widths = load.tokens.shape
+        self._widths_at = np.arange(self._num_widths)
 
     def _rate(self, committed: Floats, tokens: Floats, variance: Floats) -> Floats:
         seconds = self._costs.expected(self._base_tokens + tokens, np.sqrt(variance))
@@ -121,6 +120,9 @@ class WidthsByLoad:
         """Returns columns to learn from, and the share of the speed that is expected to be lost
         on them; None where nothing better can be hoped for.
 
+        All get the same other width where that is likely to cost little: it teaches what forwards
+        of that size cost, too. Else one sequence gets one.
+
         Args:
           columns: the best.
           candidate: the sequence that may be tried, such as the one of which least is known.
@@ -130,6 +132,16 @@ class WidthsByLoad:
         tokens = load.tokens[every, columns].sum()
         variance = load.variance[every, columns].sum()
         rate = float(self._rate(committed, tokens, variance))
+        together = self._rate(*_sums(load))
+        favour = np.exp(self._costs.doubt(self._base_tokens + _sums(load)[1], float(tokens)))
+        promise = self._rate(*_sums(hoped)) * favour
+        alike = bool((columns == columns[0]).all())
+        promise[(together < (1 - LITTLE) * rate) | (alike & (self._widths_at == columns[0]))] = 0
+        if promise.max() > WORTH_A_TRY * rate:
+            column = int(promise.argmax())
+            return np.full_like(columns, column), _loss(together[column], rate)
+        if self._count == 1:
+            favour = np.exp(self._costs.doubt(self._base_tokens + hoped.tokens[0], float(tokens)))
         own = columns[candidate]
         changes = [
             each[candidate] - each[candidate, own]
@@ -138,20 +150,23 @@ class WidthsByLoad:
         one = self._rate(committed + changes[0], tokens + changes[1], variance + changes[2])
         gain = hoped.committed[candidate] - load.committed[candidate, own]
         change = hoped.tokens[candidate] - load.tokens[candidate, own]
-        if self._count <= ALONE:
-            favour = np.exp(self._costs.doubt(self._base_tokens + tokens + change, tokens))
-        else:
-            favour = np.ones(self._num_widths)
-        promise = self._rate(committed + gain, tokens + change, variance) * favour
-        if self._count > 1:  # what pays for one alone may not, and for all together
-            all_rates = self._rate(
-                hoped.committed.sum(axis=0), hoped.tokens.sum(axis=0), hoped.variance.sum(axis=0)
-            )
-            promise = np.maximum(promise, all_rates)
+        # What does not pay for one alone may pay for all together.
+        promise = self._rate(committed + gain, tokens + change, variance + changes[2])
+        promise = np.maximum(promise, self._rate(*_sums(hoped)))
+        if self._count == 1:
+            promise *= favour
         promise[own] = 0
         column = int(promise.argmax())
         if promise[column] < WORTH_A_TRY * rate:
             return None
         tried = columns.copy()
         tried[candidate] = column
-        return tried, max(1 - float(one[column]) / rate, 0.0)
+        return tried, _loss(one[column], rate)
+
+
+def _sums(load: Load) -> tuple[Floats, Floats, Floats]:
+    return load.committed.sum(axis=0), load.tokens.sum(axis=0), load.variance.sum(axis=0)
+
+
+def _loss(rate: float, best: float) -> float:
+    return max(1 - float(rate) / best, 0.0)

@@ -1,0 +1,92 @@
+"""Times forwards of a wanted number of tokens, with the engine's own program.
+
+Sequences that are not there decode made-up texts: each has its last token and a window of masks,
+never drafts anything (a draft budget of 0), and so runs as many tokens in every forward. Their
+pages are anybody's, so this is done before there is anybody.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from wedlm_jax.engine.burst import Admission, Burst, Request
+from wedlm_jax.engine.device import Device
+from wedlm_jax.params import SamplingParams
+
+TEXT = 160
+"""Tokens of the made-up texts, where the engine allows so many."""
+FORWARDS = 8
+"""Forwards that are timed together."""
+
+
+class ForwardProbe:
+    """Times forwards on a device that nobody uses yet.
+
+    Args:
+      device: prepared for all traits that its programs will have.
+      params: of a sequence that drafts; its mode is "verified" or "paper".
+    """
+
+    def __init__(self, device: Device, params: SamplingParams):
+        self._device, self._settings = device, device.settings
+        length = min(TEXT, self._settings.max_text // 2)
+        self._text = np.zeros(max(length, 1), np.int32)
+        self._params = params
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest forward that can be timed."""
+        return self._settings.sequences_each * (1 + self._settings.window)
+
+    def time_forward(self, tokens: int) -> float:
+        """Seconds of a forward of so many tokens, of each replica."""
+        windows = self._windows(min(tokens, self.most_tokens))
+        settings = self._settings
+        running = np.flatnonzero(windows >= 0)
+        admissions = [self._admission(int(index)) for index in running]
+        prompt = -(-len(self._text) * len(running) // settings.chunk_tokens) + 2
+        self._device.run(self._burst(windows, admissions, prompt))
+        started = time.perf_counter()
+        report = self._device.run(self._burst(windows, [], FORWARDS))
+        seconds = time.perf_counter() - started
+        done = max(report.num_run, 1)
+        self._device.run(self._burst(windows, [], 0, released=running.tolist()))
+        return seconds / done
+
+    def _windows(self, tokens: int) -> np.ndarray:
+        """W of each sequence so that they run so many tokens together; −1 for no sequence."""
+        each, widest = self._settings.sequences_each, self._settings.window
+        count = min(max(-(-tokens // (1 + widest)), 1), each)
+        own = np.full(each, -1, np.int32)
+        base, more = divmod(tokens, count)
+        own[:count] = base - 1
+        own[:more] += 1
+        return np.tile(own, self._settings.replicas)
+
+    def _admission(self, index: int) -> Admission:
+        request = Request(-1 - index, self._text.tolist(), self._params)
+        return Admission(index, request, self._text, 0, None)
+
+    def _burst(
+        self,
+        windows: np.ndarray,
+        admissions: list[Admission],
+        forwards: int,
+        released: list[int] | None = None,
+    ) -> Burst:
+        settings = self._settings
+        count, columns = settings.sequences, settings.max_pages
+        numbers = 1 + np.arange(count * columns) % (settings.num_pages - 1)
+        return Burst(
+            released=released or [],
+            admissions=admissions,
+            page_table=numbers.reshape(count, columns).astype(np.int32),
+            capacity=np.full(count, columns * settings.page_size, np.int32),
+            arrival=np.tile(np.arange(settings.sequences_each, dtype=np.int32), settings.replicas),
+            windows=np.maximum(windows, 0),
+            chunk_tokens=settings.chunk_tokens,
+            max_forwards=forwards,
+            until_finished=count + 1,
+        )
