@@ -63,7 +63,7 @@ def test_the_last_new_token_of_each_word_is_left_out(
 
 
 def test_none_of_the_words_stands_then_and_the_first_mask_is_filled() -> None:
-    params = SamplingParams(bad_words=((1, 2), (2, 2), (2, 1, 2)))
+    params = SamplingParams(mode="paper", bad_words=((1, 2), (2, 2), (2, 1, 2)))
     one = Decoding((2,), (), (None, None, 1, None), params)
     for first in range(3):
         for second in range(3):
@@ -81,7 +81,7 @@ def test_none_of_the_words_stands_then_and_the_first_mask_is_filled() -> None:
 
 
 def test_a_word_that_begins_in_the_prompt_is_none() -> None:
-    params = SamplingParams(bad_words=((7, 8),))
+    params = SamplingParams(mode="paper", bad_words=((7, 8),))
     window = (None, None)
     chosen = np.zeros((2, SLOTS), bool)
     chosen[0, 0] = True

@@ -138,8 +138,8 @@ def test_only_penalties_count_tokens() -> None:
 
 
 def test_a_sequence_without_penalties_keeps_its_logits_to_the_bit() -> None:
-    plain = Decoding((3, 4), (3, 3), (5, None, 6, None), SamplingParams())
-    penalised = dataclasses.replace(plain, params=SamplingParams(**PENALTIES))  # type: ignore[arg-type]
+    plain = Decoding((3, 4), (3, 3), (5, None, 6, None), SamplingParams(mode="paper"))
+    penalised = dataclasses.replace(plain, params=SamplingParams(mode="paper", **PENALTIES))  # type: ignore[arg-type]
     logits = some_logits(3)
     ours, named = adjusted_rows([plain, penalised, plain], logits)
     changed = [i for row, (i, *_) in enumerate(named) if (ours[row] != logits[row]).any()]

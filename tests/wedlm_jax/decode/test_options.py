@@ -20,7 +20,7 @@ from wedlm_jax.decode.options import (
 from wedlm_jax.errors import InputError
 from wedlm_jax.params import OPTIONS, SamplingParams
 
-PLAIN = SamplingParams(max_tokens=12)
+PLAIN = SamplingParams(mode="paper", max_tokens=12)
 WINDOW = 4
 
 EACH: list[dict[str, Any]] = [

@@ -282,7 +282,7 @@ def draws(params: SamplingParams, others: list[SamplingParams], forward: int = 1
 
 
 def hot(seed: int) -> SamplingParams:
-    return SamplingParams(temperature=1.0, seed=seed)
+    return SamplingParams(mode="paper", temperature=1.0, seed=seed)
 
 
 def test_a_seed_draws_the_same_beside_any_neighbours() -> None:
@@ -331,7 +331,7 @@ def primitives(traits: Traits) -> set[str]:
     return {equation.primitive.name for equation in equations_in(traced)}
 
 
-SOME = Decoding((3,), (), (None, None), SamplingParams())
+SOME = Decoding((3,), (), (None, None), SamplingParams(mode="paper"))
 NUMBERS = ("random_bits", "random_fold_in", "threefry2x32", "shift_left", "log", "exp", "div")
 
 
