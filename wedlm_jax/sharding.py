@@ -214,13 +214,15 @@ def on_own_rows(
     )  # fmt: skip
 
 
-def check_fits(mesh: Mesh, config: ModelConfig, *, rows: int, row_length: int) -> None:
+def check_fits(
+    mesh: Mesh, config: ModelConfig, *, rows: int = 0, row_length: int = 0
+) -> None:
     """Refuses sizes that the mesh does not divide, by name.
 
     Args:
       mesh: as from `make_mesh`.
       config: of the model.
-      rows: packed rows in a micro-batch, all devices together.
+      rows: packed rows in a micro-batch, all devices together; 0 where there are none.
       row_length: L; the dual stream has 2 L rows.
 
     Raises:

@@ -34,6 +34,7 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.layer_layout import with_layers_apart
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
+from wedlm_jax.sharding import check_fits
 
 DEFAULT_WINDOW = 16
 AUTO_WINDOW = 32
@@ -80,6 +81,8 @@ class Engine:
         mesh: Mesh | None = None,
     ):
         self.config: ModelConfig = model.config
+        if mesh is not None:
+            check_fits(mesh, model.config)
         self.mesh, self.window_size = mesh, window_size
         self.windows = _window_choice(window_size, max_batch_size)
         if _runs_apart():
