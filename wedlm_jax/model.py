@@ -22,7 +22,7 @@ from wedlm_jax.config import ModelConfig
 from wedlm_jax.int8 import to_float, to_int8
 from wedlm_jax.masks import Mask
 from wedlm_jax.quantization import is_quantized, product
-from wedlm_jax.rope import apply_rope, rope_tables
+from wedlm_jax.rope import apply_rope, held, rope_tables
 from wedlm_jax.sharding import constrain
 
 Carry = TypeVar("Carry")
@@ -227,7 +227,7 @@ class Transformer(nnx.Module):
         Returns:
           Normalised hidden states ``[T, D]`` (see `logits`), and the carry.
         """
-        rope = rope_tables(self.config, positions)
+        rope = held(rope_tables(self.config, positions))
 
         def layer(
             module: DecoderLayer, index: Any, inputs: tuple[Array, Carry]
@@ -289,9 +289,7 @@ class Transformer(nnx.Module):
         return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
 
 
-def _attend(
-    q: Array, k: Array, v: Array, mask: Mask, implementation: str, int8_kv: bool
-) -> Array:
+def _attend(q: Array, k: Array, v: Array, mask: Mask, implementation: str, int8_kv: bool) -> Array:
     """What ``q [B, T, H, head_dim]`` attends to of ``k`` and ``v [B, T, K, head_dim]``."""
     q = constrain(q, "batch", None, "attention_heads")
     k, v = (constrain(x.swapaxes(1, 2), "batch", "attention_heads") for x in (k, v))
