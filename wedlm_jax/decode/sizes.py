@@ -15,6 +15,7 @@ from wedlm_jax.decode.state import num_slots
 
 Carry = TypeVar("Carry")
 
+SMALLEST_COARSE = 16
 LARGEST_HEAD = 256
 """Rows whose logits exist at once, at most."""
 
@@ -52,6 +53,7 @@ def forward_sizes(
     largest: int,
     *,
     narrower: bool = False,
+    coarse: bool = False,
     one_size: bool = False,
 ) -> ForwardSizes:
     """The sizes for N sequences with windows of at most W and chunks of prompts beside them.
@@ -59,11 +61,14 @@ def forward_sizes(
     Args:
       largest: T at most.
       narrower: whether sequences have narrower windows, too.
+      coarse: whether a forward of few tokens takes as long as one of four times as many: on devices
+        that wait for the weights.
       one_size: whether all forwards are to be computed alike.
     """
     spans = sequences * num_slots(window)
     total = spans + chunk_tokens
-    tokens = _grid(sequences, window, min(total, largest), narrower)
+    most = min(total, largest)
+    tokens = _coarse_grid(most) if coarse else _grid(sequences, window, most, narrower)
     head = [size for size in tokens if size < min(spans, LARGEST_HEAD)]
     head.append(min(spans, LARGEST_HEAD))
     if one_size:
@@ -85,6 +90,11 @@ def _grid(sequences: int, window: int, largest: int, narrower: bool) -> list[int
         between += [window + 1 + window // 2, 2 * window + 1] if window > 1 else []
     sizes = {size for size in [*powers, *between] if size < largest}
     return [*sorted(sizes), largest]
+
+
+def _coarse_grid(largest: int) -> list[int]:
+    sizes = [SMALLEST_COARSE * 4**i for i in range(largest.bit_length())]
+    return [*(size for size in sizes if size < largest), largest]
 
 
 def at_size(

@@ -42,6 +42,7 @@ class EngineSettings:
       cache_dtype: of keys and values.
       chunk_tokens: tokens of prompts that a forward computes beside windows, at most.
       tokens_at_once: tokens that pass the layers at once, at most.
+      coarse_sizes: whether a forward has few sizes, far apart.
       attention: a name in `wedlm_jax.attention.RAGGED_BACKENDS`.
       refill: "streaming" or "blockwise".
       deterministic: whether every forward has the same shape.
@@ -59,6 +60,7 @@ class EngineSettings:
     cache_dtype: Any
     chunk_tokens: int
     tokens_at_once: int
+    coarse_sizes: bool
     attention: str
     refill: str
     deterministic: bool
@@ -81,6 +83,7 @@ class EngineSettings:
             traits.window,
             self.chunk_tokens,
             self.tokens_at_once,
+            coarse=self.coarse_sizes,
             narrower=traits.autoregressive,
             one_size=self.deterministic,
         )
@@ -165,6 +168,7 @@ def plan_engine(
         cache_dtype=cache_dtype,
         chunk_tokens=wishes.chunk_tokens or _of(CHUNK_TOKENS, platform),
         tokens_at_once=_of(TOKENS_AT_ONCE, platform),
+        coarse_sizes=platform != "cpu",
         attention=attention,
         refill=wishes.refill,
         deterministic=wishes.deterministic,
