@@ -121,9 +121,13 @@ def with_windows(state: DecodeState, options: Options, changed: Array) -> Decode
     again = changed & options.anchored & (state.known == 0)
     most = state.text_length - again
     filled = is_filled(state) & ~again[:, None]
-    run = jnp.minimum(leading(filled), jnp.maximum(options.window, 1))
+    whole = leading(filled)
+    run = jnp.minimum(whole, jnp.maximum(options.window, 1))
     active = (options.window + run).astype(jnp.int32)
-    filled &= jnp.arange(filled.shape[1]) < active[:, None]
+    # Where drafts stood behind a run that is cut, the last of them would have no mask behind it,
+    # whose token the forward that accepts it says.
+    end = jnp.where(options.anchored & (run < whole), run, active)
+    filled &= jnp.arange(filled.shape[1]) < end[:, None]
     narrowed = dataclasses.replace(
         state,
         filled=jnp.where(changed[:, None], filled, state.filled),
