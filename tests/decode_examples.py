@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
 from tests.reference.decode_loop import Decoded, FullForward, decode
@@ -149,6 +150,21 @@ def in_mode(row: Row, mode: str, **changes: object) -> Row:
 def say_the_same(ours: SequenceResult, theirs: SequenceResult) -> bool:
     """Whether tokens and reasons are equal; counts may differ."""
     return (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)
+
+
+def assert_same(ours: SequenceResult, theirs: SequenceResult) -> None:
+    """Tokens, reasons and counts equal, log-probabilities but for rounding: forwards of other
+    sizes add in another order."""
+    plain, other = (dataclasses.replace(result, logprobs=None) for result in (ours, theirs))
+    assert plain == other
+    assert_logprobs_near(ours, theirs)
+
+
+def assert_logprobs_near(ours: SequenceResult, theirs: SequenceResult) -> None:
+    assert (ours.logprobs is None) == (theirs.logprobs is None)
+    for one, other in zip(ours.logprobs or [], theirs.logprobs or [], strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert [p for _, p in one.top] == pytest.approx([p for _, p in other.top], abs=1e-4)
 
 
 def reference(

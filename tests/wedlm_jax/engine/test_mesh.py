@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
-from tests.decode_examples import Row, in_mode, run, say_the_same, small_engine
+from tests.decode_examples import Row, assert_logprobs_near, in_mode, run, say_the_same, small_engine
 from tests.training_examples import tiny_transformer
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.results import SequenceResult
@@ -75,8 +75,7 @@ def test_tokens_and_counts_equal_those_of_one_device(
     results = run(engine, ROWS)
     assert without_logprobs(results) == without_logprobs(expected)
     for ours, theirs in zip(results, expected, strict=True):
-        for one, other in zip(ours.logprobs or [], theirs.logprobs or [], strict=True):
-            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert_logprobs_near(ours, theirs)
     counters = engine.counters
     assert counters.pages_used == 0
     # The seven with the header share its four full pages, computed once a replica at most.
