@@ -1,0 +1,103 @@
+"""Static sizes of a forward: few, none too small, and chosen without a copy of what is carried."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wedlm_jax.decode.sizes import ForwardSizes, at_size, forward_sizes, in_parts
+from wedlm_jax.decode.state import num_slots
+
+
+def filled_up(sizes: ForwardSizes, tokens: int) -> int:
+    whole, rest = divmod(tokens, sizes.tokens[-1])
+    return whole * sizes.tokens[-1] + min((s for s in sizes.tokens if s >= rest > 0), default=0)
+
+
+@settings(max_examples=60)
+@given(
+    sequences=st.sampled_from([1, 2, 3, 4, 8, 31, 128, 1024]),
+    window=st.integers(0, 32),
+    chunk=st.sampled_from([1, 8, 256, 1024]),
+    largest=st.sampled_from([64, 512, 1024]),
+)
+def test_every_forward_has_a_size(sequences: int, window: int, chunk: int, largest: int) -> None:
+    sizes = forward_sizes(sequences, window, chunk, largest)
+    assert sizes.total == sequences * num_slots(window) + chunk
+    assert sizes.tokens[-1] == min(sizes.total, largest)
+    assert list(sizes.tokens) == sorted(set(sizes.tokens))
+    assert list(sizes.head) == sorted(set(sizes.head))
+    assert sizes.head[-1] <= 256
+    assert len(sizes.tokens) <= 20, "each is compiled"
+    needed = np.unique(np.linspace(1, sizes.total, 50, dtype=np.int32))
+    computed = np.array([filled_up(sizes, int(tokens)) for tokens in needed])
+    assert (computed >= needed).all()
+    # Of large forwards a third is padding at most, but for one sequence's.
+    if sequences > 1:
+        assert (computed <= np.maximum(2 * needed, 1)).all()
+        large = needed >= 128
+        assert (computed[large] <= 1.5 * needed[large] + 1).all()
+
+
+@pytest.mark.parametrize(("sequences", "window"), [(1, 4), (4, 4), (16, 16), (300, 16), (8, 0)])
+def test_a_deterministic_engine_has_one(sequences: int, window: int) -> None:
+    sizes = forward_sizes(sequences, window, 256, 512, one_size=True)
+    assert len(sizes.tokens) == len(sizes.head) == 1
+    # Windows of all sequences usually pass at once.
+    assert sizes.tokens[0] >= min(sequences * (window + 1), 512)
+
+
+SIZES = (2, 4, 8)
+
+
+def test_what_is_computed_is_filled_up_to_a_size() -> None:
+    sizes = ForwardSizes(SIZES, SIZES, 24)
+    found = jax.vmap(sizes.filled_up)(jnp.arange(25))
+    assert found.tolist() == [filled_up(sizes, tokens) for tokens in range(25)]
+
+
+@pytest.mark.parametrize(("needed", "expected"), [(0, 0), (1, 2), (2, 2), (3, 4), (5, 8), (8, 8)])
+def test_the_smallest_that_holds_it_runs_once(needed: int, expected: int) -> None:
+    def run(needed: jax.Array) -> tuple[jax.Array, jax.Array]:
+        start = jnp.int32(0), jnp.int32(0)
+        return at_size(SIZES, needed, lambda size, c: (c[0] + size, c[1] + 1), start)
+
+    assert [int(x) for x in jax.jit(run)(jnp.int32(needed))] == [expected, needed > 0]
+
+
+@pytest.mark.parametrize("needed", [0, 1, 7, 8, 9, 16, 19, 24])
+def test_parts_cover_what_is_needed_in_order(needed: int) -> None:
+    def run(needed: jax.Array) -> jax.Array:
+        def step(size: int, start: jax.Array, out: jax.Array) -> jax.Array:
+            turn = out.max() + 1
+            return jax.lax.dynamic_update_slice(out, jnp.full(size, turn), (start,))
+
+        return in_parts(SIZES, needed, step, jnp.zeros(24 + SIZES[-1], jnp.int32))
+
+    parts = np.asarray(jax.jit(run)(jnp.int32(needed)))
+    assert (parts[:needed] == 1 + np.arange(needed) // 8).all()
+    computed = int(ForwardSizes(SIZES, SIZES, 24).filled_up(jnp.int32(needed)))
+    assert np.count_nonzero(parts) == computed
+    assert (parts[computed:] == 0).all()
+
+
+def test_what_is_carried_is_updated_in_place() -> None:
+    """A `lax.switch` would copy it: the cache, at every forward."""
+
+    def run(pool: jax.Array, needed: jax.Array) -> jax.Array:
+        def step(size: int, pool: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice(pool, jnp.ones(size), (needed,))
+
+        def forward(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            return carry[0] + 1, at_size(SIZES, needed, step, carry[1])
+
+        return jax.lax.while_loop(lambda c: c[0] < 3, forward, (jnp.int32(0), pool))[1]
+
+    pool = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
+    lowered = jax.jit(run, donate_argnums=0).lower(pool, jnp.int32(3))
+    memory = lowered.compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 1 << 16

@@ -1,0 +1,240 @@
+"""Which tokens a forward runs, against the same said in plain Python."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wedlm_jax.decode.sizes import ForwardSizes
+from wedlm_jax.decode.spans import (
+    Allowance,
+    attention_spans,
+    flat_tokens,
+    has_room,
+    inverse,
+    owner,
+    physical_place,
+    plan_spans,
+)
+from wedlm_jax.decode.state import DecodeState, idle_state, num_slots
+
+COUNT, WINDOW, TEXT, MASK = 4, 3, 40, 99
+PLENTY = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequence:
+    """One between two forwards: what of its text is computed, what it computes in chunks, and its
+    window, None where it is masked."""
+
+    text: tuple[int, ...]
+    computed: int
+    prefill: int
+    window: tuple[int | None, ...]
+    arrival: int = 0
+    capacity: int = PLENTY
+    running: bool = True
+
+    @property
+    def start(self) -> int:
+        return max(self.computed, self.prefill)
+
+
+@st.composite
+def some_sequences(draw: st.DrawFn) -> list[Sequence]:
+    order = draw(st.permutations(range(COUNT)))
+    made = []
+    for arrival in order:
+        text = tuple(draw(st.lists(st.integers(0, 22), min_size=1, max_size=20)))
+        prefill = draw(st.integers(0, len(text)))
+        computed = draw(st.integers(0, len(text)))
+        slots = draw(st.integers(1, num_slots(WINDOW)))
+        window = tuple(
+            draw(st.lists(st.none() | st.integers(0, 22), min_size=slots, max_size=slots))
+        )
+        capacity = draw(st.sampled_from([PLENTY, PLENTY, PLENTY, 10]))
+        running = draw(st.sampled_from([True, True, True, False]))
+        made.append(Sequence(text, computed, prefill, window, arrival, capacity, running))
+    return made
+
+
+def state_of(some: list[Sequence]) -> DecodeState:
+    empty = idle_state(len(some), window=WINDOW, text=TEXT, emitted=1, num_logprobs=None)
+    text = np.full((len(some), TEXT), 7, np.int32)
+    tokens = np.full((len(some), num_slots(WINDOW)), 7, np.int32)
+    filled = np.ones(tokens.shape, bool)  # what stands behind the active slots must not matter
+    for i, one in enumerate(some):
+        text[i, : len(one.text)] = one.text
+        for slot, token in enumerate(one.window):
+            filled[i, slot] = token is not None
+            tokens[i, slot] = 7 if token is None else token
+
+    def column(values: list[int]) -> jax.Array:
+        return jnp.array(values, jnp.int32)
+
+    return dataclasses.replace(
+        empty,
+        text=jnp.array(text),
+        text_length=column([len(one.text) for one in some]),
+        prompt_length=column([0] * len(some)),
+        prefill_length=column([one.prefill for one in some]),
+        num_computed=column([one.computed for one in some]),
+        tokens=jnp.array(tokens),
+        filled=jnp.array(filled),
+        active=column([len(one.window) for one in some]),
+        running=jnp.array([one.running for one in some]),
+    )
+
+
+def allowance_of(some: list[Sequence], chunk_tokens: int) -> Allowance:
+    return Allowance(
+        page_table=jnp.zeros((len(some), 4), jnp.int32),
+        capacity=jnp.array([one.capacity for one in some], jnp.int32),
+        arrival=jnp.array([one.arrival for one in some], jnp.int32),
+        chunk_tokens=jnp.int32(chunk_tokens),
+        max_forwards=jnp.int32(1),
+        until_finished=jnp.int32(1),
+    )
+
+
+LONGEST_CHUNK = 12
+TOTAL = COUNT * num_slots(WINDOW) + LONGEST_CHUNK
+SIZES = ForwardSizes((1, 4, 8, 16, 32, TOTAL), (1,), TOTAL)
+
+
+def runs(one: Sequence) -> bool:
+    return one.running and one.start + len(one.window) <= one.capacity
+
+
+plan_compiled = jax.jit(plan_spans, static_argnames="sizes")
+flat_compiled = jax.jit(flat_tokens, static_argnums=(3, 4))
+owner_compiled = jax.jit(owner, static_argnums=1)
+attention_compiled = jax.jit(attention_spans, static_argnums=4)
+
+
+@given(some=some_sequences(), chunk_tokens=st.integers(1, LONGEST_CHUNK))
+def test_windows_first_then_prompts_in_order_of_arrival(
+    some: list[Sequence], chunk_tokens: int
+) -> None:
+    state, allowance = state_of(some), allowance_of(some, chunk_tokens)
+    plan = plan_compiled(state, allowance, sizes=SIZES)
+    assert np.asarray(has_room(state, allowance)).tolist() == [
+        one.start + len(one.window) <= one.capacity for one in some
+    ]
+    reserved = sum(len(one.window) for one in some if runs(one))
+    wanted = sum(one.start - one.computed for one in some if runs(one))
+    granted = int(plan.chunk.sum())
+    # The budget is used, and padding beyond it is not left idle; nothing else is computed.
+    assert granted >= min(chunk_tokens, wanted)
+    assert granted <= wanted
+    if wanted:
+        filled_up = int(SIZES.filled_up(jnp.int32(min(chunk_tokens, wanted) + reserved)))
+        assert granted == min(wanted, filled_up - reserved)
+    short = False  # whether somebody who came before did not get the whole of a prompt
+    for i in sorted(range(len(some)), key=lambda i: some[i].arrival):
+        one, chunk = some[i], int(plan.chunk[i])
+        left = one.start - one.computed
+        if not runs(one):
+            assert (chunk, bool(plan.window[i])) == (0, False)
+            continue
+        assert 0 <= chunk <= left
+        assert not (short and chunk), "a later prompt overtakes"
+        short |= chunk < left
+        assert bool(plan.window[i]) == (chunk == left)
+    lengths = np.where(plan.window, [len(one.window) for one in some], 0) + plan.chunk
+    assert plan.starts.tolist() == [0, *np.cumsum(lengths).tolist()]
+    assert plan.num_tokens <= TOTAL
+
+
+def span_of(one: Sequence, chunk: int, window: bool) -> list[tuple[int, int]]:
+    """Tokens and logical positions, in physical order."""
+    places = range(one.computed, one.computed + chunk)
+    span = [(one.text[place], place) for place in places]
+    if window:
+        filled = [slot for slot, token in enumerate(one.window) if token is not None]
+        masks = [slot for slot, token in enumerate(one.window) if token is None]
+        start = one.computed + chunk
+        for slot in filled + masks:
+            token = one.window[slot]
+            span.append((MASK if token is None else token, start + slot))
+    return span
+
+
+@given(some=some_sequences(), chunk_tokens=st.integers(1, LONGEST_CHUNK), size=st.sampled_from([8, 64]))
+def test_flat_tokens_are_the_spans_one_behind_the_other(
+    some: list[Sequence], chunk_tokens: int, size: int
+) -> None:
+    """In parts of ``size``, each with its own spans of attention."""
+    state, allowance = state_of(some), allowance_of(some, chunk_tokens)
+    plan = plan_compiled(state, allowance, sizes=SIZES)
+    spans = [
+        span_of(one, int(plan.chunk[i]), bool(plan.window[i])) for i, one in enumerate(some)
+    ]
+    expected = [token for span in spans for token in span]
+    assert len(expected) == int(plan.num_tokens)
+    for start in range(0, max(len(expected), 1), size):
+        flat = flat_compiled(plan, state, jnp.int32(start), size, MASK)
+        here = expected[start : start + size]
+        padded = [*here, *[(0, 0)] * (size - len(here))]
+        assert list(zip(flat.tokens.tolist(), flat.positions.tolist(), strict=True)) == padded
+        own = attention_compiled(plan, state, allowance, jnp.int32(start), size)
+        for i, one in enumerate(some):
+            first, behind = int(plan.starts[i]), int(plan.starts[i + 1])
+            begin, end = max(first, start), min(behind, start + size)
+            length = max(end - begin, 0)
+            assert int(own.query_starts[i + 1] - own.query_starts[i]) == length
+            # What it attends to ends with this part's last token of it.
+            seen = one.computed + end - first if length else 0
+            assert int(own.kv_lengths[i]) == seen
+
+
+def test_the_drawing_of_the_module() -> None:
+    some = [
+        Sequence((1, 2, 3, 4), 0, 4, (None, None), arrival=2),
+        Sequence((1,), 1, 1, (5, 6, None, None), arrival=0),
+        Sequence((1, 9), 1, 1, (9,), arrival=1),
+        Sequence((8,) * 20, 0, 20, (None,) * 3, arrival=3),
+    ]
+    sizes = ForwardSizes((14,), (1,), 14)
+    # Seven window slots of the first three and three that are kept for the last leave seven.
+    state, allowance = state_of(some), allowance_of(some, 7)
+    plan = plan_compiled(state, allowance, sizes=dataclasses.replace(sizes, total=17))
+    flat = flat_compiled(plan, state, jnp.int32(0), 16, MASK)
+    assert plan.chunk.tolist()[:3] == [4, 0, 0]
+    assert plan.window.tolist() == [True, True, True, False]
+    drawn = [1, 2, 3, 4, MASK, MASK, 5, 6, MASK, MASK, 9]
+    assert flat.tokens.tolist()[:11] == drawn
+    assert flat.positions.tolist()[:11] == [0, 1, 2, 3, 4, 5, 1, 2, 3, 4, 1]
+
+
+@given(data=st.data())
+def test_physical_order_is_filled_then_masked_then_inactive(data: st.DataObject) -> None:
+    slots = 6
+    filled = data.draw(st.lists(st.booleans(), min_size=slots, max_size=slots))
+    active = data.draw(st.integers(0, slots))
+    expected = [s for s in range(active) if filled[s]]
+    expected += [s for s in range(active) if not filled[s]]
+    expected += range(active, slots)
+    place = physical_place(jnp.array([filled]), jnp.array([active]))
+    assert np.asarray(inverse(place))[0].tolist() == expected
+    assert np.asarray(place)[0].tolist() == [expected.index(s) for s in range(slots)]
+
+
+@given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=3), start=st.integers(0, 9))
+def test_whose_each_flat_place_is(lengths: list[int], start: int) -> None:
+    starts = jnp.array([0, *np.cumsum(lengths)], jnp.int32)
+    sequence, offset = owner_compiled(starts, 8, jnp.int32(start))
+    expected = [(i, j) for i, length in enumerate(lengths) for j in range(length)]
+    found = list(zip(sequence.tolist(), offset.tolist(), strict=True))
+    real = expected[start : start + 8]
+    assert found[: len(real)] == real
+    assert all(i == len(lengths) - 1 for i, _ in found[len(real) :])
+
+
+def test_a_window_has_room_for_as_many_filled_slots_as_masks() -> None:
+    assert [num_slots(window) for window in (0, 1, 2, 16)] == [1, 2, 4, 32]

@@ -1,0 +1,92 @@
+"""`deterministic=True`: in bfloat16 too, a sequence's tokens depend on nothing but itself."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.decode_examples import Row, in_mode, requests_of, run, say_the_same, small_engine
+from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.events import Finished
+from wedlm_jax.engine.results import SequenceResult
+from wedlm_jax.model import Transformer
+from wedlm_jax.params import SamplingParams
+
+PARAMS = [SamplingParams(mode=mode, temperature=1.0, top_k=3) for mode in ("verified", "ar")]
+COUNT = 60
+
+
+def in_bfloat16(model: Transformer) -> Transformer:
+    graph, parameters = nnx.split(model)
+    narrow = nnx.State.from_flat_path({
+        path: leaf.replace(leaf[...].astype(jnp.bfloat16))
+        for path, leaf in parameters.flat_state()
+    })  # fmt: skip
+    return nnx.merge(graph, narrow)
+
+
+@pytest.fixture(scope="module", params=[4, 16])
+def engine(request: pytest.FixtureRequest, tiny_model: Transformer) -> Engine:
+    return small_engine(
+        in_bfloat16(tiny_model), PARAMS, window_size=request.param, deterministic=True
+    )
+
+
+def some_rows(window: int, seed: int) -> list[Row]:
+    rng = np.random.default_rng(seed)
+    made = []
+    for number in range(COUNT):
+        prompt = tuple(rng.integers(2, 23, rng.integers(1, 28)).tolist())
+        params = SamplingParams(
+            mode="verified",
+            temperature=[0.0, 1.0][number % 2],
+            seed=number,
+            max_tokens=20,
+            draft_budget=6.0,
+            ignore_eos=True,
+        )
+        made.append(Row(prompt, params, int(rng.integers(1, window + 1))))
+    return made
+
+
+def test_verified_equals_autoregressive_alone_and_together(engine: Engine) -> None:
+    batch = some_rows(engine.settings.window, 0)
+    drafted = run(engine, batch)
+    expected = run(engine, [in_mode(row, "ar") for row in batch])
+    assert all(map(say_the_same, drafted, expected))
+    assert run(engine, batch[::-1]) == drafted[::-1]
+    assert [run(engine, [row])[0] for row in batch[:20]] == drafted[:20]
+    # There is something to tell apart: with other numbers the same prompts say other things.
+    reseeded = [in_mode(row, "ar", seed=row.params.seed + 1) for row in batch[1::2]]
+    assert run(engine, reseeded) != expected[1::2]
+
+
+def test_neither_arrival_nor_aborts_change_a_token(engine: Engine) -> None:
+    batch = some_rows(engine.settings.window, 1)
+    expected = run(engine, batch)
+    rng = np.random.default_rng(2)
+    waiting = requests_of(batch)
+    results: dict[int, SequenceResult] = {}
+    aborted: set[int] = set()
+    while waiting or engine.has_work:
+        count = int(rng.integers(0, 4))
+        now, waiting = waiting[:count], waiting[count:]
+        unwanted = [r.number for r in now if rng.random() < 0.2 and r.number % 3 == 0]
+        under_way = [n for n in range(COUNT - len(waiting)) if n % 7 == 0 and n not in results]
+        unwanted += [n for n in under_way if rng.random() < 0.3]
+        aborted.update(unwanted)
+        for event in engine.step(now, unwanted, max_forwards=int(rng.integers(1, 4))):
+            if isinstance(event, Finished):
+                results[event.number] = event.result
+    assert len(aborted - set(results)) > 3
+    assert set(results) >= set(range(COUNT)) - aborted
+    for number, result in results.items():
+        assert say_the_same(result, expected[number])
+        assert result.forwards_at == expected[number].forwards_at
+
+
+def test_one_size_serves_every_forward(engine: Engine) -> None:
+    sizes = engine.device.settings.program(engine._traits()).sizes
+    assert (len(sizes.tokens), len(sizes.head)) == (1, 1)

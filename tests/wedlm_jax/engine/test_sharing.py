@@ -1,0 +1,193 @@
+"""Sequences that come and go, share prefixes and run out of pages: a request gets the tokens it
+gets alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.decode_examples import (
+    Row,
+    as_if_first,
+    assert_logprobs_near,
+    in_mode,
+    requests_of,
+    rows,
+    run,
+    say_the_same,
+    small_engine,
+)
+from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.events import Finished
+from wedlm_jax.engine.results import SequenceResult
+from wedlm_jax.model import Transformer
+from wedlm_jax.params import SamplingParams
+
+PLAIN = SamplingParams(mode="paper", max_tokens=12, entropy_threshold=1.6)
+MODES = ("paper", "verified", "ar")
+DRAWN = [SamplingParams(mode=mode, temperature=1.0, top_k=3) for mode in MODES]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Transformer) -> Engine:
+    """Two sequences at a time."""
+    return small_engine(tiny_model, DRAWN, max_batch_size=2, deterministic=True)
+
+
+@pytest.fixture(scope="module")
+def short_engine(tiny_model: Transformer) -> Engine:
+    """Four at a time, and pages for hardly more than one of full length."""
+    return small_engine(tiny_model, DRAWN, num_pages=20, deterministic=True)
+
+
+def fresh(engine: Engine) -> Engine:
+    """Forgets what is cached, and counts from zero."""
+    engine.scheduler = engine._new_scheduler()
+    return engine
+
+
+def drafting(row: Row, mode: str) -> Row:
+    return in_mode(row, mode, draft_budget=4.0)
+
+
+some_rows = st.builds(drafting, rows(), st.sampled_from(MODES))
+
+
+@st.composite
+def with_headers(draw: st.DrawFn) -> list[Row]:
+    """Requests that begin with the whole or a part of one header, or with none."""
+    header = draw(st.lists(st.integers(0, 23), min_size=12, max_size=16))
+    requests = []
+    for row in draw(st.lists(some_rows, min_size=2, max_size=9)):
+        part = draw(st.integers(0, len(header)))
+        prompt = (*header[:part], *row.prompt[: max(28 - part, 1)])
+        requests.append(dataclasses.replace(row, prompt=prompt))
+    return requests
+
+
+@given(requests=with_headers())
+def test_shared_prefixes_change_no_token(engine: Engine, requests: list[Row]) -> None:
+    alone = [run(fresh(engine), [row])[0] for row in requests]
+    together = run(fresh(engine), requests)
+    assert together == alone
+    # And once more, where all of it is known.
+    assert run(engine, requests) == alone
+    engine.scheduler.check_accounts()
+    assert engine.counters.pages_used == 0
+
+
+@given(
+    requests=st.lists(some_rows, min_size=1, max_size=8),
+    gaps=st.lists(st.integers(0, 3), min_size=1, max_size=5),
+)
+def test_whenever_it_comes_a_request_gets_what_it_gets_alone(
+    engine: Engine, requests: list[Row], gaps: list[int]
+) -> None:
+    alone = [run(engine, [row])[0] for row in requests]
+    results: dict[int, SequenceResult] = {}
+    waiting, turn = requests_of(requests), 0
+    while waiting or engine.has_work:
+        now, waiting = waiting[:1], waiting[1:]
+        for _ in range(gaps[turn % len(gaps)] + 1):
+            for event in engine.step(now, max_forwards=1):
+                if isinstance(event, Finished):
+                    results[event.number] = as_if_first(event.result)
+            now = []
+        turn += 1
+    assert [results[i] for i in range(len(requests))] == alone
+
+
+@given(requests=with_headers())
+def test_who_is_put_back_goes_on_with_the_same_tokens(
+    engine: Engine, short_engine: Engine, requests: list[Row]
+) -> None:
+    alone = [run(engine, [row])[0] for row in requests]
+    for row, ours, theirs in zip(requests, run(short_engine, requests), alone, strict=True):
+        assert say_the_same(ours, theirs)
+        if row.params.mode != "verified":  # whose drafts are dropped when it is put back
+            assert ours == theirs
+    short_engine.scheduler.check_accounts()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_youngest_is_put_back_where_pages_run_out(
+    engine: Engine, short_engine: Engine, mode: str
+) -> None:
+    params = SamplingParams(
+        mode=mode, max_tokens=20, entropy_threshold=1.6, ignore_eos=True, logprobs=2
+    )
+    batch = [Row((3 + i, 9, 4, 7, 5 + i, 2, 2, 8), params, 4) for i in range(4)]
+    alone = [run(engine, [row])[0] for row in batch]
+    results = run(fresh(short_engine), batch)
+    counters = short_engine.counters
+    assert counters.preemptions > 0
+    assert counters.recomputed_tokens > 0
+    for ours, theirs in zip(results, alone, strict=True):
+        assert say_the_same(ours, theirs)
+        assert_logprobs_near(ours, theirs)
+        if mode != "verified":
+            assert ours.forwards_at == theirs.forwards_at
+
+
+def test_a_shared_prefix_is_computed_once(engine: Engine) -> None:
+    header = tuple(range(2, 18))
+    results = run(fresh(engine), [Row((*header, i + 2), PLAIN, 4) for i in range(8)])
+    counters = engine.counters
+    assert counters.prompt_tokens == len(header) + 8
+    assert counters.prefix_tokens == 7 * len(header)
+    assert len(results) == 8
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_equal_prompts_share_their_whole_pages(engine: Engine, mode: str) -> None:
+    """Pages of four: of nine tokens, eight are taken over, for every mode."""
+    row = Row((3, 4, 5, 6, 7, 8, 9, 2, 2), dataclasses.replace(PLAIN, mode=mode), 4)
+    alone = run(fresh(engine), [row])[0]
+    assert run(fresh(engine), [row] * 6) == [alone] * 6
+    assert engine.counters.prompt_tokens == 9 + 5
+    results = engine.decode(requests_of([row]))
+    assert results[0].num_cached_tokens == 8
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_never_all_of_a_prompt_is_taken_over(engine: Engine, mode: str) -> None:
+    """Its last token says the first of the completion, even where every page is known."""
+    params = dataclasses.replace(PLAIN, mode=mode)
+    long, short = (3, 4, 5, 6, 7, 8, 9, 2, 2, 5, 6, 7), (3, 4, 5, 6, 7, 8, 9, 2)
+    requests = [Row(prompt, params, 4) for prompt in (long, long, short, short)]
+    alone = [run(fresh(engine), [row])[0] for row in requests]
+    assert [run(engine, [row])[0] for row in requests] == alone
+
+
+def test_the_second_turn_of_a_conversation_finds_the_first(engine: Engine) -> None:
+    first = Row((3, 9, 4, 7, 5), dataclasses.replace(PLAIN, ignore_eos=True), 4)
+    (answer,) = run(fresh(engine), [first])
+    prompt = (*first.prompt, *answer.token_ids, 8, 8)
+    second = Row(prompt, dataclasses.replace(PLAIN, max_tokens=6), 4)
+    (warm,) = engine.decode(requests_of([second]))
+    (cold,) = run(fresh(engine), [second])
+    # All that was committed but the last token or two, whose keys nobody has computed.
+    assert warm.num_cached_tokens >= len(first.prompt) + len(answer.token_ids) - 8
+    assert as_if_first(warm) == cold
+
+
+def test_samples_share_their_prompt(engine: Engine) -> None:
+    params = dataclasses.replace(PLAIN, temperature=1.0)
+    prompt = tuple(range(2, 19))
+    batch = [Row(prompt, dataclasses.replace(params, seed=i), 4) for i in range(5)]
+    results = run(fresh(engine), batch)
+    assert engine.counters.prompt_tokens == 17 + 4
+    assert len({tuple(result.token_ids) for result in results}) > 1
+
+
+def test_no_more_sequences_than_were_asked_for_and_pages_hold_tokens(engine: Engine) -> None:
+    waiting = requests_of([Row((3 + i, 9), PLAIN, 4) for i in range(7)])
+    seen = []
+    while waiting or engine.has_work:
+        engine.step(waiting, max_forwards=1)
+        waiting = []
+        seen.append(engine.counters.running)
+    assert max(seen) == 2
