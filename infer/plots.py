@@ -88,26 +88,28 @@ def _kind(score: Score) -> str:
     return score.decoder.partition(" τ")[0]
 
 
-def draw_speeds(speeds: Iterable[Speed], path: Path) -> None:
-    """Tokens a second against rows, a line a way; a panel for each comparison."""
+def draw_speeds(speeds: Iterable[Speed], path: str | Path) -> None:
+    """Tokens a second against sequences that decode together, a line a way; a panel a regime."""
     every = list(speeds)
-    groups: dict[str, list[Speed]] = {"batching": [], "windows": []}
-    for speed in every:
-        first = speed.way.startswith(("fixed", "continuous", "rows")) or "shots" in speed.way
-        groups["batching" if first else "windows"].append(speed)
-    shown = {name: some for name, some in groups.items() if some}
-    figure = _figure(6.5 * len(shown), 4.5)
-    ticks = sorted({speed.rows for speed in every})
-    for axes, some in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.values(),
-                          strict=True):  # fmt: skip
+    regimes = list(dict.fromkeys(speed.regime for speed in every))
+    figure = _figure(5.5 * len(regimes), 4.5)
+    ticks = sorted({speed.sequences for speed in every})
+    panels = figure.subplots(1, len(regimes), squeeze=False)[0]
+    for axes, regime in zip(panels, regimes, strict=True):
+        some = [speed for speed in every if speed.regime == regime]
         for way in dict.fromkeys(speed.way for speed in some):
-            points = [(s.rows, s.tokens_per_second) for s in some if s.way == way]
-            dashed = any(word in way for word in ("fixed", "each", "alike", "verified"))
-            style = "--" if dashed else "-"
+            points = [(s.sequences, s.tokens_per_second) for s in some if s.way == way]
+            style = "--" if "verified" in way else ":" if "transformers" in way else "-"
             axes.plot(*zip(*points, strict=True), style, marker="o", label=way)
-        axes.set(xscale="log", xlabel="rows", ylabel="tokens a second", ylim=(0, None))
+        axes.set(
+            xscale="log",
+            xlabel="sequences at a time",
+            ylabel="tokens a second",
+            ylim=(0, None),
+            title=regime.replace("_", " "),
+        )
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-    _save(figure, path)
+    _save(figure, Path(path))

@@ -15,22 +15,25 @@ class Speed:
     """One way to decode a set of prompts.
 
     Attributes:
-      way: its name.
-      rows: prompts that decode together.
+      way, regime: names.
+      sequences: that decode together.
       prompts, tokens, forwards: of one pass, over all prompts.
-      seconds: wall-clock of each timed pass.
+      seconds: wall-clock of each timed pass, prompts included, compiling not.
+      compile_seconds: spent on compiling before, less what was kept from earlier runs.
     """
 
     way: str
-    rows: int
+    regime: str
+    sequences: int
     prompts: int
     tokens: int
     forwards: int
     seconds: list[float]
+    compile_seconds: float
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / statistics.median(self.seconds)
+        return self.tokens / max(statistics.median(self.seconds), 1e-9)
 
     @property
     def tokens_per_forward(self) -> float:
@@ -39,12 +42,20 @@ class Speed:
 
 def speed_table(speeds: Sequence[Speed]) -> Table:
     """Speeds of one comparison, beside the first of them."""
-    result = Table(box=box.SIMPLE, title=f"{speeds[0].rows} rows, {speeds[0].prompts} prompts")
+    first = speeds[0]
+    regime = first.regime.replace("_", " ")
+    result = Table(
+        box=box.SIMPLE, title=f"{regime}, {first.sequences} at a time, {first.prompts} prompts"
+    )
     result.add_column("")
-    for head in ("tokens/s", f"against {speeds[0].way}", "tokens / forward"):
+    for head in ("tokens/s", f"against {first.way}", "tokens / forward", "compiling, s"):
         result.add_column(head, justify="right")
     for speed in speeds:
-        ratio = speed.tokens_per_second / speeds[0].tokens_per_second
-        per_forward = f"{speed.tokens_per_forward:.2f}"
-        result.add_row(speed.way, f"{speed.tokens_per_second:,.0f}", f"{ratio:.2f}×", per_forward)
+        result.add_row(
+            speed.way,
+            f"{speed.tokens_per_second:,.0f}",
+            f"{speed.tokens_per_second / first.tokens_per_second:.2f}×",
+            f"{speed.tokens_per_forward:.2f}",
+            f"{speed.compile_seconds:.0f}" if speed.compile_seconds else "",
+        )
     return result

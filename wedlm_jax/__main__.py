@@ -12,7 +12,7 @@ SUBCOMMANDS = {
     "demo": ("infer.demo", "watch the embedded model decode, with numbers"),
     "generate": ("infer.generate", "complete a prompt, or a JSONL file of prompts"),
     "evaluate": ("infer.evaluate", "accuracy and speed of the decoders on held-out prompts"),
-    "bench": ("infer.bench", "tokens a second of batches, by rows and by windows"),
+    "bench": ("infer.bench.command", "speed: windows against AR, forwards against their products"),
     "train": ("train.command", "train a model from a recipe in configs/"),
     "tokenize": ("train.data.command", "tokenise and pack training data, once"),
     "rows": ("train.data.show", "packed training rows as text"),

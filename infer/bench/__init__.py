@@ -1,0 +1,1 @@
+"""`wedlm bench`: what decoding costs, against AR, against its own products, against others."""

@@ -1,0 +1,269 @@
+"""Milliseconds of a forward, and of a prompt, against the products in them alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from infer.bench.products import milliseconds_of_products
+from infer.bench.subject import Subject, random_prompts
+from infer.bench.turns import Bar, Stopwatch, by_turns
+from infer.bench.windows import RIVAL, name_of, ways_of
+from infer.bench.work import Regimes, Work, steady
+from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.events import Finished, TokenDelta
+
+if TYPE_CHECKING:
+    from infer.bench.rival import Rival
+    from wedlm_jax.engine.engine import Engine
+
+FORWARDS = 32
+"""Forwards of a timed burst: the longest while somebody waits."""
+BURSTS = 2
+MAX_TOKENS = 400
+"""Of a completion, so that none ends while forwards are timed."""
+PROMPT_TOKENS = 32
+"""Of random prompts."""
+RIVAL_TOKENS = 16
+PROMPTS = 16
+"""Requests whose prompts are timed, one after another."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardCost:
+    """A forward of sequences that are all in the midst of their completions.
+
+    Attributes:
+      way: AR, a window in a mode, or a rival.
+      sequences: that decode together.
+      tokens, computed: real ones a forward, and those with the padding of its size; 0 for a rival.
+      milliseconds: of a forward, the host's share in a burst of `FORWARDS` included, pass by pass.
+      floor: of linear layers and head alone at as many tokens, pass by pass; empty for a rival.
+    """
+
+    way: str
+    sequences: int
+    tokens: float
+    computed: float
+    milliseconds: list[float]
+    floor: list[float]
+
+    @property
+    def ratio(self) -> float:
+        """A forward against its floor, median against median."""
+        return statistics.median(self.milliseconds) / max(statistics.median(self.floor), 1e-9)
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptCost:
+    """A request for one token, alone, nothing of its prompt known: milliseconds, pass by pass.
+
+    The fixed cost of a prompt is what such a request takes beyond one decode forward, since its
+    only forward also says the first token.
+
+    Attributes:
+      way: AR, or a window in a mode.
+      tokens: of a prompt, mean.
+      request: from submitting to the result.
+      device: of that, in compiled programs; the rest is the host's.
+      forward: a decode forward of one sequence, of `ForwardCost`.
+    """
+
+    way: str
+    tokens: float
+    request: list[float]
+    device: list[float]
+    forward: float
+
+    @property
+    def fixed(self) -> float:
+        return statistics.median(self.request) - self.forward
+
+    @property
+    def host(self) -> float:
+        return statistics.median(self.request) - statistics.median(self.device)
+
+
+def compare_floor(
+    subject: Subject,
+    regimes: Regimes | None,
+    *,
+    rows: Sequence[int],
+    windows: Sequence[int | str],
+    modes: Sequence[str],
+    passes: int,
+    rival: Rival | None,
+    bar: Bar,
+) -> Iterator[list[ForwardCost] | list[PromptCost]]:
+    """Measures forwards, one number of sequences after another, and then prompts.
+
+    Args:
+      regimes: whose questions are asked; None for random prompts.
+    """
+    alone: dict[str, float] = {}
+    for sequences in rows:
+        engines = {window: subject.engine(window, sequences) for window in windows}
+        costs = _forwards(subject, regimes, engines, modes, sequences, passes, rival, bar)
+        yield costs
+        if sequences == 1:
+            alone = {cost.way: statistics.median(cost.milliseconds) for cost in costs}
+            yield _prompts(subject, regimes, engines, modes, passes, alone, bar)
+
+
+def _forwards(
+    subject: Subject,
+    regimes: Regimes | None,
+    engines: dict[int | str, Engine],
+    modes: Sequence[str],
+    sequences: int,
+    passes: int,
+    rival: Rival | None,
+    bar: Bar,
+) -> list[ForwardCost]:
+    ways: dict[str, Callable[[], tuple[float, float, float, float]]] = {}
+    for window, mode in ways_of(list(engines), modes):
+        engine = engines[window]
+        work = _work(subject, regimes, sequences, mode, engine.max_model_len)
+        ways[name_of(window, mode)] = partial(_forward_and_floor, engine, work)
+    if rival is not None:
+        prompts = [prompt for prompt, _ in _work(subject, regimes, sequences, "ar", MAX_TOKENS)]
+        ways[RIVAL] = partial(_rival_forward, rival, prompts)
+    made = by_turns(ways, passes, bar, f"{sequences} sequences")
+    return [_forward_cost(name, sequences, some[1:]) for name, some in made.items()]
+
+
+def _forward_cost(
+    way: str, sequences: int, passes: Sequence[tuple[float, float, float, float]]
+) -> ForwardCost:
+    milliseconds, floor, tokens, computed = zip(*passes, strict=True)
+    return ForwardCost(
+        way,
+        sequences,
+        statistics.fmean(tokens),
+        statistics.fmean(computed),
+        list(milliseconds),
+        [one for one in floor if one],
+    )
+
+
+def _work(
+    subject: Subject, regimes: Regimes | None, count: int, mode: str, max_model_len: int
+) -> Work:
+    if regimes is not None:
+        work = steady(subject, regimes, count, mode, MAX_TOKENS)
+        room = max_model_len - max(len(prompt) for prompt, _ in work)
+        limit = max(min(MAX_TOKENS, room), 1)
+        return [(prompt, dataclasses.replace(params, max_tokens=limit)) for prompt, params in work]
+    from wedlm_jax.params import SamplingParams
+
+    limit = min(MAX_TOKENS, max_model_len - PROMPT_TOKENS)
+    params = SamplingParams(mode=mode, max_tokens=limit, ignore_eos=True)
+    return [(prompt, params) for prompt in random_prompts(subject.config, count, PROMPT_TOKENS)]
+
+
+def _rival_forward(rival: Rival, prompts: Sequence[list[int]]) -> tuple[float, float, float, float]:
+    return rival.milliseconds_a_token(prompts, RIVAL_TOKENS), 0.0, 0.0, 0.0
+
+
+def _forward_and_floor(engine: Engine, work: Work) -> tuple[float, float, float, float]:
+    """Milliseconds of a forward and of its floor, real and computed tokens a forward."""
+    seconds, forwards, tokens, computed = _steady_forwards(engine, work)
+    floor = milliseconds_of_products(engine, max(round(tokens / forwards), 1))
+    return seconds / forwards * 1e3, floor, tokens / forwards, computed / forwards
+
+
+def _steady_forwards(engine: Engine, work: Work) -> tuple[float, int, int, int]:
+    """Seconds, forwards, real and computed tokens while all sequences decode."""
+    engine.scheduler.forget_prefixes()
+    waiting = set(range(len(work)))
+    submitted = [Request(number, prompt, params) for number, (prompt, params) in enumerate(work)]
+    ended = False
+    while waiting and not ended:
+        for event in engine.step(submitted, max_forwards=1):
+            waiting -= {event.number} if isinstance(event, TokenDelta) else set()
+            ended |= isinstance(event, Finished)
+        submitted = []
+    seconds, counted = 0.0, engine.device.counters * 0
+    for _ in range(BURSTS):
+        before, started = engine.device.counters.copy(), time.perf_counter()
+        events = engine.step(max_forwards=FORWARDS) if engine.has_work else []
+        passed = time.perf_counter() - started
+        ended |= any(isinstance(event, Finished) for event in events)
+        if ended and counted[0]:
+            break  # fewer sequences were left in this burst than there should have been
+        seconds += passed
+        counted += engine.device.counters - before
+    engine.step(aborted=range(len(work)), max_forwards=0)
+    forwards, tokens, computed = counted.tolist()
+    return seconds, max(forwards, 1), tokens, computed
+
+
+def _prompts(
+    subject: Subject,
+    regimes: Regimes | None,
+    engines: dict[int | str, Engine],
+    modes: Sequence[str],
+    passes: int,
+    forwards: dict[str, float],
+    bar: Bar,
+) -> list[PromptCost]:
+    ways: dict[str, Callable[[], tuple[float, float, float]]] = {}
+    for window, mode in ways_of(list(engines), modes):
+        engine = engines[window]
+        work = _work(subject, regimes, PROMPTS, mode, engine.max_model_len)
+        ways[name_of(window, mode)] = partial(_requests, engine, work)
+    made = by_turns(ways, passes, bar, "prompts")
+    return [
+        PromptCost(
+            name,
+            some[0][2],
+            [request for request, _, _ in some[1:]],
+            [device for _, device, _ in some[1:]],
+            forwards[name],
+        )
+        for name, some in made.items()
+    ]
+
+
+def _requests(engine: Engine, work: Work) -> tuple[float, float, float]:
+    """Milliseconds of a request for one token, those of it in programs, and its prompt's tokens:
+    medians over the prompts, and a mean."""
+    requests: list[float] = []
+    device: list[float] = []
+    for number, (prompt, params) in enumerate(work):
+        one = Request(number, prompt, dataclasses.replace(params, max_tokens=1))
+        for times, watched in ((requests, False), (device, True)):
+            engine.scheduler.forget_prefixes()
+            watch = Stopwatch()
+            if watched:
+                with _programs_watched(engine, watch):
+                    engine.decode([one])
+            else:
+                watch.around(engine.decode)([one])
+            times.append(watch.seconds * 1e3)
+    length = statistics.fmean(len(prompt) for prompt, _ in work)
+    return statistics.median(requests), statistics.median(device), length
+
+
+@contextmanager
+def _programs_watched(engine: Engine, watch: Stopwatch) -> Iterator[None]:
+    """Times compiled programs from their call until what they return is there."""
+    device: Any = engine.device
+    compiled = device.compiled
+
+    def watched(function: Any, *arguments: Any, **static: Any) -> Callable[..., Any]:
+        program = compiled(function, *arguments, **static)
+        return watch.around(lambda *inputs: jax.block_until_ready(program(*inputs)))
+
+    device.compiled = watched
+    try:
+        yield
+    finally:
+        del device.compiled

@@ -1,0 +1,137 @@
+"""Autoregressive decoding by transformers, on PyTorch: the same weights, the same prompts."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wedlm_jax.config import ModelConfig, config_to_hf
+from wedlm_jax.errors import InputError
+
+if TYPE_CHECKING:
+    from infer.bench.subject import Subject
+
+RIVALS = ("transformers",)
+PLACES = ("model.safetensors", "model.safetensors.index.json", "model-*.safetensors")
+
+
+def check_rival() -> None:
+    """Refuses a comparison that cannot be made, before anything is measured.
+
+    Raises:
+      InputError: PyTorch is not installed.
+    """
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        raise InputError(
+            "--rival transformers needs PyTorch, which is not installed: "
+            'pip install "wedlm-jax[rival]"'
+        ) from None
+
+
+class Rival:
+    """A model of transformers that decodes greedily, on the CPU.
+
+    Args:
+      subject: whose weights are taken; for random weights the same shape, with others.
+    """
+
+    def __init__(self, subject: Subject):
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self._config = subject.config
+        dtype = getattr(torch, subject.dtype)
+        described = config_for_transformers(subject.config, subject.dtype)
+        with tempfile.TemporaryDirectory(prefix="wedlm-bench-") as name:
+            folder = Path(name)
+            (folder / "config.json").write_text(json.dumps(described), encoding="utf-8")
+            model: Any
+            if subject.folder is None:
+                config = AutoConfig.from_pretrained(folder)
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            else:
+                for pattern in PLACES:
+                    for file in subject.folder.glob(pattern):
+                        (folder / file.name).symlink_to(file.resolve())
+                model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        self._model = model.eval()
+        # What a checkpoint may say of sampling does not count here.
+        self._model.generation_config = type(model.generation_config)()
+
+    def decode(
+        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, sequences: int
+    ) -> list[list[int]]:
+        """Completes prompts greedily, ``sequences`` at a time in their order, padded on the left.
+
+        Returns:
+          the tokens of each, an end of text included, as `Completion.token_ids`.
+        """
+        answers: list[list[int]] = []
+        for start in range(0, len(prompts), sequences):
+            some = prompts[start : start + sequences]
+            answers += self._generate(some, max_tokens, self._config.eos_token_ids)
+        return answers
+
+    def milliseconds_a_token(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
+        """Time of a forward that adds a token to every prompt, the prompts' own apart."""
+        times = []
+        for count in (1, tokens + 1):
+            started = time.perf_counter()
+            self._generate(prompts, count, ())
+            times.append(time.perf_counter() - started)
+        return (times[1] - times[0]) / tokens * 1e3
+
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, ends: Sequence[int]
+    ) -> list[list[int]]:
+        import torch
+
+        longest = max(map(len, prompts))
+        ids = torch.zeros((len(prompts), longest), dtype=torch.long)
+        there = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            there[row, longest - len(prompt) :] = 1
+        with torch.inference_mode():
+            out = self._model.generate(
+                input_ids=ids,
+                attention_mask=there,
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                use_cache=True,
+                eos_token_id=list(ends) or None,
+                pad_token_id=0,
+            )
+        return [_until_end(row, ends) for row in out[:, longest:].tolist()]
+
+
+def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
+    for place, token in enumerate(tokens):
+        if token in ends:
+            return tokens[: place + 1]
+    return tokens
+
+
+def config_for_transformers(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The ``config.json`` under which transformers knows a model: it has no type "wedlm".
+
+    Raises:
+      InputError: it knows none of this shape.
+    """
+    if config.qk_norm and not config.attention_bias:
+        kind, architecture = "qwen3", "Qwen3ForCausalLM"
+    elif config.attention_bias and not config.qk_norm:
+        kind, architecture = "qwen2", "Qwen2ForCausalLM"
+    else:
+        raise InputError(
+            "--rival transformers: it knows QK norm without biases (qwen3) or biases without QK "
+            "norm (qwen2), and this model is neither"
+        )
+    raw = config_to_hf(config, dtype=dtype)
+    return raw | {"model_type": kind, "architectures": [architecture]}

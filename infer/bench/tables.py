@@ -1,0 +1,98 @@
+"""What was measured, as tables."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+
+from infer.bench.chunks import CHUNK, ChunkCost
+from infer.bench.floor import ForwardCost, PromptCost
+from infer.bench.pages import PageUse
+
+
+def forward_table(costs: Sequence[ForwardCost]) -> Table:
+    """Forwards at one number of sequences; a rival beside the first."""
+    table = _table(
+        f"a forward, {costs[0].sequences} sequences",
+        "ms", "products alone, ms", "×", "tokens", "computed",
+    )  # fmt: skip
+    for cost in costs:
+        median = statistics.median(cost.milliseconds)
+        if cost.floor:
+            floor = (f"{statistics.median(cost.floor):.3f}", f"{cost.ratio:.2f}")
+            counts = (f"{cost.tokens:.1f}", f"{cost.computed:.1f}")
+        else:
+            floor, counts = ("", ""), ("", "")
+        table.add_row(cost.way, f"{median:.3f}", *floor, *counts)
+    return table
+
+
+def prompt_table(costs: Sequence[PromptCost]) -> Table:
+    """Requests for one token, alone."""
+    table = _table(
+        f"a request for one token, prompts of {costs[0].tokens:.0f} tokens",
+        "ms", "in programs", "host", "less a decode forward",
+    )  # fmt: skip
+    for cost in costs:
+        table.add_row(
+            cost.way,
+            f"{statistics.median(cost.request):.2f}",
+            f"{statistics.median(cost.device):.2f}",
+            f"{cost.host:.2f}",
+            f"{cost.fixed:.2f}",
+        )
+    return table
+
+
+def page_table(uses: Sequence[PageUse]) -> Table:
+    """Shares of what is computed and kept."""
+    first = uses[0]
+    table = _table(
+        f"mixed lengths, {first.sequences} sequences while others wait",
+        "useful tokens", "places held", "with spans",
+        f"fit for {first.rectangles} rectangles", "×", "put back",
+    )  # fmt: skip
+    for use in uses:
+        table.add_row(
+            use.way,
+            f"{use.useful:.1%}",
+            f"{use.held:.1%}",
+            f"{use.written:.1%}",
+            f"{use.fitting:.1f}",
+            f"{use.gain:.1f}",
+            str(use.preemptions),
+        )
+    return table
+
+
+def chunk_table(cost: ChunkCost) -> Table:
+    """A long prompt among others."""
+    table = Table(
+        box=box.SIMPLE,
+        title=f"a prompt of {cost.tokens:,} tokens, {cost.forward_tokens} a forward",
+        show_header=False,
+    )
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_row(f"its first {CHUNK:,} tokens", f"{cost.first:,.1f} ms")
+    table.add_row(f"its last {CHUNK:,} tokens", f"{cost.last:,.1f} ms")
+    table.add_row("the last against the first", f"{cost.last / cost.first:.2f}×")
+    table.add_row("what visible products say", f"{cost.products:.2f}×")
+    table.add_row("one against the other", f"{cost.against_products:.2f}")
+    table.add_row("others, token to token, before", f"{cost.quiet:.2f} ms")
+    table.add_row("others, token to token, meanwhile", f"{cost.busy:.2f} ms")
+    table.add_row("one against the other", f"{cost.slowdown:.2f}×")
+    table.add_row("the longest meanwhile", f"{cost.longest:.2f} ms")
+    table.add_row("steps without a token for one of them", str(cost.stalled))
+    return table
+
+
+def _table(title: str, *heads: str) -> Table:
+    table = Table(box=box.SIMPLE, title=title)
+    table.add_column("")
+    for head in heads:
+        table.add_column(head, justify="right")
+    return table

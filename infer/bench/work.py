@@ -1,0 +1,63 @@
+"""Prompts of the corpus as work to be decoded, the same every time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle, islice
+from typing import TypeAlias
+
+import numpy as np
+
+from infer.bench.subject import Subject
+from infer.heldout import Question
+from wedlm_jax.params import SamplingParams
+
+Work: TypeAlias = list[tuple[list[int], SamplingParams]]
+"""Prompts, and how each is decoded."""
+
+Regimes: TypeAlias = Mapping[str, Sequence[Question]]
+"""Questions by regime."""
+
+MAX_TOKENS = 160
+"""Longer than any answer of the corpus."""
+LENGTHS = (4, 160)
+"""Mixed completions are cut at a length between these, drawn so that its logarithm is uniform:
+most are short, some are long, as those of different users are."""
+SHOTS = 5
+LONG_ONE_IN = 8
+"""Of mixed prompts, one in so many stands behind answered questions, different ones each time."""
+
+
+def questions_of(subject: Subject, questions: Sequence[Question], count: int, mode: str) -> Work:
+    """Questions of a regime, answered to their ends; none twice, so at most as many as there
+    are."""
+    params = SamplingParams(mode=mode, max_tokens=MAX_TOKENS)
+    return [(subject.chat_prompt(question.prompt), params) for question in questions[:count]]
+
+
+def steady(subject: Subject, regimes: Regimes, count: int, mode: str, max_tokens: int) -> Work:
+    """Questions of all regimes by turns, which do not end before ``max_tokens``."""
+    params = SamplingParams(mode=mode, max_tokens=max_tokens, ignore_eos=True)
+    return [(subject.chat_prompt(one.prompt), params) for one in _by_turns(regimes, count)]
+
+
+def mixed(subject: Subject, regimes: Regimes, count: int, mode: str) -> Work:
+    """Questions of all regimes by turns, short and long, each with its own limit."""
+    rng = np.random.default_rng(0)
+    asked = list(_by_turns(regimes, count))
+    shots = cycle(_by_turns(regimes, max(SHOTS * (1 + count // LONG_ONE_IN), len(asked))))
+    work: Work = []
+    for number, question in enumerate(asked):
+        limit = round(float(np.exp(rng.uniform(*np.log(LENGTHS)))))
+        said = [question.prompt]
+        if number % LONG_ONE_IN == 0:
+            before = islice(shots, SHOTS)
+            said = [text for shot in before for text in (shot.prompt, shot.answer)] + said
+        params = SamplingParams(mode=mode, max_tokens=limit, ignore_eos=True)
+        work.append((subject.chat_prompt(*said), params))
+    return work
+
+
+def _by_turns(regimes: Regimes, count: int) -> list[Question]:
+    each = list(regimes.values())
+    return [each[i % len(each)][i // len(each) % len(each[i % len(each)])] for i in range(count)]
