@@ -13,14 +13,11 @@ import pytest
 from tests.jaxpr_shapes import shapes_in
 from tests.reference.masks import from_drawing
 from tests.wedlm_jax.test_masks import DUAL_STREAM, DUAL_STREAM_SEGMENTS
-from wedlm_jax.attention import IMPLEMENTATIONS, check_runs_on, dispatch, splash, triton
+from wedlm_jax.attention import IMPLEMENTATIONS, check_runs_on, dispatch, splash
 from wedlm_jax.attention import attend as attend_eagerly
 from wedlm_jax.attention.blockwise import TileGrid, attend_blockwise
-from wedlm_jax.attention.triton import KernelTiles, attend_triton
-from wedlm_jax.attention.triton_kernels import Tiles
-from wedlm_jax.cache import LayerCache
 from wedlm_jax.errors import InputError
-from wedlm_jax.masks import CachedMask, CausalMask, DualStreamMask
+from wedlm_jax.masks import CausalMask, DualStreamMask
 
 Arrays = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -34,15 +31,11 @@ MASK = DualStreamMask(SEGMENTS, 4)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_tiles_and_kernels_in_python() -> Iterator[None]:
-    """Rows of 12 then make several tiles, and the kernels of TPUs and GPUs run here."""
+def small_tiles_and_kernel_in_python() -> Iterator[None]:
+    """Rows of 12 then make several tiles, and the kernel of TPUs runs here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "attend_blockwise", partial(attend_blockwise, tile=8))
         patch.setattr(splash, "attend_splash", partial(splash.attend_splash, interpret=True))
-        # Every kernel cut otherwise, blocks of 4 whole in a tile and not.
-        tiles = KernelTiles(Tiles(8, 4, 1, 1), Tiles(4, 8, 1, 1), Tiles(4, 2, 1, 1))
-        kernels = partial(attend_triton, tiles=tiles, interpret=True)
-        patch.setattr(triton, "attend_triton", kernels)
         yield
 
 
@@ -101,24 +94,6 @@ def test_causal_attention_equals_the_reference(
     mask = CausalMask(segments)
     expected = reference(*map(np.asarray, (q, k, v)), np.asarray(mask.dense(3, 12)))
     out = attend(q, k, v, mask, implementation=implementation)
-    np.testing.assert_allclose(out, expected, atol=2e-6)
-
-
-def test_cached_attention_equals_the_reference_over_the_live_cache() -> None:
-    q, k, v = random_qkv(5)
-    _, cache_k, cache_v = random_qkv(7)
-    mask = CachedMask(jnp.array([0, 3, 7]))
-    whole_k, whole_v = (
-        np.concatenate([np.asarray(old), np.asarray(new)], axis=2)
-        for old, new in ((cache_k, k), (cache_v, v))
-    )
-    expected = reference(np.asarray(q), whole_k, whole_v, np.asarray(mask.dense(7, 5)))
-    # Layer 1 of two, and no more of its 9 rows than are live.
-    stacks = (
-        jnp.pad(x[None], ((1, 0), (0, 0), (0, 0), (0, 2), (0, 0)), constant_values=9.0)
-        for x in (cache_k, cache_v)
-    )
-    out = attend(q, k, v, mask, cache=LayerCache(*stacks, jnp.int32(1), live=7))
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
@@ -202,11 +177,8 @@ def test_the_kernel_refuses_a_block_size_that_is_no_power_of_two() -> None:
         attend_eagerly(*random_qkv(24), DualStreamMask(SEGMENTS, 3), implementation="splash")
 
 
-def test_long_rows_of_several_tiles_equal_dense_in_all_tiled_forms(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_long_rows_of_several_tiles_equal_dense_in_all_tiled_forms() -> None:
     """Tiles of their full size, a length that is no multiple of them, ragged segments."""
-    monkeypatch.setattr(triton, "attend_triton", partial(attend_triton, interpret=True))
     length, block = 640, 32
     lengths = [[200, 96, 300], [620, 0, 0]]
     segments = np.zeros((2, length), np.int32)
@@ -228,7 +200,7 @@ def test_long_rows_of_several_tiles_equal_dense_in_all_tiled_forms(
         return [out, *gradients]
 
     dense = run("dense")
-    for implementation in ("blockwise", "splash", "triton"):
+    for implementation in ("blockwise", "splash"):
         for own, expected in zip(run(implementation), dense, strict=True):
             np.testing.assert_allclose(own, expected, atol=3e-5)
 
@@ -259,19 +231,8 @@ def test_unknown_implementation_is_refused_by_name() -> None:
         attend_eagerly(*random_qkv(24), MASK, implementation="flash")
 
 
-@pytest.mark.parametrize(
-    ("implementation", "platform", "other"),
-    [("splash", "tpu", "gpu"), ("triton", "gpu", "cpu"), ("triton", "gpu", "tpu")],
-)
-def test_a_kernel_is_refused_on_devices_that_it_is_not_for(
-    implementation: str, platform: str, other: str
-) -> None:
-    check_runs_on(implementation, platform)
-    with pytest.raises(InputError, match=f"'{implementation}' is for .*s, not for '{other}'"):
-        check_runs_on(implementation, other)
-    check_runs_on("blockwise", other)
-
-
-def test_cached_mask_without_a_cache_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs a cache"):
-        attend_eagerly(*random_qkv(5), CachedMask(jnp.array([0, 1, 2])))
+def test_a_kernel_is_refused_on_devices_that_it_is_not_for() -> None:
+    check_runs_on("splash", "tpu")
+    with pytest.raises(InputError, match="'splash' is for TPUs, not for 'gpu'"):
+        check_runs_on("splash", "gpu")
+    check_runs_on("blockwise", "gpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,22 +13,17 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.decode_examples import TINY, Row, run
+from tests.decode_examples import TINY, Row, requests_of, run, small_engine
 from tests.tiny_checkpoint import write_tiny_checkpoint
-from wedlm_jax import batch as batch_module
-from wedlm_jax import batch_sizes as sizes_module
-from wedlm_jax import prefix as prefix_module
-from wedlm_jax import scheduler as scheduler_module
+from wedlm_jax.attention.ragged_pages import check_ragged_backend
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.int8 import Int8Rows, to_float, to_int8
 from wedlm_jax.llm import LLM
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer
-from wedlm_jax.quantization import quantize_weights
 from wedlm_jax.params import SamplingParams
-from wedlm_jax.scheduler import Scheduler
-from wedlm_jax.sharding import make_mesh, tree_shardings
+from wedlm_jax.quantization import quantize_weights
 
 PROMPTS = [(5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16), (3,), (4, 9), (2, 3, 4, 5, 6, 7, 8)]
 
@@ -46,9 +42,13 @@ def test_rows_of_zeros_stay_zeros() -> None:
     assert not np.array(to_float(rows, jnp.float32)).any()
 
 
+MODES = ("paper", "verified", "ar")
+
+
 @pytest.fixture(scope="module")
 def engine(tiny_model: Transformer) -> Engine:
-    return Engine(tiny_model, window_size=4, kv_cache_dtype="int8")
+    params = [SamplingParams(mode=mode, temperature=0.7) for mode in MODES]
+    return small_engine(tiny_model, params, kv_cache_dtype="int8", deterministic=True)
 
 
 def rows_in(mode: str) -> list[Row]:
@@ -61,59 +61,49 @@ def rows_in(mode: str) -> list[Row]:
 def test_the_cache_is_of_bytes_and_changes_what_is_said_but_little(
     engine: Engine, tiny_model: Transformer
 ) -> None:
-    batch = engine.start([row.prompt for row in rows_in("ar")], [r.params for r in rows_in("ar")])
-    cache = batch._state.cache
-    assert isinstance(cache.keys, Int8Rows)
-    assert cache.keys.values.dtype == jnp.int8
-    tokens = jnp.array([[*PROMPTS[0]]])
-    positions = jnp.arange(tokens.shape[1])[None]
+    prompt = PROMPTS[0]
+    engine.step(requests_of(rows_in("paper")[:1]), max_forwards=2)
+    pages, table = engine.device._pages, engine.scheduler._table[0]
+    assert isinstance(pages, Int8Rows)
+    assert pages.values.dtype == jnp.int8
+    tokens, positions = jnp.array([[*prompt]]), jnp.arange(len(prompt))[None]
     exact = tiny_model(tokens, positions, CausalMask())
-    rounded, kv = tiny_model(tokens, positions, CausalMask(), return_kv=True, int8_kv=True)
-    difference = jnp.abs(rounded - exact).max()
-    assert 0 < difference < 0.05 * jnp.abs(exact).max()
-    # And this is what the cache was given.
-    length = tokens.shape[1]
-    assert kv is not None
-    assert isinstance(kv[0], Int8Rows)
-    np.testing.assert_array_equal(cache.keys.values[:, 0, :, :length], kv[0].values[:, 0])
+    rounded = tiny_model(tokens, positions, CausalMask(), int8_kv=True)
+    assert 0 < jnp.abs(rounded - exact).max() < 0.05 * jnp.abs(exact).max()
+
+    # What the cache holds of layer 0 are its keys and values, in steps.
+    def attend(
+        kept: list, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[jax.Array, list]:
+        return q, [jnp.where(layer == 0, new, old) for new, old in zip((k, v), kept, strict=True)]
+
+    shape = (len(prompt), TINY.num_key_value_heads, TINY.head_dim)
+    _, kept = tiny_model.run(tokens[0], positions[0], attend, [jnp.zeros(shape)] * 2)
+    size = engine.settings.page_size
+    for head, expected in enumerate(to_int8(x[:, 0]) for x in kept):
+        for place in range(len(prompt)):
+            page, offset = table[place // size], place % size
+            found = np.array(pages.values[page, offset, head], int)
+            assert np.abs(found - np.array(expected.values[place], int)).max() <= 1
+            assert pages.scales[page, offset, head] == pytest.approx(expected.scales[place], 1e-5)
+    engine.step(aborted=[0])
 
 
-def test_verified_rows_have_the_tokens_of_autoregressive_ones(engine: Engine) -> None:
+def test_verified_sequences_have_the_tokens_of_autoregressive_ones(engine: Engine) -> None:
     """Though these read from the cache what those still have in their windows."""
     expected, found = run(engine, rows_in("ar")), run(engine, rows_in("verified"))
     assert [r.token_ids for r in found] == [r.token_ids for r in expected]
     assert sum(r.num_forwards for r in found) < sum(r.num_forwards for r in expected)
 
 
-def test_pieces_and_beginnings_taken_over_change_nothing(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = [*rows_in("paper"), *rows_in("paper")]
-    alone = [run(engine, [row])[0] for row in rows]
-    for module in (sizes_module, batch_module, scheduler_module):
-        monkeypatch.setattr(module, "LONGEST_PIECE", 4)
-    monkeypatch.setattr(sizes_module, "SMALLEST_PROMPT_BUCKET", 4)
-    monkeypatch.setattr(prefix_module, "SHORTEST_PREFIX", 4)
-    scheduler = Scheduler(engine, [(row.prompt, row.params) for row in rows], rows=2)
-    results = dict(item for some in scheduler.run() for item in some)
-    assert [results[i] for i in range(len(rows))] == alone
-    assert scheduler.reused_tokens > 0
-
-
-@pytest.mark.slow
-def test_on_a_mesh_the_tokens_are_the_same() -> None:
-    config = dataclasses.replace(
-        TINY, vocab_size=24, num_attention_heads=4, num_key_value_heads=2, hidden_size=16
-    )
-    model = Transformer(config, rngs=nnx.Rngs(7))
-    quantized = quantize_weights(model)
-    expected = run(Engine(quantized, window_size=2, kv_cache_dtype="int8"), rows_in("paper"))
-    mesh = make_mesh({"data": 2, "tensor": 2}, jax.devices()[:4])
-    graph, parameters = nnx.split(model)
-    placed = nnx.merge(graph, jax.device_put(parameters, tree_shardings(mesh, parameters)))
-    with jax.set_mesh(mesh):
-        engine = Engine(quantize_weights(placed), window_size=2, kv_cache_dtype="int8")
-        assert run(engine, rows_in("paper")) == expected
+@pytest.mark.parametrize("mode", MODES)
+def test_chunks_and_prefixes_taken_over_change_nothing(engine: Engine, mode: str) -> None:
+    alone = []
+    for row in rows_in(mode):
+        engine.scheduler = engine._new_scheduler()  # forgets what is cached
+        alone += run(engine, [row])
+    assert run(engine, rows_in(mode) * 2) == alone * 2
+    assert engine.counters.prefix_tokens > 0
 
 
 # --- weights -----------------------------------------------------------------------------
@@ -129,7 +119,7 @@ def test_weights_are_bytes_and_products_nearly_as_before(tiny_model: Transformer
     step = jnp.abs(original).max(axis=1, keepdims=True) / 127
     assert (jnp.abs(back - original) <= 0.51 * step).all()
     tokens, positions = jnp.array([[*PROMPTS[0]]]), jnp.arange(len(PROMPTS[0]))[None]
-    exact, rounded = (m.logits(m(tokens, positions, CausalMask())[0]) for m in (tiny_model, model))
+    exact, rounded = (m.logits(m(tokens, positions, CausalMask())) for m in (tiny_model, model))
     assert 0 < jnp.abs(rounded - exact).max() < 0.1 * jnp.abs(exact).max()
     assert tiny_model.layers.mlp.up_proj.kernel[...] is original
 
@@ -145,14 +135,15 @@ def test_a_head_of_its_own_is_rounded_too() -> None:
 
 def test_a_checkpoint_is_decoded_with_both(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = write_tiny_checkpoint(tmp_path_factory.mktemp("model"))
-    plain = LLM(folder, window_size=2)
-    rounded = LLM(folder, window_size=2, quantization="int8", kv_cache_dtype="int8")
-    assert rounded.engine.parameter_bytes < 0.8 * plain.engine.parameter_bytes
+    small: dict[str, Any] = {"window_size": 2, "max_batch_size": 1, "deterministic": True}
+    plain = LLM(folder, **small)
+    rounded = LLM(folder, quantization="int8", kv_cache_dtype="int8", **small)
+    assert rounded.engine.memory.weights < 0.8 * plain.engine.memory.weights
     result = rounded.generate("the cat", SamplingParams(max_tokens=8))[0]
     assert len(result.token_ids) <= 8
     with pytest.raises(InputError, match="quantization: expected one of int8, not 'int3'"):
         LLM(folder, quantization="int3")
     with pytest.raises(InputError, match="kv_cache_dtype: expected None or 'int8', not 'fp8'"):
         LLM(folder, kv_cache_dtype="fp8")
-    with pytest.raises(InputError, match="'ragged' reads no int8 cache"):
-        LLM(folder, kv_cache_dtype="int8", attention="ragged")
+    with pytest.raises(InputError, match="'rpa' reads no int8 cache"):
+        check_ragged_backend("rpa", "tpu", TINY, int8=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,27 @@ import numpy as np
 import pytest
 
 from tests.tiny_checkpoint import CONTEXT, VOCAB_SIZE, write_tiny_checkpoint
-from wedlm_jax.completion import Completion
+from wedlm_jax.completion import Completion, Progress
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.errors import InputError
+from wedlm_jax.generation import WAITING
 from wedlm_jax.llm import LLM, resolve_model
-from wedlm_jax.samples import sample_seed
 from wedlm_jax.params import SamplingParams
-from wedlm_jax.tally import Progress
+from wedlm_jax.samples import sample_seed
 
 PROMPTS = ["the cat", "one two three", "naïve 日本", "12 + 30 = ", "a", "mat", "= 42", "on on on"]
-GREEDY = SamplingParams(max_tokens=24)
-SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, entropy_threshold=2.0)
+GREEDY = SamplingParams(mode="paper", max_tokens=24)
+SAMPLED = SamplingParams(mode="paper", max_tokens=24, temperature=1.0, entropy_threshold=2.0)
+VERIFIED = SamplingParams(max_tokens=24, temperature=1.0)
+SMALL: dict[str, Any] = {"max_batch_size": 4, "deterministic": True}
+"""One size of forwards: little is compiled."""
+EVERYTHING = [
+    SamplingParams(
+        mode=mode, temperature=1.0, min_tokens=1, bad_words=((5,),) * 4, logprobs=3,
+        stop_token_ids=(5,) * 3,
+    )
+    for mode in ("paper", "verified", "ar")
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> LLM:
-    return LLM(folder, window_size=4, max_batch_size=4)
+    llm = LLM(folder, window_size=4, **SMALL)
+    llm.warm_up(EVERYTHING)
+    return llm
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +55,11 @@ def whole(llm: LLM) -> list[Completion]:
 
 def tokens(completions: list[Completion]) -> list[list[int]]:
     return [completion.token_ids for completion in completions]
+
+
+def cold(completions: list[Completion]) -> list[Completion]:
+    """The same, but for what was in the cache before."""
+    return [dataclasses.replace(one, num_cached_tokens=0) for one in completions]
 
 
 # --- order and parameters ----------------------------------------------------------------
@@ -122,9 +140,18 @@ def test_chat_is_the_template_then_generate(llm: LLM) -> None:
     assert llm.codec is not None
     ids = llm.codec.encode("<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n")
     assert llm.chat_prompt(conversation) == ids
-    expected = llm.generate([ids], GREEDY)
-    assert llm.chat(conversation, GREEDY) == expected
-    assert llm.chat([conversation] * 4, GREEDY) == expected * 4
+    expected = cold(llm.generate([ids], GREEDY))
+    assert cold(llm.chat(conversation, GREEDY)) == expected
+    assert cold(llm.chat([conversation] * 4, GREEDY)) == expected * 4
+
+
+def test_the_second_turn_finds_the_first_in_the_cache(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "the cat sat on the mat"}]
+    (answer,) = llm.chat(conversation, dataclasses.replace(GREEDY, ignore_eos=True))
+    prompt = [*llm.chat_prompt(conversation), *answer.token_ids, 7, 8, 9]
+    (second,) = llm.generate([prompt], GREEDY)
+    assert second.num_cached_tokens >= len(prompt) - 24
+    assert llm.generate([[9, *prompt]], GREEDY)[0].num_cached_tokens == 0
 
 
 def test_progress_reaches_the_totals(llm: LLM, whole: list[Completion]) -> None:
@@ -139,17 +166,19 @@ def test_progress_reaches_the_totals(llm: LLM, whole: list[Completion]) -> None:
 # --- independence of batches -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_batch_size_changes_nothing(llm: LLM, folder: Path, params: SamplingParams) -> None:
+@pytest.mark.parametrize(
+    "params", [GREEDY, SAMPLED, VERIFIED], ids=["greedy", "sampled", "verified"]
+)
+def test_batch_size_changes_nothing(llm: LLM, params: SamplingParams) -> None:
     each = [dataclasses.replace(params, seed=i) for i in range(len(PROMPTS))]
     alone = [c for prompt, p in zip(PROMPTS, each, strict=True) for c in llm.generate(prompt, p)]
     assert llm.generate(PROMPTS, each) == alone
 
 
 def test_autoregressive_decoding_takes_a_forward_a_token_but_the_first(folder: Path) -> None:
-    llm = LLM(folder, window_size=0, max_batch_size=4)
+    llm = LLM(folder, window_size=0, **SMALL)
     results = llm.generate(PROMPTS, GREEDY)
-    assert llm.generate(PROMPTS[3], GREEDY) == [results[3]]
+    assert cold(llm.generate(PROMPTS[3], GREEDY)) == [results[3]]
     for result in results:
         assert result.num_forwards == result.num_token_instances == len(result.token_ids) - 1
 
@@ -274,11 +303,78 @@ def test_nothing_stops_before_min_tokens(llm: LLM, whole: list[Completion]) -> N
     assert "".join(chunk.text for chunk in chunks) == late.text
 
 
+# --- programs and devices ----------------------------------------------------------------
+
+
+def test_after_a_warm_up_nothing_is_compiled(folder: Path, whole: list[Completion]) -> None:
+    llm = LLM(folder, window_size=4, **SMALL)
+    seen: list[tuple[int, int]] = []
+    llm.warm_up([SAMPLED, VERIFIED], on_step=lambda *step: seen.append(step))
+    assert seen[-1][0] == seen[-1][1] == len(seen)
+    programs = llm.engine.num_programs
+    prompts = [[token] * length for token, length in enumerate([5, 36, 290, 28, 3, 17] * 2, 3)]
+    llm.generate(prompts, dataclasses.replace(SAMPLED, max_tokens=9))
+    assert llm.generate(PROMPTS, GREEDY) == whole
+    list(llm.stream(PROMPTS[0], dataclasses.replace(VERIFIED, stop="never")))
+    assert llm.engine.num_programs == programs
+
+
+def test_replicas_on_several_devices_give_the_same(folder: Path, whole: list[Completion]) -> None:
+    llm = LLM(folder, window_size=4, mesh={"data": 2}, **SMALL)
+    assert llm.engine.settings.sequences == 8
+    assert llm.generate(PROMPTS, GREEDY) == whole
+
+
+def test_what_is_left_of_a_stream_disturbs_nobody(llm: LLM, whole: list[Completion]) -> None:
+    left = llm.stream(PROMPTS[1], GREEDY)
+    other = llm.stream(PROMPTS[2], GREEDY)
+    next(left)
+    first = next(other)
+    assert llm.generate(PROMPTS, GREEDY) == whole
+    left.close()  # type: ignore[attr-defined]
+    chunks = [first, *other]
+    assert chunks[-1].completion == whole[2]
+    assert [t for chunk in chunks for t in chunk.token_ids] == whole[2].token_ids
+    assert not llm.engine.has_work
+
+
+def test_prompts_are_read_only_some_way_ahead(llm: LLM) -> None:
+    read = 0
+
+    def prompts() -> Iterator[tuple[list[int], SamplingParams]]:
+        nonlocal read
+        for i in range(60):
+            read += 1
+            yield [7 + i % 5, 9], dataclasses.replace(GREEDY, max_tokens=4)
+
+    finished = 0
+    for some in llm.run(prompts()):
+        finished += len(some)
+        # Four that decode, those that finished with them, and those that wait.
+        assert read <= finished + 4 + WAITING + 4
+    assert finished == read == 60
+
+
+def test_once_it_is_to_stop_no_other_prompt_begins(llm: LLM) -> None:
+    finished: list[int] = []
+    prompts = [([7 + i % 5, 9], GREEDY) for i in range(40)]
+
+    def stopping() -> bool:
+        return bool(finished)
+
+    for some in llm.run(prompts, stopping=stopping):
+        finished.extend(place for place, _ in some)
+    assert 1 <= len(finished) < 40
+    assert not llm.engine.has_work
+
+
 # --- streaming ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "params", [GREEDY, SAMPLED, VERIFIED], ids=["greedy", "sampled", "verified"]
+)
 @pytest.mark.parametrize("with_stop", [False, True])
 def test_stream_adds_up_to_generate(
     llm: LLM, number: int, params: SamplingParams, with_stop: bool
@@ -305,8 +401,7 @@ def never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*_: object, **__: object) -> None:
         raise AssertionError("it ran")
 
-    monkeypatch.setattr(Engine, "start", run)
-    monkeypatch.setattr(Engine, "open", run)
+    monkeypatch.setattr(Engine, "step", run)
 
 
 @pytest.mark.usefixtures("never_runs")
@@ -357,7 +452,7 @@ def test_refused_conversations(llm: LLM, conversations: Any, message: str) -> No
 
 
 def test_the_whole_context_can_be_used_and_no_more(folder: Path) -> None:
-    llm = LLM(folder, window_size=0, max_model_len=24, max_batch_size=1)
+    llm = LLM(folder, window_size=0, max_model_len=24, max_batch_size=1, deterministic=True)
     (full,) = llm.generate([[7] * 4], dataclasses.replace(GREEDY, max_tokens=20))
     assert 1 <= len(full.token_ids) <= 20
     with pytest.raises(InputError, match="exceed max_model_len 24"):
@@ -370,8 +465,10 @@ def test_the_whole_context_can_be_used_and_no_more(folder: Path) -> None:
         ({"dtype": "float64"}, "dtype: expected one of"),
         ({"max_batch_size": 0}, "max_batch_size: expected 1 or more"),
         ({"max_batch_size": "4"}, "max_batch_size: expected 1 or more"),
-        ({"max_cache_tokens": 63}, r"max_cache_tokens: expected at least \d+, the cache of 1"),
-        ({"max_cache_tokens": 1e6}, "max_cache_tokens: expected at least"),
+        ({"mesh": {"fsdp": 2}}, "mesh: expected data and tensor, not 'fsdp'"),
+        ({"mesh": {"data": 3, "tensor": 3}}, "takes 9 devices, and there are 8"),
+        ({"mesh": {"data": 0}}, "takes 0 devices"),
+        ({"attention": "flash"}, "attention: expected one of"),
         ({"window_size": -1}, "window_size: expected an integer"),
         ({"max_model_len": CONTEXT + 1}, f"max_model_len: expected 1 to {CONTEXT}"),
         ({"refill": "never"}, "refill: expected one of"),
@@ -385,9 +482,7 @@ def test_refused_settings(folder: Path, arguments: dict[str, Any], message: str)
 def test_without_tokenizer_token_ids_only(
     tmp_path: Path, llm: LLM, whole: list[Completion]
 ) -> None:
-    bare = LLM(
-        write_tiny_checkpoint(tmp_path / "bare", tokenizer=False), window_size=4, max_batch_size=4
-    )
+    bare = LLM(write_tiny_checkpoint(tmp_path / "bare", tokenizer=False), window_size=4, **SMALL)
     assert llm.codec is not None
     ids = llm.codec.encode(PROMPTS[0])
     assert bare.generate([ids], GREEDY) == [dataclasses.replace(whole[0], text=None)]

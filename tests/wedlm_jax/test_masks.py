@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.reference.masks import causal_matrix, dual_stream_matrix, from_drawing
-from wedlm_jax.masks import CachedMask, CausalMask, DualStreamMask
+from wedlm_jax.masks import CausalMask, DualStreamMask
 
 # Blocks of two. Sample 1 has three tokens and one of padding, sample 2 has two tokens.
 DUAL_STREAM_SEGMENTS = [1, 1, 1, 0, 2, 2]
@@ -38,16 +38,6 @@ CAUSAL = """
     - | . . . . .
 """
 
-CACHED = """
-                cache    window
-    n = 2, w0 | 1 1 . .  1 . .
-           w1 | 1 1 . .  1 1 .
-           w2 | 1 1 . .  1 1 1
-    n = 0, w0 | . . . .  1 . .
-           w1 | . . . .  1 1 .
-           w2 | . . . .  1 1 1
-"""
-
 
 def test_dual_stream_mask_is_the_drawing() -> None:
     mask = DualStreamMask(jnp.array([DUAL_STREAM_SEGMENTS]), 2)
@@ -68,12 +58,6 @@ def test_causal_mask_is_the_drawing() -> None:
 def test_causal_mask_without_segments_is_a_triangle_in_every_row() -> None:
     expected = np.tril(np.ones((4, 4), bool))
     np.testing.assert_array_equal(CausalMask().dense(3, 4), np.stack([expected] * 3))
-
-
-def test_cached_mask_is_the_drawing() -> None:
-    dense = CachedMask(jnp.array([2, 0])).dense(cache_size=4, window=3)
-    assert dense.shape == (2, 3, 7)
-    np.testing.assert_array_equal(dense.reshape(6, 7), from_drawing(CACHED))
 
 
 @given(

@@ -14,7 +14,8 @@ from flax import nnx
 
 from tests.jaxpr_shapes import equations_in
 from tests.training_examples import TINY, MatrixMask, tiny_transformer
-from wedlm_jax.masks import CachedMask, CausalMask, DualStreamMask
+from wedlm_jax.layer_layout import with_layers_apart
+from wedlm_jax.masks import CausalMask, DualStreamMask
 from wedlm_jax.model import REMAT_POLICIES, Transformer
 
 LENGTH = 8
@@ -34,7 +35,7 @@ def hidden_states(parts: tuple) -> Callable:
 
     @partial(jax.jit, static_argnames=("attention", "dtype"))
     def run(tokens: jax.Array, positions: jax.Array, mask: object, **options: str) -> jax.Array:
-        return nnx.merge(graph, parameters)(tokens, positions, mask, **options)[0]
+        return nnx.merge(graph, parameters)(tokens, positions, mask, **options)
 
     return run
 
@@ -65,26 +66,45 @@ def test_physical_order_is_free_where_positions_and_mask_go_along(hidden_states:
     np.testing.assert_allclose(shuffled, straight[:, order], atol=2e-5)
 
 
-def test_a_forward_over_cached_keys_equals_the_whole_forward(parts: tuple) -> None:
-    graph, parameters = parts
-    whole, split = [0, LENGTH], [0, 5, LENGTH]
+@pytest.mark.parametrize("stacked", [True, False])
+def test_flat_tokens_over_kept_keys_equal_the_whole_forward(parts: tuple, stacked: bool) -> None:
+    """`Transformer.run` in two goes, its keys and values kept by the caller; layers stacked or
+    apart."""
+    model = nnx.merge(*parts)
+    if not stacked:
+        model = with_layers_apart(model)
+    graph, parameters = nnx.split(model)
+    config = model.config
+    room = (config.num_hidden_layers, LENGTH, config.num_key_value_heads, config.head_dim)
 
-    @partial(jax.jit, static_argnums=0)
-    def run(bounds: tuple[int, ...]) -> jax.Array:
+    @partial(jax.jit, static_argnums=2)
+    def run(parameters: nnx.State, kept: tuple, bounds: tuple[int, int]) -> tuple:
+        here = slice(*bounds)
+
+        def attend(kept: tuple, layer: jax.Array | int, *qkv: jax.Array) -> tuple:
+            q, *new = qkv
+            start = (layer, bounds[0], 0, 0)
+            kept = tuple(
+                jax.lax.dynamic_update_slice(old, x[None], start)
+                for old, x in zip(kept, new, strict=True)
+            )
+            k, v = (x[layer, : bounds[1]] for x in kept)
+            group = q.shape[1] // k.shape[1]
+            scores = jnp.einsum("qhd,khd->hqk", q, jnp.repeat(k, group, axis=1))
+            place = jnp.arange(bounds[1])
+            seen = place[None, :] <= place[here][:, None]
+            scores = jnp.where(seen, scores / config.head_dim**0.5, -jnp.inf)
+            weights = jax.nn.softmax(scores)
+            return jnp.einsum("hqk,khd->qhd", weights, jnp.repeat(v, group, axis=1)), kept
+
         model = nnx.merge(graph, parameters)
-        first = slice(0, bounds[1])
-        hidden, cache = model(TOKENS[:, first], POSITIONS[:, first], CausalMask(), return_kv=True)
-        if len(bounds) == 2:
-            return hidden
-        rest, lengths = slice(bounds[1], None), jnp.full(2, bounds[1])
-        # A dead row stands in the cache behind the live ones.
-        cache = jax.tree.map(
-            lambda x: jnp.pad(x, ((0, 0),) * 3 + ((0, 1), (0, 0)), constant_values=9.0), cache
-        )
-        more, _ = model(TOKENS[:, rest], POSITIONS[:, rest], CachedMask(lengths), cache=cache)
-        return jnp.concatenate([hidden, more], axis=1)
+        return model.run(TOKENS[0, here], POSITIONS[0, here], attend, kept)
 
-    np.testing.assert_allclose(run(tuple(split)), run(tuple(whole)), atol=2e-5)
+    kept = (jnp.full(room, 9.0), jnp.full(room, 9.0))
+    first, kept = run(parameters, kept, (0, 5))
+    rest, _ = run(parameters, kept, (5, LENGTH))
+    whole = nnx.merge(*parts)(TOKENS, POSITIONS, CausalMask())[0]
+    np.testing.assert_allclose(jnp.concatenate([first, rest]), whole, atol=2e-5)
 
 
 def test_streams_equals_dense_through_all_layers(hidden_states: Callable) -> None:

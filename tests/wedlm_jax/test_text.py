@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from wedlm_jax.batch import Piece, Standing
+from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.events import Event, Finished, TokenDelta
+from wedlm_jax.engine.results import SequenceResult
 from wedlm_jax.errors import InputError
+from wedlm_jax.generation import Router
 from wedlm_jax.llm import LLM
-from wedlm_jax.row_result import RowResult
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.text import StopStrings, TextCodec
 
@@ -294,65 +296,54 @@ def test_safe_length_holds_back_every_beginning(
 # --- streaming through the LLM -----------------------------------------------------------
 
 
-class ScriptedBatch:
-    """A batch of one row that commits given tokens, ``step`` at a time."""
+class ScriptedEngine:
+    """Answers one request at a time with given tokens, ``step`` of them a forward.
+
+    A burst is one forward, so that a stop string is found when it comes.
+    """
+
+    settings = SimpleNamespace(sequences=1)
 
     def __init__(self, token_ids: list[int], step: int, finish_reason: str):
         self._ids, self._step, self._reason = token_ids, step, finish_reason
-        self._count = 0
-        self.sizes = SimpleNamespace(rows=1, cache_size=1000, holds=lambda *row: True)
+        self._counts: dict[int, int] = {}
 
-    def advance(self, forwards: int) -> bool:
-        self._count = min(self._count + self._step * forwards, len(self._ids))
-        return self._count == len(self._ids)
+    def check(self, prompt: object, params: object) -> None: ...
 
-    def results(self) -> list[RowResult]:
-        n = self._count
-        reason = self._reason if n == len(self._ids) else None
-        return [RowResult(self._ids[:n], reason, n, n, list(range(n)), list(range(n)))]
+    def step(
+        self,
+        submitted: Sequence[Request] = (),
+        aborted: Sequence[int] = (),
+        *,
+        max_forwards: int | None = None,
+    ) -> list[Event]:
+        for request in submitted:
+            self._counts[request.number] = 0
+        for number in aborted:
+            self._counts.pop(number, None)
+        return [event for number in list(self._counts) for event in self._forward(number)]
 
-    # What the scheduler asks of a batch. A slice is one forward, so that a stop string is
-    # found when it comes.
-
-    def prefill(self, pieces: list[Piece]) -> None: ...
-
-    def open(self, *rows: object) -> None: ...
-
-    def shard_of(self, row: int) -> int:
-        return 0
-
-    def fits(self, start: int, length: int) -> bool:
-        return True
-
-    def dispatch(self, max_forwards: int, until_done: int) -> None:
-        self.advance(1)
-
-    def look(self) -> Standing:
-        count = np.array([self._count])
-        return Standing(count == len(self._ids), count, count, count, count)
-
-    def gather(self, rows: list[int], standing: Standing) -> SimpleNamespace:
-        results = self.results()
-        return SimpleNamespace(results=lambda: results)
-
-    def finish(self, *rows: int) -> None:
-        self._ids = self._ids[: self._count]
+    def _forward(self, number: int) -> Iterator[Event]:
+        before = self._counts[number]
+        count = min(before + self._step, len(self._ids))
+        self._counts[number] = count
+        new = range(before, count)
+        at = [i // self._step + 1 for i in range(count)]
+        yield TokenDelta(
+            number, self._ids[before:count], None, count, at[-1], at[-1],
+            [at[i] for i in new], [at[i] for i in new],
+        )  # fmt: skip
+        if count == len(self._ids):
+            del self._counts[number]
+            result = SequenceResult(self._ids, self._reason, at[-1], at[-1], at, at)
+            yield Finished(number, result)
 
 
 def scripted_llm(codec: TextCodec, ids: list[int], step: int, finish_reason: str) -> LLM:
     llm = LLM.__new__(LLM)
     llm.codec, llm.folder = codec, Path("scripted")
-    llm.max_batch_size, llm.max_cache_tokens, llm._sizes = 1, None, ()
-    llm.engine = SimpleNamespace(  # type: ignore[assignment]
-        windows=(0,),
-        max_model_len=1024,
-        num_programs=0,
-        config=SimpleNamespace(eos_token_ids=()),
-        check=lambda prompt, sampling: None,
-        policy=lambda batch: None,
-        start=lambda prompts, params: ScriptedBatch(ids, step, finish_reason),
-        open=lambda sizes: ScriptedBatch(ids, step, finish_reason),
-    )
+    llm.engine = ScriptedEngine(ids, step, finish_reason)  # type: ignore[assignment]
+    llm._router = Router(llm.engine)
     return llm
 
 

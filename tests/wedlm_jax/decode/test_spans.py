@@ -165,16 +165,16 @@ def span_of(one: Sequence, chunk: int, window: bool) -> list[tuple[int, int]]:
     return span
 
 
-@given(some=some_sequences(), chunk_tokens=st.integers(1, LONGEST_CHUNK), size=st.sampled_from([8, 64]))
+@given(
+    some=some_sequences(), chunk_tokens=st.integers(1, LONGEST_CHUNK), size=st.sampled_from([8, 64])
+)
 def test_flat_tokens_are_the_spans_one_behind_the_other(
     some: list[Sequence], chunk_tokens: int, size: int
 ) -> None:
     """In parts of ``size``, each with its own spans of attention."""
     state, allowance = state_of(some), allowance_of(some, chunk_tokens)
     plan = plan_compiled(state, allowance, sizes=SIZES)
-    spans = [
-        span_of(one, int(plan.chunk[i]), bool(plan.window[i])) for i, one in enumerate(some)
-    ]
+    spans = [span_of(one, int(plan.chunk[i]), bool(plan.window[i])) for i, one in enumerate(some)]
     expected = [token for span in spans for token in span]
     assert len(expected) == int(plan.num_tokens)
     for start in range(0, max(len(expected), 1), size):

@@ -10,7 +10,14 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
-from tests.decode_examples import Row, assert_logprobs_near, in_mode, run, say_the_same, small_engine
+from tests.decode_examples import (
+    Row,
+    assert_logprobs_near,
+    in_mode,
+    run,
+    say_the_same,
+    small_engine,
+)
 from tests.training_examples import tiny_transformer
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.results import SequenceResult
@@ -27,7 +34,9 @@ HEADER = list(range(20, 56))
 PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15], [3, 4]]
 PROMPTS += [*([*HEADER, 60 + i] for i in range(6)), HEADER[:7], [*HEADER, 60]]
 PARAMS = [
-    SamplingParams(max_tokens=n, temperature=t, mode=mode, seed=i, entropy_threshold=4.0, logprobs=1)
+    SamplingParams(
+        max_tokens=n, temperature=t, mode=mode, seed=i, entropy_threshold=4.0, logprobs=1
+    )
     for i, (n, t, mode) in enumerate([
         (9, 0.0, "paper"), (12, 0.8, "verified"), (5, 0.0, "ar"), (8, 0.0, "verified"),
     ])
