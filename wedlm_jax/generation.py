@@ -91,13 +91,14 @@ class _UnderWay:
     Attributes:
       result: what it has committed, kept where a stop string is looked for.
       begun: whether it has committed anything.
-      num_forwards, num_token_instances: of it so far.
+      num_tokens, num_forwards, num_token_instances: of it so far.
     """
 
     prompt: _Prompt
     sample: int
     result: SequenceResult
     begun: bool = False
+    num_tokens: int = 0
     num_forwards: int = 0
     num_token_instances: int = 0
 
@@ -187,7 +188,8 @@ class Generation:
             if isinstance(event, Failed):
                 raise event.error
             if isinstance(event, TokenDelta):
-                self._count(one, event)
+                one.begun = True
+                self._count(one, event.num_output, event.num_forwards, event.num_token_instances)
                 completion = self._stopped_by_text(one, event)
                 if completion is None:
                     continue
@@ -195,8 +197,15 @@ class Generation:
             else:
                 completion = complete(self._codec, event.result, one.prompt.params)
             del self._under_way[event.number]
+            # A stop string cuts what was committed behind it in the same forwards.
+            self._count(
+                one,
+                len(completion.token_ids),
+                completion.num_forwards,
+                completion.num_token_instances,
+            )
             done += self._finish(one, completion)
-        if self._on_progress is not None and events:
+        if self._on_progress is not None:
             self._on_progress(self._progress)
         return done
 
@@ -218,16 +227,16 @@ class Generation:
         self._progress = dataclasses.replace(now, finished=now.finished + 1)
         return [(prompt.place, dataclasses.replace(first, further=tuple(further)))]
 
-    def _count(self, one: _UnderWay, delta: TokenDelta) -> None:
-        now, before = self._progress, (one.num_forwards, one.num_token_instances)
-        one.begun = True
-        one.num_forwards, one.num_token_instances = delta.num_forwards, delta.num_token_instances
+    def _count(self, one: _UnderWay, tokens: int, forwards: int, instances: int) -> None:
+        """Notes where a sequence stands now."""
+        now = self._progress
         self._progress = dataclasses.replace(
             now,
-            tokens=now.tokens + len(delta.token_ids),
-            forwards=now.forwards + delta.num_forwards - before[0],
-            instances=now.instances + delta.num_token_instances - before[1],
+            tokens=now.tokens + tokens - one.num_tokens,
+            forwards=now.forwards + forwards - one.num_forwards,
+            instances=now.instances + instances - one.num_token_instances,
         )
+        one.num_tokens, one.num_forwards, one.num_token_instances = tokens, forwards, instances
 
 
 NOTHING = SequenceResult([], None, 0, 0, [], [])

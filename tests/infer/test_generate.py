@@ -140,7 +140,7 @@ def test_chat_applies_the_template(
     assert capsys.readouterr().out == f"{expected.text}\n" != f"{plain.text}\n"
 
 
-@pytest.mark.parametrize("options", ["--mesh tensor=2 data=2", "--deterministic"])
+@pytest.mark.parametrize("options", ["--mesh data=2", "--deterministic"])
 def test_neither_devices_nor_one_shape_change_what_is_said(
     model: str, llm: LLM, options: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,6 +263,7 @@ def test_help_imports_nothing_heavy() -> None:
         (["--prompt", "a", "--batch-size", "0"], "--batch-size: expected 1 or more"),
         (["--prompt", "a", "--mesh", "rows=2"], "--mesh: expected data and tensor, not 'rows'"),
         (["--prompt", "a", "--mesh", "tensor=4", "data=4"], "takes 16 devices, and there are 8"),
+        (["--prompt", "a", "--mesh", "tensor=2"], "num_key_value_heads = 1 is not divisible by"),
         (["--prompt", "a", "--attention", "rpa"], "attention 'rpa' is for TPUs, not for 'cpu'"),
         (["--prompt", "a", "--max-model-len", "9999"], "--max-model-len: expected 1 to 320"),
         (["--prompt", "a", "--max-tokens", "320"], "exceed max_model_len 320"),
