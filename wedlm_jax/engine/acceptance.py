@@ -110,8 +110,8 @@ class Acceptance:
         scores = own + self._log_population
         scores -= scores.max(axis=1, keepdims=True)
         np.exp(scores, out=scores)
-        scores /= scores.sum(axis=1, keepdims=True)
-        return scores
+        types: Floats = scores / scores.sum(axis=1, keepdims=True)
+        return types
 
     def expected(self, own: Floats) -> Floats:
         """``[n, K]``: tokens that a forward of each sequence commits, for each width.
@@ -122,12 +122,17 @@ class Acceptance:
         tokens: Floats = 1 / (self.types(own) @ self._forwards)
         return tokens
 
+    def expected_of_new(self) -> Floats:
+        """``[1, K]``: the same of a sequence of which nothing is known."""
+        tokens: Floats = 1 / (self._population @ self._forwards)
+        return tokens[None]
+
     def hoped(self) -> Floats:
         """``[K]``: tokens a forward of the next sequence, if what is not known is in our favour:
         the less was seen of late, the more of the population's easy types; and of each width, what
         the family may miss."""
         index = int(np.searchsorted(np.cumsum(self._population), OPTIMISM))
-        usual = 1 / (self._population @ self._forwards)
+        usual = self.expected_of_new()[0]
         unknown = BASE_WEIGHT / (BASE_WEIGHT + self._seen.sum())
         easy = self._expected[min(index, NUM_TYPES - 1)]
         hoped: Floats = usual + unknown * np.maximum(easy - usual, 0)
@@ -183,7 +188,7 @@ class Acceptance:
         weight = np.bincount(columns, precision, minlength=count)
         surprise = np.bincount(columns, precision * (rate / mean - 1), minlength=count)
         seen = np.flatnonzero(weight)
-        surprise[seen] /= weight[seen]
+        surprise[seen] = surprise[seen] / weight[seen]
         common, doubt = (surprise[usual], 1 / weight[usual]) if weight[usual] else (0.0, 0.0)
         for j in seen:
             if j == usual:

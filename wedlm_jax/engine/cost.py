@@ -33,7 +33,7 @@ OWN_ERROR = 0.04
 """The same of one size, its neighbours apart."""
 ALIKE = 1.5
 """Sizes err alike within a factor of exp(ALIKE)."""
-DRIFT = 0.004
+DRIFT = 0.001
 """How much of it a burst brings anew, as a standard deviation."""
 LEVEL, LEVEL_DRIFT = 0.5, 0.06
 """The same two of what all sizes have in common."""
@@ -60,15 +60,16 @@ class CostTable:
         self.sizes = np.asarray(sizes, np.int64)[order]
         self.measured: Floats = _monotone(np.asarray(seconds, np.float64)[order])
         self._filter = _Correction(np.log(self.sizes))
+        self._largest = float(self.sizes[-1])
         self._update()
 
     def seconds(self, tokens: Floats) -> Floats:
-        """Seconds of forwards of so many tokens, on the machine as it was measured; each costs
-        what the smallest size that holds it costs, and beyond the largest as much more as it has
-        more tokens."""
-        index = np.minimum(self.sizes.searchsorted(tokens), len(self.sizes) - 1)
-        beyond = np.maximum(tokens / self._largest, 1.0)
-        found: Floats = self._seconds[index] * beyond
+        """Seconds of forwards of so many tokens, on the machine as it was measured: what the
+        smallest size costs that holds them. More than the largest are computed in parts."""
+        tokens = np.asarray(tokens, np.float64)
+        whole = np.maximum(np.ceil(tokens / self._largest) - 1, 0)
+        index = self.sizes.searchsorted(tokens - whole * self._largest)
+        found: Floats = self._seconds[index] + whole * self._seconds[-1]
         return found
 
     def expected(self, tokens: Floats, spread: Floats) -> Floats:
@@ -100,17 +101,18 @@ class CostTable:
           doubt: standard deviation of the logarithm of what these say that it was to take.
         """
         last = len(self.sizes) - 1
-        index = np.concatenate([tokens - spread, tokens + spread])
-        index = np.minimum(self.sizes.searchsorted(index), last)
+        each = np.concatenate([tokens - spread, tokens + spread])
         half = np.concatenate([forwards, forwards]) / 2
+        whole = np.maximum(np.ceil(each / self._largest) - 1, 0)
+        index = self.sizes.searchsorted(each - whole * self._largest)
         counts = np.bincount(index, half, minlength=last + 1)
+        counts[last] += whole @ half
         self._filter.update(self.measured * counts, seconds, doubt)
         self._update()
 
     def _update(self) -> None:
         corrected = self.measured * np.exp(self._filter.errors)
         self._seconds: Floats = np.maximum.accumulate(corrected)
-        self._largest = float(self.sizes[-1])
 
 
 class _Correction:

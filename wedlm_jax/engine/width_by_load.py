@@ -78,8 +78,9 @@ class WidthsByLoad:
         rate: Floats = (self._base_committed + committed) / seconds
         return rate
 
-    def best(self, now: Columns) -> Columns:
-        """Returns the columns with the most tokens a second.
+    def best(self, now: Columns) -> tuple[Columns, float | None]:
+        """Returns the columns with the most tokens a second, and the price of a computed token
+        that leads to them; None where all have the same.
 
         Args:
           now: what each sequence has; −1 for one that begins.
@@ -91,14 +92,30 @@ class WidthsByLoad:
             preferred[staying, now[staying]] *= STAY
         if self._count == 1:
             rates = self._rate(preferred[0], load.tokens[0], load.variance[0])
-            return np.array([rates.argmax()])
+            return np.array([rates.argmax()]), None
         picks = self._candidates(preferred)
         flat = picks + np.arange(self._count) * self._num_widths
         committed = preferred.ravel()[flat].sum(axis=1)
         tokens = load.tokens.ravel()[flat].sum(axis=1)
         variance = load.variance.ravel()[flat].sum(axis=1)
-        columns: Columns = picks[self._rate(committed, tokens, variance).argmax()]
-        return columns
+        found = int(self._rate(committed, tokens, variance).argmax())
+        columns: Columns = picks[found]
+        return columns, float(PRICES[found]) if found < len(PRICES) else None
+
+    def usual(self, unknown: Load, columns: Columns, price: float | None) -> int:
+        """Returns the column of a sequence of which nothing is known, beside those that have
+        ``columns``.
+
+        Args:
+          unknown: its load, ``[1, K]``.
+          price: as `best` has returned it.
+        """
+        if price is not None:
+            return int((unknown.committed[0] - price * unknown.tokens[0]).argmax())
+        if self._count > 1:
+            return int(columns[0])
+        rates = self._rate(unknown.committed[0], unknown.tokens[0], unknown.variance[0])
+        return int(rates.argmax())
 
     def _candidates(self, committed: Floats) -> np.ndarray:
         """int ``[C, n]``: for each price of a computed token what pays for every sequence, and the

@@ -1,0 +1,224 @@
+"""Decoding without a model: texts that are easier or harder to draft, and a device of given costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from wedlm_jax.engine.burst import Admission, Burst, Report, Request
+from wedlm_jax.engine.sequence import SequenceState
+from wedlm_jax.engine.windows import WindowChoice
+from wedlm_jax.params import SamplingParams
+
+PROMPT = 30
+CHUNK = 256
+OVERHEAD = 4e-4
+CPU_COSTS = {
+    1: 0.15, 2: 0.17, 4: 0.21, 8: 0.30, 12: 0.40, 16: 0.50, 20: 0.60, 24: 0.70, 32: 0.90, 48: 1.2,
+    64: 1.5, 96: 2.1, 128: 2.6, 192: 3.3, 256: 4.0, 384: 5.7, 512: 7.5, 768: 11.2, 1024: 15.0,
+    2048: 29.0, 4096: 58.0, 8192: 116.0,
+}  # fmt: skip
+"""Milliseconds of a forward, on a CPU."""
+TPU_COSTS = {size: 8.0 + 0.0004 * size for size in CPU_COSTS}
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """How well a text can be drafted.
+
+    Attributes:
+      right: how probable the draft next to known text is right.
+      fading: what is left of that one place further.
+      sure: how probable a place adds nothing to the entropies of a window's drafts; else it adds
+        1 nat of 2.
+      length: tokens of a completion on average.
+    """
+
+    right: float
+    fading: float
+    sure: float
+    length: int
+
+
+LOW_ENTROPY = Text(0.997, 0.997, 0.95, 37)
+REASONING = Text(0.999, 0.995, 0.97, 60)
+PROSE = Text(0.88, 0.97, 0.55, 70)
+HARD = Text(0.3, 0.9, 0.3, 80)
+ESSAY = Text(0.96, 0.995, 0.85, 400)
+"""Neither easy nor hard, and long."""
+
+
+class Script:
+    """A completion that is to come: for each place what makes a draft of it right, and sure.
+
+    The same script for every decoder, so that only the windows differ.
+    """
+
+    def __init__(self, text: Text, rng: np.random.Generator):
+        self.length = int(np.clip(text.length * rng.lognormal(0, 0.4), 4, 1000))
+        self.text = text
+        self._hard = rng.random(self.length + 200)
+        self._nats = np.where(rng.random(self.length + 200) < text.sure, 0.01, 1.0)
+
+    def drafts(self, place: int, window: int) -> int:
+        """Drafts behind ``place``, whose token is known."""
+        spent = np.cumsum(self._nats[place + 1 : place + window])
+        return int(np.searchsorted(spent, 2.0))
+
+    def accepted(self, place: int, drafts: int) -> int:
+        here = self._hard[place + 1 : place + 1 + drafts]
+        right = here < self.text.right * self.text.fading ** np.arange(drafts)
+        return drafts if right.all() else int(right.argmin())
+
+
+class Simulation:
+    """Decodes scripts continuously, at most N at a time, as the scheduler and the device do."""
+
+    def __init__(
+        self,
+        windows: WindowChoice,
+        costs: dict[int, float],
+        sequences: int,
+        *,
+        noise: Callable[[float], float] = lambda seconds: seconds,
+        mode: str = "verified",
+        longest_burst: int = 64,
+    ):
+        self._windows, self._noise, self._mode = windows, noise, mode
+        self._sizes = np.array(sorted(costs))
+        self._costs = np.array([costs[size] for size in self._sizes]) / 1000
+        self._n, self._longest = sequences, longest_burst
+        self._numbers = 0
+        self.seconds = 0.0
+        self.tokens = 0
+        self.chosen: list[list[int]] = []
+
+    def cost(self, tokens: int) -> float:
+        index = min(int(np.searchsorted(self._sizes, tokens)), len(self._sizes) - 1)
+        return float(self._costs[index]) * max(tokens / self._sizes[-1], 1.0)
+
+    def decode(self, scripts: Sequence[Script]) -> float:
+        """Decodes all; returns tokens a second."""
+        seconds, tokens = self.seconds, self.tokens
+        waiting = list(scripts)[::-1]
+        running: list[_Sequence] = []
+        while waiting or running:
+            fresh = []
+            free = sorted(set(range(self._n)) - {one.state.index for one in running})
+            while free and waiting:
+                fresh.append(self._sequence(waiting.pop(), free.pop(0)))
+            running += fresh
+            self._burst(running, fresh, bool(waiting))
+            running = [one for one in running if not one.finished]
+        return (self.tokens - tokens) / (self.seconds - seconds)
+
+    def _sequence(self, script: Script, index: int) -> _Sequence:
+        self._numbers += 1
+        params = SamplingParams(max_tokens=script.length, mode=self._mode)
+        state = SequenceState(Request(self._numbers, [1] * PROMPT, params), self._numbers)
+        state.index = index
+        return _Sequence(script, state)
+
+    def _burst(self, running: list[_Sequence], fresh: list[_Sequence], waiting: bool) -> None:
+        chosen = self._windows.choose([one.state for one in running])
+        self.chosen.append(list(chosen))
+        for one, window in zip(running, chosen, strict=True):
+            one.take(window)
+        forwards, until = self._longest, len(running)
+        if waiting:
+            forwards, until = min(forwards, 32), max(len(running) // 8, 1)
+        windows, capacity = np.zeros((2, self._n), np.int32)
+        for one in running:
+            windows[one.state.index], capacity[one.state.index] = one.state.window, 10_000
+        seconds, run = OVERHEAD, 0
+        prompts = len(fresh) * PROMPT
+        while run < forwards and sum(one.finished for one in running) < until:
+            chunk = min(prompts, CHUNK)
+            prompts -= chunk
+            slots = sum(one.forward(self._mode) for one in running if not one.finished)
+            seconds += self.cost(slots + chunk)
+            run += 1
+            if all(one.finished for one in running):
+                break
+        self.seconds += seconds
+        report = self._report(running, run)
+        burst = Burst(
+            [],
+            [Admission(o.state.index, o.state.request, np.zeros(PROMPT), 0, None) for o in fresh],
+            np.zeros((self._n, 1), np.int32), capacity, np.arange(self._n), windows,
+            CHUNK, forwards, until,
+        )  # fmt: skip
+        self._windows.observe(burst, report, self._noise(seconds))
+        for one in running:
+            self.tokens += one.collect()
+
+    def _report(self, running: list[_Sequence], run: int) -> Report:
+        computed, output, forwards, instances = np.zeros((4, self._n), np.int32)
+        finished = np.ones(self._n, bool)
+        for one in running:
+            i = one.state.index
+            output[i], forwards[i], instances[i] = one.place, one.forwards, one.slots
+            computed[i], finished[i] = PROMPT - 1 + one.place, one.finished
+        return Report(
+            computed, output, finished, np.zeros(self._n, bool), forwards, instances,
+            np.zeros(self._n, bool), [None] * self._n, {}, run,
+        )  # fmt: skip
+
+
+class _Sequence:
+    """A script that is being decoded: the token before ``place`` is known, ``drafts`` stand
+    behind it."""
+
+    def __init__(self, script: Script, state: SequenceState):
+        self.script, self.state = script, state
+        self.place = self.drafts = self.forwards = self.slots = 0
+        self._filled = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.place >= self.script.length
+
+    def take(self, window: int) -> None:
+        self.state.window = window
+        self.drafts = min(self.drafts, max(window - 1, 0))
+
+    def forward(self, mode: str) -> int:
+        """Runs a forward; returns its tokens."""
+        window = self.state.window
+        if window == 0:
+            self.forwards += self.place > 0
+            self.slots += self.place > 0
+            self.place += 1
+            self.drafts = 0
+            return 1
+        if mode == "paper":
+            return self._paper(window)
+        accepted = self.script.accepted(self.place, self.drafts)
+        slots = window + 1 + self.drafts
+        self.forwards += 1
+        self.slots += slots - (self.place == 0)
+        whole = accepted == self.drafts
+        self.place += 1 + accepted
+        self.drafts = self.script.drafts(self.place, window) if whole else 0
+        self.place = min(self.place, self.script.length)
+        return slots
+
+    def _paper(self, window: int) -> int:
+        """Commits what was filled before; fills every sure mask up to the first that is not, or
+        one."""
+        slots = window + self.drafts
+        self.forwards += 1
+        self.slots += slots
+        self.place = min(self.place + self.drafts, self.script.length)
+        self.drafts = max(1, min(self.script.accepted(self.place, window - 1) + 1, window))
+        return slots
+
+    def collect(self) -> int:
+        """Brings the host's view up to date; returns the new tokens."""
+        new = self.place - self.state.num_output
+        self.state.text.extend([1] * new)
+        self.state.num_forwards, self.state.num_token_instances = self.forwards, self.slots
+        self.state.num_computed = PROMPT - 1 + self.place
+        return new
