@@ -4,6 +4,7 @@ gets alone."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -20,6 +21,7 @@ from tests.decode_examples import (
     say_the_same,
     small_engine,
 )
+from wedlm_jax.engine import admission
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.events import Finished
 from wedlm_jax.engine.results import SequenceResult
@@ -29,6 +31,13 @@ from wedlm_jax.params import SamplingParams
 PLAIN = SamplingParams(mode="paper", max_tokens=12, entropy_threshold=1.6)
 MODES = ("paper", "verified", "ar")
 DRAWN = [SamplingParams(mode=mode, temperature=1.0, top_k=3) for mode in MODES]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_prefixes_are_waited_for() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(admission, "SHORTEST_REUSE", 4)
+        yield
 
 
 @pytest.fixture(scope="module")

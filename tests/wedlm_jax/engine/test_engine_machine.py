@@ -1,0 +1,139 @@
+"""Requests come, go and share prefixes while pages run out, on the device: nothing is lost, and
+each gets the tokens that it gets alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from flax import nnx
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from tests.decode_examples import TINY, say_the_same, small_engine
+from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.events import Finished, TokenDelta
+from wedlm_jax.engine.results import SequenceResult
+from wedlm_jax.model import Transformer
+from wedlm_jax.params import SamplingParams
+
+MODES = ("paper", "verified", "ar")
+EXPECTED = [SamplingParams(mode=mode, temperature=1.0) for mode in MODES]
+STEMS = [[2 + (5 * stem + i * i) % 20 for i in range(20)] for stem in range(2)]
+
+
+@pytest.fixture(scope="module")
+def engines() -> tuple[Engine, Engine]:
+    """One with pages for hardly two sequences, three of which decode together; and one for a
+    sequence alone. Both at one size, so that their tokens are equal to the bit."""
+    model = Transformer(TINY, rngs=nnx.Rngs(7))
+    small = small_engine(
+        model, EXPECTED, max_batch_size=3, num_pages=22, max_model_len=40, deterministic=True
+    )
+    return small, small_engine(model, EXPECTED, max_batch_size=3, deterministic=True)
+
+
+class Machine(RuleBasedStateMachine):
+    """The engine that is short of pages; results are compared with those of sequences alone."""
+
+    small: Engine
+    alone: Engine
+    known: dict[Any, SequenceResult]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = self.small
+        self.engine.scheduler = self.engine._new_scheduler()
+        self.live: dict[int, Request] = {}
+        self.tokens: dict[int, list[int]] = {}
+
+    @rule(
+        stem=st.integers(0, 1),
+        shared=st.integers(1, 18),
+        tail=st.lists(st.integers(2, 22), max_size=2),
+        max_tokens=st.sampled_from([1, 4, 20]),
+        mode=st.sampled_from(MODES),
+        hot=st.booleans(),
+        copies=st.integers(1, 3),
+    )
+    def submit(
+        self,
+        stem: int,
+        shared: int,
+        tail: list[int],
+        max_tokens: int,
+        mode: str,
+        hot: bool,
+        copies: int,
+    ) -> None:
+        made = []
+        for seed in range(copies):
+            params = SamplingParams(
+                mode=mode,
+                temperature=float(hot),
+                seed=seed,
+                max_tokens=max_tokens,
+                entropy_threshold=1.6,
+                draft_budget=4.0,
+            )
+            made.append(Request(len(self.tokens), (*STEMS[stem][:shared], *tail), params))
+            self.tokens[made[-1].number] = []
+            self.live[made[-1].number] = made[-1]
+        self.take(self.engine.step(made, max_forwards=1))
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        if self.live:
+            number = data.draw(st.sampled_from(sorted(self.live)))
+            del self.live[number]
+            self.take(self.engine.step(aborted=[number], max_forwards=0))
+
+    @rule(forwards=st.integers(1, 6))
+    def step(self, forwards: int) -> None:
+        self.take(self.engine.step(max_forwards=forwards))
+
+    def take(self, events: list[Any]) -> None:
+        for event in events:
+            request = self.live[event.number]
+            if isinstance(event, TokenDelta):
+                self.tokens[event.number] += event.token_ids
+                continue
+            assert isinstance(event, Finished)
+            del self.live[event.number]
+            assert event.result.token_ids == self.tokens[event.number]
+            key = (request.prompt, request.params)
+            if key not in self.known:
+                (self.known[key],) = self.alone.decode([request])
+            expected = self.known[key]
+            assert say_the_same(event.result, expected)
+            if request.params.mode != "verified":  # whose drafts are lost when it is put back
+                assert event.result.forwards_at == expected.forwards_at
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        self.engine.scheduler.check_accounts()
+        assert self.engine.scheduler._sequences.keys() == self.live.keys()
+
+    def teardown(self) -> None:
+        for _ in range(500):
+            if self.live:
+                self.take(self.engine.step())
+        assert not self.live, "not done in time"
+        assert self.engine.counters.pages_used == 0
+
+
+def test_requests_that_come_and_go(engines: tuple[Engine, Engine]) -> None:
+    Machine.small, Machine.alone = engines
+    Machine.known = {}
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=12,
+            stateful_step_count=20,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
+        ),
+    )
+    assert len(Machine.known) > 10
