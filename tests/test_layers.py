@@ -31,3 +31,39 @@ def test_packages_do_not_import_each_other(package: str, others: set[str]) -> No
     assert len(files) > 20
     wrong = {str(file.relative_to(ROOT)): others & set(imported(file)) for file in files}
     assert {file: names for file, names in wrong.items() if names} == {}
+
+
+def imported_files(file: Path) -> Iterator[Path]:
+    """The project's files that a file imports by name, anywhere in it."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                whole = ROOT / Path(*node.module.split("."), alias.name).with_suffix(".py")
+                module = ROOT.joinpath(*node.module.split(".")).with_suffix(".py")
+                yield from (found for found in (whole, module) if found.is_file())
+
+
+@pytest.mark.parametrize("room", ["decode", "engine", "attention"])
+def test_the_engine_has_no_circle_of_imports(room: str) -> None:
+    """`TYPE_CHECKING` and lazy imports included."""
+    graph = {file: set(imported_files(file)) for file in (ROOT / "wedlm_jax").rglob("*.py")}
+
+    def reached(start: Path) -> set[Path]:
+        found, todo = set(), [start]
+        while todo:
+            for file in graph.get(todo.pop(), set()) - found:
+                found.add(file)
+                todo.append(file)
+        return found
+
+    files = list((ROOT / "wedlm_jax" / room).glob("*.py"))
+    assert len(files) > 5
+    assert [file.name for file in files if file in reached(file)] == []
+
+
+def test_what_a_forward_does_knows_nothing_of_who_decodes_when() -> None:
+    engine = ROOT / "wedlm_jax" / "engine"
+    files = (ROOT / "wedlm_jax" / "decode").glob("*.py")
+    assert [
+        file.name for file in files if any(engine in f.parents for f in imported_files(file))
+    ] == []

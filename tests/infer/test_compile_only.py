@@ -11,55 +11,42 @@ from pathlib import Path
 
 import pytest
 
-from infer.compile_only import CompiledDecoder, DecodeSizes, describe, forward_flops, main
+from infer.compile_only import BANDWIDTH, PRODUCTS, DecodeSizes, forward_of, main
 from infer.compile_only import read_model as read
 from tests.no_libtpu import NO_LIBTPU, hide_libtpu
 from wedlm_jax.__main__ import main as wedlm
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
-from wedlm_jax.hlo_cost import ProgramCost
-from wedlm_jax.roofline import Roofline
+from wedlm_jax.topology import Chip
 
 ROOT = Path(__file__).parents[2]
 MODEL = ModelConfig(
-    vocab_size=100, hidden_size=8, intermediate_size=16, num_hidden_layers=3,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=6,
-)  # fmt: skip
-SIZES = DecodeSizes(rows=64, model_len=2016, max_tokens=256, window=16)
-DECODER = CompiledDecoder(
-    topology="v5e:2x4", devices=8, mesh={"data": 1, "tensor": 8}, sizes=SIZES,
-    attention="ragged", weight_bytes=2 * 2**30, cache_bytes=2**30, prefill_peak_bytes=12 * 2**30,
-    decode_peak_bytes=8 * 2**30, hbm_limit=16 * 2**30, slots=20, forward_flops=1e12,
-    least_bytes=3 * 2**30,
-    cost=ProgramCost(0, 6 * 2**30, {}, {}, 2**20, 0, 1),
-    floor=Roofline(0.001, 0.004, 0.0, 0.0), roofline=Roofline(0.001, 0.008, 0.002, 0.0),
-    compile_seconds=5.0,
-)  # fmt: skip
+    vocab_size=100,
+    hidden_size=8,
+    intermediate_size=16,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+)
 
 
-def test_shapes_are_those_of_the_engine() -> None:
-    assert (SIZES.piece_length, SIZES.max_output, SIZES.cache_size) == (512, 256, 2048)
-    short = dataclasses.replace(SIZES, model_len=480)
-    assert (short.piece_length, short.cache_size) == (256, 512)
-
-
-def test_flops_are_those_counted_by_hand() -> None:
-    sizes = DecodeSizes(rows=2, model_len=64, max_tokens=32, window=4)
-    slots, cache = 5, sizes.cache_size
+def test_a_forward_is_counted_by_hand() -> None:
+    """Two sequences on two chips, windows of 4 behind texts of 64 tokens."""
+    sizes, chip = DecodeSizes(sequences=2, model_len=64, window=4), Chip(0, 1e3, 1e2, 1e1, 1.0)
+    forward = forward_of(MODEL, sizes, 2, 2, weights=10_000, bytes_per_token=7, chip=chip)
     layer = 8 * 24 + 2 * 8 * 12 + 24 * 8 + 3 * 8 * 16
     norms = 3 * (2 * 8) + 8
-    products = 2 * (3 * layer + norms) * 2 * slots + 2 * 8 * 100 * 2 * 4
-    attention = 3 * 2 * 2 * 24 * 2 * slots * (cache + slots)
-    assert forward_flops(MODEL, sizes, slots) == products + attention
-
-
-def test_the_report_says_memory_bytes_and_tokens() -> None:
-    text = describe(DECODER)
-    assert "8 chips as tensor 8" in text
-    assert "prefill 12.00, decode 8.00 of 16 GiB, 25% to spare" in text
-    assert "must read          3.00 GiB" in text
-    assert "as compiled          8.00 ms, by memory" in text
-    assert "8,000 tokens/s for each token a row commits in a forward (16,000 at" in text
+    products = 2 * (3 * layer + norms) * 10 + 2 * 8 * 100 * 2 * 4
+    attention = 3 * 2 * 2 * 24 * 10 * 64
+    assert forward.tokens == 10
+    assert forward.flops == (products + attention) / 2
+    table = 100 * 8 * 2 * (not MODEL.tie_word_embeddings)
+    assert forward.least_bytes == 10_000 - table // 2 + 2 * 64 * 7
+    assert forward.sent_bytes == 2 * 3 * 10 * 8 * 2
+    slowest = max(forward.flops / 1e3 / PRODUCTS, forward.least_bytes / 1e2 / BANDWIDTH)
+    assert forward.expected == pytest.approx(slowest + forward.sent_bytes / 1e1)
+    assert forward.bound.seconds <= forward.expected
 
 
 def test_a_model_is_a_folder_or_a_recipe(tmp_path: Path) -> None:
@@ -87,8 +74,7 @@ def recipe_architecture(model: ModelConfig) -> dict[str, object]:
     ("options", "message"),
     [
         ({}, "needs --model"),
-        ({"max_model_len": 256}, "--max-model-len 256 leaves no room"),
-        ({"attention": "ragged_triton"}, "is for NVIDIA GPUs"),
+        ({"window_size": "auto"}, "one --window-size"),
         ({"batch_size": 0}, "--batch-size"),
     ],
 )
@@ -119,10 +105,9 @@ def test_a_small_decoder_compiles_for_a_real_topology(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "wedlm_jax", "generate", "--compile-only", "--topology", "v5e:2x4",
-         "--model", str(tmp_path), "--batch-size", "8", "--max-model-len", "192",
-         "--max-tokens", "64"],
+         "--model", str(tmp_path), "--batch-size", "8", "--max-model-len", "192"],
         cwd=ROOT, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "v5e:2x4: 8 chips as data 2 x tensor 4" in done.stdout
-    assert "256 rows of cache each; W = 16; ragged attention" in done.stdout
+    assert "8 sequences of 192 tokens at most; W = 16; pages of 128; rpa attention" in done.stdout

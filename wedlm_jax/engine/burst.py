@@ -115,7 +115,6 @@ class Report:
       stopped: bool, whether it is so by a stop token; if not, by its length.
       num_forwards: decode forwards.
       num_token_instances: active window slots over these.
-      needs_pages: bool, whether a sequence waited because its pages had no room.
       tokens: of each index; None or empty where nothing was committed.
       errors: what went wrong, by index. Such a sequence is over.
       num_run: forwards of the burst.
@@ -127,7 +126,6 @@ class Report:
     stopped: np.ndarray
     num_forwards: np.ndarray
     num_token_instances: np.ndarray
-    needs_pages: np.ndarray
     tokens: Sequence[NewTokens | None]
     errors: Mapping[int, Exception] = dataclasses.field(default_factory=dict)
     num_run: int = 0

@@ -273,7 +273,6 @@ class Device:
             stopped=stopped > 0,
             num_forwards=forwards,
             num_token_instances=instances,
-            needs_pages=np.zeros(len(numbers), bool),
             tokens=tokens,
             num_run=num_run,
         )

@@ -146,8 +146,8 @@ class FakeDevice:
                 sequence.window = int(burst.windows[index])
             assert sequence.window == burst.windows[index]
         self._check(burst)
-        stalled = self._forwards(burst)
-        return self._report(burst, stalled)
+        self._forwards(burst)
+        return self._report(burst)
 
     def save(self, index: int) -> Any:
         sequence = self.sequences[index]
@@ -196,21 +196,18 @@ class FakeDevice:
             ranks = [own[i % count] for i in self.sequences if i // count == replica]
             assert sorted(ranks) == list(range(len(ranks)))
 
-    def _forwards(self, burst: Burst) -> set[int]:
-        """Runs the burst; returns who was ever without room."""
-        stalled: set[int] = set()
+    def _forwards(self, burst: Burst) -> None:
         for _ in range(burst.max_forwards):
             ran = False
             for replica in range(self.sizes.num_replicas):
-                ran |= self._forward(burst, replica, stalled)
+                ran |= self._forward(burst, replica)
             done = sum(sequence.finished for sequence in self.sequences.values())
             if not ran or done >= burst.until_finished:
                 break
             if self._random is not None and self._random.random() < 0.1:
                 break
-        return stalled
 
-    def _forward(self, burst: Burst, replica: int, stalled: set[int]) -> bool:
+    def _forward(self, burst: Burst, replica: int) -> bool:
         """One forward of one replica; whether it had anything to do."""
         count, left, ran = self.sizes.num_sequences, burst.chunk_tokens, False
         own = [i for i in self.sequences if i // count == replica]
@@ -220,7 +217,6 @@ class FakeDevice:
                 continue
             span = max(sequence.n, sequence.prefill) + sequence.active
             if span > burst.capacity[index]:
-                stalled.add(index)
                 continue
             row = burst.page_table[index]
             self._read(replica, row, sequence)
@@ -252,14 +248,14 @@ class FakeDevice:
             final = NOT_FINAL if sequence is None else sequence.contexts[place]
             self._places[replica, page, place % size] = final
 
-    def _report(self, burst: Burst, stalled: set[int]) -> Report:
+    def _report(self, burst: Burst) -> Report:
         count = self.sizes.num_sequences * self.sizes.num_replicas
         numbers = np.zeros((5, count), np.int32)
-        flags = np.zeros((3, count), bool)
+        flags = np.zeros((2, count), bool)
         tokens: list[NewTokens | None] = [None] * count
         for index, one in list(self.sequences.items()):
             numbers[:, index] = (one.n, one.num_output, one.num_forwards, one.num_instances, 0)
-            flags[:, index] = (one.finished, one.stopped, index in stalled)
+            flags[:, index] = (one.finished, one.stopped)
             if one.new:
                 ids, forwards, instances = zip(*one.new, strict=True)
                 tokens[index] = NewTokens(ids, forwards, instances)
@@ -267,10 +263,8 @@ class FakeDevice:
             if one.finished:
                 del self.sequences[index]
         computed, output, num_forwards, num_instances, _ = numbers
-        finished, stopped, needs_pages = flags
-        return Report(
-            computed, output, finished, stopped, num_forwards, num_instances, needs_pages, tokens
-        )
+        finished, stopped = flags
+        return Report(computed, output, finished, stopped, num_forwards, num_instances, tokens)
 
 
 def small_sizes(**changes: int) -> SchedulerSizes:
