@@ -133,7 +133,7 @@ def state_of(some: Sequence[Decoding]) -> DecodeState:
     # What stands where nothing is known must not matter.
     rng = np.random.default_rng(len(some))
     for name in ("text", "tokens"):
-        arrays[name][:] = rng.integers(0, VOCAB - 1, arrays[name].shape)
+        arrays[name][:] = rng.integers(0, 3, arrays[name].shape)
     arrays["filled"][:] = True
     for i, one in enumerate(some):
         text = one.prompt + one.completion

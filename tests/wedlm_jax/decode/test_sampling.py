@@ -146,6 +146,12 @@ def test_top_p_keeps_the_first_of_equals() -> None:
     assert kept([2.0] * 4, 3, 0.7) == [0, 1, 2]
 
 
+def test_what_stands_before_a_token_must_not_reach_top_p() -> None:
+    half = -np.log(2)
+    assert kept([0.0, half, half], 0, 0.5) == [0]
+    assert kept([0.0, half, half], 0, 0.501) == [0, 1]
+
+
 def test_top_p_is_of_what_top_k_left() -> None:
     # Of all, 1 and 2 hold 0.4 + 0.3 < 0.8; of the three that top-k leaves, 0.4 / 0.9 +
     # 0.3 / 0.9 reach 0.7, so that 3 falls away at 0.75 and stays at 0.8.
