@@ -11,26 +11,31 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from infer.bench.products import milliseconds_of_products
 from infer.bench.subject import Subject, random_prompts
 from infer.bench.turns import Bar, Stopwatch, by_turns
 from infer.bench.windows import RIVAL, name_of, ways_of
-from infer.bench.work import Regimes, Work, steady
+from infer.bench.work import Regimes, Work, long_answers
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.events import Finished, TokenDelta
+from wedlm_jax.errors import InputError
+from wedlm_jax.params import SamplingParams
 
 if TYPE_CHECKING:
     from infer.bench.rival import Rival
     from wedlm_jax.engine.engine import Engine
 
-FORWARDS = 32
-"""Forwards of a timed burst: the longest while somebody waits."""
-BURSTS = 2
-MAX_TOKENS = 400
-"""Of a completion, so that none ends while forwards are timed."""
-PROMPT_TOKENS = 32
-"""Of random prompts."""
+FORWARDS = {1: 64}
+"""Forwards of a timed burst by sequences, which all decode from its begin to its end."""
+FORWARDS_OF_MANY = 8
+ANSWERS = 6
+"""Answers in the midst of which forwards are timed, at least."""
+SECONDS = 2.0
+"""No burst is timed after so many in a pass."""
+PROMPT_TOKENS, RANDOM_TOKENS = 32, 160
+"""Of random prompts, and behind each."""
 RIVAL_TOKENS = 16
 PROMPTS = 16
 """Requests whose prompts are timed, one after another."""
@@ -44,7 +49,7 @@ class ForwardCost:
       way: AR, a window in a mode, or a rival.
       sequences: that decode together.
       tokens, computed: real ones a forward, and those with the padding of its size; 0 for a rival.
-      milliseconds: of a forward, the host's share in a burst of `FORWARDS` included, pass by pass.
+      milliseconds: of a forward, the host's share in bursts included, pass by pass.
       floor: of linear layers and head alone at as many tokens, pass by pass; empty for a rival.
     """
 
@@ -130,10 +135,10 @@ def _forwards(
     ways: dict[str, Callable[[], tuple[float, float, float, float]]] = {}
     for window, mode in ways_of(list(engines), modes):
         engine = engines[window]
-        work = _work(subject, regimes, sequences, mode, engine.max_model_len)
-        ways[name_of(window, mode)] = partial(_forward_and_floor, engine, work)
+        work = _work(subject, regimes, max(sequences, ANSWERS), mode)
+        ways[name_of(window, mode)] = partial(_forward_and_floor, engine, work, sequences)
     if rival is not None:
-        prompts = [prompt for prompt, _ in _work(subject, regimes, sequences, "ar", MAX_TOKENS)]
+        prompts = [prompt for prompt, _ in _work(subject, regimes, sequences, "ar")]
         ways[RIVAL] = partial(_rival_forward, rival, prompts)
     made = by_turns(ways, passes, bar, f"{sequences} sequences")
     return [_forward_cost(name, sequences, some[1:]) for name, some in made.items()]
@@ -153,18 +158,10 @@ def _forward_cost(
     )
 
 
-def _work(
-    subject: Subject, regimes: Regimes | None, count: int, mode: str, max_model_len: int
-) -> Work:
+def _work(subject: Subject, regimes: Regimes | None, count: int, mode: str) -> Work:
     if regimes is not None:
-        work = steady(subject, regimes, count, mode, MAX_TOKENS)
-        room = max_model_len - max(len(prompt) for prompt, _ in work)
-        limit = max(min(MAX_TOKENS, room), 1)
-        return [(prompt, dataclasses.replace(params, max_tokens=limit)) for prompt, params in work]
-    from wedlm_jax.params import SamplingParams
-
-    limit = min(MAX_TOKENS, max_model_len - PROMPT_TOKENS)
-    params = SamplingParams(mode=mode, max_tokens=limit, ignore_eos=True)
+        return long_answers(subject, regimes, count, mode)
+    params = SamplingParams(mode=mode, max_tokens=RANDOM_TOKENS, ignore_eos=True)
     return [(prompt, params) for prompt in random_prompts(subject.config, count, PROMPT_TOKENS)]
 
 
@@ -172,37 +169,45 @@ def _rival_forward(rival: Rival, prompts: Sequence[list[int]]) -> tuple[float, f
     return rival.milliseconds_a_token(prompts, RIVAL_TOKENS), 0.0, 0.0, 0.0
 
 
-def _forward_and_floor(engine: Engine, work: Work) -> tuple[float, float, float, float]:
+def _forward_and_floor(
+    engine: Engine, work: Work, sequences: int
+) -> tuple[float, float, float, float]:
     """Milliseconds of a forward and of its floor, real and computed tokens a forward."""
-    seconds, forwards, tokens, computed = _steady_forwards(engine, work)
+    engine.scheduler.forget_prefixes()
+    seconds, counted = 0.0, np.zeros(3, np.int64)
+    for start in range(0, len(work), sequences):
+        some = work[start : start + sequences]
+        if seconds < SECONDS and len(some) == sequences:
+            more, counts = _forwards_amid(engine, some)
+            seconds, counted = seconds + more, counted + counts
+    if not counted[0]:
+        raise InputError("floor: the completions end before a forward can be timed")
+    forwards, tokens, computed = counted.tolist()
     floor = milliseconds_of_products(engine, max(round(tokens / forwards), 1))
     return seconds / forwards * 1e3, floor, tokens / forwards, computed / forwards
 
 
-def _steady_forwards(engine: Engine, work: Work) -> tuple[float, int, int, int]:
-    """Seconds, forwards, real and computed tokens while all sequences decode."""
-    engine.scheduler.forget_prefixes()
+def _forwards_amid(engine: Engine, work: Work) -> tuple[float, np.ndarray]:
+    """Seconds of bursts in which all sequences decode, and what was counted in these."""
     waiting = set(range(len(work)))
     submitted = [Request(number, prompt, params) for number, (prompt, params) in enumerate(work)]
     ended = False
     while waiting and not ended:
-        for event in engine.step(submitted, max_forwards=1):
-            waiting -= {event.number} if isinstance(event, TokenDelta) else set()
-            ended |= isinstance(event, Finished)
+        events = engine.step(submitted, max_forwards=1)
+        waiting -= {event.number for event in events if isinstance(event, TokenDelta)}
+        ended = any(isinstance(event, Finished) for event in events)
         submitted = []
-    seconds, counted = 0.0, engine.device.counters * 0
-    for _ in range(BURSTS):
+    seconds, counted = 0.0, np.zeros(3, np.int64)
+    while not ended and seconds < SECONDS:
         before, started = engine.device.counters.copy(), time.perf_counter()
-        events = engine.step(max_forwards=FORWARDS) if engine.has_work else []
+        events = engine.step(max_forwards=FORWARDS.get(len(work), FORWARDS_OF_MANY))
         passed = time.perf_counter() - started
-        ended |= any(isinstance(event, Finished) for event in events)
-        if ended and counted[0]:
-            break  # fewer sequences were left in this burst than there should have been
-        seconds += passed
-        counted += engine.device.counters - before
+        ended = any(isinstance(event, Finished) for event in events)
+        # Where one of several has finished, the last forwards had fewer sequences.
+        if not ended or len(work) == 1:
+            seconds, counted = seconds + passed, counted + engine.device.counters - before
     engine.step(aborted=range(len(work)), max_forwards=0)
-    forwards, tokens, computed = counted.tolist()
-    return seconds, max(forwards, 1), tokens, computed
+    return seconds, counted
 
 
 def _prompts(
@@ -217,7 +222,7 @@ def _prompts(
     ways: dict[str, Callable[[], tuple[float, float, float]]] = {}
     for window, mode in ways_of(list(engines), modes):
         engine = engines[window]
-        work = _work(subject, regimes, PROMPTS, mode, engine.max_model_len)
+        work = _work(subject, regimes, PROMPTS, mode)
         ways[name_of(window, mode)] = partial(_requests, engine, work)
     made = by_turns(ways, passes, bar, "prompts")
     return [

@@ -35,10 +35,15 @@ def questions_of(subject: Subject, questions: Sequence[Question], count: int, mo
     return [(subject.chat_prompt(question.prompt), params) for question in questions[:count]]
 
 
-def steady(subject: Subject, regimes: Regimes, count: int, mode: str, max_tokens: int) -> Work:
-    """Questions of all regimes by turns, which do not end before ``max_tokens``."""
-    params = SamplingParams(mode=mode, max_tokens=max_tokens, ignore_eos=True)
-    return [(subject.chat_prompt(one.prompt), params) for one in _by_turns(regimes, count)]
+def long_answers(subject: Subject, regimes: Regimes, count: int, mode: str) -> Work:
+    """Those questions of each regime with the longest answers, by turns, answered to their ends:
+    what a model says behind its end is no text, and would not cost what text costs."""
+    longest = {
+        regime: sorted(questions, key=lambda one: -len(one.answer))
+        for regime, questions in regimes.items()
+    }
+    params = SamplingParams(mode=mode, max_tokens=MAX_TOKENS)
+    return [(subject.chat_prompt(one.prompt), params) for one in _by_turns(longest, count)]
 
 
 def mixed(subject: Subject, regimes: Regimes, count: int, mode: str) -> Work:

@@ -117,7 +117,8 @@ def test_windows_are_compared_and_drawn(
 def test_a_forward_is_compared_with_its_products(
     checkpoint: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(infer.bench.floor, "FORWARDS", 4)
+    monkeypatch.setattr(infer.bench.floor, "FORWARDS", {1: 4})
+    monkeypatch.setattr(infer.bench.floor, "FORWARDS_OF_MANY", 2)
     monkeypatch.setattr(infer.bench.floor, "PROMPTS", 2)
     output = tmp_path / "floor.json"
     arguments = f"--compare floor --model {checkpoint} --questions {questions} --rows 1 2 "
@@ -201,7 +202,7 @@ def test_a_shape_without_a_checkpoint(tmp_path: Path, monkeypatch: pytest.Monkey
                                 intermediate_size=48, vocab_size=64, mask_token_id=3)  # fmt: skip
     monkeypatch.setitem(SHAPES, "qwen3-0.6b", small)
     monkeypatch.setattr(infer.bench.subject, "SHORT_CONTEXT", 128)
-    monkeypatch.setattr(infer.bench.floor, "FORWARDS", 4)
+    monkeypatch.setattr(infer.bench.floor, "RANDOM_TOKENS", 16)
     monkeypatch.setattr(infer.bench.floor, "PROMPTS", 1)
     output = tmp_path / "shape.json"
     arguments = f"--shape qwen3-0.6b --dtype float32 --window-size 0 --passes 1 --output {output}"
