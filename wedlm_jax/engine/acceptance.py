@@ -28,14 +28,17 @@ MEMORY = 60.0
 """Sequences that the population remembers, at most; older ones fade."""
 FADING = 0.995
 """What is left of the population's evidence from one burst to the next."""
-WHOLE_SEQUENCE = 8.0
-"""Forwards of a sequence that count as one for the population."""
+WHOLE_SEQUENCE, MOST_AT_ONCE = 48.0, 2.0
+"""Tokens of a sequence that count as one for the population, and as how many those of one look
+count at most. Tokens, not forwards: hard sequences take more of these."""
 OWN_MEMORY = 48.0
 """Forwards of a sequence that its own evidence remembers."""
 INFLATION = 1.5
 """Runs of a sequence are not independent: easy and hard places come in clusters."""
 MISFIT = 0.08
 """Standard deviation of what the family misses of a width, before it is known."""
+MISFIT_DRIFT = 0.002
+"""How much of it comes anew with each try."""
 MOST_SURPRISE = 0.5
 OPTIMISM = 0.85
 """Share of the population that is harder than the type that is hoped for."""
@@ -142,9 +145,16 @@ class Acceptance:
     def fade(self) -> None:
         """Lets a burst pass: texts change."""
         self._seen *= FADING
+        self._used *= FADING
 
     def learn(
-        self, own: Floats, columns: np.ndarray, tokens: Floats, forwards: Floats, slots: Floats
+        self,
+        own: Floats,
+        columns: np.ndarray,
+        tokens: Floats,
+        forwards: Floats,
+        slots: Floats,
+        tried: np.ndarray,
     ) -> None:
         """Learns from a burst, and updates what is known of each sequence in place.
 
@@ -153,17 +163,20 @@ class Acceptance:
           columns: int ``[n]``, which of the widths each had, not 0.
           tokens, forwards, slots: ``[n]``, what it committed, in how many forwards, at least 1,
             with how many active slots.
+          tried: bool ``[n]``, whether it had its width only to learn of it.
         """
         before = self.types(own)
         rate = tokens / forwards
         expected = self._expected.T[columns]
         variance = self._family.variance.T[columns] / forwards[:, None]
-        self._learn_misfit(before, columns, rate, expected, variance)
+        if tried.any():
+            self._learn_misfit(before, columns, rate, expected, variance, tried)
+        self._used += np.bincount(columns, forwards, minlength=len(self._used))
         self._learn_filled(columns, tokens, forwards, slots)
         own *= np.exp(-forwards / OWN_MEMORY)[:, None]
         own -= 0.5 * ((rate[:, None] - expected) ** 2 / variance + np.log(variance))
         own -= own.max(axis=1, keepdims=True)
-        weight = np.minimum(forwards / WHOLE_SEQUENCE, 1)
+        weight = np.minimum(tokens / WHOLE_SEQUENCE, MOST_AT_ONCE)
         self._seen += weight @ self.types(own)
         total = self._seen.sum()
         if total > MEMORY:
@@ -171,34 +184,42 @@ class Acceptance:
         self._update()
 
     def _learn_misfit(
-        self, types: Floats, columns: np.ndarray, rate: Floats, expected: Floats, variance: Floats
+        self,
+        types: Floats,
+        columns: np.ndarray,
+        rate: Floats,
+        expected: Floats,
+        variance: Floats,
+        tried: np.ndarray,
     ) -> None:
-        """Compares widths that are rarely used with the usual one. That one is what the types are
-        learnt from, so it has no misfit of its own; and where it commits more than expected in this
-        burst, the text is easier, which is no merit of the others."""
+        """Compares widths that were tried with the usual one. That one is what the types are learnt
+        from, so it has no misfit of its own; and where it commits more than expected in this burst,
+        the text is easier, which is no merit of the others.
+
+        Sequences that have other widths because of what is known of them would teach how wrong
+        that is, not what the family misses.
+        """
         count = len(self._widths)
-        self._used *= FADING
-        self._used += np.bincount(columns, minlength=count)
         usual = int(self._used.argmax())
-        if len(columns) == 1 and columns[0] == usual:
-            return
         mean = (types * expected).sum(axis=1)
         spread = (types * (expected**2 + variance)).sum(axis=1) - mean**2
         precision = mean**2 / spread
-        weight = np.bincount(columns, precision, minlength=count)
-        surprise = np.bincount(columns, precision * (rate / mean - 1), minlength=count)
-        seen = np.flatnonzero(weight)
-        surprise[seen] = surprise[seen] / weight[seen]
-        common, doubt = (surprise[usual], 1 / weight[usual]) if weight[usual] else (0.0, 0.0)
-        for j in seen:
+        others = precision * ((columns == usual) & ~tried)
+        excess = precision * (rate / mean - 1)
+        common, doubt = 0.0, 0.0
+        if others.any():
+            common = float((others > 0) @ excess / others.sum())
+            doubt = 1 / float(others.sum())
+        weight = np.bincount(columns, precision * tried, minlength=count)
+        surprise = np.bincount(columns, excess * tried, minlength=count)
+        for j in np.flatnonzero(weight):
             if j == usual:
                 continue
-            noise = 1 / weight[j] + doubt
-            gain = self._misfit_variance[j] / (self._misfit_variance[j] + noise)
-            found = min(max(surprise[j] - common, -MOST_SURPRISE), MOST_SURPRISE)
+            variance_now = self._misfit_variance[j]
+            gain = variance_now / (variance_now + 1 / weight[j] + doubt)
+            found = float(np.clip(surprise[j] / weight[j] - common, -MOST_SURPRISE, MOST_SURPRISE))
             self._misfit[j] += gain * found
-            self._misfit_variance[j] *= 1 - gain
-            self._misfit_variance[j] += (0.01 * MISFIT) ** 2
+            self._misfit_variance[j] = variance_now * (1 - gain) + MISFIT_DRIFT**2
 
     def _learn_filled(
         self, columns: np.ndarray, tokens: Floats, forwards: Floats, slots: Floats

@@ -23,7 +23,7 @@ from wedlm_jax.engine.burst import Burst, Report, Request
 from wedlm_jax.engine.cost import CostTable
 from wedlm_jax.engine.sequence import SequenceState
 from wedlm_jax.engine.sequence_slots import SequenceSlots, stretches
-from wedlm_jax.engine.width_by_load import Load, WidthsByLoad
+from wedlm_jax.engine.width_by_load import Load, WidthsByLoad, window_tokens
 
 WIDTHS = (0, 2, 4, 8, 16, 32, 64, 128)
 """Windows that may be chosen."""
@@ -190,19 +190,22 @@ class AutoWindows:
             Load(expected, widths, filled),
             Load(hoped, widths, filled),
             base_committed=float(len(others)),
-            base_tokens=float(np.where(fixed == 0, 1, fixed * 1.25 + 1).sum()),
+            base_tokens=window_tokens(fixed, 1 + fixed / 4).sum(axis=1),
             costs=self.costs,
         )
         columns, price = choice.best(slots.column[rows])
         for kind, acceptance, which in kinds:
             unknown = Load(acceptance.expected_of_new(), widths, acceptance.filled_slots[None])
             self._usual[kind] = choice.usual(unknown, columns[which], price)
+        best = columns
         if self._credit > 0 or self._tries < FREE_TRIES:
             tried = choice.attempt(columns, self._least_known(rows))
             if tried is not None:
                 columns, loss = tried
                 self._try_loss = max(self._try_loss, loss, 1e-6)
-        slots.set_windows(rows, columns, widths[columns])
+        now = np.maximum(slots.column[rows], 0)
+        slots.set_windows(rows, columns, widths[columns], expected[np.arange(count), now])
+        slots.set_tried(rows[columns != best])
 
     def _least_known(self, rows: np.ndarray) -> int:
         """Which of ``rows`` may be tried: one of which little is known, with much ahead of it."""
@@ -223,6 +226,7 @@ class AutoWindows:
                 evidence.tokens[which],
                 evidence.forwards[which],
                 evidence.slots[which],
+                evidence.tried[which],
             )
             index = evidence.index[which]
             slots.own[index[index >= 0]] = own[index >= 0]
@@ -237,12 +241,12 @@ class AutoWindows:
             own = rows[replicas == replica]
             done = self._slots.progress(own, report)
             parts = stretches(done, self._slots.window[own], burst.chunk_tokens, report.num_run)
-            took = float(self.costs.expected(parts[0], parts[1]) @ parts[2])
+            took = float(self.costs.expected(parts[0]) @ parts[1])
             if took > longest:
                 longest, slowest = took, parts
         if slowest is None:
             return
-        tokens, spread, forwards, prompts = slowest
-        first = float(self.costs.expected(tokens[:1], spread[:1])[0] * forwards[0])
+        tokens, forwards, prompts = slowest
+        first = float(self.costs.expected(tokens[:, :1])[0] * forwards[0])
         doubt = PROMPT_DOUBT * first / longest if prompts else 0.0
-        self.costs.observe(tokens, spread, forwards, seconds, doubt)
+        self.costs.observe(tokens, forwards, seconds, doubt)

@@ -20,11 +20,17 @@ import numpy as np
 
 Floats = np.ndarray
 """float64."""
+ForwardTokens = np.ndarray
+"""float64 ``[4, ..]``: the tokens of a forward, on average; their variance; and how few and how
+many they may be. Those of sequences that decode together add up, all four."""
 
 ROUNDS = 5
 """Times that each size is measured, one round behind the other."""
 MEASURE_SECONDS = 0.6
 """No new round begins after so long."""
+
+NEIGHBOURS = 0.6
+"""Sizes within a factor of exp(NEIGHBOURS) are neighbours."""
 
 ERROR = 0.12
 """Standard deviation of the logarithm of a measured cost: the texts of a job are longer or shorter
@@ -72,10 +78,10 @@ class CostTable:
         found: Floats = self._seconds[index] + whole * self._seconds[-1]
         return found
 
-    def expected(self, tokens: Floats, spread: Floats) -> Floats:
-        """The same of forwards whose numbers of tokens vary by ``spread``, a standard
-        deviation."""
-        mean: Floats = (self.seconds(tokens - spread) + self.seconds(tokens + spread)) / 2
+    def expected(self, tokens: ForwardTokens) -> Floats:
+        """Seconds of a forward on average, where its number of tokens varies."""
+        few, many, share = _two_sizes(tokens)
+        mean: Floats = (1 - share) * self.seconds(few) + share * self.seconds(many)
         return mean
 
     def doubt(self, tokens: Floats, other: float) -> Floats:
@@ -85,28 +91,24 @@ class CostTable:
         return self._filter.doubt(index, against)
 
     def observe(
-        self,
-        tokens: Floats,
-        spread: Floats,
-        forwards: Floats,
-        seconds: float,
-        doubt: float = 0.0,
+        self, tokens: ForwardTokens, forwards: Floats, seconds: float, doubt: float = 0.0
     ) -> None:
         """Learns from the time of a burst.
 
         Args:
-          tokens, spread, forwards: ``[S]``, stretches of the burst: the mean number of tokens of
-            its forwards, their standard deviation, and how many there were.
+          tokens: ``[4, S]``, of the forwards of each stretch of the burst.
+          forwards: ``[S]``, how many they were.
           seconds: of the whole burst.
           doubt: standard deviation of the logarithm of what these say that it was to take.
         """
         last = len(self.sizes) - 1
-        each = np.concatenate([tokens - spread, tokens + spread])
-        half = np.concatenate([forwards, forwards]) / 2
+        few, many, share = _two_sizes(tokens)
+        each = np.concatenate([few, many])
+        counted = np.concatenate([(1 - share) * forwards, share * forwards])
         whole = np.maximum(np.ceil(each / self._largest) - 1, 0)
         index = self.sizes.searchsorted(each - whole * self._largest)
-        counts = np.bincount(index, half, minlength=last + 1)
-        counts[last] += whole @ half
+        counts = np.bincount(index, counted, minlength=last + 1)
+        counts[last] += whole @ counted
         self._filter.update(self.measured * counts, seconds, doubt)
         self._update()
 
@@ -180,6 +182,16 @@ class _Correction:
             self._covariance *= scale[:, None] * scale
 
 
+def _two_sizes(tokens: ForwardTokens) -> tuple[Floats, Floats, Floats]:
+    """Two numbers of tokens and the share of the second that stand for all that vary so: a window
+    has no drafts, or mostly as many as there may be."""
+    mean, variance, least, most = tokens
+    spread = np.sqrt(variance)
+    few, many = np.maximum(mean - spread, least), np.minimum(mean + spread, most)
+    apart = np.maximum(many - few, 1e-6)
+    return few, many, np.clip((mean - few) / apart, 0, 1)
+
+
 def _monotone(seconds: Floats) -> Floats:
     """The closest costs that never fall from one size to the next, in logarithms: neighbours that
     do are pooled."""
@@ -190,6 +202,26 @@ def _monotone(seconds: Floats) -> Floats:
             (one, n), (two, m) = pools[-2:]
             pools[-2:] = [((n * one + m * two) / (n + m), n + m)]
     return np.exp(np.repeat([value for value, _ in pools], [count for _, count in pools]))
+
+
+def _smooth(places: Floats, values: Floats, error: float) -> Floats:
+    """Values drawn to a line through their neighbours, the more the less certain they are.
+
+    Args:
+      places: ``[J]``, logarithms of sizes.
+      values: ``[J]``, logarithms of what was measured, with a standard ``error``.
+    """
+    apart = places[:, None] - places
+    weights = np.exp(-((apart / NEIGHBOURS) ** 2))
+    total = weights.sum(axis=1)
+    middle = weights @ places / total
+    mean = weights @ values / total
+    square = weights @ places**2 / total - middle**2
+    slope = (weights @ (places * values) / total - middle * mean) / (square + 1e-9)
+    line = mean + slope * (places - middle)
+    trust = OWN_ERROR**2 / (OWN_ERROR**2 + error**2)
+    smooth: Floats = trust * values + (1 - trust) * line
+    return smooth
 
 
 def measure(
@@ -209,7 +241,12 @@ def measure(
     rounds: list[list[float]] = []
     while len(rounds) < ROUNDS and (not rounds or clock() - started < MEASURE_SECONDS):
         rounds.append([max(time_forward(size), 1e-9) for size in sizes])
-    return CostTable(sizes, np.median(rounds, axis=0).tolist())
+    logs = np.log(rounds)
+    medians = np.median(logs, axis=0)
+    # The median's standard error, of all sizes alike: five values say little of one.
+    deviation = 1.48 * np.median(np.abs(logs - medians))
+    error = 1.25 * deviation / len(rounds) ** 0.5
+    return CostTable(sizes, np.exp(_smooth(np.log(sizes), medians, error)).tolist())
 
 
 def kept_table(

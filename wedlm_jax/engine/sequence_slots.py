@@ -8,8 +8,9 @@ import numpy as np
 
 from wedlm_jax.engine.acceptance import NUM_TYPES, Floats
 from wedlm_jax.engine.burst import Report, Request
+from wedlm_jax.engine.cost import ForwardTokens
 from wedlm_jax.engine.sequence import SequenceState
-from wedlm_jax.engine.width_by_load import slots_spread
+from wedlm_jax.engine.width_by_load import window_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Evidence:
       kind, column: int, as in `SequenceSlots`.
       own: ``[n, M]``, what was known of each before.
       tokens, forwards, slots: float.
+      tried: bool, whether the width was a try.
     """
 
     index: np.ndarray
@@ -47,6 +49,7 @@ class Evidence:
     tokens: Floats
     forwards: Floats
     slots: Floats
+    tried: np.ndarray
 
 
 class SequenceSlots:
@@ -64,9 +67,10 @@ class SequenceSlots:
 
     def __init__(self, size: int):
         self.own = np.zeros((size, NUM_TYPES))
-        self.free, self._opens = np.zeros((2, size), bool)
+        self.free, self._opens, self._tried = np.zeros((3, size), bool)
         self.kind, self.column, self.window = np.full((3, size), -1, np.int64)
-        self._max_tokens, self._first_tokens = np.zeros((2, size), np.int64)
+        self._max_tokens = np.zeros(size, np.int64)
+        self._first_tokens = np.zeros(size)
         self._counts = np.zeros((size, 4), np.int64)
         self._sequences: list[SequenceState | None] = [None] * size
         self._requests: list[Request | None] = [None] * size
@@ -99,22 +103,37 @@ class SequenceSlots:
         self.own[i], self._counts[i] = 0, _counts(sequence)
         self.kind[i], self.free[i], self.column[i], self.window[i] = kind, free, -1, 0
         self._max_tokens[i] = request.params.max_tokens
-        # The forward that opens a window commits its own choice, or nothing in mode "paper".
-        self._first_tokens[i] = request.params.mode == "verified"
         self._opens[i] = sequence.num_forwards == 0
+        self._first_tokens[i] = _first_tokens(request)
 
     def _numbers(self, i: int | np.ndarray) -> np.ndarray:
-        """int ``[8]`` or ``[8, n]``: kind, column, window, opening, its tokens, three counts."""
+        """``[9]`` or ``[9, n]``: kind, column, window, whether it is a try, whether it opens, its
+        tokens, three counts."""
+        which = self.kind[i], self.column[i], self.window[i], self._tried[i]
         opening = self._opens[i], self._first_tokens[i]
-        return np.array(
-            [self.kind[i], self.column[i], self.window[i], *opening, *self._counts[i].T[:3]]
-        )
+        return np.array([*which, *opening, *self._counts[i].T[:3]])
 
-    def set_windows(self, rows: np.ndarray, columns: np.ndarray, windows: np.ndarray) -> None:
+    def set_windows(
+        self, rows: np.ndarray, columns: np.ndarray, windows: np.ndarray, tokens: Floats
+    ) -> None:
         """Gives the sequences at ``rows [n]`` windows; what they did before must be learnt from
-        already."""
-        self._opens[rows] |= (self.column[rows] == 0) & (windows > 0)
+        already.
+
+        Args:
+          tokens: ``[n]``, that a forward of each has committed on average before.
+        """
+        self._tried[rows] = False
+        # The first forward of a wider window has the drafts of the one before.
+        wider = np.flatnonzero((columns > self.column[rows]) & (self.column[rows] >= 0))
+        for j in wider.tolist():
+            i, request = rows[j], self._requests[rows[j]]
+            self._opens[i] = True
+            self._first_tokens[i] = tokens[j] if self.column[i] else _first_tokens(request)
         self.column[rows], self.window[rows] = columns, windows
+
+    def set_tried(self, rows: np.ndarray) -> None:
+        """Says that these sequences have their windows only to learn from them."""
+        self._tried[rows] = True
 
     def left(self, rows: np.ndarray) -> np.ndarray:
         """int ``[n]``: tokens that each may still commit."""
@@ -142,7 +161,7 @@ class SequenceSlots:
             [self._numbers(rows), *(each[1][:, None] for each in gone)], axis=1
         )
         own = np.concatenate([self.own[rows], *(each[2][None] for each in gone)])
-        kind, column, window, opens, first, *then = numbers
+        kind, column, window, tried, opens, first, *then = numbers
         tokens, forwards, slots = (now[:, i] - then[i] for i in range(3))
         opened = opens * (forwards > 0)
         self._opens[rows] &= forwards[: len(rows)] == 0
@@ -152,17 +171,23 @@ class SequenceSlots:
                 self._sequences[i] = self._requests[i] = None
         index = np.concatenate([rows, np.full(len(gone), -1)])
         tokens, forwards = tokens - opened * first, forwards - opened
-        slots = slots - opened * window
+        slots = slots - opened * (window + first)
         seen = np.flatnonzero((column > 0) & (forwards > 0))
         return Evidence(
             index[seen],
-            kind[seen],
-            column[seen],
+            kind[seen].astype(int),
+            column[seen].astype(int),
             own[seen],
             np.maximum(tokens[seen], 0).astype(float),
             forwards[seen].astype(float),
             slots[seen].astype(float),
+            tried[seen] > 0,
         )
+
+
+def _first_tokens(request: Request | None) -> int:
+    """Tokens of the forward that opens a window: its own choice, or nothing in mode "paper"."""
+    return int(request is not None and request.params.mode == "verified")
 
 
 def _counts(sequence: SequenceState) -> tuple[int, int, int, int]:
@@ -176,7 +201,7 @@ def _counts(sequence: SequenceState) -> tuple[int, int, int, int]:
 
 def stretches(
     done: Progress, windows: np.ndarray, chunk_tokens: int, num_run: int
-) -> tuple[Floats, Floats, Floats, bool]:
+) -> tuple[ForwardTokens, Floats, bool]:
     """Cuts a burst where sequences finish.
 
     Args:
@@ -185,29 +210,24 @@ def stretches(
       num_run: forwards of the burst.
 
     Returns:
-      for each stretch the mean tokens of its forwards, their standard deviation, and how many
-      forwards; and whether the first is of forwards with chunks of prompts.
+      the tokens of the forwards of each stretch ``[4, S]``, and how many forwards ``[S]``; and
+      whether the first is of forwards with chunks of prompts.
     """
     order = np.argsort(-done.forwards, kind="stable")
-    forwards = done.forwards[order]
-    each = np.maximum(done.slots[order] / np.maximum(forwards, 1), 1)
-    filled = each - windows[order]
-    variance = np.where(windows[order] > 0, slots_spread(filled) ** 2, 0).cumsum()
-    tokens = each.cumsum()
+    forwards, windows = done.forwards[order], windows[order]
+    each = done.slots[order] / np.maximum(forwards, 1)
+    tokens = window_tokens(windows, each - windows).cumsum(axis=1)
     lengths = forwards - np.append(forwards[1:], 0)
     kept = np.flatnonzero(lengths)[::-1]  # in order of time: all sequences first
-    tokens, spread, lengths = tokens[kept], np.sqrt(variance[kept]), lengths[kept].astype(float)
+    tokens, lengths = tokens[:, kept], lengths[kept].astype(np.float64)
     prompt = float(done.prompt.sum())
     chunks = max(-(-prompt // chunk_tokens), num_run - float(lengths.sum()), 0.0)
     if not prompt or not chunks:
-        return tokens, spread, lengths, False
-    beside = tokens[0] if len(tokens) else 0.0
+        return tokens, lengths, False
+    beside = tokens[:, :1] if len(lengths) else np.zeros((4, 1))
+    each_chunk = np.array([[1.0], [0.0], [1.0], [1.0]]) * (prompt / chunks)
     if len(lengths):
         # Windows run beside the chunks, but for those that are open only behind them.
         lengths[0] = max(lengths[0] - max(chunks + float(lengths.sum()) - num_run, 0), 0)
-    return (
-        np.insert(tokens, 0, beside + prompt / chunks),
-        np.insert(spread, 0, 0.0),
-        np.insert(lengths, 0, chunks),
-        True,
-    )
+    tokens = np.concatenate([beside + each_chunk, tokens], axis=1)
+    return tokens, np.insert(lengths, 0, chunks), True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from wedlm_jax.engine.cost import CostTable
+from wedlm_jax.engine.cost import CostTable, ForwardTokens
 
 Floats = np.ndarray
 """float64."""
@@ -22,11 +22,20 @@ LITTLE = 0.1
 """Share of the speed that a try of all sequences together may be expected to lose."""
 
 
-def slots_spread(filled: Floats) -> Floats:
-    """Standard deviation of the active slots of a window, of which ``filled`` are on average: a
-    forward has no drafts, or mostly as many as there may be."""
-    spread: Floats = 0.85 * np.maximum(filled - 1, 0) + 0.3
-    return spread
+def window_tokens(widths: np.ndarray, filled: Floats) -> ForwardTokens:
+    """``[4, ..]``: tokens of a forward of a sequence, whose window holds so many ``filled`` slots
+    on average beside its masks; 1 where the width is 0."""
+    wide = widths > 0
+    drafts = np.clip(filled - 1, 0, np.maximum(widths - 1, 0))
+    variance = np.minimum((0.85 * drafts + 0.3) ** 2, drafts * (widths - 1 - drafts))
+    return np.stack(
+        np.broadcast_arrays(
+            widths + np.where(wide, 1 + drafts, 1),
+            np.where(wide, variance, 0),
+            widths + 1,
+            np.where(wide, 2 * widths, 1),
+        )
+    ).astype(np.float64)
 
 
 class Load:
@@ -34,19 +43,20 @@ class Load:
 
     Attributes:
       committed: ``[n, K]``, tokens that a forward commits.
-      tokens: ``[n, K]``, tokens that it computes.
-      variance: ``[n, K]``, of these.
+      tokens: ``[4, n, K]``, tokens that it computes.
 
     Args:
       filled: ``[n, K]``, filled slots for each token that is committed.
     """
 
     def __init__(self, committed: Floats, widths: np.ndarray, filled: Floats):
-        slots = filled * committed
-        self.committed, self.tokens = committed, widths + slots
-        self.variance = slots_spread(slots) ** 2
-        committed[:, 0] = self.tokens[:, 0] = 1
-        self.variance[:, 0] = 0
+        self.tokens = window_tokens(widths, filled * committed)
+        committed[:, 0] = 1
+        self.committed = committed
+
+    def together(self) -> tuple[Floats, ForwardTokens]:
+        """``[K]`` and ``[4, K]``: committed and computed where all have the same width."""
+        return self.committed.sum(axis=0), self.tokens.sum(axis=1)
 
 
 class WidthsByLoad:
@@ -55,7 +65,7 @@ class WidthsByLoad:
     Args:
       load: as it is expected.
       hoped: ``[n, K]``, tokens that a forward may commit if what is not known is favourable.
-      base_committed, base_tokens: of a forward, by sequences whose windows are fixed.
+      base_committed, base_tokens: ``[4]``, of a forward, by sequences whose windows are fixed.
       costs: seconds of a forward.
     """
 
@@ -65,17 +75,17 @@ class WidthsByLoad:
         hoped: Load,
         *,
         base_committed: float,
-        base_tokens: float,
+        base_tokens: ForwardTokens,
         costs: CostTable,
     ):
         self._load, self._hoped, self._costs = load, hoped, costs
         self._base_committed, self._base_tokens = base_committed, base_tokens
-        self._count, self._num_widths = load.tokens.shape
+        self._count, self._num_widths = load.committed.shape
         self._widths_at = np.arange(self._num_widths)
 
-    def _rate(self, committed: Floats, tokens: Floats, variance: Floats) -> Floats:
-        seconds = self._costs.expected(self._base_tokens + tokens, np.sqrt(variance))
-        rate: Floats = (self._base_committed + committed) / seconds
+    def _rate(self, committed: Floats, tokens: ForwardTokens) -> Floats:
+        base = self._base_tokens.reshape(4, *[1] * (tokens.ndim - 1))
+        rate: Floats = (self._base_committed + committed) / self._costs.expected(tokens + base)
         return rate
 
     def best(self, now: Columns) -> tuple[Columns, float | None]:
@@ -91,14 +101,13 @@ class WidthsByLoad:
             preferred = preferred.copy()
             preferred[staying, now[staying]] *= STAY
         if self._count == 1:
-            rates = self._rate(preferred[0], load.tokens[0], load.variance[0])
+            rates = self._rate(preferred[0], load.tokens[:, 0])
             return np.array([rates.argmax()]), None
         picks = self._candidates(preferred)
         flat = picks + np.arange(self._count) * self._num_widths
         committed = preferred.ravel()[flat].sum(axis=1)
-        tokens = load.tokens.ravel()[flat].sum(axis=1)
-        variance = load.variance.ravel()[flat].sum(axis=1)
-        found = int(self._rate(committed, tokens, variance).argmax())
+        tokens = load.tokens.reshape(4, -1)[:, flat].sum(axis=2)
+        found = int(self._rate(committed, tokens).argmax())
         columns: Columns = picks[found]
         return columns, float(PRICES[found]) if found < len(PRICES) else None
 
@@ -111,17 +120,16 @@ class WidthsByLoad:
           price: as `best` has returned it.
         """
         if price is not None:
-            return int((unknown.committed[0] - price * unknown.tokens[0]).argmax())
+            return int((unknown.committed[0] - price * unknown.tokens[0, 0]).argmax())
         if self._count > 1:
             return int(columns[0])
-        rates = self._rate(unknown.committed[0], unknown.tokens[0], unknown.variance[0])
-        return int(rates.argmax())
+        return int(self._rate(unknown.committed[0], unknown.tokens[:, 0]).argmax())
 
     def _candidates(self, committed: Floats) -> np.ndarray:
         """int ``[C, n]``: for each price of a computed token what pays for every sequence, and the
         same width for all. Where cost is linear in tokens one of these is best; sizes of forwards
         make it a little less than that."""
-        tokens = self._load.tokens
+        tokens = self._load.tokens[0]
         # Width by width: a maximum over a long axis is many times faster than over a short one.
         best = committed[:, 0] - PRICES[:, None] * tokens[:, 0]
         picks = np.zeros(best.shape, np.int64)
@@ -146,30 +154,26 @@ class WidthsByLoad:
         """
         every, load, hoped = np.arange(self._count), self._load, self._hoped
         committed = load.committed[every, columns].sum()
-        tokens = load.tokens[every, columns].sum()
-        variance = load.variance[every, columns].sum()
-        rate = float(self._rate(committed, tokens, variance))
-        together = self._rate(*_sums(load))
-        favour = np.exp(self._costs.doubt(self._base_tokens + _sums(load)[1], float(tokens)))
-        promise = self._rate(*_sums(hoped)) * favour
+        tokens = load.tokens[:, every, columns].sum(axis=1)
+        rate = float(self._rate(committed, tokens))
+        together = self._rate(*load.together())
+        all_hoped = self._rate(*hoped.together())
+        favour = np.exp(self._costs.doubt(load.tokens[0].sum(axis=0), float(tokens[0])))
+        promise = all_hoped * favour
         alike = bool((columns == columns[0]).all())
         promise[(together < (1 - LITTLE) * rate) | (alike & (self._widths_at == columns[0]))] = 0
         if promise.max() > WORTH_A_TRY * rate:
             column = int(promise.argmax())
             return np.full_like(columns, column), _loss(together[column], rate)
-        if self._count == 1:
-            favour = np.exp(self._costs.doubt(self._base_tokens + hoped.tokens[0], float(tokens)))
         own = columns[candidate]
-        changes = [
-            each[candidate] - each[candidate, own]
-            for each in (load.committed, load.tokens, load.variance)
-        ]
-        one = self._rate(committed + changes[0], tokens + changes[1], variance + changes[2])
-        gain = hoped.committed[candidate] - load.committed[candidate, own]
-        change = hoped.tokens[candidate] - load.tokens[candidate, own]
+        committed = committed - load.committed[candidate, own]
+        tokens = (tokens - load.tokens[:, candidate, own])[:, None]
+        one = self._rate(committed + load.committed[candidate], tokens + load.tokens[:, candidate])
+        promise = self._rate(
+            committed + hoped.committed[candidate], tokens + hoped.tokens[:, candidate]
+        )
         # What does not pay for one alone may pay for all together.
-        promise = self._rate(committed + gain, tokens + change, variance + changes[2])
-        promise = np.maximum(promise, self._rate(*_sums(hoped)))
+        promise = np.maximum(promise, all_hoped)
         if self._count == 1:
             promise *= favour
         promise[own] = 0
@@ -179,10 +183,6 @@ class WidthsByLoad:
         tried = columns.copy()
         tried[candidate] = column
         return tried, _loss(one[column], rate)
-
-
-def _sums(load: Load) -> tuple[Floats, Floats, Floats]:
-    return load.committed.sum(axis=0), load.tokens.sum(axis=0), load.variance.sum(axis=0)
 
 
 def _loss(rate: float, best: float) -> float:

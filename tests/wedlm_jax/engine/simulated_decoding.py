@@ -145,11 +145,19 @@ class Simulation:
         self.seconds += seconds
         report = self._report(running, run)
         burst = Burst(
-            [],
-            [Admission(o.state.index, o.state.request, np.zeros(PROMPT), 0, None) for o in fresh],
-            np.zeros((self._n, 1), np.int32), capacity, np.arange(self._n), windows,
-            CHUNK, forwards, until,
-        )  # fmt: skip
+            released=[],
+            admissions=[
+                Admission(one.state.index, one.state.request, np.zeros(PROMPT), 0, None)
+                for one in fresh
+            ],
+            page_table=np.zeros((self._n, 1), np.int32),
+            capacity=capacity,
+            arrival=np.arange(self._n),
+            windows=windows,
+            chunk_tokens=CHUNK,
+            max_forwards=forwards,
+            until_finished=until,
+        )
         self._windows.observe(burst, report, self._noise(seconds))
         for one in running:
             self.tokens += one.collect()
@@ -162,9 +170,15 @@ class Simulation:
             output[i], forwards[i], instances[i] = one.place, one.forwards, one.slots
             computed[i], finished[i] = PROMPT - 1 + one.place, one.finished
         return Report(
-            computed, output, finished, np.zeros(self._n, bool), forwards, instances,
-            np.zeros(self._n, bool), [None] * self._n, {}, run,
-        )  # fmt: skip
+            num_computed=computed,
+            num_output=output,
+            finished=finished,
+            stopped=np.zeros(self._n, bool),
+            num_forwards=forwards,
+            num_token_instances=instances,
+            tokens=[None] * self._n,
+            num_run=run,
+        )
 
 
 class _Sequence:
