@@ -6,10 +6,12 @@ own pages; within a replica the compiler cuts heads, MLP and vocabulary over ``t
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
@@ -78,8 +80,19 @@ def burst(
 
 @partial(jax.jit, donate_argnames="state")
 def enter(state: DecodeState, entrants: Entrants, released: Array) -> DecodeState:
-    """Takes sequences in and out; see `wedlm_jax.decode.admission.admit`."""
-    return on_replicas(admit, whole=())(state, entrants, released)
+    """Takes sequences in and out; see `wedlm_jax.decode.admission.admit`. Every replica sees all
+    entrants, and takes its own."""
+
+    def on_replica(
+        state: DecodeState, entrants: Entrants, released: Array, indices: Array
+    ) -> DecodeState:
+        count = indices.shape[0]
+        own = entrants.index - indices[0]
+        own = jnp.where((own >= 0) & (own < count), own, count)
+        return admit(state, dataclasses.replace(entrants, index=own), released)
+
+    indices = jnp.arange(released.shape[0], dtype=jnp.int32)
+    return on_replicas(on_replica, whole=(1,))(state, entrants, released, indices)
 
 
 @partial(jax.jit, static_argnames=("window", "num_logprobs"))
