@@ -77,10 +77,17 @@ class Router:
 
 @dataclasses.dataclass(eq=False)
 class _Prompt:
-    """A prompt under way: its samples, by their place."""
+    """A prompt under way.
+
+    Attributes:
+      place: among all.
+      num_submitted: of its samples.
+      samples: those that are done, by their place.
+    """
 
     place: int
     params: SamplingParams
+    num_submitted: int = 0
     samples: dict[int, Completion] = dataclasses.field(default_factory=dict)
 
 
@@ -112,7 +119,8 @@ class Generation:
       prompts: read as they are needed.
       total: how many, where that is known; for progress.
       on_progress: told between bursts.
-      stopping: once it says so, what has tokens already is finished and no other prompt begun.
+      stopping: once it says so, prompts that have tokens already are finished and no others
+        begun.
     """
 
     def __init__(
@@ -161,7 +169,7 @@ class Generation:
     def _submit(self) -> list[Request]:
         submitted: list[Request] = []
         if self._stopping():
-            self._drop_what_has_not_begun()
+            self._drop_what_is_not_finished()
             return submitted
         while len(self._under_way) < self._room:
             following = next(self._requests, None)
@@ -169,13 +177,18 @@ class Generation:
                 break
             request, under_way = following
             self._under_way[request.number] = under_way
+            under_way.prompt.num_submitted += 1
             submitted.append(request)
         return submitted
 
-    def _drop_what_has_not_begun(self) -> None:
+    def _drop_what_is_not_finished(self) -> None:
+        """Aborts, once no more are begun, prompts without tokens, and those of which samples were
+        never submitted: they would come to nothing."""
         begun = {id(one.prompt) for one in self._under_way.values() if one.begun}
         for number, one in list(self._under_way.items()):
-            if id(one.prompt) not in begun and not one.prompt.samples:
+            prompt = one.prompt
+            has_tokens = id(prompt) in begun or prompt.samples
+            if not has_tokens or prompt.num_submitted < prompt.params.n:
                 del self._under_way[number]
                 self._aborted.append(number)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from infer.job.part_file import PartFile
+from infer.job.part_file import FORMAT, PartFile
 from tests.infer.job.job_examples import (
     contents,
     read_json,
@@ -21,9 +21,9 @@ from tests.infer.job.job_examples import (
     words,
     write,
 )
+from wedlm_jax.completion import Progress
+from wedlm_jax.generation import Generation
 from wedlm_jax.llm import LLM
-from wedlm_jax.samples import Samples
-from wedlm_jax.tally import Progress
 
 
 def kept(rows: int, total: int = 16) -> str:
@@ -65,13 +65,33 @@ def test_interrupted_job_goes_on(
     assert f"\nout.jsonl: 16 rows ({rows} of them from before), " in said
 
 
-def test_long_rows_may_decode_fewer_at_a_time(work: Path, model: Path) -> None:
+def test_replicas_change_no_row(work: Path, model: Path) -> None:
     rows = words(8)
     rows[2] = {"prompt": "12 + 30 = " * 20}
     write(rows)
     assert run(model) == 0
-    assert run(model, "--max-cache-tokens", "1024", output="apart.jsonl") == 0
-    assert Path("apart.jsonl").read_bytes() == Path("out.jsonl").read_bytes()
+    assert run(model, "--mesh", "data=2", output="replicas.jsonl") == 0
+    assert Path("replicas.jsonl").read_bytes() == Path("out.jsonl").read_bytes()
+
+
+def test_rows_of_another_version_are_refused_until_they_may_go(
+    work: Path, model: Path, quick: None, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    write(words(8))
+    with monkeypatch.context() as patch:
+        stop_after(1, KeyboardInterrupt(), patch)
+        assert run(model) == 130
+    path = Path("out.jsonl.shards/job.json")
+    job = read_json(str(path))
+    path.write_text(json.dumps(job | {"wedlm_generate": FORMAT - 1}), encoding="utf-8")
+    capsys.readouterr()
+    assert run(model) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "holds 2 rows of another job (another version of wedlm decodes these" in said
+    assert said.endswith("name another output, or drop them with --overwrite")
+    assert run(model, "--overwrite") == 0
+    assert [row["id"] for row in results()] == list(range(8))
 
 
 @pytest.mark.parametrize("output", ["out.jsonl", "out"])
@@ -169,6 +189,8 @@ CHANGES: list[Any] = [
     (["--entropy-threshold", "none"], "entropy_threshold is 0.4 there and None here"),
     (["--chat"], "chat is False there and True here"),
     (["--dtype", "bfloat16"], "dtype is 'float32' there and 'bfloat16' here"),
+    (["--deterministic"], "deterministic is False there and True here"),
+    (["--mode", "paper"], "mode is 'verified' there and 'paper' here"),
     (["--max-model-len", "300"], "max_model_len is 320 there and 300 here"),
     (["--window-size", "0"], "window_size is 4 there and 0 here"),
     (["--window-size", "auto"], "window_size is 4 there and 'auto' here"),
@@ -272,27 +294,27 @@ def test_sigterm_finishes_the_rows_under_way_and_begins_no_more(
 def test_sigterm_keeps_no_prompt_that_lacks_samples(
     work: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Twenty samples are more than four rows have under way when the first of them is done.
+    # Forty samples are more than the engine has taken when the first of them is done.
     write([{"prompt": "mat"}, {"prompt": "a"}])
-    options = ("--n", "20", "--temperature", "1", "--logprobs", "2", "--entropy-threshold", "3")
+    options = ("--n", "40", "--temperature", "1", "--logprobs", "2")
     assert run(model, *options, output="whole.jsonl") == 0
-    finish = Samples.finish
+    finish = Generation._finish
     with monkeypatch.context() as patch:
-        asked: list[int] = []
+        asked: list[Any] = []
 
-        def asked_to_end(self: Samples[Any, Any], row: int, result: Any) -> Any:
+        def asked_to_end(self: Generation, *sample: Any) -> Any:
             if not asked:
                 os.kill(os.getpid(), signal.SIGTERM)
-            asked.append(row)
-            return finish(self, row, result)
+            asked.append(sample)
+            return finish(self, *sample)
 
-        patch.setattr(Samples, "finish", asked_to_end)
+        patch.setattr(Generation, "_finish", asked_to_end)
         assert run(model, *options) == 143
-        assert 4 <= len(asked) <= 8
+        assert 1 <= len(asked) <= 4, "nothing is decoded that comes to nothing"
     assert f"stopped by SIGTERM: {kept(0, 2)}; " in capsys.readouterr().err
     assert run(model, *options) == 0
     assert Path("out.jsonl").read_bytes() == Path("whole.jsonl").read_bytes()
-    assert [len(row["samples"]) for row in results()] == [20, 20]
+    assert [len(row["samples"]) for row in results()] == [40, 40]
 
 
 def test_sigterm_waits_no_longer_than_its_grace(
