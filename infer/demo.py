@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from wedlm_jax.errors import InputError
 
@@ -98,41 +98,47 @@ def _show(
     assert codec is not None
     console.print(f"\n> {question.prompt}", style="bold", markup=False)
     views = _views(decoder.llm.engine, chat_prompt(decoder.llm, question), decoder.params)
-    token_ids: list[int] = []
-    num_forwards = 0
+    view = View([], None, 0)
     if console.is_terminal:
         from rich.live import Live
 
         with Live(console=console, auto_refresh=False) as live:
-            for token_ids, window, num_forwards in views:
-                live.update(styled(codec, token_ids, window), refresh=True)
-                time.sleep(delay if window else 0)
+            for view in views:
+                live.update(styled(codec, view.token_ids, view.window), refresh=True)
+                time.sleep(delay if view.window else 0)
     else:
-        for token_ids, window, num_forwards in views:
-            if window and num_forwards and trace:
-                console.print(f"  {plain(codec, token_ids, window)}", markup=False)
-    text = codec.complete_text(token_ids)
+        for view in views:
+            if view.window and view.num_forwards and trace:
+                console.print(f"  {plain(codec, view.token_ids, view.window)}", markup=False)
+    tokens, forwards = len(view.token_ids), view.num_forwards
+    text = codec.complete_text(view.token_ids)
     if not console.is_terminal:
         console.print(text, markup=False)
     verdicts = {True: ", right", False: f", wrong: expected {question.expected!r}", None: ""}
     verdict = verdicts[question.is_right(text)]
     console.print(
-        f"  {len(token_ids)} tokens in {num_forwards} forwards "
-        f"({len(token_ids) / num_forwards:.1f} a forward){verdict}",
+        f"  {tokens} tokens in {forwards} forwards ({tokens / forwards:.1f} a forward){verdict}",
         style="dim",
         markup=False,
     )
 
 
-def _views(
-    engine: Engine, prompt: Sequence[int], params: SamplingParams
-) -> Iterator[tuple[list[int], WindowView | None, int]]:
-    """Decodes a prompt forward by forward.
+class View(NamedTuple):
+    """A prompt between two forwards.
 
-    Yields:
-      before the first forward and after each: what is committed, the window (None at the end) and
-      the number of decode forwards so far.
+    Attributes:
+      token_ids: committed.
+      window: as the next forward will see it; None behind the last.
+      num_forwards: decode forwards so far.
     """
+
+    token_ids: list[int]
+    window: WindowView | None
+    num_forwards: int
+
+
+def _views(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Iterator[View]:
+    """Decodes a prompt forward by forward; yields before the first and after each."""
     from wedlm_jax.engine.burst import Request
     from wedlm_jax.engine.events import Failed, Finished, TokenDelta
 
@@ -144,11 +150,11 @@ def _views(
             if isinstance(event, Failed):
                 raise event.error
             if isinstance(event, Finished):
-                yield event.result.token_ids, None, event.result.num_forwards
+                yield View(event.result.token_ids, None, event.result.num_forwards)
                 return
             if isinstance(event, TokenDelta):
                 committed, num_forwards = committed + event.token_ids, event.num_forwards
-        yield committed, engine.window(0), num_forwards
+        yield View(committed, engine.window(0), num_forwards)
         events = engine.step(max_forwards=1)
 
 
