@@ -259,16 +259,16 @@ def _requests(engine: Engine, work: Work) -> tuple[float, float, float]:
 
 @contextmanager
 def _programs_watched(engine: Engine, watch: Stopwatch) -> Iterator[None]:
-    """Times compiled programs from their call until what they return is there."""
+    """Times the compiled programs from their call until what they return is there. They must all
+    be compiled: those that come later are not seen."""
     device: Any = engine.device
-    compiled = device.compiled
+    programs = device._compiled
 
-    def watched(function: Any, *arguments: Any, **static: Any) -> Callable[..., Any]:
-        program = compiled(function, *arguments, **static)
+    def watched(program: Any) -> Callable[..., Any]:
         return watch.around(lambda *inputs: jax.block_until_ready(program(*inputs)))
 
-    device.compiled = watched
+    device._compiled = {key: watched(program) for key, program in programs.items()}
     try:
         yield
     finally:
-        del device.compiled
+        device._compiled = programs

@@ -56,9 +56,10 @@ def by_turns(
 
 @dataclasses.dataclass
 class Stopwatch:
-    """Seconds of wall-clock spent in the functions that it wraps."""
+    """Seconds of wall-clock spent in the functions that it wraps, and how often they were called."""
 
     seconds: float = 0.0
+    calls: int = 0
 
     def around(self, function: Callable[..., T]) -> Callable[..., T]:
         """The same function, timed."""
@@ -69,5 +70,6 @@ class Stopwatch:
                 return function(*arguments, **named)
             finally:
                 self.seconds += time.perf_counter() - started
+                self.calls += 1
 
         return timed

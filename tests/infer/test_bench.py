@@ -21,12 +21,12 @@ import infer.bench.work
 import wedlm_jax.engine.settings
 from infer.bench.chunks import CHUNK, products_of
 from infer.bench.command import main
-from infer.bench.floor import ForwardCost, PromptCost
+from infer.bench.floor import ForwardCost, PromptCost, _programs_watched
 from infer.bench.pages import PageUse
 from infer.bench.products import _products
 from infer.bench.rival import Rival, config_for_transformers
 from infer.bench.subject import SHAPES, Subject, load_subject
-from infer.bench.turns import Bar, by_turns
+from infer.bench.turns import Bar, Stopwatch, by_turns
 from infer.bench.windows import ways_of
 from infer.bench.work import mixed
 from infer.heldout import read_questions
@@ -139,6 +139,20 @@ def test_a_forward_is_compared_with_its_products(
         assert len(cost.request) == len(cost.device) == 2
         assert min(cost.device) > 0
         assert cost.forward > 0
+
+
+def test_all_programs_of_a_request_are_watched(subject: Subject) -> None:
+    engine = subject.engine(0, 1)
+    request = Request(0, [5, 9, 7], SamplingParams(max_tokens=1))
+    engine.decode([request])
+    engine.scheduler.forget_prefixes()
+    watch, whole = Stopwatch(), Stopwatch()
+    with _programs_watched(engine, watch):
+        whole.around(engine.decode)([request])
+    assert watch.calls == 2, "one that lets the sequence in, and a burst"
+    assert 0 < watch.seconds < whole.seconds
+    engine.decode([request])
+    assert watch.calls == 2, "not watched any more"
 
 
 def test_the_products_are_those_of_the_layers(subject: Subject) -> None:
