@@ -56,7 +56,7 @@ def by_turns(
 
 @dataclasses.dataclass
 class Stopwatch:
-    """Seconds of wall-clock spent in the functions that it wraps, and how often they were called."""
+    """Seconds of wall-clock in the functions that it wraps, and how often they were called."""
 
     seconds: float = 0.0
     calls: int = 0
