@@ -8,6 +8,7 @@ the second slowly.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -45,12 +46,15 @@ LEVEL, LEVEL_DRIFT = 0.5, 0.06
 """The same two of what all sizes have in common."""
 OVERHEAD = 4e-4
 """Seconds that a burst takes beside its forwards, before that is known."""
-OVERHEAD_ERROR, OVERHEAD_DRIFT = 1.0, 0.01
+OVERHEAD_ERROR, OVERHEAD_DRIFT = 0.5, 0.003
 NOISE = 0.08
 """Standard deviation of the logarithm of a burst's time, before that is known."""
 LEAST_NOISE, MOST_NOISE = 0.02, 0.5
 OUTLIER = 2.0
 """Standard deviations beyond which a time does not count for more."""
+FAR_OUT, FAR_OUT_RUN = 5.0, 3
+"""Standard deviations beyond which it does not count at all, as where something was compiled,
+unless so many bursts in a row are like that."""
 
 
 class CostTable:
@@ -141,6 +145,7 @@ class _Correction:
         self._drift[-1, -1] = OVERHEAD_DRIFT**2
         self._state = np.zeros(count + 2)
         self._noise = NOISE**2
+        self._far_out = 0
 
     @property
     def errors(self) -> Floats:
@@ -167,6 +172,14 @@ class _Correction:
         known = float(slope @ toward)
         known += doubt**2
         deviation = (known + self._noise) ** 0.5
+        self._far_out = self._far_out + 1 if abs(surprise) > FAR_OUT * deviation else 0
+        if 0 < self._far_out < FAR_OUT_RUN:
+            return
+        if self._far_out:
+            self._covariance[-2, -2] = LEVEL**2  # the machine is another than it was
+            toward = self._covariance @ slope
+            known = float(slope @ toward) + doubt**2
+            deviation = (known + self._noise) ** 0.5
         surprise = min(max(surprise, -OUTLIER * deviation), OUTLIER * deviation)
         # What is not explained by what was not known is noise.
         found = max(surprise**2 - known, 0.0)
@@ -276,10 +289,9 @@ def kept_table(
         "seconds": table.measured.tolist(),
     }
     beside = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
+    # A folder that cannot be written to keeps nothing.
+    with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         beside.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
         beside.replace(path)
-    except OSError:
-        beside.unlink(missing_ok=True)  # a folder that cannot be written to keeps nothing
     return table

@@ -1,0 +1,178 @@
+"""What a forward costs: measured, kept, and corrected while decoding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wedlm_jax.engine.cost import CostTable, kept_table, measure
+
+SIZES = (1, 4, 8, 16, 32, 64, 128, 256)
+SECONDS = (0.15e-3, 0.21e-3, 0.30e-3, 0.50e-3, 0.90e-3, 1.5e-3, 2.6e-3, 4.0e-3)
+OVERHEAD = 4e-4
+
+
+def exactly(*tokens: float) -> np.ndarray:
+    """Tokens of forwards that do not vary, ``[4, S]``."""
+    each = np.array(tokens, float)
+    return np.array([each, 0 * each, each, each])
+
+
+def ratio(table: CostTable, tokens: float, other: float) -> float:
+    return float(table.seconds(np.array(tokens)) / table.seconds(np.array(other)))
+
+
+def test_a_forward_costs_what_the_smallest_size_costs_that_holds_it() -> None:
+    table = CostTable((8, 1, 64), (3.0, 1.0, 5.0))
+    assert table.seconds(np.array([1, 2, 8, 9, 64])) == pytest.approx([1, 3, 3, 5, 5])
+
+
+def test_more_than_the_largest_size_is_computed_in_parts() -> None:
+    table = CostTable((1, 8), (1.0, 3.0))
+    assert table.seconds(np.array([9, 16, 17, 24])) == pytest.approx([4, 6, 7, 9])
+
+
+@given(st.lists(st.floats(1e-5, 1.0), min_size=1, max_size=12))
+def test_a_larger_forward_is_never_cheaper(seconds: list[float]) -> None:
+    table = CostTable([2**i for i in range(len(seconds))], seconds)
+    assert (np.diff(table.measured) >= -1e-12).all()
+    geometric = np.exp(np.log(seconds).mean())
+    assert np.exp(np.log(table.measured).mean()) == pytest.approx(geometric)
+
+
+def test_tokens_that_vary_cost_the_mean_of_few_and_many() -> None:
+    table = CostTable((8, 16), (1.0, 3.0))
+    tokens = np.array([8.0, 16.0, 5.0, 12.0])  # 5 or 12, on average 8
+    low, high = 5.0, 12.0
+    share = (8 - low) / (high - low)
+    assert float(table.expected(tokens)) == pytest.approx(1 + 2 * share)
+    assert float(table.expected(exactly(8.0)[:, 0])) == pytest.approx(1)
+
+
+def test_a_measurement_stands_up_to_other_work_on_the_machine() -> None:
+    rng = np.random.default_rng(0)
+    true = dict(zip(SIZES, SECONDS, strict=True))
+
+    def time_forward(tokens: int) -> float:
+        slower = 10.0 if rng.random() < 0.1 else 1.0
+        return true[tokens] * slower * rng.uniform(0.9, 1.2)
+
+    table = measure(time_forward, SIZES, clock=lambda: 0.0)
+    assert table.seconds(np.array(SIZES)) == pytest.approx(SECONDS, rel=0.25)
+
+
+def test_a_slow_machine_is_measured_once() -> None:
+    asked: list[int] = []
+    now = [0.0]
+
+    def time_forward(tokens: int) -> float:
+        asked.append(tokens)
+        now[0] += 1.0
+        return float(tokens)
+
+    measure(time_forward, (1, 2), clock=lambda: now[0])
+    assert asked == [1, 2]
+
+
+def test_a_table_is_kept_for_the_same_machine_and_model(tmp_path: Path) -> None:
+    calls = []
+
+    def measured() -> CostTable:
+        calls.append(1)
+        return CostTable(SIZES, SECONDS)
+
+    folder, key = tmp_path / "compiled", {"device": "cpu", "sizes": SIZES}
+    kept_table(folder, key, measured)
+    again = kept_table(folder, key, measured)
+    assert len(calls) == 1
+    assert again.measured.tolist() == pytest.approx(SECONDS)
+    kept_table(folder, {**key, "device": "tpu"}, measured)
+    kept_table(None, key, measured)
+    assert len(calls) == 3
+    assert not list(folder.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"key": 1}', '{"key": {"a": 1}, "sizes": 3}'])
+def test_a_file_that_is_not_whole_is_written_anew(tmp_path: Path, text: str) -> None:
+    kept_table(tmp_path, {"a": 1}, lambda: CostTable(SIZES, SECONDS))
+    (path,) = tmp_path.iterdir()
+    path.write_text(text)
+    assert kept_table(tmp_path, {"a": 1}, lambda: CostTable((1,), (5.0,))).sizes.tolist() == [1]
+    assert json.loads(path.read_text())["sizes"] == [1]
+
+
+def test_a_folder_that_cannot_be_written_to_keeps_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    table = kept_table(tmp_path / "file", {}, lambda: CostTable(SIZES, SECONDS))
+    assert table.sizes.tolist() == list(SIZES)
+
+
+class Bursts:
+    """Bursts on a machine with these costs, observed by a table that was measured with others."""
+
+    def __init__(self, table: CostTable, true: tuple[float, ...] = SECONDS, seed: int = 0):
+        self.table, self.true = table, CostTable(SIZES, true)
+        self.rng = np.random.default_rng(seed)
+        self.level = 1.0
+
+    def run(self, tokens: float, count: int, noise: float = 0.05, outliers: float = 0.0) -> None:
+        for _ in range(count):
+            seconds = OVERHEAD + 32 * self.level * float(self.true.seconds(np.array(tokens)))
+            seconds *= self.rng.uniform(1 - noise, 1 + noise)
+            seconds *= 10 if self.rng.random() < outliers else 1
+            self.table.observe(exactly(tokens), np.array([32.0]), seconds)
+
+
+def test_an_error_of_the_measurement_is_corrected_by_bursts_of_both_sizes() -> None:
+    wrong = list(SECONDS)
+    wrong[4] *= 1.25
+    bursts = Bursts(CostTable(SIZES, wrong))
+    before = ratio(bursts.table, 32, 8)
+    for _ in range(20):
+        bursts.run(32, 10)
+        bursts.run(8, 10)
+    true = ratio(bursts.true, 32, 8)
+    assert before == pytest.approx(1.25 * true)
+    assert ratio(bursts.table, 32, 8) == pytest.approx(true, rel=0.04)
+
+
+def test_a_machine_that_slows_down_changes_no_ratio() -> None:
+    bursts = Bursts(CostTable(SIZES, SECONDS))
+    bursts.run(32, 50)
+    before = ratio(bursts.table, 32, 1)
+    bursts.level = 1.6
+    bursts.run(32, 200)
+    assert ratio(bursts.table, 32, 1) == pytest.approx(before, rel=0.05)
+
+
+def test_times_that_are_far_too_long_say_little() -> None:
+    bursts = Bursts(CostTable(SIZES, SECONDS))
+    for _ in range(20):
+        bursts.run(32, 10, noise=0.3, outliers=0.05)
+        bursts.run(8, 10, noise=0.3, outliers=0.05)
+    assert ratio(bursts.table, 32, 8) == pytest.approx(ratio(bursts.true, 32, 8), rel=0.08)
+
+
+def test_the_time_to_compile_changes_nothing() -> None:
+    bursts = Bursts(CostTable(SIZES, SECONDS))
+    bursts.run(8, 20)
+    before = ratio(bursts.table, 32, 8)
+    bursts.table.observe(exactly(32.0), np.array([32.0]), 20.0)
+    assert ratio(bursts.table, 32, 8) == pytest.approx(before, rel=0.05)
+
+
+def test_what_was_run_is_in_less_doubt() -> None:
+    bursts = Bursts(CostTable(SIZES, SECONDS))
+    sizes = np.array([8.0, 32.0, 256.0])
+    before = bursts.table.doubt(sizes, 8)
+    assert before[0] == 0
+    bursts.run(32, 20)
+    bursts.run(8, 20)
+    after = bursts.table.doubt(sizes, 8)
+    assert after[1] < 0.6 * before[1]
+    assert after[2] > after[1]
