@@ -307,6 +307,7 @@ class Scheduler:
                 reason = "stop" if report.stopped[index] else "length"
                 self._remove(sequence)
                 yield Finished(sequence.number, sequence.result(reason))
+
     def _take_in(self, sequence: SequenceState, report: Report) -> Iterator[TokenDelta]:
         index, new = sequence.index, report.tokens[sequence.index]
         sequence.num_forwards = int(report.num_forwards[index])
