@@ -85,7 +85,8 @@ def test_the_cache_is_of_bytes_and_changes_what_is_said_but_little(
             page, offset = table[place // size], place % size
             found = np.array(pages.values[page, offset, head], int)
             assert np.abs(found - np.array(expected.values[place], int)).max() <= 1
-            assert pages.scales[page, offset, head] == pytest.approx(expected.scales[place], 1e-5)
+            found_scale = float(pages.scales[page, offset, head])
+            assert found_scale == pytest.approx(float(expected.scales[place]), 1e-5)
     engine.step(aborted=[0])
 
 
@@ -93,7 +94,8 @@ def test_verified_sequences_have_the_tokens_of_autoregressive_ones(engine: Engin
     """Though these read from the cache what those still have in their windows."""
     expected, found = run(engine, rows_in("ar")), run(engine, rows_in("verified"))
     assert [r.token_ids for r in found] == [r.token_ids for r in expected]
-    assert sum(r.num_forwards for r in found) < sum(r.num_forwards for r in expected)
+    # Some drafts were right: every forward commits a token, and some more than one.
+    assert sum(r.num_forwards for r in found) < sum(len(r.token_ids) for r in found)
 
 
 @pytest.mark.parametrize("mode", MODES)
