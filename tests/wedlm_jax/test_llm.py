@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.tiny_checkpoint import CONTEXT, VOCAB_SIZE, write_tiny_checkpoint
+from tests.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.completion import Completion, Progress
-from wedlm_jax.engine.engine import Engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.generation import WAITING
-from wedlm_jax.llm import LLM, resolve_model
+from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.samples import sample_seed
 
@@ -393,62 +392,7 @@ def test_stream_adds_up_to_generate(
     assert all(chunk.completion.finish_reason is None for chunk in chunks[:-1])
 
 
-# --- refusals ----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*_: object, **__: object) -> None:
-        raise AssertionError("it ran")
-
-    monkeypatch.setattr(Engine, "step", run)
-
-
-@pytest.mark.usefixtures("never_runs")
-@pytest.mark.parametrize(
-    ("prompts", "params", "message"),
-    [
-        (["a", "b" * 400], GREEDY, rf"prompt 1: .*max_tokens 24 exceed max_model_len {CONTEXT}"),
-        ("a", SamplingParams(max_tokens=CONTEXT), f"1 tokens and max_tokens {CONTEXT} exceed"),
-        (["a", ""], GREEDY, "prompt 1: the prompt has no tokens"),
-        ([[]], GREEDY, "the prompt has no tokens"),
-        ([[1, VOCAB_SIZE]], GREEDY, f"token id {VOCAB_SIZE} lies outside the vocabulary"),
-        ([[1], [2, -1]], GREEDY, "prompt 1: prompt token id -1 lies outside"),
-        (["a", None], GREEDY, "prompt 1: expected a text or a flat list of token ids"),
-        ([[1, True]], GREEDY, "expected a text or a flat list of token ids"),
-        ([1, "a"], GREEDY, "prompt 0: expected a text or a flat list of token ids"),
-        ([[1.0, 2.0]], GREEDY, "expected a text or a flat list of token ids"),
-        ([[[1], [2, 3]]], GREEDY, "expected a text or a flat list of token ids"),
-        (7, GREEDY, "prompts: expected a text, .* not int"),
-        (b"text", GREEDY, "prompts: expected a text, .* not bytes"),
-        ({"prompt": "a"}, GREEDY, "prompts: expected a text, .* not dict"),
-        ("half \ud83d", GREEDY, "not text that UTF-8 can hold"),
-        ("a", {"max_tokens": 3}, "params: expected SamplingParams"),
-        ("a", "greedy", "params: expected SamplingParams"),
-        ("a", [None], "params: expected SamplingParams"),
-        (["a", "b"], [GREEDY], "2 prompts came with 1 sampling parameters"),
-        ("a", SamplingParams(stop_token_ids=(VOCAB_SIZE,)), "stop_token_ids: 300 is outside"),
-    ],
-)
-def test_refused_before_running(llm: LLM, prompts: Any, params: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        llm.generate(prompts, params)
-
-
-@pytest.mark.usefixtures("never_runs")
-@pytest.mark.parametrize(
-    ("conversations", "message"),
-    [
-        ("hello", "conversations: expected lists of messages, not str"),
-        (5, "conversations: expected lists of messages, not int"),
-        ([[]], "messages: expected a list of at least one"),
-        ([{"role": "user"}], "'role' and 'content'"),
-        ([[{"role": "user", "content": "a"}], ["b"]], "conversation 1: .*'role' and 'content'"),
-    ],
-)
-def test_refused_conversations(llm: LLM, conversations: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        llm.chat(conversations, GREEDY)
+# --- limits ----------------------------------------------------------------------------
 
 
 def test_the_whole_context_can_be_used_and_no_more(folder: Path) -> None:
@@ -457,26 +401,6 @@ def test_the_whole_context_can_be_used_and_no_more(folder: Path) -> None:
     assert 1 <= len(full.token_ids) <= 20
     with pytest.raises(InputError, match="exceed max_model_len 24"):
         llm.generate([[7] * 5], dataclasses.replace(GREEDY, max_tokens=20))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"dtype": "float64"}, "dtype: expected one of"),
-        ({"max_batch_size": 0}, "max_batch_size: expected 1 or more"),
-        ({"max_batch_size": "4"}, "max_batch_size: expected 1 or more"),
-        ({"mesh": {"fsdp": 2}}, "mesh: expected data and tensor, not 'fsdp'"),
-        ({"mesh": {"data": 3, "tensor": 3}}, "takes 9 devices, and there are 8"),
-        ({"mesh": {"data": 0}}, "takes 0 devices"),
-        ({"attention": "flash"}, "attention: expected one of"),
-        ({"window_size": -1}, "window_size: expected an integer"),
-        ({"max_model_len": CONTEXT + 1}, f"max_model_len: expected 1 to {CONTEXT}"),
-        ({"refill": "never"}, "refill: expected one of"),
-    ],
-)
-def test_refused_settings(folder: Path, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        LLM(folder, **arguments)
 
 
 def test_without_tokenizer_token_ids_only(
@@ -492,11 +416,3 @@ def test_without_tokenizer_token_ids_only(
             bare.generate(prompt, params)
     with pytest.raises(InputError, match="bare has no tokenizer"):
         bare.chat([{"role": "user", "content": "hello"}])
-
-
-def test_missing_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match="nowhere: no such model folder"):
-        LLM(tmp_path / "nowhere")
-    monkeypatch.setattr("wedlm_jax.llm.EMBEDDED_MODEL", tmp_path / "embedded")
-    with pytest.raises(InputError, match="no model is embedded"):
-        resolve_model(None)
