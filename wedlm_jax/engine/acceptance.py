@@ -37,6 +37,8 @@ INFLATION = 1.5
 """Runs of a sequence are not independent: easy and hard places come in clusters."""
 MISFIT = 0.08
 """Standard deviation of what the family misses of a width, before it is known."""
+TEXT_CHANGES = 0.05
+"""Standard deviation of how much easier the text of a burst is than that of the one before."""
 MISFIT_DRIFT = 0.002
 """How much of it comes anew with each try."""
 MOST_SURPRISE = 0.5
@@ -206,17 +208,21 @@ class Acceptance:
         precision = mean**2 / spread
         others = precision * ((columns == usual) & ~tried)
         excess = precision * (rate / mean - 1)
-        common, doubt = 0.0, 0.0
         if others.any():
             common = float((others > 0) @ excess / others.sum())
-            doubt = 1 / float(others.sum())
+            doubt = np.full(count, 1 / others.sum())
+        else:  # all are alike in what is not known of the population, and of this moment's text
+            unknown = BASE_WEIGHT / (BASE_WEIGHT + self._seen.sum())
+            square = self._population @ self._expected**2
+            ratio = square / (self._population @ self._expected) ** 2
+            common, doubt = 0.0, unknown * (ratio - 1) + TEXT_CHANGES**2
         weight = np.bincount(columns, precision * tried, minlength=count)
         surprise = np.bincount(columns, excess * tried, minlength=count)
         for j in np.flatnonzero(weight):
             if j == usual:
                 continue
             variance_now = self._misfit_variance[j]
-            gain = variance_now / (variance_now + 1 / weight[j] + doubt)
+            gain = variance_now / (variance_now + 1 / weight[j] + doubt[j])
             found = float(np.clip(surprise[j] / weight[j] - common, -MOST_SURPRISE, MOST_SURPRISE))
             self._misfit[j] += gain * found
             self._misfit_variance[j] = variance_now * (1 - gain) + MISFIT_DRIFT**2

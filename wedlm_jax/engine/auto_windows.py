@@ -22,7 +22,7 @@ from wedlm_jax.engine.acceptance import Acceptance
 from wedlm_jax.engine.burst import Burst, Report, Request
 from wedlm_jax.engine.cost import CostTable
 from wedlm_jax.engine.sequence import SequenceState
-from wedlm_jax.engine.sequence_slots import SequenceSlots, stretches
+from wedlm_jax.engine.sequence_slots import SequenceSlots, forward_tokens
 from wedlm_jax.engine.width_by_load import Load, WidthsByLoad, window_tokens
 
 WIDTHS = (0, 2, 4, 8, 16, 32, 64, 128)
@@ -33,16 +33,16 @@ FREE_TRIES = 3
 """Tries before that counts: nothing is known at first."""
 SAVED_UP = 30
 """Bursts whose share may be saved up for later tries."""
-FIRST_LOOKS = 24
+FIRST_LOOKS = 64
 """Bursts at the beginning after each of which windows are chosen anew."""
 LOOK_SECONDS, LOOK_SECONDS_EACH = 0.03, 0.0005
 """Later they are after so long, and so much longer for each sequence: choosing takes time, too."""
-COSTS_EVERY = 4
+COSTS_EVERY = 2
 """Looks from one to the next after which the time of a burst is compared with what it was to
 take."""
 OTHER_LOAD = 1.3
 """They also are when there are so many times more sequences than there were, or fewer."""
-PROMPT_DOUBT = 0.5
+PROMPT_DOUBT = 0.3
 """How wrong the expected time of forwards with chunks of prompts may be: no row of them passes the
 head."""
 
@@ -234,19 +234,16 @@ class AutoWindows:
     def _learn_costs(self, burst: Burst, report: Report, seconds: float) -> None:
         """Compares the time of a burst with that of its forwards, of the slowest replica."""
         assert self.costs is not None
-        longest, slowest = 0.0, None
+        longest, slowest, share = 0.0, None, 0.0
         rows = self._rows[burst.capacity[self._rows] > 0]  # some may be put back before they run
         replicas = rows // self._num_sequences
         for replica in set(replicas.tolist()):
             own = rows[replicas == replica]
-            done = self._slots.progress(own, report)
-            parts = stretches(done, self._slots.window[own], burst.chunk_tokens, report.num_run)
-            took = float(self.costs.expected(parts[0]) @ parts[1])
+            done, windows = self._slots.progress(own, report), self._slots.window[own]
+            tokens, chunks = forward_tokens(done, windows, burst.chunk_tokens, report.num_run)
+            took = float(self.costs.expected(tokens).sum())
             if took > longest:
-                longest, slowest = took, parts
-        if slowest is None:
-            return
-        tokens, forwards, prompts = slowest
-        first = float(self.costs.expected(tokens[:, :1])[0] * forwards[0])
-        doubt = PROMPT_DOUBT * first / longest if prompts else 0.0
-        self.costs.observe(tokens, forwards, seconds, doubt)
+                longest, slowest, share = took, tokens, chunks
+        if slowest is not None:
+            ones = np.ones(slowest.shape[1])
+            self.costs.observe(slowest, ones, seconds, PROMPT_DOUBT * share)

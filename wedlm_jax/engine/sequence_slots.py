@@ -20,12 +20,14 @@ class Progress:
     Attributes:
       tokens, forwards, slots: committed tokens, decode forwards, active slots over these.
       prompt: tokens computed beside these.
+      finished: bool.
     """
 
     tokens: np.ndarray
     forwards: np.ndarray
     slots: np.ndarray
     prompt: np.ndarray
+    finished: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +150,8 @@ class SequenceSlots:
             np.asarray(getattr(report, name))[rows] - old
             for name, old in zip(names, then, strict=True)
         )
-        return Progress(tokens, forwards, slots, np.maximum(computed - tokens, 0))
+        prompt = np.maximum(computed - tokens, 0)
+        return Progress(tokens, forwards, slots, prompt, np.asarray(report.finished)[rows])
 
     def evidence(self) -> Evidence:
         """Returns what was not looked at yet, once."""
@@ -199,35 +202,32 @@ def _counts(sequence: SequenceState) -> tuple[int, int, int, int]:
     )
 
 
-def stretches(
+def forward_tokens(
     done: Progress, windows: np.ndarray, chunk_tokens: int, num_run: int
-) -> tuple[ForwardTokens, Floats, bool]:
-    """Cuts a burst where sequences finish.
+) -> tuple[ForwardTokens, float]:
+    """Says how many tokens each forward of a burst may have had.
+
+    Sequences that have finished ran first, the others last; prompts were computed first.
 
     Args:
       windows: int ``[n]``.
       chunk_tokens: tokens of prompts that a forward may compute.
-      num_run: forwards of the burst.
+      num_run: F, forwards of the burst.
 
     Returns:
-      the tokens of the forwards of each stretch ``[4, S]``, and how many forwards ``[S]``; and
-      whether the first is of forwards with chunks of prompts.
+      ``[4, F]``, and the share of the forwards that had chunks of prompts.
     """
-    order = np.argsort(-done.forwards, kind="stable")
-    forwards, windows = done.forwards[order], windows[order]
-    each = done.slots[order] / np.maximum(forwards, 1)
-    tokens = window_tokens(windows, each - windows).cumsum(axis=1)
-    lengths = forwards - np.append(forwards[1:], 0)
-    kept = np.flatnonzero(lengths)[::-1]  # in order of time: all sequences first
-    tokens, lengths = tokens[:, kept], lengths[kept].astype(np.float64)
+    forwards = np.minimum(done.forwards, num_run)
+    each = window_tokens(windows, done.slots / np.maximum(forwards, 1) - windows)
     prompt = float(done.prompt.sum())
-    chunks = max(-(-prompt // chunk_tokens), num_run - float(lengths.sum()), 0.0)
-    if not prompt or not chunks:
-        return tokens, lengths, False
-    beside = tokens[:, :1] if len(lengths) else np.zeros((4, 1))
-    each_chunk = np.array([[1.0], [0.0], [1.0], [1.0]]) * (prompt / chunks)
-    if len(lengths):
-        # Windows run beside the chunks, but for those that are open only behind them.
-        lengths[0] = max(lengths[0] - max(chunks + float(lengths.sum()) - num_run, 0), 0)
-    tokens = np.concatenate([beside + each_chunk, tokens], axis=1)
-    return tokens, np.insert(lengths, 0, chunks), True
+    chunks = min(-(-int(prompt) // chunk_tokens), num_run)
+    first = np.where(done.prompt > 0, max(chunks - 1, 0), 0)
+    first = np.where(done.finished, np.minimum(first, num_run - forwards), num_run - forwards)
+    changes = np.zeros((4, num_run + 1))
+    for change, own in zip(changes, each * (forwards > 0), strict=True):
+        change += np.bincount(first, own, num_run + 1)
+        change -= np.bincount(first + forwards, own, num_run + 1)
+    tokens: ForwardTokens = np.maximum(changes.cumsum(axis=1)[:, :-1], 0)
+    if chunks:
+        tokens[np.array([0, 2, 3]), :chunks] += prompt / chunks
+    return tokens, chunks / max(num_run, 1)

@@ -133,12 +133,15 @@ class Simulation:
         for one in running:
             windows[one.state.index], capacity[one.state.index] = one.state.window, 10_000
         seconds, run = OVERHEAD, 0
-        prompts = len(fresh) * PROMPT
         while run < forwards and sum(one.finished for one in running) < until:
-            chunk = min(prompts, CHUNK)
-            prompts -= chunk
-            slots = sum(one.forward(self._mode) for one in running if not one.finished)
-            seconds += self.cost(slots + chunk)
+            budget, tokens = CHUNK, 0
+            for one in running:
+                chunk = min(one.prompt, budget)
+                budget, one.prompt = budget - chunk, one.prompt - chunk
+                tokens += chunk
+                if not one.prompt and not one.finished:
+                    tokens += one.forward(self._mode)
+            seconds += self.cost(tokens)
             run += 1
             if all(one.finished for one in running):
                 break
@@ -168,7 +171,7 @@ class Simulation:
         for one in running:
             i = one.state.index
             output[i], forwards[i], instances[i] = one.place, one.forwards, one.slots
-            computed[i], finished[i] = PROMPT - 1 + one.place, one.finished
+            computed[i], finished[i] = one.computed, one.finished
         return Report(
             num_computed=computed,
             num_output=output,
@@ -188,11 +191,15 @@ class _Sequence:
     def __init__(self, script: Script, state: SequenceState):
         self.script, self.state = script, state
         self.place = self.drafts = self.forwards = self.slots = 0
-        self._filled = 0
+        self.prompt = PROMPT
 
     @property
     def finished(self) -> bool:
         return self.place >= self.script.length
+
+    @property
+    def computed(self) -> int:
+        return PROMPT - self.prompt + max(self.place - 1, 0)
 
     def take(self, window: int) -> None:
         self.state.window = window
@@ -234,5 +241,5 @@ class _Sequence:
         new = self.place - self.state.num_output
         self.state.text.extend([1] * new)
         self.state.num_forwards, self.state.num_token_instances = self.forwards, self.slots
-        self.state.num_computed = PROMPT - 1 + self.place
+        self.state.num_computed = self.computed
         return new

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from wedlm_jax.engine.burst import Report, Request
 from wedlm_jax.engine.sequence import SequenceState
-from wedlm_jax.engine.sequence_slots import Progress, SequenceSlots, stretches
+from wedlm_jax.engine.sequence_slots import Progress, SequenceSlots, forward_tokens
 from wedlm_jax.params import SamplingParams
 
 
@@ -127,41 +126,40 @@ def test_progress_is_what_a_report_adds_to_the_last_look() -> None:
         num_run=3,
     )
     done = slots.progress(np.array([1]), report)
-    assert [x.tolist() for x in vars(done).values()] == [[9], [3], [20], [1]]
+    assert [x.tolist() for x in vars(done).values()] == [[9], [3], [20], [1], [False]]
 
 
-def progress(forwards: list[int], slots: list[int], prompt: int = 0) -> Progress:
+def progress(
+    forwards: list[int], slots: list[int], prompts: list[int], finished: list[bool]
+) -> Progress:
     zeros = np.zeros(len(forwards), np.int64)
-    prompts = zeros.copy()
-    prompts[0] = prompt
-    return Progress(zeros, np.array(forwards), np.array(slots), prompts)
-
-
-def test_a_burst_is_cut_where_sequences_finish() -> None:
-    tokens, forwards, prompts = stretches(
-        progress([10, 4, 10], [10, 4, 120]), np.array([0, 0, 8]), 256, 10
+    return Progress(
+        zeros, np.array(forwards), np.array(slots), np.array(prompts), np.array(finished)
     )
-    assert forwards.tolist() == [4, 6]
-    assert tokens[0].tolist() == [14, 13]
-    assert tokens[2].tolist() == [11, 10]
-    assert tokens[3].tolist() == [18, 17]
-    assert not prompts
 
 
-def test_chunks_of_prompts_come_first_and_windows_run_beside_them() -> None:
-    tokens, forwards, prompts = stretches(
-        progress([10, 10], [10, 10], 500), np.array([0, 0]), 256, 10
-    )
-    assert prompts
-    assert forwards.tolist() == [2, 8]
-    assert tokens[0].tolist() == [252, 2]
-    tokens, forwards, _ = stretches(progress([9], [9], 30), np.array([0]), 256, 10)
-    assert forwards.tolist() == [1, 9]
-    tokens, forwards, _ = stretches(progress([0], [0], 512), np.array([0]), 256, 2)
-    assert (tokens[0].tolist(), forwards.tolist()) == ([256], [2])
+def test_what_finishes_runs_first_and_what_goes_on_last() -> None:
+    done = progress([10, 4, 10], [10, 4, 120], [0, 0, 0], [False, True, False])
+    tokens, share = forward_tokens(done, np.array([0, 0, 8]), 256, 10)
+    assert tokens[0].tolist() == [14] * 4 + [13] * 6
+    assert tokens[2].tolist() == [11] * 4 + [10] * 6
+    assert tokens[3].tolist() == [18] * 4 + [17] * 6
+    assert share == 0
 
 
-@pytest.mark.parametrize("window", [0, 1, 8])
-def test_a_burst_of_nothing_has_no_stretches(window: int) -> None:
-    tokens, forwards, prompts = stretches(progress([0], [0]), np.array([window]), 256, 0)
-    assert (tokens.shape, forwards.shape, prompts) == ((4, 0), (0,), False)
+def test_prompts_are_computed_first_and_their_sequences_run_behind() -> None:
+    done = progress([10, 8, 3], [10, 8, 3], [0, 300, 200], [False, False, True])
+    tokens, share = forward_tokens(done, np.zeros(3, int), 256, 10)
+    assert tokens[0].tolist() == [251, 252, 3, 3, 2, 2, 2, 2, 2, 2]
+    assert share == 0.2
+
+
+def test_a_burst_of_chunks_alone_has_their_tokens() -> None:
+    tokens, share = forward_tokens(progress([0], [0], [512], [False]), np.array([8]), 256, 2)
+    assert tokens.tolist() == [[256, 256], [0, 0], [256, 256], [256, 256]]
+    assert share == 1
+
+
+def test_a_burst_of_nothing_has_no_forwards() -> None:
+    tokens, _ = forward_tokens(progress([0], [0], [0], [False]), np.array([8]), 256, 0)
+    assert tokens.shape == (4, 0)
