@@ -35,10 +35,16 @@ class DecodeCase:
 
 
 @functools.lru_cache(maxsize=32)
-def _engine(model: Transformer, window: int, sequences: int, refill: str) -> Engine:
+def _engine(
+    model: Transformer, window: int, sequences: int, refill: str, chunk_tokens: int = 32
+) -> Engine:
     """Kept, because an engine keeps its compiled programs: cases of equal shapes share them."""
     return Engine(
-        model, window_size=window, max_batch_size=sequences, refill=refill, chunk_tokens=32
+        model,
+        window_size=window,
+        max_batch_size=sequences,
+        refill=refill,
+        chunk_tokens=chunk_tokens,
     )
 
 
@@ -53,7 +59,8 @@ def decode_cases(
 
 def decode_trace(model: Transformer, case: DecodeCase) -> list[dict[str, Any]]:
     """Forward by forward: the window in physical order and the run that the forward commits."""
-    engine = _engine(model, case.window, 1, "streaming")
+    # The prompt in one chunk: each forward then runs the window.
+    engine = _engine(model, case.window, 1, "streaming", chunk_tokens=128)
     mask = model.config.require_mask_token_id()
     trace = []
     engine.step([case.request(0)], max_forwards=0)

@@ -66,7 +66,11 @@ def decoder(request: pytest.FixtureRequest, models: dict[str, Transformer]) -> D
     """
     model, cases = models[request.param], DECODE_CASES[request.param]
     widest = max(case["window_size"] for case in cases)
-    return model, cases, Engine(model, window_size=widest, max_batch_size=4, max_model_len=256, chunk_tokens=32)
+    return (
+        model,
+        cases,
+        Engine(model, window_size=widest, max_batch_size=4, max_model_len=256, chunk_tokens=32),
+    )
 
 
 def counted(result: dict[str, Any]) -> dict[str, Any]:
