@@ -318,11 +318,10 @@ def _window_of(
     computed = min(admission.num_cached, prefill)
     saved: SavedWindow | None = admission.resume
     counts = [0, 0] if saved is None else [saved.num_forwards, saved.num_token_instances]
-    if anchored:
-        # Drafts are dropped: they change the speed, never the tokens.
-        tokens, filled, active = admission.text[-1:], np.ones(1, bool), 1 + window
-    elif saved is not None:
+    if saved is not None:
         tokens, filled, active = saved.tokens, saved.filled, saved.active
+    elif anchored:
+        tokens, filled, active = admission.text[-1:], np.ones(1, bool), 1 + window
     else:
         tokens, filled, active = np.zeros(0, np.int32), np.zeros(0, bool), window
     numbers = [length, prompt, prefill, computed, active, *counts]
