@@ -1,4 +1,4 @@
-"""Decoding without a model: texts that are easier or harder to draft, and a device of given costs."""
+"""Decoding without a model: texts easier or harder to draft, and a device of given costs."""
 
 from __future__ import annotations
 
