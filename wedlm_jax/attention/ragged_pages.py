@@ -80,7 +80,12 @@ def check_ragged_backend(
 
 
 def attention_plan(
-    spans: Spans, num_tokens: int, page_size: int, *, tile: int | None = None
+    spans: Spans,
+    num_tokens: int,
+    page_size: int,
+    *,
+    tile: int | None = None,
+    deterministic: bool = False,
 ) -> Plan:
     """Returns what attention of T flat tokens works out once for all layers.
 
@@ -88,9 +93,11 @@ def attention_plan(
       spans: of this forward.
       num_tokens: T.
       page_size: tokens of a page.
-      tile: tokens of a span that are computed together; by default from T and N.
+      tile: tokens of a span that are computed together.
+      deterministic: compute all spans alike, so that what a token attends to does not depend, to
+        the bit, on how its sequence is cut into spans.
     """
-    return make_tiles(spans, num_tokens, page_size, tile=tile)
+    return make_tiles(spans, num_tokens, page_size, tile=tile, deterministic=deterministic)
 
 
 def write_pages(

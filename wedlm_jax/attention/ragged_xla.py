@@ -1,9 +1,12 @@
 """Ragged attention over pages in plain XLA, for any device: work follows what is visible.
 
-Spans are cut into *tiles* of a few tokens. A loop takes a few tiles at a time, longest first,
-so that those together need about the same; a loop within it goes over *blocks* of places with
-an online softmax (Milakov & Gimelshein, 2018) for as long as the longest of them needs. No shape
-depends on a length, and a query always sums over the blocks 0, 1, 2, … of its own sequence.
+Spans are cut into *tiles* of a few tokens, and what a tile sees into *blocks* of places. A loop
+goes over the tiles that there are, a loop within it over the blocks that the tile sees, with an
+online softmax (Milakov & Gimelshein, 2018). No shape depends on a length, and a query always
+sums over the blocks 0, 1, 2, … of its own sequence.
+
+Spans of one token are taken several at a time: alone, each would be too little work for a loop's
+turn. Those are sorted by what they see; the blocks that only a few of them have come one by one.
 """
 
 from __future__ import annotations
@@ -19,87 +22,120 @@ from wedlm_jax.int8 import Int8Rows
 
 BLOCK = 256
 """Places of a block, about."""
-LARGEST_TILE = 32
-"""Tokens of a tile, at most."""
-SMALLEST_TILE = 8
-"""Likewise at least, where spans may have more than one token."""
-TILES_AT_ONCE = 8
+TILE = 24
+"""Tokens of a tile."""
+SINGLES_AT_ONCE = 8
+"""Spans of one token that are taken together."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TileList:
+    """Tiles of one size, M of them, in groups of R.
+
+    Attributes:
+      sequence: int32 ``[M]``, whose a tile is.
+      place: int32 ``[M]``, where in its sequence its first token stands.
+      token: int32 ``[M]``, where among the flat tokens.
+      count: int32 ``[M]``, how many tokens it has; 0 for a tile that is none.
+      blocks: int32 ``[M]``, how many blocks it sees.
+      groups: int32, groups in which there is a tile.
+      tile: tokens of a tile, static.
+      at_once: R, static.
+    """
+
+    sequence: Array
+    place: Array
+    token: Array
+    count: Array
+    blocks: Array
+    groups: Array
+    tile: int = dataclasses.field(metadata={"static": True})
+    at_once: int = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The tiles of a forward, the same for all its layers. M tiles, P pages in a block.
+    """What attention works out once a forward.
 
     Attributes:
-      pages: int32 ``[M, blocks * P]``, pages of each tile's sequence; 0 behind the last.
-      place: int32 ``[M]``, where in its sequence a tile's first token stands.
-      token: int32 ``[M]``, where among the flat tokens.
-      blocks: int32 ``[M]``, how many blocks the tile sees. Descending; 0 for a tile that is none.
-      slot: int32 ``[T]``, where in ``[M * tile]`` each flat token stands.
-      tile: tokens of a tile, static.
+      table: int32 ``[N, blocks * P]``, the page table, whole blocks wide.
+      single: tiles of the spans of one token; None where these are as others.
+      longer: tiles of the other spans; None where there are none.
       pages_per_block: P, static.
     """
 
-    pages: Array
-    place: Array
-    token: Array
-    blocks: Array
-    slot: Array
-    tile: int = dataclasses.field(metadata={"static": True})
+    table: Array
+    single: TileList | None
+    longer: TileList | None
     pages_per_block: int = dataclasses.field(metadata={"static": True})
 
 
-def tile_size(num_tokens: int, num_sequences: int) -> int:
-    """Returns how many tokens a tile has where T flat tokens belong to N sequences."""
-    if num_tokens <= num_sequences:
-        return 1
-    each = -(-num_tokens // num_sequences)
-    return min(num_tokens, max(SMALLEST_TILE, min(each, LARGEST_TILE)))
-
-
-def make_tiles(spans: Spans, num_tokens: int, page_size: int, *, tile: int | None = None) -> Tiles:
+def make_tiles(
+    spans: Spans,
+    num_tokens: int,
+    page_size: int,
+    *,
+    tile: int | None = None,
+    block: int = BLOCK,
+    deterministic: bool = False,
+) -> Tiles:
     """Returns the tiles of T flat tokens.
 
     Args:
       spans: of this forward.
       num_tokens: T.
       page_size: tokens of a page.
-      tile: tokens of a tile; by default from T and N.
+      tile: tokens of a tile.
+      block: places of a block, about.
+      deterministic: make no difference between spans of one token and others.
     """
-    count = spans.num_sequences
-    tile = tile_size(num_tokens, count) if tile is None else min(tile, num_tokens)
-    most = min(num_tokens, (num_tokens + count * (tile - 1)) // tile)
+    sequences, columns = spans.page_table.shape
+    pages_per_block = max(1, min(block // page_size, columns))
+    table = jnp.pad(spans.page_table, ((0, 0), (0, -columns % pages_per_block)))
+    places = pages_per_block * page_size
+    lengths = spans.query_starts[1:] - spans.query_starts[:-1]
+    tile = min(TILE if tile is None else tile, num_tokens)
+    single = longer = None
+    apart = not deterministic and (num_tokens == 1 or sequences > 1)
+    if apart:
+        most = min(sequences, num_tokens)
+        at_once = min(most, SINGLES_AT_ONCE)
+        most = -(-most // at_once) * at_once
+        single = _tile_list(spans, jnp.where(lengths == 1, 1, 0), most, 1, places, at_once)
+    if num_tokens > 1 or not apart:
+        parts = -(-jnp.where(lengths > 1, lengths, 0 if apart else lengths) // tile)
+        owners = min(sequences, num_tokens // 2 if apart else num_tokens)
+        most = min(num_tokens, (num_tokens + owners * (tile - 1)) // tile)
+        longer = _tile_list(spans, parts, most, tile, places, 1)
+    return Tiles(table, single, longer, pages_per_block)
+
+
+def _tile_list(
+    spans: Spans, parts: Array, most: int, tile: int, block: int, at_once: int
+) -> TileList:
+    """Args: parts: int32 ``[N]``, into how many tiles each span is cut. most: M."""
     starts = spans.query_starts
-    lengths = starts[1:] - starts[:-1]
-    ends = jnp.cumsum(-(-lengths // tile))
+    ends = jnp.cumsum(parts)
     number = jnp.arange(most, dtype=jnp.int32)
     before = (number[:, None] >= ends[None, :]).sum(axis=1, dtype=jnp.int32)
-    sequence = jnp.minimum(before, count - 1)
-    first = ends[sequence] - (-(-lengths[sequence] // tile))
-    offset = (number - first) * tile
-    real = before < count
-    place = jnp.where(real, spans.kv_lengths[sequence] - lengths[sequence] + offset, 0)
-    last = place + jnp.minimum(tile, lengths[sequence] - offset)
-    pages_per_block = max(1, min(BLOCK // page_size, spans.page_table.shape[1]))
-    blocks = jnp.where(real, -(-last // (pages_per_block * page_size)), 0)
-    order = jnp.argsort(-blocks, stable=True)
-    rank = jnp.argsort(order)
-    table = spans.page_table
-    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % pages_per_block)))
-    owner, _, is_real = spans.owners(num_tokens)
-    within = jnp.arange(num_tokens, dtype=jnp.int32) - starts[owner]
-    its_tile = ends[owner] - (-(-lengths[owner] // tile)) + within // tile
-    slot = rank[jnp.clip(its_tile, 0, most - 1)] * tile + within % tile
-    return Tiles(
-        pages=table[sequence[order]],
-        place=place[order],
-        token=jnp.where(real, starts[sequence] + offset, 0)[order],
-        blocks=blocks[order],
-        slot=jnp.where(is_real, slot, 0).astype(jnp.int32),
-        tile=tile,
-        pages_per_block=pages_per_block,
+    sequence = jnp.minimum(before, spans.num_sequences - 1)
+    offset = (number - (ends - parts)[sequence]) * tile
+    length = (starts[1:] - starts[:-1])[sequence]
+    count = jnp.where(before < spans.num_sequences, jnp.minimum(tile, length - offset), 0)
+    real = count > 0
+    place = jnp.where(real, spans.kv_lengths[sequence] - length + offset, 0)
+    token = jnp.where(real, starts[sequence] + offset, 0)
+    blocks = -(-jnp.where(real, place + count, 0) // block)
+    groups = -(-ends[-1] // at_once)
+    tiles = TileList(
+        jnp.where(real, sequence, 0), place, token, count, blocks, groups, tile, at_once
     )
+    if at_once == 1:
+        return tiles
+    order = jnp.argsort(-blocks, stable=True)
+    return jax.tree.map(lambda x: x[order] if x.ndim else x, tiles)  # type: ignore[no-any-return]
 
 
 def attend_xla(
@@ -115,109 +151,190 @@ def attend_xla(
       num_pages: of each layer.
       scale: of the scores.
     """
+    reader = _Reader(pages, tiles.table, layer * num_pages, tiles.pages_per_block, scale)
+    out = None
+    for some in (tiles.longer, tiles.single):
+        if some is not None:
+            out = _attend_list(queries, reader, some, out)
+    assert out is not None
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """What reads blocks of places; `Tiles` says what is what."""
+
+    pages: Pages
+    table: Array
+    first_page: Array | int
+    pages_per_block: int
+    scale: float
+
+    @property
+    def block(self) -> int:
+        return self.pages_per_block * self.pages.shape[1]
+
+    @property
+    def most_blocks(self) -> int:
+        return self.table.shape[1] // self.pages_per_block
+
+    def read(self, sequence: Array, number: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
+        """Returns keys and values ``[R, K, block, head_dim]`` of a block of some sequences
+        ``[R]``."""
+        column = number * self.pages_per_block + jnp.arange(self.pages_per_block, dtype=jnp.int32)
+        table = _at(self.table, sequence[:, None], column[None, :]) + self.first_page
+        # To be worked out once, not for every number that is fetched.
+        table = jax.lax.optimization_barrier(table)
+
+        def of(pool: Array, kind: int) -> Array:
+            # Heads are cut over devices: the pair of a head must not be.
+            pairs = pool.reshape(*pool.shape[:2], pool.shape[2] // 2, 2, *pool.shape[3:])
+            taken = _at(pairs[:, :, :, kind], table)
+            return taken.reshape(table.shape[0], -1, *taken.shape[3:]).swapaxes(1, 2)
+
+        pages = self.pages
+        if isinstance(pages, Int8Rows):
+            keys, values = (
+                (of(pages.values, kind).astype(jnp.float32) * of(pages.scales, kind)[..., None])
+                for kind in (0, 1)
+            )
+            return keys.astype(dtype), values.astype(dtype)
+        return of(pages, 0), of(pages, 1)
+
+
+def _at(x: Array, *index: Array) -> Array:
+    """``x[index]`` with indices that are known to be good."""
+    return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+    """An online softmax of rows of queries, float32.
+
+    Attributes:
+      top: ``[R, K, M]``, the largest score so far.
+      total: ``[R, K, M]``, the sum of exponentials.
+      mixed: ``[R, K, M, head_dim]``, the values weighted by these.
+    """
+
+    top: Array
+    total: Array
+    mixed: Array
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...]) -> _Sums:
+        rows = shape[:-1]
+        return cls(
+            jnp.full(rows, -jnp.inf, jnp.float32),
+            jnp.zeros(rows, jnp.float32),
+            jnp.zeros(shape, jnp.float32),
+        )
+
+
+def _attend_list(queries: Array, reader: _Reader, tiles: TileList, out: Array | None) -> Array:
+    """``out [T, H, head_dim]`` with the tokens of these tiles."""
     size, heads, head_dim = queries.shape
-    kv_heads = pages.shape[2] // 2
-    group = heads // kv_heads
-    most, tile = tiles.place.shape[0], tiles.tile
-    at_once = min(TILES_AT_ONCE, most)
-    tiles = _padded(tiles, -most % at_once)
-    first_page = layer * num_pages
+    kv_heads = reader.pages.shape[2] // 2
+    group, tile, at_once = heads // kv_heads, tiles.tile, tiles.at_once
     grouped = queries.reshape(size, kv_heads, group, head_dim)
     offset = jnp.arange(tile, dtype=jnp.int32)
 
-    def some(start: Array | int, out: Array) -> Array:
-        def take(x: Array) -> Array:
-            return jax.lax.dynamic_slice_in_dim(x, start, at_once)
+    def of_group(number: Array | int) -> tuple[Array, Array]:
+        """``[R * tile, H, head_dim]``, and which flat tokens these are; T for none."""
 
-        token = jnp.minimum(take(tiles.token)[:, None] + offset, size - 1)
-        place = jnp.repeat(take(tiles.place)[:, None] + offset, group, axis=1)
+        def take(x: Array) -> Array:
+            return jax.lax.dynamic_slice_in_dim(
+                x, number * at_once, at_once, allow_negative_indices=False
+            )
+
+        first, count = take(tiles.token)[:, None], take(tiles.count)[:, None]
+        token = first + offset
         # Rows of a product: the heads of the first token, those of the second, and so on.
-        q = grouped[token].swapaxes(1, 2).reshape(at_once, kv_heads, tile * group, head_dim)
-        mixed = _over_blocks(
-            q, pages, take(tiles.pages) + first_page, place, take(tiles.blocks)[0], tiles, scale
-        )
+        q = _at(grouped, jnp.minimum(token, size - 1)).swapaxes(1, 2)
+        q = q.reshape(at_once, kv_heads, tile * group, head_dim)
+        place = jnp.repeat(take(tiles.place)[:, None] + offset, group, axis=1)
+        mixed = _over_blocks(q, reader, take(tiles.sequence), place, take(tiles.blocks))
         mixed = mixed.astype(queries.dtype).reshape(at_once, kv_heads, tile, group, head_dim)
         mixed = mixed.swapaxes(1, 2).reshape(at_once * tile, heads, head_dim)
-        return jax.lax.dynamic_update_slice_in_dim(out, mixed, start * tile, axis=0)
+        return mixed, jnp.where(offset < count, token, size).reshape(-1)
 
-    out = jnp.zeros((tiles.place.shape[0] * tile, heads, head_dim), queries.dtype)
-    if at_once == most:
-        out = some(0, out)
-    else:
-        groups = (tiles.blocks.reshape(-1, at_once)[:, 0] > 0).sum()
-        out = jax.lax.fori_loop(0, groups, lambda i, out: some(i * at_once, out), out)
-    return out[tiles.slot]
+    if tiles.place.shape[0] == 1 and tile == size:
+        return of_group(0)[0]
 
+    def add(number: Array | int, out: Array) -> Array:
+        mixed, token = of_group(number)
+        return out.at[token].set(mixed, mode="drop", unique_indices=False)
 
-def _padded(tiles: Tiles, more: int) -> Tiles:
-    def pad(x: Array) -> Array:
-        return jnp.pad(x, ((0, more), *[(0, 0)] * (x.ndim - 1)))
-
-    own = {name: pad(getattr(tiles, name)) for name in ("pages", "place", "token", "blocks")}
-    return dataclasses.replace(tiles, **own)  # type: ignore[arg-type]
+    start = jnp.zeros_like(queries) if out is None else out
+    return jax.lax.fori_loop(0, tiles.groups, add, start)  # type: ignore[no-any-return]
 
 
-def _over_blocks(
-    q: Array, pages: Pages, table: Array, place: Array, blocks: Array, tiles: Tiles, scale: float
-) -> Array:
+def _over_blocks(q: Array, reader: _Reader, sequence: Array, place: Array, blocks: Array) -> Array:
     """Softmax over the blocks that some tiles see.
 
     Args:
       q: ``[R, K, M, head_dim]``.
-      table: int32 ``[R, blocks * P]``, of pages in the pool.
+      sequence: int32 ``[R]``.
       place: int32 ``[R, M]``, of each row of ``q``.
-      blocks: how many at most.
+      blocks: int32 ``[R]``, descending.
 
     Returns:
-      float32 ``[R, K, M, head_dim]``.
+      float32 ``[R, K, M, head_dim]``; of a tile without blocks anything.
     """
-    pages_per_block = tiles.pages_per_block
-    block = pages_per_block * pages.shape[1]
-    within = jnp.arange(block, dtype=jnp.int32)
+    many = q.shape[0]
 
-    def add(i: Array | int, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        top, total, mixed = carry
-        some = jax.lax.dynamic_slice_in_dim(table, i * pages_per_block, pages_per_block, axis=1)
-        keys, values = _gather(pages, some, q.dtype)
-        scores = jnp.einsum("rkmh,rkhn->rkmn", q, keys, preferred_element_type=jnp.float32)
-        visible = i * block + within <= place[:, None, :, None]
-        scores = jnp.where(visible, scores * scale, -jnp.inf)
-        # Every row sees place 0, in the first block: from there on the top is finite, and a block
-        # of which nothing is visible changes nothing, to the bit.
-        new_top = jnp.maximum(top, scores.max(-1))
-        weights = jnp.exp(scores - new_top[..., None])
-        decay = jnp.exp(top - new_top)
-        added = jnp.einsum(
-            "rkmn,rknh->rkmh", weights.astype(q.dtype), values, preferred_element_type=jnp.float32
-        )
-        return new_top, total * decay + weights.sum(-1), mixed * decay[..., None] + added
+    def add(number: Array | int, sums: _Sums) -> _Sums:
+        return _add_block(q, reader, sequence, place, jnp.asarray(number, jnp.int32), sums)
 
-    rows = q.shape[:-1]
-    start = (
-        jnp.full(rows, -jnp.inf, jnp.float32),
-        jnp.zeros(rows, jnp.float32),
-        jnp.zeros(q.shape, jnp.float32),
+    sums = _Sums.empty(q.shape)
+    if reader.most_blocks == 1:
+        sums = add(0, sums)
+        return sums.mixed / sums.total[..., None]
+    # What at least half of them see, all go through; the rest one by one.
+    joint = blocks[many // 2]
+    if many == 1:
+        joint = jnp.maximum(joint, 1)  # padding must not divide by zero
+    sums = jax.lax.fori_loop(0, joint, add, sums)
+    if many > 1:
+        left = jnp.maximum(blocks - joint, 0)
+        ends = jnp.cumsum(left)
+
+        def add_one(item: Array, sums: _Sums) -> _Sums:
+            at = (item >= ends).sum(dtype=jnp.int32)
+            number = joint + item - (ends - left)[at]
+
+            def take(x: Array) -> Array:
+                return jax.lax.dynamic_slice_in_dim(x, at, 1, allow_negative_indices=False)
+
+            own = jax.tree.map(take, sums)
+            own = _add_block(take(q), reader, take(sequence), take(place), number, own)
+            return jax.tree.map(
+                lambda x, y: jax.lax.dynamic_update_slice_in_dim(
+                    x, y, at, 0, allow_negative_indices=False
+                ),
+                sums,
+                own,
+            )  # type: ignore[no-any-return]
+
+        sums = jax.lax.fori_loop(0, ends[-1], add_one, sums)
+    return sums.mixed / sums.total[..., None]
+
+
+def _add_block(
+    q: Array, reader: _Reader, sequence: Array, place: Array, number: Array, sums: _Sums
+) -> _Sums:
+    keys, values = reader.read(sequence, number, q.dtype)
+    scores = jnp.einsum("rkmh,rknh->rkmn", q, keys, preferred_element_type=jnp.float32)
+    visible = number * reader.block + jnp.arange(reader.block) <= place[:, None, :, None]
+    scores = jnp.where(visible, scores * reader.scale, -jnp.inf)
+    # Every row sees place 0, in the first block: from there on the top is finite, and a block
+    # of which nothing is visible changes nothing, to the bit.
+    top = jnp.maximum(sums.top, scores.max(-1))
+    weights = jnp.exp(scores - top[..., None])
+    decay = jnp.exp(sums.top - top)
+    added = jnp.einsum(
+        "rkmn,rknh->rkmh", weights.astype(q.dtype), values, preferred_element_type=jnp.float32
     )
-    # One block at least: padding must not divide by zero.
-    _, total, mixed = jax.lax.fori_loop(0, jnp.maximum(blocks, 1), add, start)
-    return mixed / total[..., None]
-
-
-def _gather(pages: Pages, table: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
-    """Returns keys ``[R, K, head_dim, N]`` and values ``[R, K, N, head_dim]`` of the pages
-    ``table [R, P]``. On a CPU products with transposed keys are up to five times faster."""
-
-    def of(pool: Array, kind: int) -> Array:
-        # Heads are cut over devices: the pair of a head must not be.
-        pairs = pool.reshape(*pool.shape[:2], pool.shape[2] // 2, 2, *pool.shape[3:])
-        taken = pairs.at[table, :, :, kind].get(mode="promise_in_bounds")
-        taken = taken.reshape(table.shape[0], -1, *taken.shape[3:])
-        return taken.swapaxes(1, 2)
-
-    if not isinstance(pages, Int8Rows):
-        return of(pages, 0).swapaxes(2, 3), of(pages, 1)
-    keys, values = (
-        of(pages.values, kind).astype(jnp.float32) * of(pages.scales, kind)[..., None]
-        for kind in (0, 1)
-    )
-    return keys.astype(dtype).swapaxes(2, 3), values.astype(dtype)
+    total = sums.total * decay + weights.sum(-1)
+    return _Sums(top, total, sums.mixed * decay[..., None] + added)

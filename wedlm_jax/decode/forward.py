@@ -86,7 +86,7 @@ def run_layers(
         flat = flat_tokens(plan, state, start, size, mask_token_id)
         spans = attention_spans(plan, state, allowance, start, size)
         places = token_places(spans, size, page_size)
-        tiles = attention_plan(spans, size, page_size)
+        tiles = attention_plan(spans, size, page_size, deterministic=len(sizes) == 1)
 
         def attend(
             pages: Pages, layer: Array | int, q: Array, k: Array, v: Array

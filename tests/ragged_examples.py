@@ -1,0 +1,141 @@
+"""Random spans over random pages, and attention of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from wedlm_jax.attention.pages import Spans
+from wedlm_jax.attention.ragged_pages import attend_pages, token_places, write_pages
+from wedlm_jax.attention.ragged_xla import make_tiles
+from wedlm_jax.int8 import Int8Rows, to_int8
+
+LAYERS = 3
+LAYER = 1
+"""Which of them attends."""
+BLOCK = 16
+"""Places of a block: short sequences have several."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """Spans, and what the pages hold before them.
+
+    Attributes:
+      spans: of N sequences.
+      pool: float32 ``[LAYERS * num_pages, page, 2 * K, head_dim]``.
+      q, k, v: float32 ``[T, H or K, head_dim]``.
+    """
+
+    spans: Spans
+    pool: np.ndarray
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+
+    @property
+    def num_pages(self) -> int:
+        return self.pool.shape[0] // LAYERS
+
+    def flat(self, sequence: int) -> slice:
+        """Which flat tokens are a sequence's."""
+        starts = np.array(self.spans.query_starts)
+        return slice(int(starts[sequence]), int(starts[sequence + 1]))
+
+
+def make_spans(
+    rng: np.random.Generator,
+    lengths: Sequence[int],
+    before: Sequence[int],
+    *,
+    page_size: int,
+    columns: int | None = None,
+    num_pages: int | None = None,
+) -> tuple[Spans, int]:
+    """Spans of these lengths behind so many tokens, on pages in random order; and how many pages
+    there are, by default a few more than are needed."""
+    kv = [span + old if span else 0 for span, old in zip(lengths, before, strict=True)]
+    needed = [-(-length // page_size) for length in kv]
+    num_pages = num_pages or sum(needed) + 4
+    free = list(rng.permutation(np.arange(1, num_pages)))
+    table = np.zeros((len(kv), columns or max(1, *needed)), np.int32)
+    for row, count in zip(table, needed, strict=True):
+        row[:count] = [free.pop() for _ in range(count)]
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    arrays = (starts, np.array(kv, np.int32), table)
+    return Spans(*(jnp.array(x) for x in arrays)), num_pages
+
+
+def make_example(
+    seed: int,
+    lengths: Sequence[int],
+    before: Sequence[int],
+    *,
+    page_size: int = 4,
+    kv_heads: int = 2,
+    group: int = 2,
+    head_dim: int = 8,
+    padding: int = 0,
+    columns: int | None = None,
+) -> Example:
+    rng = np.random.default_rng(seed)
+    spans, num_pages = make_spans(rng, lengths, before, page_size=page_size, columns=columns)
+    size = sum(lengths) + padding
+    pool_shape = (LAYERS * num_pages, page_size, 2 * kv_heads, head_dim)
+
+    def numbers(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    return Example(
+        spans,
+        numbers(*pool_shape),
+        numbers(size, kv_heads * group, head_dim),
+        numbers(size, kv_heads, head_dim),
+        numbers(size, kv_heads, head_dim),
+    )
+
+
+def run_xla(
+    example: Example, dtype: Any = jnp.float32, *, deterministic: bool = False, tile: int = 6
+) -> tuple[Array, Any]:
+    """What all tokens attend to ``[T, H, head_dim]`` in layer `LAYER`, and the pages behind it."""
+    given = jnp.float32 if dtype == jnp.int8 else dtype
+    tokens = [jnp.array(x, given) for x in (example.q, example.k, example.v)]
+    pages: Any = jnp.array(example.pool)
+    pages = to_int8(pages) if dtype == jnp.int8 else pages.astype(dtype)
+    return _write_and_attend(
+        example.spans, pages, *tokens, example.num_pages, deterministic=deterministic, tile=tile
+    )  # type: ignore[no-any-return]
+
+
+@partial(jax.jit, static_argnames=("num_pages", "deterministic", "tile"))
+def _write_and_attend(
+    spans: Spans,
+    pages: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    num_pages: int,
+    *,
+    deterministic: bool,
+    tile: int,
+) -> tuple[Array, Any]:
+    size, page_size = q.shape[0], pages.shape[1]
+    places = token_places(spans, size, page_size)
+    plan = make_tiles(spans, size, page_size, tile=tile, block=BLOCK, deterministic=deterministic)
+    pages = write_pages(pages, k, v, places, LAYER, num_pages)
+    return attend_pages(q, pages, spans, plan, LAYER, num_pages, implementation="xla"), pages
+
+
+def as_floats(pages: Any) -> np.ndarray:
+    """The numbers that pages stand for, float32."""
+    if isinstance(pages, Int8Rows):
+        return np.array(pages.values, np.float32) * np.array(pages.scales)[..., None]
+    return np.array(pages.astype(jnp.float32))

@@ -1,0 +1,144 @@
+"""Which backend runs where, and attention over pages whose heads are cut over devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tests.decode_examples import TINY
+from tests.ragged_examples import LAYER, LAYERS, Example, make_example, run_xla
+from wedlm_jax.attention.pages import Spans
+from wedlm_jax.attention.ragged_pages import (
+    allocate_pages,
+    attend_pages,
+    attention_plan,
+    check_ragged_backend,
+    token_places,
+    write_pages,
+)
+from wedlm_jax.errors import InputError
+from wedlm_jax.int8 import Int8Rows
+from wedlm_jax.sharding import make_mesh, on_replicas
+
+WIDE = dataclasses.replace(TINY, head_dim=128)
+
+
+def test_platforms_have_their_own_backend() -> None:
+    assert check_ragged_backend(None, "cpu", WIDE) == "xla"
+    assert check_ragged_backend(None, "tpu", WIDE) == "rpa"
+    assert check_ragged_backend(None, "tpu", TINY) == "xla"
+    assert check_ragged_backend(None, "tpu", WIDE, int8=True) == "xla"
+    assert check_ragged_backend("xla", "tpu", WIDE) == "xla"
+
+
+@pytest.mark.parametrize(
+    ("name", "platform", "config", "int8", "message"),
+    [
+        ("dense", "cpu", WIDE, False, "expected one of xla, rpa, not 'dense'"),
+        ("rpa", "cpu", WIDE, False, "'rpa' is for TPUs, not for 'cpu'"),
+        ("rpa", "tpu", WIDE, True, "'rpa' reads no int8 cache"),
+        ("rpa", "tpu", TINY, False, "head_dim of a multiple of 128, not"),
+    ],
+)
+def test_backends_that_cannot_run_are_refused(
+    name: str, platform: str, config: Any, int8: bool, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        check_ragged_backend(name, platform, config, int8=int8)
+
+
+def test_pages_of_a_model() -> None:
+    pages = allocate_pages(TINY, 5, 8, jnp.bfloat16, replicas=2)
+    rows = 2 * TINY.num_hidden_layers * 5
+    shape = (rows, 8, 2 * TINY.num_key_value_heads, TINY.head_dim)
+    assert (pages.shape, pages.dtype) == (shape, jnp.bfloat16)  # type: ignore[union-attr]
+    rounded = allocate_pages(TINY, 5, 8, jnp.int8)
+    assert isinstance(rounded, Int8Rows)
+    assert rounded.scales.shape == (rows // 2, *shape[1:3])
+
+
+def forward(spans: Spans, pages: Any, q: Any, k: Any, v: Any, *, num_pages: int) -> Any:
+    """All layers, one after the other."""
+    size, page_size = q.shape[0], pages.shape[1]
+    places, plan = token_places(spans, size, page_size), attention_plan(spans, size, page_size)
+
+    def layer(number: Any, carry: Any) -> Any:
+        q, pages = carry
+        pages = write_pages(pages, k, v, places, number, num_pages)
+        out = attend_pages(q, pages, spans, plan, number, num_pages, implementation="xla")
+        return out, pages
+
+    return jax.lax.fori_loop(0, LAYERS, layer, (q, pages))
+
+
+def arguments(example: Example) -> tuple[Any, ...]:
+    return example.spans, *(jnp.array(x) for x in (example.pool, example.q, example.k, example.v))
+
+
+@pytest.mark.parametrize("sizes", [{"tensor": 8}, {"data": 2, "tensor": 4}])
+def test_heads_are_cut_over_devices(sizes: dict[str, int]) -> None:
+    example = make_example(3, [1, 20, 0, 1], [30, 40, 0, 7], kv_heads=8, padding=2)
+    given = arguments(example)
+    run = partial(forward, num_pages=example.num_pages)
+    expected, expected_pages = jax.jit(run)(*given)
+    replicas = sizes.get("data", 1)
+    mesh = make_mesh(sizes)
+    pool_spec, token_spec = PartitionSpec("data", None, "tensor"), PartitionSpec("data", "tensor")
+    specs = (PartitionSpec("data"), pool_spec, token_spec, token_spec, token_spec)
+    tree = jax.tree.map(lambda x: jnp.concatenate([x] * replicas), given)
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(part, NamedSharding(mesh, spec))
+            for part, spec in zip(tree, specs, strict=True)
+        ]
+        compiled = jax.jit(on_replicas(run, whole=()), donate_argnums=1).lower(*placed).compile()
+        out, pages = compiled(*placed)
+    for replica in range(replicas):
+        own = slice(replica * len(expected), (replica + 1) * len(expected))
+        np.testing.assert_allclose(np.array(out)[own], expected, atol=1e-6, rtol=1e-6)
+    np.testing.assert_allclose(np.array(pages)[: len(expected_pages)], expected_pages)
+    # Nothing is exchanged: neither a pool nor anything else.
+    text = compiled.as_text()
+    assert not re.findall(r"all-gather|all-reduce|all-to-all|collective-permute", text)
+
+
+def test_one_pool_is_updated_in_place() -> None:
+    example = make_example(3, [1, 20], [30, 40], padding=2, columns=16)
+    pool = jnp.zeros((LAYERS * 2048, *example.pool.shape[1:]))
+    given = arguments(example)
+    compiled = (
+        jax.jit(partial(forward, num_pages=2048), donate_argnums=1)
+        .lower(given[0], pool, *given[2:])
+        .compile()
+    )
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < pool.nbytes / 4
+    text = compiled.as_text()
+    copies = [line for line in text.splitlines() if re.search(r"= f32\[6144,\S+ copy\(", line)]
+    assert not copies
+
+
+def test_a_single_token_does_not_copy_the_pool() -> None:
+    example = make_example(3, [1], [30], columns=16)
+    pool = jnp.zeros((LAYERS * 2048, *example.pool.shape[1:]))
+    given = arguments(example)
+    lowered = jax.jit(partial(forward, num_pages=2048), donate_argnums=1)
+    memory = lowered.lower(given[0], pool, *given[2:]).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < pool.nbytes / 4
+
+
+def test_layers_do_not_touch_one_another() -> None:
+    example = make_example(3, [4], [6])
+    _, pages = run_xla(example)
+    others = [i for i in range(LAYERS) if i != LAYER]
+    for layer in others:
+        own = slice(layer * example.num_pages, (layer + 1) * example.num_pages)
+        np.testing.assert_array_equal(np.array(pages)[own], example.pool[own])

@@ -1,0 +1,199 @@
+"""Ragged attention over pages against a loop over queries and heads, and what stays equal to the
+bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.ragged_examples import LAYER, Example, as_floats, make_example, make_spans, run_xla
+from tests.reference.ragged import attend_span, cached
+from wedlm_jax.attention.ragged_xla import make_tiles
+
+TOLERANCE = {jnp.float32: 2e-5, jnp.bfloat16: 3e-2, jnp.int8: 2e-5}
+
+
+def check(example: Example, dtype: Any, **how: Any) -> None:
+    """Compares every sequence with the reference, which reads the same pages."""
+    out, pages = run_xla(example, dtype, **how)
+    out, pool = np.array(out.astype(jnp.float32)), as_floats(pages)
+    table, lengths = (np.array(x) for x in (example.spans.page_table, example.spans.kv_lengths))
+    given_dtype = jnp.float32 if dtype == jnp.int8 else dtype
+    q = np.array(jnp.array(example.q, given_dtype).astype(jnp.float32))
+    for i, length in enumerate(lengths):
+        own = example.flat(i)
+        if length:
+            keys, values = cached(pool, table[i], length, LAYER, example.num_pages)
+            expected = attend_span(q[own], keys, values, q.shape[-1] ** -0.5)
+            limit = TOLERANCE[dtype]
+            np.testing.assert_allclose(out[own], expected, atol=limit, rtol=limit)
+    assert np.isfinite(out).all()
+
+
+span_lists = st.lists(
+    st.tuples(st.one_of(st.just(0), st.just(1), st.integers(2, 20)), st.integers(0, 60)),
+    min_size=1,
+    max_size=6,
+).filter(lambda spans: sum(length for length, _ in spans) > 0)
+
+
+@settings(max_examples=12)
+@given(
+    spans=span_lists,
+    page_size=st.sampled_from([1, 4, 8, 32]),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 4),
+    padding=st.integers(0, 5),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    deterministic=st.booleans(),
+)
+def test_spans_attend_to_what_they_see(
+    spans: list[tuple[int, int]],
+    page_size: int,
+    kv_heads: int,
+    group: int,
+    padding: int,
+    dtype: Any,
+    deterministic: bool,
+) -> None:
+    lengths, before = zip(*spans, strict=True)
+    example = make_example(
+        sum(lengths),
+        lengths,
+        before,
+        page_size=page_size,
+        kv_heads=kv_heads,
+        group=group,
+        padding=padding,
+    )
+    check(example, dtype, deterministic=deterministic)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "before"),
+    [
+        ([1], [0]),
+        ([1], [200]),
+        ([30], [100]),
+        # More tokens at once than are taken together, and one that sees far more than the others.
+        ([1] * 19, [5] * 18 + [250]),
+        ([1, 20, 0, 1, 33, 2], [3, 60, 9, 100, 0, 31]),
+    ],
+    ids=["first", "one", "chunk", "tokens", "mixed"],
+)
+@pytest.mark.parametrize("columns", [None, 80], ids=["", "wide"])
+def test_shapes_of_forwards(lengths: list[int], before: list[int], columns: int | None) -> None:
+    check(make_example(0, lengths, before, padding=3, columns=columns), jnp.float32)
+
+
+def test_nothing_else_is_written() -> None:
+    example = make_example(0, [1, 7, 0, 4], [10, 3, 0, 0], padding=5)
+    _, pages = run_xla(example)
+    written = np.array(pages) != example.pool
+    pages_written = {int(page) for page in np.argwhere(written)[:, 0]}
+    table = np.array(example.spans.page_table)
+    # Pages of 4: token 10 is on page 2; tokens 3 to 9 on pages 0 to 2; tokens 0 to 3 on page 0.
+    own = {table[0, 2], table[1, 0], table[1, 1], table[1, 2], table[3, 0]}
+    trash = {0}
+    assert pages_written == {LAYER * example.num_pages + page for page in own | trash}
+
+
+def test_work_follows_what_is_visible() -> None:
+    spans, _ = make_spans(np.random.default_rng(0), [1, 40, 0, 1], [700, 300, 0, 9], page_size=16)
+    tiles = make_tiles(spans, 64, 16, tile=24, block=256)
+    assert tiles.single is not None
+    assert tiles.longer is not None
+    assert tiles.single.blocks.tolist() == [3, 1, 0, 0]
+    assert int(tiles.single.groups) == 1
+    assert tiles.longer.blocks[:2].tolist() == [2, 2]
+    assert int(tiles.longer.groups) == 2
+    assert tiles.longer.count[:3].tolist() == [24, 16, 0]
+
+
+BEFORE = 70
+"""Tokens before the spans of a sequence whose bits are compared."""
+
+
+def bits_of(
+    cuts: Sequence[int],
+    dtype: Any,
+    *,
+    index: int = 0,
+    others: Sequence[tuple[int, int]] = ((0, 0),) * 3,
+    seed: int = 0,
+) -> np.ndarray:
+    """What the tokens of one sequence attend to, in spans of these lengths, among others.
+
+    Args:
+      index: its place among the N = 4 sequences.
+      others: lengths of the others' spans, and of what stands before them.
+      seed: of pages, and of all that is not this sequence's.
+    """
+    own = np.random.default_rng(99)
+    total, kv_heads, group, head_dim, page_size, size = BEFORE + sum(cuts), 2, 2, 32, 16, 24
+    k, v = own.standard_normal((2, total, kv_heads, head_dim)).astype(np.float32)
+    q = own.standard_normal((total, kv_heads * group, head_dim)).astype(np.float32)
+    outputs, start = [], BEFORE
+    for length in cuts:
+        spans = [*others[:index], (length, start), *others[index:]]
+        rng = np.random.default_rng(seed)
+        made, num_pages = make_spans(
+            rng, *zip(*spans, strict=True), page_size=page_size, columns=16, num_pages=64
+        )
+        example = make_example(
+            seed, [size], [59 * page_size], page_size=page_size, head_dim=head_dim
+        )
+        pool = np.resize(example.pool, (3 * num_pages, *example.pool.shape[1:]))
+        table = np.array(made.page_table)[index]
+        for i in range(start):
+            page = LAYER * num_pages + table[i // page_size]
+            pool[page, i % page_size, 0::2], pool[page, i % page_size, 1::2] = k[i], v[i]
+        example = Example(made, pool, example.q.copy(), example.k.copy(), example.v.copy())
+        flat, here = example.flat(index), slice(start, start + length)
+        example.q[flat], example.k[flat], example.v[flat] = q[here], k[here], v[here]
+        out, _ = run_xla(example, dtype, deterministic=True, tile=24)
+        outputs.append(np.array(out[flat].astype(jnp.float32)))
+        start += length
+    return np.concatenate(outputs)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("cuts", "where"),
+    [
+        ([12], {"seed": 1}),
+        ([12], {"index": 3, "others": ((1, 100), (5, 30), (2, 0))}),
+        ([1] * 12, {}),
+        ([5, 1, 6], {"index": 2, "others": ((1, 7), (6, 200), (3, 3))}),
+    ],
+    ids=["pages", "neighbours", "token by token", "parts"],
+)
+def test_bits_depend_on_the_sequence_alone(dtype: Any, cuts: list[int], where: Any) -> None:
+    np.testing.assert_array_equal(bits_of(cuts, dtype, **where), bits_of([12], dtype))
+
+
+def test_no_scores_of_whole_tables_exist() -> None:
+    """T tokens against a table for S places: no array is as large as T x S."""
+    example = make_example(0, [64], [10], columns=4096)
+    sizes: list[int] = []
+
+    def visit(jaxpr: Any) -> None:
+        for equation in jaxpr.eqns:
+            sizes.extend(int(np.prod(x.aval.shape)) for x in equation.outvars)
+            for value in equation.params.values():
+                for inner in value if isinstance(value, (list, tuple)) else [value]:
+                    if hasattr(inner, "jaxpr"):
+                        visit(inner.jaxpr)
+                    elif hasattr(inner, "eqns"):
+                        visit(inner)
+
+    visit(jax.make_jaxpr(lambda: run_xla(example))().jaxpr)
+    assert len(sizes) > 50
+    assert max(sizes) < 64 * 4096
