@@ -30,11 +30,14 @@ from wedlm_jax.hf_export import (
 )
 from wedlm_jax.hf_folder import TOKENIZER_FILES, HFCheckpoint
 from wedlm_jax.hf_import import load_parameter, parameter_sharding
-from wedlm_jax.model import Transformer
+from wedlm_jax.layer_layout import TURNED, are_stacked, is_on_columns
+from wedlm_jax.model import Transformer, columns_are_faster
 from wedlm_jax.processes import Processes, jax_processes, replacing_together
+from wedlm_jax.quantization import check_quantization, rounded_alone
 
 # The parameter-name table: our path, Hugging Face's name, whether the matrix is stored
-# the other way round there ([out, in]). "{}" stands for the layer; those are stacked here.
+# the other way round there ([out, in]). "{}" stands for the layer. Names and shapes here are
+# those of stacked layers; `parameter_entries` says what they are where layers are apart.
 PARAMETER_TABLE: tuple[tuple[str, str, bool], ...] = (
     ("embed_tokens", "model.embed_tokens.weight", False),
     ("norm.scale", "model.norm.weight", False),
@@ -77,16 +80,33 @@ class Entry:
         return shape[::-1] if self.transposed else shape
 
 
-def parameter_entries(config: ModelConfig) -> list[Entry]:
-    """The table, filled in for a model of this configuration."""
-    shapes = _shapes(config)
+def parameter_entries(
+    config: ModelConfig, *, stacked: bool = True, columns: bool = False
+) -> list[Entry]:
+    """The table, filled in for a model of this configuration.
+
+    Args:
+      stacked, columns: how the model's layers lie; see `wedlm_jax.layer_layout`.
+    """
+    shapes = _shapes(config, stacked, columns)
     entries = []
     for path, name, transposed in PARAMETER_TABLE:
-        if path not in shapes:
-            continue
-        stacked = "{}" in name
-        names = [name.format(i) for i in range(config.num_hidden_layers)] if stacked else [name]
-        entries.append(Entry(path, shapes[path], tuple(names), transposed, stacked))
+        of_layers = "{}" in name
+        parent, dot, last = path.rpartition(".")
+        if last in TURNED and not stacked and (columns or not of_layers):
+            path, transposed = f"{parent}{dot}{TURNED[last]}", not transposed
+        names = [name.format(i) for i in range(config.num_hidden_layers if of_layers else 1)]
+        tensors: list[tuple[str, tuple[str, ...]]]
+        if of_layers and not stacked:
+            paths = [path.replace("layers.", f"layers.{i}.", 1) for i in range(len(names))]
+            tensors = [(own, (name,)) for own, name in zip(paths, names, strict=True)]
+        else:
+            tensors = [(path, tuple(names))]
+        entries += [
+            Entry(path, shapes[path], own, transposed, stacked and of_layers)
+            for path, own in tensors
+            if path in shapes
+        ]
     assert len(entries) == len(shapes), "the parameter table misses a parameter of the model"
     return entries
 
@@ -97,20 +117,32 @@ def hf_path(path: tuple[Any, ...]) -> str:
     return ".".join(p for p in parts if p not in ("value", ""))
 
 
-def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
-    leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model))
+def _shapes(config: ModelConfig, stacked: bool, columns: bool) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(_abstract(config, stacked, columns)[1])
     return {hf_path(path): leaf.shape for path, leaf in leaves}
 
 
-def check_tensors(checkpoint: HFCheckpoint) -> list[Entry]:
-    """Verifies that the tensors of a folder are exactly the model's; returns the table.
+def _abstract(
+    config: ModelConfig, stacked: bool, columns: bool
+) -> tuple[nnx.GraphDef[Transformer], nnx.State]:
+    return nnx.split(  # type: ignore[no-any-return]
+        nnx.eval_shape(
+            lambda: Transformer(config, rngs=nnx.Rngs(0), stacked=stacked, columns=columns)
+        )
+    )
+
+
+def check_tensors(
+    checkpoint: HFCheckpoint, *, stacked: bool = True, columns: bool = False
+) -> list[Entry]:
+    """Verifies that the tensors of a folder are exactly the model's; returns the table, as
+    `parameter_entries`.
 
     Raises:
       InputError: naming the first missing, extra or misshapen tensor.
     """
     config, folder = checkpoint.config, checkpoint.folder
-    entries = parameter_entries(config)
+    entries = parameter_entries(config, stacked=stacked, columns=columns)
     expected = {name: entry.hf_shape for entry in entries for name in entry.hf_names}
     extra = set(checkpoint.tensors) - set(expected)
     if config.tie_word_embeddings:
@@ -129,7 +161,13 @@ def check_tensors(checkpoint: HFCheckpoint) -> list[Entry]:
 
 
 def load_checkpoint(
-    folder: str | Path, *, dtype: Any = None, mesh: Mesh | None = None
+    folder: str | Path,
+    *,
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+    stacked: bool = True,
+    columns: bool | None = None,
+    quantization: str | None = None,
 ) -> Transformer:
     """Reads a Hugging Face checkpoint (wedlm, qwen2 or qwen3) into a model.
 
@@ -141,25 +179,43 @@ def load_checkpoint(
       dtype: of the parameters; that of the file by default.
       mesh: lays each parameter out as `wedlm_jax.sharding` says, and each host reads only the
         slices that its devices hold; the default device holds all without one.
+      stacked: whether the model's layers are to lie stacked, or apart, each read by itself.
+      columns: whether layers that are apart compute on columns; by default where
+        `wedlm_jax.model.columns_are_faster`.
+      quantization: a name in `wedlm_jax.quantization.QUANTIZATIONS`: each matrix is rounded as
+        soon as it is read, so that no more than one is in memory as it was.
 
     Raises:
       InputError: naming the file and tensor that is missing, extra, misshapen or truncated,
         or the parameter that the mesh does not divide.
     """
+    check_quantization(quantization)
     checkpoint = HFCheckpoint(folder)
-    entries = check_tensors(checkpoint)
+    if columns is None:
+        kinds = [dtype] if dtype is not None else checkpoint.dtypes()
+        widest = max((jnp.dtype(kind) for kind in kinds), key=lambda kind: kind.itemsize)
+        columns = not stacked and columns_are_faster(checkpoint.config, widest)
+    entries = check_tensors(checkpoint, stacked=stacked, columns=columns)
     if mesh is not None:
         for entry in entries:
             parameter_sharding(mesh, entry)
-    values = {e.path: load_parameter(checkpoint, e, dtype, mesh) for e in entries}
-    return model_from_arrays(checkpoint.config, values)
+
+    def load(entry: Entry) -> Any:
+        value = load_parameter(checkpoint, entry, dtype, mesh)
+        name = entry.path.rpartition(".")[2]
+        return value if quantization is None else rounded_alone(value, name)
+
+    values = {entry.path: load(entry) for entry in entries}
+    return model_from_arrays(checkpoint.config, values, stacked=stacked, columns=columns)
 
 
-def model_from_arrays(config: ModelConfig, values: dict[str, Any]) -> Transformer:
+def model_from_arrays(
+    config: ModelConfig, values: dict[str, Any], *, stacked: bool = True, columns: bool = False
+) -> Transformer:
     """A model whose parameters are ``values``, by dotted path of the table."""
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    graph, abstract = _abstract(config, stacked, columns)
     state = jax.tree_util.tree_map_with_path(
-        lambda path, _: jnp.asarray(values[hf_path(path)]), abstract
+        lambda path, _: jax.tree.map(jnp.asarray, values[hf_path(path)]), abstract
     )
     return nnx.merge(graph, state)
 
@@ -201,12 +257,19 @@ def save_checkpoint(
       processes: of the job; those of JAX by default.
 
     Raises:
-      InputError: ``folder`` holds something else, or the values do not fit ``dtype``.
+      InputError: ``folder`` holds something else, the values do not fit ``dtype``, or the
+        model's matrices are rounded.
     """
     np_dtype = numpy_dtype(dtype)
     require_replaceable(Path(folder))
     processes = processes or jax_processes()
-    tensors = model_tensors(parameter_entries(model.config), arrays_from_model(model), np_dtype)
+    entries = parameter_entries(
+        model.config, stacked=are_stacked(model), columns=is_on_columns(model)
+    )
+    arrays = arrays_from_model(model)
+    if any(entry.path not in arrays for entry in entries):
+        raise InputError(f"{folder}: the model's matrices are rounded; export it as it was before")
+    tensors = model_tensors(entries, arrays, np_dtype)
     with replacing_together(folder, processes) as beside:
         write_weights(plan_files(tensors, shard_bytes), beside, processes)
         if processes.index == 0:

@@ -1,4 +1,13 @@
-"""A model's layers apart, or stacked: one made of the other, parameter by parameter."""
+"""How a model's layers lie in memory: stacked, or apart, on rows or on columns.
+
+* Stacked: every parameter of a layer has a leading axis of layers, and a scan goes through them.
+  For training, and for decoding where a compiler reads a layer of the stack in place (TPUs).
+* Apart: each layer has its own arrays. For CPUs, where a scan copies them out of the stack.
+* On columns: hidden states are ``[D, T]``, and matrices are stored ``[out, in]`` and stand on the
+  left of a product. A CPU's products pack the matrix on the right at each call; with one that its
+  caches do not hold this takes longer than the product of a few tokens. With one that they do hold
+  it costs little, and rows are faster where the number of tokens is no multiple of 16.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +19,14 @@ from flax import nnx
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from wedlm_jax.model import Transformer
+from wedlm_jax.config import ModelConfig
+from wedlm_jax.model import COLUMNS, Transformer, columns_are_faster
 
 Path = tuple[Any, ...]
+
+TURNED = {"kernel": "weight", "lm_head": "head_weight"}
+"""Names of a matrix ``[in, out]`` and of the same ``[out, in]``."""
+_TURNED_BACK = {new: old for old, new in TURNED.items()}
 
 
 def are_stacked(model: Transformer) -> bool:
@@ -20,33 +34,43 @@ def are_stacked(model: Transformer) -> bool:
     return not isinstance(model.layers, nnx.List)
 
 
-def with_layers_apart(model: Transformer, *, consume: bool = False) -> Transformer:
+def with_layers_apart(
+    model: Transformer, *, columns: bool | None = None, consume: bool = False
+) -> Transformer:
     """Makes a model whose layers lie apart, of one in which they are stacked.
 
     Works under `jax.jit`, `jax.eval_shape` and on a mesh, and with rounded matrices.
 
     Args:
       model: returned as it is if its layers are apart already.
+      columns: whether they are to compute on columns; by default where
+        `wedlm_jax.model.columns_are_faster`.
       consume: whether each stacked array is deleted as soon as its layers are out, so that one
         parameter of all layers is the most that is ever in memory twice. ``model`` is of no
         use then.
     """
     if not are_stacked(model):
         return model
-    count = model.config.num_hidden_layers
+    if columns is None:
+        columns = columns_are_faster(model.config, model.embed_tokens[...].dtype)
     state: dict[Path, Any] = {}
     for path, parameter in _parameters(model).items():
-        if path[0] != "layers":
+        turned = path == ("lm_head",) or (columns and path[-1] == "kernel")
+        count = model.config.num_hidden_layers if path[0] == "layers" else None
+        path = (*path[:-1], TURNED[path[-1]]) if turned else path
+        if count is None and not turned:
             state[path] = parameter
             continue
         leaves, structure = jax.tree.flatten(parameter)
-        layers = [_slices(leaf, count) for leaf in leaves]
-        for index in range(count):
-            own = [slices[index] for slices in layers]
-            state[("layers", index, *path[1:])] = jax.tree.unflatten(structure, own)
+        cut = [_cut(leaf, count, turned) for leaf in leaves]
         if consume:
-            _delete(leaves, layers)
-    return _merged(model, state, stacked=False)
+            _delete(leaves, cut)
+        own = [jax.tree.unflatten(structure, some) for some in zip(*cut, strict=True)]
+        if count is None:
+            [state[path]] = own
+        else:
+            state |= {("layers", i, *path[1:]): layer for i, layer in enumerate(own)}
+    return _merged(model.config, state, stacked=False, columns=columns)
 
 
 def with_layers_stacked(model: Transformer, *, consume: bool = False) -> Transformer:
@@ -54,54 +78,83 @@ def with_layers_stacked(model: Transformer, *, consume: bool = False) -> Transfo
     `with_layers_apart`."""
     if are_stacked(model):
         return model
-    parameters = _parameters(model)
-    state = {path: leaf for path, leaf in parameters.items() if path[0] != "layers"}
-    for path in [path for path in parameters if path[:2] == ("layers", 0)]:
-        own = [
-            parameters.pop(("layers", index, *path[2:]))
-            for index in range(model.config.num_hidden_layers)
-        ]
+    parameters, state = _parameters(model), {}
+    for path in [path for path in parameters if path[0] != "layers" or path[1] == 0]:
+        turned = path[-1] in _TURNED_BACK
+        new = (*path[:-1], _TURNED_BACK[path[-1]]) if turned else path
+        if path[0] == "layers":
+            new = ("layers", *new[2:])
+            numbers = range(model.config.num_hidden_layers)
+            own = [parameters.pop(("layers", i, *path[2:])) for i in numbers]
+        elif turned:
+            own = [parameters.pop(path)]
+        else:
+            state[path] = parameters.pop(path)
+            continue
         leaves = [jax.tree.leaves(parameter) for parameter in own]
-        stacked = [_stack(slices) for slices in zip(*leaves, strict=True)]
-        state[("layers", *path[2:])] = jax.tree.unflatten(jax.tree.structure(own[0]), stacked)
+        joined = [_join(some, path[0] == "layers", turned) for some in zip(*leaves, strict=True)]
+        state[new] = jax.tree.unflatten(jax.tree.structure(own[0]), joined)
         if consume:
-            _delete([leaf for some in leaves for leaf in some], stacked)
-    return _merged(model, state, stacked=True)
+            _delete([leaf for some in leaves for leaf in some], joined)
+    return _merged(model.config, state, stacked=True, columns=False)
+
+
+def is_on_columns(model: Transformer) -> bool:
+    """Tells whether the layers compute on columns ``[D, T]``."""
+    return model.axis == COLUMNS
 
 
 def _parameters(model: Transformer) -> dict[Path, Any]:
     return dict(nnx.state(model).flat_state())
 
 
-def _merged(model: Transformer, state: dict[Path, Any], *, stacked: bool) -> Transformer:
-    config = model.config
-    graph = nnx.graphdef(
-        nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), stacked=stacked))
+def _merged(
+    config: ModelConfig, state: dict[Path, Any], *, stacked: bool, columns: bool
+) -> Transformer:
+    shapes = nnx.eval_shape(
+        lambda: Transformer(config, rngs=nnx.Rngs(0), stacked=stacked, columns=columns)
     )
-    return nnx.merge(graph, nnx.State.from_flat_path(state))
+    return nnx.merge(nnx.graphdef(shapes), nnx.State.from_flat_path(state))
 
 
-def _slices(stacked: Array, count: int) -> list[Array]:
-    """Takes the layers out of ``[count, ...]``, each laid out as it was within the stack."""
+def _cut(array: Array, count: int | None, turned: bool) -> list[Array]:
+    """Takes the layers out of ``[count, ...]``, or out of an array that is of no layer (None) that
+    array, each laid out as it was there, or turned round."""
 
-    def cut(stacked: Array) -> list[Array]:
-        return [stacked[index] for index in range(count)]
+    def cut(array: Array) -> list[Array]:
+        own = [array] if count is None else [array[index] for index in range(count)]
+        return [x.T for x in own] if turned else own
 
-    if isinstance(stacked, jax.core.Tracer):
-        return cut(stacked)
-    sharding = stacked.sharding
+    def own_spec(spec: tuple[Any, ...]) -> tuple[Any, ...]:
+        spec = spec if count is None else spec[1:]
+        return spec[::-1] if turned else spec
+
+    return _placed(cut, own_spec, array)  # type: ignore[no-any-return]
+
+
+def _join(arrays: tuple[Array, ...], layers: bool, turned: bool) -> Array:
+    """The inverse of `_cut`."""
+
+    def join(*arrays: Array) -> Array:
+        own = [x.T for x in arrays] if turned else arrays
+        return jnp.stack(own) if layers else own[0]
+
+    def joined_spec(spec: tuple[Any, ...]) -> tuple[Any, ...]:
+        spec = spec[::-1] if turned else spec
+        return (None, *spec) if layers else spec
+
+    return _placed(join, joined_spec, *arrays)  # type: ignore[no-any-return]
+
+
+def _placed(function: Any, new_spec: Any, *arrays: Array) -> Any:
+    """Runs ``function`` so that its results lie where their values are."""
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return function(*arrays)
+    sharding = arrays[0].sharding
     if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-    return jax.jit(cut, out_shardings=sharding)(stacked)  # type: ignore[no-any-return]
-
-
-def _stack(slices: tuple[Array, ...]) -> Array:
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in slices):
-        return jnp.stack(slices)
-    sharding = slices[0].sharding
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
-    return jax.jit(lambda *own: jnp.stack(own), out_shardings=sharding)(*slices)
+        spec = tuple(sharding.spec) + (None,) * (arrays[0].ndim - len(sharding.spec))
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*new_spec(spec)))
+    return jax.jit(function, out_shardings=sharding)(*arrays)
 
 
 def _delete(old: list[Array], new: Any) -> None:

@@ -4,6 +4,11 @@ The layers know nothing of masks, caches and pages: each hands its queries, keys
 a function and gets back what they attended to. `Transformer.__call__` computes rectangles
 ``[B, T]`` of sequences under a mask, as training does; `Transformer.run` flat tokens ``[T]``
 of many sequences, as decoding does.
+
+Hidden states are rows: tokens first, features last, ``[..., D]``, and products are
+``x @ kernel``. Where layers lie apart they may be columns instead, ``[D, T]``, and products
+``weight @ x`` with a weight ``[out, in]``: a CPU multiplies from the left with a large matrix as
+it lies in memory, which for 4 to 64 tokens takes half the time; see `wedlm_jax.layer_layout`.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from wedlm_jax.attention import attend
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.int8 import to_float, to_int8
 from wedlm_jax.masks import Mask
-from wedlm_jax.quantization import is_quantized, product
+from wedlm_jax.quantization import is_quantized, left_product, product
 from wedlm_jax.rope import apply_rope, held, rope_tables
 from wedlm_jax.sharding import constrain
 
@@ -30,6 +35,9 @@ Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 """From queries ``[..., H, head_dim]``, keys and values ``[..., K, head_dim]`` of a layer to
 what its queries attended to ``[..., H, head_dim]``, and anything that is to be kept."""
 
+ROWS, COLUMNS = -1, -2
+"""The axis of the features: of tokens by features, of features by tokens."""
+
 REMAT_POLICIES: dict[str, Callable | None] = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -37,86 +45,134 @@ REMAT_POLICIES: dict[str, Callable | None] = {
 }
 
 
+CACHED_BYTES = 2 * 2**20
+"""A matrix larger than this does not stay in a CPU core's own cache."""
+
+
+def columns_are_faster(config: ModelConfig, dtype: Any) -> bool:
+    """Tells whether layers that are apart are to compute on columns, on a CPU."""
+    matrix = config.hidden_size * config.intermediate_size
+    return matrix * jnp.dtype(dtype).itemsize > CACHED_BYTES
+
+
 class RMSNorm(nnx.Module):
     """Root-mean-square normalisation in float32, as in Hugging Face's Qwen."""
 
-    def __init__(self, size: int, epsilon: float, dtype: jnp.dtype):
-        self.epsilon = epsilon
+    def __init__(self, size: int, epsilon: float, dtype: jnp.dtype, axis: int = ROWS):
+        self.epsilon, self.axis = epsilon, axis
         self.scale = nnx.Param(jnp.ones((size,), dtype))
 
     def __call__(self, x: Array) -> Array:
         x32 = x.astype(jnp.float32)
-        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
-        return self.scale[...].astype(x.dtype) * x32.astype(x.dtype)
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, self.axis, keepdims=True) + self.epsilon)
+        return _along(self.axis, self.scale[...]).astype(x.dtype) * x32.astype(x.dtype)
 
 
 class Linear(nnx.Module):
-    """``x @ kernel (+ bias)``, parameters cast to the dtype of ``x``; kernel ``[in, out]``."""
+    """A product and a bias, parameters cast to the dtype of ``x``.
+
+    For rows ``x [..., in]``: ``x @ kernel + bias``, kernel ``[in, out]``; for columns
+    ``x [in, T]``: ``weight @ x + bias``, weight ``[out, in]``.
+    """
 
     def __init__(
-        self, n_in: int, n_out: int, *, bias: bool, scale: float, dtype: jnp.dtype, rngs: nnx.Rngs
+        self,
+        n_in: int,
+        n_out: int,
+        *,
+        bias: bool,
+        scale: float,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        axis: int = ROWS,
     ):
-        self.kernel = nnx.Param(_normal(rngs, (n_in, n_out), scale, dtype))
+        self.axis = axis
+        matrix = _normal(rngs, (n_in, n_out), scale, dtype)
+        if axis == ROWS:
+            self.kernel = nnx.Param(matrix)
+        else:
+            self.weight = nnx.Param(matrix.T)
         self.bias = nnx.Param(jnp.zeros((n_out,), dtype)) if bias else None
 
     def __call__(self, x: Array) -> Array:
-        y = product(x, self.kernel[...])
-        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+        if self.axis == ROWS:
+            y = product(x, self.kernel[...])
+        else:
+            y = left_product(self.weight[...], x)
+        return y if self.bias is None else y + _along(self.axis, self.bias[...]).astype(x.dtype)
+
+
+def _along(axis: int, vector: Array) -> Array:
+    """A vector of features as it is added to hidden states."""
+    return vector if axis == ROWS else vector[:, None]
 
 
 class Attention(nnx.Module):
     """Grouped-query attention with RoPE and optional per-head QK-norm."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, axis: int):
         d, h = config.hidden_size, config.head_dim
         q_size, kv_size = config.num_attention_heads * h, config.num_key_value_heads * h
-        bias, scale = config.attention_bias, config.initializer_range
+        scale = config.initializer_range
         residual = scale / (2 * config.num_hidden_layers) ** 0.5
-        self.head_dim = h
-        self.q_proj = Linear(d, q_size, bias=bias, scale=scale, dtype=dtype, rngs=rngs)
-        self.k_proj = Linear(d, kv_size, bias=bias, scale=scale, dtype=dtype, rngs=rngs)
-        self.v_proj = Linear(d, kv_size, bias=bias, scale=scale, dtype=dtype, rngs=rngs)
-        self.o_proj = Linear(q_size, d, bias=False, scale=residual, dtype=dtype, rngs=rngs)
+        self.head_dim, self.axis = h, axis
+        linear = partial(Linear, dtype=dtype, rngs=rngs, axis=axis)
+        self.q_proj = linear(d, q_size, bias=config.attention_bias, scale=scale)
+        self.k_proj = linear(d, kv_size, bias=config.attention_bias, scale=scale)
+        self.v_proj = linear(d, kv_size, bias=config.attention_bias, scale=scale)
+        self.o_proj = linear(q_size, d, bias=False, scale=residual)
         norm = config.qk_norm
-        self.q_norm = RMSNorm(h, config.rms_norm_eps, dtype) if norm else None
-        self.k_norm = RMSNorm(h, config.rms_norm_eps, dtype) if norm else None
+        self.q_norm = RMSNorm(h, config.rms_norm_eps, dtype, axis) if norm else None
+        self.k_norm = RMSNorm(h, config.rms_norm_eps, dtype, axis) if norm else None
 
     def __call__(self, x: Array, rope: tuple[Array, Array], attend: Attend) -> tuple[Array, Any]:
-        """``x [..., D]`` to the same shape, and what ``attend`` keeps."""
-        q, k, v = (
-            proj(x).reshape(*x.shape[:-1], -1, self.head_dim)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        """``x [..., D]`` or ``[D, T]`` to the same shape, and what ``attend`` keeps."""
+        q, k, v = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out, kept = attend(apply_rope(q, rope), apply_rope(k, rope), v)
-        return self.o_proj(out.reshape(*x.shape[:-1], -1)), kept
+        q, k = (apply_rope(x, rope, self.axis) for x in (q, k))
+        if self.axis == ROWS:
+            out, kept = attend(q, k, v)
+            out = out.reshape(*x.shape[:-1], -1)
+        else:
+            out, kept = attend(*(x.transpose(2, 0, 1) for x in (q, k, v)))
+            out = out.transpose(1, 2, 0).reshape(-1, x.shape[-1])
+        return self.o_proj(out), kept
+
+    def _heads(self, x: Array) -> Array:
+        """``[..., H * head_dim]`` to ``[..., H, head_dim]``, or of columns to
+        ``[H, head_dim, T]``."""
+        if self.axis == COLUMNS:
+            return x.reshape(-1, self.head_dim, x.shape[-1])
+        return x.reshape(*x.shape[:-1], -1, self.head_dim)
 
 
 class MLP(nnx.Module):
     """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, axis: int):
         d, f, scale = config.hidden_size, config.intermediate_size, config.initializer_range
         residual = scale / (2 * config.num_hidden_layers) ** 0.5
-        self.gate_proj = Linear(d, f, bias=False, scale=scale, dtype=dtype, rngs=rngs)
-        self.up_proj = Linear(d, f, bias=False, scale=scale, dtype=dtype, rngs=rngs)
-        self.down_proj = Linear(f, d, bias=False, scale=residual, dtype=dtype, rngs=rngs)
+        linear = partial(Linear, bias=False, dtype=dtype, rngs=rngs, axis=axis)
+        self.gate_proj = linear(d, f, scale=scale)
+        self.up_proj = linear(d, f, scale=scale)
+        self.down_proj = linear(f, d, scale=residual)
 
     def __call__(self, x: Array) -> Array:
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DecoderLayer(nnx.Module):
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, axis: int = ROWS):
         d, epsilon = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(d, epsilon, dtype)
-        self.self_attn = Attention(config, dtype, rngs)
-        self.post_attention_layernorm = RMSNorm(d, epsilon, dtype)
-        self.mlp = MLP(config, dtype, rngs)
+        self.input_layernorm = RMSNorm(d, epsilon, dtype, axis)
+        self.self_attn = Attention(config, dtype, rngs, axis)
+        self.post_attention_layernorm = RMSNorm(d, epsilon, dtype, axis)
+        self.mlp = MLP(config, dtype, rngs, axis)
 
     def __call__(self, x: Array, rope: tuple[Array, Array], attend: Attend) -> tuple[Array, Any]:
-        """``x [B, T, D]`` or ``[T, D]`` to the same shape, and what ``attend`` keeps."""
+        """``x [B, T, D]``, ``[T, D]`` or ``[D, T]`` to the same shape, and what ``attend``
+        keeps."""
         mixed, kept = self.self_attn(self.input_layernorm(x), rope, attend)
         x = _laid_out(x + mixed)
         return _laid_out(x + self.mlp(self.post_attention_layernorm(x))), kept
@@ -124,7 +180,7 @@ class DecoderLayer(nnx.Module):
 
 def _laid_out(x: Array) -> Array:
     """Hidden states laid out as `wedlm_jax.sharding` says; flat tokens whole on each device."""
-    return constrain(x, "batch", "length") if x.ndim == 3 else constrain(x, "tokens")
+    return constrain(x, "batch", "length") if x.ndim == 3 else constrain(x)
 
 
 class Transformer(nnx.Module):
@@ -136,6 +192,11 @@ class Transformer(nnx.Module):
     `wedlm_jax.layer_layout` makes one of the other.
 
     Parameters are held in ``dtype``; computation runs in the dtype passed to the call.
+
+    Args:
+      stacked: whether the layers are.
+      columns: whether layers that are apart compute on columns ``[D, T]``; by default where
+        `columns_are_faster`.
     """
 
     def __init__(
@@ -145,25 +206,28 @@ class Transformer(nnx.Module):
         rngs: nnx.Rngs,
         dtype: jnp.dtype = jnp.dtype("float32"),
         stacked: bool = True,
+        columns: bool | None = None,
     ):
-        self.config = config
+        if columns is None:
+            columns = not stacked and columns_are_faster(config, dtype)
+        assert not (stacked and columns), "stacked layers compute on rows"
+        axis = COLUMNS if columns else ROWS
+        self.config, self.axis = config, axis
         d, scale = config.hidden_size, config.initializer_range
         self.embed_tokens = nnx.Param(_normal(rngs, (config.vocab_size, d), scale, dtype))
         layer_keys = jax.random.split(rngs.params(), config.num_hidden_layers)
 
         def layer(key: Array) -> DecoderLayer:
-            return DecoderLayer(config, dtype, nnx.Rngs(params=key))
+            return DecoderLayer(config, dtype, nnx.Rngs(params=key), axis)
 
         self.layers: Any = (
             nnx.vmap(layer)(layer_keys) if stacked else nnx.List([layer(key) for key in layer_keys])
         )
-        self.norm = RMSNorm(d, config.rms_norm_eps, dtype)
-        head = (
-            None
-            if config.tie_word_embeddings
-            else _normal(rngs, (d, config.vocab_size), scale, dtype)
-        )
-        self.lm_head = None if head is None else nnx.Param(head)
+        self.norm = RMSNorm(d, config.rms_norm_eps, dtype, axis)
+        tied, head_shape = config.tie_word_embeddings, (d, config.vocab_size)
+        head = None if tied else _normal(rngs, head_shape, scale, dtype)
+        self.lm_head = None if head is None or not stacked else nnx.Param(head)
+        self.head_weight = None if head is None or stacked else nnx.Param(head.T)
 
     def __call__(
         self,
@@ -192,16 +256,22 @@ class Transformer(nnx.Module):
         Returns:
           Normalised hidden states ``[B, T, D]`` (see `logits`).
         """
-        rope = rope_tables(self.config, positions)
+        shape = token_ids.shape
+        if self.axis == COLUMNS:
+            token_ids, positions = token_ids.reshape(-1), positions.reshape(-1)
+        rope = rope_tables(self.config, positions, self.axis)
 
         def attend_to_sequences(q: Array, k: Array, v: Array) -> tuple[Array, None]:
-            return _attend(q, k, v, mask, attention, int8_kv), None
+            own_q, own_k, own_v = (x.reshape(*shape, *x.shape[-2:]) for x in (q, k, v))
+            out = _attend(own_q, own_k, own_v, mask, attention, int8_kv)
+            return out.reshape(q.shape), None
 
         def layer(module: DecoderLayer, index: Any, x: Array) -> Array:
             return module(x, rope, attend_to_sequences)[0]
 
         x = self._embedded(token_ids, dtype)
-        return self.norm(self._through_layers(layer, x, REMAT_POLICIES[remat], unroll))
+        x = self._through_layers(layer, x, REMAT_POLICIES[remat], unroll)
+        return self._normalised(x).reshape(*shape, -1)
 
     def run(
         self,
@@ -227,7 +297,7 @@ class Transformer(nnx.Module):
         Returns:
           Normalised hidden states ``[T, D]`` (see `logits`), and the carry.
         """
-        rope = held(rope_tables(self.config, positions))
+        rope = held(rope_tables(self.config, positions, self.axis), self.axis)
 
         def layer(
             module: DecoderLayer, index: Any, inputs: tuple[Array, Carry]
@@ -242,12 +312,18 @@ class Transformer(nnx.Module):
             return module(x, rope, attend_flat)
 
         x, carry = self._through_layers(layer, (self._embedded(tokens, dtype), carry))
-        return self.norm(x), carry
+        return self._normalised(x), carry
 
     def _embedded(self, tokens: Array, dtype: jnp.dtype | None) -> Array:
         # Each device looks up whole rows in its share of the vocabulary.
         x = constrain(self.embed_tokens[...], "vocab", None)[tokens]
+        x = x if self.axis == ROWS else x.T
         return _laid_out(x if dtype is None else x.astype(dtype))
+
+    def _normalised(self, x: Array) -> Array:
+        """The last layer's states as rows."""
+        x = self.norm(x)
+        return x if self.axis == ROWS else x.T
 
     def _through_layers(
         self,
@@ -278,10 +354,18 @@ class Transformer(nnx.Module):
 
     def head_matrix(self) -> Array:
         """The output projection ``[D, V]``: its own, or the embedding transposed."""
-        return self.embed_tokens[...].T if self.lm_head is None else self.lm_head[...]
+        return self._head_weight().T if self.lm_head is None else self.lm_head[...]
+
+    def _head_weight(self) -> Any:
+        """That of a model without `lm_head`, ``[V, D]``."""
+        return (self.embed_tokens if self.head_weight is None else self.head_weight)[...]
 
     def logits(self, hidden: Array) -> Array:
         """float32 logits ``[..., V]`` of hidden states ``[..., D]``."""
+        if isinstance(self.layers, nnx.List):
+            columns = hidden.reshape(-1, hidden.shape[-1]).T
+            logits = left_product(self._head_weight(), columns, jnp.float32).T
+            return logits.reshape(*hidden.shape[:-1], -1)
         head = self.head_matrix()
         if is_quantized(head):
             return product(hidden, head).astype(jnp.float32)

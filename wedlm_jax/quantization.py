@@ -54,27 +54,78 @@ def product(x: Array, matrix: Any) -> Array:
     return qwix.dot_general(x, matrix.astype(x.dtype), contracted)
 
 
+def left_product(matrix: Any, x: Array, dtype: Any = None) -> Array:
+    """``matrix [out, in] @ x [in, T]`` in the dtype of ``x``, accumulated and given in ``dtype``;
+    the matrix may be quantized.
+
+    For CPUs, whose products pack what stands on the right at each call. For the few columns of
+    ``x`` that is nothing; a large matrix there takes as long to pack as to multiply.
+    """
+    columns = x.shape[1]
+    if x.dtype != jnp.float32 and columns < FEWEST_COLUMNS:
+        x = jnp.pad(x, ((0, 0), (0, FEWEST_COLUMNS - columns)))
+    if is_quantized(matrix):
+        import qwix
+
+        y = qwix.dot_general(matrix.astype(x.dtype), x, (((1,), (0,)), ((), ())))
+        y = y if dtype is None else y.astype(dtype)
+    else:
+        y = jnp.matmul(matrix.astype(x.dtype), x, preferred_element_type=dtype)
+    # Without the barrier XLA makes one product of this and a transposition behind it, the matrix
+    # on the right again, and in bfloat16 one of this and a cast, for which it casts the matrix.
+    return jax.lax.optimization_barrier(y)[:, :columns]
+
+
+FEWEST_COLUMNS = 4
+"""For a single one in bfloat16 XLA casts the whole matrix to float32 first, at each call."""
+
+
+INPUT_AXES = {"kernel": -2, "lm_head": -2, "weight": -1, "head_weight": -1}
+"""Of the matrices that are rounded: the axis that a product sums over."""
+
+
+def rounded(matrix: Array, name: str) -> Any:
+    """A matrix as integers with a scale for each output.
+
+    Args:
+      matrix: an axis of layers may stand before its own two.
+      name: of the parameter, in `INPUT_AXES`.
+    """
+    import qwix
+
+    summed = INPUT_AXES[name] % matrix.ndim
+    apart = [axis for axis in range(matrix.ndim) if axis != summed]
+    return qwix.quantize(matrix, jnp.int8, channelwise_axes=apart)
+
+
+_rounded = jax.jit(rounded, static_argnums=1)
+
+
+def rounded_alone(value: Array, name: str) -> Any:
+    """A parameter rounded and then deleted, where its name is in `INPUT_AXES`; else as it is."""
+    if name not in INPUT_AXES:
+        return value
+    result = jax.block_until_ready(_rounded(value, name))
+    value.delete()
+    return result
+
+
 def quantize_weights(model: Model) -> Model:
     """The model with its matrices rounded; ``model`` itself is not changed.
 
     Args:
       model: a `wedlm_jax.model.Transformer`, on one device or on a mesh.
     """
-    import qwix
-
     graph, parameters = nnx.split(model)
 
     @jax.jit
-    def rounded(parameters: nnx.State) -> nnx.State:
+    def all_rounded(parameters: nnx.State) -> nnx.State:
         def one(path: tuple[Any, ...], parameter: Any) -> Any:
-            if path[-1] not in ("kernel", "lm_head"):
+            if path[-1] not in INPUT_AXES:
                 return parameter
-            matrix = parameter[...]
-            # An axis of layers stands before those of the matrix.
-            apart = [axis for axis in range(matrix.ndim) if axis != matrix.ndim - 2]
-            return parameter.replace(qwix.quantize(matrix, jnp.int8, channelwise_axes=apart))
+            return parameter.replace(rounded(parameter[...], path[-1]))
 
         flat = parameters.flat_state()
         return nnx.State.from_flat_path({path: one(path, leaf) for path, leaf in flat})
 
-    return nnx.merge(graph, rounded(parameters))
+    return nnx.merge(graph, all_rounded(parameters))

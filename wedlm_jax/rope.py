@@ -78,28 +78,35 @@ def _yarn_attention_factor(rope: RopeConfig, factor: float) -> float:
     return scale(1.0)
 
 
-def rope_tables(config: ModelConfig, positions: Array) -> tuple[Array, Array]:
-    """Cosines and sines, float32 ``[..., head_dim / 2]`` each, of ``positions [...]``."""
+def rope_tables(config: ModelConfig, positions: Array, axis: int = -1) -> tuple[Array, Array]:
+    """Cosines and sines, float32, of ``positions [...]``: ``[..., head_dim / 2]`` each, or, where
+    ``axis`` is -2, ``[head_dim / 2, T]``."""
     frequencies, factor = inverse_frequencies(config)
     angles = positions[..., None].astype(jnp.float32) * frequencies
+    angles = angles if axis == -1 else angles.T
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def held(tables: tuple[Array, Array]) -> tuple[Array, Array]:
-    """The tables as an array that XLA computes once.
+def held(tables: tuple[Array, Array], axis: int = -1) -> tuple[Array, Array]:
+    """The tables as an array that XLA computes once; ``axis`` is that of the features.
 
     On a CPU it would else put cosine and sine into the loop over every head of every layer, where
     they take a third of a forward's time. It does not put a concatenation there, and the barrier
     keeps the slices from being seen through.
     """
-    half = tables[0].shape[-1]
-    joined = jax.lax.optimization_barrier(jnp.concatenate(tables, axis=-1))
-    return joined[..., :half], joined[..., half:]
+    joined = jax.lax.optimization_barrier(jnp.concatenate(tables, axis))
+    cos, sin = jnp.split(joined, 2, axis)
+    return cos, sin
 
 
-def apply_rope(x: Array, tables: tuple[Array, Array]) -> Array:
-    """Rotates the halves of each head: ``x [..., H, head_dim]``, in float32, dtype kept."""
-    cos, sin = (table[..., None, :] for table in tables)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+def apply_rope(x: Array, tables: tuple[Array, Array], axis: int = -1) -> Array:
+    """Rotates the halves of each head, in float32, dtype kept.
+
+    Args:
+      x: ``[..., H, head_dim]``, or, where ``axis`` is -2, ``[H, head_dim, T]``.
+      tables: ``[..., head_dim / 2]``, or ``[head_dim / 2, T]``.
+    """
+    cos, sin = tables if axis == -2 else (table[..., None, :] for table in tables)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis)
     rotated = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+    return jnp.concatenate(rotated, axis).astype(x.dtype)

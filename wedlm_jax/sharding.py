@@ -63,6 +63,15 @@ PARAMETER_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gate_proj/kernel": ("hidden", "mlp"),
         "up_proj/kernel": ("hidden", "mlp"),
         "down_proj/kernel": ("mlp", "hidden"),
+        # Of layers that compute on columns, and the head where layers are apart.
+        "q_proj/weight": ("heads", "hidden"),
+        "k_proj/weight": ("heads", "hidden"),
+        "v_proj/weight": ("heads", "hidden"),
+        "o_proj/weight": ("hidden", "heads"),
+        "gate_proj/weight": ("mlp", "hidden"),
+        "up_proj/weight": ("mlp", "hidden"),
+        "down_proj/weight": ("hidden", "mlp"),
+        "head_weight": ("vocab", "hidden"),
         "scale": ("features",),
     }
 )
@@ -122,14 +131,20 @@ def parameter_axes(path: str) -> tuple[str, ...] | None:
     """Names of the axes of the parameter at ``path`` (parts joined by ``/``), or of an
     optimizer moment of it; None for what is no parameter, such as a step count."""
     parts = [part for part in path.split("/") if part != "value"]
-    rounded = parts.pop() if parts[-2:-1] in (["kernel"], ["lm_head"]) else None
+    # A matrix of 8-bit integers has a scale for each output, `wedlm_jax.quantization`.
+    matrix = next((name for name in parts[-2:-1] if name in _INPUT), None)
+    rounded = parts.pop() if matrix else None
     for ending, axes in PARAMETER_AXES.items():
         wanted = ending.split("/")
         if parts[-len(wanted) :] == wanted:
-            # A matrix of 8-bit integers has a scale for each output, `wedlm_jax.quantization`.
-            axes = ("features", *axes[1:]) if rounded == "scale" else axes
+            if matrix and rounded == "scale":
+                axes = ("features", axes[1]) if _INPUT[matrix] == 0 else (axes[0], "features")
             return ("layers", *axes) if _are_stacked(parts) else axes
     return None
+
+
+_INPUT = {"kernel": 0, "lm_head": 0, "weight": 1, "head_weight": 1}
+"""Which axis of a matrix is the one that a product sums over."""
 
 
 def _are_stacked(parts: Sequence[str]) -> bool:
@@ -214,9 +229,7 @@ def on_own_rows(
     )  # fmt: skip
 
 
-def check_fits(
-    mesh: Mesh, config: ModelConfig, *, rows: int = 0, row_length: int = 0
-) -> None:
+def check_fits(mesh: Mesh, config: ModelConfig, *, rows: int = 0, row_length: int = 0) -> None:
     """Refuses sizes that the mesh does not divide, by name.
 
     Args:

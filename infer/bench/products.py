@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from wedlm_jax.layer_layout import are_stacked
+from wedlm_jax.layer_layout import are_stacked, is_on_columns
 from wedlm_jax.model import DecoderLayer, Transformer
 
 if TYPE_CHECKING:
@@ -50,9 +50,10 @@ def _products(
 
 def _through_layers(model: Transformer, x: Array) -> Array:
     if not are_stacked(model):
+        x = x.T if is_on_columns(model) else x
         for layer in model.layers:
             x = _layer(layer, x)
-        return x
+        return x.T if is_on_columns(model) else x
     graph, parameters = nnx.split(model.layers)
 
     def turn(x: Array, own: nnx.State) -> tuple[Array, None]:
@@ -64,6 +65,6 @@ def _through_layers(model: Transformer, x: Array) -> Array:
 def _layer(layer: DecoderLayer, x: Array) -> Array:
     attention = layer.self_attn
     q, k, v = attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)
-    mixed = q + jnp.tile(k + v, (1, q.shape[1] // k.shape[1]))
+    mixed = q + jnp.concatenate([k + v] * (q.size // k.size), attention.axis)
     x = x + attention.o_proj(mixed)
     return x + layer.mlp(x)
