@@ -13,14 +13,14 @@ from jax.sharding import Mesh
 from wedlm_jax.completion import Chunk, Completion, Progress
 from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.engine.burst import Request
-from wedlm_jax.engine.engine import DEFAULT_WINDOW, Engine
+from wedlm_jax.engine.engine import DEFAULT_WINDOW, Engine, runs_apart
 from wedlm_jax.engine.events import Failed, Finished, TokenDelta
 from wedlm_jax.errors import InputError
 from wedlm_jax.generation import NOTHING, Generation, Prepared, Router, complete, extended
 from wedlm_jax.hf import load_checkpoint
 from wedlm_jax.params import MOST_LOGPROBS, SamplingParams
 from wedlm_jax.prompts import Prompt, as_list, as_token_ids, for_each, is_integer, numbered
-from wedlm_jax.quantization import check_quantization, quantize_weights
+from wedlm_jax.quantization import check_quantization
 from wedlm_jax.scoring import score
 from wedlm_jax.sharding import make_mesh
 from wedlm_jax.text import Messages, StopStrings, TextCodec
@@ -80,11 +80,15 @@ class LLM:
         self.dtype, self.quantization = dtype, quantization
         self.max_batch_size = max_batch_size
         devices = _mesh_of(mesh)
-        weights = load_checkpoint(self.folder, dtype=jnp.dtype(dtype), mesh=devices)
+        weights = load_checkpoint(
+            self.folder,
+            dtype=jnp.dtype(dtype),
+            mesh=devices,
+            stacked=not runs_apart(),
+            quantization=quantization,
+        )
         if window_size is None:
             window_size = DEFAULT_WINDOW if weights.config.knows_masks else 0
-        if quantization:
-            weights = quantize_weights(weights)
         self.engine = Engine(
             weights,
             window_size=window_size,

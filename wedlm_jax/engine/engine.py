@@ -85,7 +85,7 @@ class Engine:
             check_fits(mesh, model.config)
         self.mesh, self.window_size = mesh, window_size
         self.windows = _window_choice(window_size, max_batch_size)
-        if _runs_apart():
+        if runs_apart():
             model = with_layers_apart(model)
         wishes = Wishes(
             AUTO_WINDOW if window_size == "auto" else int(window_size),
@@ -245,7 +245,7 @@ class Engine:
           RuntimeError: sequences are under way.
         """
         self.scheduler.forget_prefixes()
-        self.device.update(with_layers_apart(model) if _runs_apart() else model)
+        self.device.update(with_layers_apart(model) if runs_apart() else model)
 
     def release(self) -> None:
         """Lets weights and pages go; the programs are kept for those that `update` gives next."""
@@ -349,6 +349,6 @@ def _cache_folder() -> Path | None:
     return None if folder is None else Path(folder)
 
 
-def _runs_apart() -> bool:
+def runs_apart() -> bool:
     """Whether layers run fastest one by one: XLA copies each out of a stack on a CPU."""
     return jax.default_backend() == "cpu"
