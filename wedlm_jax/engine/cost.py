@@ -33,7 +33,7 @@ MEASURE_SECONDS = 0.6
 NEIGHBOURS = 0.6
 """Sizes within a factor of exp(NEIGHBOURS) are neighbours."""
 
-ERROR = 0.12
+ERROR = 0.2
 """Standard deviation of the logarithm of a measured cost: the texts of a job are longer or shorter
 than those measured. Sizes close to each other err alike."""
 OWN_ERROR = 0.04
@@ -44,9 +44,9 @@ DRIFT = 0.001
 """How much of it a burst brings anew, as a standard deviation."""
 LEVEL, LEVEL_DRIFT = 0.5, 0.06
 """The same two of what all sizes have in common."""
-OVERHEAD = 4e-4
-"""Seconds that a burst takes beside its forwards, before that is known."""
-OVERHEAD_ERROR, OVERHEAD_DRIFT = 0.5, 0.003
+OVERHEAD = 5e-4
+"""Seconds that a burst takes beside its forwards, where that was not measured."""
+OVERHEAD_ERROR, OVERHEAD_DRIFT = 0.4, 0.003
 NOISE = 0.08
 """Standard deviation of the logarithm of a burst's time, before that is known."""
 LEAST_NOISE, MOST_NOISE = 0.02, 0.5
@@ -63,13 +63,15 @@ class CostTable:
     Args:
       sizes: the static sizes T of a forward, in any order.
       seconds: of each.
+      overhead: seconds that a burst of forwards takes beside them.
     """
 
-    def __init__(self, sizes: Sequence[int], seconds: Sequence[float]):
+    def __init__(self, sizes: Sequence[int], seconds: Sequence[float], overhead: float = OVERHEAD):
         order = np.argsort(sizes)
         self.sizes = np.asarray(sizes, np.int64)[order]
         self.measured: Floats = _monotone(np.asarray(seconds, np.float64)[order])
-        self._filter = _Correction(np.log(self.sizes))
+        self.overhead = overhead
+        self._filter = _Correction(np.log(self.sizes), overhead)
         self._largest = float(self.sizes[-1])
         self._update()
 
@@ -128,9 +130,11 @@ class _Correction:
 
     Args:
       places: ``[J]``, logarithms of the sizes.
+      overhead: seconds, as measured.
     """
 
-    def __init__(self, places: Floats):
+    def __init__(self, places: Floats, overhead: float):
+        self._overhead = overhead
         count = len(places)
         apart = (places[:, None] - places) / ALIKE
         errors = ERROR**2 * np.exp(-(apart**2)) + OWN_ERROR**2 * np.eye(count)
@@ -163,7 +167,7 @@ class _Correction:
         times = np.empty_like(self._state)
         times[:-2] = seconds_by_size * np.exp(self._state[:-2] + self._state[-2])
         times[-2] = times[:-2].sum()
-        times[-1] = OVERHEAD * np.exp(self._state[-1])
+        times[-1] = self._overhead * np.exp(self._state[-1])
         whole = times[-2] + times[-1]
         slope = times / whole
         surprise = float(np.log(seconds / whole))
@@ -241,6 +245,7 @@ def measure(
     time_forward: Callable[[int], float],
     sizes: Sequence[int],
     *,
+    overhead: Callable[[], float] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CostTable:
     """Measures a table: every size a few times, in rounds, so that other work of the machine
@@ -249,6 +254,8 @@ def measure(
     Args:
       time_forward: runs a forward of T tokens and returns its seconds; compiles nothing.
       sizes: the static sizes T.
+      overhead: says afterwards what a burst takes beside its forwards; None where that was not
+        measured.
     """
     started = clock()
     rounds: list[list[float]] = []
@@ -259,7 +266,8 @@ def measure(
     # The median's standard error, of all sizes alike: five values say little of one.
     deviation = 1.48 * np.median(np.abs(logs - medians))
     error = 1.25 * deviation / len(rounds) ** 0.5
-    return CostTable(sizes, np.exp(_smooth(np.log(sizes), medians, error)).tolist())
+    seconds = np.exp(_smooth(np.log(sizes), medians, error)).tolist()
+    return CostTable(sizes, seconds, OVERHEAD if overhead is None else max(overhead(), 1e-5))
 
 
 def kept_table(
@@ -279,7 +287,7 @@ def kept_table(
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         if kept["key"] == json.loads(text):
-            return CostTable(kept["sizes"], kept["seconds"])
+            return CostTable(kept["sizes"], kept["seconds"], kept["overhead"])
     except (OSError, ValueError, KeyError, TypeError):
         pass  # not there, or not whole: it is measured again
     table = measured()
@@ -287,6 +295,7 @@ def kept_table(
         "key": json.loads(text),
         "sizes": table.sizes.tolist(),
         "seconds": table.measured.tolist(),
+        "overhead": table.overhead,
     }
     beside = path.with_suffix(f".{os.getpid()}.tmp")
     # A folder that cannot be written to keeps nothing.

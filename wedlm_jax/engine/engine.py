@@ -292,7 +292,7 @@ class Engine:
         timed = [size for size in sizes if size <= probe.most_tokens] or [1]
         for size in timed:
             probe.time_forward(size)  # the first run of anything is slow
-        return measure(probe.time_forward, timed)
+        return measure(probe.time_forward, timed, overhead=probe.overhead)
 
     def _cost_key(self) -> dict[str, Any]:
         return {

@@ -17,8 +17,11 @@ from wedlm_jax.params import SamplingParams
 
 TEXT = 160
 """Tokens of the made-up texts, where the engine allows so many."""
-FORWARDS = 8
-"""Forwards that are timed together."""
+FEW, MANY, SOME = 2, 34, 8
+"""Forwards of the two bursts whose difference is timed: a burst costs something itself, often as
+much as several small forwards. ``SOME`` instead of ``MANY`` where forwards are slow."""
+SLOW = 0.03
+"""Seconds of the first burst from which on forwards are slow."""
 
 
 class ForwardProbe:
@@ -34,6 +37,7 @@ class ForwardProbe:
         length = min(TEXT, self._settings.max_text // 2)
         self._text = np.zeros(max(length, 1), np.int32)
         self._params = params
+        self._overheads: list[float] = []
 
     @property
     def most_tokens(self) -> int:
@@ -41,24 +45,37 @@ class ForwardProbe:
         return self._settings.sequences_each * (1 + self._settings.window)
 
     def time_forward(self, tokens: int) -> float:
-        """Seconds of a forward of so many tokens, of each replica."""
+        """Seconds of a forward of so many tokens, of each replica, without what a burst costs
+        beside its forwards."""
         windows = self._windows(min(tokens, self.most_tokens))
         settings = self._settings
         running = np.flatnonzero(windows >= 0)
         admissions = [self._admission(int(index)) for index in running]
         prompt = -(-len(self._text) * len(running) // settings.chunk_tokens) + 2
         self._device.run(self._burst(windows, admissions, prompt))
-        started = time.perf_counter()
-        report = self._device.run(self._burst(windows, [], FORWARDS))
-        seconds = time.perf_counter() - started
-        done = max(report.num_run, 1)
+        short, few = self._time_burst(windows, FEW)
+        long, many = self._time_burst(windows, MANY if short < SLOW else SOME)
         self._device.run(self._burst(windows, [], 0, released=running.tolist()))
-        return seconds / done
+        if many > few and long > short:
+            seconds = (long - short) / (many - few)
+            self._overheads.append(max(short - few * seconds, 0.0))
+            return seconds
+        return long / max(many, 1)  # other work on the machine has come between
+
+    def overhead(self) -> float:
+        """Seconds that the bursts took beside their forwards, as a rule."""
+        return float(np.median(self._overheads)) if self._overheads else 0.0
+
+    def _time_burst(self, windows: np.ndarray, forwards: int) -> tuple[float, int]:
+        started = time.perf_counter()
+        report = self._device.run(self._burst(windows, [], forwards))
+        return time.perf_counter() - started, report.num_run
 
     def _windows(self, tokens: int) -> np.ndarray:
-        """W of each sequence so that they run so many tokens together; −1 for no sequence."""
-        each, widest = self._settings.sequences_each, self._settings.window
-        count = min(max(-(-tokens // (1 + widest)), 1), each)
+        """W of each sequence so that they run so many tokens together, as many sequences as
+        possible: each of them costs attention to its text. −1 for no sequence."""
+        each = self._settings.sequences_each
+        count = min(max(tokens, 1), each)
         own = np.full(each, -1, np.int32)
         base, more = divmod(tokens, count)
         own[:count] = base - 1

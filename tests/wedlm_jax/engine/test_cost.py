@@ -66,6 +66,15 @@ def test_a_measurement_stands_up_to_other_work_on_the_machine() -> None:
     assert table.seconds(np.array(SIZES)) == pytest.approx(SECONDS, rel=0.25)
 
 
+def test_what_a_burst_takes_beside_its_forwards_is_kept_with_them(tmp_path: Path) -> None:
+    def measured() -> CostTable:
+        return measure(lambda size: size / 1000, SIZES, overhead=lambda: 0.002)
+
+    assert kept_table(tmp_path, {}, measured).overhead == 0.002
+    assert kept_table(tmp_path, {}, measured).overhead == 0.002
+    assert measure(lambda size: size / 1000, SIZES, overhead=lambda: 0.0).overhead > 0
+
+
 def test_a_slow_machine_is_measured_once() -> None:
     asked: list[int] = []
     now = [0.0]
@@ -131,7 +140,7 @@ class Bursts:
 def test_an_error_of_the_measurement_is_corrected_by_bursts_of_both_sizes() -> None:
     wrong = list(SECONDS)
     wrong[4] *= 1.25
-    bursts = Bursts(CostTable(SIZES, wrong))
+    bursts = Bursts(CostTable(SIZES, wrong, OVERHEAD))
     before = ratio(bursts.table, 32, 8)
     for _ in range(20):
         bursts.run(32, 10)
@@ -142,7 +151,7 @@ def test_an_error_of_the_measurement_is_corrected_by_bursts_of_both_sizes() -> N
 
 
 def test_a_machine_that_slows_down_changes_no_ratio() -> None:
-    bursts = Bursts(CostTable(SIZES, SECONDS))
+    bursts = Bursts(CostTable(SIZES, SECONDS, OVERHEAD))
     bursts.run(32, 50)
     before = ratio(bursts.table, 32, 1)
     bursts.level = 1.6
@@ -151,7 +160,7 @@ def test_a_machine_that_slows_down_changes_no_ratio() -> None:
 
 
 def test_times_that_are_far_too_long_say_little() -> None:
-    bursts = Bursts(CostTable(SIZES, SECONDS))
+    bursts = Bursts(CostTable(SIZES, SECONDS, OVERHEAD))
     for _ in range(20):
         bursts.run(32, 10, noise=0.3, outliers=0.05)
         bursts.run(8, 10, noise=0.3, outliers=0.05)
@@ -159,7 +168,7 @@ def test_times_that_are_far_too_long_say_little() -> None:
 
 
 def test_the_time_to_compile_changes_nothing() -> None:
-    bursts = Bursts(CostTable(SIZES, SECONDS))
+    bursts = Bursts(CostTable(SIZES, SECONDS, OVERHEAD))
     bursts.run(8, 20)
     before = ratio(bursts.table, 32, 8)
     bursts.table.observe(exactly(32.0), np.array([32.0]), 20.0)
@@ -167,7 +176,7 @@ def test_the_time_to_compile_changes_nothing() -> None:
 
 
 def test_what_was_run_is_in_less_doubt() -> None:
-    bursts = Bursts(CostTable(SIZES, SECONDS))
+    bursts = Bursts(CostTable(SIZES, SECONDS, OVERHEAD))
     sizes = np.array([8.0, 32.0, 256.0])
     before = bursts.table.doubt(sizes, 8)
     assert before[0] == 0
