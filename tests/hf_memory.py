@@ -1,7 +1,9 @@
 """Imports a checkpoint onto eight devices, exports it, and prints what memory that took.
 
     python -m tests.hf_memory SOURCE DESTINATION SHARD_BYTES
+    python -m tests.hf_memory SOURCE QUANTIZATION
 
+The second imports it for decoding: layers apart, matrices rounded.
 A process of its own, since a peak is the process's. SOURCE is removed when it has been read.
 Linux only: the peak is that of the kernel, which unlike `getrusage` forgets the parent's.
 """
@@ -19,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from wedlm_jax.hf import arrays_from_model, load_checkpoint, save_checkpoint
+from wedlm_jax.quantization import rounded_alone
 from wedlm_jax.sharding import make_mesh
 
 
@@ -46,5 +49,24 @@ def main(source: Path, destination: Path, shard_bytes: int) -> None:
     print(json.dumps(facts))
 
 
+def import_rounded(source: Path, quantization: str) -> None:
+    jax.config.update("jax_num_cpu_devices", 8)
+    mesh = make_mesh({"tensor": 8})
+    # What rounding takes besides is compiled before.
+    matrix = jnp.ones((8, 8), jnp.bfloat16)
+    rounded_alone(matrix, "kernel")
+    before = memory("VmRSS")
+    model = load_checkpoint(source, mesh=mesh, stacked=False, quantization=quantization)
+    arrays = arrays_from_model(model).values()
+    facts = {
+        "parameters": sum(value.nbytes for value in arrays),
+        "import": memory("VmHWM") - before,
+    }
+    print(json.dumps(facts))
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    if len(sys.argv) == 3:
+        import_rounded(Path(sys.argv[1]), sys.argv[2])
+    else:
+        main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -51,11 +51,11 @@ def values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
     return repeated.view(ml_dtypes.bfloat16).reshape(shape)
 
 
-def large_tensors() -> list[Tensor]:
+def large_tensors(layers: int = 28) -> list[Tensor]:
     def tensor(name: str, shape: tuple[int, ...]) -> Tensor:
         return Tensor(name, shape, np.dtype(ml_dtypes.bfloat16), lambda: values_of(name, shape))
 
-    entries = parameter_entries(config_from_hf(QWEN3_1_7B))
+    entries = parameter_entries(config_from_hf({**QWEN3_1_7B, "num_hidden_layers": layers}))
     return [tensor(name, entry.hf_shape) for entry in entries for name in entry.hf_names]
 
 
@@ -104,3 +104,31 @@ def test_1_7b_onto_eight_devices_and_back(tmp_path: Path) -> None:
     finally:
         shutil.rmtree(source, ignore_errors=True)
         shutil.rmtree(back, ignore_errors=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
+def test_rounded_while_read_it_is_never_there_as_it_was(tmp_path: Path) -> None:
+    source, layers = tmp_path / "source", 10
+    try:
+        source.mkdir()
+        write_config(source, {**QWEN3_1_7B, "num_hidden_layers": layers})
+        write_weights(plan_files(large_tensors(layers), SHARD_BYTES), source)
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.hf_memory", str(source), "int8"],
+            cwd=ROOT,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        facts = json.loads(done.stdout)
+        print(facts)
+        config = config_from_hf({**QWEN3_1_7B, "num_hidden_layers": layers})
+        matrices = config.num_parameters(embeddings=False)
+        embedding = 2 * QWEN3_1_7B["vocab_size"] * QWEN3_1_7B["hidden_size"]
+        assert matrices + embedding < facts["parameters"] < 1.01 * matrices + embedding
+        assert facts["import"] < facts["parameters"] + 0.5 * matrices
+    finally:
+        shutil.rmtree(source, ignore_errors=True)
