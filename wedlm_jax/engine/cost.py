@@ -245,6 +245,7 @@ def measure(
     time_forward: Callable[[int], float],
     sizes: Sequence[int],
     *,
+    reach: float = np.inf,
     overhead: Callable[[], float] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CostTable:
@@ -253,21 +254,36 @@ def measure(
 
     Args:
       time_forward: runs a forward of T tokens and returns its seconds; compiles nothing.
-      sizes: the static sizes T.
+      sizes: the static sizes T, ascending.
+      reach: tokens that a forward can be timed with, at most. Sizes that are not reached cost what
+        those before them let expect.
       overhead: says afterwards what a burst takes beside its forwards; None where that was not
         measured.
     """
     started = clock()
     rounds: list[list[float]] = []
+    timed = sizes[: int(np.searchsorted(sizes, reach)) + 1]
     while len(rounds) < ROUNDS and (not rounds or clock() - started < MEASURE_SECONDS):
-        rounds.append([max(time_forward(size), 1e-9) for size in sizes])
+        rounds.append([max(time_forward(size), 1e-9) for size in timed])
     logs = np.log(rounds)
     medians = np.median(logs, axis=0)
     # The median's standard error, of all sizes alike: five values say little of one.
     deviation = 1.48 * np.median(np.abs(logs - medians))
     error = 1.25 * deviation / len(rounds) ** 0.5
-    seconds = np.exp(_smooth(np.log(sizes), medians, error)).tolist()
-    return CostTable(sizes, seconds, OVERHEAD if overhead is None else max(overhead(), 1e-5))
+    seconds = np.exp(_smooth(np.log(timed), medians, error))
+    seconds = np.append(seconds, _beyond(np.array(timed), seconds, np.array(sizes[len(timed) :])))
+    measured = OVERHEAD if overhead is None else max(overhead(), 1e-5)
+    return CostTable(sizes, seconds.tolist(), measured)
+
+
+def _beyond(sizes: np.ndarray, seconds: Floats, larger: np.ndarray) -> Floats:
+    """Seconds of ``larger`` sizes, on the line through those within a factor of 4 of the last."""
+    last = sizes >= sizes[-1] / 4
+    if last.sum() < 2:
+        return seconds[-1] * larger / sizes[-1]
+    slope = np.polyfit(sizes[last], seconds[last], 1)[0]
+    found: Floats = seconds[-1] + max(slope, 0) * (larger - sizes[-1])
+    return found
 
 
 def kept_table(

@@ -289,10 +289,11 @@ class Engine:
         )
         probe = ForwardProbe(self.device, params)
         sizes = self.settings.program(self.device.traits).sizes.tokens
-        timed = [size for size in sizes if size <= probe.most_tokens] or [1]
-        for size in timed:
-            probe.time_forward(size)  # the first run of anything is slow
-        return measure(probe.time_forward, timed, overhead=probe.overhead)
+        reach = probe.most_tokens
+        for size in sizes:
+            if size < reach:
+                probe.time_forward(size)  # the first run of anything is slow
+        return measure(probe.time_forward, sizes, reach=reach, overhead=probe.overhead)
 
     def _cost_key(self) -> dict[str, Any]:
         return {

@@ -75,6 +75,21 @@ def test_what_a_burst_takes_beside_its_forwards_is_kept_with_them(tmp_path: Path
     assert measure(lambda size: size / 1000, SIZES, overhead=lambda: 0.0).overhead > 0
 
 
+def test_sizes_that_cannot_be_reached_are_expected_from_the_others() -> None:
+    asked = set()
+
+    def time_forward(tokens: int) -> float:
+        asked.add(tokens)
+        return 0.001 + 1e-5 * tokens
+
+    table = measure(time_forward, SIZES, reach=33, clock=lambda: 0.0)
+    assert asked == {1, 4, 8, 16, 32, 64}
+    assert table.sizes.tolist() == list(SIZES)
+    assert table.measured[-2:] == pytest.approx([0.001 + 128e-5, 0.001 + 256e-5], rel=0.02)
+    alone = measure(time_forward, (1, 8), reach=1, clock=lambda: 0.0)
+    assert alone.measured[1] == pytest.approx(8 * alone.measured[0])
+
+
 def test_a_slow_machine_is_measured_once() -> None:
     asked: list[int] = []
     now = [0.0]
