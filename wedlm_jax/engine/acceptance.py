@@ -24,7 +24,7 @@ MOST_TOKENS = 40.0
 """Tokens a forward of the easiest type, with a window without end."""
 BASE_WEIGHT = 2.0
 """Sequences that all types together count for before any is seen."""
-MEMORY = 60.0
+MEMORY = 40.0
 """Sequences that the population remembers, at most; older ones fade."""
 FADING = 0.995
 """What is left of the population's evidence from one burst to the next."""
@@ -37,8 +37,11 @@ INFLATION = 1.5
 """Runs of a sequence are not independent: easy and hard places come in clusters."""
 MISFIT = 0.08
 """Standard deviation of what the family misses of a width, before it is known."""
-TEXT_CHANGES = 0.05
+TEXT_CHANGES = 0.08
 """Standard deviation of how much easier the text of a burst is than that of the one before."""
+UNSETTLED = 0.2
+"""How wrong the first forward of a new width makes what a try of a single forward says; longer tries
+are less so."""
 MISFIT_DRIFT = 0.002
 """How much of it comes anew with each try."""
 MOST_SURPRISE = 0.5
@@ -172,7 +175,7 @@ class Acceptance:
         expected = self._expected.T[columns]
         variance = self._family.variance.T[columns] / forwards[:, None]
         if tried.any():
-            self._learn_misfit(before, columns, rate, expected, variance, tried)
+            self._learn_misfit(before, columns, rate, expected, variance, tried, forwards)
         self._used += np.bincount(columns, forwards, minlength=len(self._used))
         self._learn_filled(columns, tokens, forwards, slots)
         own *= np.exp(-forwards / OWN_MEMORY)[:, None]
@@ -193,6 +196,7 @@ class Acceptance:
         expected: Floats,
         variance: Floats,
         tried: np.ndarray,
+        forwards: Floats,
     ) -> None:
         """Compares widths that were tried with the usual one. That one is what the types are learnt
         from, so it has no misfit of its own; and where it commits more than expected in this burst,
@@ -216,6 +220,7 @@ class Acceptance:
             square = self._population @ self._expected**2
             ratio = square / (self._population @ self._expected) ** 2
             common, doubt = 0.0, unknown * (ratio - 1) + TEXT_CHANGES**2
+        doubt += (UNSETTLED / forwards[tried].mean()) ** 2
         weight = np.bincount(columns, precision * tried, minlength=count)
         surprise = np.bincount(columns, excess * tried, minlength=count)
         for j in np.flatnonzero(weight):

@@ -14,7 +14,8 @@ one would pay if the text were easier than most that was seen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -35,8 +36,9 @@ SAVED_UP = 30
 """Bursts whose share may be saved up for later tries."""
 FIRST_LOOKS = 64
 """Bursts at the beginning after each of which windows are chosen anew."""
-LOOK_SECONDS, LOOK_SECONDS_EACH = 0.03, 0.0005
-"""Later they are after so long, and so much longer for each sequence: choosing takes time, too."""
+LOOK_SECONDS, LOOK_SHARE = 0.03, 0.01
+"""Later they are after so long at least, and so seldom that it takes no more than this share of the
+time."""
 COSTS_EVERY = 2
 """Looks from one to the next after which the time of a burst is compared with what it was to
 take."""
@@ -54,10 +56,19 @@ class AutoWindows:
       widest: the widest window that may be chosen, at least 2.
       num_sequences: N, of each replica.
       costs: seconds of a forward; may also be set later, but before the first burst.
+      clock: tells seconds.
     """
 
-    def __init__(self, widest: int, num_sequences: int, costs: CostTable | None = None):
+    def __init__(
+        self,
+        widest: int,
+        num_sequences: int,
+        costs: CostTable | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         self._widest, self._num_sequences, self.costs = widest, num_sequences, costs
+        self._clock, self._look_seconds = clock, 0.0
         self._widths = np.array([*(w for w in WIDTHS if w < widest), widest])
         self._kinds: dict[tuple[str, bool], Acceptance] = {}
         self._slots = SequenceSlots(0)
@@ -118,7 +129,7 @@ class AutoWindows:
         """Whether all windows are to be chosen anew."""
         if self._looks < FIRST_LOOKS or self._try_loss:
             return True
-        if self._since > LOOK_SECONDS + LOOK_SECONDS_EACH * len(rows):
+        if self._since > max(LOOK_SECONDS, self._look_seconds / LOOK_SHARE):
             return True
         low, high = sorted((self._load, len(rows)))
         if high > OTHER_LOAD * low:
@@ -156,6 +167,7 @@ class AutoWindows:
 
     def _look(self, rows: np.ndarray) -> None:
         """Learns from all bursts since the last look, and chooses all windows anew."""
+        started = self._clock()
         self._learn_acceptance()
         slots, count = self._slots, self._num_sequences
         self._looks += 1
@@ -166,6 +178,7 @@ class AutoWindows:
             free = slots.free[inside]
             if free.any():
                 self._choose_together(inside[free], inside[~free])
+        self._look_seconds += 0.2 * (self._clock() - started - self._look_seconds)
 
     def _choose_together(self, rows: np.ndarray, others: np.ndarray) -> None:
         """Chooses the windows of the sequences of one replica.

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from wedlm_jax.engine.acceptance import NUM_TYPES, Floats
+from wedlm_jax.engine.acceptance import NUM_TYPES, OWN_MEMORY, Floats
 from wedlm_jax.engine.burst import Report, Request
 from wedlm_jax.engine.cost import ForwardTokens
 from wedlm_jax.engine.sequence import SequenceState
@@ -169,6 +169,9 @@ class SequenceSlots:
         opened = opens * (forwards > 0)
         self._opens[rows] &= forwards[: len(rows)] == 0
         self._counts[rows] = now[: len(rows)]
+        # Without a window there is no evidence, and what was known of the text grows old.
+        plain = np.flatnonzero(column[: len(rows)] == 0)
+        self.own[rows[plain]] *= np.exp(-forwards[plain] / OWN_MEMORY)[:, None]
         for i, one in zip(rows.tolist(), sequences, strict=True):
             if one.index != i:  # finished, or put back
                 self._sequences[i] = self._requests[i] = None

@@ -16,6 +16,9 @@ STAY = 1.015
 forward without drafts."""
 PRICES = np.concatenate([[0.0], np.geomspace(0.004, 1.0, 19)])
 """Tokens committed that a token computed must at least bring."""
+TOKENS_DOUBT = 0.05
+"""How far off the expected tokens of a forward may be, as a share of them: what just fits into a
+size may as well not fit."""
 WORTH_A_TRY = 1.01
 """A window is tried where this much of the present speed can be hoped for."""
 LITTLE = 0.1
@@ -84,8 +87,9 @@ class WidthsByLoad:
         self._widths_at = np.arange(self._num_widths)
 
     def _rate(self, committed: Floats, tokens: ForwardTokens) -> Floats:
-        base = self._base_tokens.reshape(4, *[1] * (tokens.ndim - 1))
-        rate: Floats = (self._base_committed + committed) / self._costs.expected(tokens + base)
+        tokens = tokens + self._base_tokens.reshape(4, *[1] * (tokens.ndim - 1))
+        tokens[1] += (TOKENS_DOUBT * tokens[0]) ** 2
+        rate: Floats = (self._base_committed + committed) / self._costs.expected(tokens)
         return rate
 
     def best(self, now: Columns) -> tuple[Columns, float | None]:

@@ -52,6 +52,10 @@ def quiet(seconds: float) -> float:
     return seconds
 
 
+def auto(widest: int, sequences: int, costs: CostTable) -> AutoWindows:
+    return AutoWindows(widest, sequences, costs, clock=lambda: 0.0)
+
+
 def table(device: str, slower: Callable[[float], float] = quiet) -> CostTable:
     costs = DEVICES[device]
     return measure(lambda size: slower(costs[size] / 1000), sorted(costs), clock=lambda: 0.0)
@@ -72,7 +76,7 @@ def share_of_best(
 ) -> float:
     """Speed over that of the best width, when other texts like these were decoded before."""
     slower = quiet if seed is None else noise(seed)
-    windows = AutoWindows(32, sequences, table(device, slower))
+    windows = auto(32, sequences, table(device, slower))
     simulation = Simulation(windows, DEVICES[device], sequences, noise=slower, mode=mode)
     simulation.decode(scripts(TEXTS[text], COUNT[sequences], 0))
     speed = simulation.decode(scripts(TEXTS[text], COUNT[sequences], 1))
@@ -124,10 +128,10 @@ def test_the_regimes_differ_in_what_is_best() -> None:
 
 
 def test_another_text_gets_other_windows() -> None:
-    windows = AutoWindows(32, 1, table("cpu"))
+    windows = auto(32, 1, table("cpu"))
     simulation = Simulation(windows, CPU_COSTS, 1)
     for texts, narrow in (((REASONING,), False), ((PROSE,), True), ((REASONING,), False)):
-        simulation.decode(scripts(texts, 60, 0))
+        simulation.decode(scripts(texts, 80, 0))
         last = [chosen[0] for chosen in simulation.chosen[-20:]]
         share = np.mean([width <= 4 for width in last])
         assert share > 0.7 if narrow else share < 0.3
@@ -135,7 +139,7 @@ def test_another_text_gets_other_windows() -> None:
 
 def test_more_sequences_get_narrower_windows_at_once() -> None:
     """Eight on a CPU decode autoregressively, one does not; and back."""
-    windows = AutoWindows(32, 8, table("cpu"))
+    windows = auto(32, 8, table("cpu"))
     simulation = Simulation(windows, CPU_COSTS, 8)
     for _ in range(3):
         simulation.decode(scripts((REASONING,), 16, 1))
@@ -149,7 +153,7 @@ def test_more_sequences_get_narrower_windows_at_once() -> None:
 def test_easy_and_hard_sequences_get_their_own_windows() -> None:
     """Long ones, since a sequence is known by its own first tokens."""
     hard = Text(0.3, 0.9, 0.3, 400)
-    windows = AutoWindows(32, 16, table("tpu"))
+    windows = auto(32, 16, table("tpu"))
     costs = {size: 1.0 + 0.004 * size for size in CPU_COSTS}
     windows.costs = CostTable(list(costs), [cost / 1000 for cost in costs.values()])
     simulation = Simulation(windows, costs, 16)
@@ -157,8 +161,8 @@ def test_easy_and_hard_sequences_get_their_own_windows() -> None:
     late = [chosen for chosen in simulation.chosen[8:] if len(chosen) == 16]
     widths = np.array(late[len(late) // 2])
     assert len(set(widths.tolist())) > 1
-    assert (widths >= 8).sum() >= 4
-    assert (widths <= 4).sum() >= 4
+    assert (widths >= 8).sum() >= 3
+    assert (widths <= 2).sum() >= 3
 
 
 def state(
@@ -171,35 +175,35 @@ def state(
 
 
 def test_requests_that_name_a_window_get_it_and_autoregressive_ones_get_none() -> None:
-    windows = AutoWindows(32, 4, table("tpu"))
+    windows = auto(32, 4, table("tpu"))
     requests = [state(0, 0, 5), state(1, 1, mode="ar"), state(2, 2, 0), state(3, 3)]
     assert [windows.widest(one.request) for one in requests] == [5, 0, 0, 32]
     assert list(windows.choose(requests))[:3] == [5, 0, 0]
     assert windows.choose(requests)[3] in WIDTHS
-    alone = AutoWindows(32, 4, table("tpu"))
+    alone = auto(32, 4, table("tpu"))
     assert list(alone.choose(requests[:3])) == [5, 0, 0]
 
 
 def test_no_window_is_wider_than_the_engine_or_the_rest_of_the_completion() -> None:
-    assert max(AutoWindows(6, 1, table("tpu")).choose([state(0, 0)])) <= 6
+    assert max(auto(6, 1, table("tpu")).choose([state(0, 0)])) <= 6
     short = state(0, 0)
     short.text.extend([1] * 62)
-    windows = AutoWindows(32, 1, table("tpu"))
+    windows = auto(32, 1, table("tpu"))
     windows._tries, windows._credit = FREE_TRIES, -1.0
     assert windows.choose([short])[0] <= 4
 
 
 def test_replicas_are_weighed_apart() -> None:
     """A crowd on one of them makes nothing dearer on the other."""
-    windows = AutoWindows(32, 8, table("cpu"))
+    windows = auto(32, 8, table("cpu"))
     crowd = [state(i, i) for i in range(8)]
     alone = state(8, 8)
     chosen = windows.choose([*crowd, alone])
-    assert chosen[8] == AutoWindows(32, 8, table("cpu")).choose([alone])[0]
+    assert chosen[8] == auto(32, 8, table("cpu")).choose([alone])[0]
 
 
 def test_new_sequences_between_looks_get_the_usual_window_and_others_keep_theirs() -> None:
-    windows = AutoWindows(32, 8, table("tpu"))
+    windows = auto(32, 8, table("tpu"))
     simulation = Simulation(windows, TPU_COSTS, 8)
     simulation.decode(scripts((REASONING,), 160, 0))
     assert windows._looks > FIRST_LOOKS

@@ -76,6 +76,16 @@ def test_autoregressive_forwards_say_nothing_of_windows() -> None:
     assert slots.evidence().tokens.tolist() == [6]
 
 
+def test_what_is_known_of_a_sequence_grows_old_without_a_window() -> None:
+    slots, one = SequenceSlots(1), sequence(0)
+    slots.enter(one, 0, free=True)
+    with_window(slots, one, 0, 0)
+    slots.own[0, 3] = -8.0
+    ran(one, 100, 100, 100)
+    slots.evidence()
+    assert -2 < slots.own[0, 3] < 0
+
+
 def test_sequences_that_are_gone_are_evidence_once() -> None:
     slots, first, second = SequenceSlots(1), sequence(0), sequence(0)
     slots.enter(first, 0, free=True)
