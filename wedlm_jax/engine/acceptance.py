@@ -40,8 +40,8 @@ MISFIT = 0.08
 TEXT_CHANGES = 0.08
 """Standard deviation of how much easier the text of a burst is than that of the one before."""
 UNSETTLED = 0.2
-"""How wrong the first forward of a new width makes what a try of a single forward says; longer tries
-are less so."""
+"""How wrong the first forward of a new width makes what a try of a single forward says; longer
+tries are less so."""
 MISFIT_DRIFT = 0.002
 """How much of it comes anew with each try."""
 MOST_SURPRISE = 0.5

@@ -34,7 +34,7 @@ FREE_TRIES = 3
 """Tries before that counts: nothing is known at first."""
 SAVED_UP = 30
 """Bursts whose share may be saved up for later tries."""
-FIRST_LOOKS = 64
+FIRST_LOOKS = 32
 """Bursts at the beginning after each of which windows are chosen anew."""
 LOOK_SECONDS, LOOK_SHARE = 0.03, 0.01
 """Later they are after so long at least, and so seldom that it takes no more than this share of the
@@ -123,7 +123,8 @@ class AutoWindows:
         if self._try_loss:
             self._tries += 1
             if self._tries > FREE_TRIES:
-                self._credit -= self._try_loss * self._usual_seconds
+                # It also takes a look to begin and one to end.
+                self._credit -= self._try_loss * self._usual_seconds + 2 * self._look_seconds
 
     def _is_due(self, rows: np.ndarray, new: Sequence[SequenceState]) -> bool:
         """Whether all windows are to be chosen anew."""

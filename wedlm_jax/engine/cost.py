@@ -79,6 +79,9 @@ class CostTable:
         """Seconds of forwards of so many tokens, on the machine as it was measured: what the
         smallest size costs that holds them. More than the largest are computed in parts."""
         tokens = np.asarray(tokens, np.float64)
+        if tokens.max(initial=0.0) <= self._largest:
+            near: Floats = self._seconds[self.sizes.searchsorted(tokens)]
+            return near
         whole = np.maximum(np.ceil(tokens / self._largest) - 1, 0)
         index = self.sizes.searchsorted(tokens - whole * self._largest)
         found: Floats = self._seconds[index] + whole * self._seconds[-1]

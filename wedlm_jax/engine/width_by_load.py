@@ -84,7 +84,6 @@ class WidthsByLoad:
         self._load, self._hoped, self._costs = load, hoped, costs
         self._base_committed, self._base_tokens = base_committed, base_tokens
         self._count, self._num_widths = load.committed.shape
-        self._widths_at = np.arange(self._num_widths)
 
     def _rate(self, committed: Floats, tokens: ForwardTokens) -> Floats:
         tokens = tokens + self._base_tokens.reshape(4, *[1] * (tokens.ndim - 1))
@@ -165,28 +164,34 @@ class WidthsByLoad:
         favour = np.exp(self._costs.doubt(load.tokens[0].sum(axis=0), float(tokens[0])))
         promise = all_hoped * favour
         alike = bool((columns == columns[0]).all())
-        promise[(together < (1 - LITTLE) * rate) | (alike & (self._widths_at == columns[0]))] = 0
-        if promise.max() > WORTH_A_TRY * rate:
-            column = int(promise.argmax())
+        little = together >= (1 - LITTLE) * rate
+        promise_of_all = np.where(little | (self._count == 1), promise, 0)
+        if alike:
+            promise_of_all[columns[0]] = 0
+        column = int(promise_of_all.argmax())
+        if promise_of_all[column] > WORTH_A_TRY * rate:
             return np.full_like(columns, column), _loss(together[column], rate)
+        if self._count == 1:
+            return None
         own = columns[candidate]
         committed = committed - load.committed[candidate, own]
         tokens = (tokens - load.tokens[:, candidate, own])[:, None]
-        one = self._rate(committed + load.committed[candidate], tokens + load.tokens[:, candidate])
-        promise = self._rate(
+        hope = self._rate(
             committed + hoped.committed[candidate], tokens + hoped.tokens[:, candidate]
         )
         # What does not pay for one alone may pay for all together.
-        promise = np.maximum(promise, all_hoped)
-        if self._count == 1:
-            promise *= favour
+        promise = np.maximum(hope, all_hoped)
         promise[own] = 0
         column = int(promise.argmax())
         if promise[column] < WORTH_A_TRY * rate:
             return None
+        one = self._rate(
+            committed + load.committed[candidate, column],
+            tokens[:, 0] + load.tokens[:, candidate, column],
+        )
         tried = columns.copy()
         tried[candidate] = column
-        return tried, _loss(one[column], rate)
+        return tried, _loss(float(one), rate)
 
 
 def _loss(rate: float, best: float) -> float:
