@@ -16,7 +16,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_checkpoint(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _two_sizes() -> Iterator[None]:
     """Forwards of two sizes instead of a dozen: the tests of the engine have them all."""
     with pytest.MonkeyPatch.context() as patch:
