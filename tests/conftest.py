@@ -33,12 +33,15 @@ from flax import nnx
 
 from tests.decode_examples import DRAWN, TINY, small_engine
 from tests.reference.decode_loop import FullForward
+from tests.two_sizes import two_sizes
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer
 
 # Devices for the tests of sharding. What is not sharded runs on the first alone.
 jax.config.update("jax_num_cpu_devices", 8)
+
+two_sizes()
 
 # A first example compiles, so no deadline can hold.
 hypothesis.settings.register_profile(
@@ -80,7 +83,7 @@ def tiny_model() -> Transformer:
 
 @pytest.fixture(scope="session")
 def streaming_engine(tiny_model: Transformer) -> Engine:
-    """For every option and mode, at all the sizes of a forward."""
+    """For every option and mode."""
     return small_engine(tiny_model)
 
 

@@ -25,6 +25,7 @@ from tests.check_goldens import (
     read_decode_cases,
 )
 from tests.decode_harness import decode_cases, decode_trace
+from tests.two_sizes import usual_sizes
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.hf import load_checkpoint
 from wedlm_jax.model import Transformer
@@ -34,7 +35,7 @@ CHECKPOINTS = ("qwen2_style", "qwen3_style")
 DECODE_CASES = {name: read_decode_cases(GOLDENS / name) for name in CHECKPOINTS}
 TRAIN_CASES = [(name, i) for name in CHECKPOINTS for i in range(5)]
 
-Decoder = tuple[Transformer, list[dict[str, Any]], Engine]
+Decoder = tuple[list[dict[str, Any]], Engine]
 
 
 @pytest.fixture
@@ -59,18 +60,24 @@ def models() -> dict[str, Transformer]:
 
 @pytest.fixture(scope="module", params=CHECKPOINTS)
 def decoder(request: pytest.FixtureRequest, models: dict[str, Transformer]) -> Decoder:
-    """A checkpoint's model and cases, and one engine for all of them.
+    """The cases of a checkpoint, and one engine for all of them.
 
     The engine is as wide as the widest case, so that it compiles once; each sequence decodes with
     its own window, a few at a time.
     """
-    model, cases = models[request.param], DECODE_CASES[request.param]
+    cases = DECODE_CASES[request.param]
     widest = max(case["window_size"] for case in cases)
-    return (
-        model,
-        cases,
-        Engine(model, window_size=widest, max_batch_size=4, max_model_len=256, chunk_tokens=32),
-    )
+    with usual_sizes():
+        engine = Engine(
+            models[request.param],
+            window_size=widest,
+            max_batch_size=4,
+            max_model_len=256,
+            chunk_tokens=32,
+        )
+        engine.expect([as_decode_case(case).sampling() for case in cases])
+        engine.compile()
+    return cases, engine
 
 
 def counted(result: dict[str, Any]) -> dict[str, Any]:
@@ -89,16 +96,17 @@ def test_forward_logits(models: dict[str, Transformer], name: str) -> None:
 
 
 def test_decodes_one_by_one(decoder: Decoder) -> None:
-    _, cases, engine = decoder
+    cases, engine = decoder
     for i, golden in enumerate(cases):
         (result,) = engine.decode([as_decode_case(golden).request(i)])
         assert {name: getattr(result, name) for name in COUNTS} == counted(golden), f"case {i}"
 
 
 @as_users_do
-def test_decodes_as_one_mixed_batch(decoder: Decoder) -> None:
-    model, cases, _ = decoder
-    results = decode_cases(model, [as_decode_case(golden) for golden in cases])
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_decodes_as_one_mixed_batch(models: dict[str, Transformer], name: str) -> None:
+    cases = DECODE_CASES[name]
+    results = decode_cases(models[name], [as_decode_case(golden) for golden in cases])
     assert [counted(result) for result in results] == [counted(golden) for golden in cases]
 
 
@@ -106,19 +114,19 @@ def test_decodes_as_one_mixed_batch(decoder: Decoder) -> None:
 def test_decodes_in_any_order(decoder: Decoder, seed: int) -> None:
     """Requests in random order, at places and in pages that others have left, their prompts
     computed in chunks and their prefixes reused."""
-    _, cases, engine = decoder
+    cases, engine = decoder
     order = np.random.default_rng(seed).permutation(len(cases))
     results = engine.decode([as_decode_case(cases[i]).request(int(i)) for i in order])
     for result, i in zip(results, order, strict=True):
         assert {name: getattr(result, name) for name in COUNTS} == counted(cases[i]), f"case {i}"
 
 
-def test_traces(decoder: Decoder) -> None:
-    model, cases, _ = decoder
-    traced = [golden for golden in cases if "trace" in golden]
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_traces(models: dict[str, Transformer], name: str) -> None:
+    traced = [golden for golden in DECODE_CASES[name] if "trace" in golden]
     assert len(traced) == 3
     for golden in traced:
-        assert decode_trace(model, as_decode_case(golden)) == golden["trace"]
+        assert decode_trace(models[name], as_decode_case(golden)) == golden["trace"]
 
 
 FIRST = [case for case in TRAIN_CASES if case[1] == 0]

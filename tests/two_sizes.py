@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
 from wedlm_jax.decode import sizes
 from wedlm_jax.engine.settings import CHUNK_TOKENS
 
+_USUAL_GRID, _USUAL_CHUNK = sizes._grid, CHUNK_TOKENS["cpu"]
 
-def two_sizes(patch: pytest.MonkeyPatch) -> None:
-    """Engines that are made from now on compute 8 tokens at once, or 32."""
-    patch.setattr(sizes, "_grid", lambda *_: [8, 32])
-    patch.setitem(CHUNK_TOKENS, "cpu", 16)
+
+def two_sizes() -> None:
+    """Engines that this process makes from now on compute 8 tokens at once, or 32."""
+    sizes._grid = lambda *_: [8, 32]
+    CHUNK_TOKENS["cpu"] = 16
+
+
+@contextmanager
+def usual_sizes() -> Iterator[None]:
+    """Engines that are made in here have the sizes that users get."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sizes, "_grid", _USUAL_GRID)
+        patch.setitem(CHUNK_TOKENS, "cpu", _USUAL_CHUNK)
+        yield

@@ -13,7 +13,8 @@ it lies in memory, which for 4 to 64 tokens takes half the time; see `wedlm_jax.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,9 +32,9 @@ from wedlm_jax.rope import apply_rope, held, rope_tables
 from wedlm_jax.sharding import constrain
 
 Carry = TypeVar("Carry")
-Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
-"""From queries ``[..., H, head_dim]``, keys and values ``[..., K, head_dim]`` of a layer to
-what its queries attended to ``[..., H, head_dim]``, and anything that is to be kept."""
+Attend = Callable[..., tuple[Array, Any]]
+"""From what it carries, the number of a layer, its queries ``[..., H, head_dim]``, its keys and
+values ``[..., K, head_dim]`` to what the queries attended to, and what it carries on."""
 
 ROWS, COLUMNS = -1, -2
 """The axis of the features: of tokens by features, of features by tokens."""
@@ -125,19 +126,23 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(h, config.rms_norm_eps, dtype, axis) if norm else None
         self.k_norm = RMSNorm(h, config.rms_norm_eps, dtype, axis) if norm else None
 
-    def __call__(self, x: Array, rope: tuple[Array, Array], attend: Attend) -> tuple[Array, Any]:
-        """``x [..., D]`` or ``[D, T]`` to the same shape, and what ``attend`` keeps."""
+    def project(self, x: Array, rope: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        """Returns queries, keys and values ``[..., H or K, head_dim]`` of ``x [..., D]`` or
+        ``[D, T]``."""
         q, k, v = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = (apply_rope(x, rope, self.axis) for x in (q, k))
-        if self.axis == ROWS:
-            out, kept = attend(q, k, v)
-            out = out.reshape(*x.shape[:-1], -1)
-        else:
-            out, kept = attend(*(x.transpose(2, 0, 1) for x in (q, k, v)))
-            out = out.transpose(1, 2, 0).reshape(-1, x.shape[-1])
-        return self.o_proj(out), kept
+        if self.axis == COLUMNS:
+            q, k, v = (x.transpose(2, 0, 1) for x in (q, k, v))
+        return q, k, v
+
+    def mix_heads(self, attended: Array) -> Array:
+        """Returns ``[..., D]`` or ``[D, T]`` of what each head attended to,
+        ``[..., H, head_dim]``."""
+        if self.axis == COLUMNS:
+            return self.o_proj(attended.transpose(1, 2, 0).reshape(-1, attended.shape[0]))
+        return self.o_proj(attended.reshape(*attended.shape[:-2], -1))
 
     def _heads(self, x: Array) -> Array:
         """``[..., H * head_dim]`` to ``[..., H, head_dim]``, or of columns to
@@ -170,12 +175,36 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(d, epsilon, dtype, axis)
         self.mlp = MLP(config, dtype, rngs, axis)
 
-    def __call__(self, x: Array, rope: tuple[Array, Array], attend: Attend) -> tuple[Array, Any]:
-        """``x [B, T, D]``, ``[T, D]`` or ``[D, T]`` to the same shape, and what ``attend``
-        keeps."""
-        mixed, kept = self.self_attn(self.input_layernorm(x), rope, attend)
-        x = _laid_out(x + mixed)
-        return _laid_out(x + self.mlp(self.post_attention_layernorm(x))), kept
+    def before_attention(self, x: Array, rope: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        """Returns queries, keys and values ``[..., H or K, head_dim]`` of hidden states
+        ``[B, T, D]``, ``[T, D]`` or ``[D, T]``."""
+        return self.self_attn.project(self.input_layernorm(x), rope)
+
+    def after_attention(self, x: Array, attended: Array) -> Array:
+        """Returns the next layer's hidden states, of ``x`` and what its queries attended to."""
+        x = _laid_out(x + self.self_attn.mix_heads(attended))
+        return _laid_out(x + self.mlp(self.post_attention_layernorm(x)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _OneOf:
+    """The layer of a list whose number the device knows.
+
+    Only products, norms and RoPE are compiled for each layer; attention, the larger part of a
+    program, once for all.
+    """
+
+    layers: Sequence[DecoderLayer]
+    index: Array
+
+    def before_attention(self, x: Array, rope: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        return self._run([layer.before_attention for layer in self.layers], x, rope)
+
+    def after_attention(self, x: Array, attended: Array) -> Array:
+        return self._run([layer.after_attention for layer in self.layers], x, attended)
+
+    def _run(self, functions: list[Callable[..., Any]], *inputs: Any) -> Any:
+        return jax.lax.switch(self.index, functions, *inputs)
 
 
 def _laid_out(x: Array) -> Array:
@@ -186,9 +215,9 @@ def _laid_out(x: Array) -> Array:
 class Transformer(nnx.Module):
     """The decoder.
 
-    Its layers are stacked and scanned, every parameter with a leading ``[num_hidden_layers]``
-    axis, or apart: a list of `DecoderLayer`, through which a Python loop goes. On a CPU a scan
-    copies each layer's weights out of the stack, which costs more than reading them.
+    Its layers are stacked, every parameter with a leading ``[num_hidden_layers]`` axis, or apart:
+    a list of `DecoderLayer`. A scan goes through either. On a CPU it copies a layer's weights out
+    of a stack, which costs more than reading them.
     `wedlm_jax.layer_layout` makes one of the other.
 
     Parameters are held in ``dtype``; computation runs in the dtype passed to the call.
@@ -259,18 +288,15 @@ class Transformer(nnx.Module):
         shape = token_ids.shape
         if self.axis == COLUMNS:
             token_ids, positions = token_ids.reshape(-1), positions.reshape(-1)
+
+        def attend_to_sequences(_: None, __: Any, *qkv: Array) -> tuple[Array, None]:
+            q, k, v = (x.reshape(*shape, *x.shape[-2:]) for x in qkv)
+            return _attend(q, k, v, mask, attention, int8_kv).reshape(qkv[0].shape), None
+
         rope = rope_tables(self.config, positions, self.axis)
-
-        def attend_to_sequences(q: Array, k: Array, v: Array) -> tuple[Array, None]:
-            own_q, own_k, own_v = (x.reshape(*shape, *x.shape[-2:]) for x in (q, k, v))
-            out = _attend(own_q, own_k, own_v, mask, attention, int8_kv)
-            return out.reshape(q.shape), None
-
-        def layer(module: DecoderLayer, index: Any, x: Array) -> Array:
-            return module(x, rope, attend_to_sequences)[0]
-
         x = self._embedded(token_ids, dtype)
-        x = self._through_layers(layer, x, REMAT_POLICIES[remat], unroll)
+        policy = REMAT_POLICIES[remat]
+        x, _ = self._through_layers(x, rope, attend_to_sequences, None, policy, unroll)
         return self._normalised(x).reshape(*shape, -1)
 
     def run(
@@ -289,8 +315,7 @@ class Transformer(nnx.Module):
           positions: int32 ``[T]``, the logical position of each; what RoPE sees.
           attend: ``attend(carry, layer, q, k, v)`` stores the keys and values
             ``[T, K, head_dim]`` of a layer and returns what its queries ``[T, H, head_dim]``
-            attended to, and the carry. ``layer`` is an int32 scalar where layers are stacked,
-            an int where they are apart.
+            attended to, and the carry. ``layer`` is an int32 scalar.
           carry: goes through all layers; the pages of keys and values, updated in place.
           dtype: compute dtype; that of the parameters by default.
 
@@ -299,19 +324,13 @@ class Transformer(nnx.Module):
         """
         rope = held(rope_tables(self.config, positions, self.axis), self.axis)
 
-        def layer(
-            module: DecoderLayer, index: Any, inputs: tuple[Array, Carry]
-        ) -> tuple[Array, Carry]:
-            x, carry = inputs
+        def attend_flat(carry: Carry, index: Array, *qkv: Array) -> tuple[Array, Carry]:
+            q, k, v = (constrain(x, "tokens", "heads") for x in qkv)
+            attended, after = attend(carry, index, q, k, v)
+            return constrain(attended, "tokens", "heads"), after
 
-            def attend_flat(q: Array, k: Array, v: Array) -> tuple[Array, Carry]:
-                q, k, v = (constrain(x, "tokens", "heads") for x in (q, k, v))
-                out, after = attend(carry, index, q, k, v)
-                return constrain(out, "tokens", "heads"), after
-
-            return module(x, rope, attend_flat)
-
-        x, carry = self._through_layers(layer, (self._embedded(tokens, dtype), carry))
+        x = self._embedded(tokens, dtype)
+        x, carry = self._through_layers(x, rope, attend_flat, carry)
         return self._normalised(x), carry
 
     def _embedded(self, tokens: Array, dtype: jnp.dtype | None) -> Array:
@@ -327,30 +346,32 @@ class Transformer(nnx.Module):
 
     def _through_layers(
         self,
-        layer: Callable[[Any, Any, Any], Any],
+        x: Array,
+        rope: tuple[Array, Array],
+        attend: Attend,
         carry: Any,
         policy: Callable | None = None,
         unroll: int = 1,
-    ) -> Any:
-        """Folds ``layer(module, index, carry) -> carry`` over the layers. Under a policy of
+    ) -> tuple[Array, Any]:
+        """Scans ``x`` and what ``attend`` carries through the layers. Under a policy of
         `REMAT_POLICIES` their activations are computed again."""
-        if isinstance(self.layers, nnx.List):
-            for index, module in enumerate(self.layers):
-                step: Callable[[Any], Any] = partial(layer, module, index)
-                if policy is not None:
-                    step = jax.checkpoint(step, policy=policy, prevent_cse=False)
-                carry = step(carry)
-            return carry
+        apart = isinstance(self.layers, nnx.List)
+        graph: Any = None
+        stacked: Any = None
+        if not apart:
+            graph, stacked = nnx.split(self.layers)
 
-        graph, parameters = nnx.split(self.layers)
-
-        def turn(carry: Any, inputs: tuple[nnx.State, Array]) -> tuple[Any, None]:
-            return layer(nnx.merge(graph, inputs[0]), inputs[1], carry), None
+        def turn(inner: tuple[Array, Any], inputs: tuple[Any, Array]) -> tuple[Any, None]:
+            (x, carry), (parameters, index) = inner, inputs
+            layer = _OneOf(self.layers, index) if apart else nnx.merge(graph, parameters)
+            q, k, v = layer.before_attention(x, rope)
+            attended, carry = attend(carry, index, q, k, v)
+            return (layer.after_attention(x, attended), carry), None
 
         if policy is not None:
             turn = jax.checkpoint(turn, policy=policy, prevent_cse=False)
         indices = jnp.arange(self.config.num_hidden_layers)
-        return jax.lax.scan(turn, carry, (parameters, indices), unroll=unroll)[0]
+        return jax.lax.scan(turn, (x, carry), (stacked, indices), unroll=unroll)[0]
 
     def head_matrix(self) -> Array:
         """The output projection ``[D, V]``: its own, or the embedding transposed."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -14,7 +13,6 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from tests.tiny_run import metric_lines, on_devices, tiny_recipe
-from tests.two_sizes import two_sizes
 from train.config import EvaluationSection
 from train.evaluation import Evaluation, can_decode, prompts_of
 from train.loop import train as run_training
@@ -22,13 +20,6 @@ from train.own_copy import mesh_of_processes
 from train.setup import objective_of
 from train.start import held_out_rows, initial_model
 from wedlm_jax.sharding import make_mesh
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _two_sizes() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        two_sizes(patch)
-        yield
 
 
 def test_a_run_evaluates_on_its_way_and_trains_as_without(

@@ -20,11 +20,11 @@ from jax import Array
 from wedlm_jax.attention.pages import Pages, Spans
 from wedlm_jax.int8 import Int8Rows
 
-BLOCK = 256
+BLOCK = 128
 """Places of a block, about."""
-TILE = 24
+TILE = 32
 """Tokens of a tile."""
-SINGLES_AT_ONCE = 8
+SINGLES_AT_ONCE = 16
 """Spans of one token that are taken together."""
 
 

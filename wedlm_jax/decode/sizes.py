@@ -80,7 +80,8 @@ def forward_sizes(
 def _grid(sequences: int, window: int, largest: int, narrower: bool) -> list[int]:
     """Powers of two and, where a forward costs something, one size between each two of them. One
     more size costs compiling; one less costs padding, but where prompts wait, these fill it up."""
-    powers = [2**i for i in range(largest.bit_length())]
+    least = window if window and not narrower else 1
+    powers = [2**i for i in range(least.bit_length() - 1, largest.bit_length())]
     between = [3 * power // 2 for power in powers if power >= 64]
     if sequences == 1:
         # One sequence has a token, a window with few filled slots or with many, or a chunk.

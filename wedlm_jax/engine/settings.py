@@ -20,8 +20,9 @@ from wedlm_jax.params import SamplingParams
 PAGE_SIZES = {"cpu": 16, "gpu": 32, "tpu": 128}
 CHUNK_TOKENS = {"cpu": 256, "gpu": 512, "tpu": 1024}
 """Prompt tokens that a forward computes beside the windows: as many as cost it little."""
-TOKENS_AT_ONCE = {"cpu": 512, "gpu": 1024, "tpu": 1024}
-"""Tokens that pass the layers at once: more of them would not cost less each."""
+TOKENS_AT_ONCE = {"cpu": 256, "gpu": 1024, "tpu": 1024}
+"""Tokens that pass the layers at once: more of them would not cost less each, and larger forwards
+are computed in parts of so many, with little padding."""
 EMITTED = 256
 """Tokens that a sequence may commit before the host looks."""
 

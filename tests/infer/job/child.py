@@ -10,7 +10,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import jax
-import pytest
 
 from tests.infer.job.job_examples import SHAPE
 from tests.two_sizes import two_sizes
@@ -28,7 +27,7 @@ def command_in_child(arguments: list[str], said: str) -> None:
         # Every one of them compiles the same programs, which then takes no time.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-        two_sizes(pytest.MonkeyPatch())
+        two_sizes()
         sys.exit(main(["generate", *arguments]))
 
 
