@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 LOCK := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo embedded test test-fast lint format env env-test clean clean-env
+.PHONY: help demo embedded test test-all test-fast lint format env env-test clean clean-env
 
 help: ## show this list
 	@echo "wedlm-jax: WeDLM diffusion language models in JAX"
@@ -27,11 +27,14 @@ help: ## show this list
 demo: env ## decode with the small model that is included, on this machine
 	@$(BIN)/wedlm demo
 
-test: lint ## lint, check types and run every test
+test: lint ## lint, check types and test every property
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+test-all: lint ## the same at full size: more cases, more samples, more kills
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m ""
+
 test-fast: env-test ## run the tests not marked slow, nothing else
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow"
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not full"
 
 embedded: env ## train the included model anew from configs/, about two and a half hours
 	$(BIN)/wedlm train --config configs/embedded_ar.yaml

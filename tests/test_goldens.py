@@ -130,7 +130,11 @@ def test_traces(models: dict[str, Transformer], name: str) -> None:
 
 
 FIRST = [case for case in TRAIN_CASES if case[1] == 0]
-LATER = [case for case in TRAIN_CASES if case[1] > 0]
+LATER = [
+    pytest.param(*case, marks=[pytest.mark.full] if case[1] > 1 else [])
+    for case in TRAIN_CASES
+    if case[1] > 0
+]
 
 
 @as_users_do
@@ -168,6 +172,7 @@ def misses(output: str) -> list[str]:
     return [line.split(":")[0] for line in output.splitlines() if line.startswith("MISS")]
 
 
+@pytest.mark.full
 def test_the_command_finds_each_corrupted_figure(
     small_copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,6 +201,7 @@ def test_the_command_finds_each_corrupted_figure(
     assert output.endswith("2 passed, 5 failed\n")
 
 
+@pytest.mark.full
 def test_a_corrupted_training_figure_is_a_miss(models: dict[str, Transformer]) -> None:
     with np.load(GOLDENS / "qwen2_style" / "train_case_0.npz") as file:
         golden = dict(file)

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from infer.bench.rival import Rival
     from wedlm_jax.engine.engine import Engine
 
-FORWARDS = {1: 64}
-"""Forwards of a timed burst by sequences, which all decode from its begin to its end."""
-FORWARDS_OF_MANY = 8
+FORWARDS_OF_ONE, FORWARDS_OF_MANY = 64, 8
+"""Forwards of a timed burst: of one sequence, and of several without windows. With windows several
+get one at a time: their answers take few."""
 ANSWERS = 6
 """Answers in the midst of which forwards are timed, at least."""
 SECONDS = 2.0
@@ -197,14 +197,16 @@ def _forwards_amid(engine: Engine, work: Work) -> tuple[float, np.ndarray]:
         waiting -= {event.number for event in events if isinstance(event, TokenDelta)}
         ended = any(isinstance(event, Finished) for event in events)
         submitted = []
+    many = 1 if engine.window_size else FORWARDS_OF_MANY
+    forwards = FORWARDS_OF_ONE if len(work) == 1 else many
     seconds, counted = 0.0, np.zeros(3, np.int64)
     while not ended and seconds < SECONDS:
         before, started = engine.device.counters.copy(), time.perf_counter()
-        events = engine.step(max_forwards=FORWARDS.get(len(work), FORWARDS_OF_MANY))
+        events = engine.step(max_forwards=forwards)
         passed = time.perf_counter() - started
         ended = any(isinstance(event, Finished) for event in events)
-        # Where one of several has finished, the last forwards had fewer sequences.
-        if not ended or len(work) == 1:
+        # Where one of several has finished, the forwards behind that had fewer sequences.
+        if not ended or len(work) == 1 or forwards == 1:
             seconds, counted = seconds + passed, counted + engine.device.counters - before
     engine.step(aborted=range(len(work)), max_forwards=0)
     return seconds, counted

@@ -117,7 +117,7 @@ def test_windows_are_compared_and_drawn(
 def test_a_forward_is_compared_with_its_products(
     checkpoint: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(infer.bench.floor, "FORWARDS", {1: 4})
+    monkeypatch.setattr(infer.bench.floor, "FORWARDS_OF_ONE", 4)
     monkeypatch.setattr(infer.bench.floor, "FORWARDS_OF_MANY", 2)
     monkeypatch.setattr(infer.bench.floor, "PROMPTS", 2)
     output = tmp_path / "floor.json"

@@ -25,7 +25,6 @@ from tests.train.test_checkpoint import biggest_file, flip
 from train.loop import train as run_training
 from train.stop import EXIT_STATUS, Stopped
 
-KILLS = 10
 LIMIT_S = 300
 
 
@@ -85,10 +84,12 @@ def test_a_run_goes_on_with_the_same_data_on_another_mesh(
 
 
 @pytest.mark.slow
-def test_a_run_killed_ten_times_is_the_run_that_was_never_killed(
-    finished: Path, tokenizer_folder: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("kills", "steps"), [(3, 12), pytest.param(10, 30, marks=pytest.mark.full)]
+)
+def test_a_run_killed_again_and_again_is_the_run_that_was_never_killed(
+    finished: Path, tokenizer_folder: Path, tmp_path: Path, kills: int, steps: int
 ) -> None:
-    steps = 30
     whole = tiny_recipe(tmp_path / "whole", tokenizer_folder, steps=steps, checkpoint_every=3)
     killed = tiny_recipe(tmp_path / "killed", tokenizer_folder, steps=steps, checkpoint_every=3)
     recipes = [
@@ -100,7 +101,7 @@ def test_a_run_killed_ten_times_is_the_run_that_was_never_killed(
     assert unbroken.exitcode == 0, (tmp_path / "whole.txt").read_text()
 
     chance = random.Random(1)
-    for _ in range(KILLS):
+    for _ in range(kills):
         child = start_command(recipes[1], tmp_path / "killed.txt")
         wait_for_records(tmp_path / "killed", chance.randint(0, 3))
         time.sleep(chance.random() * 0.3)

@@ -82,7 +82,16 @@ def run(step, state, rows):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize(
-    ("layout", "attention"), [*((name, "streams") for name in LAYOUTS), ("sequence", "blockwise")]
+    ("layout", "attention"),
+    [
+        ("mixed", "streams"),
+        ("sequence", "blockwise"),
+        *(
+            pytest.param(name, "streams", marks=pytest.mark.full)
+            for name in LAYOUTS
+            if name != "mixed"
+        ),
+    ],
 )
 def test_losses_gradients_and_parameters_equal_those_of_one_device(
     layout: str, attention: str

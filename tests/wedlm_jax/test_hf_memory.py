@@ -82,6 +82,7 @@ def assert_holds_the_same(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
+@pytest.mark.full
 def test_1_7b_onto_eight_devices_and_back(tmp_path: Path) -> None:
     source, back = tmp_path / "source", tmp_path / "back"
     try:

@@ -65,16 +65,29 @@ class Predictions(NamedTuple):
     logprobs: Logprobs | None
 
 
+def no_hidden_states(model: Transformer, program: Program) -> Array:
+    """Returns room for the final hidden states of a forward, ``[T, D]``. The forwards of a burst
+    share it: to clear it for each would take as long as a small layer."""
+    # A part may stand over the end of the forward, and must not be moved back for that.
+    rows = program.sizes.total + program.sizes.tokens[-1]
+    return jnp.zeros((rows, model.config.hidden_size), model.embed_tokens[...].dtype)
+
+
 def run_layers(
     model: Transformer,
     state: DecodeState,
     pages: Pages,
+    hidden: Array,
     plan: SpanPlan,
     allowance: Allowance,
     program: Program,
 ) -> tuple[Array, Pages]:
-    """The final hidden states ``[T, D]`` of the plan's tokens, padded behind, and the pages with
-    their keys and values."""
+    """The final hidden states ``[T, D]`` of the plan's tokens, anything behind them, and the pages
+    with their keys and values.
+
+    Args:
+      hidden: from `no_hidden_states`, or of the forward before.
+    """
     config = model.config
     sizes = program.sizes.tokens
     num_pages = pages.shape[0] // config.num_hidden_layers
@@ -97,13 +110,10 @@ def run_layers(
             )
             return mixed, pages
 
-        hidden, pages = model.run(flat.tokens, flat.positions, attend, pages)
-        return jax.lax.dynamic_update_slice_in_dim(out, hidden, start, axis=0), pages
+        own, pages = model.run(flat.tokens, flat.positions, attend, pages)
+        return jax.lax.dynamic_update_slice_in_dim(out, own, start, axis=0), pages
 
-    dtype = model.embed_tokens[...].dtype
-    # A part may stand over the end of the forward, and must not be moved back for that.
-    empty = jnp.zeros((program.sizes.total + sizes[-1], config.hidden_size), dtype)
-    return in_parts(sizes, plan.num_tokens, run, (empty, pages))
+    return in_parts(sizes, plan.num_tokens, run, (hidden, pages))
 
 
 def predict(

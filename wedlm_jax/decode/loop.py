@@ -17,7 +17,13 @@ from jax import Array
 from wedlm_jax.attention.ragged_pages import Pages
 from wedlm_jax.decode import paper, verified
 from wedlm_jax.decode.commit import append, move_windows, put_in_front, with_windows
-from wedlm_jax.decode.forward import Predictions, Program, predict, run_layers
+from wedlm_jax.decode.forward import (
+    Predictions,
+    Program,
+    no_hidden_states,
+    predict,
+    run_layers,
+)
 from wedlm_jax.decode.options import Options
 from wedlm_jax.decode.penalties import TokenUse, token_use, with_committed
 from wedlm_jax.decode.spans import Allowance, SpanPlan, has_room, plan_spans
@@ -45,7 +51,7 @@ class Counters:
     computed: Array
 
 
-Carry = tuple[DecodeState, Pages, TokenUse | None, Counters]
+Carry = tuple[DecodeState, Pages, Array, TokenUse | None, Counters]
 
 
 def run_burst(
@@ -69,7 +75,7 @@ def run_burst(
     begun = state.running.sum()
 
     def more(carry: Carry) -> Array:
-        state, _, _, counters = carry
+        state, *_, counters = carry
         ready = ~state.running | has_room(state, allowance)
         fits = state.emitted.count + state.tokens.shape[1] < state.emitted.tokens.shape[1]
         fits |= ~state.running
@@ -78,32 +84,21 @@ def run_burst(
         return due & (finished < allowance.until_finished) & (ready & fits).all()
 
     def body(carry: Carry) -> Carry:
-        state, pages, use, counters = carry
+        state, pages, hidden, use, counters = carry
         plan = plan_spans(state, allowance, program.sizes)
-        after, pages = forward_step(model, state, pages, plan, use, options, allowance, program)
-        return after, pages, with_committed(use, state, after), _counted(counters, plan, program)
+        hidden, pages = run_layers(model, state, pages, hidden, plan, allowance, program)
+        state = _count(state, plan)
+        said = predict(model, state, hidden, plan, options, use, program)
+        after = advance(state, said, plan, options, program)
+        counters = _counted(counters, plan, program)
+        return after, pages, hidden, with_committed(use, state, after), counters
 
     use = token_use(state, options, model.config.vocab_size)
     start = Counters(jnp.int32(0), jnp.int32(0), jnp.int32(0))
-    state, pages, _, counters = jax.lax.while_loop(more, body, (state, pages, use, start))
+    hidden = no_hidden_states(model, program)
+    carry = state, pages, hidden, use, start
+    state, pages, _, _, counters = jax.lax.while_loop(more, body, carry)
     return state, pages, counters
-
-
-def forward_step(
-    model: Transformer,
-    state: DecodeState,
-    pages: Pages,
-    plan: SpanPlan,
-    use: TokenUse | None,
-    options: Options,
-    allowance: Allowance,
-    program: Program,
-) -> tuple[DecodeState, Pages]:
-    """One forward: run, choose, commit, fill, stop, move on."""
-    hidden, pages = run_layers(model, state, pages, plan, allowance, program)
-    state = _count(state, plan)
-    said = predict(model, state, hidden, plan, options, use, program)
-    return advance(state, said, plan, options, program), pages
 
 
 def advance(

@@ -86,7 +86,7 @@ def _grid(sequences: int, window: int, largest: int, narrower: bool) -> list[int
     if sequences == 1:
         # One sequence has a token, a window with few filled slots or with many, or a chunk.
         widths = [2**i for i in range(1, window.bit_length()) if 2**i < window and narrower]
-        powers = [1, *(size for size in powers if size >= max(64, 2 * window))]
+        powers = [1, *(size for size in powers if size >= max(32, 2 * window))]
         between = [width + 1 + width // 4 for width in [*widths, window] if window]
         between += [window + 1 + window // 2, 2 * window + 1] if window > 1 else []
     sizes = {size for size in [*powers, *between] if size < largest}

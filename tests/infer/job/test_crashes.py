@@ -19,7 +19,6 @@ from infer.job.part_file import PartFile, whole_rows
 from tests.infer.job.child import start
 from tests.infer.job.job_examples import contents, results, run, words, write
 
-KILLS = 10
 ROWS = 500
 QUICK = ("--window-size", "0", "--max-tokens", "16", "--shard-size", "50")
 LIMIT_S = 120
@@ -158,11 +157,14 @@ def mixed(count: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_job_killed_ten_times_is_the_job_that_was_never_killed(work: Path, model: Path) -> None:
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.full)])
+def test_a_job_killed_again_and_again_is_the_job_that_was_never_killed(
+    work: Path, model: Path, kills: int
+) -> None:
     write(mixed(ROWS))
     assert run(model, *QUICK, output="unbroken") == 0
     moments = random.Random(0)
-    targets = sorted(moments.sample(range(ROWS * 9 // 10), KILLS))
+    targets = sorted(moments.sample(range(ROWS * 9 // 10), kills))
     reached = []
     for rows in targets:
         child = start(model, *QUICK)

@@ -270,7 +270,9 @@ def completions(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize(
+    "window", [4, 16, *(pytest.param(window, marks=pytest.mark.full) for window in (1, 2, 8, 32))]
+)
 def test_the_trained_model_says_the_same_in_fewer_forwards(
     window: int, prompts: list[list[int]], autoregressive: dict[float, list[list[int]]]
 ) -> None:
@@ -342,8 +344,16 @@ def p_value(found: np.ndarray, params: SamplingParams) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("top_p", [1.0, 0.8])
-@pytest.mark.parametrize("temperature", [0.5, 1.0])
+@pytest.mark.parametrize(
+    ("temperature", "top_p"),
+    [
+        (1.0, 0.8),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in ((0.5, 1.0), (0.5, 0.8), (1.0, 1.0))
+        ),
+    ],
+)
 def test_samples_are_distributed_as_autoregressive_ones(
     engine: Engine, temperature: float, top_p: float
 ) -> None:
