@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from infer.bench.turns import Bar, Stopwatch, by_turns
 from infer.bench.windows import RIVAL, name_of, ways_of
 from infer.bench.work import Regimes, Work, long_answers
 from wedlm_jax.engine.burst import Request
-from wedlm_jax.engine.events import Finished, TokenDelta
+from wedlm_jax.engine.events import Finished
 from wedlm_jax.errors import InputError
 from wedlm_jax.params import SamplingParams
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 FORWARDS_OF_ONE, FORWARDS_OF_MANY = 64, 8
 """Forwards of a timed burst: of one sequence, and of several without windows. With windows several
 get one at a time: their answers take few."""
+PROMPT_ROOM = 64
+"""Tokens of a prompt among many, at most."""
 ANSWERS = 6
 """Answers in the midst of which forwards are timed, at least."""
 SECONDS = 2.0
@@ -114,7 +117,11 @@ def compare_floor(
     """
     alone: dict[str, float] = {}
     for sequences in rows:
-        engines = {window: subject.engine(window, sequences) for window in windows}
+        # Many prompts pass at once: else the first answers would end before the last begin.
+        chunk = PROMPT_ROOM * sequences if sequences > 1 else None
+        engines = {
+            window: subject.engine(window, sequences, chunk_tokens=chunk) for window in windows
+        }
         costs = _forwards(subject, regimes, engines, modes, sequences, passes, rival, bar)
         yield costs
         if sequences == 1:
@@ -189,14 +196,10 @@ def _forward_and_floor(
 
 def _forwards_amid(engine: Engine, work: Work) -> tuple[float, np.ndarray]:
     """Seconds of bursts in which all sequences decode, and what was counted in these."""
-    waiting = set(range(len(work)))
     submitted = [Request(number, prompt, params) for number, (prompt, params) in enumerate(work)]
-    ended = False
-    while waiting and not ended:
-        events = engine.step(submitted, max_forwards=1)
-        waiting -= {event.number for event in events if isinstance(event, TokenDelta)}
-        ended = any(isinstance(event, Finished) for event in events)
-        submitted = []
+    prompts = math.ceil(sum(len(prompt) for prompt, _ in work) / engine.settings.chunk_tokens)
+    events = engine.step(submitted, max_forwards=prompts)
+    ended = any(isinstance(event, Finished) for event in events)
     many = 1 if engine.window_size else FORWARDS_OF_MANY
     forwards = FORWARDS_OF_ONE if len(work) == 1 else many
     seconds, counted = 0.0, np.zeros(3, np.int64)

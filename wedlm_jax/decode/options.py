@@ -213,10 +213,12 @@ class HostOptions:
                 array[index] = idle[name][0]
 
     def with_traits(self, traits: Traits) -> HostOptions:
-        """Returns the same options for a program with other traits, which must hold them."""
+        """Returns the same options for a program with other traits. Those that it does not hold are
+        left out: they are of sequences that nobody wants any more."""
         other = HostOptions(len(self.arrays["window"]), traits)
         for index, (params, window, stops) in self._held.items():
-            other.set(index, params, window=window, stops=stops)
+            if traits.holds(Traits.of(params, window, len(stops))):
+                other.set(index, params, window=window, stops=stops)
         return other
 
     def needed(self) -> Traits:

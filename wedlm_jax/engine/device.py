@@ -145,6 +145,8 @@ class Device:
     def run(self, burst: Burst) -> Report:
         """Runs a burst of forwards and says what became of every sequence."""
         assert self._state is not None
+        for gone in burst.released:
+            self._options.clear(gone)
         for admission in burst.admissions:
             self._options.set(
                 admission.index,

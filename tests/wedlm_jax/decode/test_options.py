@@ -179,14 +179,14 @@ def test_windows_change_but_for_those_that_have_none() -> None:
     assert_same(host.with_traits(ALL_TRAITS).options(), host.options())
 
 
-def test_other_traits_hold_the_same_sequences_or_refuse_them() -> None:
+def test_other_traits_hold_the_same_sequences_or_leave_them_out() -> None:
     host = filled()
     narrow = host.with_traits(host.needed())
     assert host.needed() == Traits.of(RICH, WINDOW, 2)
     assert narrow.options().position_penalty is None
     assert_same(narrow.with_traits(ALL_TRAITS).options(), host.options())
-    with pytest.raises(ValueError, match="outside the traits"):
-        host.with_traits(Traits.of(PLAIN, WINDOW))
+    plain = Traits.of(PLAIN, WINDOW)
+    assert_same(host.with_traits(plain).options(), HostOptions(3, plain).options())
 
 
 def test_endless_numbers_are_cut_to_what_the_device_counts() -> None:

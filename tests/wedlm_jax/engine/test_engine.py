@@ -200,6 +200,20 @@ def test_a_request_with_options_among_those_without(
 # --- programs ----------------------------------------------------------------------------
 
 
+def test_requests_that_were_aborted_have_no_say_in_the_next_program(
+    tiny_model: Transformer, streaming_engine: Engine
+) -> None:
+    """Its traits lack what only they asked for, before the device hears that they are gone."""
+    engine = small_engine(tiny_model, [])
+    engine.step([Request(0, (3, 4, 5), PLAIN)], max_forwards=1)
+    engine.step(aborted=[0], max_forwards=0)
+    request = Request(1, (6, 7, 8), dataclasses.replace(PLAIN, mode="verified"))
+    (result,) = engine.decode([request])
+    assert not engine.device.traits.paper
+    (alone,) = streaming_engine.decode([request])
+    assert as_if_first(result) == as_if_first(alone)
+
+
 def test_what_is_expected_compiles_before_and_nothing_after(tiny_model: Transformer) -> None:
     params = SamplingParams(mode="verified", temperature=0.7, top_p=0.9, max_tokens=12)
     engine = small_engine(tiny_model, [params], window_size=2, deterministic=True)
