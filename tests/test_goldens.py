@@ -172,7 +172,6 @@ def misses(output: str) -> list[str]:
     return [line.split(":")[0] for line in output.splitlines() if line.startswith("MISS")]
 
 
-@pytest.mark.full
 def test_the_command_finds_each_corrupted_figure(
     small_copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -201,7 +200,6 @@ def test_the_command_finds_each_corrupted_figure(
     assert output.endswith("2 passed, 5 failed\n")
 
 
-@pytest.mark.full
 def test_a_corrupted_training_figure_is_a_miss(models: dict[str, Transformer]) -> None:
     with np.load(GOLDENS / "qwen2_style" / "train_case_0.npz") as file:
         golden = dict(file)

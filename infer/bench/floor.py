@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from wedlm_jax.engine.engine import Engine
 
 FORWARDS_OF_ONE, FORWARDS_OF_MANY = 64, 8
-"""Forwards of a timed burst: of one sequence, and of several without windows. With windows several
-get one at a time: their answers take few."""
+"""Forwards of a timed burst: with one sequence, and with several that decode autoregressively.
+Several windows are timed one forward at a time, since their answers end after a few."""
 PROMPT_ROOM = 64
 """Tokens of a prompt among many, at most."""
 ANSWERS = 6
