@@ -7,46 +7,28 @@ A burst with windows W_i decodes
 tokens a second: E_i, the tokens that a forward of sequence i commits, from what it and others like
 it have committed (`wedlm_jax.engine.acceptance`); T_i, the tokens that it computes; the cost of a
 forward from a table (`wedlm_jax.engine.cost`). The windows with the most are taken, sequence by
-sequence. With W = 0 all are known: E = T = 1. Autoregressive decoding teaches nothing of wider
-windows, though, nor one window all of another. So a small share of the time goes into tries, where
-one would pay if the text were easier than most that was seen.
+sequence, before every burst. With W = 0 all are known: E = T = 1.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from wedlm_jax.engine.acceptance import Acceptance
+from wedlm_jax.engine.acceptance import NUM_TYPES, OWN_MEMORY, Acceptance, Floats
 from wedlm_jax.engine.burst import Burst, Report, Request
 from wedlm_jax.engine.cost import CostTable
 from wedlm_jax.engine.sequence import SequenceState
-from wedlm_jax.engine.sequence_slots import SequenceSlots, forward_tokens
-from wedlm_jax.engine.width_by_load import Load, WidthsByLoad, window_tokens
 
 WIDTHS = (0, 2, 4, 8, 16, 32, 64, 128)
 """Windows that may be chosen."""
-TRY_SHARE = 0.01
-"""Share of the time that tries may cost."""
-FREE_TRIES = 3
-"""Tries before that counts: nothing is known at first."""
-SAVED_UP = 30
-"""Bursts whose share may be saved up for later tries."""
-FIRST_LOOKS = 32
-"""Bursts at the beginning after each of which windows are chosen anew."""
-LOOK_SECONDS, LOOK_SHARE = 0.03, 0.01
-"""Later they are after so long at least, and so seldom that it takes no more than this share of the
-time."""
-COSTS_EVERY = 2
-"""Looks from one to the next after which the time of a burst is compared with what it was to
-take."""
-OTHER_LOAD = 1.3
-"""They also are when there are so many times more sequences than there were, or fewer."""
-PROMPT_DOUBT = 0.3
-"""How wrong the expected time of forwards with chunks of prompts may be: no row of them passes the
-head."""
+STAY = 1.02
+"""Another window must promise so much more than the one a sequence has: changing it costs a
+forward without drafts."""
+PRICES = np.concatenate([[0.0], np.geomspace(0.004, 1.0, 19)])
+"""Tokens committed that a token computed must at least bring."""
+COUNTS = ("num_output", "num_forwards", "num_token_instances", "num_computed")
 
 
 class AutoWindows:
@@ -56,29 +38,17 @@ class AutoWindows:
       widest: the widest window that may be chosen, at least 2.
       num_sequences: N, of each replica.
       costs: seconds of a forward; may also be set later, but before the first burst.
-      clock: tells seconds.
+      replicas: R.
     """
 
     def __init__(
-        self,
-        widest: int,
-        num_sequences: int,
-        costs: CostTable | None = None,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
+        self, widest: int, num_sequences: int, costs: CostTable | None = None, *, replicas: int = 1
     ):
         self._widest, self._num_sequences, self.costs = widest, num_sequences, costs
-        self._clock, self._look_seconds = clock, 0.0
         self._widths = np.array([*(w for w in WIDTHS if w < widest), widest])
         self._kinds: dict[tuple[str, bool], Acceptance] = {}
-        self._slots = SequenceSlots(0)
+        self._sequences = _Sequences(replicas * num_sequences)
         self._rows = np.zeros(0, np.int64)
-        self._usual: dict[int, int] = {}
-        self._looks, self._since, self._load = 0, 0.0, 0
-        self._credit, self._tries, self._try_loss = 0.0, 0, 0.0
-        self._usual_seconds = 0.0
-
-    # --- the scheduler's questions --------------------------------------------------------
 
     def widest(self, request: Request) -> int:
         """Returns the widest window that a request may ever get."""
@@ -87,61 +57,51 @@ class AutoWindows:
         return self._widest if request.window is None else request.window
 
     def choose(self, running: Sequence[SequenceState]) -> Sequence[int]:
-        """Returns the window of each sequence in the next burst.
-
-        All are weighed against each other now and then; in between, sequences keep theirs, and
-        new ones get what such ones usually get.
-        """
-        indices = [sequence.index for sequence in running]
-        if max(indices, default=-1) >= self._slots.size:
-            self._slots = self._slots.grown(max(indices) + 1)
-        slots = self._slots
-        new = [one for one in running if not slots.holds(one)]
-        for sequence in new:
-            self._enter(sequence)
-        rows = self._rows = np.array(indices, np.int64)
-        if self._is_due(rows, new):
-            self._look(rows)
-        else:
-            for sequence in new:
-                i = sequence.index
-                if slots.free[i]:
-                    slots.column[i] = self._usual[slots.kind[i]]
-                    slots.window[i] = self._widths[slots.column[i]]
-        return slots.window[rows].tolist()  # type: ignore[no-any-return]
+        """Returns the window of each sequence in the next burst."""
+        known = self._sequences
+        for sequence in running:
+            if known.requests[sequence.index] is not sequence.request:
+                self._enter(sequence)
+        rows = self._rows = np.array([sequence.index for sequence in running], np.int64)
+        replicas = rows // self._num_sequences
+        for replica in set(replicas.tolist()):
+            inside = rows[replicas == replica]
+            free = known.free[inside]
+            if free.any():
+                self._choose_together(inside[free], inside[~free])
+        return known.window[rows].tolist()  # type: ignore[no-any-return]
 
     def observe(self, burst: Burst, report: Report, seconds: float) -> None:
         """Learns what a burst has committed, and how long it took."""
-        often = self._looks <= FIRST_LOOKS or self._looks % COSTS_EVERY == 0 or self._try_loss > 0
-        if not self._since and often and seconds > 0:  # the first burst after a look
-            self._learn_costs(burst, report, seconds)
-        self._since += seconds
-        usual = self._usual_seconds or seconds
-        self._usual_seconds = usual + 0.1 * (min(seconds, 3 * usual) - usual)
-        self._credit += TRY_SHARE * min(seconds, 3 * usual)
-        self._credit = min(self._credit, SAVED_UP * TRY_SHARE * self._usual_seconds)
-        if self._try_loss:
-            self._tries += 1
-            if self._tries > FREE_TRIES:
-                # It also takes a look to begin and one to end.
-                self._credit -= self._try_loss * self._usual_seconds + 2 * self._look_seconds
-
-    def _is_due(self, rows: np.ndarray, new: Sequence[SequenceState]) -> bool:
-        """Whether all windows are to be chosen anew."""
-        if self._looks < FIRST_LOOKS or self._try_loss:
-            return True
-        if self._since > max(LOOK_SECONDS, self._look_seconds / LOOK_SHARE):
-            return True
-        low, high = sorted((self._load, len(rows)))
-        if high > OTHER_LOAD * low:
-            return True
-        slots = self._slots
-        return any(slots.free[o.index] and slots.kind[o.index] not in self._usual for o in new)
-
-    # --- who decodes ------------------------------------------------------------------------
+        rows = self._rows[burst.capacity[self._rows] > 0]  # some may be put back before they run
+        if not len(rows) or not report.num_run:
+            return
+        known = self._sequences
+        counts = np.stack([np.asarray(getattr(report, name))[rows] for name in COUNTS])
+        done = np.maximum(counts - known.counts[:, rows], 0).astype(float)
+        self._learn_costs(rows, done, report.num_run, burst.chunk_tokens, seconds)
+        # The first forward of a window has no drafts to commit.
+        opening = known.opens[rows] & (done[1] > 0)
+        known.opens[rows] &= ~opening
+        known.counts[:, rows] = counts
+        tokens, forwards, slots, _ = done
+        tokens = np.maximum(tokens - opening * known.first_tokens[rows], 0)
+        slots = slots - opening * (known.window[rows] + known.first_tokens[rows])
+        forwards = forwards - opening
+        windows = known.column[rows] > 0
+        for number, acceptance in enumerate(self._kinds.values()):
+            acceptance.fade()
+            which = np.flatnonzero((known.kind[rows] == number) & windows & (forwards > 0))
+            if len(which):
+                own = known.own[rows[which]]
+                columns = known.column[rows[which]]
+                acceptance.learn(own, columns, tokens[which], forwards[which], slots[which])
+                known.own[rows[which]] = own
+        plain = rows[~windows]  # no evidence, and what was known of the text grows old
+        known.own[plain] *= np.exp(-done[1][~windows] / OWN_MEMORY)[:, None]
 
     def _enter(self, sequence: SequenceState) -> None:
-        request, slots, i = sequence.request, self._slots, sequence.index
+        request, known, i = sequence.request, self._sequences, sequence.index
         window = self.widest(request)
         kind = -1
         if window:
@@ -149,37 +109,15 @@ class AutoWindows:
             if key not in self._kinds:
                 self._kinds[key] = Acceptance(self._widths)
             kind = list(self._kinds).index(key)
-        free = request.window is None and window > 0
-        slots.enter(sequence, kind, free=free)
-        if not free:
-            column = int(np.searchsorted(self._widths, window))
-            known = column < len(self._widths) and self._widths[column] == window
-            slots.column[i], slots.window[i] = column if known else -1, window
-
-    def _by_kind(self, kinds: np.ndarray) -> list[tuple[int, Acceptance, np.ndarray]]:
-        """The kinds of sequences that are among ``kinds [n]``, and the places of each."""
-        found = [
-            (kind, acceptance, np.flatnonzero(kinds == kind))
-            for kind, acceptance in enumerate(self._kinds.values())
-        ]
-        return [each for each in found if len(each[2])]
-
-    # --- choosing ---------------------------------------------------------------------------
-
-    def _look(self, rows: np.ndarray) -> None:
-        """Learns from all bursts since the last look, and chooses all windows anew."""
-        started = self._clock()
-        self._learn_acceptance()
-        slots, count = self._slots, self._num_sequences
-        self._looks += 1
-        self._since, self._load, self._try_loss = 0.0, len(rows), 0.0
-        replicas = rows // count
-        for replica in set(replicas.tolist()):
-            inside = rows[replicas == replica]
-            free = slots.free[inside]
-            if free.any():
-                self._choose_together(inside[free], inside[~free])
-        self._look_seconds += 0.2 * (self._clock() - started - self._look_seconds)
+        column = np.flatnonzero(self._widths == window)
+        known.requests[i], known.own[i] = request, 0
+        known.counts[:, i] = [getattr(sequence, name) for name in COUNTS]
+        known.kind[i], known.free[i] = kind, request.window is None and window > 0
+        known.column[i] = -1 if known.free[i] or not len(column) else column[0]
+        known.window[i] = 0 if known.free[i] else window
+        known.max_tokens[i] = request.params.max_tokens
+        known.opens[i] = sequence.num_forwards == 0
+        known.first_tokens[i] = request.params.mode == "verified"
 
     def _choose_together(self, rows: np.ndarray, others: np.ndarray) -> None:
         """Chooses the windows of the sequences of one replica.
@@ -187,77 +125,89 @@ class AutoWindows:
         Args:
           others: sequences whose windows are fixed.
         """
-        slots, widths = self._slots, self._widths
         assert self.costs is not None, "the costs of forwards must be known first"
-        count = len(rows)
-        expected, hoped, filled = np.empty((3, count, len(widths)))
-        kinds = self._by_kind(slots.kind[rows])
-        for _, acceptance, which in kinds:
-            expected[which] = acceptance.expected(slots.own[rows[which]])
-            hoped[which] = acceptance.hoped()
-            filled[which] = acceptance.filled_slots
-        left = slots.left(rows)[:, None]
-        np.minimum(expected, left, out=expected)
-        np.minimum(hoped, left, out=hoped)
-        fixed = slots.window[others]
-        choice = WidthsByLoad(
-            Load(expected, widths, filled),
-            Load(hoped, widths, filled),
-            base_committed=float(len(others)),
-            base_tokens=window_tokens(fixed, 1 + fixed / 4).sum(axis=1),
-            costs=self.costs,
-        )
-        columns, price = choice.best(slots.column[rows])
-        for kind, acceptance, which in kinds:
-            unknown = Load(acceptance.expected_of_new(), widths, acceptance.filled_slots[None])
-            self._usual[kind] = choice.usual(unknown, columns[which], price)
-        best = columns
-        if self._credit > 0 or self._tries < FREE_TRIES:
-            tried = choice.attempt(columns, self._least_known(rows))
-            if tried is not None:
-                columns, loss = tried
-                self._try_loss = max(self._try_loss, loss, 1e-6)
-        now = np.maximum(slots.column[rows], 0)
-        slots.set_windows(rows, columns, widths[columns], expected[np.arange(count), now])
-        slots.set_tried(rows[columns != best])
+        known, widths, n = self._sequences, self._widths, len(rows)
+        committed, filled = np.empty((2, n, len(widths)))
+        for number, acceptance in enumerate(self._kinds.values()):
+            which = known.kind[rows] == number
+            committed[which] = acceptance.expected(known.own[rows[which]])
+            filled[which] = acceptance.filled(committed[which])
+        left = known.max_tokens[rows] - known.counts[0, rows]
+        np.minimum(committed, left[:, None], out=committed)
+        computed = np.where(widths, widths + np.maximum(filled, 1), 1)
+        committed[:, 0] = 1
+        now = known.column[rows]
+        stay = np.flatnonzero(now >= 0)
+        committed[stay, now[stay]] *= STAY
+        fixed = known.window[others]
+        picks = candidates(committed, computed)
+        every = np.arange(n)
+        tokens = computed[every, picks].sum(axis=1) + np.where(fixed, 1.25 * fixed + 1, 1).sum()
+        drafts = np.where(widths, filled - 1, 0)[every, picks].sum(axis=1)
+        seconds = self.costs.expected(tokens, spread(drafts, n))
+        columns = picks[((committed[every, picks].sum(axis=1) + len(others)) / seconds).argmax()]
+        wider = (columns > now) & (now >= 0)  # its first forward has the drafts of the one before
+        known.opens[rows] |= wider
+        known.column[rows], known.window[rows] = columns, widths[columns]
 
-    def _least_known(self, rows: np.ndarray) -> int:
-        """Which of ``rows`` may be tried: one of which little is known, with much ahead of it."""
-        unknown = self._slots.own[rows].min(axis=1) == 0
-        return int((self._slots.left(rows) * (1 + unknown)).argmax())
-
-    # --- learning ---------------------------------------------------------------------------
-
-    def _learn_acceptance(self) -> None:
-        slots, evidence = self._slots, self._slots.evidence()
-        for acceptance in self._kinds.values():
-            acceptance.fade()
-        for _, acceptance, which in self._by_kind(evidence.kind):
-            own = evidence.own[which]
-            acceptance.learn(
-                own,
-                evidence.column[which],
-                evidence.tokens[which],
-                evidence.forwards[which],
-                evidence.slots[which],
-                evidence.tried[which],
-            )
-            index = evidence.index[which]
-            slots.own[index[index >= 0]] = own[index >= 0]
-
-    def _learn_costs(self, burst: Burst, report: Report, seconds: float) -> None:
+    def _learn_costs(
+        self, rows: np.ndarray, done: Floats, num_run: int, chunk_tokens: int, seconds: float
+    ) -> None:
         """Compares the time of a burst with that of its forwards, of the slowest replica."""
-        assert self.costs is not None
-        longest, slowest, share = 0.0, None, 0.0
-        rows = self._rows[burst.capacity[self._rows] > 0]  # some may be put back before they run
+        if self.costs is None or seconds <= 0:
+            return
+        known, slots, prompt = self._sequences, done[2], np.maximum(done[3] - done[0], 0)
         replicas = rows // self._num_sequences
+        loads = []
         for replica in set(replicas.tolist()):
-            own = rows[replicas == replica]
-            done, windows = self._slots.progress(own, report), self._slots.window[own]
-            tokens, chunks = forward_tokens(done, windows, burst.chunk_tokens, report.num_run)
-            took = float(self.costs.expected(tokens).sum())
-            if took > longest:
-                longest, slowest, share = took, tokens, chunks
-        if slowest is not None:
-            ones = np.ones(slowest.shape[1])
-            self.costs.observe(slowest, ones, seconds, PROMPT_DOUBT * share)
+            inside = replicas == replica
+            chunks = min(np.ceil(prompt[inside].sum() / chunk_tokens), num_run)
+            tokens = slots[inside].sum() / num_run
+            drafts = tokens - done[1][inside] @ (known.window[rows[inside]] + 1) / num_run
+            wide = spread(np.maximum(drafts, 0), inside.sum())
+            loads.append((tokens, float(wide), prompt[inside].sum(), chunks))
+        self.costs.observe(*max(loads), num_run, seconds)
+
+
+def spread(drafts: Floats, n: int) -> Floats:
+    """Returns how far the tokens of a forward are from their average, with so many ``drafts`` in n
+    windows on average: a window mostly has none, or nearly as many as there may be."""
+    return 0.85 * drafts / n**0.5
+
+
+def candidates(committed: Floats, computed: Floats) -> np.ndarray:
+    """Returns choices of a width for each of n sequences, int ``[C, n]``.
+
+    For each price of a computed token, what pays for every sequence; and the same width for all.
+    Where cost is linear in tokens one of these is best; the sizes of forwards make it a little less
+    than that.
+
+    Args:
+      committed, computed: ``[n, K]``, tokens of a forward with each width.
+    """
+    picks = (committed - PRICES[:, None, None] * computed).argmax(axis=2)
+    alike = np.repeat(np.arange(committed.shape[1])[:, None], len(committed), axis=1)
+    return np.concatenate([picks, alike])
+
+
+class _Sequences:
+    """What is remembered of the sequence at each index, of all replicas.
+
+    Attributes:
+      requests: whose index it is.
+      own: ``[size, M]``, evidence for `Acceptance`.
+      free: bool, whether its window is to be chosen.
+      kind: which of the kinds of sequences it is; −1 for one that never has a window.
+      column, window: its width, and which of the widths that is; −1 for none of them.
+      opens: bool, whether its next forward has no drafts to commit.
+      first_tokens: that such a forward commits: its own choice, or nothing in mode "paper".
+      counts: ``[4, size]``, `COUNTS` when it was last looked at.
+    """
+
+    def __init__(self, size: int):
+        self.requests: list[Request | None] = [None] * size
+        self.own = np.zeros((size, NUM_TYPES))
+        self.free, self.opens = np.zeros((2, size), bool)
+        self.kind, self.column, self.window = np.full((3, size), -1, np.int64)
+        self.max_tokens, self.first_tokens = np.zeros((2, size), np.int64)
+        self.counts = np.zeros((len(COUNTS), size), np.int64)

@@ -84,7 +84,8 @@ class Engine:
         if mesh is not None:
             check_fits(mesh, model.config)
         self.mesh, self.window_size = mesh, window_size
-        self.windows = _window_choice(window_size, max_batch_size)
+        replicas = 1 if mesh is None else mesh.shape["data"]
+        self.windows = _window_choice(window_size, max_batch_size, replicas)
         if runs_apart():
             model = with_layers_apart(model)
         wishes = Wishes(
@@ -105,7 +106,7 @@ class Engine:
                 wishes,
                 dtype=model.embed_tokens[...].dtype,
                 platform=jax.default_backend(),
-                replicas=1 if mesh is None else mesh.shape["data"],
+                replicas=replicas,
                 weights=parameter_bytes(nnx.state(model)),
             )
             self.device = Device(model, self.settings, mesh)
@@ -334,9 +335,9 @@ class Engine:
                 yield
 
 
-def _window_choice(window_size: int | str, sequences: int) -> WindowChoice:
+def _window_choice(window_size: int | str, sequences: int, replicas: int) -> WindowChoice:
     if window_size == "auto":
-        return AutoWindows(AUTO_WINDOW, sequences)
+        return AutoWindows(AUTO_WINDOW, sequences, replicas=replicas)
     if isinstance(window_size, bool) or not isinstance(window_size, int) or window_size < 0:
         raise InputError(
             f"window_size: expected an integer of at least 0 or 'auto', not {window_size!r}"

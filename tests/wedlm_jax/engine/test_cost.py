@@ -17,12 +17,6 @@ SECONDS = (0.15e-3, 0.21e-3, 0.30e-3, 0.50e-3, 0.90e-3, 1.5e-3, 2.6e-3, 4.0e-3)
 OVERHEAD = 4e-4
 
 
-def exactly(*tokens: float) -> np.ndarray:
-    """Tokens of forwards that do not vary, ``[4, S]``."""
-    each = np.array(tokens, float)
-    return np.array([each, 0 * each, each, each])
-
-
 def ratio(table: CostTable, tokens: float, other: float) -> float:
     return float(table.seconds(np.array(tokens)) / table.seconds(np.array(other)))
 
@@ -45,13 +39,11 @@ def test_a_larger_forward_is_never_cheaper(seconds: list[float]) -> None:
     assert np.exp(np.log(table.measured).mean()) == pytest.approx(geometric)
 
 
-def test_tokens_that_vary_cost_the_mean_of_few_and_many() -> None:
+def test_what_just_fits_into_a_size_is_expected_not_to_fit_always() -> None:
     table = CostTable((8, 16), (1.0, 3.0))
-    tokens = np.array([8.0, 16.0, 5.0, 12.0])  # 5 or 12, on average 8
-    low, high = 5.0, 12.0
-    share = (8 - low) / (high - low)
-    assert float(table.expected(tokens)) == pytest.approx(1 + 2 * share)
-    assert float(table.expected(exactly(8.0)[:, 0])) == pytest.approx(1)
+    assert float(table.expected(np.array(8.0), np.array(0.0))) == 1
+    assert float(table.expected(np.array(7.0), np.array(1.0))) == 1
+    assert float(table.expected(np.array(8.0), np.array(1.0))) == pytest.approx((1 + 1 + 3) / 3)
 
 
 def test_a_measurement_stands_up_to_other_work_on_the_machine() -> None:
@@ -149,7 +141,7 @@ class Bursts:
             seconds = OVERHEAD + 32 * self.level * float(self.true.seconds(np.array(tokens)))
             seconds *= self.rng.uniform(1 - noise, 1 + noise)
             seconds *= 10 if self.rng.random() < outliers else 1
-            self.table.observe(exactly(tokens), np.array([32.0]), seconds)
+            self.table.observe(tokens, 0.0, 0.0, 0.0, 32, seconds)
 
 
 def test_an_error_of_the_measurement_is_corrected_by_bursts_of_both_sizes() -> None:
@@ -163,6 +155,15 @@ def test_an_error_of_the_measurement_is_corrected_by_bursts_of_both_sizes() -> N
     true = ratio(bursts.true, 32, 8)
     assert before == pytest.approx(1.25 * true)
     assert ratio(bursts.table, 32, 8) == pytest.approx(true, rel=0.04)
+
+
+def test_chunks_of_prompts_are_told_from_the_forwards_behind_them() -> None:
+    table = CostTable(SIZES, SECONDS, OVERHEAD)
+    before = table.seconds(np.array(SIZES))
+    forwards, chunk = 31 * SECONDS[0], SECONDS[4]
+    for _ in range(50):
+        table.observe(1.0, 0.0, 28.0, 1.0, 32, OVERHEAD + forwards + chunk)
+    assert table.seconds(np.array(SIZES)) == pytest.approx(before, rel=0.02)
 
 
 def test_a_machine_that_slows_down_changes_no_ratio() -> None:
@@ -186,17 +187,5 @@ def test_the_time_to_compile_changes_nothing() -> None:
     bursts = Bursts(CostTable(SIZES, SECONDS, OVERHEAD))
     bursts.run(8, 20)
     before = ratio(bursts.table, 32, 8)
-    bursts.table.observe(exactly(32.0), np.array([32.0]), 20.0)
+    bursts.table.observe(32.0, 0.0, 0.0, 0.0, 32, 20.0)
     assert ratio(bursts.table, 32, 8) == pytest.approx(before, rel=0.05)
-
-
-def test_what_was_run_is_in_less_doubt() -> None:
-    bursts = Bursts(CostTable(SIZES, SECONDS, OVERHEAD))
-    sizes = np.array([8.0, 32.0, 256.0])
-    before = bursts.table.doubt(sizes, 8)
-    assert before[0] == 0
-    bursts.run(32, 20)
-    bursts.run(8, 20)
-    after = bursts.table.doubt(sizes, 8)
-    assert after[1] < 0.6 * before[1]
-    assert after[2] > after[1]
