@@ -28,6 +28,9 @@ STAY = 1.02
 forward without drafts."""
 PRICES = np.concatenate([[0.0], np.geomspace(0.004, 1.0, 19)])
 """Tokens committed that a token computed must at least bring."""
+COSTS_SECONDS = 0.05
+"""Seconds of decoding from one comparison of costs to the next: it takes as long as a forward of a
+small model."""
 COUNTS = ("num_output", "num_forwards", "num_token_instances", "num_computed")
 
 
@@ -49,6 +52,7 @@ class AutoWindows:
         self._kinds: dict[tuple[str, bool], Acceptance] = {}
         self._sequences = _Sequences(replicas * num_sequences)
         self._rows = np.zeros(0, np.int64)
+        self._since_costs = 0.0
 
     def widest(self, request: Request) -> int:
         """Returns the widest window that a request may ever get."""
@@ -74,12 +78,15 @@ class AutoWindows:
     def observe(self, burst: Burst, report: Report, seconds: float) -> None:
         """Learns what a burst has committed, and how long it took."""
         rows = self._rows[burst.capacity[self._rows] > 0]  # some may be put back before they run
-        if not len(rows) or not report.num_run:
+        if not len(rows) or not report.num_run or self.costs is None:
             return
         known = self._sequences
         counts = np.stack([np.asarray(getattr(report, name))[rows] for name in COUNTS])
         done = np.maximum(counts - known.counts[:, rows], 0).astype(float)
-        self._learn_costs(rows, done, report.num_run, burst.chunk_tokens, seconds)
+        self._since_costs += seconds
+        if self._since_costs >= COSTS_SECONDS:
+            self._since_costs = 0.0
+            self._learn_costs(rows, done, report.num_run, burst.chunk_tokens, seconds)
         # The first forward of a window has no drafts to commit.
         opening = known.opens[rows] & (done[1] > 0)
         known.opens[rows] &= ~opening
@@ -97,8 +104,8 @@ class AutoWindows:
                 columns = known.column[rows[which]]
                 acceptance.learn(own, columns, tokens[which], forwards[which], slots[which])
                 known.own[rows[which]] = own
-        plain = rows[~windows]  # no evidence, and what was known of the text grows old
-        known.own[plain] *= np.exp(-done[1][~windows] / OWN_MEMORY)[:, None]
+        if not windows.all():  # no evidence, and what was known of the text grows old
+            known.own[rows[~windows]] *= np.exp(-done[1][~windows] / OWN_MEMORY)[:, None]
 
     def _enter(self, sequence: SequenceState) -> None:
         request, known, i = sequence.request, self._sequences, sequence.index
@@ -154,8 +161,7 @@ class AutoWindows:
         self, rows: np.ndarray, done: Floats, num_run: int, chunk_tokens: int, seconds: float
     ) -> None:
         """Compares the time of a burst with that of its forwards, of the slowest replica."""
-        if self.costs is None or seconds <= 0:
-            return
+        assert self.costs is not None
         known, slots, prompt = self._sequences, done[2], np.maximum(done[3] - done[0], 0)
         replicas = rows // self._num_sequences
         loads = []
@@ -185,8 +191,10 @@ def candidates(committed: Floats, computed: Floats) -> np.ndarray:
     Args:
       committed, computed: ``[n, K]``, tokens of a forward with each width.
     """
-    picks = (committed - PRICES[:, None, None] * computed).argmax(axis=2)
     alike = np.repeat(np.arange(committed.shape[1])[:, None], len(committed), axis=1)
+    if len(committed) == 1:
+        return alike
+    picks = (committed - PRICES[:, None, None] * computed).argmax(axis=2)
     return np.concatenate([picks, alike])
 
 
