@@ -139,6 +139,12 @@ class ModelConfig:
         tables = (1 if self.tie_word_embeddings else 2) * self.vocab_size * d * embeddings
         return self.num_hidden_layers * layer + d + tables
 
+    @property
+    def attention_per_place(self) -> int:
+        """Multiplications of a token's attention to one place, in all layers: its score, and its
+        value weighed by it. A token's linear layers take one for each of their parameters."""
+        return 2 * self.num_hidden_layers * self.num_attention_heads * self.head_dim
+
 
 def _require_size(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 from infer.bench.subject import SHAPES, Subject, random_prompts, random_subject
 from infer.bench.turns import Bar
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.events import TokenDelta
+from wedlm_jax.engine.settings import PAGE_SIZES
 from wedlm_jax.errors import InputError
 from wedlm_jax.params import SamplingParams
 
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
     from wedlm_jax.engine.engine import Engine
 
 CHUNK = 1024
-"""Tokens of the chunks that are compared; a forward may compute fewer at a time."""
+"""Tokens of the prompt whose times are compared; a forward computes fewer at a time."""
 OTHERS = 4
 """Sequences that decode meanwhile, autoregressively: so each has a token a forward."""
 OTHERS_TOKENS = 32
 """Of their prompts."""
-QUIET_STEPS = 16
-"""Steps in which they are alone."""
+QUIET_FORWARDS = 64
+"""Forwards in which they are alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +41,12 @@ class ChunkCost:
         that the others take anyway.
       products: how many times the products of the first chunk the last one has, by counting those
         of visible places alone.
-      forward_tokens: tokens of it that a forward computes.
+      forward_tokens: tokens of it that a forward computes, on average.
       quiet, busy: milliseconds from token to token of the others, without it and meanwhile.
-      longest: the longest such time meanwhile.
-      stalled: steps meanwhile in which one of them got no token.
+      longest: the longest such time meanwhile, averaged over a burst.
+      stalled: bursts meanwhile in which one of them got no token.
+      alone: seconds that the prompt takes where nobody else decodes.
+      among: seconds that it takes beside the others.
     """
 
     shape: str
@@ -51,11 +54,13 @@ class ChunkCost:
     first: float
     last: float
     products: float
-    forward_tokens: int
+    forward_tokens: float
     quiet: float
     busy: float
     longest: float
     stalled: int
+    alone: float
+    among: float
 
     @property
     def against_products(self) -> float:
@@ -82,24 +87,40 @@ def compare_chunks(
             f"not {tokens}"
         )
     subject = random_subject(config, dtype)
-    engine = subject.engine(0, OTHERS + 1, max_model_len=tokens + CHUNK)
+    longest = min(2 * tokens, config.max_position_embeddings)
+    room = tokens + OTHERS * tokens // 4  # the others have a token for several of the prompt
+    page_size = PAGE_SIZES["cpu"]
+    engine = subject.engine(
+        0,
+        OTHERS + 1,
+        max_model_len=longest,
+        page_size=page_size,
+        num_pages=(room + (OTHERS + 1) * CHUNK) // page_size,
+    )
     bar.expect(passes + 1)
     made = []
     for number in range(passes + 1):
         bar.begin("a long prompt" if number else "a long prompt, compiling")
         made.append(_long_prompt(engine, subject, tokens))
     passed = made[1:]
+
+    def median(value: Callable[[_Pass], float]) -> float:
+        return statistics.median(value(one) for one in passed)
+
     return ChunkCost(
         shape,
         tokens,
-        first=statistics.median(one.first for one in passed),
-        last=statistics.median(one.last for one in passed),
+        first=median(lambda one: one.own_seconds(0) * 1e3),
+        last=median(lambda one: one.own_seconds(tokens - CHUNK) * 1e3),
         products=products_of(config, tokens - CHUNK) / products_of(config, 0),
-        forward_tokens=min(engine.settings.chunk_tokens, CHUNK),
-        quiet=statistics.median(one.quiet for one in passed),
-        busy=statistics.median(one.busy for one in passed),
-        longest=statistics.median(one.longest for one in passed),
-        stalled=max(one.stalled for one in passed),
+        forward_tokens=median(lambda one: tokens / sum(burst.forwards for burst in one.bursts)),
+        quiet=median(lambda one: one.quiet * 1e3),
+        busy=median(lambda one: statistics.median(b.seconds / b.forwards for b in one.bursts))
+        * 1e3,
+        longest=median(lambda one: max(b.seconds / b.forwards for b in one.bursts)) * 1e3,
+        stalled=max(sum(b.served < OTHERS for b in one.bursts) for one in passed),
+        alone=median(lambda one: one.alone),
+        among=median(lambda one: sum(burst.seconds for burst in one.bursts)),
     )
 
 
@@ -108,52 +129,73 @@ def products_of(config: ModelConfig, before: int) -> float:
     of attention to the places that each of them sees."""
     linear = config.num_parameters(embeddings=False) * CHUNK
     seen = CHUNK * before + CHUNK * (CHUNK + 1) // 2
-    width = config.num_attention_heads * config.head_dim
-    return linear + 2 * config.num_hidden_layers * width * seen
+    return linear + config.attention_per_place * seen
+
+
+class _Burst(NamedTuple):
+    """Seconds and forwards, the prompt's tokens that were computed, and how many of the others got
+    a token."""
+
+    seconds: float
+    forwards: int
+    computed: int
+    served: int
 
 
 @dataclasses.dataclass(frozen=True)
 class _Pass:
-    first: float
-    last: float
     quiet: float
-    busy: float
-    longest: float
-    stalled: int
+    """Seconds of a forward without the prompt."""
+    bursts: list[_Burst]
+    alone: float
+
+    def own_seconds(self, start: int) -> float:
+        """Seconds of `CHUNK` tokens from ``start`` on, beyond those that the others take anyway."""
+        spent, before = 0.0, 0
+        for burst in self.bursts:
+            after = before + burst.computed
+            inside = min(after, start + CHUNK) - max(before, start)
+            if inside > 0:
+                own = burst.seconds - burst.forwards * self.quiet
+                spent += own * inside / burst.computed
+            before = after
+        return spent
 
 
 def _long_prompt(engine: Engine, subject: Subject, tokens: int) -> _Pass:
-    engine.scheduler.forget_prefixes()
-    each = min(engine.settings.chunk_tokens, CHUNK)
-    steps = math.ceil(tokens / CHUNK)
-    per_step = math.ceil(CHUNK / each)
-    most = (steps + QUIET_STEPS + 8) * per_step
-    short = SamplingParams(max_tokens=most, ignore_eos=True)
-    prompts = random_prompts(subject.config, OTHERS, OTHERS_TOKENS)
-    others = [Request(number, prompt, short) for number, prompt in enumerate(prompts)]
-    engine.step(others, max_forwards=OTHERS)
-    quiet = [_step(engine, per_step)[0] for _ in range(QUIET_STEPS)]
     prompt = random_prompts(subject.config, 1, tokens, seed=1)[0]
     prompt[0] = subject.config.vocab_size - 1  # unlike those of the others
     long = Request(OTHERS, prompt, SamplingParams(max_tokens=1))
+    engine.scheduler.forget_prefixes()
+    started = time.perf_counter()
+    engine.decode([long])
+    alone = time.perf_counter() - started
+    engine.scheduler.forget_prefixes()
+    short = SamplingParams(max_tokens=engine.max_model_len // 2, ignore_eos=True)
+    prompts = random_prompts(subject.config, OTHERS, OTHERS_TOKENS)
+    others = [Request(number, each, short) for number, each in enumerate(prompts)]
+    engine.step(others, max_forwards=OTHERS)
+    quiet = _burst(engine, tokens, QUIET_FORWARDS)
     engine.step([long], max_forwards=0)
-    busy, stalled = [], 0
-    for _ in range(tokens // CHUNK):
-        milliseconds, served = _step(engine, per_step)
-        busy.append(milliseconds)
-        stalled += served < OTHERS
+    bursts: list[_Burst] = []
+    computed = 0
+    while computed < tokens:
+        bursts.append(_burst(engine, tokens - computed))
+        computed += bursts[-1].computed
     engine.step(aborted=range(OTHERS + 1), max_forwards=0)
-    own = [(step - statistics.median(quiet)) * per_step for step in (busy[0], busy[-1])]
-    return _Pass(
-        own[0], own[1], statistics.median(quiet), statistics.median(busy), max(busy), stalled
-    )
+    return _Pass(quiet.seconds / quiet.forwards, bursts, alone)
 
 
-def _step(engine: Engine, forwards: int) -> tuple[float, int]:
-    """Milliseconds a forward of a burst, and how many of the others got a token in it."""
+def _burst(engine: Engine, left: int, forwards: int | None = None) -> _Burst:
+    """Runs a burst.
+
+    Args:
+      left: tokens of the long prompt that are not computed yet.
+    """
     before, started = int(engine.device.counters[0]), time.perf_counter()
     events = engine.step(max_forwards=forwards)
-    passed = (time.perf_counter() - started) * 1e3
+    seconds = time.perf_counter() - started
     ran = max(int(engine.device.counters[0]) - before, 1)
     served = {event.number for event in events if isinstance(event, TokenDelta)}
-    return passed / ran, len(served - {OTHERS})
+    remaining = engine.scheduler.prompt_left(OTHERS)
+    return _Burst(seconds, ran, left - remaining, len(served - {OTHERS}))

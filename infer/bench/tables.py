@@ -72,7 +72,7 @@ def chunk_table(cost: ChunkCost) -> Table:
     """A long prompt among others."""
     table = Table(
         box=box.SIMPLE,
-        title=f"a prompt of {cost.tokens:,} tokens, {cost.forward_tokens} a forward",
+        title=f"a prompt of {cost.tokens:,} tokens, {cost.forward_tokens:.0f} a forward",
         show_header=False,
     )
     table.add_column()
@@ -86,7 +86,9 @@ def chunk_table(cost: ChunkCost) -> Table:
     table.add_row("others, token to token, meanwhile", f"{cost.busy:.2f} ms")
     table.add_row("one against the other", f"{cost.slowdown:.2f}×")
     table.add_row("the longest meanwhile", f"{cost.longest:.2f} ms")
-    table.add_row("steps without a token for one of them", str(cost.stalled))
+    table.add_row("bursts without a token for one of them", str(cost.stalled))
+    table.add_row("the prompt, among them", f"{cost.among:.2f} s")
+    table.add_row("the prompt, alone", f"{cost.alone:.2f} s")
     return table
 
 

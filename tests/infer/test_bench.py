@@ -192,14 +192,15 @@ def test_a_long_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(wedlm_jax.engine.settings.CHUNK_TOKENS, "cpu", 128)
     small = dataclasses.replace(SHAPES["embedded"], num_hidden_layers=1, vocab_size=64)
     monkeypatch.setitem(SHAPES, "embedded", small)
-    monkeypatch.setattr(infer.bench.chunks, "QUIET_STEPS", 2)
+    monkeypatch.setattr(infer.bench.chunks, "QUIET_FORWARDS", 4)
     output = tmp_path / "chunks.json"
     arguments = f"--compare chunks --prompt-tokens 3072 --passes 1 --output {output}"
     assert main(arguments.split()) == 0
     (cost,) = figures(output)["chunks"]
     assert cost["tokens"] == 3072
-    assert cost["stalled"] == 0, "each of the others had a token in every step"
+    assert cost["stalled"] == 0, "each of the others had a token in every burst"
     assert cost["first"] > 0
+    assert cost["forward_tokens"] <= 32
     assert cost["quiet"] < cost["busy"] <= cost["longest"]
 
 

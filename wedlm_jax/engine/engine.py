@@ -323,6 +323,7 @@ class Engine:
             max_pages=settings.max_pages,
             chunk_tokens=settings.chunk_tokens,
             max_model_len=settings.max_text,
+            balanced_tokens=settings.balanced_tokens,
         )
         return Scheduler(self.device, sizes, self.windows)
 

@@ -59,6 +59,30 @@ def burst_length(
     return BurstLength(forwards, until)
 
 
+def chunk_tokens(replicas: Sequence[Replica], most: int, balanced: int) -> int:
+    """Returns how many tokens of prompts a forward may compute beside its windows.
+
+    That is ``most``, but for a prompt longer than that which is computed while others decode: then
+    as many as about double the time between their tokens. (Where the model is small and the prompt
+    so long that attention to it is most of the work, even these take longer.)
+
+    Args:
+      balanced: tokens of a forward that takes about twice as long as that of one token.
+    """
+    budget = most
+    for replica in replicas:
+        prefilling = [one for one in replica.running if one.is_prefilling]
+        others_decode = len(prefilling) < len(replica.running)
+        if others_decode and any(_is_long(one, most) for one in prefilling):
+            slots = sum(1 + one.window for one in replica.running)
+            budget = min(budget, max(balanced - slots, slots))
+    return budget
+
+
+def _is_long(sequence: SequenceState, most: int) -> bool:
+    return sequence.text_length_admitted - max(sequence.num_cached_tokens, 0) > most
+
+
 def prefill_forwards(replica: Replica, chunk_tokens: int) -> int:
     """Forwards until the prompts of a replica are computed."""
     left = sum(

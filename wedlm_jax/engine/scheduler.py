@@ -13,7 +13,7 @@ from wedlm_jax.engine.admission import AdmissionRound, Admitter
 from wedlm_jax.engine.burst import Admission, Burst, Device, Report, Request
 from wedlm_jax.engine.counters import Counters
 from wedlm_jax.engine.events import Event, Failed, Finished, TokenDelta
-from wedlm_jax.engine.lookahead import burst_length, give_pages, prefill_forwards
+from wedlm_jax.engine.lookahead import burst_length, chunk_tokens, give_pages, prefill_forwards
 from wedlm_jax.engine.replica import Replica
 from wedlm_jax.engine.sequence import SequenceState, longest_room
 from wedlm_jax.engine.waiting import Waiting
@@ -32,6 +32,7 @@ class SchedulerSizes:
       page_size: tokens a page holds.
       max_pages: columns of the page table: pages that one sequence can have.
       chunk_tokens: tokens of prompts that a forward of a replica may compute beside windows.
+      balanced_tokens: tokens of a forward that takes about twice as long as that of one token.
       max_model_len: prompt and completion tokens together, at most.
       longest_burst: forwards of a burst where nobody waits.
     """
@@ -43,6 +44,7 @@ class SchedulerSizes:
     max_pages: int
     chunk_tokens: int
     max_model_len: int
+    balanced_tokens: int = 16
     longest_burst: int = 64
 
 
@@ -189,6 +191,14 @@ class Scheduler:
         sequence = self._sequences.get(number)
         return None if sequence is None or sequence.index < 0 else sequence.index
 
+    def prompt_left(self, number: int) -> int:
+        """Returns tokens of a request's prompt that are still to be computed; 0 once it decodes or
+        is over."""
+        sequence = self._sequences.get(number)
+        if sequence is None or (sequence.index >= 0 and not sequence.is_prefilling):
+            return 0
+        return len(sequence.text) - sequence.num_computed
+
     def _replica_of(self, sequence: SequenceState) -> Replica:
         return self._replicas[sequence.index // self._sizes.num_sequences]
 
@@ -253,10 +263,11 @@ class Scheduler:
         self, turn: AdmissionRound, admissions: list[Admission], max_forwards: int | None
     ) -> Burst:
         sizes, running = self._sizes, self._running
+        chunk = chunk_tokens(self._replicas, sizes.chunk_tokens, sizes.balanced_tokens)
         length = burst_length(
             running,
             longest=sizes.longest_burst,
-            prefill_forwards=max(prefill_forwards(r, sizes.chunk_tokens) for r in self._replicas),
+            prefill_forwards=max(prefill_forwards(r, chunk) for r in self._replicas),
             num_waiting=len(self._waiting),
             num_deferred=turn.num_deferred,
             pages_are_short=turn.pages_are_short,
@@ -281,7 +292,7 @@ class Scheduler:
             capacity,
             arrival,
             windows,
-            sizes.chunk_tokens,
+            chunk,
             forwards,
             length.until_finished,
         )

@@ -20,6 +20,9 @@ from wedlm_jax.params import SamplingParams
 PAGE_SIZES = {"cpu": 16, "gpu": 32, "tpu": 128}
 CHUNK_TOKENS = {"cpu": 256, "gpu": 512, "tpu": 1024}
 """Prompt tokens that a forward computes beside the windows: as many as cost it little."""
+BALANCED_TOKENS = {"cpu": 32, "gpu": 512, "tpu": 512}
+"""Tokens of a forward that takes about twice as long as that of one token: about twice as many as
+the device computes while it reads the weights."""
 TOKENS_AT_ONCE = {"cpu": 256, "gpu": 1024, "tpu": 1024}
 """Tokens that pass the layers at once: more of them would not cost less each, and larger forwards
 are computed in parts of so many, with little padding."""
@@ -42,6 +45,7 @@ class EngineSettings:
       max_pages: of one sequence.
       cache_dtype: of keys and values.
       chunk_tokens: tokens of prompts that a forward computes beside windows, at most.
+      balanced_tokens: tokens of a forward that takes about twice as long as that of one token.
       tokens_at_once: tokens that pass the layers at once, at most.
       coarse_sizes: whether a forward has few sizes, far apart.
       attention: a name in `wedlm_jax.attention.RAGGED_BACKENDS`.
@@ -60,6 +64,7 @@ class EngineSettings:
     max_pages: int
     cache_dtype: Any
     chunk_tokens: int
+    balanced_tokens: int
     tokens_at_once: int
     coarse_sizes: bool
     attention: str
@@ -168,6 +173,7 @@ def plan_engine(
         max_pages=max_pages,
         cache_dtype=cache_dtype,
         chunk_tokens=wishes.chunk_tokens or _of(CHUNK_TOKENS, platform),
+        balanced_tokens=_of(BALANCED_TOKENS, platform),
         tokens_at_once=_of(TOKENS_AT_ONCE, platform),
         coarse_sizes=platform != "cpu",
         attention=attention,

@@ -10,6 +10,7 @@ from wedlm_jax.engine.lookahead import (
     WAITING_FORWARDS,
     WATCHED_FORWARDS,
     burst_length,
+    chunk_tokens,
     expected_rate,
     give_pages,
     prefill_forwards,
@@ -128,3 +129,31 @@ def test_the_rate_is_learnt_from_the_sequence() -> None:
     assert expected_rate(sequence) == 2.5
     sequence.window = 0
     assert expected_rate(sequence) == 1
+
+
+def prefilling(length: int, *, cached: int = 0) -> SequenceState:
+    sequence = new_sequence(length)
+    sequence.num_cached_tokens = cached
+    return sequence
+
+
+def test_a_long_prompt_gets_as_many_tokens_as_double_the_forward_of_those_that_decode() -> None:
+    decoding = [new_sequence() for _ in range(4)]
+    replica = running_replica(*decoding, num_pages=400)
+    long, short = prefilling(300), prefilling(200)
+
+    def budget(*others: SequenceState, balanced: int = 16) -> int:
+        replica.running = [*decoding, *others]
+        for one in others:
+            one.text_length_admitted = len(one.text)
+        return chunk_tokens([replica], 256, balanced)
+
+    assert budget(short) == 256
+    assert budget(long) == 16 - 5, "the prompt's own window may stand behind its last chunk"
+    assert budget(prefilling(300, cached=100)) == 256
+    assert budget(long, balanced=4) == 5, "at least as many as all windows run"
+    for one in decoding:
+        one.window = 16
+    assert budget(long) == 4 * 17 + 1
+    replica.running = [long]
+    assert chunk_tokens([replica], 256, 16) == 256
