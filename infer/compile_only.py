@@ -19,6 +19,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from omegaconf import OmegaConf
 
+from wedlm_jax.aot.roofline import Roofline, roofline
+from wedlm_jax.aot.topology import Chip, Topology, describe_topology
 from wedlm_jax.config import ModelConfig, config_from_hf, read_config_json
 from wedlm_jax.decode.options import Traits
 from wedlm_jax.decode.state import num_slots
@@ -28,9 +30,7 @@ from wedlm_jax.engine.settings import PAGE_SIZES, EngineSettings, Wishes, plan_e
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
-from wedlm_jax.roofline import Roofline, roofline
 from wedlm_jax.sharding import make_mesh, tree_shardings
-from wedlm_jax.topology import Chip, Topology, describe_topology
 
 DTYPE = jnp.bfloat16
 GIB = 2**30

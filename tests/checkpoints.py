@@ -11,8 +11,9 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from wedlm_jax.checkpoint.hf import model_from_arrays, save_checkpoint
+from wedlm_jax.checkpoint.names import parameter_entries
 from wedlm_jax.config import ModelConfig, config_from_hf
-from wedlm_jax.hf import model_from_arrays, parameter_entries, save_checkpoint
 from wedlm_jax.model import Transformer
 
 CONFIG: dict[str, Any] = {

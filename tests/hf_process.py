@@ -9,15 +9,15 @@ import sys
 
 import jax
 
-import wedlm_jax.hf_export
+import wedlm_jax.checkpoint.hf_export
+from wedlm_jax.checkpoint.hf import load_checkpoint, save_checkpoint
 from wedlm_jax.errors import InputError
-from wedlm_jax.hf import load_checkpoint, save_checkpoint
 from wedlm_jax.sharding import make_mesh
 
 
 def main(index: int, port: int, source: str, destination: str) -> None:
     jax.config.update("jax_num_cpu_devices", 2)
-    wedlm_jax.hf_export.PIECE_BYTES = 200  # so that matrices take several
+    wedlm_jax.checkpoint.hf_export.PIECE_BYTES = 200  # so that matrices take several
     jax.distributed.initialize(f"localhost:{port}", 2, index)
     assert (jax.process_count(), jax.device_count()) == (2, 4)
     model = load_checkpoint(source, mesh=make_mesh({"fsdp": 2, "tensor": 2}))

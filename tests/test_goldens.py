@@ -26,8 +26,8 @@ from tests.check_goldens import (
 )
 from tests.decode_harness import decode_cases, decode_trace
 from tests.two_sizes import usual_sizes
+from wedlm_jax.checkpoint.hf import load_checkpoint
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.hf import load_checkpoint
 from wedlm_jax.model import Transformer
 
 GOLDENS = Path(__file__).parent / "goldens"

@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from wedlm_jax.aot.hlo_cost import program_cost
 from wedlm_jax.attention import IMPLEMENTATIONS, attend
-from wedlm_jax.hlo_cost import program_cost
 from wedlm_jax.masks import DualStreamMask
 
 BLOCK_SIZE = 32

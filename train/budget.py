@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from train.step import TrainState
-from wedlm_jax.topology import CHIPS
+from wedlm_jax.aot.topology import CHIPS
 
 GIB = 2**30
 

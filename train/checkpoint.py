@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from train.step import TrainState
+from wedlm_jax.checkpoint.orbax_io import DamagedCheckpoint, StepFolders
 from wedlm_jax.errors import InputError
-from wedlm_jax.orbax_io import DamagedCheckpoint, StepFolders
 from wedlm_jax.processes import jax_processes
 
 CHECKSUMS = "checksums"

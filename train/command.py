@@ -46,7 +46,8 @@ def main(arguments: list[str]) -> int:
         return 0
 
     from train.loop import train
-    from train.stop import EXIT_STATUS, Stopped
+    from train.stop import RunStopped
+    from wedlm_jax.signals import TERMINATED
 
     join(options)
     from wedlm_jax.compiled_cache import keep_compiled
@@ -54,9 +55,9 @@ def main(arguments: list[str]) -> int:
     keep_compiled(Path(config.output) / "compiled")
     try:
         folder = train(config)
-    except Stopped as stopped:
+    except RunStopped as stopped:
         text = f"wedlm train: {stopped}; the same command goes on from there"
         print(text, file=sys.stderr, flush=True)
-        return EXIT_STATUS
+        return TERMINATED
     say(f"exported {folder}")
     return 0

@@ -20,14 +20,14 @@ from train.config import TrainConfig
 from train.setup import abstract_rows, abstract_state, objective_of, optimizer_of
 from train.step import TrainState, make_train_step
 from train.step_flops import forward_flops, program_flops
+from wedlm_jax.aot.hlo_cost import program_cost
+from wedlm_jax.aot.roofline import ASSUMPTIONS, Roofline, roofline
+from wedlm_jax.aot.topology import Topology, describe_topology
 from wedlm_jax.attention import check_runs_on
 from wedlm_jax.config import ModelConfig, config_from_hf
 from wedlm_jax.errors import InputError
-from wedlm_jax.hlo_cost import program_cost
 from wedlm_jax.model import Transformer
-from wedlm_jax.roofline import ASSUMPTIONS, Roofline, roofline
 from wedlm_jax.sharding import check_fits, make_mesh
-from wedlm_jax.topology import Topology, describe_topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class CompiledStep:
       hbm_limit: what the chip has.
       model_flops: of the whole step: three times the forward pass's products.
       device_flops: of one device, with what is computed anew in the backward pass.
-      hbm_bytes: that one device reads and writes, as `wedlm_jax.hlo_traffic` counts them.
+      hbm_bytes: that one device reads and writes, as `wedlm_jax.aot.hlo_traffic` counts them.
       collective_bytes, collective_count: of one device, by kind.
       sent_bytes, slice_bytes: that leave one device, within its slice and between slices.
       roofline: lower bounds of the step's time.

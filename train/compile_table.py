@@ -16,8 +16,8 @@ from typing import Any
 
 from train.compile_only import CompiledStep, compile_step
 from train.config import load_config
+from wedlm_jax.aot.roofline import Roofline
 from wedlm_jax.errors import InputError
-from wedlm_jax.roofline import Roofline
 
 TOKENS = 512 * 4096
 """A step's, in all cells but those of two slices, which take twice as many."""
@@ -29,7 +29,7 @@ class Cell:
 
     Attributes:
       recipe: its name, without a suffix.
-      topology: as in `wedlm_jax.topology`.
+      topology: as in `wedlm_jax.aot.topology`.
       row_length: L.
       accumulation: micro-batches in a step.
       data: replicas; the other chips are ``fsdp``.

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from train.corpus import REGIMES, generate
 from train.corpus.questions import as_question
+from wedlm_jax.checkpoint.hf import load_checkpoint, save_checkpoint
 from wedlm_jax.errors import InputError
-from wedlm_jax.hf import load_checkpoint, save_checkpoint
 
 # Prose has no right answers: its questions measure speed, for which fewer do.
 QUESTIONS = {"low_entropy": 400, "reasoning": 400, "prose": 60}

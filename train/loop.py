@@ -40,12 +40,12 @@ from train.setup import (
 from train.start import held_out_rows, initial_model, tokenizer_folder, training_rows
 from train.step import TrainState, make_train_step
 from train.step_flops import model_flops
-from train.stop import Stopped, StopRequest
+from train.stop import AgreedStop, RunStopped
 from wedlm_jax.attention import check_runs_on
+from wedlm_jax.checkpoint.hf import save_checkpoint
+from wedlm_jax.checkpoint.run_folder import describe_run
 from wedlm_jax.config import ModelConfig
-from wedlm_jax.hf import save_checkpoint
 from wedlm_jax.processes import is_first, say, wait_for_all
-from wedlm_jax.run_folder import describe_run
 from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh
 
 
@@ -58,7 +58,7 @@ def train(config: TrainConfig) -> Path:
     Raises:
       InputError: something in the recipe or its files is not right, or too many steps in a row
         had to be skipped.
-      Stopped: SIGTERM came; the state is saved, and the same call goes on from it.
+      RunStopped: SIGTERM came; the state is saved, and the same call goes on from it.
     """
     schedule_of(config)  # refused before anything is made
     mesh = make_mesh(dataclasses.asdict(config.mesh))
@@ -75,7 +75,7 @@ def train(config: TrainConfig) -> Path:
     describe_run(output, model.config, folder)
     graph, parameters = nnx.split(model)
     with jax.set_mesh(mesh):
-        run = Run(config, mesh, graph, model.config, tokenizer, output)
+        run = TrainingRun(config, mesh, graph, model.config, tokenizer, output)
         parameters = run.run(parameters).parameters  # the moments are not kept for the export
     exported = dataclasses.replace(model.config, model_type="wedlm")
     trained = nnx.merge(graph, parameters)
@@ -83,7 +83,7 @@ def train(config: TrainConfig) -> Path:
     return output / "hf"
 
 
-class Run:
+class TrainingRun:
     """One attempt at a run: from its newest checkpoint to its last step.
 
     Args:
@@ -147,7 +147,7 @@ class Run:
         recent = Recent(self._output, config.optimizer.max_skipped, batches.read_from)
         log = self._open_log(done)
         try:
-            with StopRequest() as stop:
+            with AgreedStop() as stop:
                 for step in range(done, config.steps):
                     self._profile(step)
                     waited = batches.input_wait
@@ -164,7 +164,7 @@ class Run:
                         checkpoints.save(state)
                     self._evaluate(step + 1, state, clock)
                     if ends and not last:
-                        raise Stopped(step + 1)
+                        raise RunStopped(step + 1)
         finally:
             batches.close()
             if log is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,6 +24,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from wedlm_jax.atomic import written_beside
 from wedlm_jax.errors import InputError
 
 Record = dict[str, float]
@@ -138,12 +138,8 @@ def cut_back(path: Path, step: int) -> None:
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
             continue
-    beside = path.with_suffix(".part")
-    with beside.open("w", encoding="utf-8") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    with written_beside(path) as file:
+        file.write("".join(kept).encode("utf-8"))
 
 
 class TensorBoard:

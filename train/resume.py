@@ -19,8 +19,8 @@ from tokenizers import Tokenizer
 from train.config import TrainConfig, describe, save_config
 from train.data.manifest import read_manifest
 from train.data.synthetic import rows_recipe
+from wedlm_jax.checkpoint.model_folder import RUN_STATES
 from wedlm_jax.errors import InputError
-from wedlm_jax.model_folder import RUN_STATES
 from wedlm_jax.processes import is_first, say, wait_for_all
 
 CONFIG = "config.yaml"

@@ -27,9 +27,9 @@ from train.data.synthetic import (
     save_dataset,
 )
 from train.tokenizer import save_tokenizer, train_tokenizer
+from wedlm_jax.checkpoint.hf import load_checkpoint
 from wedlm_jax.config import ModelConfig, config_from_hf
 from wedlm_jax.errors import InputError
-from wedlm_jax.hf import load_checkpoint
 from wedlm_jax.model import Transformer
 from wedlm_jax.processes import is_first, say, wait_for_all
 from wedlm_jax.sharding import tree_shardings

@@ -16,8 +16,8 @@ SUBCOMMANDS = {
     "train": ("train.command", "train a model from a recipe in configs/"),
     "tokenize": ("train.data.command", "tokenise and pack training data, once"),
     "rows": ("train.data.show", "packed training rows as text"),
-    "convert": ("wedlm_jax.convert", "Hugging Face checkpoint to orbax, or back"),
-    "info": ("wedlm_jax.info", "what a checkpoint folder is"),
+    "convert": ("wedlm_jax.checkpoint.convert", "Hugging Face checkpoint to orbax, or back"),
+    "info": ("wedlm_jax.checkpoint.info", "what a checkpoint folder is"),
 }
 
 HELP = """\

@@ -15,8 +15,7 @@ from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.events import Event, Failed, Finished, TokenDelta
 from wedlm_jax.engine.results import SequenceResult
-from wedlm_jax.params import SamplingParams
-from wedlm_jax.samples import sample_seed
+from wedlm_jax.params import SamplingParams, sample_seed
 from wedlm_jax.text import StopStrings, TextCodec
 
 WAITING = 16

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from wedlm_jax.checkpoint.hf import load_checkpoint
+from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL
 from wedlm_jax.completion import Chunk, Completion, Progress
 from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.engine.burst import Request
@@ -17,7 +19,6 @@ from wedlm_jax.engine.engine import DEFAULT_WINDOW, Engine, runs_apart
 from wedlm_jax.engine.events import Failed, Finished, TokenDelta
 from wedlm_jax.errors import InputError
 from wedlm_jax.generation import NOTHING, Generation, Prepared, Router, complete, extended
-from wedlm_jax.hf import load_checkpoint
 from wedlm_jax.params import MOST_LOGPROBS, SamplingParams
 from wedlm_jax.prompts import Prompt, as_list, as_token_ids, for_each, is_integer, numbered
 from wedlm_jax.quantization import check_quantization
@@ -25,7 +26,6 @@ from wedlm_jax.scoring import score
 from wedlm_jax.sharding import make_mesh
 from wedlm_jax.text import Messages, StopStrings, TextCodec
 
-EMBEDDED_MODEL = Path(__file__).parent / "embedded"
 DTYPES = ("float32", "bfloat16")
 MESH_AXES = ("data", "tensor")
 

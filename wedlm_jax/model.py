@@ -24,8 +24,8 @@ from flax import nnx
 from jax import Array
 
 from wedlm_jax.attention import attend
+from wedlm_jax.attention.int8 import to_float, to_int8
 from wedlm_jax.config import ModelConfig
-from wedlm_jax.int8 import to_float, to_int8
 from wedlm_jax.masks import Mask
 from wedlm_jax.quantization import is_quantized, left_product, product
 from wedlm_jax.rope import apply_rope, held, rope_tables

@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, get_type_hints
 
+import numpy as np
+
 from wedlm_jax.errors import InputError
 
 NO_TOKEN = -1
@@ -362,3 +364,11 @@ def _as_words(given: Any) -> tuple[str | tuple[int, ...], ...]:
         else:
             raise InputError(f"bad_words: expected texts or lists of token ids, not {word!r}")
     return tuple(words)
+
+
+def sample_seed(seed: int, sample: int) -> int:
+    """The seed of a prompt's sample, counted from 0: the first has the prompt's own."""
+    if sample == 0:
+        return seed
+    # Neighbouring seeds are other prompts': a sample's must not be one of them.
+    return int(np.random.SeedSequence([seed, sample]).generate_state(1)[0])

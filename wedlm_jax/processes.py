@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from wedlm_jax.atomic import part_folder, replacing
 from wedlm_jax.errors import InputError
-from wedlm_jax.folder_swap import part_folder, replacing
 
 
 @dataclasses.dataclass(frozen=True)

@@ -114,7 +114,7 @@ def load_subject(model: str | None, dtype: str | None) -> Subject:
     """A checkpoint as `wedlm_jax.llm.LLM` loads it."""
     import jax.numpy as jnp
 
-    from wedlm_jax.hf import load_checkpoint
+    from wedlm_jax.checkpoint.hf import load_checkpoint
     from wedlm_jax.layer_layout import with_layers_apart
     from wedlm_jax.llm import resolve_model
     from wedlm_jax.text import TextCodec

@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from infer.job.durable import naming, write_json, written_beside
 from infer.job.result_rows import Counts, writable
 from infer.job.shard_folder import STATS, ShardFolder
 from infer.job.source import COPY_BYTES
+from wedlm_jax.atomic import naming, write_json, written_beside
 from wedlm_jax.errors import InputError
 
 

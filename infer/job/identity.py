@@ -13,7 +13,7 @@ from wedlm_jax import __version__
 from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
-    from infer.job.shard_decoder import Workload
+    from infer.job.workload import Workload
     from wedlm_jax.llm import LLM
 
 WHOLE_FILE = 16 * 2**20

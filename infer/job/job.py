@@ -15,15 +15,18 @@ from infer.job.finish import finish, finished_before
 from infer.job.hosts import Host
 from infer.job.identity import Identity, identity_of
 from infer.job.output import Output, find_output
+from infer.job.parquet import unread_columns
 from infer.job.progress import PLAIN_INTERVAL, Standing
 from infer.job.result_rows import Counts
 from infer.job.row_index import RowIndex, build_index
-from infer.job.run import Run
-from infer.job.shard_decoder import NotEnoughMemory, Workload
+from infer.job.shard_decoder import NotEnoughMemory
 from infer.job.shard_folder import ShardFolder, read_job
-from infer.job.source import find_input, spool, unread_columns
-from infer.job.stop import EXIT_STATUS, GRACE_SECONDS, INTERRUPTED, Stopped, StopRequest
+from infer.job.share import JobShare
+from infer.job.source import find_input, spool
+from infer.job.stop import GRACE_SECONDS, GracefulStop, JobStopped
+from infer.job.workload import Workload
 from wedlm_jax.errors import InputError
+from wedlm_jax.signals import INTERRUPTED, TERMINATED
 
 if TYPE_CHECKING:
     from wedlm_jax.llm import LLM
@@ -92,14 +95,14 @@ class Job:
         """
         return self.until_stopped(lambda stop: self._run(load, stop))
 
-    def until_stopped(self, work: Callable[[StopRequest], int]) -> int:
+    def until_stopped(self, work: Callable[[GracefulStop], int]) -> int:
         """Runs ``work``; says what is kept where SIGTERM or Ctrl-C ends it."""
-        with StopRequest(self.options.grace) as stop:
+        with GracefulStop(self.options.grace) as stop:
             try:
                 return work(stop)
-            except Stopped:
+            except JobStopped:
                 self.say(f"stopped by SIGTERM: {self.kept()}")
-                return EXIT_STATUS
+                return TERMINATED
             except KeyboardInterrupt:
                 self.say(f"interrupted: {self.kept()}")
                 return INTERRUPTED
@@ -107,7 +110,7 @@ class Job:
                 if self.folder is None:
                     self._drop_spool()
 
-    def _run(self, load: Callable[[], LLM], stop: StopRequest) -> int:
+    def _run(self, load: Callable[[], LLM], stop: GracefulStop) -> int:
         workload = self.read_input()
         if not workload.index.rows:
             return self.end_empty(workload.index)
@@ -117,13 +120,13 @@ class Job:
         folder = self.open_folder(workload.index, identity_of(llm, workload))
         if self.was_finished(folder):
             return 0
-        run = Run(llm, workload, folder, self.options.host, stop)
+        run = JobShare(llm, workload, folder, self.options.host, stop)
         try:
             run.decode(self.console)
         except NotEnoughMemory as error:
             raise InputError(f"{error}; {self.kept()}") from None
         if stop.requested and run.is_short():
-            raise Stopped
+            raise JobStopped
         return self.end(folder, run.standing())
 
     def read_input(self) -> Workload:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from infer.job.prompt_rows import KEYS, PROMPT_KINDS
-from infer.job.source import InputFile
+from infer.job.source import PARQUET, InputFile
 from wedlm_jax.errors import InputError
 from wedlm_jax.parquet import require_pyarrow
 
+PROMPT_KINDS = ("prompt", "prompt_token_ids", "messages")
+KEYS = (*PROMPT_KINDS, "id", "sampling")
+"""What a row may have, in either format."""
 ROWS_AT_A_TIME = 256
 READ_BUFFER = 2**20
 
@@ -48,10 +50,14 @@ def parquet_ids(file: InputFile) -> Iterator[dict[str, Any]]:
             yield _as_fields(row)
 
 
-def other_columns(file: InputFile) -> list[str]:
-    """Columns that are no key of a row."""
-    with _opened(file) as parquet:
-        return [name for name in _names(parquet) if name not in KEYS]
+def unread_columns(files: Sequence[InputFile]) -> list[str]:
+    """Returns the columns of Parquet files that are no key of a row."""
+    found: dict[str, None] = {}
+    for file in files:
+        if file.kind == PARQUET:
+            with _opened(file) as parquet:
+                found |= dict.fromkeys(name for name in _names(parquet) if name not in KEYS)
+    return list(found)
 
 
 @contextlib.contextmanager

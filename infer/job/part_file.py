@@ -22,8 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from infer.job.durable import naming, sync, writer_name
 from infer.job.result_rows import encoded
+from wedlm_jax.atomic import naming, sync, writer_name
 
 FORMAT = 3
 """Rows of another number are of another decoder, whose counts of forwards may differ."""

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from infer.job.parquet import KEYS, PROMPT_KINDS
 from infer.job.records import LARGEST_LINE, Content, TooLong
 from wedlm_jax.errors import InputError
 from wedlm_jax.params import SamplingParams
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from wedlm_jax.generation import Prepared
     from wedlm_jax.llm import LLM
 
-PROMPT_KINDS = ("prompt", "prompt_token_ids", "messages")
-KEYS = (*PROMPT_KINDS, "id", "sampling")
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
 RowId = str | int

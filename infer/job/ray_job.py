@@ -19,9 +19,10 @@ from infer.job.output import Output
 from infer.job.progress import Standing, progress
 from infer.job.result_rows import Counts
 from infer.job.row_index import Shard
-from infer.job.shard_decoder import ShardDecoder, Workload
+from infer.job.shard_decoder import ShardDecoder
 from infer.job.shard_folder import ShardFolder, finished_shards, read_job
-from infer.job.stop import StopRequest
+from infer.job.stop import GracefulStop
+from infer.job.workload import Workload
 from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -223,7 +224,7 @@ class _ShardActor:
         if finished_before(self._folder, self._output.file):
             return _nothing()  # its shards have become one file
         there = sum(shard.rows for shard in shards if self._folder.is_finished(shard))
-        decoder = ShardDecoder(self._llm, self._workload, self._folder, StopRequest())
+        decoder = ShardDecoder(self._llm, self._workload, self._folder, GracefulStop())
         decoder.run(shards, lambda _: None)
         return {
             **_nothing(),

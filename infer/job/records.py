@@ -6,6 +6,7 @@ import codecs
 from collections.abc import Iterator, Sequence
 from typing import IO, NamedTuple, Protocol
 
+from infer.job.parquet import parquet_rows
 from infer.job.source import PARQUET, InputFile, reading
 
 LARGEST_LINE = 32 * 2**20
@@ -50,8 +51,6 @@ def read_from(files: Sequence[InputFile], place: Place) -> Iterator[tuple[Place,
         file = files[number]
         start, first = (place.at, place.line) if number == place.file else (0, 1)
         if file.kind == PARQUET:
-            from infer.job.parquet import parquet_rows
-
             for row, content in enumerate(parquet_rows(file, start), start):
                 yield Place(number, row, row + 1), content
             continue

@@ -23,12 +23,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from infer.job.durable import alone, naming, write_json, written_beside
 from infer.job.identity import Identity
 from infer.job.part_file import FORMAT, SUFFIX, PartFile, whole_rows
 from infer.job.result_rows import Counts
 from infer.job.row_index import Shard
 from infer.job.source import SPOOL
+from wedlm_jax.atomic import alone, naming, write_json, written_beside
 from wedlm_jax.errors import InputError
 
 JOB, STATS, PARTS = "job.json", "stats.json", "parts"

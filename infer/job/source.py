@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from infer.job.durable import naming, writer_name
+from wedlm_jax.atomic import naming, writer_name
 from wedlm_jax.errors import InputError
 
 JSONL, PARQUET = "jsonl", "parquet"
@@ -127,17 +127,6 @@ def spool(pipe: str, folder: Path) -> InputFile:
             raise
     shown = "standard input" if pipe == STANDARD_INPUT else pipe
     return InputFile(path, shown, shown, JSONL)
-
-
-def unread_columns(files: Sequence[InputFile]) -> list[str]:
-    """Columns of Parquet files that are no key of a row."""
-    found: dict[str, None] = {}
-    for file in files:
-        if file.kind == PARQUET:
-            from infer.job.parquet import other_columns
-
-            found |= dict.fromkeys(other_columns(file))
-    return list(found)
 
 
 def file_size(file: InputFile) -> int:

@@ -15,9 +15,9 @@ from infer.compile_only import BANDWIDTH, PRODUCTS, DecodeSizes, forward_of, mai
 from infer.compile_only import read_model as read
 from tests.no_libtpu import NO_LIBTPU, hide_libtpu
 from wedlm_jax.__main__ import main as wedlm
+from wedlm_jax.aot.topology import Chip
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
-from wedlm_jax.topology import Chip
 
 ROOT = Path(__file__).parents[2]
 MODEL = ModelConfig(

@@ -14,8 +14,8 @@ from train.compile_only import CompiledStep, describe
 from train.config import TrainConfig
 from train.step_flops import forward_flops, program_flops, visible_pairs
 from wedlm_jax.__main__ import main
+from wedlm_jax.aot.roofline import Roofline
 from wedlm_jax.config import ModelConfig
-from wedlm_jax.roofline import Roofline
 
 MODEL = ModelConfig(
     vocab_size=100, hidden_size=8, intermediate_size=16, num_hidden_layers=3,

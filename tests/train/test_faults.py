@@ -23,7 +23,8 @@ from tests.tiny_run import (
 )
 from tests.train.test_checkpoint import biggest_file, flip
 from train.loop import train as run_training
-from train.stop import EXIT_STATUS, Stopped
+from train.stop import RunStopped
+from wedlm_jax.signals import TERMINATED
 
 LIMIT_S = 300
 
@@ -37,7 +38,7 @@ def test_sigterm_saves_and_the_run_goes_on_from_there(
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
         call_before_step(patch, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        with pytest.raises(Stopped, match="stopped after step 2"):
+        with pytest.raises(RunStopped, match="stopped after step 2"):
             run_training(config)
     assert signal.getsignal(signal.SIGTERM) is before
     capsys.readouterr()
@@ -140,6 +141,6 @@ def test_sigterm_ends_the_command_with_its_own_status(
     child.terminate()
     child.join(LIMIT_S)
     said = (tmp_path / "said.txt").read_text()
-    assert child.exitcode == EXIT_STATUS, said
+    assert child.exitcode == TERMINATED, said
     assert "the same command goes on from there" in said
     assert list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))

@@ -19,7 +19,7 @@ from train.evaluation import Evaluation
 from train.setup import objective_of
 from train.start import held_out_rows
 from wedlm_jax.__main__ import main
-from wedlm_jax.hf import load_checkpoint
+from wedlm_jax.checkpoint.hf import load_checkpoint
 from wedlm_jax.sharding import make_mesh
 
 LIMIT_S = 300

@@ -24,9 +24,9 @@ from train.config import DataSection, ModelSection, OptimizerSection
 from train.loop import train as run_training
 from train.start import packed_dataset
 from train.start import tokenizer_folder as tokenizer_folder_of
-from wedlm_jax.convert import convert
+from wedlm_jax.checkpoint.convert import convert
+from wedlm_jax.checkpoint.hf import load_checkpoint
 from wedlm_jax.errors import InputError
-from wedlm_jax.hf import load_checkpoint
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 

@@ -9,7 +9,7 @@ import pytest
 
 import wedlm_jax
 from wedlm_jax.errors import InputError
-from wedlm_jax.params import DEFAULT_MODE, OPTIONS, SamplingParams
+from wedlm_jax.params import DEFAULT_MODE, OPTIONS, SamplingParams, sample_seed
 
 
 @pytest.mark.parametrize(
@@ -146,3 +146,12 @@ def test_bounds_themselves_are_taken() -> None:
 def test_the_package_names_the_class() -> None:
     assert wedlm_jax.SamplingParams is SamplingParams
     assert SamplingParams().mode == DEFAULT_MODE
+
+
+def test_the_first_sample_has_the_prompt_s_seed_and_the_others_their_own() -> None:
+    seeds = [sample_seed(seed, i) for seed in range(20) for i in range(20)]
+    assert seeds[::20] == list(range(20))
+    assert len(set(seeds)) == 400
+    assert all(0 <= seed < 2**32 for seed in seeds)
+    # Of this version and every later one.
+    assert [sample_seed(7, i) for i in range(3)] == [7, 369571992, 1009178997]

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from train.data.manifest import Manifest, tokenizer_fingerprint, write_manifest
-from train.data.records import Chunk, Malformed, chunks, find_files, total_bytes
+from train.data.records import Malformed, RecordChunk, chunks, find_files, total_bytes
 from train.data.row_codec import encode_row
 from train.data.samples import ChunkSamples, SampleMaker, SampleOptions, load_tokenizer
 from train.data.shards import ShardWriter
+from wedlm_jax.atomic import replacing
 from wedlm_jax.errors import InputError
-from wedlm_jax.folder_swap import replacing
 from wedlm_jax.packing import TokenisedSample, pack
 
 MALFORMED = "malformed.jsonl"
@@ -184,8 +184,8 @@ def _longest_first(samples: Iterator[TokenisedSample]) -> Iterator[TokenisedSamp
 
 
 def _results(
-    options: TokeniseOptions, stream: Iterator[Chunk]
-) -> Iterator[tuple[Chunk, ChunkSamples]]:
+    options: TokeniseOptions, stream: Iterator[RecordChunk]
+) -> Iterator[tuple[RecordChunk, ChunkSamples]]:
     """Each chunk with what became of it, in order; few chunks are under way at a time."""
     if not options.workers:
         maker = SampleMaker(options.samples)
@@ -195,7 +195,7 @@ def _results(
     # Spawned, not forked: the tokenizer has threads of its own.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(options.workers, context, initializer=_start_worker)
-    waiting: collections.deque[tuple[Chunk, Future[ChunkSamples]]] = collections.deque()
+    waiting: collections.deque[tuple[RecordChunk, Future[ChunkSamples]]] = collections.deque()
     try:
         for chunk in stream:
             waiting.append((chunk, pool.submit(_make, options.samples, chunk)))
@@ -219,7 +219,7 @@ def _maker(options: SampleOptions) -> SampleMaker:
     return SampleMaker(options)
 
 
-def _make(options: SampleOptions, chunk: Chunk) -> ChunkSamples:
+def _make(options: SampleOptions, chunk: RecordChunk) -> ChunkSamples:
     """What a worker process does; it makes its tokenizer once."""
     return _maker(options).make(chunk)
 

@@ -20,7 +20,7 @@ DECISIVE = ("added_tokens", "normalizer", "pre_tokenizer", "model")
 
 
 @dataclasses.dataclass(frozen=True)
-class Shard:
+class DataShard:
     """One file of rows."""
 
     file: str
@@ -59,7 +59,7 @@ class Manifest:
     reasons: dict[str, dict[str, Any]]
     made_with: dict[str, Any]
     content: str
-    shards: list[Shard]
+    shards: list[DataShard]
     version: int = VERSION
 
 
@@ -80,7 +80,7 @@ def read_manifest(folder: Path) -> Manifest:
         version = fields["version"]
         if version != VERSION:
             raise InputError(f"{path}: version {version!r}, where {VERSION} is read here")
-        manifest = Manifest(**{**fields, "shards": [Shard(**one) for one in fields["shards"]]})
+        manifest = Manifest(**{**fields, "shards": [DataShard(**one) for one in fields["shards"]]})
     except FileNotFoundError:
         raise InputError(f"{folder}: no {MANIFEST} here; `wedlm tokenize` makes one") from None
     except InputError:

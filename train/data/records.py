@@ -56,7 +56,7 @@ class Malformed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunk:
+class RecordChunk:
     """Some records of one file.
 
     Attributes:
@@ -113,7 +113,7 @@ def find_files(inputs: Sequence[str]) -> tuple[list[Path], list[Path]]:
     return files, other
 
 
-def chunks(path: Path) -> Iterator[Chunk]:
+def chunks(path: Path) -> Iterator[RecordChunk]:
     """The chunks of one file in order; their sizes do not depend on anything but the file."""
     kind = kind_of(path)
     reader = {
@@ -124,14 +124,14 @@ def chunks(path: Path) -> Iterator[Chunk]:
     try:
         size = path.stat().st_size
         if size == 0:
-            yield Chunk(name, str(kind), problem=("the file is empty", ""))
+            yield RecordChunk(name, str(kind), problem=("the file is empty", ""))
             return
         yield from reader(path, size)
     except OSError as error:
-        yield Chunk(name, str(kind), problem=("cannot be read", error.strerror or str(error)))
+        yield RecordChunk(name, str(kind), problem=("cannot be read", error.strerror or str(error)))
 
 
-def records(chunk: Chunk) -> Iterator[tuple[int, dict[str, Any] | str | Malformed]]:
+def records(chunk: RecordChunk) -> Iterator[tuple[int, dict[str, Any] | str | Malformed]]:
     """Line or row number and content: a JSON object, or the text of a text file."""
     file, kind = chunk.file, chunk.kind
     if kind == "lines":
@@ -156,7 +156,7 @@ def records(chunk: Chunk) -> Iterator[tuple[int, dict[str, Any] | str | Malforme
         yield 0, Malformed(file, 0, *chunk.problem)
 
 
-def _line_chunks(path: Path, size: int) -> Iterator[Chunk]:
+def _line_chunks(path: Path, size: int) -> Iterator[RecordChunk]:
     name, number, first, told = str(path), 0, 1, 0
     lines: list[bytes | None] = []
     held, problem = 0, None
@@ -175,11 +175,11 @@ def _line_chunks(path: Path, size: int) -> Iterator[Chunk]:
             held += len(line or b"")
             if held >= CHUNK_BYTES or len(lines) == CHUNK_RECORDS:
                 here = min(raw.tell(), size)
-                yield Chunk(name, "lines", first, tuple(lines), bytes_read=here - told)
+                yield RecordChunk(name, "lines", first, tuple(lines), bytes_read=here - told)
                 lines, held, first, told = [], 0, number + 1, here
     if lines or problem:
         left = max(size - told, 0)
-        yield Chunk(name, "lines", first, tuple(lines), problem=problem, bytes_read=left)
+        yield RecordChunk(name, "lines", first, tuple(lines), problem=problem, bytes_read=left)
 
 
 def _bounded_line(file: IO[bytes]) -> bytes | None:
@@ -192,12 +192,12 @@ def _bounded_line(file: IO[bytes]) -> bytes | None:
     return None
 
 
-def _text_chunks(path: Path, size: int) -> Iterator[Chunk]:
+def _text_chunks(path: Path, size: int) -> Iterator[RecordChunk]:
     problem = _too_long() if size > LARGEST_RECORD else None
-    yield Chunk(str(path), "text", problem=problem, bytes_read=size)
+    yield RecordChunk(str(path), "text", problem=problem, bytes_read=size)
 
 
-def _parquet_chunks(path: Path, size: int) -> Iterator[Chunk]:
+def _parquet_chunks(path: Path, size: int) -> Iterator[RecordChunk]:
     first, told = 1, 0
     try:
         with require_pyarrow().ParquetFile(path) as file:
@@ -206,15 +206,17 @@ def _parquet_chunks(path: Path, size: int) -> Iterator[Chunk]:
         raise
     except Exception as error:
         # pyarrow has error types of its own; all mean that the file is damaged.
-        yield Chunk(str(path), "parquet", problem=("not a Parquet file", _short(error)))
+        yield RecordChunk(str(path), "parquet", problem=("not a Parquet file", _short(error)))
         return
     for group, rows in enumerate(groups):
         here = size * (group + 1) // len(groups)
-        yield Chunk(str(path), "parquet", first, count=rows, group=group, bytes_read=here - told)
+        yield RecordChunk(
+            str(path), "parquet", first, count=rows, group=group, bytes_read=here - told
+        )
         first, told = first + rows, here
 
 
-def _parquet_rows(chunk: Chunk) -> list[dict[str, Any] | Malformed]:
+def _parquet_rows(chunk: RecordChunk) -> list[dict[str, Any] | Malformed]:
     with require_pyarrow().ParquetFile(chunk.file) as file:
         wanted = {"text", "messages", "token_ids", "trainable"}
         columns = [name for name in file.schema_arrow.names if name in wanted]
@@ -231,7 +233,7 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _arrayrecord_chunks(path: Path, size: int) -> Iterator[Chunk]:
+def _arrayrecord_chunks(path: Path, size: int) -> Iterator[RecordChunk]:
     from array_record.python.array_record_module import ArrayRecordReader
 
     try:
@@ -241,17 +243,19 @@ def _arrayrecord_chunks(path: Path, size: int) -> Iterator[Chunk]:
         count = int(reader.num_records())
         reader.close()
     except (OSError, RuntimeError, ValueError) as error:
-        yield Chunk(str(path), "arrayrecord", problem=("not an ArrayRecord file", _short(error)))
+        yield RecordChunk(
+            str(path), "arrayrecord", problem=("not an ArrayRecord file", _short(error))
+        )
         return
     told = 0
     for start in range(0, count, CHUNK_RECORDS):
         rows = min(CHUNK_RECORDS, count - start)
         here = size * (start + rows) // count
-        yield Chunk(str(path), "arrayrecord", start + 1, count=rows, bytes_read=here - told)
+        yield RecordChunk(str(path), "arrayrecord", start + 1, count=rows, bytes_read=here - told)
         told = here
 
 
-def _arrayrecord_rows(chunk: Chunk) -> list[dict[str, Any] | str | Malformed]:
+def _arrayrecord_rows(chunk: RecordChunk) -> list[dict[str, Any] | str | Malformed]:
     from array_record.python.array_record_module import ArrayRecordReader
 
     reader = ArrayRecordReader(chunk.file)

@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from train.data.chat import ChatFormat, TurnsNotFound
-from train.data.records import Chunk, Malformed, records
+from train.data.records import Malformed, RecordChunk, records
 from wedlm_jax.errors import InputError
 from wedlm_jax.packing import TokenisedSample
 from wedlm_jax.text import TextCodec
@@ -93,7 +93,7 @@ class SampleMaker:
         assert codec is not None, "load_tokenizer has seen the file"
         return codec
 
-    def make(self, chunk: Chunk) -> ChunkSamples:
+    def make(self, chunk: RecordChunk) -> ChunkSamples:
         """Samples of a chunk in its order; documents are tokenised together."""
         made: list[list[TokenisedSample] | str] = []
         malformed: list[Malformed] = []

@@ -15,7 +15,7 @@ import numpy as np
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from train.data.manifest import Manifest, Shard
+from train.data.manifest import DataShard, Manifest
 from train.data.row_codec import decode_row
 from wedlm_jax.errors import InputError
 
@@ -52,14 +52,14 @@ class ShardWriter:
         self._digest.update(len(record).to_bytes(8, "little"))
         self._digest.update(record)
 
-    def finish(self) -> tuple[list[Shard], str]:
+    def finish(self) -> tuple[list[DataShard], str]:
         """Closes and names the shards; returns them and the SHA-256 of all rows in order."""
         self._finish_shard()
         shards = []
         for number, (path, rows) in enumerate(zip(self._paths, self._rows, strict=True)):
             name = f"rows-{number:05d}-of-{len(self._paths):05d}.arrayrecord"
             path = path.rename(self._folder / name)
-            shards.append(Shard(name, rows, path.stat().st_size))
+            shards.append(DataShard(name, rows, path.stat().st_size))
         return shards, self._digest.hexdigest()
 
     def _open(self) -> None:

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from train.config import TrainConfig
 from train.corpus import Sample, Split, generate
+from wedlm_jax.atomic import written_beside
 from wedlm_jax.errors import InputError
 from wedlm_jax.packing import TokenisedSample, pack, row_arrays
 
@@ -108,10 +109,9 @@ def rows_recipe(config: TrainConfig, tokenizer: Tokenizer) -> str:
 
 
 def save_dataset(dataset: PackedDataset, path: Path) -> None:
-    beside = path.with_suffix(".part.npz")
     numbers = {k: np.array(getattr(dataset, k)) for k in ("fill", "samples", "skipped")}
-    np.savez(beside, allow_pickle=False, **dataset.arrays, **numbers)
-    beside.replace(path)
+    with written_beside(path) as file:
+        np.savez(file, allow_pickle=False, **dataset.arrays, **numbers)
 
 
 def load_dataset(path: Path) -> PackedDataset:

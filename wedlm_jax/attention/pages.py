@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from wedlm_jax.attention.int8 import Int8Rows, Rows, to_int8
 from wedlm_jax.config import ModelConfig
-from wedlm_jax.int8 import Int8Rows, Rows, to_int8
 from wedlm_jax.sharding import AXIS_RULES
 
 Pages = Rows

@@ -15,13 +15,13 @@ import jax
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from wedlm_jax.attention.int8 import Int8Rows
 from wedlm_jax.attention.pages import Pages, Spans, allocate_pages, token_places
 from wedlm_jax.attention.pages import write_pages as _write_own
 from wedlm_jax.attention.ragged_rpa import attend_rpa
 from wedlm_jax.attention.ragged_xla import Tiles, attend_xla, make_tiles
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
-from wedlm_jax.int8 import Int8Rows
 from wedlm_jax.sharding import AXIS_RULES
 
 __all__ = [

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from wedlm_jax.attention.int8 import Int8Rows
 from wedlm_jax.attention.pages import Pages, Spans
-from wedlm_jax.int8 import Int8Rows
 
 BLOCK = 128
 """Places of a block, about."""

@@ -37,7 +37,7 @@ REFILLS = ("streaming", "blockwise")
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Counters:
+class BurstCounters:
     """What a burst did, int32 each.
 
     Attributes:
@@ -51,7 +51,7 @@ class Counters:
     computed: Array
 
 
-Carry = tuple[DecodeState, Pages, Array, TokenUse | None, Counters]
+Carry = tuple[DecodeState, Pages, Array, TokenUse | None, BurstCounters]
 
 
 def run_burst(
@@ -62,7 +62,7 @@ def run_burst(
     allowance: Allowance,
     changed: Array,
     program: Program,
-) -> tuple[DecodeState, Pages, Counters]:
+) -> tuple[DecodeState, Pages, BurstCounters]:
     """Runs forwards until the allowance is used up.
 
     A burst also ends where a sequence has no room in its pages, or in ``state.emitted``, for
@@ -94,7 +94,7 @@ def run_burst(
         return after, pages, hidden, with_committed(use, state, after), counters
 
     use = token_use(state, options, model.config.vocab_size)
-    start = Counters(jnp.int32(0), jnp.int32(0), jnp.int32(0))
+    start = BurstCounters(jnp.int32(0), jnp.int32(0), jnp.int32(0))
     hidden = no_hidden_states(model, program)
     carry = state, pages, hidden, use, start
     state, pages, _, _, counters = jax.lax.while_loop(more, body, carry)
@@ -153,9 +153,9 @@ def _count(state: DecodeState, plan: SpanPlan) -> DecodeState:
     )
 
 
-def _counted(counters: Counters, plan: SpanPlan, program: Program) -> Counters:
+def _counted(counters: BurstCounters, plan: SpanPlan, program: Program) -> BurstCounters:
     computed = program.sizes.filled_up(plan.num_tokens)
-    return Counters(
+    return BurstCounters(
         counters.forwards + 1, counters.tokens + plan.num_tokens, counters.computed + computed
     )
 

@@ -44,7 +44,7 @@ class Admission:
       text: int32 ``[L]``, the prompt and what was committed before it was put back.
       num_cached: tokens of the text whose keys and values stand in its pages already; less
         than L.
-      resume: what `Device.save` returned when it was put back; None for one that begins.
+      resume: what `ForwardRunner.save` returned when it was put back; None for one that begins.
     """
 
     index: int
@@ -131,7 +131,7 @@ class Report:
     num_run: int = 0
 
 
-class Device(Protocol):
+class ForwardRunner(Protocol):
     """Who runs forwards."""
 
     def run(self, burst: Burst) -> Report:

@@ -18,18 +18,18 @@ from jax.sharding import Mesh
 
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.decode.options import Traits, check_options
-from wedlm_jax.engine.auto_windows import AutoWindows
 from wedlm_jax.engine.burst import Request
-from wedlm_jax.engine.cost import CostTable, kept_table, measure
 from wedlm_jax.engine.counters import Counters
 from wedlm_jax.engine.device import Device
 from wedlm_jax.engine.events import Event, Failed, Finished
 from wedlm_jax.engine.memory import parameter_bytes
-from wedlm_jax.engine.probe import ForwardProbe
 from wedlm_jax.engine.results import SequenceResult, WindowView
 from wedlm_jax.engine.scheduler import Scheduler, SchedulerSizes
 from wedlm_jax.engine.settings import Wishes, plan_engine
-from wedlm_jax.engine.windows import FixedWindows, WindowChoice
+from wedlm_jax.engine.windows.auto import AutoWindows
+from wedlm_jax.engine.windows.choice import FixedWindows, WindowChoice
+from wedlm_jax.engine.windows.cost import CostTable, kept_table, measure
+from wedlm_jax.engine.windows.probe import ForwardProbe
 from wedlm_jax.errors import InputError
 from wedlm_jax.layer_layout import with_layers_apart
 from wedlm_jax.model import Transformer

@@ -19,7 +19,7 @@ from wedlm_jax.attention.ragged_pages import Pages
 from wedlm_jax.decode.admission import Entrants, admit, look, with_slots
 from wedlm_jax.decode.forward import Program
 from wedlm_jax.decode.logprobs import Logprobs
-from wedlm_jax.decode.loop import Counters, run_burst
+from wedlm_jax.decode.loop import BurstCounters, run_burst
 from wedlm_jax.decode.options import Options
 from wedlm_jax.decode.spans import Allowance
 from wedlm_jax.decode.state import DecodeState
@@ -43,7 +43,7 @@ class BurstResult(NamedTuple):
     pages: Pages
     numbers: Array
     logprobs: Logprobs | None
-    counters: Counters
+    counters: BurstCounters
 
 
 @partial(jax.jit, static_argnames=("graph", "program"), donate_argnames=("state", "pages"))

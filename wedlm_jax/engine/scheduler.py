@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from wedlm_jax.engine.admission import AdmissionRound, Admitter
-from wedlm_jax.engine.burst import Admission, Burst, Device, Report, Request
+from wedlm_jax.engine.burst import Admission, Burst, ForwardRunner, Report, Request
 from wedlm_jax.engine.counters import Counters
 from wedlm_jax.engine.events import Event, Failed, Finished, TokenDelta
 from wedlm_jax.engine.lookahead import burst_length, chunk_tokens, give_pages, prefill_forwards
 from wedlm_jax.engine.replica import Replica
 from wedlm_jax.engine.sequence import SequenceState, longest_room
 from wedlm_jax.engine.waiting import Waiting
-from wedlm_jax.engine.windows import WindowChoice
+from wedlm_jax.engine.windows.choice import WindowChoice
 from wedlm_jax.errors import InputError
 
 
@@ -62,7 +62,7 @@ class Scheduler:
 
     def __init__(
         self,
-        device: Device,
+        device: ForwardRunner,
         sizes: SchedulerSizes,
         windows: WindowChoice,
         *,

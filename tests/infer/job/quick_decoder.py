@@ -12,7 +12,7 @@ from wedlm_jax.completion import Completion, Progress
 from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.generation import Prepared
 from wedlm_jax.llm import LLM
-from wedlm_jax.samples import sample_seed
+from wedlm_jax.params import sample_seed
 
 
 def quick_completion(row: Prepared) -> Completion:

@@ -103,7 +103,7 @@ def test_a_pipe_is_kept_until_the_job_ends(
 
     with monkeypatch.context() as patch:
         patch.setattr(
-            "infer.job.run.Run.decode", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+            "infer.job.share.JobShare.decode", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
         )
         assert piped() == 130
     (spooled,) = Path("out").glob("spooled-*.jsonl")

@@ -14,8 +14,8 @@ from infer.job.output import find_output
 from infer.job.ray_job import SHARDS_PER_TASK, _groups, _ShardActor
 from infer.job.records import Place
 from infer.job.row_index import Shard, build_index
-from infer.job.shard_decoder import Workload
 from infer.job.source import find_input
+from infer.job.workload import Workload
 from tests.infer.job.job_examples import contents, read_json, results, run, stop_after, words, write
 from wedlm_jax.params import SamplingParams
 

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.decode_examples import TINY
 from tests.ragged_examples import LAYER, LAYERS, Example, make_example, run_xla
+from wedlm_jax.attention.int8 import Int8Rows
 from wedlm_jax.attention.pages import Spans
 from wedlm_jax.attention.ragged_pages import (
     allocate_pages,
@@ -25,7 +26,6 @@ from wedlm_jax.attention.ragged_pages import (
     write_pages,
 )
 from wedlm_jax.errors import InputError
-from wedlm_jax.int8 import Int8Rows
 from wedlm_jax.sharding import make_mesh, on_replicas
 
 WIDE = dataclasses.replace(TINY, head_dim=128)

@@ -40,7 +40,7 @@ from wedlm_jax.decode.verified import Verified, draft_rule, verify
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.sequence import SequenceState
-from wedlm_jax.engine.windows import FixedWindows
+from wedlm_jax.engine.windows.choice import FixedWindows
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import EMBEDDED_MODEL, LLM
 from wedlm_jax.masks import CausalMask

@@ -9,7 +9,7 @@ import numpy as np
 
 from wedlm_jax.engine.burst import Admission, Burst, Report, Request
 from wedlm_jax.engine.sequence import SequenceState
-from wedlm_jax.engine.windows import WindowChoice
+from wedlm_jax.engine.windows.choice import WindowChoice
 from wedlm_jax.params import SamplingParams
 
 PROMPT = 30

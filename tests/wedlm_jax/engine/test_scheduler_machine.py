@@ -22,7 +22,7 @@ from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.events import Failed, Finished, TokenDelta
 from wedlm_jax.engine.scheduler import Scheduler
 from wedlm_jax.engine.sequence import SequenceState
-from wedlm_jax.engine.windows import FixedWindows
+from wedlm_jax.engine.windows.choice import FixedWindows
 from wedlm_jax.errors import InputError
 from wedlm_jax.params import SamplingParams
 

@@ -1,0 +1,41 @@
+"""Names of TPU topologies are understood or refused, without a TPU's library."""
+
+from __future__ import annotations
+
+import pytest
+
+from wedlm_jax.aot.topology import CHIPS, describe_topology, parse_topology
+from wedlm_jax.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("name", "parsed"),
+    [
+        ("v5p:4x4x4", ("v5p", (4, 4, 4), 1)),
+        ("v5e:16x16", ("v5e", (16, 16), 1)),
+        ("v5p:8x8x8*2", ("v5p", (8, 8, 8), 2)),
+    ],
+)
+def test_a_name_is_a_chip_a_shape_and_slices(name: str, parsed: tuple) -> None:
+    assert parse_topology(name) == parsed
+
+
+@pytest.mark.parametrize("name", ["", "v5p", "v5p-128", "h100:8", "v5p:", "v5p:4x", "v5p:4x4x4*"])
+def test_other_names_are_refused_with_an_example(name: str) -> None:
+    with pytest.raises(InputError, match=r"topology .* expected a chip .* v5p:4x4x4"):
+        parse_topology(name)
+
+
+def test_memory_is_that_of_the_makers_tables() -> None:
+    assert {kind: chip.hbm_bytes / 2**30 for kind, chip in CHIPS.items()} == {
+        "v5e": 16,
+        "v5p": 95,
+        "v6e": 32,
+    }
+
+
+def test_without_the_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    with pytest.raises(InputError, match=r'^compiling .* pip install "wedlm-jax\[tpu\]"$'):
+        describe_topology("v5p:2x2x1")

@@ -1,0 +1,136 @@
+"""A checkpoint as large as a real one goes onto a mesh and back within bounded memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from wedlm_jax.checkpoint.hf import write_config
+from wedlm_jax.checkpoint.hf_export import Tensor, plan_files, write_weights
+from wedlm_jax.checkpoint.names import parameter_entries
+from wedlm_jax.config import config_from_hf
+
+ROOT = Path(__file__).parents[3]
+
+QWEN3_1_7B: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": True,
+    "eos_token_id": 151645,
+}
+SHARD_BYTES = 750 * 1000**2
+
+
+PATTERN = np.random.default_rng(0).integers(0, 2**16, 2_097_593, np.uint16)
+"""A prime number of them, so that no two rows, layers or tensors are alike."""
+
+
+def values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Bit patterns that belong to a name: NaN payloads and subnormals among them."""
+    start = zlib.crc32(name.encode()) % len(PATTERN)
+    repeated = np.resize(np.roll(PATTERN, start), math.prod(shape))
+    return repeated.view(ml_dtypes.bfloat16).reshape(shape)
+
+
+def large_tensors(layers: int = 28) -> list[Tensor]:
+    def tensor(name: str, shape: tuple[int, ...]) -> Tensor:
+        return Tensor(name, shape, np.dtype(ml_dtypes.bfloat16), lambda: values_of(name, shape))
+
+    entries = parameter_entries(config_from_hf({**QWEN3_1_7B, "num_hidden_layers": layers}))
+    return [tensor(name, entry.hf_shape) for entry in entries for name in entry.hf_names]
+
+
+def write_large(folder: Path) -> None:
+    """Writes the checkpoint in five files."""
+    folder.mkdir()
+    write_config(folder, QWEN3_1_7B)
+    files = plan_files(large_tensors(), SHARD_BYTES)
+    assert len(files) == 5
+    write_weights(files, folder)
+
+
+def assert_holds_the_same(folder: Path) -> None:
+    """Bit by bit, as the safetensors library reads it, tensor by tensor."""
+    expected = {tensor.name: tensor for tensor in large_tensors()}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118
+                found, wanted = file.get_tensor(name), expected.pop(name).read()
+                assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype), name
+                assert np.array_equal(found.view(np.uint16), wanted.view(np.uint16)), name
+    assert not expected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
+@pytest.mark.full
+def test_1_7b_onto_eight_devices_and_back(tmp_path: Path) -> None:
+    source, back = tmp_path / "source", tmp_path / "back"
+    try:
+        write_large(source)
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.hf_memory", str(source), str(back), str(SHARD_BYTES)],
+            cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        facts = json.loads(done.stdout)
+        print(facts)
+        assert facts["parameters"] == 2 * config_from_hf(QWEN3_1_7B).num_parameters()
+        file = facts["parameters"] / 5  # on average
+        embedding = 2 * QWEN3_1_7B["vocab_size"] * QWEN3_1_7B["hidden_size"]
+        assert facts["import"] < facts["parameters"] + 1.3 * file
+        assert facts["export"] < facts["parameters"] + embedding + 0.5 * file
+        assert len(list(back.glob("*.safetensors"))) == 5
+        assert_holds_the_same(back)
+    finally:
+        shutil.rmtree(source, ignore_errors=True)
+        shutil.rmtree(back, ignore_errors=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
+def test_rounded_while_read_it_is_never_there_as_it_was(tmp_path: Path) -> None:
+    source, layers = tmp_path / "source", 10
+    try:
+        source.mkdir()
+        write_config(source, {**QWEN3_1_7B, "num_hidden_layers": layers})
+        write_weights(plan_files(large_tensors(layers), SHARD_BYTES), source)
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.hf_memory", str(source), "int8"],
+            cwd=ROOT,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        facts = json.loads(done.stdout)
+        print(facts)
+        config = config_from_hf({**QWEN3_1_7B, "num_hidden_layers": layers})
+        matrices = config.num_parameters(embeddings=False)
+        embedding = 2 * QWEN3_1_7B["vocab_size"] * QWEN3_1_7B["hidden_size"]
+        assert matrices + embedding < facts["parameters"] < 1.01 * matrices + embedding
+        assert facts["import"] < facts["parameters"] + 0.5 * matrices
+    finally:
+        shutil.rmtree(source, ignore_errors=True)

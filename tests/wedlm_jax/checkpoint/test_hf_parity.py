@@ -1,0 +1,233 @@
+"""Agreement with transformers on tiny random models, both ways through the files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from wedlm_jax.checkpoint.hf import arrays_from_model, load_checkpoint, save_checkpoint  # noqa: E402
+from wedlm_jax.checkpoint.safetensors_file import SafetensorsFile  # noqa: E402
+from wedlm_jax.config import config_from_hf  # noqa: E402
+from wedlm_jax.masks import CausalMask  # noqa: E402
+from wedlm_jax.model import Transformer  # noqa: E402
+
+torch.set_num_threads(1)  # these models are too small for threads, which only wait
+
+TOLERANCE = 1e-4
+VOCABULARY = 96
+LENGTH = 40
+
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+}
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": LLAMA3,
+    "yarn": YARN,
+    "yarn without an original length": {"rope_type": "yarn", "factor": 4.0},
+    "yarn with betas and factor": {
+        **YARN, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3,
+    },
+    "yarn with mscale": {**YARN, "mscale": 0.9, "mscale_all_dim": 0.5},
+    "yarn not truncated": {**YARN, "truncate": False},
+}  # fmt: skip
+
+
+def make_reference(kind: str, *, tied: bool = False, rope: str = "default", seed: int = 0) -> Any:
+    """A transformers model none of whose parameters is at its plain initial value."""
+    import transformers
+
+    settings: dict[str, Any] = {
+        **SHAPE,
+        "tie_word_embeddings": tied,
+        "attn_implementation": "eager",
+    }
+    settings["rope_parameters"] = {"rope_theta": 10000.0, **ROPES[rope]}
+    if kind == "qwen3":
+        settings["head_dim"] = 16  # not hidden_size / heads, which is 12
+    name = kind.capitalize()
+    config = getattr(transformers, f"{name}Config")(**settings)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                parameter += 0.2 * noise
+            else:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+    return model
+
+
+def inputs() -> tuple[np.ndarray, np.ndarray]:
+    """Token ids and logical positions, ``[2, LENGTH]``: rows far apart, so that scaling tells."""
+    token_ids = np.random.default_rng(1).integers(0, VOCABULARY, (2, LENGTH))
+    return token_ids, np.arange(LENGTH) + np.array([[0], [300]])
+
+
+def reference_logits(model: Any) -> np.ndarray:
+    token_ids, positions = map(torch.from_numpy, inputs())
+    with torch.no_grad():
+        return model(input_ids=token_ids, position_ids=positions).logits.numpy()
+
+
+@jax.jit
+def forward(model: Transformer, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
+    """Compiled once for all models of one configuration."""
+    hidden = model(token_ids, positions, CausalMask())
+    return model.logits(hidden)
+
+
+def our_logits(folder: Path) -> np.ndarray:
+    model = load_checkpoint(folder, dtype=jnp.float32)
+    return np.asarray(forward(model, *map(jnp.asarray, inputs())))
+
+
+def assert_close(ours: np.ndarray, theirs: np.ndarray) -> None:
+    assert theirs.std() > 0.3, "logits too small for the tolerance to mean anything"
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE)
+
+
+def load_reference(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        str(folder), dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+def file_tensors(folder: Path) -> dict[str, np.ndarray]:
+    """Every tensor in a folder's safetensors files, by name."""
+    files = [SafetensorsFile(path) for path in sorted(folder.glob("*.safetensors"))]
+    return {name: file.read(name) for file in files for name in file.names()}
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    first, second = file_tensors(one), file_tensors(other)
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert tensor.dtype == second[name].dtype, name
+        assert tensor.shape == second[name].shape, name
+        assert tensor.tobytes() == second[name].tobytes(), name
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_logits_agree(tmp_path: Path, kind: str, tied: bool) -> None:
+    reference = make_reference(kind, tied=tied)
+    reference.save_pretrained(tmp_path)
+    assert_close(our_logits(tmp_path), reference_logits(reference))
+
+
+@pytest.mark.parametrize("rope", [name for name in ROPES if name != "default"])
+def test_logits_agree_with_scaled_rope(tmp_path: Path, rope: str) -> None:
+    reference = make_reference("qwen3", rope=rope)
+    reference.save_pretrained(tmp_path)
+    theirs = reference_logits(reference)
+    assert_close(our_logits(tmp_path), theirs)
+    plain = reference_logits(make_reference("qwen3"))
+    assert np.abs(plain - theirs).max() > 100 * TOLERANCE, "the scaling changed nothing"
+
+
+@pytest.mark.parametrize("rope", list(ROPES))
+def test_rope_fields_of_older_files_mean_the_same(rope: str) -> None:
+    """Before transformers 5: ``rope_theta`` and ``rope_scaling``, and ``type`` for the type."""
+    new = json.loads(make_reference("qwen2", rope=rope).config.to_json_string(use_diff=False))
+    old = dict(new)
+    scaling = dict(old.pop("rope_parameters"))
+    old["rope_theta"] = scaling.pop("rope_theta")
+    old["rope_scaling"] = {"type": scaling.pop("rope_type"), **scaling}
+    assert config_from_hf(old) == config_from_hf(new)
+    assert config_from_hf(new).rope.rope_type == ROPES[rope]["rope_type"]
+    if rope == "default":
+        assert config_from_hf({**old, "rope_scaling": None}) == config_from_hf(new)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_logits_agree_from_files_of_half_the_width(tmp_path: Path, dtype: str) -> None:
+    make_reference("qwen2").to(getattr(torch, dtype)).save_pretrained(tmp_path)
+    assert {tensor.dtype.name for tensor in file_tensors(tmp_path).values()} == {dtype}
+    assert_close(our_logits(tmp_path), reference_logits(load_reference(tmp_path)))
+
+
+def test_logits_agree_from_several_files(tmp_path: Path) -> None:
+    reference = make_reference("qwen3")
+    reference.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert_close(our_logits(tmp_path), reference_logits(reference))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_round_trip_is_bit_exact(tmp_path: Path, kind: str, dtype: str) -> None:
+    source, written = tmp_path / "source", tmp_path / "written"
+    make_reference(kind, tied=kind == "qwen3").to(getattr(torch, dtype)).save_pretrained(source)
+    model = load_checkpoint(source)
+    save_checkpoint(model, model.config, written)
+    assert_same_tensors(source, written)
+
+
+@pytest.mark.parametrize("shard_bytes", [5_000_000, 60_000], ids=["one file", "several files"])
+@pytest.mark.parametrize(
+    ("kind", "tied", "rope"),
+    [
+        ("qwen2", False, "default"),
+        ("qwen2", True, "linear"),
+        ("qwen3", False, "llama3"),
+        ("qwen3", True, "yarn with betas and factor"),
+    ],
+)
+def test_transformers_loads_what_is_written(
+    tmp_path: Path, kind: str, tied: bool, rope: str, shard_bytes: int
+) -> None:
+    """Tensors and ``config.json`` both: the logits are those of the model it came from."""
+    source, written = tmp_path / "source", tmp_path / "written"
+    reference = make_reference(kind, tied=tied, rope=rope)
+    reference.save_pretrained(source)
+    model = load_checkpoint(source)
+    save_checkpoint(model, model.config, written, shard_bytes=shard_bytes)
+    assert (len(list(written.glob("*.safetensors"))) > 1) == (shard_bytes < 100_000)
+    theirs = load_reference(written)
+    assert type(theirs) is type(reference)
+    np.testing.assert_array_equal(reference_logits(theirs), reference_logits(reference))
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_wedlm_model_type_means_the_same_weights(tmp_path: Path, kind: str) -> None:
+    """A published-style folder: Qwen's tensors and fields under ``model_type: wedlm``."""
+    make_reference(kind).save_pretrained(tmp_path)
+    plain = load_checkpoint(tmp_path)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps({**raw, "model_type": "wedlm", "mask_token_id": None}))
+    renamed = load_checkpoint(tmp_path)
+    assert dataclasses.replace(renamed.config, model_type=kind) == plain.config
+    values = arrays_from_model(renamed)
+    for name, value in arrays_from_model(plain).items():
+        np.testing.assert_array_equal(values[name], value, err_msg=name)

@@ -1,0 +1,1 @@
+"""Compiling for machines that are not here, and reading what the compiler says."""

@@ -1,0 +1,325 @@
+"""`wedlm convert`: Hugging Face checkpoint to orbax, or back, bit for bit."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from wedlm_jax.checkpoint.model_folder import FORMATS, ORBAX, format_of, run_model_folder
+from wedlm_jax.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from wedlm_jax.checkpoint.hf_export import Tensor
+    from wedlm_jax.checkpoint.model_folder import StoredParameters
+    from wedlm_jax.checkpoint.names import Entry
+    from wedlm_jax.checkpoint.orbax_io import DeferredArray
+
+TITLES = {"hf": "Hugging Face", "orbax": "orbax"}
+RUN = "run"
+
+
+@dataclasses.dataclass(frozen=True)
+class Converted:
+    """What was written: format ("hf" or "orbax"), tensors there, bytes, dtype names."""
+
+    format: str
+    tensors: int
+    bytes: int
+    dtypes: tuple[str, ...]
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="wedlm convert",
+        description="Converts a checkpoint folder: Hugging Face (config.json and safetensors) to\n"
+        f"orbax (config.json and {ORBAX}/), or back. What SOURCE is, is found out; the other\n"
+        "format is written, or the one that --to names. config.json and the tokenizer's\n"
+        "files go along. Values are not changed unless --dtype is given.",
+        epilog="examples:\n"
+        "  wedlm convert ./WeDLM-8B ./WeDLM-8B-orbax            Hugging Face to orbax\n"
+        "  wedlm convert ./WeDLM-8B-orbax ./back                and back, bit for bit\n"
+        "  wedlm convert runs/my/hf ./small --to hf --dtype bfloat16\n"
+        "                                                       same format, other dtype\n"
+        "  wedlm convert runs/my ./now                          a run's newest state, while it\n"
+        "                                                       trains",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", metavar="SOURCE", help="a checkpoint folder, or a training run's")
+    parser.add_argument("destination", metavar="DESTINATION", help="the folder to write")
+    parser.add_argument("--to", choices=FORMATS, help="the format to write [the other one]")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="cast the weights [as they are]"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="replace the checkpoint that DESTINATION holds"
+    )
+    parser.add_argument(
+        "--config",
+        metavar="DIR",
+        help="SOURCE is a training run: take config.json and the tokenizer from DIR [its model/]",
+    )
+    options = parser.parse_args(arguments)
+    # Nothing here is computed on a device, and one that is in use should be left alone.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    start = time.monotonic()
+    done = convert(
+        options.source,
+        options.destination,
+        to=options.to,
+        dtype=options.dtype,
+        force=options.force,
+        config_from=options.config,
+    )
+    print(
+        f"wrote {options.destination}: {TITLES[done.format]}, {done.tensors} tensors, "
+        f"{done.bytes / 1e6:,.1f} MB, {', '.join(done.dtypes)}, "
+        f"in {time.monotonic() - start:.1f} s"
+    )
+    return 0
+
+
+def convert(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    to: str | None = None,
+    dtype: str | None = None,
+    force: bool = False,
+    config_from: str | Path | None = None,
+) -> Converted:
+    """Writes the checkpoint in ``source`` anew, in the other format or another dtype.
+
+    The destination appears whole or not at all.
+
+    Args:
+      source: a Hugging Face or an orbax checkpoint folder; or a training run's, its
+        ``checkpoints`` or one state in there: of a run the newest state's parameters are written.
+      destination: must be absent or empty, or a checkpoint with ``force``.
+      to: "hf" or "orbax"; by default the format that the source has not, "hf" for a run.
+      dtype: "float32", "bfloat16" or "float16"; as it is by default.
+      force: replace a checkpoint at the destination.
+      config_from: where a run's ``config.json`` and tokenizer are, if not in the run's own
+        ``model`` folder: the checkpoint that it started from, or any of the same shape.
+
+    Raises:
+      InputError: naming the folder, file or tensor, and what was expected of it.
+    """
+    source, destination = Path(source), Path(destination)
+    described = run_model_folder(source) if config_from is None else Path(config_from)
+    found = format_of(source) if described is None else RUN
+    target = to or next(name for name in FORMATS if name != found)
+    if target not in FORMATS:
+        raise InputError(f"to: expected one of {', '.join(FORMATS)}, not {target!r}")
+    if target == found and dtype is None:
+        raise InputError(
+            f"{source}: is {TITLES[found]} already; to write it in the same format, give a dtype"
+        )
+    _check_destination(source, destination, force)
+    # Imported late: all of JAX comes with them, and mistakes should be told at once.
+    from wedlm_jax.atomic import replacing
+    from wedlm_jax.checkpoint.dtypes import numpy_dtype
+    from wedlm_jax.checkpoint.hf import copy_tokenizer, write_config
+
+    np_dtype = numpy_dtype(dtype)
+    try:
+        with replacing(destination) as beside, _progress() as progress:
+            opened = _open(source, described, found, np_dtype)
+            write = _write_orbax if target == "orbax" else _write_hf
+            result = write(opened, beside, progress)
+            if dtype is None and found != RUN:
+                shutil.copyfile(source / "config.json", beside / "config.json")
+            else:
+                raw = opened.raw_config
+                write_config(beside, raw if dtype is None else _with_dtype(raw, dtype))
+            copy_tokenizer(described or source, beside)
+    except OSError as error:
+        raise InputError(f"{destination}: writing failed ({error.strerror or error})") from None
+    return result
+
+
+def _check_destination(source: Path, destination: Path, force: bool) -> None:
+    here, there = source.resolve(), destination.resolve()
+    if here == there:
+        raise InputError(f"{destination}: source and destination are the same folder")
+    if here in there.parents:
+        raise InputError(f"{destination}: lies inside the source folder {source}")
+    if there in here.parents:
+        raise InputError(f"{destination}: holds the source folder {source}")
+    if destination.exists() and not destination.is_dir():
+        raise InputError(f"{destination}: is a file, where a folder is to be written")
+    if destination.is_dir() and any(destination.iterdir()):
+        if not force:
+            raise InputError(f"{destination}: not empty; --force replaces the checkpoint there")
+        if not (destination / "config.json").exists():
+            raise InputError(
+                f"{destination}: not a checkpoint, and --force replaces nothing else; "
+                "name another folder"
+            )
+
+
+def _with_dtype(raw: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """``config.json`` as it stands, but for the field that names a dtype."""
+    field = "torch_dtype" if "torch_dtype" in raw and "dtype" not in raw else "dtype"
+    return {**raw, field: dtype}
+
+
+class _Source(Protocol):
+    """A checkpoint, opened and checked; no values are read before they are asked for."""
+
+    raw_config: dict[str, Any]
+
+    def parameters(self) -> dict[str, DeferredArray]:
+        """The parameters by dotted path, as an orbax checkpoint holds them."""
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors of a Hugging Face checkpoint."""
+
+
+def _open(source: Path, described: Path | None, found: str, dtype: np.dtype | None) -> _Source:
+    if found == "hf":
+        return _HuggingFace(source, dtype)
+    if described is None:
+        from wedlm_jax.checkpoint.model_folder import OrbaxCheckpoint
+
+        return _Orbax(OrbaxCheckpoint(source), dtype)
+    from wedlm_jax.checkpoint.run_folder import RunModel
+
+    return _Orbax(RunModel(source, described), dtype)
+
+
+class _HuggingFace:
+    def __init__(self, folder: Path, dtype: np.dtype | None):
+        from wedlm_jax.checkpoint.hf import check_tensors
+        from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
+
+        self._checkpoint = HFCheckpoint(folder)
+        self._entries = check_tensors(self._checkpoint)
+        self._dtype = dtype
+        self.raw_config = self._checkpoint.raw_config
+
+    def parameters(self) -> dict[str, DeferredArray]:
+        from wedlm_jax.checkpoint.hf_import import entry_dtype, read_parameter
+        from wedlm_jax.checkpoint.orbax_io import DeferredArray
+
+        def deferred(entry: Entry) -> DeferredArray:
+            dtype = entry_dtype(self._checkpoint, entry, self._dtype)
+            return DeferredArray(
+                entry.shape, dtype, lambda: read_parameter(self._checkpoint, entry, dtype)
+            )
+
+        return {entry.path: deferred(entry) for entry in self._entries}
+
+    def tensors(self) -> list[Tensor]:
+        from wedlm_jax.checkpoint.hf_export import Tensor
+
+        def tensor(name: str, shape: tuple[int, ...]) -> Tensor:
+            dtype = self._dtype or np.dtype(self._checkpoint.tensors[name].dtype(name))
+            return Tensor(name, shape, dtype, lambda: self._checkpoint.read(name))
+
+        return [tensor(name, entry.hf_shape) for entry in self._entries for name in entry.hf_names]
+
+
+class _Orbax:
+    """An orbax checkpoint or a run's state."""
+
+    def __init__(self, checkpoint: StoredParameters, dtype: np.dtype | None):
+        from wedlm_jax.checkpoint.model_folder import check_arrays
+
+        self._checkpoint = checkpoint
+        self._entries = check_arrays(checkpoint)
+        self._dtype = dtype
+        self._newest: tuple[str, np.ndarray] | None = None
+        self.raw_config = checkpoint.raw_config
+
+    def parameters(self) -> dict[str, DeferredArray]:
+        from wedlm_jax.checkpoint.dtypes import cast
+        from wedlm_jax.checkpoint.orbax_io import DeferredArray
+
+        def deferred(path: str) -> DeferredArray:
+            shape, stored = self._checkpoint.arrays[path]
+            dtype = self._dtype or np.dtype(stored)
+            return DeferredArray(
+                shape, dtype, lambda: cast(path, self._checkpoint.read(path), dtype)
+            )
+
+        return {entry.path: deferred(entry.path) for entry in self._entries}
+
+    def tensors(self) -> list[Tensor]:
+        from wedlm_jax.checkpoint.hf_export import Tensor
+
+        def tensor(entry: Entry, layer: int, name: str) -> Tensor:
+            def read() -> np.ndarray:
+                values = self._read(entry.path)
+                values = values[layer] if entry.stacked else values
+                return values.T if entry.transposed else values
+
+            dtype = self._dtype or np.dtype(self._checkpoint.arrays[entry.path][1])
+            return Tensor(name, entry.hf_shape, dtype, read)
+
+        return [
+            tensor(entry, layer, name)
+            for entry in self._entries
+            for layer, name in enumerate(entry.hf_names)
+        ]
+
+    def _read(self, path: str) -> np.ndarray:
+        """One parameter, kept until another is asked for: its layers are written in turn."""
+        if self._newest is None or self._newest[0] != path:
+            self._newest = None
+            self._newest = (path, self._checkpoint.read(path))
+        return self._newest[1]
+
+
+def _write_orbax(source: _Source, folder: Path, progress: Progress) -> Converted:
+    from wedlm_jax.checkpoint.orbax_io import write_arrays
+
+    arrays = source.parameters()
+    task = progress.add_task("converting", total=len(arrays))
+    write_arrays(folder / ORBAX, {p: _reporting(x, progress, task) for p, x in arrays.items()})
+    return _converted("orbax", list(arrays.values()))
+
+
+def _write_hf(source: _Source, folder: Path, progress: Progress) -> Converted:
+    from wedlm_jax.checkpoint.hf_export import plan_files, write_weights
+
+    tensors = source.tensors()
+    task = progress.add_task("converting", total=len(tensors))
+    write_weights(plan_files([_reporting(tensor, progress, task) for tensor in tensors]), folder)
+    return _converted("hf", tensors)
+
+
+def _converted(name: str, written: Sequence[Tensor | DeferredArray]) -> Converted:
+    dtypes = sorted({item.dtype.name for item in written})
+    return Converted(name, len(written), sum(item.nbytes for item in written), tuple(dtypes))
+
+
+def _reporting(item: Any, progress: Progress, task: Any) -> Any:
+    """The same, and the bar moves on when its values are read."""
+
+    def read() -> np.ndarray:
+        progress.advance(task)
+        return item.read()
+
+    return dataclasses.replace(item, read=read)
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """Bars on standard error, only where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield progress

@@ -1,0 +1,117 @@
+"""The model in a training run's newest complete state, before the run has exported it.
+
+A state knows nothing of the model: its arrays are numbered in the order of
+`jax.tree.leaves`, the step first and then the parameters (`train.checkpoint`). So a run
+says beside its states what its model is (`describe_run`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from wedlm_jax.checkpoint.hf import copy_tokenizer, write_config
+from wedlm_jax.checkpoint.hf_folder import INDEX, WEIGHTS, HFCheckpoint, model_config
+from wedlm_jax.checkpoint.model_folder import ORBAX, RUN_MODEL, RUN_STATES, OrbaxCheckpoint
+from wedlm_jax.checkpoint.names import hf_path
+from wedlm_jax.checkpoint.orbax_io import array_shapes, read_arrays, step_tree
+from wedlm_jax.config import ModelConfig, config_to_hf, read_config_json
+from wedlm_jax.errors import InputError
+from wedlm_jax.model import Transformer
+from wedlm_jax.processes import jax_processes, replacing_together
+
+LEAVES_BEFORE_PARAMETERS = 1  # the step
+
+
+class RunModel:
+    """The parameters of a run's newest complete state, opened as a checkpoint.
+
+    Args:
+      folder: the run's, its ``checkpoints``, or one state in there.
+      config_from: a folder whose ``config.json`` describes the model.
+
+    Attributes:
+      array_folder: where orbax keeps the state.
+      step: that of the state.
+      config: the architecture; its type is "wedlm", as when a run exports its model.
+      raw_config: the same as the content of a ``config.json``.
+      arrays: shape and dtype name of each parameter, by dotted path.
+
+    Raises:
+      InputError: there is no state, or the configuration is not that of its model.
+    """
+
+    def __init__(self, folder: str | Path, config_from: str | Path):
+        state = newest_state(Path(folder))
+        self.step = int(state.name)
+        self.array_folder = step_tree(state)
+        self.config = dataclasses.replace(_config(Path(config_from)), model_type="wedlm")
+        leaves = array_shapes(self.array_folder)
+        paths = _paths(self.config)
+        names = list(leaves)[LEAVES_BEFORE_PARAMETERS:][: len(paths)]
+        if len(names) < len(paths):
+            raise InputError(
+                f"{self.array_folder}: a state of {len(leaves)} arrays, too few for the model in "
+                f"{config_from}"
+            )
+        self._names = dict(zip(paths, names, strict=True))
+        self.arrays = {path: leaves[name] for path, name in self._names.items()}
+        dtypes = {dtype for _, dtype in self.arrays.values()}
+        self.raw_config: dict[str, Any] = config_to_hf(self.config, dtype=min(dtypes))
+
+    def read(self, path: str) -> np.ndarray:
+        """One parameter in host memory; the others and the optimizer stay on disk."""
+        name = self._names[path]
+        return read_arrays(self.array_folder, [name])[name]
+
+
+def describe_run(run: Path, config: ModelConfig, tokenizer_from: Path) -> None:
+    """Writes ``<run>/model``: the model's ``config.json`` and the tokenizer's files.
+
+    They are what an export needs beside a state. All processes of a run call this.
+    """
+    processes = jax_processes()
+    with replacing_together(run / RUN_MODEL, processes) as beside:
+        if processes.index == 0:
+            write_config(beside, config_to_hf(dataclasses.replace(config, model_type="wedlm")))
+            copy_tokenizer(tokenizer_from, beside)
+
+
+def newest_state(folder: Path) -> Path:
+    """The newest complete state of a run: given its folder, its ``checkpoints``, or itself.
+
+    Raises:
+      InputError: there is none.
+    """
+    if folder.name.isdigit() and _is_state(folder):
+        return folder
+    for place in (folder / RUN_STATES, folder):
+        states = [path for path in place.glob("*") if path.name.isdigit() and _is_state(path)]
+        if states:
+            return max(states, key=lambda path: int(path.name))
+    raise InputError(f"{folder}: no complete state of a training run is here")
+
+
+def _is_state(folder: Path) -> bool:
+    # A state that is still being written stands under another name.
+    return step_tree(folder).is_dir()
+
+
+def _config(folder: Path) -> ModelConfig:
+    """From headers where there are weights: a config.json may be silent where tensors tell."""
+    if (folder / ORBAX).is_dir():
+        return OrbaxCheckpoint(folder).config
+    if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
+        return HFCheckpoint(folder).config
+    return model_config(folder, read_config_json(folder), ())
+
+
+def _paths(config: ModelConfig) -> list[str]:
+    """Dotted paths of the parameters, in the order of `jax.tree.leaves`."""
+    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    return [hf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(nnx.state(model))]

@@ -1,0 +1,223 @@
+"""Windows by load: wide where the device waits for memory, narrow where it computes.
+
+A burst with windows W_i decodes
+
+    Σ E_i(W_i) / cost(Σ T_i(W_i))
+
+tokens a second: E_i, the tokens that a forward of sequence i commits, from what it and others like
+it have committed (`wedlm_jax.engine.windows.acceptance`); T_i, the tokens that it computes; the
+cost of a forward from a table (`wedlm_jax.engine.windows.cost`). The windows with the most are
+taken, sequence by sequence, before every burst. With W = 0 all are known: E = T = 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from wedlm_jax.engine.burst import Burst, Report, Request
+from wedlm_jax.engine.sequence import SequenceState
+from wedlm_jax.engine.windows.acceptance import NUM_TYPES, OWN_MEMORY, Acceptance, Floats
+from wedlm_jax.engine.windows.cost import CostTable
+
+WIDTHS = (0, 2, 4, 8, 16, 32, 64, 128)
+"""Windows that may be chosen."""
+STAY = 1.02
+"""Another window must promise so much more than the one a sequence has: changing it costs a
+forward without drafts."""
+PRICES = np.concatenate([[0.0], np.geomspace(0.004, 1.0, 19)])
+"""Tokens committed that a token computed must at least bring."""
+COSTS_SECONDS = 0.05
+"""Seconds of decoding from one comparison of costs to the next: it takes as long as a forward of a
+small model."""
+COUNTS = ("num_output", "num_forwards", "num_token_instances", "num_computed")
+
+
+class AutoWindows:
+    """Chooses the windows of requests that name none.
+
+    A `wedlm_jax.engine.windows.choice.WindowChoice`.
+
+    Args:
+      widest: the widest window that may be chosen, at least 2.
+      num_sequences: N, of each replica.
+      costs: seconds of a forward; may also be set later, but before the first burst.
+      replicas: R.
+    """
+
+    def __init__(
+        self, widest: int, num_sequences: int, costs: CostTable | None = None, *, replicas: int = 1
+    ):
+        self._widest, self._num_sequences, self.costs = widest, num_sequences, costs
+        self._widths = np.array([*(w for w in WIDTHS if w < widest), widest])
+        self._kinds: dict[tuple[str, bool], Acceptance] = {}
+        self._sequences = _Sequences(replicas * num_sequences)
+        self._rows = np.zeros(0, np.int64)
+        self._since_costs = 0.0
+
+    def widest(self, request: Request) -> int:
+        """Returns the widest window that a request may ever get."""
+        if request.params.mode == "ar":
+            return 0
+        return self._widest if request.window is None else request.window
+
+    def choose(self, running: Sequence[SequenceState]) -> Sequence[int]:
+        """Returns the window of each sequence in the next burst."""
+        known = self._sequences
+        for sequence in running:
+            if known.requests[sequence.index] is not sequence.request:
+                self._enter(sequence)
+        rows = self._rows = np.array([sequence.index for sequence in running], np.int64)
+        replicas = rows // self._num_sequences
+        for replica in set(replicas.tolist()):
+            inside = rows[replicas == replica]
+            free = known.free[inside]
+            if free.any():
+                self._choose_together(inside[free], inside[~free])
+        return known.window[rows].tolist()  # type: ignore[no-any-return]
+
+    def observe(self, burst: Burst, report: Report, seconds: float) -> None:
+        """Learns what a burst has committed, and how long it took."""
+        rows = self._rows[burst.capacity[self._rows] > 0]  # some may be put back before they run
+        if not len(rows) or not report.num_run or self.costs is None:
+            return
+        known = self._sequences
+        counts = np.stack([np.asarray(getattr(report, name))[rows] for name in COUNTS])
+        done = np.maximum(counts - known.counts[:, rows], 0).astype(float)
+        self._since_costs += seconds
+        if self._since_costs >= COSTS_SECONDS:
+            self._since_costs = 0.0
+            self._learn_costs(rows, done, report.num_run, burst.chunk_tokens, seconds)
+        # The first forward of a window has no drafts to commit.
+        opening = known.opens[rows] & (done[1] > 0)
+        known.opens[rows] &= ~opening
+        known.counts[:, rows] = counts
+        tokens, forwards, slots, _ = done
+        tokens = np.maximum(tokens - opening * known.first_tokens[rows], 0)
+        slots = slots - opening * (known.window[rows] + known.first_tokens[rows])
+        forwards = forwards - opening
+        windows = known.column[rows] > 0
+        for number, acceptance in enumerate(self._kinds.values()):
+            acceptance.fade()
+            which = np.flatnonzero((known.kind[rows] == number) & windows & (forwards > 0))
+            if len(which):
+                own = known.own[rows[which]]
+                columns = known.column[rows[which]]
+                acceptance.learn(own, columns, tokens[which], forwards[which], slots[which])
+                known.own[rows[which]] = own
+        if not windows.all():  # no evidence, and what was known of the text grows old
+            known.own[rows[~windows]] *= np.exp(-done[1][~windows] / OWN_MEMORY)[:, None]
+
+    def _enter(self, sequence: SequenceState) -> None:
+        request, known, i = sequence.request, self._sequences, sequence.index
+        window = self.widest(request)
+        kind = -1
+        if window:
+            key = (request.params.mode, request.params.temperature > 0)
+            if key not in self._kinds:
+                self._kinds[key] = Acceptance(self._widths)
+            kind = list(self._kinds).index(key)
+        column = np.flatnonzero(self._widths == window)
+        known.requests[i], known.own[i] = request, 0
+        known.counts[:, i] = [getattr(sequence, name) for name in COUNTS]
+        known.kind[i], known.free[i] = kind, request.window is None and window > 0
+        known.column[i] = -1 if known.free[i] or not len(column) else column[0]
+        known.window[i] = 0 if known.free[i] else window
+        known.max_tokens[i] = request.params.max_tokens
+        known.opens[i] = sequence.num_forwards == 0
+        known.first_tokens[i] = request.params.mode == "verified"
+
+    def _choose_together(self, rows: np.ndarray, others: np.ndarray) -> None:
+        """Chooses the windows of the sequences of one replica.
+
+        Args:
+          others: sequences whose windows are fixed.
+        """
+        assert self.costs is not None, "the costs of forwards must be known first"
+        known, widths, n = self._sequences, self._widths, len(rows)
+        committed, filled = np.empty((2, n, len(widths)))
+        for number, acceptance in enumerate(self._kinds.values()):
+            which = known.kind[rows] == number
+            committed[which] = acceptance.expected(known.own[rows[which]])
+            filled[which] = acceptance.filled(committed[which])
+        left = known.max_tokens[rows] - known.counts[0, rows]
+        np.minimum(committed, left[:, None], out=committed)
+        computed = np.where(widths, widths + np.maximum(filled, 1), 1)
+        committed[:, 0] = 1
+        now = known.column[rows]
+        stay = np.flatnonzero(now >= 0)
+        committed[stay, now[stay]] *= STAY
+        fixed = known.window[others]
+        picks = candidates(committed, computed)
+        every = np.arange(n)
+        tokens = computed[every, picks].sum(axis=1) + np.where(fixed, 1.25 * fixed + 1, 1).sum()
+        drafts = np.where(widths, filled - 1, 0)[every, picks].sum(axis=1)
+        seconds = self.costs.expected(tokens, spread(drafts, n))
+        columns = picks[((committed[every, picks].sum(axis=1) + len(others)) / seconds).argmax()]
+        wider = (columns > now) & (now >= 0)  # its first forward has the drafts of the one before
+        known.opens[rows] |= wider
+        known.column[rows], known.window[rows] = columns, widths[columns]
+
+    def _learn_costs(
+        self, rows: np.ndarray, done: Floats, num_run: int, chunk_tokens: int, seconds: float
+    ) -> None:
+        """Compares the time of a burst with that of its forwards, of the slowest replica."""
+        assert self.costs is not None
+        known, slots, prompt = self._sequences, done[2], np.maximum(done[3] - done[0], 0)
+        replicas = rows // self._num_sequences
+        loads = []
+        for replica in set(replicas.tolist()):
+            inside = replicas == replica
+            chunks = min(np.ceil(prompt[inside].sum() / chunk_tokens), num_run)
+            tokens = slots[inside].sum() / num_run
+            drafts = tokens - done[1][inside] @ (known.window[rows[inside]] + 1) / num_run
+            wide = spread(np.maximum(drafts, 0), inside.sum())
+            loads.append((tokens, float(wide), prompt[inside].sum(), chunks))
+        self.costs.observe(*max(loads), num_run, seconds)
+
+
+def spread(drafts: Floats, n: int) -> Floats:
+    """Returns how far the tokens of a forward are from their average, with so many ``drafts`` in n
+    windows on average: a window mostly has none, or nearly as many as there may be."""
+    return 0.85 * drafts / n**0.5
+
+
+def candidates(committed: Floats, computed: Floats) -> np.ndarray:
+    """Returns choices of a width for each of n sequences, int ``[C, n]``.
+
+    For each price of a computed token, what pays for every sequence; and the same width for all.
+    Where cost is linear in tokens one of these is best; the sizes of forwards make it a little less
+    than that.
+
+    Args:
+      committed, computed: ``[n, K]``, tokens of a forward with each width.
+    """
+    alike = np.repeat(np.arange(committed.shape[1])[:, None], len(committed), axis=1)
+    if len(committed) == 1:
+        return alike
+    picks = (committed - PRICES[:, None, None] * computed).argmax(axis=2)
+    return np.concatenate([picks, alike])
+
+
+class _Sequences:
+    """What is remembered of the sequence at each index, of all replicas.
+
+    Attributes:
+      requests: whose index it is.
+      own: ``[size, M]``, evidence for `Acceptance`.
+      free: bool, whether its window is to be chosen.
+      kind: which of the kinds of sequences it is; −1 for one that never has a window.
+      column, window: its width, and which of the widths that is; −1 for none of them.
+      opens: bool, whether its next forward has no drafts to commit.
+      first_tokens: that such a forward commits: its own choice, or nothing in mode "paper".
+      counts: ``[4, size]``, `COUNTS` when it was last looked at.
+    """
+
+    def __init__(self, size: int):
+        self.requests: list[Request | None] = [None] * size
+        self.own = np.zeros((size, NUM_TYPES))
+        self.free, self.opens = np.zeros((2, size), bool)
+        self.kind, self.column, self.window = np.full((3, size), -1, np.int64)
+        self.max_tokens, self.first_tokens = np.zeros((2, size), np.int64)
+        self.counts = np.zeros((len(COUNTS), size), np.int64)

@@ -1,0 +1,196 @@
+"""What a forward costs, by the number of its tokens: measured at start, corrected while decoding.
+
+Only the ratios of sizes matter to who chooses windows. So the correction keeps apart what slows
+down all sizes alike, such as other work on the machine, and what was wrong about one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wedlm_jax.atomic import write_json
+from wedlm_jax.errors import InputError
+
+Floats = np.ndarray
+"""float64."""
+
+ROUNDS = 5
+"""Times that each size is measured, one round behind the other."""
+MEASURE_SECONDS = 0.6
+"""No new round begins after so long."""
+NEIGHBOURS = 0.6
+"""Sizes within a factor of exp(NEIGHBOURS) are neighbours."""
+OVERHEAD = 5e-4
+"""Seconds that a burst takes beside its forwards, where that was not measured."""
+LEVEL_RATE, SIZE_RATE = 0.3, 0.03
+"""How much of a surprise is put down to all sizes, and to the one that ran."""
+MOST_SURPRISE = 0.3
+"""Logarithm of a burst's time over the expected one that does not count for more, as where
+something was compiled."""
+
+
+class CostTable:
+    """Seconds of a forward.
+
+    Args:
+      sizes: the static sizes T of a forward, in any order.
+      seconds: of each.
+      overhead: seconds that a burst of forwards takes beside them.
+    """
+
+    def __init__(self, sizes: Sequence[int], seconds: Sequence[float], overhead: float = OVERHEAD):
+        order = np.argsort(sizes)
+        self.sizes = np.asarray(sizes, np.int64)[order]
+        self.measured: Floats = _monotone(np.asarray(seconds, np.float64)[order])
+        self.overhead = overhead
+        self._level, self._errors = 0.0, np.zeros(len(self.sizes))
+        self._seconds = self.measured
+
+    def seconds(self, tokens: Floats) -> Floats:
+        """Returns seconds of forwards of so many tokens, on the machine as it was measured: what
+        the smallest size costs that holds them. More than the largest are computed in parts."""
+        largest = float(self.sizes[-1])
+        whole = np.maximum(np.ceil(tokens / largest) - 1, 0)
+        index = self.sizes.searchsorted(tokens - whole * largest)
+        found: Floats = self._seconds[index] + whole * self._seconds[-1]
+        return found
+
+    def expected(self, tokens: Floats, spread: Floats) -> Floats:
+        """Returns seconds of forwards of so many tokens on average, mostly within ``spread`` of
+        that: what just fits into a size may not fit the next time."""
+        each = np.asarray(tokens)[..., None] + np.asarray(spread)[..., None] * [-1, 0, 1]
+        mean: Floats = self.seconds(np.maximum(each, 1)).mean(axis=-1)
+        return mean
+
+    def observe(
+        self,
+        tokens: float,
+        spread: float,
+        prompt: float,
+        chunks: float,
+        forwards: int,
+        seconds: float,
+    ) -> None:
+        """Learns from the time of a burst.
+
+        Args:
+          tokens, spread: of windows in each of its forwards, as for `expected`.
+          prompt, chunks: tokens of prompts beside them, and in how many of the forwards.
+          forwards, seconds: of the whole burst.
+        """
+        plain = forwards - chunks
+        each = np.array([tokens, tokens + prompt / max(chunks, 1)])
+        took = self.expected(each, np.array(spread)) * [plain, chunks]
+        surprise = np.log(seconds / (took.sum() * np.exp(self._level) + self.overhead))
+        surprise = float(np.clip(surprise, -MOST_SURPRISE, MOST_SURPRISE))
+        self._level += LEVEL_RATE * surprise
+        index = np.minimum(self.sizes.searchsorted(each), len(self.sizes) - 1)
+        np.add.at(self._errors, index, SIZE_RATE * surprise * took / took.sum())
+        self._seconds = np.maximum.accumulate(self.measured * np.exp(self._errors))
+
+
+def _monotone(seconds: Floats) -> Floats:
+    """The closest costs that never fall from one size to the next, in logarithms: neighbours that
+    do are pooled."""
+    pools: list[tuple[float, int]] = []
+    for value in np.log(seconds):
+        pools.append((float(value), 1))
+        while len(pools) > 1 and pools[-2][0] >= pools[-1][0]:
+            (one, n), (two, m) = pools[-2:]
+            pools[-2:] = [((n * one + m * two) / (n + m), n + m)]
+    return np.exp(np.repeat([value for value, _ in pools], [count for _, count in pools]))
+
+
+def _smooth(places: Floats, seconds: Floats) -> Floats:
+    """Draws costs half way to a line through their neighbours, in logarithms: one alone may have
+    met other work of the machine."""
+    values, distance = np.log(seconds), places[:, None] - places
+    weights = np.exp(-((distance / NEIGHBOURS) ** 2))
+    weights /= weights.sum(axis=1, keepdims=True)
+    middle, mean = weights @ places, weights @ values
+    square = weights @ places**2 - middle**2
+    slope = (weights @ (places * values) - middle * mean) / (square + 1e-9)
+    smooth: Floats = np.exp((values + mean + slope * (places - middle)) / 2)
+    return smooth
+
+
+def measure(
+    time_forward: Callable[[int], float],
+    sizes: Sequence[int],
+    *,
+    reach: float = np.inf,
+    overhead: Callable[[], float] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> CostTable:
+    """Measures a table: every size a few times, in rounds, so that other work of the machine
+    meets all of them alike; the shortest time counts.
+
+    Args:
+      time_forward: runs a forward of T tokens and returns its seconds; compiles nothing.
+      sizes: the static sizes T, ascending.
+      reach: tokens that a forward can be timed with, at most. Sizes that are not reached cost what
+        those before them let expect.
+      overhead: says afterwards what a burst takes beside its forwards; None where that was not
+        measured.
+    """
+    started = clock()
+    rounds: list[list[float]] = []
+    timed = sizes[: int(np.searchsorted(sizes, reach)) + 1]
+    while len(rounds) < ROUNDS and (not rounds or clock() - started < MEASURE_SECONDS):
+        rounds.append([max(time_forward(size), 1e-9) for size in timed])
+    seconds = _smooth(np.log(timed), np.median(rounds, axis=0))
+    seconds = np.append(seconds, _beyond(np.array(timed), seconds, np.array(sizes[len(timed) :])))
+    measured = OVERHEAD if overhead is None else max(overhead(), 1e-5)
+    return CostTable(sizes, seconds.tolist(), measured)
+
+
+def _beyond(sizes: np.ndarray, seconds: Floats, larger: np.ndarray) -> Floats:
+    """Seconds of ``larger`` sizes, on the line through those within a factor of 4 of the last."""
+    last = sizes >= sizes[-1] / 4
+    if last.sum() < 2:
+        return seconds[-1] * larger / sizes[-1]
+    slope = np.polyfit(sizes[last], seconds[last], 1)[0]
+    found: Floats = seconds[-1] + max(slope, 0) * (larger - sizes[-1])
+    return found
+
+
+def kept_table(
+    folder: Path | None, key: Mapping[str, Any], measured: Callable[[], CostTable]
+) -> CostTable:
+    """Returns the table that is kept in a folder, or a measured one, which is then kept.
+
+    Args:
+      folder: such as that of JAX's compiled programs; None keeps nothing.
+      key: all that costs depend on: kind of device, model, dtype, sizes, versions.
+      measured: measures a table.
+    """
+    if folder is None:
+        return measured()
+    text = json.dumps(key, sort_keys=True, default=str)
+    path = folder / f"forward-costs-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["key"] == json.loads(text):
+            return CostTable(kept["sizes"], kept["seconds"], kept["overhead"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not there, or not whole: it is measured again
+    table = measured()
+    whole = {
+        "key": json.loads(text),
+        "sizes": table.sizes.tolist(),
+        "seconds": table.measured.tolist(),
+        "overhead": table.overhead,
+    }
+    # A folder that cannot be written to keeps nothing.
+    with contextlib.suppress(OSError, InputError):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, whole)
+    return table
