@@ -8,11 +8,11 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from infer.sampling_options import add_sampling_options, as_flag, field_list, sampling_params
 from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
     from wedlm_jax.llm import LLM
-    from wedlm_jax.params import SamplingParams
 
 DESCRIPTION = """\
 Completes a prompt, printing its text as it is committed; or, as a job that may be killed and
@@ -28,11 +28,7 @@ one of
 and may have
   "id"                a text or an integer, unique; the row's number, from 0, without it
   "sampling"          {"temperature": 0.7, "stop": ["\\n"], ...}, instead of the command
-                      line's values for this row. Fields: temperature, top_p, top_k,
-                      max_tokens, min_tokens, stop, stop_token_ids, ignore_eos, mode,
-                      entropy_threshold, position_penalty, draft_budget, seed, n, logprobs,
-                      repetition_penalty, presence_penalty, frequency_penalty, logit_bias,
-                      bad_words
+                      line's values for this row. Fields: {fields}
 In Parquet these are columns, of which a null is no value; "sampling" may be a text of JSON.
 
 a row of the output has
@@ -61,7 +57,7 @@ examples:
   wedlm generate --model DIR --mode ar --prompt "..."     (autoregressive decoding)
 """
 
-JOB_OPTIONS = ("logprobs", "shard_size", "fail_fast", "overwrite", "grace", "num_hosts", "host_id",
+JOB_OPTIONS = ("shard_size", "fail_fast", "overwrite", "grace", "num_hosts", "host_id",
                "ray", "ray_actors")  # fmt: skip
 """What only a job with --input takes."""
 
@@ -78,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
         usage="wedlm generate [--model DIR] (--prompt TEXT | --input PATH ... --output PATH) "
         "[options]",
         description=DESCRIPTION,
-        epilog=FILES,
+        epilog=FILES.replace("{fields}", field_list(" " * 22, 90)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
@@ -134,37 +130,11 @@ def _add_model(group: Any) -> None:
 
 def _add_decoding(group: Any) -> None:
     add = group.add_argument
-    add("--mode", choices=("paper", "verified", "ar"),
-        help="verified says what ar would, in fewer forwards; paper commits what masks were "
-        "filled with, by --entropy-threshold; ar decodes autoregressively [verified]")  # fmt: skip
     add("--window-size", type=_window, metavar="N|auto",
         help="W, masked slots decoded in parallel; 0 decodes autoregressively; auto chooses "
         "while decoding, for speed: in mode paper results may then differ from run to run "
         "[16; 0 for a checkpoint that was not trained on masks]")  # fmt: skip
-    add("--entropy-threshold", type=_threshold, metavar="X|none",
-        help="paper: τ in nats, masks below it are filled; none fills one a forward "
-        "[0.4]")  # fmt: skip
-    add("--position-penalty", type=float, metavar="X",
-        help="paper: λ, added to the entropy per slot from the first mask [0.02]")  # fmt: skip
-    add("--draft-budget", type=float, metavar="X",
-        help="verified: nats of entropy that a window's drafts may add up to [2.0]")  # fmt: skip
-    add("--max-tokens", type=int, metavar="N", help="completion tokens at most [256]")
-    add("--min-tokens", type=int, metavar="N",
-        help="completion tokens before which nothing stops [0]")  # fmt: skip
-    add("--temperature", type=float, metavar="X", help="0 takes the most likely token [0.0]")
-    add("--top-p", type=float, metavar="X", help="sample from this much probability [1.0]")
-    add("--top-k", type=int, metavar="N", help="sample from so many tokens; 0 is all [0]")
-    add("--stop", nargs="+", action="extend", metavar="S",
-        help="texts that end a completion and are left out of it")  # fmt: skip
-    add("--bad-words", nargs="+", action="extend", metavar="S",
-        help="texts whose tokens a completion never has in a row")  # fmt: skip
-    add("--repetition-penalty", type=float, metavar="X",
-        help="above 1 against tokens of prompt and completion [1.0]")  # fmt: skip
-    add("--presence-penalty", type=float, metavar="X",
-        help="taken from logits of tokens that the completion has [0.0]")  # fmt: skip
-    add("--frequency-penalty", type=float, metavar="X",
-        help="the same, as often as it has them [0.0]")  # fmt: skip
-    add("--seed", type=int, metavar="N", help="of sampling [0]")
+    add_sampling_options(group)
 
 
 def _window(text: str) -> int | str:
@@ -184,11 +154,6 @@ _mesh_axis.__name__ = "NAME=N"
 
 def _add_job(group: Any) -> None:
     add = group.add_argument
-    add("--n", type=int, metavar="N",
-        help="samples of each prompt, in one row; needs a temperature above 0 [1]")  # fmt: skip
-    add("--logprobs", type=int, metavar="N",
-        help="each token's log-probability, and those of the N most probable in its place, at "
-        "most 20 [neither]")  # fmt: skip
     add("--shard-size", type=int, metavar="N", help="rows of a shard [1000]")
     add("--fail-fast", action="store_true",
         help="check all rows first, and stop at a bad one instead of noting its error")  # fmt: skip
@@ -204,13 +169,6 @@ def _add_job(group: Any) -> None:
         help="under Ray Data, in this cluster, or one that is found or begun")  # fmt: skip
     add("--ray-actors", type=int, metavar="N",
         help="models at work under Ray [one for each accelerator]")  # fmt: skip
-
-
-def _threshold(text: str) -> float | None:
-    return None if text.lower() == "none" else float(text)
-
-
-_threshold.__name__ = "number or 'none'"
 
 
 def main(arguments: list[str]) -> int:
@@ -266,28 +224,10 @@ def _check_combination(options: dict[str, Any]) -> None:
         raise InputError(f"--{alone[0].replace('_', '-')} goes with --input")
     if "prompt" in options and options["warmup"]:
         raise InputError("--warmup goes with --input; --prompt compiles when it comes")
-    if "prompt" in options and options.get("n", 1) > 1:
-        raise InputError(
-            f"--n: expected 1 with --prompt, which streams one completion, not {options['n']}; "
-            "a job with --input takes several samples"
-        )
     if "ray_actors" in options and "ray" not in options:
         raise InputError("--ray-actors goes with --ray")
     if "ray" in options and "num_hosts" in options:
         raise InputError("--num-hosts does not go with --ray, which sees to the hosts itself")
-
-
-def sampling_params(options: dict[str, Any]) -> SamplingParams:
-    """The command line's sampling parameters; a message names the option, not the field."""
-    import dataclasses
-
-    from wedlm_jax.params import SamplingParams
-
-    names = {field.name for field in dataclasses.fields(SamplingParams)}
-    try:
-        return SamplingParams(**{k: v for k, v in options.items() if k in names})
-    except InputError as error:
-        raise InputError(_as_option(str(error))) from None
 
 
 def load(options: dict[str, Any]) -> LLM:
@@ -311,7 +251,7 @@ def load(options: dict[str, Any]) -> LLM:
         return llm
     except InputError as error:
         message = str(error).replace("max_batch_size:", "batch_size:", 1)
-        raise InputError(_as_option(message)) from None
+        raise InputError(as_flag(message, LLM_OPTIONS)) from None
 
 
 def _tell_autoregressive(llm: LLM) -> None:
@@ -333,12 +273,3 @@ def _warm_up(llm: LLM, options: dict[str, Any]) -> None:
             on_step=lambda done, of: status.update(f"compiling, {done} of {of} programs"),
         )
     console.print(f"compiled {llm.engine.num_programs} programs", markup=False)
-
-
-def _as_option(message: str) -> str:
-    name, colon, rest = message.partition(":")
-    known = ("window_size", "batch_size", "max_model_len", "mesh", "temperature", "top_p", "top_k",
-             "max_tokens", "min_tokens", "stop", "bad_words", "entropy_threshold",
-             "position_penalty", "draft_budget", "repetition_penalty", "presence_penalty",
-             "frequency_penalty", "seed", "n", "logprobs")  # fmt: skip
-    return f"--{name.replace('_', '-')}{colon}{rest}" if name in known else message

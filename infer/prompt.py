@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, TextIO
 from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
+    from wedlm_jax.completion import Completion
     from wedlm_jax.llm import LLM
     from wedlm_jax.params import SamplingParams
+    from wedlm_jax.prompts import Prompt
 
 
 def read_prompt(argument: str, stdin: TextIO) -> str:
@@ -28,18 +30,22 @@ def read_prompt(argument: str, stdin: TextIO) -> str:
 
 
 def complete_prompt(llm: LLM, text: str, params: SamplingParams, *, chat: bool) -> int:
-    """Prints the completion on standard output, and one line about it on standard error."""
+    """Prints the completion on standard output as it is committed, or all samples of it when they
+    are done; then log-probabilities where they are asked for, and what it took, on standard error.
+    """
     prompt = llm.chat_prompt([{"role": "user", "content": text}]) if chat else text
     compiled, started = llm.engine.compile_seconds, time.monotonic()
-    completion = None
-    for chunk in llm.stream(prompt, params):
-        sys.stdout.write(chunk.text)
-        sys.stdout.flush()
-        completion = chunk.completion
-    print(flush=True)
+    if params.n > 1:
+        (completion,) = llm.generate([prompt], params)
+        for number, sample in enumerate(completion.samples, 1):
+            print(f"--- sample {number} of {params.n} ---\n{sample.text}", flush=True)
+    else:
+        completion = _stream(llm, prompt, params)
     compiling = llm.engine.compile_seconds - compiled
     seconds = time.monotonic() - started - compiling
-    assert completion is not None, "a completion has at least one token"
+    for sample in completion.samples:
+        if sample.logprobs is not None:
+            _print_logprobs(llm, sample)
     tokens, forwards = len(completion.token_ids), completion.num_forwards
     print(
         f"{tokens} tokens in {forwards} forwards ({completion.tokens_per_forward:.2f} tokens per "
@@ -48,3 +54,25 @@ def complete_prompt(llm: LLM, text: str, params: SamplingParams, *, chat: bool) 
         file=sys.stderr,
     )
     return 0
+
+
+def _stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> Completion:
+    completion = None
+    for chunk in llm.stream(prompt, params):
+        sys.stdout.write(chunk.text)
+        sys.stdout.flush()
+        completion = chunk.completion
+    print(flush=True)
+    assert completion is not None, "a completion has at least one token"
+    return completion
+
+
+def _print_logprobs(llm: LLM, completion: Completion) -> None:
+    """A line a token: its log-probability in nats, itself, and the most probable in its place."""
+
+    def shown(token_id: int) -> str:
+        return repr(llm.codec.decode([token_id])) if llm.codec is not None else str(token_id)
+
+    for token_id, said in zip(completion.token_ids, completion.logprobs or [], strict=True):
+        top = "  ".join(f"{shown(other)} {value:.2f}" for other, value in said.top)
+        print(f"{said.logprob:8.3f}  {shown(token_id):<16} {top}".rstrip(), file=sys.stderr)

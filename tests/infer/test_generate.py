@@ -140,6 +140,29 @@ def test_chat_applies_the_template(
     assert capsys.readouterr().out == f"{expected.text}\n" != f"{plain.text}\n"
 
 
+def test_samples_of_a_prompt_one_below_the_other(
+    model: str, llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    params = SamplingParams(max_tokens=24, temperature=0.8, n=2)
+    (expected,) = llm.generate("the cat", params)
+    assert run(model, "--prompt", "the cat", "--n", "2", "--temperature", "0.8") == 0
+    first, second = (sample.text for sample in expected.samples)
+    shown = f"--- sample 1 of 2 ---\n{first}\n--- sample 2 of 2 ---\n{second}\n"
+    assert capsys.readouterr().out == shown
+
+
+def test_log_probabilities_of_a_prompt_a_line_a_token(
+    model: str, llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (expected,) = llm.generate("the cat", SamplingParams(max_tokens=24, logprobs=2))
+    assert run(model, "--prompt", "the cat", "--logprobs", "2") == 0
+    out, err = capsys.readouterr()
+    assert out == f"{expected.text}\n"
+    *lines, _ = err.splitlines()
+    assert expected.logprobs is not None
+    assert [line.split()[0] for line in lines] == [f"{x.logprob:.3f}" for x in expected.logprobs]
+
+
 @pytest.mark.parametrize("options", ["--mesh data=2", "--deterministic"])
 def test_neither_devices_nor_one_shape_change_what_is_said(
     model: str, llm: LLM, options: str, capsys: pytest.CaptureFixture[str]
@@ -236,9 +259,8 @@ def test_help_imports_nothing_heavy() -> None:
         (["--prompt", "a", "--output", "b"], "go together; --input is missing"),
         (["--prompt", "a", "--fail-fast"], "--fail-fast goes with --input"),
         (["--prompt", "a", "--shard-size", "5"], "--shard-size goes with --input"),
-        (["--prompt", "a", "--logprobs", "5"], "--logprobs goes with --input"),
         (["--prompt", "a", "--warmup"], "--warmup goes with --input"),
-        (["--prompt", "a", "--n", "2"], "--n: expected 1 with --prompt, which streams one compl"),
+        (["--prompt", "a", "--n", "2"], "--n: expected 1 at temperature 0"),
         (["--prompt", "a", "--n", "0"], "--n: expected an integer from 1 to 1024, not 0"),
         (["--input", __file__, "--output", "b", "--n", "2"], "--n: expected 1 at temperature 0"),
         (["--input", __file__, "--output", "b", "--logprobs", "21"], "--logprobs: expected an int"),

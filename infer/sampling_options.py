@@ -1,0 +1,91 @@
+"""Sampling parameters on a command line: a flag for each field of `SamplingParams`, from what it
+says of itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from wedlm_jax.errors import InputError
+from wedlm_jax.params import OPTIONS, Option, SamplingParams
+
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+NOT_FLAGS = ("logit_bias",)
+"""Fields that only a row of a file can have."""
+
+
+def flag(name: str) -> str:
+    """Returns the flag of a field."""
+    return f"--{name.replace('_', '-')}"
+
+
+def add_sampling_options(group: Any) -> None:
+    """Adds a flag for each field. Defaults are those of `SamplingParams`: a flag that is not given
+    is absent from what is parsed."""
+    for name in sorted(OPTIONS, key="mode".__ne__):  # what changes most comes first
+        if name in NOT_FLAGS:
+            continue
+        option = OPTIONS[name]
+        help_text = f"{option.help} [{_default(name, option)}]".replace("%", "%%")
+        if option.flag:
+            group.add_argument(flag(name), action="store_true", help=help_text)
+        elif option.choices:
+            group.add_argument(flag(name), choices=option.choices, help=help_text)
+        elif isinstance(DEFAULTS[name], tuple):
+            of_ids = name.endswith("_ids")
+            group.add_argument(
+                flag(name),
+                nargs="+",
+                action="extend",
+                type=int if of_ids else str,
+                metavar="N" if of_ids else "S",
+                help=help_text,
+            )
+        else:
+            kind = int if option.integer else float
+            read = _or_none(kind) if option.none else kind
+            metavar = ("N" if option.integer else "X") + ("|none" if option.none else "")
+            group.add_argument(flag(name), type=read, metavar=metavar, help=help_text)
+
+
+def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
+    """Returns the sampling parameters among the parsed ``options``.
+
+    Raises:
+      InputError: naming the flag, not the field.
+    """
+    try:
+        return SamplingParams(**{name: options[name] for name in OPTIONS if name in options})
+    except InputError as error:
+        raise InputError(as_flag(str(error))) from None
+
+
+def as_flag(message: str, others: tuple[str, ...] = ()) -> str:
+    """Returns a message that begins with a field, or with one of ``others``, with its flag
+    instead."""
+    name, colon, rest = message.partition(":")
+    return f"{flag(name)}{colon}{rest}" if name in (*OPTIONS, *others) else message
+
+
+def field_list(indent: str, width: int) -> str:
+    """Returns the names of all fields, as lines of a help text."""
+    return textwrap.fill(", ".join(OPTIONS), width, initial_indent="", subsequent_indent=indent)
+
+
+def _default(name: str, option: Option) -> str:
+    value = DEFAULTS[name]
+    if option.flag:
+        return "not"
+    if value == () or value is None:
+        return "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _or_none(kind: type) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        return None if text.lower() == "none" else kind(text)
+
+    read.__name__ = "number or 'none'"  # what argparse calls it in its message
+    return read

@@ -1,0 +1,70 @@
+"""Flags of a command line from the fields of `SamplingParams`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+import pytest
+
+from infer.sampling_options import (
+    NOT_FLAGS,
+    add_sampling_options,
+    as_flag,
+    field_list,
+    flag,
+    sampling_params,
+)
+from wedlm_jax.errors import InputError
+from wedlm_jax.params import OPTIONS, SamplingParams
+
+
+def parsed(*arguments: str) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    add_sampling_options(parser)
+    return vars(parser.parse_args(arguments))
+
+
+GIVEN = {
+    "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "max_tokens": 9, "stop": ("a", "b"),
+    "stop_token_ids": (4, 5), "ignore_eos": True, "entropy_threshold": None,
+    "position_penalty": 0.1, "seed": 3, "n": 2, "min_tokens": 1, "repetition_penalty": 1.1,
+    "presence_penalty": 0.2, "frequency_penalty": 0.3, "bad_words": ("x",), "logprobs": 2,
+    "mode": "paper", "draft_budget": 1.0,
+}  # fmt: skip
+
+
+def words(name: str, value: object) -> list[str]:
+    if value is True:
+        return [flag(name)]
+    values = value if isinstance(value, tuple) else (value,)
+    return [flag(name), *("none" if one is None else str(one) for one in values)]
+
+
+def test_every_field_has_a_flag_that_gives_its_value() -> None:
+    assert {*GIVEN, *NOT_FLAGS} == {field.name for field in dataclasses.fields(SamplingParams)}
+    arguments = [word for name, value in GIVEN.items() for word in words(name, value)]
+    assert sampling_params(parsed(*arguments)) == SamplingParams(**GIVEN)  # type: ignore[arg-type]
+
+
+def test_without_flags_the_defaults_are_those_of_the_class() -> None:
+    assert parsed() == {}
+    assert sampling_params(parsed()) == SamplingParams()
+
+
+@pytest.mark.parametrize("name", sorted({*OPTIONS} - {*NOT_FLAGS}))
+def test_help_says_what_the_field_says(name: str) -> None:
+    parser = argparse.ArgumentParser(prog="x", usage="x")
+    add_sampling_options(parser)
+    shown = " ".join(parser.format_help().split())
+    assert " ".join(OPTIONS[name].help.split()) in shown
+    assert name in field_list("", 90)
+
+
+def test_a_message_names_the_flag() -> None:
+    with pytest.raises(InputError, match=r"^--top-p: expected"):
+        sampling_params({"top_p": 0})
+    assert as_flag("batch_size: expected 1") == "batch_size: expected 1"
+    assert as_flag("batch_size: expected 1", ("batch_size",)) == "--batch-size: expected 1"
+    assert as_flag("nothing to do with it") == "nothing to do with it"
