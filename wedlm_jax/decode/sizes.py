@@ -85,10 +85,12 @@ def _grid(sequences: int, window: int, largest: int, narrower: bool) -> list[int
     between = [3 * power // 2 for power in powers if power >= 64]
     if sequences == 1:
         # One sequence has a token, a window with few filled slots or with many, or a chunk.
-        widths = [2**i for i in range(1, window.bit_length()) if 2**i < window and narrower]
-        powers = [1, *(size for size in powers if size >= max(32, 2 * window))]
-        between = [width + 1 + width // 4 for width in [*widths, window] if window]
-        between += [window + 1 + window // 2, 2 * window + 1] if window > 1 else []
+        narrow = [2**i for i in range(1, window.bit_length()) if 2**i < window and narrower]
+        widths = [*narrow, window] if window else []
+        powers = [1, *(size for size in powers if size >= max(32, 2 * window + 2))]
+        between = [width + 1 + width // 4 for width in widths]
+        wide = [width for width in widths if width >= 8 or width == window]
+        between += [width + 1 + width * i // 4 for width in wide for i in (2, 4)]
     sizes = {size for size in [*powers, *between] if size < largest}
     return [*sorted(sizes), largest]
 
