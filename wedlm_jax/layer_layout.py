@@ -20,7 +20,8 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from wedlm_jax.config import ModelConfig
-from wedlm_jax.model import COLUMNS, Transformer, columns_are_faster
+from wedlm_jax.layers import COLUMNS, columns_are_faster
+from wedlm_jax.model import Transformer
 
 Path = tuple[Any, ...]
 

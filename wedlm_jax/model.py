@@ -4,18 +4,12 @@ The layers know nothing of masks, caches and pages: each hands its queries, keys
 a function and gets back what they attended to. `Transformer.__call__` computes rectangles
 ``[B, T]`` of sequences under a mask, as training does; `Transformer.run` flat tokens ``[T]``
 of many sequences, as decoding does.
-
-Hidden states are rows: tokens first, features last, ``[..., D]``, and products are
-``x @ kernel``. Where layers lie apart they may be columns instead, ``[D, T]``, and products
-``weight @ x`` with a weight ``[out, in]``: a CPU multiplies from the left with a large matrix as
-it lies in memory, which for 4 to 64 tokens takes half the time; see `wedlm_jax.layer_layout`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -26,9 +20,18 @@ from jax import Array
 from wedlm_jax.attention import attend
 from wedlm_jax.attention.int8 import to_float, to_int8
 from wedlm_jax.config import ModelConfig
+from wedlm_jax.layers import (
+    COLUMNS,
+    ROWS,
+    DecoderLayer,
+    RMSNorm,
+    columns_are_faster,
+    laid_out,
+    normal,
+)
 from wedlm_jax.masks import Mask
 from wedlm_jax.quantization import is_quantized, left_product, product
-from wedlm_jax.rope import apply_rope, held, rope_tables
+from wedlm_jax.rope import held, rope_tables
 from wedlm_jax.sharding import constrain
 
 Carry = TypeVar("Carry")
@@ -36,154 +39,11 @@ Attend = Callable[..., tuple[Array, Any]]
 """From what it carries, the number of a layer, its queries ``[..., H, head_dim]``, its keys and
 values ``[..., K, head_dim]`` to what the queries attended to, and what it carries on."""
 
-ROWS, COLUMNS = -1, -2
-"""The axis of the features: of tokens by features, of features by tokens."""
-
 REMAT_POLICIES: dict[str, Callable | None] = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
-
-
-CACHED_BYTES = 2 * 2**20
-"""A matrix larger than this does not stay in a CPU core's own cache."""
-
-
-def columns_are_faster(config: ModelConfig, dtype: Any) -> bool:
-    """Tells whether layers that are apart are to compute on columns, on a CPU."""
-    matrix = config.hidden_size * config.intermediate_size
-    return matrix * jnp.dtype(dtype).itemsize > CACHED_BYTES
-
-
-class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation in float32, as in Hugging Face's Qwen."""
-
-    def __init__(self, size: int, epsilon: float, dtype: jnp.dtype, axis: int = ROWS):
-        self.epsilon, self.axis = epsilon, axis
-        self.scale = nnx.Param(jnp.ones((size,), dtype))
-
-    def __call__(self, x: Array) -> Array:
-        x32 = x.astype(jnp.float32)
-        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, self.axis, keepdims=True) + self.epsilon)
-        return _along(self.axis, self.scale[...]).astype(x.dtype) * x32.astype(x.dtype)
-
-
-class Linear(nnx.Module):
-    """A product and a bias, parameters cast to the dtype of ``x``.
-
-    For rows ``x [..., in]``: ``x @ kernel + bias``, kernel ``[in, out]``; for columns
-    ``x [in, T]``: ``weight @ x + bias``, weight ``[out, in]``.
-    """
-
-    def __init__(
-        self,
-        n_in: int,
-        n_out: int,
-        *,
-        bias: bool,
-        scale: float,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs,
-        axis: int = ROWS,
-    ):
-        self.axis = axis
-        matrix = _normal(rngs, (n_in, n_out), scale, dtype)
-        if axis == ROWS:
-            self.kernel = nnx.Param(matrix)
-        else:
-            self.weight = nnx.Param(matrix.T)
-        self.bias = nnx.Param(jnp.zeros((n_out,), dtype)) if bias else None
-
-    def __call__(self, x: Array) -> Array:
-        if self.axis == ROWS:
-            y = product(x, self.kernel[...])
-        else:
-            y = left_product(self.weight[...], x)
-        return y if self.bias is None else y + _along(self.axis, self.bias[...]).astype(x.dtype)
-
-
-def _along(axis: int, vector: Array) -> Array:
-    """A vector of features as it is added to hidden states."""
-    return vector if axis == ROWS else vector[:, None]
-
-
-class Attention(nnx.Module):
-    """Grouped-query attention with RoPE and optional per-head QK-norm."""
-
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, axis: int):
-        d, h = config.hidden_size, config.head_dim
-        q_size, kv_size = config.num_attention_heads * h, config.num_key_value_heads * h
-        scale = config.initializer_range
-        residual = scale / (2 * config.num_hidden_layers) ** 0.5
-        self.head_dim, self.axis = h, axis
-        linear = partial(Linear, dtype=dtype, rngs=rngs, axis=axis)
-        self.q_proj = linear(d, q_size, bias=config.attention_bias, scale=scale)
-        self.k_proj = linear(d, kv_size, bias=config.attention_bias, scale=scale)
-        self.v_proj = linear(d, kv_size, bias=config.attention_bias, scale=scale)
-        self.o_proj = linear(q_size, d, bias=False, scale=residual)
-        norm = config.qk_norm
-        self.q_norm = RMSNorm(h, config.rms_norm_eps, dtype, axis) if norm else None
-        self.k_norm = RMSNorm(h, config.rms_norm_eps, dtype, axis) if norm else None
-
-    def project(self, x: Array, rope: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        """Returns queries ``[..., H, head_dim]``, keys and values ``[..., K, head_dim]`` of
-        ``x [..., D]`` or ``[D, T]``."""
-        q, k, v = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = (apply_rope(x, rope, self.axis) for x in (q, k))
-        if self.axis == COLUMNS:
-            q, k, v = (x.transpose(2, 0, 1) for x in (q, k, v))
-        return q, k, v
-
-    def mix_heads(self, attended: Array) -> Array:
-        """Returns ``[..., D]`` or ``[D, T]`` of what each head attended to,
-        ``[..., H, head_dim]``."""
-        if self.axis == COLUMNS:
-            return self.o_proj(attended.transpose(1, 2, 0).reshape(-1, attended.shape[0]))
-        return self.o_proj(attended.reshape(*attended.shape[:-2], -1))
-
-    def _heads(self, x: Array) -> Array:
-        """``[..., H * head_dim]`` to ``[..., H, head_dim]``, or of columns to
-        ``[H, head_dim, T]``."""
-        if self.axis == COLUMNS:
-            return x.reshape(-1, self.head_dim, x.shape[-1])
-        return x.reshape(*x.shape[:-1], -1, self.head_dim)
-
-
-class MLP(nnx.Module):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
-
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, axis: int):
-        d, f, scale = config.hidden_size, config.intermediate_size, config.initializer_range
-        residual = scale / (2 * config.num_hidden_layers) ** 0.5
-        linear = partial(Linear, bias=False, dtype=dtype, rngs=rngs, axis=axis)
-        self.gate_proj = linear(d, f, scale=scale)
-        self.up_proj = linear(d, f, scale=scale)
-        self.down_proj = linear(f, d, scale=residual)
-
-    def __call__(self, x: Array) -> Array:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class DecoderLayer(nnx.Module):
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, axis: int = ROWS):
-        d, epsilon = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(d, epsilon, dtype, axis)
-        self.self_attn = Attention(config, dtype, rngs, axis)
-        self.post_attention_layernorm = RMSNorm(d, epsilon, dtype, axis)
-        self.mlp = MLP(config, dtype, rngs, axis)
-
-    def before_attention(self, x: Array, rope: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        """Returns queries, keys and values, as `Attention.project`, of hidden states
-        ``[B, T, D]``, ``[T, D]`` or ``[D, T]``."""
-        return self.self_attn.project(self.input_layernorm(x), rope)
-
-    def after_attention(self, x: Array, attended: Array) -> Array:
-        """Returns the next layer's hidden states, of ``x`` and what its queries attended to."""
-        x = _laid_out(x + self.self_attn.mix_heads(attended))
-        return _laid_out(x + self.mlp(self.post_attention_layernorm(x)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,11 +65,6 @@ class _ChosenLayer:
 
     def _run(self, functions: list[Callable[..., Any]], *inputs: Any) -> Any:
         return jax.lax.switch(self.index, functions, *inputs)
-
-
-def _laid_out(x: Array) -> Array:
-    """Hidden states laid out as `wedlm_jax.sharding` says; flat tokens whole on each device."""
-    return constrain(x, "batch", "length") if x.ndim == 3 else constrain(x)
 
 
 class Transformer(nnx.Module):
@@ -243,7 +98,7 @@ class Transformer(nnx.Module):
         axis = COLUMNS if columns else ROWS
         self.config, self.axis = config, axis
         d, scale = config.hidden_size, config.initializer_range
-        self.embed_tokens = nnx.Param(_normal(rngs, (config.vocab_size, d), scale, dtype))
+        self.embed_tokens = nnx.Param(normal(rngs, (config.vocab_size, d), scale, dtype))
         layer_keys = jax.random.split(rngs.params(), config.num_hidden_layers)
 
         def layer(key: Array) -> DecoderLayer:
@@ -254,7 +109,7 @@ class Transformer(nnx.Module):
         )
         self.norm = RMSNorm(d, config.rms_norm_eps, dtype, axis)
         tied, head_shape = config.tie_word_embeddings, (d, config.vocab_size)
-        head = None if tied else _normal(rngs, head_shape, scale, dtype)
+        head = None if tied else normal(rngs, head_shape, scale, dtype)
         self.lm_head = None if head is None or not stacked else nnx.Param(head)
         self.head_weight = None if head is None or stacked else nnx.Param(head.T)
 
@@ -337,7 +192,7 @@ class Transformer(nnx.Module):
         # Each device looks up whole rows in its share of the vocabulary.
         x = constrain(self.embed_tokens[...], "vocab", None)[tokens]
         x = x if self.axis == ROWS else x.T
-        return _laid_out(x if dtype is None else x.astype(dtype))
+        return laid_out(x if dtype is None else x.astype(dtype))
 
     def _normalised(self, x: Array) -> Array:
         """The last layer's states as rows."""
@@ -404,7 +259,3 @@ def _attend(q: Array, k: Array, v: Array, mask: Mask, implementation: str, int8_
     if int8_kv:
         k, v = (to_float(to_int8(x), q.dtype) for x in (k, v))
     return attend(q, k, v, mask, implementation=implementation)
-
-
-def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: jnp.dtype) -> Array:
-    return (jax.random.normal(rngs.params(), shape) * scale).astype(dtype)

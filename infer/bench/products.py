@@ -12,7 +12,8 @@ from flax import nnx
 from jax import Array
 
 from wedlm_jax.layer_layout import are_stacked, is_on_columns
-from wedlm_jax.model import DecoderLayer, Transformer
+from wedlm_jax.layers import DecoderLayer
+from wedlm_jax.model import Transformer
 
 if TYPE_CHECKING:
     from wedlm_jax.engine.engine import Engine

@@ -19,8 +19,9 @@ from wedlm_jax.layer_layout import (
     with_layers_apart,
     with_layers_stacked,
 )
+from wedlm_jax.layers import columns_are_faster
 from wedlm_jax.masks import CausalMask
-from wedlm_jax.model import Transformer, columns_are_faster
+from wedlm_jax.model import Transformer
 from wedlm_jax.quantization import quantize_weights
 from wedlm_jax.sharding import make_mesh, tree_shardings
 

@@ -31,7 +31,8 @@ from wedlm_jax.checkpoint.names import Entry, abstract_model, hf_path, parameter
 from wedlm_jax.config import ModelConfig, config_to_hf
 from wedlm_jax.errors import InputError
 from wedlm_jax.layer_layout import are_stacked, is_on_columns
-from wedlm_jax.model import Transformer, columns_are_faster
+from wedlm_jax.layers import columns_are_faster
+from wedlm_jax.model import Transformer
 from wedlm_jax.processes import Processes, jax_processes, replacing_together
 from wedlm_jax.quantization import check_quantization, rounded_alone
 
