@@ -19,6 +19,7 @@ from jax import Array
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.quantization import left_product, product
 from wedlm_jax.rope import apply_rope
+from wedlm_jax.sharding import constrain
 
 ROWS, COLUMNS = -1, -2
 """The axis of the features: of tokens by features, of features by tokens."""
