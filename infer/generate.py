@@ -222,6 +222,8 @@ def _check_combination(options: dict[str, Any]) -> None:
     alone = [name for name in JOB_OPTIONS if name in options and "input" not in options]
     if alone:
         raise InputError(f"--{alone[0].replace('_', '-')} goes with --input")
+    if "input" in options and options.get("seed", 0) is None:
+        raise InputError("--seed: expected a number with --input: a restart gives the same rows")
     if "prompt" in options and options["warmup"]:
         raise InputError("--warmup goes with --input; --prompt compiles when it comes")
     if "ray_actors" in options and "ray" not in options:

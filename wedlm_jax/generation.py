@@ -160,6 +160,7 @@ class Generation:
             for sample in range(params.n):
                 own = params
                 if params.n > 1:
+                    assert params.seed is not None, "drawn when the prompt was prepared"
                     seed = sample_seed(params.seed, sample)
                     own = dataclasses.replace(params, n=1, seed=seed)
                 number = self._router.new_number(self)

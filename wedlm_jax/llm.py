@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +103,19 @@ class LLM:
             mesh=devices,
         )
         self._router = Router(self.engine)
+
+    def __repr__(self) -> str:
+        engine = self.engine
+        return (
+            f"LLM({str(self.folder)!r}, {engine.config.model_type}, "
+            f"{engine.num_parameters / 1e6:,.1f}M parameters, {self.dtype}, "
+            f"window_size={engine.window_size!r}, max_batch_size={self.max_batch_size})"
+        )
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of `transformers`; None where the checkpoint has none."""
+        return None if self.codec is None else self.codec.tokenizer
 
     def warm_up(
         self,
@@ -303,6 +318,8 @@ class LLM:
         token_ids = self._as_ids(prompt)
         if params.stop:
             self._require_codec("stop strings")
+        if params.seed is None:
+            params = dataclasses.replace(params, seed=secrets.randbits(32))
         params = self._with_bad_words_as_ids(params)
         self.engine.check(token_ids, params)
         if params.stop_token_ids:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Self, get_type_hints
 
 import numpy as np
 
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, did_you_mean
 
 NO_TOKEN = -1
 """Fills up arrays of token ids."""
@@ -184,12 +184,13 @@ class SamplingParams:
         ),
     ] = 0.02
     seed: Annotated[
-        int,
+        int | None,
         Option(
             "of the random numbers; the same seed gives the same tokens in any company",
             low=0,
             high=2**32 - 1,
             integer=True,
+            none="another one at every call",
             array="uint32",
             trait="sampled",
         ),
@@ -284,6 +285,13 @@ class SamplingParams:
             trait="verified",
         ),
     ] = 2.0
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        """Refuses unknown fields with a hint, which Python's own message lacks."""
+        for name in given:
+            if name not in OPTIONS:
+                raise InputError(f"unknown sampling field {name!r}; {did_you_mean(name, OPTIONS)}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())

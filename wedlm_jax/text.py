@@ -24,10 +24,14 @@ Messages = Sequence[dict[str, str]]
 
 
 class TextCodec:
-    """A checkpoint's tokenizer and chat template."""
+    """A checkpoint's tokenizer and chat template.
+
+    Attributes:
+      tokenizer: of `transformers`.
+    """
 
     def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._incomplete_ids = list(tokenizer(INCOMPLETE, add_special_tokens=False)["input_ids"])
 
     @classmethod
@@ -61,18 +65,18 @@ class TextCodec:
 
     @property
     def eos_token_id(self) -> int | None:
-        token = self._tokenizer.eos_token_id
+        token = self.tokenizer.eos_token_id
         return None if token is None else int(token)
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text)["input_ids"])
+        return list(self.tokenizer(text)["input_ids"])
 
     def spellings(self, text: str) -> list[tuple[int, ...]]:
         """The token ids of a word where a text begins with it, and where it stands behind a
         space."""
         word = text.lstrip()
         found = (
-            tuple(self._tokenizer(form, add_special_tokens=False)["input_ids"])
+            tuple(self.tokenizer(form, add_special_tokens=False)["input_ids"])
             for form in (word, f" {word}")
         )
         return list(dict.fromkeys(ids for ids in found if ids))
@@ -84,7 +88,7 @@ class TextCodec:
           InputError: the tokenizer has no template, or the messages do not fit it.
         """
         text = self.render_chat(messages, add_generation_prompt=True)
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def render_chat(self, messages: Messages, *, add_generation_prompt: bool) -> str:
         """A conversation as the text that the chat template makes of it.
@@ -95,10 +99,10 @@ class TextCodec:
         for message in messages:
             if not isinstance(message, dict) or not {"role", "content"} <= set(message):
                 raise InputError("messages: expected objects with 'role' and 'content'")
-        if not getattr(self._tokenizer, "chat_template", None):
+        if not getattr(self.tokenizer, "chat_template", None):
             raise InputError("this checkpoint's tokenizer has no chat template")
         try:
-            text = self._tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except Exception as error:
@@ -108,7 +112,7 @@ class TextCodec:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids`` without special tokens, as it stands."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def complete_text(self, token_ids: Sequence[int]) -> str:
         """As `decode`, without a last character whose bytes are not all there."""

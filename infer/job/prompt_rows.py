@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import difflib
 import hashlib
 import json
 from array import array
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from infer.job.parquet import KEYS, PROMPT_KINDS
 from infer.job.records import LARGEST_LINE, Content, TooLong
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, did_you_mean
 from wedlm_jax.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -82,9 +81,12 @@ def checked_row(fields: Mapping[str, Any], name: RowId, params: SamplingParams) 
         have = " and ".join(kinds) or "none"
         raise InputError(f"expected exactly one of {', '.join(PROMPT_KINDS)}; the row has {have}")
     _CHECKS[kinds[0]](fields[kinds[0]])
-    params = dataclasses.replace(params, seed=row_seed(params.seed, name))
+    if params.seed is not None:
+        params = dataclasses.replace(params, seed=row_seed(params.seed, name))
     if "sampling" in fields:
         params = _overridden(params, fields["sampling"])
+    if params.seed is None:
+        raise InputError("seed: expected a number, which gives the same row after a restart")
     return PromptRow(name, kinds[0], fields[kinds[0]], params)
 
 
@@ -163,9 +165,7 @@ def _json_object(text: str) -> dict[str, Any]:
 def _refuse_unknown(fields: Mapping[str, Any], known: Sequence[str], what: str) -> None:
     for name in fields:
         if name not in known:
-            near = difflib.get_close_matches(_cut(name), known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-            raise InputError(f"unknown {what} {_cut(name)!r}; {hint}")
+            raise InputError(f"unknown {what} {_cut(name)!r}; {did_you_mean(_cut(name), known)}")
 
 
 def _check_text(value: Any) -> None:

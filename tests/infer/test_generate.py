@@ -257,6 +257,10 @@ def test_help_imports_nothing_heavy() -> None:
         (["--prompt", "a", "--input", "b"], "expected either --prompt or --input, see --help"),
         (["--input", "b"], "--input and --output go together; --output is missing"),
         (["--prompt", "a", "--output", "b"], "go together; --input is missing"),
+        (
+            ["--input", "b", "--output", "c", "--seed", "none"],
+            "--seed: expected a number with --inp",
+        ),
         (["--prompt", "a", "--fail-fast"], "--fail-fast goes with --input"),
         (["--prompt", "a", "--shard-size", "5"], "--shard-size goes with --input"),
         (["--prompt", "a", "--warmup"], "--warmup goes with --input"),

@@ -192,6 +192,17 @@ def test_seed_names_the_sample(llm: LLM, whole: list[Completion]) -> None:
 # --- samples and options -----------------------------------------------------------------
 
 
+def test_without_a_seed_every_call_says_something_else(llm: LLM) -> None:
+    unseeded = dataclasses.replace(SAMPLED, seed=None)
+    said = {tuple(llm.generate("the cat", unseeded)[0].token_ids) for _ in range(4)}
+    assert len(said) > 1
+
+
+def test_what_it_is_shows(llm: LLM) -> None:
+    assert repr(llm).startswith(f"LLM('{llm.folder}', ")
+    assert llm.tokenizer("the cat")["input_ids"] == llm.codec.encode("the cat")  # type: ignore[union-attr]
+
+
 def test_samples_are_what_their_seeds_give_alone(llm: LLM) -> None:
     params = [dataclasses.replace(SAMPLED, n=n, seed=5) for n in (3, 1)]
     seen: list[Progress] = []

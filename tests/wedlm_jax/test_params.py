@@ -155,3 +155,12 @@ def test_the_first_sample_has_the_prompt_s_seed_and_the_others_their_own() -> No
     assert all(0 <= seed < 2**32 for seed in seeds)
     # Of this version and every later one.
     assert [sample_seed(7, i) for i in range(3)] == [7, 369571992, 1009178997]
+
+
+def test_a_misspelt_field_is_named_with_what_was_meant() -> None:
+    with pytest.raises(InputError, match="'temprature'; did you mean 'temperature'?"):
+        SamplingParams(temprature=0.5)  # type: ignore[call-arg]
+    with pytest.raises(InputError, match=r"unknown sampling field 'zzz'; there are"):
+        SamplingParams(zzz=1)  # type: ignore[call-arg]
+    copied = dataclasses.replace(SamplingParams(seed=None), top_k=3)
+    assert (copied.seed, copied.top_k) == (None, 3)

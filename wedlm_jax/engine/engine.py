@@ -134,6 +134,8 @@ class Engine:
                 f"prompt token id {worst} lies outside the vocabulary of {self.config.vocab_size}"
             )
         self.scheduler.check(Request(-1, prompt, params))
+        if params.seed is None:
+            raise InputError("seed: expected a number; only `LLM` draws one")
         check_options(params, self.settings.stop_ids(params), self.config.vocab_size)
 
     def step(
