@@ -158,7 +158,7 @@ def test_the_first_sample_has_the_prompt_s_seed_and_the_others_their_own() -> No
 
 
 def test_a_misspelt_field_is_named_with_what_was_meant() -> None:
-    with pytest.raises(InputError, match="'temprature'; did you mean 'temperature'?"):
+    with pytest.raises(InputError, match=r"'temprature'; did you mean 'temperature'\?"):
         SamplingParams(temprature=0.5)  # type: ignore[call-arg]
     with pytest.raises(InputError, match=r"unknown sampling field 'zzz'; there are"):
         SamplingParams(zzz=1)  # type: ignore[call-arg]
