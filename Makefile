@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 LOCK := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo embedded test test-all test-fast lint format env env-test clean clean-env
+.PHONY: help demo shell embedded test test-all test-fast lint format env env-test clean clean-env
 
 help: ## show this list
 	@echo "wedlm-jax: WeDLM diffusion language models in JAX"
@@ -26,6 +26,11 @@ help: ## show this list
 
 demo: env ## decode with the small model that is included, on this machine
 	@$(BIN)/wedlm demo
+	@echo
+	@echo "wedlm is in $(BIN): 'source $(BIN)/activate' puts it on your path, 'make shell' opens a shell with it."
+
+shell: env ## open a shell in which `wedlm` is found
+	@PATH="$(abspath $(BIN)):$$PATH" VIRTUAL_ENV="$(abspath $(VENV))" $${SHELL:-sh}
 
 test: lint ## lint, check types and test every property
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
