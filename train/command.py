@@ -34,7 +34,12 @@ def main(arguments: list[str]) -> int:
         help="chip and shape to compile for: v5e:16x16, v5p:8x8x8*2 (two slices) [%(default)s]",
     )
     add_options(parser)
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="replace a field")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="replace a field; +KEY=VALUE adds to a mapping such as data.sources",
+    )
     options = parser.parse_args(arguments)
     config = load_config(options.config, options.overrides)
 

@@ -12,16 +12,29 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from wedlm_jax.attention import IMPLEMENTATIONS
 from wedlm_jax.errors import InputError
+from wedlm_jax.loss import WEIGHTINGS
+from wedlm_jax.model import REMAT_POLICIES
 
 
-def _field(default: Any, meaning: str) -> Any:
+def _field(
+    default: Any,
+    meaning: str,
+    *,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    most: float = math.inf,
+    above: float | None = None,
+) -> Any:
+    """A field with what ``--help`` says of it, and what its value may be: one of the ``choices``,
+    from ``least`` to ``most``, or ``above`` a number."""
+    metadata = {"help": meaning, "choices": choices, "least": least, "most": most, "above": above}
     if isinstance(default, dict):
-        return dataclasses.field(default_factory=lambda: dict(default), metadata={"help": meaning})
-    return dataclasses.field(default=default, metadata={"help": meaning})
+        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass
@@ -33,45 +46,67 @@ class ModelSection:
 @dataclasses.dataclass
 class DataSection:
     corpus_seed: int = _field(0, "seed of the synthetic corpus")
-    samples: int = _field(1000, "how many samples to generate")
-    weights: dict[str, float] = _field({}, "share of each regime in the samples")
+    samples: int = _field(1000, "how many samples to generate", least=1)
+    weights: dict[str, float] = _field({}, "share of each regime in the samples", above=0)
     tokenizer: str | None = _field(None, "folder of the tokenizer; null: train one")
-    vocab_size: int = _field(2048, "size of the tokenizer, where one is trained")
+    vocab_size: int = _field(2048, "size of the tokenizer, where one is trained", least=1)
     train_on_prompt: bool = _field(False, "whether prompt tokens are targets, too")
-    end_tokens: int = _field(0, "trainable end tokens behind each answer, beside its own")
+    end_tokens: int = _field(0, "trainable end tokens behind each answer, beside its own", least=0)
     sources: dict[str, float] = _field(
-        {}, "folders of `wedlm tokenize` and their shares of a batch; empty: the synthetic corpus"
+        {},
+        "folders of `wedlm tokenize` and their shares of a batch; empty: the synthetic corpus",
+        above=0,
     )
-    workers: int = _field(0, "processes that read rows ahead; 0: threads of this one")
-    prefetch: int = _field(2, "batches that wait ready, read and placed each")
+    workers: int = _field(0, "processes that read rows ahead; 0: threads of this one", least=0)
+    prefetch: int = _field(2, "batches that wait ready, read and placed each", least=1)
 
 
 @dataclasses.dataclass
 class OptimizerSection:
-    name: str = _field("adamw", "adamw, or muon (layers' matrices; AdamW for the rest)")
-    learning_rate: float = _field(3e-4, "peak")
-    final_learning_rate: float = _field(3e-5, "end of the cosine")
-    warmup_steps: int = _field(100, "linear warm-up from 0")
-    b1: float = _field(0.9, "AdamW's first moment decay")
-    b2: float = _field(0.95, "AdamW's second moment decay")
-    eps: float = _field(1e-8, "AdamW's epsilon")
-    weight_decay: float = _field(0.1, "on matrices only")
-    clip_norm: float = _field(1.0, "global gradient norm is clipped to this")
-    spike_factor: float = _field(
-        10.0, "skip a step whose gradient norm is so many times the running mean; 0: never"
+    name: str = _field(
+        "adamw", "adamw, or muon (layers' matrices; AdamW for the rest)", choices=("adamw", "muon")
     )
-    max_skipped: int = _field(20, "steps skipped in a row at which the run stops")
+    learning_rate: float = _field(3e-4, "peak", least=0)
+    final_learning_rate: float = _field(3e-5, "end of the cosine", least=0)
+    warmup_steps: int = _field(100, "linear warm-up from 0", least=0)
+    b1: float = _field(0.9, "AdamW's first moment decay", least=0, most=1)
+    b2: float = _field(0.95, "AdamW's second moment decay", least=0, most=1)
+    eps: float = _field(1e-8, "epsilon of AdamW and of Muon", above=0)
+    weight_decay: float = _field(0.1, "on matrices only", least=0)
+    clip_norm: float = _field(1.0, "global gradient norm is clipped to this", above=0)
+    spike_factor: float = _field(
+        10.0,
+        "skip a step whose gradient norm is so many times the running mean; 0: never",
+        least=0,
+    )
+    max_skipped: int = _field(20, "steps skipped in a row at which the run stops", least=1)
 
 
 @dataclasses.dataclass
 class LossSection:
-    weighting: str = _field("inverse_ratio", "of masked tokens: inverse_ratio or uniform")
-    ar_weight: float = _field(1.0, "a in (MLM + a AR) / (1 + a)")
-    chunk: int = _field(256, "rows of logits that exist at once, per packed row")
-    dtype: str = _field("bfloat16", "compute dtype; parameters stay float32")
-    remat: str = _field("full", "none, dots or full: what the backward pass recomputes")
-    attention: str = _field("streams", "attention: dense, streams, blockwise or splash (TPUs)")
-    unroll: int = _field(1, "layers in one turn of the scan over layers; more compile longer")
+    weighting: str = _field(
+        "inverse_ratio", "of masked tokens: inverse_ratio or uniform", choices=WEIGHTINGS
+    )
+    ar_weight: float = _field(1.0, "a in (MLM + a AR) / (1 + a)", least=0)
+    chunk: int = _field(256, "rows of logits that exist at once, per packed row", least=1)
+    dtype: str = _field(
+        "bfloat16",
+        "compute dtype, bfloat16 or float32; parameters stay float32",
+        choices=("bfloat16", "float32"),
+    )
+    remat: str = _field(
+        "full",
+        "none, dots or full: what the backward pass recomputes",
+        choices=tuple(REMAT_POLICIES),
+    )
+    attention: str = _field(
+        "streams",
+        "attention: dense, streams, blockwise or splash (TPUs)",
+        choices=tuple(IMPLEMENTATIONS),
+    )
+    unroll: int = _field(
+        1, "layers in one turn of the scan over layers; more compile longer", least=1
+    )
 
 
 @dataclasses.dataclass
@@ -86,39 +121,50 @@ class MeshSection:
 class MetricsSection:
     tensorboard: bool = _field(False, "write events for TensorBoard to <output>/tensorboard")
     wandb: str | None = _field(None, "project at Weights & Biases to log to; null: none")
-    profile_from: int = _field(0, "first step of a profile for xprof, in <output>/profile")
-    profile_steps: int = _field(0, "steps profiled; 0: no profile")
+    profile_from: int = _field(0, "first step of a profile for xprof, in <output>/profile", least=0)
+    profile_steps: int = _field(0, "steps profiled; 0: no profile", least=0)
 
 
 @dataclasses.dataclass
 class EvaluationSection:
-    every: int = _field(0, "steps between evaluations, in <output>/evaluation.jsonl; 0: none")
+    every: int = _field(
+        0, "steps between evaluations, in <output>/evaluation.jsonl; 0: none", least=0
+    )
     source: str | None = _field(
         None,
         "folder of `wedlm tokenize` to evaluate on; null: held-out part of the corpus",
     )
-    rows: int = _field(64, "held-out packed rows to take losses over")
-    prompts: int = _field(8, "of these rows, how many beginnings to decode")
-    max_tokens: int = _field(64, "completion tokens of each")
+    rows: int = _field(64, "held-out packed rows to take losses over", least=1)
+    prompts: int = _field(8, "of these rows, how many prefixes to decode", least=0)
+    max_tokens: int = _field(64, "completion tokens of each", least=1)
 
 
 @dataclasses.dataclass
 class TrainConfig:
-    objective: str = _field("wedlm", "wedlm (MLM + AR over dual streams) or ar (next token)")
-    steps: int = _field(1000, "optimizer steps")
-    rows: int = _field(8, "packed rows in a micro-batch")
-    accumulation: int = _field(1, "micro-batches in a step")
-    row_length: int = _field(512, "tokens in a packed row, a multiple of block_size")
-    block_size: int = _field(32, "B: consecutive positions that share a mask ratio")
+    objective: str = _field(
+        "wedlm",
+        "wedlm (MLM + AR over dual streams) or ar (next token)",
+        choices=("wedlm", "ar"),
+    )
+    steps: int = _field(1000, "optimizer steps", least=1)
+    rows: int = _field(8, "packed rows in a micro-batch", least=1)
+    accumulation: int = _field(1, "micro-batches in a step", least=1)
+    row_length: int = _field(512, "tokens in a packed row, a multiple of block_size", least=1)
+    block_size: int = _field(32, "B: consecutive positions that share a mask ratio", least=1)
     suffix_share: float = _field(
-        0.0, "share of blocks whose masks are its last tokens, as in verified decoding's windows"
+        0.0,
+        "share of blocks whose masks are its last tokens, as in verified decoding's windows",
+        least=0,
+        most=1,
     )
     seed: int = _field(0, "of initial parameters, data order and masks")
     output: str = _field("runs/train", "folder for checkpoints, logs and the exported model")
-    checkpoint_every: int = _field(200, "steps between checkpoints")
-    keep_checkpoints: int = _field(2, "newest checkpoints kept")
-    keep_every: int = _field(0, "checkpoints at multiples of this are kept for good; 0: none")
-    log_every: int = _field(10, "steps between metric lines")
+    checkpoint_every: int = _field(200, "steps between checkpoints", least=1)
+    keep_checkpoints: int = _field(2, "newest checkpoints kept", least=1)
+    keep_every: int = _field(
+        0, "checkpoints at multiples of this are kept for good; 0: none", least=0
+    )
+    log_every: int = _field(10, "steps between metric lines", least=1)
     allow_other_data: bool = _field(
         False, "resume although seed, sizes or sources of the data are not as before"
     )
@@ -134,6 +180,9 @@ class TrainConfig:
 def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainConfig:
     """Reads a YAML file and applies ``section.key=value`` overrides.
 
+    A value takes the place of the recipe's, a mapping as a whole: ``data.sources={a: 1}``.
+    ``+data.sources.b=2`` adds to one.
+
     Raises:
       InputError: no such file, not YAML, an unknown key or a value of the wrong type.
     """
@@ -142,13 +191,13 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
             raise InputError(f"override {item!r}: expected key=value")
     try:
         given = OmegaConf.load(path)
-        merged = OmegaConf.merge(
-            OmegaConf.structured(TrainConfig), given, OmegaConf.from_dotlist(overrides or [])
-        )
+        merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), given)
+        for item in overrides or []:
+            _override(merged, item)
         config = OmegaConf.to_object(merged)
     except FileNotFoundError:
         raise InputError(f"{path}: no such configuration file") from None
-    except ConfigKeyError as error:
+    except (ConfigKeyError, ConfigAttributeError) as error:
         raise InputError(f"{path}: {_unknown_key(str(error.full_key))}") from None
     except (OmegaConfBaseException, ValueError, OSError) as error:
         raise InputError(f"{path}: {str(error).splitlines()[0]}") from None
@@ -158,6 +207,25 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
     assert isinstance(config, TrainConfig)
     _check(config, path)
     return config
+
+
+def _override(config: Any, item: str) -> None:
+    key, _, text = item.partition("=")
+    path = key.removeprefix("+")
+    value = OmegaConf.from_dotlist([f"value={text}"])["value"]
+    if OmegaConf.is_dict(value):
+        value = {name: given for pair in value.items() for name, given in [_as_pair(*pair)]}
+    there = OmegaConf.select(config, path)
+    is_mapping = OmegaConf.is_dict(there) and OmegaConf.get_type(there) is dict
+    OmegaConf.update(config, path, value, merge=not is_mapping)
+
+
+def _as_pair(key: Any, value: Any) -> tuple[Any, Any]:
+    """YAML takes ``{a:1}``, without a space, for the key ``a:1`` without a value."""
+    name, colon, number = str(key).rpartition(":")
+    if value is None and colon:
+        return name, OmegaConf.from_dotlist([f"value={number}"])["value"]
+    return key, value
 
 
 def save_config(config: TrainConfig, path: Path) -> None:
@@ -188,37 +256,38 @@ def _unknown_key(key: str) -> str:
 
 
 def _check(config: TrainConfig, path: str | Path) -> None:
-    if config.objective not in ("wedlm", "ar"):
-        raise InputError(f"{path}: objective must be wedlm or ar, not {config.objective!r}")
-    if config.optimizer.name not in ("adamw", "muon"):
-        raise InputError(
-            f"{path}: optimizer.name must be adamw or muon, not {config.optimizer.name!r}"
-        )
-    for name in ("steps", "rows", "accumulation", "row_length", "block_size", "log_every"):
-        if getattr(config, name) < 1:
-            raise InputError(f"{path}: {name} must be at least 1, not {getattr(config, name)}")
-    if not 0 <= config.suffix_share <= 1:
-        raise InputError(f"{path}: suffix_share must be 0 to 1, not {config.suffix_share}")
-    for name, least in (("workers", 0), ("prefetch", 1)):
-        if (value := getattr(config.data, name)) < least:
-            raise InputError(f"{path}: data.{name} must be at least {least}, not {value}")
-    for folder, weight in config.data.sources.items():
-        if not 0 < weight < math.inf:
-            raise InputError(
-                f"{path}: data.sources: the share of {folder} must be above 0, not {weight}"
-            )
+    _check_fields(config, path)
     if config.data.sources and not (config.data.tokenizer or config.model.init_from):
         raise InputError(
             f"{path}: data.sources needs the tokenizer that made them, "
             "as data.tokenizer or in model.init_from"
-        )
-    if config.loss.attention not in IMPLEMENTATIONS:
-        raise InputError(
-            f"{path}: loss.attention must be one of {', '.join(IMPLEMENTATIONS)}, "
-            f"not {config.loss.attention!r}"
         )
     if config.row_length % config.block_size:
         raise InputError(
             f"{path}: row_length {config.row_length} is not a multiple of "
             f"block_size {config.block_size}"
         )
+
+
+def _check_fields(section: Any, path: str | Path, prefix: str = "") -> None:
+    """Compares every value with what its field says that it may be."""
+    for field in dataclasses.fields(section):
+        name, value, said = prefix + field.name, getattr(section, field.name), field.metadata
+        if dataclasses.is_dataclass(value):
+            _check_fields(value, path, f"{name}.")
+            continue
+        if said["choices"] and value not in said["choices"]:
+            raise InputError(f"{path}: {name} must be {_one_of(said['choices'])}, not {value!r}")
+        for key, number in value.items() if isinstance(value, dict) else [("", value)]:
+            shown = f"{name}: the share of {key}" if key else name
+            if said["least"] is not None and not said["least"] <= number <= said["most"]:
+                bound = f"at least {said['least']:g}"
+                if said["most"] < math.inf:
+                    bound = f"{said['least']:g} to {said['most']:g}"
+                raise InputError(f"{path}: {shown} must be {bound}, not {number}")
+            if said["above"] is not None and not said["above"] < number < math.inf:
+                raise InputError(f"{path}: {shown} must be above {said['above']:g}, not {number}")
+
+
+def _one_of(choices: tuple[str, ...]) -> str:
+    return " or ".join(choices) if len(choices) == 2 else f"one of {', '.join(choices)}"

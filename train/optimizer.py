@@ -36,7 +36,7 @@ def make_optimizer(
         0.95, Nesterov), AdamW for embeddings, head, norms and biases.
       b1: AdamW's first moment decay.
       b2: AdamW's second moment decay.
-      eps: AdamW's epsilon.
+      eps: of AdamW and of Muon.
       weight_decay: on matrices only; with "muon", on those that Muon updates.
       clip_norm: the global gradient norm is clipped to this.
     """
@@ -48,6 +48,7 @@ def make_optimizer(
             muon_weight_dimension_numbers=layer_matrices,
             adam_b1=b1,
             adam_b2=b2,
+            eps=eps,
         )
     elif name == "adamw":
         update = optax.adamw(

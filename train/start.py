@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from train.data.synthetic import (
 )
 from train.tokenizer import save_tokenizer, train_tokenizer
 from wedlm_jax.checkpoint.hf import load_checkpoint
-from wedlm_jax.config import ModelConfig, config_from_hf
+from wedlm_jax.config import ModelConfig, config_from_hf, read_config_json
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
 from wedlm_jax.processes import is_first, say, wait_for_all
@@ -60,6 +61,7 @@ def tokenizer_folder(config: TrainConfig, output: Path) -> Path:
 def initial_model(config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh) -> Transformer:
     """The model to start from, float32, each parameter on the devices that the rules give it."""
     if config.model.init_from is not None:
+        _check_architecture(config.model.architecture, Path(config.model.init_from))
         return load_checkpoint(Path(config.model.init_from), dtype=jnp.float32, mesh=mesh)
     model_config = _new_model_config(config, tokenizer)
 
@@ -70,6 +72,21 @@ def initial_model(config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh) -> Tran
     graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(model_config, rngs=nnx.Rngs(0))))
     layout = tree_shardings(mesh, jax.eval_shape(make))
     return nnx.merge(graph, jax.jit(make, out_shardings=layout)())
+
+
+def _check_architecture(stated: dict[str, Any], folder: Path) -> None:
+    """Compares what a recipe says of its model, for compiling without weights, with a checkpoint.
+
+    Raises:
+      InputError: naming the first field that differs.
+    """
+    raw = read_config_json(folder)
+    for name in sorted(stated.keys() & raw.keys() - {"model_type", "mask_token_id"}):
+        if stated[name] != raw[name]:
+            raise InputError(
+                f"model.architecture.{name} is {stated[name]!r} in the recipe, and {raw[name]!r} "
+                f"in {folder}, where the model starts from"
+            )
 
 
 def _new_model_config(config: TrainConfig, tokenizer: Tokenizer) -> ModelConfig:

@@ -25,6 +25,9 @@ RATIO_BINS = 4
 """Bins of the mask ratio, equal parts of (0, 1], by which the MLM loss is reported."""
 
 
+WEIGHTINGS = ("inverse_ratio", "uniform")
+
+
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
     """Which loss, and how it is computed.
@@ -45,7 +48,7 @@ class LossConfig:
     unroll: int = 1
 
     def __post_init__(self) -> None:
-        if self.weighting not in ("inverse_ratio", "uniform"):
+        if self.weighting not in WEIGHTINGS:
             raise ValueError(f"weighting {self.weighting!r}: inverse_ratio or uniform")
 
 

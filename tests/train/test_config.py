@@ -162,6 +162,44 @@ def test_an_unknown_objective_is_refused_by_name(tmp_path: Path) -> None:
         load_config(recipe(tmp_path), ["objective=mlm"])
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("loss.remat=ful", "loss.remat must be one of none, full, dots, not 'ful'"),
+        ("loss.weighting=foo", "loss.weighting must be inverse_ratio or uniform, not 'foo'"),
+        ("loss.dtype=int8", "loss.dtype must be bfloat16 or float32, not 'int8'"),
+        ("checkpoint_every=0", "checkpoint_every must be at least 1, not 0"),
+        ("optimizer.b2=1.5", "optimizer.b2 must be 0 to 1, not 1.5"),
+        ("optimizer.clip_norm=0", "optimizer.clip_norm must be above 0, not 0.0"),
+        ("optimizer.name=sgd", "optimizer.name must be adamw or muon, not 'sgd'"),
+        ("data.weights={prose: 0}", "data.weights: the share of prose must be above 0, not 0.0"),
+    ],
+)
+def test_a_value_out_of_bounds_is_refused(tmp_path: Path, override: str, message: str) -> None:
+    path = recipe(tmp_path)
+    with pytest.raises(InputError) as refused:
+        load_config(path, [override])
+    assert str(refused.value) == f"{path}: {message}"
+
+
+def test_a_mapping_takes_the_place_of_the_recipes_and_a_plus_adds(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "data: {weights: {prose: 1, reasoning: 2}}\n")
+
+    def weights(*overrides: str) -> dict[str, float]:
+        return load_config(path, [*overrides]).data.weights
+
+    assert weights("data.weights={low_entropy: 3}") == {"low_entropy": 3.0}
+    assert weights("data.weights={low_entropy:3,prose:1}") == {"low_entropy": 3.0, "prose": 1.0}
+    assert weights("+data.weights.low_entropy=3") == {
+        "prose": 1.0,
+        "reasoning": 2.0,
+        "low_entropy": 3.0,
+    }
+    assert weights("data.weights={}") == {}
+    config = load_config(path, ["data={samples: 7}"])
+    assert (config.data.samples, config.data.weights) == (7, {"prose": 1.0, "reasoning": 2.0})
+
+
 def test_an_override_without_a_value_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="override 'steps': expected key=value"):
         load_config(recipe(tmp_path), ["steps"])
