@@ -12,7 +12,12 @@ from typing import Any
 
 from wedlm_jax.errors import InputError
 
-MODEL_TYPES = ("wedlm", "qwen2", "qwen3")
+ARCHITECTURES = {
+    "wedlm": "WeDLMForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+MODEL_TYPES = tuple(ARCHITECTURES)
 ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -245,11 +250,10 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
 
 def config_to_hf(config: ModelConfig, *, dtype: str = "float32") -> dict[str, Any]:
     """Writes ``config`` as the content of a Hugging Face ``config.json``."""
-    architecture = {"wedlm": "WeDLM", "qwen2": "Qwen2", "qwen3": "Qwen3"}[config.model_type]
     eos = config.eos_token_ids
     scaling = {"rope_type": config.rope.rope_type, **dict(config.rope.parameters)}
     raw: dict[str, Any] = {
-        "architectures": [f"{architecture}ForCausalLM"],
+        "architectures": [ARCHITECTURES[config.model_type]],
         "model_type": config.model_type,
         "dtype": dtype,
         "hidden_act": "silu",
@@ -263,6 +267,22 @@ def config_to_hf(config: ModelConfig, *, dtype: str = "float32") -> dict[str, An
         if field.name not in ("rope", "eos_token_ids", "model_type"):
             raw[field.name] = getattr(config, field.name)
     return raw
+
+
+def with_model_type(raw: dict[str, Any], model_type: str) -> dict[str, Any]:
+    """Returns the content of a ``config.json`` under another ``model_type``: the weights of a WeDLM
+    are those of a Qwen, which other programs know.
+
+    Raises:
+      InputError: models of that type have other parameters.
+    """
+    config = config_from_hf(raw)
+    parts = (config.qk_norm, config.attention_bias)
+    if model_type != "wedlm" and parts != (model_type == "qwen3", model_type == "qwen2"):
+        has = f"qk_norm is {parts[0]} and attention_bias {parts[1]} here"
+        raise InputError(f"--model-type {model_type}: its models have other parameters; {has}")
+    kept = {name: value for name, value in raw.items() if name != "auto_map"}
+    return {**kept, "model_type": model_type, "architectures": [ARCHITECTURES[model_type]]}
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from wedlm_jax.checkpoint.model_folder import FORMATS, ORBAX, format_of, run_model_folder
+from wedlm_jax.config import MODEL_TYPES, with_model_type
 from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ def main(arguments: list[str]) -> int:
         "  wedlm convert runs/my/hf ./small --to hf --dtype bfloat16\n"
         "                                                       same format, other dtype\n"
         "  wedlm convert runs/my ./now                          a run's newest state, while it\n"
-        "                                                       trains",
+        "                                                       trains\n"
+        "  wedlm convert runs/my/hf ./qwen --to hf --model-type qwen3\n"
+        "                                                       for transformers, as a Qwen3",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", metavar="SOURCE", help="a checkpoint folder, or a training run's")
@@ -60,6 +63,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--to", choices=FORMATS, help="the format to write [the other one]")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="cast the weights [as they are]"
+    )
+    parser.add_argument(
+        "--model-type",
+        choices=MODEL_TYPES,
+        help="what config.json calls the model: qwen3 or qwen2 for programs that do not know wedlm "
+        "and decode it autoregressively [as it is]",
     )
     parser.add_argument(
         "--force", action="store_true", help="replace the checkpoint that DESTINATION holds"
@@ -78,6 +87,7 @@ def main(arguments: list[str]) -> int:
         options.destination,
         to=options.to,
         dtype=options.dtype,
+        model_type=options.model_type,
         force=options.force,
         config_from=options.config,
     )
@@ -95,6 +105,7 @@ def convert(
     *,
     to: str | None = None,
     dtype: str | None = None,
+    model_type: str | None = None,
     force: bool = False,
     config_from: str | Path | None = None,
 ) -> Converted:
@@ -108,6 +119,7 @@ def convert(
       destination: must be absent or empty, or a checkpoint with ``force``.
       to: "hf" or "orbax"; by default the format that the source has not, "hf" for a run.
       dtype: "float32", "bfloat16" or "float16"; as it is by default.
+      model_type: "wedlm", "qwen2" or "qwen3", written into ``config.json``; as it is by default.
       force: replace a checkpoint at the destination.
       config_from: where a run's ``config.json`` and tokenizer are, if not in the run's own
         ``model`` folder: the checkpoint that it started from, or any of the same shape.
@@ -121,9 +133,10 @@ def convert(
     target = to or next(name for name in FORMATS if name != found)
     if target not in FORMATS:
         raise InputError(f"to: expected one of {', '.join(FORMATS)}, not {target!r}")
-    if target == found and dtype is None:
+    if target == found and dtype is None and model_type is None:
         raise InputError(
-            f"{source}: is {TITLES[found]} already; to write it in the same format, give a dtype"
+            f"{source}: is {TITLES[found]} already; to write it in the same format, give a dtype "
+            "or a model type"
         )
     _check_destination(source, destination, force)
     # Imported late: all of JAX comes with them, and mistakes should be told at once.
@@ -135,13 +148,17 @@ def convert(
     try:
         with replacing(destination) as beside, _progress() as progress:
             opened = _open(source, described, found, np_dtype)
+            if model_type is not None:
+                with_model_type(opened.raw_config, model_type)  # refused before a value is read
             write = _write_orbax if target == "orbax" else _write_hf
             result = write(opened, beside, progress)
-            if dtype is None and found != RUN:
+            if dtype is None and model_type is None and found != RUN:
                 shutil.copyfile(source / "config.json", beside / "config.json")
             else:
-                raw = opened.raw_config
-                write_config(beside, raw if dtype is None else _with_dtype(raw, dtype))
+                raw = opened.raw_config if dtype is None else _with_dtype(opened.raw_config, dtype)
+                write_config(
+                    beside, raw if model_type is None else with_model_type(raw, model_type)
+                )
             copy_tokenizer(described or source, beside)
     except OSError as error:
         raise InputError(f"{destination}: writing failed ({error.strerror or error})") from None

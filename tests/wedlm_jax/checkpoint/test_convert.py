@@ -171,6 +171,23 @@ def test_same_format_needs_a_dtype(hf: Path, orbax: Path, tmp_path: Path) -> Non
     refusal(orbax, tmp_path / "out", "is orbax already", to="orbax")
 
 
+def test_a_model_type_with_other_parameters_is_refused(hf: Path, tmp_path: Path) -> None:
+    refusal(hf, tmp_path / "out", "--model-type qwen2: its models have other parameters",
+            to="hf", model_type="qwen2")  # fmt: skip
+
+
+def test_only_the_name_changes_with_the_model_type(tmp_path: Path) -> None:
+    hf = write_tiny(tmp_path / "hf")
+    convert(hf, tmp_path / "out", to="hf", model_type="qwen3")
+    before, after = (
+        json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        for folder in (hf, tmp_path / "out")
+    )
+    assert after == {**before, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    weights = "model.safetensors"
+    assert (tmp_path / "out" / weights).read_bytes() == (hf / weights).read_bytes()
+
+
 def test_unknown_format_and_dtype(hf: Path, tmp_path: Path) -> None:
     refusal(hf, tmp_path / "out", "'gguf'", to="gguf")
     refusal(hf, tmp_path / "out", "'int8'", dtype="int8")

@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 torch = pytest.importorskip("torch")
 
+from wedlm_jax.checkpoint.convert import convert  # noqa: E402
 from wedlm_jax.checkpoint.hf import arrays_from_model, load_checkpoint, save_checkpoint  # noqa: E402
 from wedlm_jax.checkpoint.safetensors_file import SafetensorsFile  # noqa: E402
 from wedlm_jax.config import config_from_hf  # noqa: E402
@@ -231,3 +233,20 @@ def test_wedlm_model_type_means_the_same_weights(tmp_path: Path, kind: str) -> N
     values = arrays_from_model(renamed)
     for name, value in arrays_from_model(plain).items():
         np.testing.assert_array_equal(values[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_a_wedlm_under_the_name_of_a_qwen_loads_in_transformers(kind: str, tmp_path: Path) -> None:
+    import transformers
+
+    bias, norm = kind == "qwen2", kind == "qwen3"
+    raw = {**SHAPE, "model_type": "wedlm", "attention_bias": bias, "qk_norm": norm, "head_dim": 12}
+    config = config_from_hf({**raw, "mask_token_id": 5, "initializer_range": 0.15})
+    model = Transformer(config, rngs=nnx.Rngs(0))
+    save_checkpoint(model, config, tmp_path / "wedlm")
+    done = convert(tmp_path / "wedlm", tmp_path / kind, to="hf", model_type=kind)
+    assert done.format == "hf"
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / kind).eval()
+    assert type(reference).__name__ == f"{kind.capitalize()}ForCausalLM"
+    assert_close(our_logits(tmp_path / "wedlm"), reference_logits(reference))
+    assert load_checkpoint(tmp_path / kind).config.model_type == kind
