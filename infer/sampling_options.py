@@ -28,7 +28,10 @@ def add_sampling_options(group: Any) -> None:
         if name in NOT_FLAGS:
             continue
         option = OPTIONS[name]
-        help_text = f"{option.help} [{_default(name, option)}]".replace("%", "%%")
+        meaning = option.help
+        if option.none and not isinstance(DEFAULTS[name], tuple):
+            meaning += f"; none: {option.none}"
+        help_text = f"{meaning} [{_default(name, option)}]".replace("%", "%%")
         if option.flag:
             group.add_argument(flag(name), action="store_true", help=help_text)
         elif option.choices:
@@ -80,7 +83,7 @@ def _default(name: str, option: Option) -> str:
         return "not"
     if value == () or value is None:
         return "none"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return str(value)
 
 
 def _or_none(kind: type) -> Callable[[str], Any]:

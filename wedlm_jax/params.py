@@ -11,8 +11,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, Self, get_type_hints
 
-import numpy as np
-
 from wedlm_jax.errors import InputError, did_you_mean
 
 NO_TOKEN = -1
@@ -378,5 +376,7 @@ def sample_seed(seed: int, sample: int) -> int:
     """The seed of a prompt's sample, counted from 0: the first has the prompt's own."""
     if sample == 0:
         return seed
+    import numpy as np  # not above: a command's --help is to come at once
+
     # Neighbouring seeds are other prompts': a sample's must not be one of them.
     return int(np.random.SeedSequence([seed, sample]).generate_state(1)[0])

@@ -203,7 +203,9 @@ def test_help_names_the_defaults_that_hold(capsys: pytest.CaptureFixture[str]) -
         main(["generate", "--help"])
     assert exit_status.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    shown = dict(re.findall(r"--([a-z-]+) (?:N|N\|auto|X|X\|none) [^\[]*\[([^\]]+)\]", text))
+    shown = dict(
+        re.findall(r"--([a-z-]+) (?:N|N\|auto|N\|none|X|X\|none) [^\[]*\[([^\]]+)\]", text)
+    )
     library = inspect.signature(LLM).parameters
     params = SamplingParams()
     expected = {

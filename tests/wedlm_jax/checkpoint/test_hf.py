@@ -380,7 +380,7 @@ def test_kill_at_a_rename_loses_nothing(
         real_rename(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr("wedlm_jax.folder_swap._recover", lambda *_: None)
+        patch.setattr("wedlm_jax.atomic._recover", lambda *_: None)
         patch.setattr(shutil, "rmtree", lambda *_, **__: None)
         patch.setattr(os, "rename", rename)
         with pytest.raises(Killed), replacing(folder) as beside:

@@ -160,7 +160,7 @@ def test_the_layout_goes_by_the_size_of_matrices(
     folder = folder_of(tmp_path)
     assert not is_on_columns(load_checkpoint(folder, stacked=False))
     matrix = 16 * 12 * 2
-    monkeypatch.setattr("wedlm_jax.model.CACHED_BYTES", matrix)
+    monkeypatch.setattr("wedlm_jax.layers.CACHED_BYTES", matrix)
     assert not is_on_columns(load_checkpoint(folder, stacked=False))
     assert is_on_columns(load_checkpoint(folder, stacked=False, dtype=jnp.float32))
     assert not is_on_columns(load_checkpoint(folder, stacked=True, dtype=jnp.float32))
