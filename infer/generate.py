@@ -28,7 +28,8 @@ one of
 and may have
   "id"                a text or an integer, unique; the row's number, from 0, without it
   "sampling"          {"temperature": 0.7, "stop": ["\\n"], ...}, instead of the command
-                      line's values for this row. Fields: {fields}
+                      line's values for this row. Fields:
+{fields}
 In Parquet these are columns, of which a null is no value; "sampling" may be a text of JSON.
 
 a row of the output has
@@ -114,7 +115,7 @@ def _add_model(group: Any) -> None:
         help="prompt and completion tokens at most [the model's context]")  # fmt: skip
     add("--batch-size", type=int, metavar="N",
         help="prompts that decode together, at most, on each replica of --mesh [16; 1 with "
-        "--prompt]")  # fmt: skip
+        "--prompt, or as many as --n]")  # fmt: skip
     add("--mesh", type=_mesh_axis, nargs="+", action="extend", metavar="NAME=N",
         help="devices of this machine that share the work: tensor=N cuts the weights, data=N "
         "makes replicas, each with prompts of its own [one device]")  # fmt: skip
@@ -183,7 +184,7 @@ def main(arguments: list[str]) -> int:
 
         text = read_prompt(options["prompt"], sys.stdin)
         params = sampling_params(options)
-        llm = load({"batch_size": 1, **options})
+        llm = load({"batch_size": min(params.n, 16), **options})
         return complete_prompt(llm, text, params, chat=options["chat"])
     return _run_job(options)
 

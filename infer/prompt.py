@@ -43,14 +43,18 @@ def complete_prompt(llm: LLM, text: str, params: SamplingParams, *, chat: bool) 
         completion = _stream(llm, prompt, params)
     compiling = llm.engine.compile_seconds - compiled
     seconds = time.monotonic() - started - compiling
-    for sample in completion.samples:
+    samples = completion.samples
+    for number, sample in enumerate(samples, 1):
         if sample.logprobs is not None:
+            if len(samples) > 1:
+                print(f"--- sample {number} of {len(samples)} ---", file=sys.stderr)
             _print_logprobs(llm, sample)
-    tokens, forwards = len(completion.token_ids), completion.num_forwards
+    tokens = sum(len(sample.token_ids) for sample in samples)
+    forwards = sum(sample.num_forwards for sample in samples)
+    reasons = " and ".join(sorted({str(sample.finish_reason) for sample in samples}))
     print(
-        f"{tokens} tokens in {forwards} forwards ({completion.tokens_per_forward:.2f} tokens per "
-        f"forward), {seconds:.2f} s after {compiling:.1f} s of compiling; "
-        f"finished by {completion.finish_reason}",
+        f"{tokens} tokens in {forwards} forwards ({tokens / max(forwards, 1):.2f} tokens per "
+        f"forward), {seconds:.2f} s after {compiling:.1f} s of compiling; finished by {reasons}",
         file=sys.stderr,
     )
     return 0

@@ -74,7 +74,7 @@ def as_flag(message: str, others: tuple[str, ...] = ()) -> str:
 
 def field_list(indent: str, width: int) -> str:
     """Returns the names of all fields, as lines of a help text."""
-    return textwrap.fill(", ".join(OPTIONS), width, initial_indent="", subsequent_indent=indent)
+    return textwrap.fill(", ".join(OPTIONS), width, initial_indent=indent, subsequent_indent=indent)
 
 
 def _default(name: str, option: Option) -> str:

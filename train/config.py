@@ -28,10 +28,18 @@ def _field(
     least: float | None = None,
     most: float = math.inf,
     above: float | None = None,
+    below: float = math.inf,
 ) -> Any:
     """A field with what ``--help`` says of it, and what its value may be: one of the ``choices``,
-    from ``least`` to ``most``, or ``above`` a number."""
-    metadata = {"help": meaning, "choices": choices, "least": least, "most": most, "above": above}
+    from ``least`` to ``most`` or ``below`` a number, or ``above`` one."""
+    metadata = {
+        "help": meaning,
+        "choices": choices,
+        "least": least,
+        "most": most,
+        "above": above,
+        "below": below,
+    }
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -69,8 +77,8 @@ class OptimizerSection:
     learning_rate: float = _field(3e-4, "peak", least=0)
     final_learning_rate: float = _field(3e-5, "end of the cosine", least=0)
     warmup_steps: int = _field(100, "linear warm-up from 0", least=0)
-    b1: float = _field(0.9, "AdamW's first moment decay", least=0, most=1)
-    b2: float = _field(0.95, "AdamW's second moment decay", least=0, most=1)
+    b1: float = _field(0.9, "AdamW's first moment decay", least=0, below=1)
+    b2: float = _field(0.95, "AdamW's second moment decay", least=0, below=1)
     eps: float = _field(1e-8, "epsilon of AdamW and of Muon", above=0)
     weight_decay: float = _field(0.1, "on matrices only", least=0)
     clip_norm: float = _field(1.0, "global gradient norm is clipped to this", above=0)
@@ -199,6 +207,8 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
         raise InputError(f"{path}: no such configuration file") from None
     except (ConfigKeyError, ConfigAttributeError) as error:
         raise InputError(f"{path}: {_unknown_key(str(error.full_key))}") from None
+    except InputError:
+        raise
     except (OmegaConfBaseException, ValueError, OSError) as error:
         raise InputError(f"{path}: {str(error).splitlines()[0]}") from None
     except Exception as error:
@@ -212,19 +222,42 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
 def _override(config: Any, item: str) -> None:
     key, _, text = item.partition("=")
     path = key.removeprefix("+")
-    value = OmegaConf.from_dotlist([f"value={text}"])["value"]
-    if OmegaConf.is_dict(value):
+    value = _parsed(text, item)
+    if isinstance(value, dict):
         value = {name: given for pair in value.items() for name, given in [_as_pair(*pair)]}
     there = OmegaConf.select(config, path)
-    is_mapping = OmegaConf.is_dict(there) and OmegaConf.get_type(there) is dict
-    OmegaConf.update(config, path, value, merge=not is_mapping)
+    adds, is_mapping = path != key, _is_mapping(there)
+    inside = _is_mapping(OmegaConf.select(config, path.rpartition(".")[0])) and not is_mapping
+    if adds and not is_mapping and not inside:
+        raise InputError(f"override {item!r}: + adds to a mapping, such as data.sources")
+    if inside and there is None and not adds:
+        raise InputError(f"override {item!r}: there is no such entry; +{item} adds it")
+    OmegaConf.update(config, path, value, merge=adds or not is_mapping)
+
+
+def _is_mapping(node: Any) -> bool:
+    """Whether a node of the configuration has keys that the user chooses."""
+    return OmegaConf.is_dict(node) and OmegaConf.get_type(node) is dict
+
+
+def _parsed(text: str, item: str) -> Any:
+    """What an override's value means, references to other fields (``${seed}``) unresolved."""
+    try:
+        given = OmegaConf.from_dotlist([f"value={text}"])
+    except Exception as error:
+        # A YAML parser has many error types of its own.
+        reason = str(error).splitlines()[0]
+        raise InputError(f"override {item!r}: not valid YAML ({reason})") from None
+    parsed = OmegaConf.to_container(given, resolve=False)
+    assert isinstance(parsed, dict)
+    return parsed["value"]
 
 
 def _as_pair(key: Any, value: Any) -> tuple[Any, Any]:
     """YAML takes ``{a:1}``, without a space, for the key ``a:1`` without a value."""
     name, colon, number = str(key).rpartition(":")
     if value is None and colon:
-        return name, OmegaConf.from_dotlist([f"value={number}"])["value"]
+        return name, _parsed(number, f"{key}")
     return key, value
 
 
@@ -280,8 +313,11 @@ def _check_fields(section: Any, path: str | Path, prefix: str = "") -> None:
             raise InputError(f"{path}: {name} must be {_one_of(said['choices'])}, not {value!r}")
         for key, number in value.items() if isinstance(value, dict) else [("", value)]:
             shown = f"{name}: the share of {key}" if key else name
-            if said["least"] is not None and not said["least"] <= number <= said["most"]:
+            inside = said["least"] is None or said["least"] <= number <= said["most"]
+            if not inside or (said["below"] < math.inf and number >= said["below"]):
                 bound = f"at least {said['least']:g}"
+                if said["below"] < math.inf:
+                    bound += f" and below {said['below']:g}"
                 if said["most"] < math.inf:
                     bound = f"{said['least']:g} to {said['most']:g}"
                 raise InputError(f"{path}: {shown} must be {bound}, not {number}")

@@ -36,6 +36,19 @@ from wedlm_jax.processes import is_first, say, wait_for_all
 from wedlm_jax.sharding import tree_shardings
 
 TOKENIZER_SAMPLES = 20_000
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "attention_bias",
+    "qk_norm",
+    "tie_word_embeddings",
+)
+"""Fields of a ``config.json`` that shape parameters."""
 
 
 def tokenizer_folder(config: TrainConfig, output: Path) -> Path:
@@ -80,11 +93,12 @@ def _check_architecture(stated: dict[str, Any], folder: Path) -> None:
     Raises:
       InputError: naming the first field that differs.
     """
-    raw = read_config_json(folder)
-    for name in sorted(stated.keys() & raw.keys() - {"model_type", "mask_token_id"}):
-        if stated[name] != raw[name]:
+    config = config_from_hf(read_config_json(folder))
+    for name in SIZES:
+        found = getattr(config, name)
+        if stated.get(name, found) not in (found, None):
             raise InputError(
-                f"model.architecture.{name} is {stated[name]!r} in the recipe, and {raw[name]!r} "
+                f"model.architecture.{name} is {stated[name]!r} in the recipe, and {found!r} "
                 f"in {folder}, where the model starts from"
             )
 

@@ -1,7 +1,4 @@
-"""Writing files and folders that appear whole or not at all, and survive a loss of power.
-
-The one place that renames.
-"""
+"""Writing files and folders that appear whole or not at all, and survive a loss of power."""
 
 from __future__ import annotations
 

@@ -282,7 +282,10 @@ def with_model_type(raw: dict[str, Any], model_type: str) -> dict[str, Any]:
         has = f"qk_norm is {parts[0]} and attention_bias {parts[1]} here"
         raise InputError(f"--model-type {model_type}: its models have other parameters; {has}")
     kept = {name: value for name, value in raw.items() if name != "auto_map"}
-    return {**kept, "model_type": model_type, "architectures": [ARCHITECTURES[model_type]]}
+    # Said aloud: what a config.json leaves out is told by its type.
+    parameters = {"qk_norm": config.qk_norm, "attention_bias": config.attention_bias}
+    name = {"model_type": model_type, "architectures": [ARCHITECTURES[model_type]]}
+    return {**kept, **parameters, **name}
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:

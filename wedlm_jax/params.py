@@ -8,6 +8,7 @@ command line, checks of JSON and tables of a document can be (see `OPTIONS`).
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import Annotated, Any, Self, get_type_hints
 
@@ -327,6 +328,11 @@ class SamplingParams:
     def is_truncated(self) -> bool:
         """Whether a token is drawn from less than the whole vocabulary."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+_, *_FIELDS = inspect.signature(SamplingParams.__init__).parameters.values()
+# `__new__` would hide the fields from editors and `help`.
+SamplingParams.__signature__ = inspect.Signature(_FIELDS)  # type: ignore[attr-defined]
 
 
 def _options() -> dict[str, Option]:

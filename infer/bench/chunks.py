@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -180,7 +181,10 @@ def _long_prompt(engine: Engine, subject: Subject, tokens: int) -> _Pass:
     bursts: list[_Burst] = []
     computed = 0
     while computed < tokens:
-        bursts.append(_burst(engine, tokens - computed))
+        # No further than the prompt probably goes: forwards behind it are of no interest.
+        each = bursts[-1].computed / bursts[-1].forwards if bursts else tokens
+        forwards = math.ceil((tokens - computed) / max(each, 1))
+        bursts.append(_burst(engine, tokens - computed, forwards))
         computed += bursts[-1].computed
     engine.step(aborted=range(OTHERS + 1), max_forwards=0)
     return _Pass(quiet.seconds / quiet.forwards, bursts, alone)

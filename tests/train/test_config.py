@@ -169,7 +169,7 @@ def test_an_unknown_objective_is_refused_by_name(tmp_path: Path) -> None:
         ("loss.weighting=foo", "loss.weighting must be inverse_ratio or uniform, not 'foo'"),
         ("loss.dtype=int8", "loss.dtype must be bfloat16 or float32, not 'int8'"),
         ("checkpoint_every=0", "checkpoint_every must be at least 1, not 0"),
-        ("optimizer.b2=1.5", "optimizer.b2 must be 0 to 1, not 1.5"),
+        ("optimizer.b2=1.5", "optimizer.b2 must be at least 0 and below 1, not 1.5"),
         ("optimizer.clip_norm=0", "optimizer.clip_norm must be above 0, not 0.0"),
         ("optimizer.name=sgd", "optimizer.name must be adamw or muon, not 'sgd'"),
         ("data.weights={prose: 0}", "data.weights: the share of prose must be above 0, not 0.0"),
@@ -196,6 +196,16 @@ def test_a_mapping_takes_the_place_of_the_recipes_and_a_plus_adds(tmp_path: Path
         "low_entropy": 3.0,
     }
     assert weights("data.weights={}") == {}
+    assert weights("+data.weights={low_entropy: 3}") == weights("+data.weights.low_entropy=3")
+    assert weights("data.weights.prose=5") == {"prose": 5.0, "reasoning": 2.0}
+    for wrong, message in (
+        ("data.weights.prsoe=5", "there is no such entry; "),
+        ("+seed=5", "adds to a mapping"),
+        ("data.weights={a: 1", "not valid YAML"),
+    ):
+        with pytest.raises(InputError, match=message):
+            weights(wrong)
+    assert load_config(path, ["seed=7", "output=runs/${seed}"]).output == "runs/7"
     config = load_config(path, ["data={samples: 7}"])
     assert (config.data.samples, config.data.weights) == (7, {"prose": 1.0, "reasoning": 2.0})
 

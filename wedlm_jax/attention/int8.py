@@ -1,7 +1,7 @@
 """Keys and values as 8-bit integers: each row of a head has a scale of its own.
 
 What stands in the cache is what is attended to from the beginning, in its own forward too
-(`wedlm_jax.model.Attention`). So it makes no difference whether a token's keys come from the
+(`wedlm_jax.layers.Attention`). So it makes no difference whether a token's keys come from the
 window, from the same piece of a prompt or from the cache, and a completion depends neither on
 pieces and buckets nor, in mode "verified", on the window.
 """

@@ -109,7 +109,8 @@ def convert(
     force: bool = False,
     config_from: str | Path | None = None,
 ) -> Converted:
-    """Writes the checkpoint in ``source`` anew, in the other format or another dtype.
+    """Writes the checkpoint in ``source`` anew, in the other format, in another dtype or
+    under another model type.
 
     The destination appears whole or not at all.
 

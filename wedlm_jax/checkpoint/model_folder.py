@@ -2,7 +2,7 @@
 
 A Hugging Face folder holds ``config.json`` and safetensors files. An orbax folder holds the
 same ``config.json`` and, in ``orbax/``, one checkpoint of the parameters as this project
-names and stacks them (`wedlm_jax.checkpoint.hf.PARAMETER_TABLE`).
+names and stacks them (`wedlm_jax.checkpoint.names.PARAMETER_TABLE`).
 """
 
 from __future__ import annotations

@@ -134,8 +134,6 @@ class Engine:
                 f"prompt token id {worst} lies outside the vocabulary of {self.config.vocab_size}"
             )
         self.scheduler.check(Request(-1, prompt, params))
-        if params.seed is None:
-            raise InputError("seed: expected a number; only `LLM` draws one")
         check_options(params, self.settings.stop_ids(params), self.config.vocab_size)
 
     def step(
@@ -303,7 +301,9 @@ class Engine:
             "jax": jax.__version__,
             "devices": [jax.devices()[0].device_kind, len(jax.devices())],
             "model": dataclasses.asdict(self.config),
-            "dtype": str(jax.tree.leaves(self.device.parameters)[0].dtype),
+            "dtypes": sorted({str(x.dtype) for x in jax.tree.leaves(self.device.parameters)}),
+            "mesh": None if self.mesh is None else dict(self.mesh.shape),
+            "cache": [str(self.settings.cache_dtype), self.settings.page_size],
             "program": repr(self.settings.program(self.device.traits)),
         }
 

@@ -103,6 +103,8 @@ class Scheduler:
           InputError: it has no tokens, or it exceeds the model's length or the cache.
         """
         length, most = len(request.prompt), request.params.max_tokens
+        if request.params.seed is None:
+            raise InputError("seed: expected a number; only `LLM` draws one")
         if not length:
             raise InputError("the prompt has no tokens; at least one is needed")
         if length + most > self._sizes.max_model_len:

@@ -101,7 +101,7 @@ class Acceptance:
         own -= 0.5 * (((tokens / forwards)[:, None] - expected) ** 2 / variance + np.log(variance))
         own -= own.max(axis=1, keepdims=True)
         self._seen += np.minimum(tokens / WHOLE_SEQUENCE, MOST_AT_ONCE) @ self._types(own)
-        self._seen *= min(MEMORY / self._seen.sum(), 1)
+        self._seen *= MEMORY / max(self._seen.sum(), MEMORY)
         filled = slots.sum() - forwards @ self._widths[columns]
         ratio = np.clip(filled / max(tokens @ self._wasted[columns], 1), 0.5, 4)
         self._filled += tokens.sum() / (tokens.sum() + 200) * (ratio - self._filled)

@@ -24,8 +24,8 @@ from wedlm_jax.engine.windows.cost import CostTable
 WIDTHS = (0, 2, 4, 8, 16, 32, 64, 128)
 """Windows that may be chosen."""
 STAY = 1.02
-"""Another window must promise so much more than the one a sequence has: changing it costs a
-forward without drafts."""
+"""Another window must promise so much more than the one a sequence has: what is expected of both
+is uncertain, and a wider one is full only from its second forward on."""
 PRICES = np.concatenate([[0.0], np.geomspace(0.004, 1.0, 19)])
 """Tokens committed that a token computed must at least bring."""
 COSTS_SECONDS = 0.05
@@ -66,7 +66,7 @@ class AutoWindows:
         """Returns the window of each sequence in the next burst."""
         known = self._sequences
         for sequence in running:
-            if known.requests[sequence.index] is not sequence.request:
+            if known.whose[sequence.index] != (sequence, sequence.num_admissions):
                 self._enter(sequence)
         rows = self._rows = np.array([sequence.index for sequence in running], np.int64)
         replicas = rows // self._num_sequences
@@ -89,7 +89,7 @@ class AutoWindows:
         if self._since_costs >= COSTS_SECONDS:
             self._since_costs = 0.0
             self._learn_costs(rows, done, report.num_run, burst.chunk_tokens, seconds)
-        # The first forward of a window has no drafts to commit.
+        # What the first forward of a window commits says nothing of it.
         opening = known.opens[rows] & (done[1] > 0)
         known.opens[rows] &= ~opening
         known.counts[:, rows] = counts
@@ -119,14 +119,14 @@ class AutoWindows:
                 self._kinds[key] = Acceptance(self._widths)
             kind = list(self._kinds).index(key)
         column = np.flatnonzero(self._widths == window)
-        known.requests[i], known.own[i] = request, 0
+        known.whose[i], known.own[i] = (sequence, sequence.num_admissions), 0
         known.counts[:, i] = [getattr(sequence, name) for name in COUNTS]
         known.kind[i], known.free[i] = kind, request.window is None and window > 0
         known.column[i] = -1 if known.free[i] or not len(column) else column[0]
         known.window[i] = 0 if known.free[i] else window
         known.max_tokens[i] = request.params.max_tokens
         known.opens[i] = sequence.num_forwards == 0
-        known.first_tokens[i] = request.params.mode == "verified"
+        known.choices[i] = known.first_tokens[i] = request.params.mode == "verified"
 
     def _choose_together(self, rows: np.ndarray, others: np.ndarray) -> None:
         """Chooses the windows of the sequences of one replica.
@@ -145,18 +145,20 @@ class AutoWindows:
         np.minimum(committed, left[:, None], out=committed)
         computed = np.where(widths, widths + np.maximum(filled, 1), 1)
         committed[:, 0] = 1
-        now = known.column[rows]
+        now, every = known.column[rows], np.arange(n)
+        before = np.where(now > 0, committed[every, np.maximum(now, 0)], known.choices[rows])
         stay = np.flatnonzero(now >= 0)
         committed[stay, now[stay]] *= STAY
         fixed = known.window[others]
         picks = candidates(committed, computed)
-        every = np.arange(n)
         tokens = computed[every, picks].sum(axis=1) + np.where(fixed, 1.25 * fixed + 1, 1).sum()
         drafts = np.where(widths, filled - 1, 0)[every, picks].sum(axis=1)
         seconds = self.costs.expected(tokens, spread(drafts, n))
         columns = picks[((committed[every, picks].sum(axis=1) + len(others)) / seconds).argmax()]
-        wider = (columns > now) & (now >= 0)  # its first forward has the drafts of the one before
+        # The first forward of a wider window has the drafts of the one before.
+        wider = (columns > now) & (now >= 0)
         known.opens[rows] |= wider
+        known.first_tokens[rows[wider]] = before[wider]
         known.column[rows], known.window[rows] = columns, widths[columns]
 
     def _learn_costs(
@@ -204,20 +206,22 @@ class _Sequences:
     """What is remembered of the sequence at each index, of all replicas.
 
     Attributes:
-      requests: whose index it is.
+      whose: the sequence at the index, and which of its admissions this is.
       own: ``[size, M]``, evidence for `Acceptance`.
       free: bool, whether its window is to be chosen.
       kind: which of the kinds of sequences it is; −1 for one that never has a window.
       column, window: its width, and which of the widths that is; −1 for none of them.
-      opens: bool, whether its next forward has no drafts to commit.
-      first_tokens: that such a forward commits: its own choice, or nothing in mode "paper".
+      opens: bool, whether its next forward is the first of a window.
+      choices: tokens that a forward without drafts commits: 1, or none in mode "paper".
+      first_tokens: that the first forward of the window commits, as far as is known.
       counts: ``[4, size]``, `COUNTS` when it was last looked at.
     """
 
     def __init__(self, size: int):
-        self.requests: list[Request | None] = [None] * size
+        self.whose: list[tuple[SequenceState, int] | None] = [None] * size
         self.own = np.zeros((size, NUM_TYPES))
         self.free, self.opens = np.zeros((2, size), bool)
         self.kind, self.column, self.window = np.full((3, size), -1, np.int64)
-        self.max_tokens, self.first_tokens = np.zeros((2, size), np.int64)
+        self.max_tokens = np.zeros(size, np.int64)
+        self.choices, self.first_tokens = np.zeros((2, size))
         self.counts = np.zeros((len(COUNTS), size), np.int64)

@@ -131,7 +131,7 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
 ) -> CostTable:
     """Measures a table: every size a few times, in rounds, so that other work of the machine
-    meets all of them alike; the shortest time counts.
+    meets all of them alike; the median counts, drawn to those of its neighbours.
 
     Args:
       time_forward: runs a forward of T tokens and returns its seconds; compiles nothing.

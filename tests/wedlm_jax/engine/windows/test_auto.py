@@ -192,6 +192,18 @@ def test_no_window_is_wider_than_the_engine_or_the_rest_of_the_completion() -> N
     assert auto(32, 1, table("tpu")).choose([short])[0] <= 4
 
 
+def test_a_request_that_comes_again_is_a_new_sequence() -> None:
+    windows = auto(32, 1, table("tpu"))
+    first = state(0, 0)
+    chosen = list(windows.choose([first]))
+    first.text.extend([1] * 63)
+    assert windows._sequences.whose[0] == (first, 0)
+    windows._sequences.counts[0, 0] = 63
+    again = SequenceState(first.request, 1)
+    again.index = 0
+    assert list(windows.choose([again])) == chosen
+
+
 def test_replicas_are_weighed_apart() -> None:
     """A crowd on one of them makes nothing dearer on the other."""
     windows = auto(32, 8, table("cpu"), replicas=2)
