@@ -38,6 +38,7 @@ def main(arguments: list[str]) -> int:
     add("--max-tokens", type=int, default=160, metavar="N", help="of a completion [160]")
     add("--rows", type=int, default=64, metavar="N", help="prompts that decode together [64]")
     add("--dtype", default="float32", help="float32 or bfloat16 [float32]")
+    add("--deterministic", action="store_true", help="every forward in one shape [not]")
     add("--quantization", choices=("int8",), help="round the weights to 8 bits [not]")
     add("--kv-cache-dtype", choices=("int8",), help="round keys and values to 8 bits [not]")
     add("--output", metavar="FILE", help="also write a JSON line a window")
@@ -57,6 +58,7 @@ def main(arguments: list[str]) -> int:
         llm = LLM(
             options.model, window_size=window, max_batch_size=options.rows, dtype=options.dtype,
             quantization=options.quantization, kv_cache_dtype=options.kv_cache_dtype,
+            deterministic=options.deterministic,
         )  # fmt: skip
         params = SamplingParams(
             mode=mode, temperature=options.temperature, max_tokens=options.max_tokens, logprobs=2
