@@ -32,13 +32,19 @@ def main(arguments: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--delay", type=float, default=0.12, metavar="SECONDS",
+        "--delay",
+        type=float,
+        default=0.12,
+        metavar="SECONDS",
         help="pause after each forward, so that it can be seen; terminal only [0.12]",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--samples", type=int, default=40, metavar="N",
+        "--samples",
+        type=int,
+        default=40,
+        metavar="N",
         help="questions a regime that are measured at the end [40]",
-    )  # fmt: skip
+    )
     options = parser.parse_args(arguments)
     if options.samples < PROMPTS_A_REGIME or not 0 <= options.delay <= 10:
         raise InputError(

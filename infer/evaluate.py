@@ -134,8 +134,14 @@ def main(arguments: list[str]) -> int:
     add("--questions", metavar="FILE", help="JSONL questions [those of the embedded model]")
     add("--samples", type=int, default=300, metavar="N", help="questions a regime [300]")
     add("--window-size", type=int, default=16, metavar="N", help="W, masked slots [16]")
-    add("--entropy-threshold", type=float, nargs="+", default=list(PAPER_THRESHOLDS),
-        metavar="X", help="τ in nats, one or more [0.2 0.4 0.6 0.9]")  # fmt: skip
+    add(
+        "--entropy-threshold",
+        type=float,
+        nargs="+",
+        default=list(PAPER_THRESHOLDS),
+        metavar="X",
+        help="τ in nats, one or more [0.2 0.4 0.6 0.9]",
+    )
     add("--position-penalty", type=float, default=0.02, metavar="X", help="λ [0.02]")
     add("--batch-size", type=int, default=1, metavar="N", help="prompts at a time [1]")
     add("--quantization", choices=("int8",), help="round the weights to 8 bits [not]")

@@ -58,12 +58,30 @@ examples:
   wedlm generate --model DIR --mode ar --prompt "..."     (autoregressive decoding)
 """
 
-JOB_OPTIONS = ("shard_size", "fail_fast", "overwrite", "grace", "num_hosts", "host_id",
-               "ray", "ray_actors")  # fmt: skip
+JOB_OPTIONS = (
+    "shard_size",
+    "fail_fast",
+    "overwrite",
+    "grace",
+    "num_hosts",
+    "host_id",
+    "ray",
+    "ray_actors",
+)
 """What only a job with --input takes."""
 
-LLM_OPTIONS = ("model", "window_size", "dtype", "max_model_len", "batch_size", "attention",
-               "quantization", "kv_cache_dtype", "deterministic", "mesh")  # fmt: skip
+LLM_OPTIONS = (
+    "model",
+    "window_size",
+    "dtype",
+    "max_model_len",
+    "batch_size",
+    "attention",
+    "quantization",
+    "kv_cache_dtype",
+    "deterministic",
+    "mesh",
+)
 """What `LLM` takes."""
 
 
@@ -81,60 +99,115 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = result.add_argument_group("what to complete").add_argument
-    add("--prompt", metavar="TEXT",
-        help="one prompt; - reads standard input, without its last line end")  # fmt: skip
-    add("--input", metavar="PATH", nargs="+", action="extend",
-        help="files or folders of prompts, or - for standard input; see below")  # fmt: skip
-    add("--output", metavar="PATH",
-        help="a folder, or a .jsonl file that is replaced if it exists")  # fmt: skip
-    add("--chat", action="store_true", default=False,
-        help="a prompt is a user's message, put through the chat template")  # fmt: skip
+    add(
+        "--prompt",
+        metavar="TEXT",
+        help="one prompt; - reads standard input, without its last line end",
+    )
+    add(
+        "--input",
+        metavar="PATH",
+        nargs="+",
+        action="extend",
+        help="files or folders of prompts, or - for standard input; see below",
+    )
+    add("--output", metavar="PATH", help="a folder, or a .jsonl file that is replaced if it exists")
+    add(
+        "--chat",
+        action="store_true",
+        default=False,
+        help="a prompt is a user's message, put through the chat template",
+    )
     _add_model(result.add_argument_group("model"))
     _add_decoding(result.add_argument_group("decoding"))
     _add_job(result.add_argument_group("with --input"))
     add = result.add_argument_group("without a TPU").add_argument
-    add("--compile-only", action="store_true", default=False,
+    add(
+        "--compile-only",
+        action="store_true",
+        default=False,
         help="compile the decoder of --model (a folder, or a recipe that states its sizes) for "
-        "--topology, say what it takes, and stop")  # fmt: skip
-    add("--topology", metavar="NAME", default="v5e:2x4",
-        help="chip and shape to compile for [%(default)s]")  # fmt: skip
+        "--topology, say what it takes, and stop",
+    )
+    add(
+        "--topology",
+        metavar="NAME",
+        default="v5e:2x4",
+        help="chip and shape to compile for [%(default)s]",
+    )
     return result
 
 
 def _add_model(group: Any) -> None:
     add = group.add_argument
-    add("--model", metavar="DIR",
-        help="folder in Hugging Face format, or a hub id [the embedded model]")  # fmt: skip
-    add("--dtype", choices=("float32", "bfloat16"),
-        help="of weights and arithmetic [float32 on a CPU, else bfloat16]")  # fmt: skip
-    add("--quantization", choices=("int8",),
-        help="round the weights of matrices to 8 bits; needs qwix [not]")  # fmt: skip
-    add("--kv-cache-dtype", choices=("int8",),
-        help="round keys and values to 8 bits [as --dtype]")  # fmt: skip
-    add("--max-model-len", type=int, metavar="N",
-        help="prompt and completion tokens at most [the model's context]")  # fmt: skip
-    add("--batch-size", type=int, metavar="N",
+    add(
+        "--model",
+        metavar="DIR",
+        help="folder in Hugging Face format, or a hub id [the embedded model]",
+    )
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of weights and arithmetic [float32 on a CPU, else bfloat16]",
+    )
+    add(
+        "--quantization",
+        choices=("int8",),
+        help="round the weights of matrices to 8 bits; needs qwix [not]",
+    )
+    add("--kv-cache-dtype", choices=("int8",), help="round keys and values to 8 bits [as --dtype]")
+    add(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="prompt and completion tokens at most [the model's context]",
+    )
+    add(
+        "--batch-size",
+        type=int,
+        metavar="N",
         help="prompts that decode together, at most, on each replica of --mesh [16; 1 with "
-        "--prompt, or as many as --n]")  # fmt: skip
-    add("--mesh", type=_mesh_axis, nargs="+", action="extend", metavar="NAME=N",
+        "--prompt, or as many as --n]",
+    )
+    add(
+        "--mesh",
+        type=_mesh_axis,
+        nargs="+",
+        action="extend",
+        metavar="NAME=N",
         help="devices of this machine that share the work: tensor=N cuts the weights, data=N "
-        "makes replicas, each with prompts of its own [one device]")  # fmt: skip
-    add("--deterministic", action="store_true",
+        "makes replicas, each with prompts of its own [one device]",
+    )
+    add(
+        "--deterministic",
+        action="store_true",
         help="compute every forward in one shape: a prompt's tokens then depend on nothing but "
-        "itself, in bfloat16 too; slower [not]")  # fmt: skip
-    add("--warmup", action="store_true", default=False,
-        help="with --input: compile before the first prompt is decoded")  # fmt: skip
-    add("--attention", choices=("xla", "rpa"),
+        "itself, in bfloat16 too; slower [not]",
+    )
+    add(
+        "--warmup",
+        action="store_true",
+        default=False,
+        help="with --input: compile before the first prompt is decoded",
+    )
+    add(
+        "--attention",
+        choices=("xla", "rpa"),
         help="xla runs on any device, rpa is a kernel for TPUs [rpa on a TPU with heads of 128 "
-        "and no int8 cache, else xla]")  # fmt: skip
+        "and no int8 cache, else xla]",
+    )
 
 
 def _add_decoding(group: Any) -> None:
     add = group.add_argument
-    add("--window-size", type=_window, metavar="N|auto",
+    add(
+        "--window-size",
+        type=_window,
+        metavar="N|auto",
         help="W, masked slots decoded in parallel; 0 decodes autoregressively; auto chooses "
         "while decoding, for speed: in mode paper results may then differ from run to run "
-        "[16; 0 for a checkpoint that was not trained on masks]")  # fmt: skip
+        "[16; 0 for a checkpoint that was not trained on masks]",
+    )
     add_sampling_options(group)
 
 
@@ -156,20 +229,42 @@ _mesh_axis.__name__ = "NAME=N"
 def _add_job(group: Any) -> None:
     add = group.add_argument
     add("--shard-size", type=int, metavar="N", help="rows of a shard [1000]")
-    add("--fail-fast", action="store_true",
-        help="check all rows first, and stop at a bad one instead of noting its error")  # fmt: skip
-    add("--overwrite", action="store_true",
-        help="drop rows of another job that the output has")  # fmt: skip
-    add("--grace", type=float, metavar="X",
-        help="seconds after SIGTERM for the rows under way [20.0]")  # fmt: skip
-    add("--num-hosts", metavar="N|auto",
-        help="processes that share the job; auto asks what launched them [1]")  # fmt: skip
-    add("--host-id", type=int, metavar="N",
-        help="which of them this is, from 0 [asks what launched it]")  # fmt: skip
-    add("--ray", nargs="?", const="", metavar="ADDRESS",
-        help="under Ray Data, in this cluster, or one that is found or begun")  # fmt: skip
-    add("--ray-actors", type=int, metavar="N",
-        help="models at work under Ray [one for each accelerator]")  # fmt: skip
+    add(
+        "--fail-fast",
+        action="store_true",
+        help="check all rows first, and stop at a bad one instead of noting its error",
+    )
+    add("--overwrite", action="store_true", help="drop rows of another job that the output has")
+    add(
+        "--grace",
+        type=float,
+        metavar="X",
+        help="seconds after SIGTERM for the rows under way [20.0]",
+    )
+    add(
+        "--num-hosts",
+        metavar="N|auto",
+        help="processes that share the job; auto asks what launched them [1]",
+    )
+    add(
+        "--host-id",
+        type=int,
+        metavar="N",
+        help="which of them this is, from 0 [asks what launched it]",
+    )
+    add(
+        "--ray",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="under Ray Data, in this cluster, or one that is found or begun",
+    )
+    add(
+        "--ray-actors",
+        type=int,
+        metavar="N",
+        help="models at work under Ray [one for each accelerator]",
+    )
 
 
 def main(arguments: list[str]) -> int:

@@ -28,12 +28,21 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m infer.identity", description=__doc__)
     add = parser.add_argument
     add("--model", metavar="DIR", help="checkpoint folder [the embedded model]")
-    add("--questions", metavar="FILE",
+    add(
+        "--questions",
+        metavar="FILE",
         help="JSONL questions, as `python -m train.corpus FILE` writes them "
-        "[those of the embedded model]")  # fmt: skip
+        "[those of the embedded model]",
+    )
     add("--prompts", type=int, metavar="N", help="of all regimes by turns [all]")
-    add("--windows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="W",
-        help="one or more [1 2 4 8 16 32]")  # fmt: skip
+    add(
+        "--windows",
+        type=int,
+        nargs="+",
+        default=[1, 2, 4, 8, 16, 32],
+        metavar="W",
+        help="one or more [1 2 4 8 16 32]",
+    )
     add("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy [0]")
     add("--max-tokens", type=int, default=160, metavar="N", help="of a completion [160]")
     add("--rows", type=int, default=64, metavar="N", help="prompts that decode together [64]")
@@ -56,10 +65,14 @@ def main(arguments: list[str]) -> int:
 
     def decode(window: int, mode: str) -> tuple[list[Completion], float]:
         llm = LLM(
-            options.model, window_size=window, max_batch_size=options.rows, dtype=options.dtype,
-            quantization=options.quantization, kv_cache_dtype=options.kv_cache_dtype,
+            options.model,
+            window_size=window,
+            max_batch_size=options.rows,
+            dtype=options.dtype,
+            quantization=options.quantization,
+            kv_cache_dtype=options.kv_cache_dtype,
             deterministic=options.deterministic,
-        )  # fmt: skip
+        )
         params = SamplingParams(
             mode=mode, temperature=options.temperature, max_tokens=options.max_tokens, logprobs=2
         )

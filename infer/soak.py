@@ -55,10 +55,12 @@ def main(arguments: list[str]) -> int:
         elapsed = time.monotonic() - started
         if elapsed >= 60 * len(samples):
             now = {
-                "minutes": round(elapsed / 60, 2), "rows": done, "tokens": tokens,
+                "minutes": round(elapsed / 60, 2),
+                "rows": done,
+                "tokens": tokens,
                 "resident_mib": round(resident_bytes() / 2**20, 1),
                 "programs": llm.engine.num_programs,
-            }  # fmt: skip
+            }
             samples.append(now)
             print(json.dumps(now), flush=True)
             if options.output is not None:

@@ -44,9 +44,11 @@ class NumberedRows:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         number = np.full(self.length, self.first + int(index), np.int32)
         return {
-            "tokens": number, "positions": number, "segment_ids": number * 2,
+            "tokens": number,
+            "positions": number,
+            "segment_ids": number * 2,
             "trainable": number % 2 == 0,
-        }  # fmt: skip
+        }
 
     def place(self, index: int) -> tuple[str, int]:
         return f"from {self.first}", index

@@ -146,8 +146,14 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384], metavar="L",
-        help="rows to measure [2048 4096 8192 16384]")  # fmt: skip
+    add(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[2048, 4096, 8192, 16384],
+        metavar="L",
+        help="rows to measure [2048 4096 8192 16384]",
+    )
     add("--forms", nargs="+", default=["dense", "streams", "blockwise"], choices=IMPLEMENTATIONS)
     add("--time-up-to", type=int, default=2048, metavar="L", help="longest row to run [2048]")
     add("--repeats", type=int, default=3, metavar="N", help="timed turns [3]")
@@ -161,8 +167,13 @@ def main() -> None:
         f"one row, {heads.heads} heads of {heads.head_dim}, {heads.kv_heads} KV heads, "
         f"B = {BLOCK_SIZE}, {heads.dtype}, forward and backward\n"
     )
-    costs = measure(options.forms, options.lengths, time_up_to=options.time_up_to,
-                    repeats=options.repeats, heads=heads)  # fmt: skip
+    costs = measure(
+        options.forms,
+        options.lengths,
+        time_up_to=options.time_up_to,
+        repeats=options.repeats,
+        heads=heads,
+    )
     print(table(costs))
 
 

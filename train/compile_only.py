@@ -144,9 +144,12 @@ def _report(
     model_flops = 3 * forward_flops(model, rows, config.row_length)
     flops = program_flops(config, model, rows) / len(devices)
     bound = roofline(
-        topology.chip, flops=flops, hbm_bytes=cost.hbm_bytes, sent_bytes=cost.sent_bytes,
+        topology.chip,
+        flops=flops,
+        hbm_bytes=cost.hbm_bytes,
+        sent_bytes=cost.sent_bytes,
         slice_bytes=cost.slice_bytes,
-    )  # fmt: skip
+    )
     local = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(state)]
     sizes = [leaf.dtype.itemsize for leaf in jax.tree.leaves(state)]
     return CompiledStep(

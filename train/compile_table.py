@@ -120,8 +120,18 @@ def append(path: Path, cell: Cell, figures: dict[str, Any]) -> None:
 
 def tables(results: Results) -> str:
     """Both tables in Markdown."""
-    head = ("peak of HBM", "to spare", "compute", "memory", "network", "slices", "step",
-            "tokens/s", "MFU bound", "compiled in")  # fmt: skip
+    head = (
+        "peak of HBM",
+        "to spare",
+        "compute",
+        "memory",
+        "network",
+        "slices",
+        "step",
+        "tokens/s",
+        "MFU bound",
+        "compiled in",
+    )
     pods = _table(("recipe", "topology", "mesh", "rows × accumulation", *head), PODS, results, _pod)
     lengths = _table(("L", "rows", *head), LENGTHS, results, _length)
     return f"{pods}\n\n{lengths}"

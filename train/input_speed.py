@@ -56,9 +56,12 @@ def measure(
     speeds = []
     for count in workers:
         config = TrainConfig(
-            steps=steps + 1, rows=batch_rows, row_length=row_length, block_size=BLOCK,
+            steps=steps + 1,
+            rows=batch_rows,
+            row_length=row_length,
+            block_size=BLOCK,
             data=DataSection(workers=count, prefetch=max(2, count)),
-        )  # fmt: skip
+        )
         with TrainBatches(data, config, place) as batches:
             jax.block_until_ready(next(batches))
             started, cpu = time.perf_counter(), time.process_time()
@@ -86,11 +89,21 @@ def random_rows(folder: Path, rows: int, row_length: int) -> Sources:
     shards, content = writer.finish()
     tokens = int(lengths.sum())
     manifest = Manifest(
-        row_length=row_length, block_size=BLOCK, tokenizer="", records=len(lengths),
-        samples=len(lengths), rows=made, tokens=tokens, trainable_tokens=tokens,
-        fill=tokens / (made * row_length), malformed=0, reasons={}, made_with={},
-        content=content, shards=shards,
-    )  # fmt: skip
+        row_length=row_length,
+        block_size=BLOCK,
+        tokenizer="",
+        records=len(lengths),
+        samples=len(lengths),
+        rows=made,
+        tokens=tokens,
+        trainable_tokens=tokens,
+        fill=tokens / (made * row_length),
+        malformed=0,
+        reasons={},
+        made_with={},
+        content=content,
+        shards=shards,
+    )
     return Sources([ShardRows(folder, manifest, 0)], [manifest], [1.0])
 
 
@@ -118,9 +131,12 @@ def main(arguments: list[str] | None = None) -> int:
         size = sum(shard.bytes for shard in manifest.shards) / manifest.rows
         print(f"{manifest.rows:,} rows of {manifest.row_length}, {size:,.0f} bytes each on disk")
         for speed in measure(
-            data, options.workers, row_length=manifest.row_length,
-            batch_rows=options.batch_rows, steps=options.steps,
-        ):  # fmt: skip
+            data,
+            options.workers,
+            row_length=manifest.row_length,
+            batch_rows=options.batch_rows,
+            steps=options.steps,
+        ):
             how = f"{speed.workers} worker processes" if speed.workers else "threads in process"
             print(
                 f"{how}: {speed.rows_per_second:,.0f} rows/s, "

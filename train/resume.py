@@ -82,9 +82,12 @@ def row_order(config: TrainConfig, tokenizer: Tokenizer) -> RowOrder:
         digest = hashlib.sha256(rows_recipe(config, tokenizer).encode()).hexdigest()[:16]
         sources = [{"name": "the synthetic corpus", "content": digest, "weight": 1.0}]
     return RowOrder(
-        config.seed, config.rows * config.accumulation, config.row_length, config.block_size,
+        config.seed,
+        config.rows * config.accumulation,
+        config.row_length,
+        config.block_size,
         sources,
-    )  # fmt: skip
+    )
 
 
 def begin_or_resume(config: TrainConfig, tokenizer: Tokenizer, output: Path) -> None:

@@ -23,9 +23,12 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "yarn": ("factor", "original_max_position_embeddings"),
     "llama3": (
-        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
     ),
-}  # fmt: skip
+}
 """The supported RoPE types, and the numbers that each cannot do without."""
 
 # The published WeDLM checkpoints leave `mask_token_id` null and use this row of
@@ -95,9 +98,14 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in (
-            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-            "num_attention_heads", "num_key_value_heads", "head_dim",
-        ):  # fmt: skip
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+        ):
             _require_size(name, getattr(self, name))
         if self.num_attention_heads % self.num_key_value_heads:
             raise InputError(

@@ -236,8 +236,9 @@ class LLM:
           InputError: naming the first pair (from 0) that cannot be scored, and why.
         """
         if len(prompts) != len(completions):
-            raise InputError(f"expected a completion a prompt, not {len(completions)} for "
-                             f"{len(prompts)}")  # fmt: skip
+            raise InputError(
+                f"expected a completion a prompt, not {len(completions)} for {len(prompts)}"
+            )
         if not is_integer(top) or not 0 <= top <= MOST_LOGPROBS:
             raise InputError(f"top: expected an integer from 0 to {MOST_LOGPROBS}, not {top!r}")
         texts = []

@@ -224,9 +224,12 @@ def on_own_rows(
         PartitionSpec(*(rows if axis == "batch" else None for axis in axes)) for axes in arguments
     )
     return jax.shard_map(
-        function, in_specs=specs, out_specs=PartitionSpec(rows), axis_names=frozenset(rows),
+        function,
+        in_specs=specs,
+        out_specs=PartitionSpec(rows),
+        axis_names=frozenset(rows),
         check_vma=False,
-    )  # fmt: skip
+    )
 
 
 def check_fits(mesh: Mesh, config: ModelConfig, *, rows: int = 0, row_length: int = 0) -> None:

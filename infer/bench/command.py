@@ -143,31 +143,68 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--compare", nargs="+", choices=COMPARISONS, metavar="WHAT",
-        help="one or more of the above [windows; floor with --shape]")  # fmt: skip
+    add(
+        "--compare",
+        nargs="+",
+        choices=COMPARISONS,
+        metavar="WHAT",
+        help="one or more of the above [windows; floor with --shape]",
+    )
     add("--model", metavar="DIR", help="checkpoint folder [the embedded model]")
-    add("--shape", choices=tuple(SHAPES), help="random weights of this shape instead; for floor "
-        "(with random prompts) and chunks [chunks: embedded, with a long context]")  # fmt: skip
+    add(
+        "--shape",
+        choices=tuple(SHAPES),
+        help="random weights of this shape instead; for floor "
+        "(with random prompts) and chunks [chunks: embedded, with a long context]",
+    )
     add("--dtype", choices=("float32", "bfloat16"), help="[float32 on a CPU, else bfloat16]")
     add("--questions", metavar="FILE", help="JSONL questions [those of the embedded model]")
     add("--regime", nargs="+", metavar="NAME", help="of the questions, one or more [all]")
-    add("--rows", type=int, nargs="+", metavar="N",
+    add(
+        "--rows",
+        type=int,
+        nargs="+",
+        metavar="N",
         help="sequences at a time, one or more [windows: 1 8 32 128, floor: 1 8 32, "
-        "with --shape: 1, pages: 32]")  # fmt: skip
-    add("--window-size", nargs="+", metavar="W",
-        help="windows, 0 is AR [windows: 0 4 8 16 auto, others: 0 16]")  # fmt: skip
-    add("--mode", nargs="+", choices=("paper", "verified"),
-        help="of the windows, one or more [both; pages: verified]")  # fmt: skip
-    add("--rival", choices=RIVALS,
-        help="another library's AR on the same weights, beside windows and floor")  # fmt: skip
-    add("--prompts", type=int, metavar="N",
-        help="windows: questions of a regime [2 for each sequence, at least 24]")  # fmt: skip
-    add("--prompt-tokens", type=int, default=LONG_PROMPT, metavar="N",
-        help="chunks: tokens of the long prompt [16384]")  # fmt: skip
+        "with --shape: 1, pages: 32]",
+    )
+    add(
+        "--window-size",
+        nargs="+",
+        metavar="W",
+        help="windows, 0 is AR [windows: 0 4 8 16 auto, others: 0 16]",
+    )
+    add(
+        "--mode",
+        nargs="+",
+        choices=("paper", "verified"),
+        help="of the windows, one or more [both; pages: verified]",
+    )
+    add(
+        "--rival",
+        choices=RIVALS,
+        help="another library's AR on the same weights, beside windows and floor",
+    )
+    add(
+        "--prompts",
+        type=int,
+        metavar="N",
+        help="windows: questions of a regime [2 for each sequence, at least 24]",
+    )
+    add(
+        "--prompt-tokens",
+        type=int,
+        default=LONG_PROMPT,
+        metavar="N",
+        help="chunks: tokens of the long prompt [16384]",
+    )
     add("--passes", type=int, default=3, metavar="N", help="timed passes [3]")
     add("--output", metavar="FILE", help="also write all figures as JSON")
-    add("--plot", metavar="FILE",
-        help="also draw the speeds of windows (.svg, .png or .pdf; needs matplotlib)")  # fmt: skip
+    add(
+        "--plot",
+        metavar="FILE",
+        help="also draw the speeds of windows (.svg, .png or .pdf; needs matplotlib)",
+    )
     return parser
 
 

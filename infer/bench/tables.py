@@ -17,8 +17,12 @@ def forward_table(costs: Sequence[ForwardCost]) -> Table:
     """Forwards at one number of sequences; a rival beside the first."""
     table = _table(
         f"a forward, {costs[0].sequences} sequences",
-        "ms", "products alone, ms", "×", "tokens", "computed",
-    )  # fmt: skip
+        "ms",
+        "products alone, ms",
+        "×",
+        "tokens",
+        "computed",
+    )
     for cost in costs:
         median = statistics.median(cost.milliseconds)
         if cost.floor:
@@ -34,8 +38,11 @@ def prompt_table(costs: Sequence[PromptCost]) -> Table:
     """Requests for one token, alone."""
     table = _table(
         f"a request for one token, prompts of {costs[0].tokens:.0f} tokens",
-        "ms", "in programs", "host", "less a decode forward",
-    )  # fmt: skip
+        "ms",
+        "in programs",
+        "host",
+        "less a decode forward",
+    )
     for cost in costs:
         table.add_row(
             cost.way,
@@ -52,9 +59,13 @@ def page_table(uses: Sequence[PageUse]) -> Table:
     first = uses[0]
     table = _table(
         f"mixed lengths, {first.sequences} sequences while others wait",
-        "useful tokens", "places held", "with spans",
-        f"fit for {first.rectangles} rectangles", "×", "put back",
-    )  # fmt: skip
+        "useful tokens",
+        "places held",
+        "with spans",
+        f"fit for {first.rectangles} rectangles",
+        "×",
+        "put back",
+    )
     for use in uses:
         table.add_row(
             use.way,

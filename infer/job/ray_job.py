@@ -144,9 +144,12 @@ def _groups(shards: Sequence[Shard], actors: int) -> list[str]:
 
 
 def _mapped(
-    ray: Any, groups: Sequence[str], arguments: tuple[Any, ...], resources: dict[str, Any],
+    ray: Any,
+    groups: Sequence[str],
+    arguments: tuple[Any, ...],
+    resources: dict[str, Any],
     count: int,
-) -> Iterable[dict[str, Any]]:  # fmt: skip
+) -> Iterable[dict[str, Any]]:
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     tasks = ray.data.from_items(

@@ -86,15 +86,22 @@ def test_by_turns_goes_round() -> None:
 def test_ar_has_no_modes() -> None:
     ways = ways_of([4, 0, "auto"], ["paper", "verified"])
     assert ways == [
-        (0, "verified"), (4, "paper"), ("auto", "paper"), (4, "verified"), ("auto", "verified"),
-    ]  # fmt: skip
+        (0, "verified"),
+        (4, "paper"),
+        ("auto", "paper"),
+        (4, "verified"),
+        ("auto", "verified"),
+    ]
 
 
 @pytest.mark.slow
 def test_windows_are_compared_and_drawn(
-    checkpoint: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    checkpoint: Path,
+    questions: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(infer.bench.work, "MAX_TOKENS", 8)
     output, plot = tmp_path / "speeds.json", tmp_path / "speeds.svg"
     arguments = f"--model {checkpoint} --questions {questions} --rows 2 --prompts 5 --passes 2 "
@@ -127,8 +134,11 @@ def test_a_forward_is_compared_with_its_products(
     read = figures(output)
     costs = [ForwardCost(**record) for record in read["floor"]]
     assert [(cost.way, cost.sequences) for cost in costs] == [
-        ("AR", 1), ("W = 2, verified", 1), ("AR", 2), ("W = 2, verified", 2),
-    ]  # fmt: skip
+        ("AR", 1),
+        ("W = 2, verified", 1),
+        ("AR", 2),
+        ("W = 2, verified", 2),
+    ]
     # In the midst of completions, a forward has a token of each, or a window and its anchor.
     assert [cost.tokens for cost in costs[::2]] == [1, 2]
     assert all(3 * c.sequences <= c.tokens <= 5 * c.sequences for c in costs[1::2])
@@ -213,8 +223,14 @@ def test_products_of_a_chunk_by_counting() -> None:
 
 
 def test_a_shape_without_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = dataclasses.replace(SHAPES["qwen3-0.6b"], num_hidden_layers=1, hidden_size=32,
-                                intermediate_size=48, vocab_size=64, mask_token_id=3)  # fmt: skip
+    small = dataclasses.replace(
+        SHAPES["qwen3-0.6b"],
+        num_hidden_layers=1,
+        hidden_size=32,
+        intermediate_size=48,
+        vocab_size=64,
+        mask_token_id=3,
+    )
     monkeypatch.setitem(SHAPES, "qwen3-0.6b", small)
     monkeypatch.setattr(infer.bench.subject, "SHORT_CONTEXT", 128)
     monkeypatch.setattr(infer.bench.floor, "RANDOM_TOKENS", 16)

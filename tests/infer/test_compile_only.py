@@ -98,16 +98,40 @@ def test_without_the_compiler_the_command_says_what_to_install(
 def test_a_small_decoder_compiles_for_a_real_topology(tmp_path: Path) -> None:
     """In a process of its own: the compiler's library wants one to itself."""
     config = {
-        "model_type": "wedlm", "hidden_size": 256, "intermediate_size": 512,
-        "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4,
-        "head_dim": 128, "vocab_size": 1024, "mask_token_id": 1000, "eos_token_id": 1001,
-    }  # fmt: skip
+        "model_type": "wedlm",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 1024,
+        "mask_token_id": 1000,
+        "eos_token_id": 1001,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-m", "wedlm_jax", "generate", "--compile-only", "--topology", "v5e:2x4",
-         "--model", str(tmp_path), "--batch-size", "8", "--max-model-len", "192"],
-        cwd=ROOT, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "wedlm_jax",
+            "generate",
+            "--compile-only",
+            "--topology",
+            "v5e:2x4",
+            "--model",
+            str(tmp_path),
+            "--batch-size",
+            "8",
+            "--max-model-len",
+            "192",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "v5e:2x4: 8 chips as data 2 x tensor 4" in done.stdout
     assert "8 sequences of 192 tokens at most; W = 16; pages of 128; rpa attention" in done.stdout

@@ -87,9 +87,15 @@ def test_options_reach_the_decoder(
     model: str, llm: LLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
     params = SamplingParams(
-        max_tokens=20, temperature=0.9, top_p=0.95, top_k=50, seed=11, mode="paper",
-        entropy_threshold=None, position_penalty=0.5,
-    )  # fmt: skip
+        max_tokens=20,
+        temperature=0.9,
+        top_p=0.95,
+        top_k=50,
+        seed=11,
+        mode="paper",
+        entropy_threshold=None,
+        position_penalty=0.5,
+    )
     (expected,) = llm.generate("the cat", params)
     assert expected.text
     options = "--max-tokens 20 --temperature 0.9 --top-p 0.95 --top-k 50 --seed 11 --mode paper"
@@ -107,9 +113,13 @@ def test_penalties_and_bad_words_reach_the_decoder(
     (plain,) = llm.generate("the cat", SamplingParams(max_tokens=24))
     assert plain.text
     params = SamplingParams(
-        max_tokens=24, min_tokens=24, repetition_penalty=1.5, presence_penalty=0.5,
-        frequency_penalty=1.0, bad_words=(plain.text[:1], "never"),
-    )  # fmt: skip
+        max_tokens=24,
+        min_tokens=24,
+        repetition_penalty=1.5,
+        presence_penalty=0.5,
+        frequency_penalty=1.0,
+        bad_words=(plain.text[:1], "never"),
+    )
     (expected,) = llm.generate("the cat", params)
     assert expected.text != plain.text
     options = "--min-tokens 24 --repetition-penalty 1.5 --presence-penalty 0.5"
@@ -121,9 +131,12 @@ def test_penalties_and_bad_words_reach_the_decoder(
 
 @pytest.mark.parametrize("piped", ["the cat", "the cat\n", "the cat\r\n"])
 def test_prompt_from_standard_input(
-    model: str, llm: LLM, piped: str,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    model: str,
+    llm: LLM,
+    piped: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
     assert run(model, "--prompt", "-") == 0
     (expected,) = llm.generate("the cat", SamplingParams(max_tokens=24))
@@ -210,10 +223,21 @@ def test_help_names_the_defaults_that_hold(capsys: pytest.CaptureFixture[str]) -
     params = SamplingParams()
     expected = {
         name.replace("_", "-"): str(getattr(params, name))
-        for name in ("temperature", "top_p", "top_k", "max_tokens", "entropy_threshold",
-                     "position_penalty", "seed", "n", "min_tokens", "repetition_penalty",
-                     "presence_penalty", "frequency_penalty")
-    }  # fmt: skip
+        for name in (
+            "temperature",
+            "top_p",
+            "top_k",
+            "max_tokens",
+            "entropy_threshold",
+            "position_penalty",
+            "seed",
+            "n",
+            "min_tokens",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        )
+    }
     no_masks = "0 for a checkpoint that was not trained on masks"
     expected["window-size"] = f"{DEFAULT_WINDOW}; {no_masks}"
     expected["batch-size"] = f"{library['max_batch_size'].default}; 1 with --prompt"
@@ -309,12 +333,16 @@ def test_refused(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments",
+@pytest.mark.parametrize(
+    "arguments",
     [
-        ["--entropy-threshold", "abc"], ["--dtype", "int8"], ["--mesh", "tensor"],
-        ["--mesh", "tensor=a"], ["--max-cache-tokens", "100"],
+        ["--entropy-threshold", "abc"],
+        ["--dtype", "int8"],
+        ["--mesh", "tensor"],
+        ["--mesh", "tensor=a"],
+        ["--max-cache-tokens", "100"],
     ],
-)  # fmt: skip
+)
 def test_refused_by_the_parser(
     model: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

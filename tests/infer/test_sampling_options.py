@@ -27,12 +27,27 @@ def parsed(*arguments: str) -> dict[str, Any]:
 
 
 GIVEN = {
-    "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "max_tokens": 9, "stop": ("a", "b"),
-    "stop_token_ids": (4, 5), "ignore_eos": True, "entropy_threshold": None,
-    "position_penalty": 0.1, "seed": 3, "n": 2, "min_tokens": 1, "repetition_penalty": 1.1,
-    "presence_penalty": 0.2, "frequency_penalty": 0.3, "bad_words": ("x",), "logprobs": 2,
-    "mode": "paper", "draft_budget": 1.0,
-}  # fmt: skip
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 7,
+    "min_p": 0.1,
+    "max_tokens": 9,
+    "stop": ("a", "b"),
+    "stop_token_ids": (4, 5),
+    "ignore_eos": True,
+    "entropy_threshold": None,
+    "position_penalty": 0.1,
+    "seed": 3,
+    "n": 2,
+    "min_tokens": 1,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.2,
+    "frequency_penalty": 0.3,
+    "bad_words": ("x",),
+    "logprobs": 2,
+    "mode": "paper",
+    "draft_budget": 1.0,
+}
 
 
 def words(name: str, value: object) -> list[str]:

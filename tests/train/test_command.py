@@ -60,9 +60,13 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
-    asked_for: list[TrainConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    text: str, overrides: list[str], message: str,
-) -> None:  # fmt: skip
+    asked_for: list[TrainConfig],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+    overrides: list[str],
+    message: str,
+) -> None:
     assert main(["train", "--config", recipe(tmp_path, text), *overrides]) == 2
     error = capsys.readouterr().err
     assert error.startswith("wedlm train: ")

@@ -18,16 +18,34 @@ from wedlm_jax.aot.roofline import Roofline
 from wedlm_jax.config import ModelConfig
 
 MODEL = ModelConfig(
-    vocab_size=100, hidden_size=8, intermediate_size=16, num_hidden_layers=3,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=6,
-)  # fmt: skip
+    vocab_size=100,
+    hidden_size=8,
+    intermediate_size=16,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+)
 STEP = CompiledStep(
-    topology="v5p:2x2x1", devices=4, mesh={"data": 1, "fsdp": 4}, parameters=8_190_000_000,
-    tokens=4096, state_bytes=2**30, peak_bytes=90 * 2**30, hbm_limit=100 * 2**30,
-    model_flops=3e15, device_flops=1e15, hbm_bytes=2**40, collective_bytes={"all-gather": 2**31},
-    collective_count={"all-gather": 72}, sent_bytes=2**31, slice_bytes=2**30,
-    roofline=Roofline(2.0, 1.0, 0.5, 0.1), mfu_bound=0.75, compile_seconds=30.0,
-)  # fmt: skip
+    topology="v5p:2x2x1",
+    devices=4,
+    mesh={"data": 1, "fsdp": 4},
+    parameters=8_190_000_000,
+    tokens=4096,
+    state_bytes=2**30,
+    peak_bytes=90 * 2**30,
+    hbm_limit=100 * 2**30,
+    model_flops=3e15,
+    device_flops=1e15,
+    hbm_bytes=2**40,
+    collective_bytes={"all-gather": 2**31},
+    collective_count={"all-gather": 72},
+    sent_bytes=2**31,
+    slice_bytes=2**30,
+    roofline=Roofline(2.0, 1.0, 0.5, 0.1),
+    mfu_bound=0.75,
+    compile_seconds=30.0,
+)
 
 
 def test_flops_are_those_counted_by_hand() -> None:
@@ -84,16 +102,37 @@ def test_without_the_compiler_the_command_says_what_to_install(
 def test_a_small_step_compiles_for_a_real_topology() -> None:
     """In a process of its own: the compiler's library wants one to itself."""
     sizes = {
-        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
-        "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 1024,
-        "mask_token_id": 1000, "eos_token_id": 1001,
-    }  # fmt: skip
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "vocab_size": 1024,
+        "mask_token_id": 1000,
+        "eos_token_id": 1001,
+    }
     done = subprocess.run(
-        [sys.executable, "-m", "wedlm_jax", "train", "--config", "configs/wedlm_8b.yaml",
-         "--compile-only", "--topology", "v5e:2x4", "rows=8", "row_length=512", "mesh.tensor=2",
-         *(f"model.architecture.{name}={value}" for name, value in sizes.items())],
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "wedlm_jax",
+            "train",
+            "--config",
+            "configs/wedlm_8b.yaml",
+            "--compile-only",
+            "--topology",
+            "v5e:2x4",
+            "rows=8",
+            "row_length=512",
+            "mesh.tensor=2",
+            *(f"model.architecture.{name}={value}" for name, value in sizes.items()),
+        ],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "v5e:2x4: 8 chips as fsdp 4 x tensor 2" in done.stdout
     assert "of 16 GiB" in done.stdout

@@ -30,9 +30,12 @@ LIMIT_S = 300
 
 
 def test_sigterm_saves_and_the_run_goes_on_from_there(
-    finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    finished: Path,
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     on_devices(monkeypatch, 1)
     config = tiny_recipe(tmp_path, tokenizer_folder)
     before = signal.getsignal(signal.SIGTERM)
@@ -49,9 +52,12 @@ def test_sigterm_saves_and_the_run_goes_on_from_there(
 
 
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
-    finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    finished: Path,
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     on_devices(monkeypatch, 1)
     config = tiny_recipe(tmp_path, tokenizer_folder, checkpoint_every=1)
     with monkeypatch.context() as patch:

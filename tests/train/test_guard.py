@@ -61,9 +61,11 @@ def broken(output: Path, tokenizer: Path, **changes: object) -> TrainConfig:
 
 
 def test_a_run_whose_loss_is_no_number_stops_and_names_the_batches(
-    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     on_devices(monkeypatch, 1)
     optimizer = OptimizerSection(learning_rate=0.01, warmup_steps=1, max_skipped=3)
     config = broken(tmp_path, tokenizer_folder, optimizer=optimizer)

@@ -96,9 +96,12 @@ def test_two_processes_train_together_what_one_trains_alone(
     ],
 )
 def test_options_that_do_not_go_together_are_refused(
-    options: list[str], message: str, tokenizer_folder: Path, tmp_path: Path,
+    options: list[str],
+    message: str,
+    tokenizer_folder: Path,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     recipe = write_recipe(tiny_recipe(tmp_path / "run", tokenizer_folder), tmp_path)
     assert main(["train", "--config", str(recipe), *options]) == 2
     assert message in capsys.readouterr().err

@@ -40,9 +40,12 @@ def one_device() -> Iterator[None]:
 
 
 def test_a_run_that_was_killed_and_resumed_is_the_uninterrupted_run(
-    finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    finished: Path,
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     config = tiny_recipe(tmp_path, tokenizer_folder, checkpoint_every=2)
     with monkeypatch.context() as patch:
         stop_before_step(patch, 2)
@@ -98,8 +101,14 @@ def test_wedlm_training_continues_an_ar_checkpoint(tokenizer_folder: Path, tmp_p
     first = tiny_recipe(tmp_path / "ar", tokenizer_folder, objective="ar", steps=2)
     exported = run_training(first)
     assert set(metric_lines(tmp_path / "ar")[0]) == {
-        "step", "loss", "ar_loss", "ar_accuracy", "gradient_norm", "learning_rate", "skipped",
-    }  # fmt: skip
+        "step",
+        "loss",
+        "ar_loss",
+        "ar_accuracy",
+        "gradient_norm",
+        "learning_rate",
+        "skipped",
+    }
     # A learning rate of nothing gives back what was loaded: tokenizer and parameters.
     second = tiny_recipe(
         tmp_path / "wedlm",

@@ -75,9 +75,7 @@ def test_the_clock_counts_steps_and_waiting_since_the_last_reading() -> None:
     for waited in (0.5, 0.5):
         now[0] += 5.0
         clock.count(waited)
-    assert clock.read(1000) == {
-        "step_seconds": 5.0, "tokens_per_second": 200.0, "input_wait": 0.1
-    }  # fmt: skip
+    assert clock.read(1000) == {"step_seconds": 5.0, "tokens_per_second": 200.0, "input_wait": 0.1}
     now[0] += 4.0
     clock.count(0.0)
     assert clock.read(1000)["step_seconds"] == 4.0

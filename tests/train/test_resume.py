@@ -46,9 +46,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_a_run_goes_on_with_a_changed_recipe_and_says_what_changed(
-    finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    finished: Path,
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     on_devices(monkeypatch, 1)
     config = tiny_recipe(tmp_path, tokenizer_folder, checkpoint_every=2)
     with monkeypatch.context() as patch:
@@ -83,9 +86,12 @@ def test_a_run_goes_on_with_a_changed_recipe_and_says_what_changed(
     ],
 )
 def test_what_decides_the_order_of_rows_is_refused_by_name(
-    tokenizer_folder: Path, tmp_path: Path, changes: dict[str, int], sentence: str,
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    changes: dict[str, int],
+    sentence: str,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     config = tiny_recipe(tmp_path, tokenizer_folder)
     begun(config)
     other = dataclasses.replace(config, **changes)

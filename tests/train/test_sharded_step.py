@@ -29,9 +29,12 @@ from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh, tree_shard
 LENGTH, ROWS, STEPS = 32, 8, 3
 KEY = jax.random.key(3)
 MODEL = tiny_transformer(
-    vocab_size=104, hidden_size=16, intermediate_size=24, num_attention_heads=8,
+    vocab_size=104,
+    hidden_size=16,
+    intermediate_size=24,
+    num_attention_heads=8,
     num_key_value_heads=4,
-)  # fmt: skip
+)
 GRAPH, PARAMETERS = nnx.split(MODEL)
 LAYOUTS = {
     "fsdp": {"fsdp": 8},

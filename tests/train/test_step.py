@@ -41,8 +41,12 @@ KEY = jax.random.key(11)
 def optimizer() -> optax.GradientTransformation:
     return make_optimizer(
         optax.constant_schedule(LEARNING_RATE),
-        b1=B1, b2=B2, eps=EPSILON, weight_decay=WEIGHT_DECAY, clip_norm=CLIP_NORM,
-    )  # fmt: skip
+        b1=B1,
+        b2=B2,
+        eps=EPSILON,
+        weight_decay=WEIGHT_DECAY,
+        clip_norm=CLIP_NORM,
+    )
 
 
 def fresh_state(step: int = 0) -> TrainState:

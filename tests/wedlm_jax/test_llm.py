@@ -26,11 +26,15 @@ SMALL: dict[str, Any] = {"max_batch_size": 4, "deterministic": True}
 """One size of forwards: little is compiled."""
 EVERYTHING = [
     SamplingParams(
-        mode=mode, temperature=1.0, min_tokens=1, bad_words=((5,),) * 4, logprobs=3,
+        mode=mode,
+        temperature=1.0,
+        min_tokens=1,
+        bad_words=((5,),) * 4,
+        logprobs=3,
         stop_token_ids=(5,) * 3,
     )
     for mode in ("paper", "verified", "ar")
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")

@@ -95,8 +95,9 @@ def test_a_row_of_broken_blocks_is_refused():
 
 
 def test_the_arrays_of_one_row():
-    row = row_arrays([sample(5, prompt=2), sample(3, first=200)],
-                     row_length=16, block_size=BLOCK, pad_token_id=9)  # fmt: skip
+    row = row_arrays(
+        [sample(5, prompt=2), sample(3, first=200)], row_length=16, block_size=BLOCK, pad_token_id=9
+    )
     expected = {
         "tokens": [100, 101, 102, 103, 104, 9, 9, 9, 200, 201, 202, 9, 9, 9, 9, 9],
         "positions": [0, 1, 2, 3, 4, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 0],
@@ -105,8 +106,11 @@ def test_the_arrays_of_one_row():
     }
     assert {name: value.astype(int).tolist() for name, value in row.items()} == expected
     assert {name: value.dtype for name, value in row.items()} == {
-        "tokens": np.int32, "positions": np.int32, "segment_ids": np.int32, "trainable": np.bool_,
-    }  # fmt: skip
+        "tokens": np.int32,
+        "positions": np.int32,
+        "segment_ids": np.int32,
+        "trainable": np.bool_,
+    }
 
 
 @given(data=st.data())

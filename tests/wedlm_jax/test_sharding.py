@@ -39,8 +39,10 @@ def test_what_is_no_parameter_has_no_axes() -> None:
     assert parameter_axes("optimizer/1/0/count") is None
     assert parameter_axes("step") is None
     assert parameter_axes("optimizer/1/0/mu/layers/mlp/up_proj/kernel/value") == (
-        "layers", "hidden", "mlp",
-    )  # fmt: skip
+        "layers",
+        "hidden",
+        "mlp",
+    )
 
 
 def test_tables_name_only_what_the_other_knows() -> None:

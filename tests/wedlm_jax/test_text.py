@@ -330,9 +330,15 @@ class ScriptedEngine:
         new = range(before, count)
         at = [i // self._step + 1 for i in range(count)]
         yield TokenDelta(
-            number, self._ids[before:count], None, count, at[-1], at[-1],
-            [at[i] for i in new], [at[i] for i in new],
-        )  # fmt: skip
+            number,
+            self._ids[before:count],
+            None,
+            count,
+            at[-1],
+            at[-1],
+            [at[i] for i in new],
+            [at[i] for i in new],
+        )
         if count == len(self._ids):
             del self._counts[number]
             result = SequenceResult(self._ids, self._reason, at[-1], at[-1], at, at)

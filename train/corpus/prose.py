@@ -16,9 +16,23 @@ from train.corpus.grammar import GRAMMAR
 from train.corpus.words import ANIMALS, CITIES, NAMES, PLACES
 
 SEASONS = (
-    "January", "February", "March", "April", "May", "June", "July", "August", "September",
-    "October", "November", "December", "spring", "summer", "autumn", "winter",
-)  # fmt: skip
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+    "spring",
+    "summer",
+    "autumn",
+    "winter",
+)
 
 _SLOT = re.compile(r"\{(\w+)\}")
 _ARTICLE = re.compile(r"\b([Aa]) (?=[aeiouAEIOU])")

@@ -44,24 +44,53 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help="files and folders to read")
     add("--output", required=True, metavar="DIR", help="folder to make")
-    add("--tokenizer", required=True, metavar="DIR",
-        help="folder of the model's tokenizer.json")  # fmt: skip
+    add("--tokenizer", required=True, metavar="DIR", help="folder of the model's tokenizer.json")
     add("--row-length", type=int, required=True, metavar="N", help="tokens in a packed row")
-    add("--block-size", type=int, default=32, metavar="B",
-        help="samples begin at multiples of it, as in the recipe [%(default)s]")  # fmt: skip
-    add("--format", choices=("auto", "text", "chat", "tokens"), default="auto",
-        help="what a record is; auto: what its key says [%(default)s]")  # fmt: skip
-    add("--train-on-prompt", action="store_true",
-        help="train on all of a conversation, not on the assistant's turns alone")  # fmt: skip
-    add("--end-tokens", type=int, default=0, metavar="K",
+    add(
+        "--block-size",
+        type=int,
+        default=32,
+        metavar="B",
+        help="samples begin at multiples of it, as in the recipe [%(default)s]",
+    )
+    add(
+        "--format",
+        choices=("auto", "text", "chat", "tokens"),
+        default="auto",
+        help="what a record is; auto: what its key says [%(default)s]",
+    )
+    add(
+        "--train-on-prompt",
+        action="store_true",
+        help="train on all of a conversation, not on the assistant's turns alone",
+    )
+    add(
+        "--end-tokens",
+        type=int,
+        default=0,
+        metavar="K",
         help="further end tokens behind each assistant's turn, trained on: teaches what "
-        "to fill behind an end [%(default)s]")  # fmt: skip
-    add("--document-end", metavar="TOKEN",
-        help="token behind each document [<|endoftext|>, or else the eos_token]")  # fmt: skip
-    add("--workers", type=int, default=0, metavar="N",
-        help="processes that read and tokenise; 0: none but this one [%(default)s]")  # fmt: skip
-    add("--rows-per-shard", type=int, default=32_768, metavar="N",
-        help="rows in a file of the output [%(default)s]")  # fmt: skip
+        "to fill behind an end [%(default)s]",
+    )
+    add(
+        "--document-end",
+        metavar="TOKEN",
+        help="token behind each document [<|endoftext|>, or else the eos_token]",
+    )
+    add(
+        "--workers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="processes that read and tokenise; 0: none but this one [%(default)s]",
+    )
+    add(
+        "--rows-per-shard",
+        type=int,
+        default=32_768,
+        metavar="N",
+        help="rows in a file of the output [%(default)s]",
+    )
     add("--fail-fast", action="store_true", help="stop at the first malformed record")
     return made
 
@@ -124,10 +153,14 @@ class ProgressDisplay:
         console = Console()
         self._plain = not console.is_terminal
         self._bar = Progress(
-            TextColumn("[bold]tokenising"), BarColumn(), TaskProgressColumn(),
-            TextColumn("{task.fields[line]}"), Remaining(),
-            console=console, disable=self._plain,
-        )  # fmt: skip
+            TextColumn("[bold]tokenising"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[line]}"),
+            Remaining(),
+            console=console,
+            disable=self._plain,
+        )
         self._task = self._bar.add_task("", total=None, line="")
         self._between, self._started = seconds_between, time.monotonic()
         self._said = self._started

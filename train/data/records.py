@@ -117,9 +117,11 @@ def chunks(path: Path) -> Iterator[RecordChunk]:
     """The chunks of one file in order; their sizes do not depend on anything but the file."""
     kind = kind_of(path)
     reader = {
-        "lines": _line_chunks, "text": _text_chunks,
-        "parquet": _parquet_chunks, "arrayrecord": _arrayrecord_chunks,
-    }[kind or ""]  # fmt: skip
+        "lines": _line_chunks,
+        "text": _text_chunks,
+        "parquet": _parquet_chunks,
+        "arrayrecord": _arrayrecord_chunks,
+    }[kind or ""]
     name = str(path)
     try:
         size = path.stat().st_size

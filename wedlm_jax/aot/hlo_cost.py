@@ -68,9 +68,14 @@ def program_cost(
     count = _Count(program, devices, slices, branch)
     count.add(program.entry, 1, fused=False, seen=set())
     return ProgramCost(
-        count.flops, count.memory, dict(count.moved), dict(count.runs), int(count.sent),
-        int(count.slice_sent), count.unknown_loops,
-    )  # fmt: skip
+        count.flops,
+        count.memory,
+        dict(count.moved),
+        dict(count.runs),
+        int(count.sent),
+        int(count.slice_sent),
+        count.unknown_loops,
+    )
 
 
 class _Count:
@@ -110,8 +115,12 @@ class _Count:
             for callee in [*own.callees, *self._chosen(own.branches)]:
                 if callee in computations:
                     under_way = seen if inside else set()
-                    self.add(callee, times * (1 if trips is None else trips), fused=inside,
-                             seen=under_way)  # fmt: skip
+                    self.add(
+                        callee,
+                        times * (1 if trips is None else trips),
+                        fused=inside,
+                        seen=under_way,
+                    )
 
     def _chosen(self, names: list[str]) -> list[str]:
         if self._branch is None or not names:

@@ -15,13 +15,37 @@ import re
 from wedlm_jax.aot.hlo_text import Computation, HloProgram, Instruction
 
 # What moves nothing, or is counted where it calls.
-_FREE = frozenset({
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional",
-    "call", "after-all", "partition-id", "replica-id", "iota", "opt-barrier",
-    "optimization-barrier", "async-start", "async-update", "async-done", "copy-done",
-    "all-gather-done", "all-reduce-done", "collective-permute-done", "send", "send-done",
-    "recv", "recv-done", "domain", "add-dependency",
-})  # fmt: skip
+_FREE = frozenset(
+    {
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "while",
+        "conditional",
+        "call",
+        "after-all",
+        "partition-id",
+        "replica-id",
+        "iota",
+        "opt-barrier",
+        "optimization-barrier",
+        "async-start",
+        "async-update",
+        "async-done",
+        "copy-done",
+        "all-gather-done",
+        "all-reduce-done",
+        "collective-permute-done",
+        "send",
+        "send-done",
+        "recv",
+        "recv-done",
+        "domain",
+        "add-dependency",
+    }
+)
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _SAID_BY_KERNEL = re.compile(r'"cost_estimate":\{[^}]*"bytes_accessed":"?(\d+)')
 _SLICES = ("dynamic-slice", "slice", "gather")

@@ -118,10 +118,15 @@ def _kernel(
     """The kernel for these static sizes; its mask is the same for every head."""
     pattern = _pattern(streams, length, block_size)
     sizes = splash.BlockSizes(
-        block_q=tile, block_kv=tile, block_kv_compute=tile,
-        block_q_dkv=tile, block_kv_dkv=tile, block_kv_dkv_compute=tile,
-        block_q_dq=tile, block_kv_dq=tile,
-    )  # fmt: skip
+        block_q=tile,
+        block_kv=tile,
+        block_kv_compute=tile,
+        block_q_dkv=tile,
+        block_kv_dkv=tile,
+        block_kv_dkv_compute=tile,
+        block_q_dq=tile,
+        block_kv_dq=tile,
+    )
     return splash.make_splash_mha_single_device(
         splash.MultiHeadMask([pattern] * heads), block_sizes=sizes, interpret=interpret
     )

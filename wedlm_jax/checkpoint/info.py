@@ -178,22 +178,30 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("folder", facts["folder"]),
         ("format", f"{format_name}, {files['count']} files, {_bytes(files['bytes'])}"),
         ("model_type", facts["model_type"]),
-        ("parameters", f"{_count(counts['total'])} ({counts['total']:,}), "
-                       f"{_count(counts['without_embeddings'])} without embeddings"),
+        (
+            "parameters",
+            f"{_count(counts['total'])} ({counts['total']:,}), "
+            f"{_count(counts['without_embeddings'])} without embeddings",
+        ),
         ("dtype", _dtype_text(facts["dtypes"])),
-        ("layers", f"{shape['layers']}, hidden {shape['hidden_size']:,}, "
-                   f"intermediate {shape['intermediate_size']:,}"),
+        (
+            "layers",
+            f"{shape['layers']}, hidden {shape['hidden_size']:,}, "
+            f"intermediate {shape['intermediate_size']:,}",
+        ),
         ("heads", ", ".join([heads, *extras])),
         ("vocabulary", f"{shape['vocab_size']:,}, {'tied' if shape['tied_head'] else 'own'} head"),
         ("RoPE", _rope_text(facts["rope"])),
         ("context", f"{facts['context']:,} tokens"),
-        ("KV cache", f"{cache['bfloat16']:,} bytes a token in bfloat16, "
-                     f"{cache['float32']:,} in float32"),
+        (
+            "KV cache",
+            f"{cache['bfloat16']:,} bytes a token in bfloat16, {cache['float32']:,} in float32",
+        ),
         ("mask token", _mask_text(facts["token_ids"])),
         ("EOS token", ", ".join(map(str, facts["token_ids"]["eos"])) or "none"),
         ("tokenizer", _tokenizer_text(facts["tokenizer"])),
         ("decodes as", f"{_decoder_text(facts['decodes'])} ({facts['role']})"),
-    ]  # fmt: skip
+    ]
     return lines + _warnings(facts)
 
 
@@ -204,9 +212,12 @@ def _warnings(facts: dict[str, Any]) -> list[tuple[str, str]]:
     if counts["stored"] - counts["total"] in (0, spare):
         return []
     return [
-        ("warning", f"the files hold {counts['stored']:,} values where config.json describes "
-                    f"{counts['total']:,}: this will not load"),
-    ]  # fmt: skip
+        (
+            "warning",
+            f"the files hold {counts['stored']:,} values where config.json describes "
+            f"{counts['total']:,}: this will not load",
+        ),
+    ]
 
 
 def _dtype_text(dtypes: dict[str, int]) -> str:

@@ -20,17 +20,26 @@ PARAMETER_TABLE: tuple[tuple[str, str, bool], ...] = (
     ("norm.scale", "model.norm.weight", False),
     ("lm_head", "lm_head.weight", True),
     ("layers.input_layernorm.scale", "model.layers.{}.input_layernorm.weight", False),
-    ("layers.post_attention_layernorm.scale",
-     "model.layers.{}.post_attention_layernorm.weight", False),
+    (
+        "layers.post_attention_layernorm.scale",
+        "model.layers.{}.post_attention_layernorm.weight",
+        False,
+    ),
     ("layers.self_attn.q_norm.scale", "model.layers.{}.self_attn.q_norm.weight", False),
     ("layers.self_attn.k_norm.scale", "model.layers.{}.self_attn.k_norm.weight", False),
-    *((f"layers.self_attn.{x}_proj.kernel", f"model.layers.{{}}.self_attn.{x}_proj.weight", True)
-      for x in "qkvo"),
-    *((f"layers.self_attn.{x}_proj.bias", f"model.layers.{{}}.self_attn.{x}_proj.bias", False)
-      for x in "qkv"),
-    *((f"layers.mlp.{x}_proj.kernel", f"model.layers.{{}}.mlp.{x}_proj.weight", True)
-      for x in ("gate", "up", "down")),
-)  # fmt: skip
+    *(
+        (f"layers.self_attn.{x}_proj.kernel", f"model.layers.{{}}.self_attn.{x}_proj.weight", True)
+        for x in "qkvo"
+    ),
+    *(
+        (f"layers.self_attn.{x}_proj.bias", f"model.layers.{{}}.self_attn.{x}_proj.bias", False)
+        for x in "qkv"
+    ),
+    *(
+        (f"layers.mlp.{x}_proj.kernel", f"model.layers.{{}}.mlp.{x}_proj.weight", True)
+        for x in ("gate", "up", "down")
+    ),
+)
 
 
 @dataclasses.dataclass(frozen=True)

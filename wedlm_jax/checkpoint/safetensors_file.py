@@ -170,8 +170,10 @@ def _header(headers: Mapping[str, Header]) -> dict[str, dict]:
     for name, (shape, dtype) in headers.items():
         end = offset + math.prod(shape) * dtype.itemsize
         content[name] = {
-            "dtype": CODES[dtype], "shape": list(shape), "data_offsets": [offset, end],
-        }  # fmt: skip
+            "dtype": CODES[dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, end],
+        }
         offset = end
     return content
 

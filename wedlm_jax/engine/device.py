@@ -180,10 +180,16 @@ class Device:
         row = jax.device_get(
             jax.tree.map(
                 lambda x: x[index],
-                (state.tokens, state.filled, state.logprobs, state.active,
-                 state.num_forwards, state.num_token_instances),
+                (
+                    state.tokens,
+                    state.filled,
+                    state.logprobs,
+                    state.active,
+                    state.num_forwards,
+                    state.num_token_instances,
+                ),
             )
-        )  # fmt: skip
+        )
         tokens, filled, logprobs, *counts = row
         active, num_forwards, instances = map(int, counts)
         window = int(self._windows[index])

@@ -93,9 +93,13 @@ def test_a_bad_row_becomes_an_error_row(
 
 @pytest.mark.parametrize(("line", "message"), BAD_LINES)
 def test_fail_fast_names_a_bad_row_before_anything_runs(
-    work: Path, model: Path, never_decodes: None, line: str, message: str,
+    work: Path,
+    model: Path,
+    never_decodes: None,
+    line: str,
+    message: str,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     Path("in.jsonl").write_text(f'{{"prompt": "a"}}\n\n{line}\n', encoding="utf-8")
     assert run(model, "--fail-fast") == 2
     out, err = capsys.readouterr()
@@ -134,9 +138,16 @@ def test_files_that_are_no_text(
 
 def test_the_first_row_with_an_id_has_it(work: Path, model: Path, quick: None) -> None:
     write(
-        [{"id": "1", "prompt": "a"}, {"prompt": "a"}, {"id": 1, "prompt": "a"},
-         {"id": "x"}, {"id": "x", "prompt": "a"}, {"id": "1", "prompt": "b"}, {"prompt": "c"}]
-    )  # fmt: skip
+        [
+            {"id": "1", "prompt": "a"},
+            {"prompt": "a"},
+            {"id": 1, "prompt": "a"},
+            {"id": "x"},
+            {"id": "x", "prompt": "a"},
+            {"id": "1", "prompt": "b"},
+            {"prompt": "c"},
+        ]
+    )
     assert run(model, "--shard-size", "2") == 0
     rows = results()
     assert [row["id"] for row in rows] == ["1", 1, 1, "x", "x", "1", 6]
@@ -247,12 +258,16 @@ def wrong_prompt(draw: random.Random) -> bytes:
 
 def wrong_sampling(draw: random.Random) -> bytes:
     wrong = [
-        ("temperature", [-1, "0", None, [], True, 1e7]), ("top_p", [0, 2, "x", None, {}]),
-        ("top_k", [-2, 0.5, None, "5", False]), ("max_tokens", [0, -5, 1e3, 10**30, 320, None]),
-        ("stop", [5, [""], [5], None, {}, [[]]]), ("stop_token_ids", [5, [-1], [300], ["a"], None]),
-        ("entropy_threshold", [-1, "none", []]), ("position_penalty", [-1, None, 1e9, "a"]),
+        ("temperature", [-1, "0", None, [], True, 1e7]),
+        ("top_p", [0, 2, "x", None, {}]),
+        ("top_k", [-2, 0.5, None, "5", False]),
+        ("max_tokens", [0, -5, 1e3, 10**30, 320, None]),
+        ("stop", [5, [""], [5], None, {}, [[]]]),
+        ("stop_token_ids", [5, [-1], [300], ["a"], None]),
+        ("entropy_threshold", [-1, "none", []]),
+        ("position_penalty", [-1, None, 1e9, "a"]),
         ("seed", [-1, 2**32, 0.5, None, "1"]),
-    ]  # fmt: skip
+    ]
     name, values = draw.choice(wrong)
     sampling: Any = {name: draw.choice(values)}
     if draw.random() < 0.3:
@@ -265,9 +280,15 @@ def wrong_sampling(draw: random.Random) -> bytes:
 def wrong_keys(draw: random.Random) -> bytes:
     key = draw.choice(["promt", "Prompt", "", "x" * 10_000, "text", "\0", "日本"])
     row = draw.choice(
-        [{key: "a"}, {"prompt": "a", key: anything(draw)}, {}, {"id": draw.random().hex()},
-         {"prompt": "a", "messages": []}, {"prompt": "a", "prompt_token_ids": [5]}]
-    )  # fmt: skip
+        [
+            {key: "a"},
+            {"prompt": "a", key: anything(draw)},
+            {},
+            {"id": draw.random().hex()},
+            {"prompt": "a", "messages": []},
+            {"prompt": "a", "prompt_token_ids": [5]},
+        ]
+    )
     return json.dumps(row).encode()
 
 
@@ -280,12 +301,23 @@ def wrong_id(draw: random.Random) -> bytes:
 
 def odd_json(draw: random.Random) -> bytes:
     return draw.choice(
-        [b"[" * draw.randint(1, 100_000), b'{"a":' * draw.randint(1, 50_000),
-         b"[" * 900 + b"]" * 900, b'{"prompt": "\\ud800"}', b'{"prompt": "a\\udc00b"}',
-         b'{"prompt": NaN}', b'{"prompt": -Infinity}', b'{"id": ' + b"9" * 5000 + b"}",
-         b'{"prompt": "a", "prompt": "b"}', b'{"prompt": "a", "sampling": {"seed": 1, "seed": 1}}',
-         b'{"prompt": "a\tb"}', b'{"prompt": "\\x"}', b"\xef\xbb\xbf{}", b'{"prompt": "a"},']
-    )  # fmt: skip
+        [
+            b"[" * draw.randint(1, 100_000),
+            b'{"a":' * draw.randint(1, 50_000),
+            b"[" * 900 + b"]" * 900,
+            b'{"prompt": "\\ud800"}',
+            b'{"prompt": "a\\udc00b"}',
+            b'{"prompt": NaN}',
+            b'{"prompt": -Infinity}',
+            b'{"id": ' + b"9" * 5000 + b"}",
+            b'{"prompt": "a", "prompt": "b"}',
+            b'{"prompt": "a", "sampling": {"seed": 1, "seed": 1}}',
+            b'{"prompt": "a\tb"}',
+            b'{"prompt": "\\x"}',
+            b"\xef\xbb\xbf{}",
+            b'{"prompt": "a"},',
+        ]
+    )
 
 
 def too_long(draw: random.Random) -> bytes:
@@ -295,15 +327,33 @@ def too_long(draw: random.Random) -> bytes:
 
 def wrong_messages(draw: random.Random) -> bytes:
     message = draw.choice(
-        [{"role": "user"}, {"content": "a"}, {"role": 5, "content": "a"}, "a", None, [],
-         {"role": "user", "content": ["a"]}, {"role": "user", "content": None}]
-    )  # fmt: skip
+        [
+            {"role": "user"},
+            {"content": "a"},
+            {"role": 5, "content": "a"},
+            "a",
+            None,
+            [],
+            {"role": "user", "content": ["a"]},
+            {"role": "user", "content": None},
+        ]
+    )
     good = {"role": "user", "content": "a"}
     return json.dumps({"messages": draw.choice([[message], [good, message], message])}).encode()
 
 
-KINDS = (no_json, no_text, no_object, wrong_prompt, wrong_sampling, wrong_keys, wrong_id, odd_json,
-         too_long, wrong_messages)  # fmt: skip
+KINDS = (
+    no_json,
+    no_text,
+    no_object,
+    wrong_prompt,
+    wrong_sampling,
+    wrong_keys,
+    wrong_id,
+    odd_json,
+    too_long,
+    wrong_messages,
+)
 
 
 def test_a_thousand_malformed_lines_are_a_thousand_error_rows(

@@ -63,9 +63,13 @@ def die_at(operation: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("output", ["out.jsonl", "out"])
 def test_death_at_any_operation_is_made_good(
-    work: Path, model: Path, quick: None, output: str, decoded: list[Any],
+    work: Path,
+    model: Path,
+    quick: None,
+    output: str,
+    decoded: list[Any],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a disk takes long for it
     opened: list[Any] = []
     opening = Path.open

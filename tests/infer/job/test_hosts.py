@@ -23,9 +23,13 @@ def host(model: Path, number: int, count: int, *options: str, output: str = "out
 
 @pytest.mark.parametrize("output", ["out.jsonl", "out"])
 def test_the_last_host_ends_the_job(
-    work: Path, model: Path, quick: None, decoded: list[Any], output: str,
+    work: Path,
+    model: Path,
+    quick: None,
+    decoded: list[Any],
+    output: str,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     write(words(15))
     assert run(model, output="alone.jsonl") == 0
     decoded.clear()
@@ -70,9 +74,13 @@ def test_other_hosts_go_on(
 
 
 def test_a_shard_that_another_process_is_at_is_left_to_it(
-    work: Path, model: Path, quick: None, decoded: list[Any], monkeypatch: pytest.MonkeyPatch,
+    work: Path,
+    model: Path,
+    quick: None,
+    decoded: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     write(words(8))
     with monkeypatch.context() as patch:
         stop_after(1, KeyboardInterrupt(), patch)
@@ -111,15 +119,20 @@ def test_two_writers_of_one_shard_do_no_harm(
     assert not [path for path in work.rglob("*") if path.suffix in (".part", ".tmp")]
     if output == "out.jsonl":
         assert sorted(path.name for path in Path("out.jsonl.shards").iterdir()) == [
-            "job.json", "stats.json"
-        ]  # fmt: skip
+            "job.json",
+            "stats.json",
+        ]
 
 
 @pytest.mark.parametrize("output", ["out.jsonl", "out"])
 def test_another_job_that_takes_the_folder_gets_no_rows_of_this_one(
-    work: Path, model: Path, quick: None, output: str, monkeypatch: pytest.MonkeyPatch,
+    work: Path,
+    model: Path,
+    quick: None,
+    output: str,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     write(words(7))
     assert run(model, "--seed", "5", "--shard-size", "3", output="alone") == 0
     seal, depth = ShardFolder.seal, itertools.count()

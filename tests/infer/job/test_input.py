@@ -83,9 +83,13 @@ def test_files_and_folders_are_one_row_after_the_other(
 
 @pytest.mark.parametrize("name", ["-", "fifo"])
 def test_a_pipe_is_kept_until_the_job_ends(
-    work: Path, model: Path, quick: None, name: str, monkeypatch: pytest.MonkeyPatch,
+    work: Path,
+    model: Path,
+    quick: None,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     content = lines([*words(7), {"promt": "a"}])
 
     def piped() -> int:
@@ -145,9 +149,14 @@ def test_a_pipe_is_kept_until_the_job_ends(
     ],
 )
 def test_paths_that_cannot_be_used(
-    work: Path, model: Path, quick: None, input_file: str, output_file: str, message: str,
+    work: Path,
+    model: Path,
+    quick: None,
+    input_file: str,
+    output_file: str,
+    message: str,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     for name in ("in.jsonl", "a-file", "folder/in.jsonl", "in.jsonl.gz"):
         write(words(), name)
     Path("folder.jsonl").mkdir()
@@ -168,9 +177,12 @@ def test_a_file_named_twice(work: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_an_input_that_changes_while_the_job_runs(
-    work: Path, model: Path, quick: None, monkeypatch: pytest.MonkeyPatch,
+    work: Path,
+    model: Path,
+    quick: None,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     from infer import generate
 
     write(words(8))

@@ -89,8 +89,9 @@ def test_values_that_json_has_not(work: Path, model: Path, quick: None) -> None:
     assert run(model, input="in.parquet") == 0
     (row,) = results()
     assert row == {
-        "error": 'id: expected a text or an integer, not "datetime.date(2020, 1, 1)"', "line": 1
-    }  # fmt: skip
+        "error": 'id: expected a text or an integer, not "datetime.date(2020, 1, 1)"',
+        "line": 1,
+    }
 
 
 def test_a_folder_may_hold_both_kinds(work: Path, model: Path, quick: None) -> None:
@@ -125,9 +126,12 @@ def test_a_large_row_group_is_read_a_few_rows_at_a_time(
     ],
 )
 def test_files_that_cannot_be_read(
-    work: Path, model: Path, content: bytes | None, message: str,
+    work: Path,
+    model: Path,
+    content: bytes | None,
+    message: str,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     write_parquet([{"id": 1, "text": "a"}], "in.parquet")
     if content is not None:
         Path("in.parquet").write_bytes(content)

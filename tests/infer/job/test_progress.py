@@ -12,9 +12,15 @@ from infer.job.result_rows import Counts
 
 DONE = Counts(rows=40, error_rows=3, tokens=700, num_forwards=180, num_token_instances=2800)
 HALF = Standing(
-    rows=60, earlier=20, total=100, tokens=800, forwards=200, finished=DONE, seconds=16.0,
+    rows=60,
+    earlier=20,
+    total=100,
+    tokens=800,
+    forwards=200,
+    finished=DONE,
+    seconds=16.0,
     compile_seconds=9.0,
-)  # fmt: skip
+)
 SPEED = "50 tokens/s, 4.00 tokens per forward, p_cache 0.25"
 
 
@@ -24,10 +30,15 @@ def test_rates_count_this_run_only() -> None:
     assert HALF.seconds_left == 16.0, "40 rows took 16 seconds, and 40 are left"
     assert HALF.line() == f"60 of 100 rows (3 bad), {SPEED}, 0:16 left"
     assert HALF.as_json() == {
-        "rows": 40, "error_rows": 3, "tokens": 700, "num_forwards": 180,
-        "num_token_instances": 2800, "seconds": 16.0, "compile_seconds": 9.0,
+        "rows": 40,
+        "error_rows": 3,
+        "tokens": 700,
+        "num_forwards": 180,
+        "num_token_instances": 2800,
+        "seconds": 16.0,
+        "compile_seconds": 9.0,
         "tokens_per_second": 50.0,
-    }  # fmt: skip
+    }
 
 
 def test_nothing_is_known_before_the_first_row() -> None:

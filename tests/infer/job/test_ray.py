@@ -37,9 +37,12 @@ def cluster() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def test_actors_finish_what_a_host_has_begun_and_give_the_same_rows(
-    cluster: None, work: Path, model: Path, monkeypatch: pytest.MonkeyPatch,
+    cluster: None,
+    work: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     several = {"seed": 1, "temperature": 1.0, "n": 3}
     rows = [*words(17), {"id": "bad", "promt": "a"}, {"prompt": "a", "sampling": several}]
     write(rows)
@@ -90,8 +93,9 @@ def test_an_actor_finishes_the_shards_it_is_given(work: Path, model: Path, quick
     done = call(one, "3 1")
     assert (done["rows"], done["error_rows"], done["earlier"], done["error"]) == (4, 1, 0, "")
     assert sorted(path.name for path in Path("out").glob("*.jsonl")) == [
-        "rows-00001-of-00004.jsonl", "rows-00003-of-00004.jsonl",
-    ]  # fmt: skip
+        "rows-00001-of-00004.jsonl",
+        "rows-00003-of-00004.jsonl",
+    ]
     assert call(one, "3 1")["rows"] == 0, "a task that is given again does nothing twice"
     assert "holds 2 shards of another job" in call(actor(model, "out", seed=1), "0")["error"]
     assert call(one, "0 2")["rows"] == 6
@@ -134,9 +138,13 @@ def test_every_shard_is_of_one_task_and_every_actor_has_one(count: int, actors: 
     ],
 )
 def test_refused(
-    work: Path, model: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str],
+    work: Path,
+    model: Path,
+    options: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr("infer.job.ray_job.require_ray", lambda: None)
     write(words(1))
     assert run(model, *options) == 2

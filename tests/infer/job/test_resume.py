@@ -32,9 +32,14 @@ def kept(rows: int, total: int = 16) -> str:
 
 @pytest.mark.parametrize("shard_size", ["3", "1000"])
 def test_interrupted_job_goes_on(
-    work: Path, model: Path, quick: None, decoded: list[Any], shard_size: str,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    work: Path,
+    model: Path,
+    quick: None,
+    decoded: list[Any],
+    shard_size: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     write(words(16))
     shape = ("--shard-size", shard_size)
     assert run(model, *shape) == 0
@@ -75,9 +80,12 @@ def test_replicas_change_no_row(work: Path, model: Path) -> None:
 
 
 def test_rows_of_another_version_are_refused_until_they_may_go(
-    work: Path, model: Path, quick: None, monkeypatch: pytest.MonkeyPatch,
+    work: Path,
+    model: Path,
+    quick: None,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     write(words(8))
     with monkeypatch.context() as patch:
         stop_after(1, KeyboardInterrupt(), patch)
@@ -96,9 +104,13 @@ def test_rows_of_another_version_are_refused_until_they_may_go(
 
 @pytest.mark.parametrize("output", ["out.jsonl", "out"])
 def test_a_finished_job_is_not_done_again(
-    work: Path, model: Path, quick: None, decoded: list[Any], output: str,
+    work: Path,
+    model: Path,
+    quick: None,
+    decoded: list[Any],
+    output: str,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     write(words(8))
     assert run(model, "--shard-size", "3", output=output) == 0
     before = {path: path.read_bytes() for path in Path().rglob("rows-*")}
@@ -136,9 +148,12 @@ def test_a_shard_that_was_removed_is_made_anew(
 
 
 def test_a_damaged_shard_is_not_put_into_the_output(
-    work: Path, model: Path, quick: None, monkeypatch: pytest.MonkeyPatch,
+    work: Path,
+    model: Path,
+    quick: None,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     write(words(16))
     stop_after(4, KeyboardInterrupt(), monkeypatch)
     assert run(model, "--shard-size", "3") == 130
@@ -202,9 +217,14 @@ CHANGES: list[Any] = [
 
 @pytest.mark.parametrize(("change", "why"), CHANGES, ids=str)
 def test_another_job_is_refused_until_its_rows_may_go(
-    work: Path, model: Path, quick: None, change: list[str] | str, why: str,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    work: Path,
+    model: Path,
+    quick: None,
+    change: list[str] | str,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     write(words(10))
     with monkeypatch.context() as patch:
         stop_after(3, KeyboardInterrupt(), patch)
@@ -241,9 +261,12 @@ def test_batches_hosts_and_overwrite_are_no_other_job(
 
 
 def test_memory_that_does_not_suffice(
-    work: Path, model: Path, quick: None, monkeypatch: pytest.MonkeyPatch,
+    work: Path,
+    model: Path,
+    quick: None,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     write(words(8))
     stop_after(1, RuntimeError("RESOURCE_EXHAUSTED: out of memory"), monkeypatch)
     assert run(model) == 2
@@ -267,9 +290,13 @@ def test_other_errors_are_not_hidden_and_lose_nothing(
 
 
 def test_sigterm_finishes_the_rows_under_way_and_begins_no_more(
-    work: Path, model: Path, quick: None, monkeypatch: pytest.MonkeyPatch,
-    decoded: list[Any], capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    work: Path,
+    model: Path,
+    quick: None,
+    monkeypatch: pytest.MonkeyPatch,
+    decoded: list[Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     write(words(16))
     handler, add = signal.getsignal(signal.SIGTERM), PartFile.add
     with monkeypatch.context() as patch:
@@ -318,9 +345,12 @@ def test_sigterm_keeps_no_prompt_that_lacks_samples(
 
 
 def test_sigterm_waits_no_longer_than_its_grace(
-    work: Path, model: Path, quick: None, monkeypatch: pytest.MonkeyPatch,
+    work: Path,
+    model: Path,
+    quick: None,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     write(words(16))
     quick_run = LLM.run
 

@@ -58,9 +58,15 @@ def test_rows_come_back_in_order_with_their_fields(
         *WORDS[2:4],
     ]
     changes: list[dict[str, Any]] = [
-        {}, {}, {}, {"max_tokens": 5}, {"stop_token_ids": ends}, {"entropy_threshold": None},
-        {}, {"max_tokens": 20},
-    ]  # fmt: skip
+        {},
+        {},
+        {},
+        {"max_tokens": 5},
+        {"stop_token_ids": ends},
+        {"entropy_threshold": None},
+        {},
+        {"max_tokens": 20},
+    ]
     completions = llm.generate(prompts, [dataclasses.replace(GREEDY, **c) for c in changes])
     names = [0, "ids", 77, 3, "ends", "one", 6, 7]
     expected = [as_row(*pair) for pair in zip(names, completions, strict=True)]
@@ -118,9 +124,13 @@ def test_a_folder_has_shards_with_manifests(work: Path, model: Path) -> None:
 
 def test_command_line_and_row_parameters_combine(work: Path, model: Path, llm: LLM) -> None:
     write(
-        [*words(2), {"prompt": WORDS[0], "sampling": {"seed": 3, "top_k": 0}}, *words(1),
-         {"id": "x", "prompt": WORDS[0]}]
-    )  # fmt: skip
+        [
+            *words(2),
+            {"prompt": WORDS[0], "sampling": {"seed": 3, "top_k": 0}},
+            *words(1),
+            {"id": "x", "prompt": WORDS[0]},
+        ]
+    )
     options = "--temperature 1 --top-k 9 --seed 4294967295 --entropy-threshold 3"
     assert run(model, *options.split()) == 0
     base = SamplingParams(max_tokens=24, temperature=1.0, top_k=9, entropy_threshold=3.0)
@@ -161,9 +171,12 @@ def test_logprobs_and_samples_are_those_of_the_library(
     base = SamplingParams(max_tokens=24, temperature=1.0, entropy_threshold=3.0, logprobs=2)
     names: list[str | int] = [0, 1, "x", 3, 4]
     changes: list[dict[str, Any]] = [
-        {}, {"logprobs": None, "seed": 4}, {"n": 3, "seed": 5},
-        {"n": 2, "logprobs": 0, "stop": "a"}, {"n": 2, "logprobs": None},
-    ]  # fmt: skip
+        {},
+        {"logprobs": None, "seed": 4},
+        {"n": 3, "seed": 5},
+        {"n": 2, "logprobs": 0, "stop": "a"},
+        {"n": 2, "logprobs": None},
+    ]
     params = [
         dataclasses.replace(base, **({"seed": row_seed(0, name)} | change))
         for name, change in zip(names, changes, strict=True)

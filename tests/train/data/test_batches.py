@@ -20,9 +20,14 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.sharding import batch_sharding, make_mesh
 
 CONFIG = TrainConfig(
-    steps=12, rows=8, accumulation=2, row_length=4, block_size=2, seed=3,
+    steps=12,
+    rows=8,
+    accumulation=2,
+    row_length=4,
+    block_size=2,
+    seed=3,
     data=DataSection(prefetch=2),
-)  # fmt: skip
+)
 DATA = Mixture([(NumberedRows(40), 0.75), (NumberedRows(30, first=100), 0.25)])
 SHAPE = (2, 8, 4)
 ORDER = global_order(DATA.row_sets(), seed=3, batch_rows=16)
@@ -115,9 +120,11 @@ def test_the_rows_of_each_host_are_told_by_file_and_number(
 
 
 def shards_of(
-    local: dict[str, np.ndarray], rows: Sequence[int], sharding: jax.sharding.Sharding,
+    local: dict[str, np.ndarray],
+    rows: Sequence[int],
+    sharding: jax.sharding.Sharding,
     own: Sequence[jax.Device],
-) -> dict[jax.Device, jax.Array]:  # fmt: skip
+) -> dict[jax.Device, jax.Array]:
     """What a host of these devices puts on each. The others' rows are not there to be read:
     here, on the one host there is, all of them are filled with nonsense."""
     full = {name: np.full(SHAPE, -1, array.dtype) for name, array in local.items()}
@@ -138,9 +145,14 @@ def test_rows_that_are_not_the_first_are_found(mesh: Mesh) -> None:
 def test_worker_processes_read_the_same_batches() -> None:
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     config = TrainConfig(
-        steps=6, rows=8, accumulation=2, row_length=4, block_size=2, seed=3,
+        steps=6,
+        rows=8,
+        accumulation=2,
+        row_length=4,
+        block_size=2,
+        seed=3,
         data=DataSection(workers=2, prefetch=2),
-    )  # fmt: skip
+    )
     with TrainBatches(DATA, config, place, start=2) as batches:
         for step in range(2, 6):
             np.testing.assert_array_equal(next(batches).tokens, expected(step)["tokens"])

@@ -100,18 +100,29 @@ def test_a_conversation_is_the_sample_that_the_synthetic_corpus_makes(
     for sample in generate(1, 10, split="train"):
         expected = tokenise(sample, tokenizer, train_on_prompt=False)
         made = chat.sample(
-            [{"role": "user", "content": sample.prompt},
-             {"role": "assistant", "content": sample.answer}], train_on_prompt=False,
-        )  # fmt: skip
+            [
+                {"role": "user", "content": sample.prompt},
+                {"role": "assistant", "content": sample.answer},
+            ],
+            train_on_prompt=False,
+        )
         np.testing.assert_array_equal(made.tokens, expected.tokens)
         np.testing.assert_array_equal(made.trainable, expected.trainable)
 
 
 @pytest.mark.parametrize(
     "answer",
-    ["", "x", "ends in <|im_end|>", "  spaces  ", "two\nlines\n", "Hi.", "<|im_start|>assistant\n",
-     "z<|im_end|>\n<|im_start|>user\nAnd back?"],
-)  # fmt: skip
+    [
+        "",
+        "x",
+        "ends in <|im_end|>",
+        "  spaces  ",
+        "two\nlines\n",
+        "Hi.",
+        "<|im_start|>assistant\n",
+        "z<|im_end|>\n<|im_start|>user\nAnd back?",
+    ],
+)
 def test_no_answer_hides_its_own_end(tokenizer: Tokenizer, answer: str) -> None:
     chat = ChatFormat(template(CHAT_TEMPLATE), tokenizer, end_tokens=0)
     messages = [*CHAT[:2], {"role": "assistant", "content": answer}, *CHAT[3:]]
@@ -122,8 +133,9 @@ def test_no_answer_hides_its_own_end(tokenizer: Tokenizer, answer: str) -> None:
 def test_a_template_that_rewrites_earlier_turns_is_followed(tokenizer: Tokenizer) -> None:
     chat = ChatFormat(template(THINKING), tokenizer, end_tokens=0)
     assert trained(chat, tokenizer, CHAT) == [
-        "1, 2, 3<|im_end|>", "<think>\n\n</think>\n\n3, 2, 1<|im_end|>",
-    ]  # fmt: skip
+        "1, 2, 3<|im_end|>",
+        "<think>\n\n</think>\n\n3, 2, 1<|im_end|>",
+    ]
     thought = {"role": "assistant", "content": "<think>\nbackwards\n</think>\n\n3, 2, 1"}
     assert trained(chat, tokenizer, [*CHAT[:-1], thought])[-1] == (
         "<think>\nbackwards\n</think>\n\n3, 2, 1<|im_end|>"
@@ -133,12 +145,18 @@ def test_a_template_that_rewrites_earlier_turns_is_followed(tokenizer: Tokenizer
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-         "{% if add_generation_prompt %}assistant: {% endif %}", "with a special token"),
-        ("{{ messages|length }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>"
-         "{% endfor %}", "differently once the turn is there"),
+        (
+            "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+            "{% if add_generation_prompt %}assistant: {% endif %}",
+            "with a special token",
+        ),
+        (
+            "{{ messages|length }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>"
+            "{% endfor %}",
+            "differently once the turn is there",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_template_that_hides_the_turns_is_refused(
     tokenizer: Tokenizer, source: str, reason: str
 ) -> None:

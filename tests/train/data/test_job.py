@@ -66,13 +66,16 @@ def test_every_token_is_in_the_rows_and_every_bad_record_in_the_list(
     assert text.count("3, 2, 1<|im_end|>") == 20
     named = [json.loads(line) for line in (made / "malformed.jsonl").read_text().splitlines()]
     assert [(Path(one["file"]).name, one["line"], one["reason"]) for one in named] == [
-        ("a.jsonl", 31, "wrong type"), ("a.jsonl", 32, "no assistant turn"),
-        ("a.jsonl", 33, "wrong type"), ("d.jsonl", 0, "the file is empty"),
-    ]  # fmt: skip
+        ("a.jsonl", 31, "wrong type"),
+        ("a.jsonl", 32, "no assistant turn"),
+        ("a.jsonl", 33, "wrong type"),
+        ("d.jsonl", 0, "the file is empty"),
+    ]
     assert manifest.malformed == 4
     assert manifest.reasons["wrong type"] == {
-        "records": 2, "first": [f"{inputs / 'a.jsonl'}:31", f"{inputs / 'a.jsonl'}:33"],
-    }  # fmt: skip
+        "records": 2,
+        "first": [f"{inputs / 'a.jsonl'}:31", f"{inputs / 'a.jsonl'}:33"],
+    }
     assert manifest.records == 30 + 3 + 10 + 20 + 1 + 1
     assert sum(shard.rows for shard in manifest.shards) == manifest.rows == len(rows)
     assert [shard.file for shard in manifest.shards][:1] == [
@@ -184,9 +187,18 @@ def test_the_command_says_what_it_made_and_what_it_left_out(
 ) -> None:
     (inputs / "notes.md").write_text("not data")
     command = [
-        "tokenize", "--input", str(inputs), "--tokenizer", str(EMBEDDED), "--row-length", "128",
-        "--output", str(tmp_path / "rows"), "--end-tokens", "2",
-    ]  # fmt: skip
+        "tokenize",
+        "--input",
+        str(inputs),
+        "--tokenizer",
+        str(EMBEDDED),
+        "--row-length",
+        "128",
+        "--output",
+        str(tmp_path / "rows"),
+        "--end-tokens",
+        "2",
+    ]
     assert main(command) == 0
     said = capsys.readouterr().out
     assert f"1 files of other kinds are not read: {inputs / 'notes.md'}" in said

@@ -90,8 +90,11 @@ def test_fewer_rows_than_a_batch_are_refused() -> None:
 
 
 def test_weights_are_shares_of_every_stretch_and_each_source_has_epochs_of_its_own() -> None:
-    sets = ((NumberedRows(500), 6.0), (NumberedRows(50, first=1000), 3.0),
-            (NumberedRows(900, first=2000), 1.0))  # fmt: skip
+    sets = (
+        (NumberedRows(500), 6.0),
+        (NumberedRows(50, first=1000), 3.0),
+        (NumberedRows(900, first=2000), 1.0),
+    )
     order = order_of(*sets)
     read = [int(order[i]["tokens"][0]) for i in range(400)]
     for stretch in (read[:100], read[250:350], read):

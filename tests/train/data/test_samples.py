@@ -39,8 +39,9 @@ def test_a_document_ends_with_the_end_of_text_and_is_trained_on_whole(tmp_path: 
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "Count to 3."}, {"text": "1\n2", "id": 4}])
     samples, malformed, records = made_of(path)
     assert [sample.tokens.tolist() for sample in samples] == [
-        [*ids("Count to 3."), END], [*ids("1\n2"), END],
-    ]  # fmt: skip
+        [*ids("Count to 3."), END],
+        [*ids("1\n2"), END],
+    ]
     assert all(sample.trainable.all() for sample in samples)
     assert (malformed, records) == ([], 2)
 
@@ -59,9 +60,8 @@ def test_a_text_file_is_one_document_and_a_long_one_is_cut_into_rows(tmp_path: P
 def test_token_ids_are_a_document_or_with_trainable_a_finished_sample(tmp_path: Path) -> None:
     path = write_jsonl(
         tmp_path / "a.jsonl",
-        [{"token_ids": list(range(200))},
-         {"token_ids": [5, 6, 7], "trainable": [False, True, 1]}],
-    )  # fmt: skip
+        [{"token_ids": list(range(200))}, {"token_ids": [5, 6, 7], "trainable": [False, True, 1]}],
+    )
     samples, malformed, _ = made_of(path)
     assert [len(sample.tokens) for sample in samples] == [ROW, 200 - ROW, 3]
     assert samples[2].tokens.tolist() == [5, 6, 7]
@@ -133,9 +133,14 @@ def test_lines_that_are_no_json_or_no_text_are_named(
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     samples, malformed, records = made_of(tmp_path / "a.jsonl")
     assert [(what.line, what.reason) for what in malformed] == [
-        (2, "not JSON"), (3, "not JSON"), (4, "not UTF-8"), (5, "not JSON"),
-        (8, "too long to read"), (9, "not JSON"), (10, "unknown token"),
-    ]  # fmt: skip
+        (2, "not JSON"),
+        (3, "not JSON"),
+        (4, "not UTF-8"),
+        (5, "not JSON"),
+        (8, "too long to read"),
+        (9, "not JSON"),
+        (10, "unknown token"),
+    ]
     assert [len(sample.tokens) for sample in samples] == [len(ids("with a mark")) + 1, 1]
     assert records == 9  # lines of nothing are no records
     assert str(malformed[0]).startswith(f"{tmp_path / 'a.jsonl'}:2: not JSON (")
@@ -185,8 +190,10 @@ def test_parquet_rows_are_read_where_pyarrow_is_installed(tmp_path: Path) -> Non
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
     samples, malformed, records = made_of(tmp_path / "a.parquet")
     assert [sample.tokens.tolist() for sample in samples] == [
-        [*ids("one"), END], [4, 5], [*ids("three"), END],
-    ]  # fmt: skip
+        [*ids("one"), END],
+        [4, 5],
+        [*ids("three"), END],
+    ]
     assert (malformed, records) == ([], 3)
     (tmp_path / "b.parquet").write_bytes(b"PAR1 no more")
     assert [what.reason for what in made_of(tmp_path / "b.parquet")[1]] == ["not a Parquet file"]
@@ -198,20 +205,39 @@ def test_parquet_makes_the_rows_that_jsonl_makes(tmp_path: Path) -> None:
 
     named = [{**turn, "name": "me"} if turn["role"] == "user" else turn for turn in CHAT]
     given = [
-        {"messages": CHAT}, {"text": "A text."}, {"messages": named}, {"token_ids": [4, 5, 6]},
-        {"token_ids": [7, 8], "trainable": [False, True]}, {"text": ""}, {"other": 1},
-    ]  # fmt: skip
+        {"messages": CHAT},
+        {"text": "A text."},
+        {"messages": named},
+        {"token_ids": [4, 5, 6]},
+        {"token_ids": [7, 8], "trainable": [False, True]},
+        {"text": ""},
+        {"other": 1},
+    ]
     write_jsonl(tmp_path / "a.jsonl", given)
     # As a table every row has all columns, and every message all fields.
-    parquet.write_table(pyarrow.Table.from_pylist(
-        given, pyarrow.schema([
-            ("messages", pyarrow.list_(pyarrow.struct(
-                [(field, pyarrow.string()) for field in ("role", "content", "name")]
-            ))),
-            ("text", pyarrow.large_string()), ("token_ids", pyarrow.list_(pyarrow.int32())),
-            ("trainable", pyarrow.list_(pyarrow.bool_())), ("other", pyarrow.int8()),
-        ]),
-    ), tmp_path / "a.parquet", row_group_size=3)  # fmt: skip
+    parquet.write_table(
+        pyarrow.Table.from_pylist(
+            given,
+            pyarrow.schema(
+                [
+                    (
+                        "messages",
+                        pyarrow.list_(
+                            pyarrow.struct(
+                                [(field, pyarrow.string()) for field in ("role", "content", "name")]
+                            )
+                        ),
+                    ),
+                    ("text", pyarrow.large_string()),
+                    ("token_ids", pyarrow.list_(pyarrow.int32())),
+                    ("trainable", pyarrow.list_(pyarrow.bool_())),
+                    ("other", pyarrow.int8()),
+                ]
+            ),
+        ),
+        tmp_path / "a.parquet",
+        row_group_size=3,
+    )
     opened = (train.data.records.records(chunk) for chunk in chunks(tmp_path / "a.parquet"))
     read = [record for chunk in opened for _, record in chunk]
     assert read == [*given[:-1], {}]
@@ -222,9 +248,11 @@ def test_parquet_makes_the_rows_that_jsonl_makes(tmp_path: Path) -> None:
     for one, other in zip(samples, table, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_array_equal(one.trainable, other.trainable)
-    assert [(bad.line, bad.reason) for bad in table_malformed] == [
-        (bad.line, bad.reason) for bad in malformed
-    ] == [(6, "empty"), (7, "missing key")]  # fmt: skip
+    assert (
+        [(bad.line, bad.reason) for bad in table_malformed]
+        == [(bad.line, bad.reason) for bad in malformed]
+        == [(6, "empty"), (7, "missing key")]
+    )
 
 
 def test_parquet_without_pyarrow_is_refused(
@@ -242,12 +270,17 @@ def test_folders_are_searched_in_order_and_what_is_no_input_is_refused(tmp_path:
         (tmp_path / name).write_text("x")
     files, other = find_files([str(tmp_path / "b" / "2.jsonl"), str(tmp_path)])
     assert [str(path.relative_to(tmp_path)) for path in files] == [
-        "b/2.jsonl", "a.txt", "b/1.jsonl.gz", "b/2.jsonl",
-    ]  # fmt: skip
+        "b/2.jsonl",
+        "a.txt",
+        "b/1.jsonl.gz",
+        "b/2.jsonl",
+    ]
     assert [path.name for path in other] == ["readme.md"]
     for name, reason in (
-        ("none.jsonl", "no such file"), ("b/readme.md", "expected a .jsonl"), ("d", "file is in"),
-    ):  # fmt: skip
+        ("none.jsonl", "no such file"),
+        ("b/readme.md", "expected a .jsonl"),
+        ("d", "file is in"),
+    ):
         (tmp_path / "d").mkdir(exist_ok=True)
         with pytest.raises(InputError, match=reason):
             find_files([str(tmp_path / name)])

@@ -110,10 +110,11 @@ def test_a_folder_that_is_not_whole_is_refused_by_name(folder: Path, tmp_path: P
         read_manifest(folder)
     fields = json.loads((folder / "dataset.json").read_text())
     for broken, reason in (
-        ("{", "not a manifest"), ("[]", "not a manifest"),
+        ("{", "not a manifest"),
+        ("[]", "not a manifest"),
         (json.dumps({**fields, "version": 2}), "version 2, where 1 is read here"),
         (json.dumps({**fields, "colour": 1}), "not a manifest"),
-    ):  # fmt: skip
+    ):
         (folder / "dataset.json").write_text(broken)
         with pytest.raises(InputError, match=reason):
             read_manifest(folder)

@@ -58,9 +58,13 @@ def test_rows_of_the_synthetic_corpus_come_apart_as_they_were_packed(tmp_path: P
     ],
 )
 def test_what_is_not_there_is_one_sentence(
-    shard: Path, tmp_path: Path, file: str, row: str, sentence: str,
+    shard: Path,
+    tmp_path: Path,
+    file: str,
+    row: str,
+    sentence: str,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     for name in ("text.npz", "text.arrayrecord"):
         (tmp_path / name).write_text("not rows")
     path = tmp_path / file if file else shard

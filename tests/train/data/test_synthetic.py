@@ -98,8 +98,10 @@ def test_a_dataset_is_the_same_when_built_again_and_when_read_back(
     again = build_dataset(CONFIG, tokenizer, PAD, report=lambda _: None)
     for other in (again, load_dataset(tmp_path / "rows.npz")):
         assert (other.fill, other.samples, other.skipped) == (
-            dataset.fill, dataset.samples, dataset.skipped,
-        )  # fmt: skip
+            dataset.fill,
+            dataset.samples,
+            dataset.skipped,
+        )
         assert set(other.arrays) == set(dataset.arrays)
         for name, array in dataset.arrays.items():
             assert other.arrays[name].dtype == array.dtype

@@ -97,8 +97,10 @@ def test_round_trip_is_bit_exact(tmp_path: Path, style: dict, dtype: str) -> Non
     assert_carried(source, tmp_path / "back")
     assert (there.format, there.dtypes) == ("orbax", (dtype,))
     assert (back.format, back.tensors, back.bytes) == (
-        "hf", len(values), sum(x.nbytes for x in values.values()),
-    )  # fmt: skip
+        "hf",
+        len(values),
+        sum(x.nbytes for x in values.values()),
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -172,8 +174,13 @@ def test_same_format_needs_a_dtype(hf: Path, orbax: Path, tmp_path: Path) -> Non
 
 
 def test_a_model_type_with_other_parameters_is_refused(hf: Path, tmp_path: Path) -> None:
-    refusal(hf, tmp_path / "out", "--model-type qwen2: its models have other parameters",
-            to="hf", model_type="qwen2")  # fmt: skip
+    refusal(
+        hf,
+        tmp_path / "out",
+        "--model-type qwen2: its models have other parameters",
+        to="hf",
+        model_type="qwen2",
+    )
 
 
 def test_only_the_name_changes_with_the_model_type(tmp_path: Path) -> None:

@@ -90,9 +90,12 @@ def test_1_7b_onto_eight_devices_and_back(tmp_path: Path) -> None:
         write_large(source)
         done = subprocess.run(
             [sys.executable, "-m", "tests.hf_memory", str(source), str(back), str(SHARD_BYTES)],
-            cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True,
+            cwd=ROOT,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
             check=False,
-        )  # fmt: skip
+        )
         assert done.returncode == 0, done.stderr
         facts = json.loads(done.stdout)
         print(facts)

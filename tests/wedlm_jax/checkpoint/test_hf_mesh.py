@@ -160,8 +160,9 @@ def test_from_a_mesh_as_from_one_device(folder: Path, sizes: dict, tmp_path: Pat
     save_checkpoint(model, model.config, tmp_path / "b", shard_bytes=2000)
     names = {path.name for path in (tmp_path / "b").iterdir()}
     assert names == {path.name for path in folder.iterdir()} - {
-        "tokenizer.json", "tokenizer_config.json",
-    }  # fmt: skip
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     for name in names:
         assert (tmp_path / "b" / name).read_bytes() == (folder / name).read_bytes(), name
 

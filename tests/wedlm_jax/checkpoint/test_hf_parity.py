@@ -54,11 +54,14 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn": YARN,
     "yarn without an original length": {"rope_type": "yarn", "factor": 4.0},
     "yarn with betas and factor": {
-        **YARN, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3,
+        **YARN,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "attention_factor": 1.3,
     },
     "yarn with mscale": {**YARN, "mscale": 0.9, "mscale_all_dim": 0.5},
     "yarn not truncated": {**YARN, "truncate": False},
-}  # fmt: skip
+}
 
 
 def make_reference(kind: str, *, tied: bool = False, rope: str = "default", seed: int = 0) -> Any:

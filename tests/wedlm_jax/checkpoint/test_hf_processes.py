@@ -24,10 +24,14 @@ def run_two(source: Path, destination: Path) -> list[tuple[int, str]]:
     children = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.hf_process", str(i), str(port), source, destination],
-            cwd=ROOT, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            cwd=ROOT,
+            env=environment,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for i in range(2)
-    ]  # fmt: skip
+    ]
     try:
         texts = [child.communicate(timeout=600)[1] for child in children]
     finally:

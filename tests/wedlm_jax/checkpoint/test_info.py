@@ -51,9 +51,17 @@ def test_facts(folder: Path) -> None:
         "bytes": sum(path.stat().st_size for path in folder.iterdir()),
     }
     assert facts["architecture"] == {
-        "layers": 3, "hidden_size": 16, "intermediate_size": 12, "heads": 4, "kv_heads": 2,
-        "head_dim": 6, "vocab_size": 24, "qkv_bias": False, "qk_norm": True, "tied_head": False,
-    }  # fmt: skip
+        "layers": 3,
+        "hidden_size": 16,
+        "intermediate_size": 12,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 6,
+        "vocab_size": 24,
+        "qkv_bias": False,
+        "qk_norm": True,
+        "tied_head": False,
+    }
     assert facts["context"] == 64
     # Keys and values of 3 layers, 2 heads, 6 numbers each.
     assert facts["kv_cache_bytes_per_token"] == {"bfloat16": 144, "float32": 288}
@@ -91,10 +99,12 @@ def test_text_is_aligned(folder: Path) -> None:
         ({}, "WeDLM or AR (WeDLM model)"),
         ({"mask_token_id": None}, "AR only (no mask_token_id in config.json: set it for WeDLM"),
         ({"model_type": "qwen3"}, "AR only (starting point of WeDLM training)"),
-        ({"model_type": "qwen3", "mask_token_id": None},
-         "AR only (starting point of training, once config.json has a mask_token_id)"),
+        (
+            {"model_type": "qwen3", "mask_token_id": None},
+            "AR only (starting point of training, once config.json has a mask_token_id)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_how_it_can_be_decoded(folder: Path, changes: dict, expected: str) -> None:
     edit_config(folder, **changes)
     assert line(folder, "decodes as").startswith(expected)
@@ -112,8 +122,9 @@ def test_rope_scaling_and_tied_head(tmp_path: Path) -> None:
     folder = write_tiny(
         tmp_path / "a", tie_word_embeddings=True, rope_scaling=scaling, rope_theta=1e6
     )
-    assert line(folder, "RoPE") == "θ 1,000,000, yarn, factor 4.0, " \
-        "original_max_position_embeddings 16"  # fmt: skip
+    assert (
+        line(folder, "RoPE") == "θ 1,000,000, yarn, factor 4.0, original_max_position_embeddings 16"
+    )
     assert line(folder, "vocabulary") == "24, tied head"
     assert "warning" not in as_text(describe(folder))
 
@@ -169,8 +180,11 @@ def test_only_headers_are_read(folder: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(folder)],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert "parameters  68.72B" in done.stdout
     assert done.stdout.endswith("[]\n")
 

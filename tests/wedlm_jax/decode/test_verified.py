@@ -297,9 +297,14 @@ PROMPT = (1, 2)
 def many_at_once() -> Engine:
     model = Transformer(SMALL, rngs=nnx.Rngs(3))
     return small_engine(
-        model, [BOLD], window_size=3, max_batch_size=AT_ONCE, max_model_len=6,
-        page_size=16, deterministic=True,
-    )  # fmt: skip
+        model,
+        [BOLD],
+        window_size=3,
+        max_batch_size=AT_ONCE,
+        max_model_len=6,
+        page_size=16,
+        deterministic=True,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -327,10 +332,12 @@ def p_value(found: np.ndarray, params: SamplingParams) -> float:
     hidden = model(jnp.array(tokens), jnp.array(positions), CausalMask())
     logits = np.array(model.logits(hidden))[:, 1:-1]
     logits[..., 6] = -np.inf
-    next_token = np.array([
-        [softmax(truncate(row / params.temperature, 0, params.top_p)[0]) for row in sequence]
-        for sequence in logits
-    ])  # fmt: skip
+    next_token = np.array(
+        [
+            [softmax(truncate(row / params.temperature, 0, params.top_p)[0]) for row in sequence]
+            for sequence in logits
+        ]
+    )
     chosen = np.take_along_axis(next_token, every[..., None], axis=2)[..., 0]
     expected = chosen.prod(axis=1) * len(found)
     counts = np.bincount(found @ 6 ** np.arange(length)[::-1], minlength=len(every))

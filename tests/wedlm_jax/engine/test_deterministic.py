@@ -20,10 +20,12 @@ COUNT = 60
 
 def in_bfloat16(model: Transformer) -> Transformer:
     graph, parameters = nnx.split(model)
-    narrow = nnx.State.from_flat_path({
-        path: leaf.replace(leaf[...].astype(jnp.bfloat16))
-        for path, leaf in parameters.flat_state()
-    })  # fmt: skip
+    narrow = nnx.State.from_flat_path(
+        {
+            path: leaf.replace(leaf[...].astype(jnp.bfloat16))
+            for path, leaf in parameters.flat_state()
+        }
+    )
     return nnx.merge(graph, narrow)
 
 

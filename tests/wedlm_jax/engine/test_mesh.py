@@ -27,9 +27,12 @@ from wedlm_jax.quantization import quantize_weights
 from wedlm_jax.sharding import make_mesh, tree_shardings
 
 MODEL = tiny_transformer(
-    vocab_size=104, hidden_size=16, intermediate_size=24, num_attention_heads=8,
+    vocab_size=104,
+    hidden_size=16,
+    intermediate_size=24,
+    num_attention_heads=8,
     num_key_value_heads=4,
-)  # fmt: skip
+)
 HEADER = list(range(20, 56))
 PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15], [3, 4]]
 PROMPTS += [*([*HEADER, 60 + i] for i in range(6)), HEADER[:7], [*HEADER, 60]]
@@ -37,10 +40,15 @@ PARAMS = [
     SamplingParams(
         max_tokens=n, temperature=t, mode=mode, seed=i, entropy_threshold=4.0, logprobs=1
     )
-    for i, (n, t, mode) in enumerate([
-        (9, 0.0, "paper"), (12, 0.8, "verified"), (5, 0.0, "ar"), (8, 0.0, "verified"),
-    ])
-]  # fmt: skip
+    for i, (n, t, mode) in enumerate(
+        [
+            (9, 0.0, "paper"),
+            (12, 0.8, "verified"),
+            (5, 0.0, "ar"),
+            (8, 0.0, "verified"),
+        ]
+    )
+]
 ROWS = [Row(tuple(prompt), PARAMS[i % 4], 2) for i, prompt in enumerate(PROMPTS)]
 MESHES = [{"tensor": 2}, {"data": 4}, {"data": 2, "tensor": 2}, {"data": 2, "tensor": 4}]
 
@@ -58,9 +66,13 @@ def placed(model: Transformer, mesh: Mesh) -> Transformer:
 def engine_of(model: Transformer, mesh: Mesh | None = None, **options: object) -> Engine:
     """Two sequences a replica, so that all come and go; one size, so that little is compiled."""
     usual = {
-        "window_size": 2, "max_batch_size": 2, "page_size": 8, "chunk_tokens": 16,
-        "max_model_len": 64, "deterministic": True,
-    }  # fmt: skip
+        "window_size": 2,
+        "max_batch_size": 2,
+        "page_size": 8,
+        "chunk_tokens": 16,
+        "max_model_len": 64,
+        "deterministic": True,
+    }
     return small_engine(model, PARAMS, mesh=mesh, **{**usual, **options})
 
 
