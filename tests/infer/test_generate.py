@@ -240,7 +240,9 @@ def test_help_names_the_defaults_that_hold(capsys: pytest.CaptureFixture[str]) -
     }
     no_masks = "0 for a checkpoint that was not trained on masks"
     expected["window-size"] = f"{DEFAULT_WINDOW}; {no_masks}"
-    expected["batch-size"] = f"{library['max_batch_size'].default}; 1 with --prompt, or as many as --n"
+    expected["batch-size"] = (
+        f"{library['max_batch_size'].default}; 1 with --prompt, or as many as --n"
+    )
     expected["shard-size"], expected["grace"] = str(SHARD_SIZE), str(GRACE_SECONDS)
     expected["num-hosts"] = "1"
     assert {name: shown.get(name) for name in expected} == expected
