@@ -13,7 +13,7 @@ from wedlm_jax.params import OPTIONS, Option, SamplingParams
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
 NOT_FLAGS = ("logit_bias",)
-"""Fields that only a row of a file can have."""
+"""Fields without a flag: on a command line they would be JSON. Rows of a file have them."""
 
 
 def flag(name: str) -> str:
@@ -24,7 +24,7 @@ def flag(name: str) -> str:
 def add_sampling_options(group: Any) -> None:
     """Adds a flag for each field. Defaults are those of `SamplingParams`: a flag that is not given
     is absent from what is parsed."""
-    for name in sorted(OPTIONS, key="mode".__ne__):  # what changes most comes first
+    for name in ["mode", *(name for name in OPTIONS if name != "mode")]:  # what changes most first
         if name in NOT_FLAGS:
             continue
         option = OPTIONS[name]

@@ -45,7 +45,7 @@ def imported_files(file: Path) -> Iterator[Path]:
 
 
 def test_no_circle_of_imports() -> None:
-    """Nor one through `TYPE_CHECKING` or an import inside a function."""
+    """Counts imports under `TYPE_CHECKING` and inside functions, too."""
     files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
     graph = {file: set(imported_files(file)) for file in files}
 

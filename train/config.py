@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,13 @@ def _field(
     above: float | None = None,
     below: float = math.inf,
 ) -> Any:
-    """A field with what ``--help`` says of it, and what its value may be: one of the ``choices``,
-    from ``least`` to ``most`` or ``below`` a number, or ``above`` one."""
+    """Declares a field of a recipe: its default, what ``--help`` says of it, and its bounds.
+
+    Args:
+      choices: the texts that it may be; any where there are none.
+      least, most: bounds of a number, which it may reach.
+      above, below: bounds that it may not reach.
+    """
     metadata = {
         "help": meaning,
         "choices": choices,
@@ -313,16 +319,22 @@ def _check_fields(section: Any, path: str | Path, prefix: str = "") -> None:
             raise InputError(f"{path}: {name} must be {_one_of(said['choices'])}, not {value!r}")
         for key, number in value.items() if isinstance(value, dict) else [("", value)]:
             shown = f"{name}: the share of {key}" if key else name
-            inside = said["least"] is None or said["least"] <= number <= said["most"]
-            if not inside or (said["below"] < math.inf and number >= said["below"]):
-                bound = f"at least {said['least']:g}"
-                if said["below"] < math.inf:
-                    bound += f" and below {said['below']:g}"
-                if said["most"] < math.inf:
-                    bound = f"{said['least']:g} to {said['most']:g}"
+            if bound := _broken_bound(said, number):
                 raise InputError(f"{path}: {shown} must be {bound}, not {number}")
-            if said["above"] is not None and not said["above"] < number < math.inf:
-                raise InputError(f"{path}: {shown} must be above {said['above']:g}, not {number}")
+
+
+def _broken_bound(said: Mapping[str, Any], number: Any) -> str | None:
+    """Returns what a field says that a number must be, where it is not; None where it is."""
+    if said["above"] is not None:
+        return None if said["above"] < number < math.inf else f"above {said['above']:g}"
+    if said["least"] is None:
+        return None
+    if said["least"] <= number <= said["most"] and number < said["below"]:
+        return None
+    if said["most"] < math.inf:
+        return f"{said['least']:g} to {said['most']:g}"
+    above = f"at least {said['least']:g}"
+    return above if said["below"] == math.inf else f"{above} and below {said['below']:g}"
 
 
 def _one_of(choices: tuple[str, ...]) -> str:

@@ -29,26 +29,15 @@ from train.data.synthetic import (
 )
 from train.tokenizer import save_tokenizer, train_tokenizer
 from wedlm_jax.checkpoint.hf import load_checkpoint
-from wedlm_jax.config import ModelConfig, config_from_hf, read_config_json
+from wedlm_jax.config import SIZES, ModelConfig, config_from_hf, read_config_json
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
 from wedlm_jax.processes import is_first, say, wait_for_all
 from wedlm_jax.sharding import tree_shardings
 
 TOKENIZER_SAMPLES = 20_000
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "attention_bias",
-    "qk_norm",
-    "tie_word_embeddings",
-)
-"""Fields of a ``config.json`` that shape parameters."""
+PARAMETERS = (*SIZES, "attention_bias", "qk_norm", "tie_word_embeddings")
+"""Fields of a ``config.json`` that say which parameters there are, in which shapes."""
 
 
 def tokenizer_folder(config: TrainConfig, output: Path) -> Path:
@@ -94,7 +83,7 @@ def _check_architecture(stated: dict[str, Any], folder: Path) -> None:
       InputError: naming the first field that differs.
     """
     config = config_from_hf(read_config_json(folder))
-    for name in SIZES:
+    for name in PARAMETERS:
         found = getattr(config, name)
         if stated.get(name, found) not in (found, None):
             raise InputError(

@@ -21,8 +21,9 @@ class RunStopped(Exception):
 
 
 class AgreedStop(StopRequest):
-    """Notes SIGTERM; several processes agree on the step after which they stop, through the
-    coordinator that `jax.distributed` started: only one of them may have got the signal.
+    """Stops all processes of a run after the same step, when SIGTERM has come to one of them.
+
+    They agree through the coordinator that `jax.distributed` started.
     """
 
     def __init__(self) -> None:

@@ -17,13 +17,13 @@ from wedlm_jax.errors import InputError
 
 
 def writer_name() -> str:
-    """A name that no other process gives to its files, on any host."""
+    """Returns a name that no other process gives to its files, on any host."""
     return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 @contextlib.contextmanager
 def written_beside(path: Path, beside: Path | None = None) -> Iterator[IO[bytes]]:
-    """A new file that takes the name ``path`` when the block ends well, after all of it is on
+    """Opens a new file that takes the name ``path`` when the block ends well, after all of it is on
     the disk. Until then it stands in the folder ``beside`` (by default its own), under a name
     that nobody else gives.
 
@@ -55,7 +55,7 @@ def sync(file: IO[bytes]) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Makes a file's contents, or a rename within a folder, survive a crash of the machine."""
+    """Syncs a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

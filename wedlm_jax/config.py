@@ -12,6 +12,17 @@ from typing import Any
 
 from wedlm_jax.errors import InputError
 
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+"""Fields that give parameters their shapes."""
+
 ARCHITECTURES = {
     "wedlm": "WeDLMForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -97,15 +108,7 @@ class ModelConfig:
     model_type: str = "wedlm"
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-        ):
+        for name in SIZES:
             _require_size(name, getattr(self, name))
         if self.num_attention_heads % self.num_key_value_heads:
             raise InputError(

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+import jax
+
 from infer.bench.subject import SHAPES, Subject, random_prompts, random_subject
 from infer.bench.turns import Bar
 from wedlm_jax.engine.burst import Request
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from wedlm_jax.engine.engine import Engine
 
 CHUNK = 1024
-"""Tokens of the prompt whose times are compared; a forward computes fewer at a time."""
+"""Compares the first so many tokens of the prompt with the last; a forward computes fewer."""
 OTHERS = 4
 """Sequences that decode meanwhile, autoregressively: so each has a token a forward."""
 OTHERS_TOKENS = 32
@@ -90,7 +92,7 @@ def compare_chunks(
     subject = random_subject(config, dtype)
     longest = min(2 * tokens, config.max_position_embeddings)
     room = tokens + OTHERS * tokens // 4  # the others have a token for several of the prompt
-    page_size = PAGE_SIZES["cpu"]
+    page_size = PAGE_SIZES.get(jax.default_backend(), PAGE_SIZES["gpu"])
     engine = subject.engine(
         0,
         OTHERS + 1,

@@ -13,7 +13,7 @@ from wedlm_jax.parquet import require_pyarrow
 
 PROMPT_KINDS = ("prompt", "prompt_token_ids", "messages")
 KEYS = (*PROMPT_KINDS, "id", "sampling")
-"""What a row may have, in either format."""
+"""Lists the keys that a row may have, in JSONL and in Parquet."""
 ROWS_AT_A_TIME = 256
 READ_BUFFER = 2**20
 

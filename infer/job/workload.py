@@ -35,7 +35,7 @@ class BadRow(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The rows of a job, and how they are decoded.
+    """Reads and checks the rows of a job, each when its shard is decoded.
 
     Attributes:
       files: of the input, in order.

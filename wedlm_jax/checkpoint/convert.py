@@ -109,8 +109,7 @@ def convert(
     force: bool = False,
     config_from: str | Path | None = None,
 ) -> Converted:
-    """Writes the checkpoint in ``source`` anew, in the other format, in another dtype or
-    under another model type.
+    """Converts a checkpoint to the other format, another dtype or another model type.
 
     The destination appears whole or not at all.
 

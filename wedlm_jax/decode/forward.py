@@ -66,8 +66,10 @@ class Predictions(NamedTuple):
 
 
 def no_hidden_states(model: Transformer, program: Program) -> Array:
-    """Allocates the final hidden states ``[T, D]`` of a forward, once for all forwards of a burst:
-    clearing them each time would cost more than a small model can spare."""
+    """Allocates the final hidden states ``[T, D]``, which all forwards of a burst overwrite.
+
+    To clear them for each would take as long as a layer of a small model.
+    """
     # A part may stand over the end of the forward, and must not be moved back for that.
     rows = program.sizes.total + program.sizes.tokens[-1]
     return jnp.zeros((rows, model.config.hidden_size), model.embed_tokens[...].dtype)

@@ -81,6 +81,21 @@ def assert_holds_the_same(folder: Path) -> None:
     assert not expected
 
 
+def measured(*arguments: object) -> dict[str, int]:
+    """Runs tests/hf_memory.py in a process of its own, whose peak is that of nothing else."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.hf_memory", *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
 @pytest.mark.full
@@ -88,17 +103,7 @@ def test_1_7b_onto_eight_devices_and_back(tmp_path: Path) -> None:
     source, back = tmp_path / "source", tmp_path / "back"
     try:
         write_large(source)
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.hf_memory", str(source), str(back), str(SHARD_BYTES)],
-            cwd=ROOT,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        facts = json.loads(done.stdout)
-        print(facts)
+        facts = measured(source, back, SHARD_BYTES)
         assert facts["parameters"] == 2 * config_from_hf(QWEN3_1_7B).num_parameters()
         file = facts["parameters"] / 5  # on average
         embedding = 2 * QWEN3_1_7B["vocab_size"] * QWEN3_1_7B["hidden_size"]
@@ -119,17 +124,7 @@ def test_rounded_while_read_it_is_never_there_as_it_was(tmp_path: Path) -> None:
         source.mkdir()
         write_config(source, {**QWEN3_1_7B, "num_hidden_layers": layers})
         write_weights(plan_files(large_tensors(layers), SHARD_BYTES), source)
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.hf_memory", str(source), "int8"],
-            cwd=ROOT,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        facts = json.loads(done.stdout)
-        print(facts)
+        facts = measured(source, "int8")
         config = config_from_hf({**QWEN3_1_7B, "num_hidden_layers": layers})
         matrices = config.num_parameters(embeddings=False)
         embedding = 2 * QWEN3_1_7B["vocab_size"] * QWEN3_1_7B["hidden_size"]
