@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 LOCK := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo shell embedded test test-all test-fast lint format env env-test clean clean-env
+.PHONY: help demo shell embedded docs test test-all test-fast lint format env env-test clean clean-env
 
 help: ## show this list
 	@echo "wedlm-jax: WeDLM diffusion language models in JAX"
@@ -31,6 +31,11 @@ demo: env ## decode with the small model that is included, on this machine
 
 shell: env ## open a shell in which `wedlm` is found
 	@PATH="$(abspath $(BIN)):$$PATH" VIRTUAL_ENV="$(abspath $(VENV))" $${SHELL:-sh}
+
+docs: env-test ## make docs/reference.md and the drawings anew, and the site from them, in site/
+	$(BIN)/python -m docs.reference
+	$(BIN)/python -m docs.drawings
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 test: lint ## lint, check types and test every property
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -62,7 +67,7 @@ env: $(VENV)/.installed ## make the environment for running
 env-test: $(VENV)/.installed-test ## make the environment for running and testing
 
 clean: ## remove build products and caches, keep the environment
-	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . \( -name '.venv*' -o -name .git \) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-env: ## remove the environment

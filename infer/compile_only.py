@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,18 @@ from flax import nnx
 from jax.sharding import Mesh
 from omegaconf import OmegaConf
 
-from wedlm_jax.aot.roofline import Roofline, roofline
-from wedlm_jax.aot.topology import Chip, Topology, describe_topology
+from wedlm_jax.aot.topology import (
+    Chip,
+    Roofline,
+    Topology,
+    compile_for,
+    describe_topology,
+    local_bytes,
+)
 from wedlm_jax.config import ModelConfig, config_from_hf, read_config_json
 from wedlm_jax.decode.options import Traits
 from wedlm_jax.decode.state import num_slots
-from wedlm_jax.engine.arguments import lower_burst
+from wedlm_jax.engine.device_programs import lower_burst
 from wedlm_jax.engine.memory import bytes_per_page
 from wedlm_jax.engine.settings import PAGE_SIZES, EngineSettings, Wishes, plan_engine
 from wedlm_jax.errors import InputError
@@ -143,10 +148,7 @@ def compile_decoder(
     shapes = nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0), dtype=jnp.dtype(DTYPE)))
     graph, parameters = nnx.split(shapes)
     parameters = jax.tree.map(_at, parameters, tree_shardings(mesh, parameters))
-    weights = sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(parameters)
-    )
+    weights = local_bytes(parameters)
     page = PAGE_SIZES["tpu"]
     pages = math.ceil((sizes.model_len + num_slots(sizes.window) + 1) / page)
     wishes = Wishes(
@@ -156,7 +158,6 @@ def compile_decoder(
         attention=attention,
         num_pages=each * pages + 1,
     )
-    started = time.perf_counter()
     with jax.set_mesh(mesh), jax.default_device(topology.devices[0]):
         settings, memory = plan_engine(
             model,
@@ -167,13 +168,14 @@ def compile_decoder(
             weights=weights,
             limit=topology.chip.hbm_bytes,
         )
-        traits = Traits.of(SamplingParams(mode="verified"), sizes.window)
-        compiled = _compile(
-            topology_name, lower_burst(graph, parameters, model, settings, traits, mesh)
-        )
         page_bytes = bytes_per_page(model, page, DTYPE)
-    analysis = compiled.memory_analysis()
-    assert analysis is not None, "this backend does not count memory"
+    traits = Traits.of(SamplingParams(mode="verified"), sizes.window)
+    compiled = compile_for(
+        topology,
+        mesh,
+        lambda: lower_burst(graph, parameters, model, settings, traits, mesh),
+        "decoder",
+    )
     return CompiledDecoder(
         topology=topology.name,
         devices=len(topology.devices),
@@ -182,24 +184,14 @@ def compile_decoder(
         settings=settings,
         weight_bytes=weights,
         page_bytes=memory.pages,
-        peak_bytes=analysis.peak_memory_in_bytes,
-        temporary_bytes=analysis.temp_size_in_bytes,
+        peak_bytes=compiled.peak_bytes,
+        temporary_bytes=compiled.temporary_bytes,
         hbm_limit=topology.chip.hbm_bytes,
         forward=forward_of(
             model, sizes, each, mesh.shape["tensor"], weights, page_bytes // page, topology.chip
         ),
-        compile_seconds=time.perf_counter() - started,
+        compile_seconds=compiled.seconds,
     )
-
-
-def _compile(topology: str, program: jax.stages.Lowered) -> jax.stages.Compiled:
-    try:
-        return program.compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        reason = next((line for line in str(error).splitlines() if "hbm" in line.lower()), "")
-        raise InputError(f"{topology}: the decoder does not fit: {reason.strip()}") from None
 
 
 def _at(leaf: Any, sharding: Any) -> Any:
@@ -235,7 +227,7 @@ def forward_of(
     # A ring of n chips sends 2 (n - 1) / n of what it sums.
     summed = 2 * model.num_hidden_layers * tokens * model.hidden_size * size
     sent = int(summed * 2 * (tensor - 1) / tensor)
-    bound = roofline(chip, flops=flops / tensor, hbm_bytes=least, sent_bytes=sent)
+    bound = chip.bounds(flops=flops / tensor, hbm_bytes=least, sent_bytes=sent)
     expected = max(bound.compute / PRODUCTS, bound.memory / BANDWIDTH) + bound.network
     return Forward(tokens, flops / tensor, least, sent, bound, expected)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from infer.heldout import Question
     from infer.score import Score
     from wedlm_jax.engine.engine import Engine
-    from wedlm_jax.engine.results import WindowView
+    from wedlm_jax.engine.events import WindowView
     from wedlm_jax.params import SamplingParams
 
 PROMPTS_A_REGIME = 4
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
     from infer.evaluate import EMBEDDED_QUESTIONS, decoders_at
     from infer.heldout import read_questions
 
-    decoders = decoders_at(None, [0.4], blockwise=False)
+    decoders = decoders_at(None, [0.4], kinds=("ar", "paper", "verified"))
     regimes = [
         questions[: options.samples] for questions in read_questions(EMBEDDED_QUESTIONS).values()
     ]
@@ -97,13 +97,12 @@ def _show(
     console: Console, decoder: Decoder, question: Question, delay: float, *, trace: bool
 ) -> None:
     """One prompt: live in a terminal; else the answer, after its forwards if ``trace``."""
-    from infer.evaluate import chat_prompt
     from infer.window_view import plain, styled
 
     codec = decoder.llm.codec
     assert codec is not None
     console.print(f"\n> {question.prompt}", style="bold", markup=False)
-    views = _views(decoder.llm.engine, chat_prompt(decoder.llm, question), decoder.params)
+    views = _views(decoder.llm.engine, question.encode(decoder.llm), decoder.params)
     view = View([], None, 0)
     if console.is_terminal:
         from rich.live import Live

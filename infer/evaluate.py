@@ -1,27 +1,29 @@
-"""`wedlm evaluate`: accuracy and speed on held-out prompts of the corpus.
+"""`wedlm evaluate`: accuracy and speed on questions, or on tasks of lm-evaluation-harness.
 
-Decoders are compared from the same weights in the same process. Every decoder completes
-every prompt once untimed, which compiles what it needs; then they take turns, prompt set
-by prompt set, so that a busy machine slows them alike.
+On questions, decoders are compared from the same weights in the same process. Every decoder
+completes every prompt once untimed, which compiles what it needs; then they take turns, prompt
+set by prompt set, so that a busy machine slows them alike.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import itertools
 import json
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import wedlm_jax
+from infer.evaluation_options import KINDS, QUESTION_OPTIONS, TASK_OPTIONS, check, parser
+from infer.generate import LLM_OPTIONS, load
 from infer.heldout import read_questions
-from infer.plots import check_plot, draw_scores
+from infer.plots import draw_scores
 from infer.score import Score
-from wedlm_jax.errors import InputError
+from wedlm_jax.atomic import write_json, written_beside
 
 if TYPE_CHECKING:
     from infer.heldout import Question
@@ -33,8 +35,20 @@ EMBEDDED_QUESTIONS = Path(wedlm_jax.__file__).parent / "embedded" / "heldout.jso
 
 MAX_TOKENS = 160
 """Longer than any answer of the corpus."""
+OWN_MAX_TOKENS = 512
+"""Of questions in a file of the user's."""
+
+SAMPLES = 300
+"""Of the embedded model's questions, a regime."""
 
 PAPER_THRESHOLDS = (0.2, 0.4, 0.6, 0.9)
+
+DECODER_OPTIONS = (
+    *(name for name in LLM_OPTIONS if name != "model"),
+    "position_penalty",
+    "max_tokens",
+)
+"""What `decoders_at` takes under the same name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,17 +66,20 @@ def evaluate(
     *,
     passes: int = 3,
     on_pass: Callable[[str], None] = lambda _: None,
+    on_answers: Callable[[str, list[Completion]], None] = lambda *_: None,
 ) -> list[Score]:
     """Scores decoders on the same questions of one regime.
 
     Args:
       passes: timed passes of each decoder over all the questions.
       on_pass: told the name of the decoder whose pass begins.
+      on_answers: told each decoder's name and what it completed.
     """
     answers, seconds = [], [[0.0] * passes for _ in decoders]
     for decoder in decoders:
         on_pass(decoder.name)
         answers.append(_complete(decoder, questions))
+        on_answers(decoder.name, answers[-1])
     for number in range(passes):
         for decoder, times in zip(decoders, seconds, strict=True):
             on_pass(decoder.name)
@@ -76,13 +93,8 @@ def evaluate(
     ]
 
 
-def chat_prompt(llm: LLM, question: Question) -> list[int]:
-    """The question as the model was trained to read it: a user's turn."""
-    return llm.chat_prompt([{"role": "user", "content": question.prompt}])
-
-
 def _complete(decoder: Decoder, questions: Iterable[Question]) -> list[Completion]:
-    prompts = [chat_prompt(decoder.llm, question) for question in questions]
+    prompts = [question.encode(decoder.llm) for question in questions]
     return decoder.llm.generate(prompts, decoder.params)
 
 
@@ -98,7 +110,7 @@ def _score(
     verdicts = [question.is_right(completion.text or "") for question, completion in pairs]
     known = [verdict for verdict in verdicts if verdict is not None]
     alike = sum(a.token_ids == b.token_ids for a, b in zip(completions, first, strict=True))
-    prompts = [chat_prompt(decoder.llm, question) for question in questions]
+    prompts = [question.encode(decoder.llm) for question in questions]
     scored = decoder.llm.score(prompts, [c.token_ids for c in completions], top=1)
     best = sum(
         place.top[0][0] == token
@@ -117,58 +129,28 @@ def _score(
         sum(c.num_forwards for c in completions),
         sum(c.num_token_instances for c in completions),
         seconds,
+        sum(c.finish_reason == "length" for c in completions),
     )
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="wedlm evaluate",
-        description="Accuracy and speed of AR, block-wise, streaming and verified decoding from\n"
-        "the same weights, on questions held out from the embedded model's training, or your own.",
-        epilog="example:\n  wedlm evaluate --samples 100 --entropy-threshold 0.4 "
-        "--output scores.json --plot scores.svg",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    given = vars(parser().parse_args(arguments))
+    check(given)
+    options = QUESTION_OPTIONS | TASK_OPTIONS | {"output": None} | given
+    if "tasks" in given:
+        from infer.harness.command import run_tasks
+
+        return run_tasks(options)
+    own = options["questions"] is not None
+    regimes = read_questions(
+        Path(options["questions"] if own else EMBEDDED_QUESTIONS),
+        match=options["match"],
+        chat=options["chat"],
     )
-    add = parser.add_argument
-    add("--model", metavar="DIR", help="checkpoint folder [the embedded model]")
-    add("--questions", metavar="FILE", help="JSONL questions [those of the embedded model]")
-    add("--samples", type=int, default=300, metavar="N", help="questions a regime [300]")
-    add("--window-size", type=int, default=16, metavar="N", help="W, masked slots [16]")
-    add(
-        "--entropy-threshold",
-        type=float,
-        nargs="+",
-        default=list(PAPER_THRESHOLDS),
-        metavar="X",
-        help="τ in nats, one or more [0.2 0.4 0.6 0.9]",
-    )
-    add("--position-penalty", type=float, default=0.02, metavar="X", help="λ [0.02]")
-    add("--batch-size", type=int, default=1, metavar="N", help="prompts at a time [1]")
-    add("--quantization", choices=("int8",), help="round the weights to 8 bits [not]")
-    add("--kv-cache-dtype", choices=("int8",), help="round keys and values to 8 bits [not]")
-    add("--passes", type=int, default=3, metavar="N", help="timed passes [3]")
-    add("--output", metavar="FILE", help="also write the scores as JSON")
-    add("--plot", metavar="FILE", help="also draw them (.svg, .png or .pdf; needs matplotlib)")
-    options = parser.parse_args(arguments)
-    if options.samples < 1 or options.passes < 1:
-        raise InputError("--samples and --passes: expected at least 1")
-    regimes = read_questions(Path(options.questions or EMBEDDED_QUESTIONS))
-    if options.output is not None and not Path(options.output).resolve().parent.is_dir():
-        raise InputError(f"--output {options.output}: no such folder to write it in")
-    if options.plot is not None:
-        check_plot(options.plot)
-
-    from infer.score import score_table
-
-    scores = _evaluate_all(options, list(regimes.values()))
-    from rich.console import Console
-
-    Console().print(score_table(scores))
-    if options.output is not None:
-        text = json.dumps([score.as_row() for score in scores], indent=1)
-        Path(options.output).write_text(text + "\n", encoding="utf-8")
-    if options.plot is not None:
-        draw_scores(scores, Path(options.plot))
+    options.setdefault("max_tokens", OWN_MAX_TOKENS if own else MAX_TOKENS)
+    samples = options["samples"] or (None if own else SAMPLES)
+    chosen = [questions[:samples] for questions in regimes.values()]
+    _evaluate_all(options, chosen)
     return 0
 
 
@@ -179,51 +161,108 @@ def decoders_at(
     window_size: int = 16,
     position_penalty: float = 0.02,
     batch_size: int = 1,
-    blockwise: bool = True,
-    **rounding: str | None,
+    max_tokens: int = MAX_TOKENS,
+    kinds: Sequence[str] = KINDS,
+    **others: Any,
 ) -> list[Decoder]:
     """AR decoding, block-wise and streaming decoding at each threshold, and verified decoding.
 
     Args:
-      rounding: of weights and cache, as `LLM` takes it.
+      kinds: which of these. A model that was not trained on masks decodes AR, whatever they are.
+      others: options of `infer.generate.load`.
     """
-    from wedlm_jax.llm import LLM
     from wedlm_jax.params import SamplingParams
 
-    load = partial(LLM, model, max_batch_size=batch_size, **rounding)  # type: ignore[arg-type]
-    base = SamplingParams(mode="paper", max_tokens=MAX_TOKENS, position_penalty=position_penalty)
+    others |= {"batch_size": batch_size} | ({} if model is None else {"model": model})
+
+    def loaded(**more: Any) -> LLM:
+        return load(others | more)
+
+    base = SamplingParams(mode="paper", max_tokens=max_tokens, position_penalty=position_penalty)
     at = [dataclasses.replace(base, entropy_threshold=x) for x in thresholds]
-    decoders = [Decoder("AR", load(window_size=0), dataclasses.replace(base, mode="ar"))]
-    for refill in ("blockwise", "streaming") if blockwise else ("streaming",):
-        llm = load(window_size=window_size, refill=refill)
-        name = "WeDLM" if refill == "streaming" else "block-wise"
-        decoders += [Decoder(f"{name} τ={p.entropy_threshold:g}", llm, p) for p in at]
-    verified = dataclasses.replace(base, mode="verified")
-    return [*decoders, Decoder("verified", decoders[-1].llm, verified)]
+    decoders: list[Decoder] = []
+    if "ar" in kinds:
+        llm = loaded(window_size=0)
+        decoders.append(Decoder("AR", llm, dataclasses.replace(base, mode="ar")))
+        if not llm.engine.config.knows_masks:
+            print(f"{llm.folder} was not trained on masks: AR decoding alone", file=sys.stderr)
+            return decoders
+    if "blockwise" in kinds:
+        llm = loaded(window_size=window_size, refill="blockwise")
+        decoders += [Decoder(f"block-wise τ={p.entropy_threshold:g}", llm, p) for p in at]
+    if {"paper", "verified"} & set(kinds):
+        llm = loaded(window_size=window_size)
+    if "paper" in kinds:
+        decoders += [Decoder(f"WeDLM τ={p.entropy_threshold:g}", llm, p) for p in at]
+    if "verified" in kinds:
+        decoders.append(Decoder("verified", llm, dataclasses.replace(base, mode="verified")))
+    return decoders
 
 
-def _evaluate_all(options: argparse.Namespace, regimes: list[list[Question]]) -> list[Score]:
+def _evaluate_all(options: Mapping[str, Any], regimes: Sequence[Sequence[Question]]) -> None:
+    """Compares decoders as ``options`` say; prints and writes what came of it."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from infer.score import score_table
+    from wedlm_jax.progress import ProgressBar
+
+    names = {name: options[name] for name in DECODER_OPTIONS if name in options}
     decoders = decoders_at(
-        options.model,
-        options.entropy_threshold,
-        window_size=options.window_size,
-        position_penalty=options.position_penalty,
-        batch_size=options.batch_size,
-        quantization=options.quantization,
-        kv_cache_dtype=options.kv_cache_dtype,
+        options.get("model"),
+        options.get("entropy_threshold", PAPER_THRESHOLDS),
+        kinds=options["decoders"],
+        **names,
     )
+    for decoder in decoders:
+        for question in itertools.chain.from_iterable(regimes):
+            question.check(decoder.llm, decoder.params)
     scores: list[Score] = []
-    columns = (TextColumn("{task.description:<32}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=len(regimes) * len(decoders) * (options.passes + 1))
+    answers: list[dict[str, object]] = []
+    passes = len(regimes) * len(decoders) * (options["passes"] + 1)
+    with ProgressBar("passes", total=passes) as bar:
         for questions in regimes:
 
             def begin(name: str, regime: str = questions[0].regime) -> None:
-                bar.update(task, advance=1, description=f"{regime} · {name}")
+                bar.advance(title=f"{regime} · {name:<16}")
 
-            chosen = questions[: options.samples]
-            scores += evaluate(decoders, chosen, passes=options.passes, on_pass=begin)
-    return scores
+            def note(name: str, said: Sequence[Completion], asked: Any = questions) -> None:
+                answers.extend(as_answer(name, *pair) for pair in zip(asked, said, strict=True))
+
+            scores += evaluate(
+                decoders, questions, passes=options["passes"], on_pass=begin, on_answers=note
+            )
+    Console().print(score_table(scores))
+    _tell_cut(scores, options["max_tokens"])
+    if options["output"] is not None:
+        write_json(Path(options["output"]), [score.as_row() for score in scores])
+    if options["answers"] is not None:
+        with written_beside(Path(options["answers"])) as file:
+            for answer in answers:
+                file.write(json.dumps(answer, ensure_ascii=False).encode("utf-8") + b"\n")
+    if options["plot"] is not None:
+        draw_scores(scores, Path(options["plot"]))
+
+
+def as_answer(decoder: str, question: Question, completion: Completion) -> dict[str, object]:
+    """A line of ``--answers``."""
+    return {
+        "decoder": decoder,
+        "regime": question.regime,
+        "prompt": question.prompt,
+        "answer": question.answer,
+        "match": question.match,
+        "text": completion.text,
+        "right": question.is_right(completion.text or ""),
+        "finish_reason": completion.finish_reason,
+        "num_tokens": len(completion.token_ids),
+        "num_forwards": completion.num_forwards,
+    }
+
+
+def _tell_cut(scores: Sequence[Score], max_tokens: int) -> None:
+    cut, total = sum(score.cut for score in scores), sum(score.questions for score in scores)
+    if cut:
+        print(
+            f"{cut} of {total} answers were cut at {max_tokens} tokens; --max-tokens N allows more",
+            file=sys.stderr,
+        )

@@ -81,6 +81,7 @@ LLM_OPTIONS = (
     "kv_cache_dtype",
     "deterministic",
     "mesh",
+    "refill",
 )
 """What `LLM` takes."""
 
@@ -118,8 +119,8 @@ def parser() -> argparse.ArgumentParser:
         default=False,
         help="a prompt is a user's message, put through the chat template",
     )
-    _add_model(result.add_argument_group("model"))
-    _add_decoding(result.add_argument_group("decoding"))
+    add_model_options(result.add_argument_group("model"))
+    add_decoding_options(result.add_argument_group("decoding"))
     _add_job(result.add_argument_group("with --input"))
     add = result.add_argument_group("without a TPU").add_argument
     add(
@@ -138,7 +139,8 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def _add_model(group: Any) -> None:
+def add_model_options(group: Any) -> None:
+    """Adds the flags of what `load` takes, but for the window."""
     add = group.add_argument
     add(
         "--model",
@@ -185,12 +187,6 @@ def _add_model(group: Any) -> None:
         "itself, in bfloat16 too; slower [not]",
     )
     add(
-        "--warmup",
-        action="store_true",
-        default=False,
-        help="with --input: compile before the first prompt is decoded",
-    )
-    add(
         "--attention",
         choices=("xla", "rpa"),
         help="xla runs on any device, rpa is a kernel for TPUs [rpa on a TPU with heads of 128 "
@@ -198,7 +194,8 @@ def _add_model(group: Any) -> None:
     )
 
 
-def _add_decoding(group: Any) -> None:
+def add_decoding_options(group: Any) -> None:
+    """Adds the flags of windows and sampling."""
     add = group.add_argument
     add(
         "--window-size",
@@ -228,6 +225,12 @@ _mesh_axis.__name__ = "NAME=N"
 
 def _add_job(group: Any) -> None:
     add = group.add_argument
+    add(
+        "--warmup",
+        action="store_true",
+        default=False,
+        help="compile before the first prompt is decoded",
+    )
     add("--shard-size", type=int, metavar="N", help="rows of a shard [1000]")
     add(
         "--fail-fast",
@@ -285,8 +288,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _run_job(options: dict[str, Any]) -> int:
-    from infer.job.hosts import find_host
     from infer.job.job import Job, JobOptions
+    from wedlm_jax.processes import find_host
 
     names = ("chat", "shard_size", "fail_fast", "overwrite", "grace")
     job = Job(

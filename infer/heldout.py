@@ -1,77 +1,186 @@
-"""Questions with known answers, from a JSONL file: what demo and evaluation decode.
+"""Questions with known answers, from a JSONL file: what demo, evaluate and bench decode.
 
-The file beside the embedded model holds prompts whose hash kept them out of its training
-data. A line has ``regime``, ``kind``, ``prompt``, ``answer`` and ``match``: how a completion
-is judged, by its whole ``"text"``, by its ``"last_line"``, or not at all (null).
+The file beside the embedded model holds prompts whose hash kept them out of its training data.
+docs/evaluation.md describes the format.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import re
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from wedlm_jax.errors import InputError
+from infer.job.prompt_record import check_messages, check_text, refuse_unknown, shown_value
+from wedlm_jax.errors import InputError, did_you_mean
+from wedlm_jax.params import SamplingParams
+from wedlm_jax.records.jsonl import parse_object, read_lines
 
-MATCHES = ("text", "last_line", None)
+if TYPE_CHECKING:
+    from wedlm_jax.llm import LLM
+    from wedlm_jax.text import Messages
+
+MATCHES = ("exact", "contains", "last_line", "last_number")
+"""How an answer is compared with a completion; white space at their ends never counts."""
+
+FIELDS = ("prompt", "messages", "answer", "match", "regime", "kind", "id")
+
+NUMBER = re.compile(
+    r"(?:(?<![\w)])[-−])?"  # a sign; the minus of 5-3 is none
+    r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?<![\w.])(?=\.\d))(?:\.\d+)?"  # 1,000 or 1000 or 0.5 or .5
+    r"(?:[eE][-+]?\d{1,3}\b)?"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A prompt, its reference answer, and how completions are judged."""
+    """A prompt, its reference answer, and how completions are judged.
 
-    regime: str
-    kind: str
+    Attributes:
+      prompt: what is asked, as a person reads it: a text, or the last message of a conversation.
+      answer: the reference.
+      match: one of `MATCHES`; None where nothing is right or wrong.
+      messages: the conversation, for the chat template; None where ``prompt`` is completed as it
+        stands.
+      regime: the group in which it is counted.
+      kind: a note on it.
+      place: its file and line, for messages.
+    """
+
     prompt: str
     answer: str
     match: str | None
+    messages: Messages | None = None
+    regime: str = "questions"
+    kind: str = ""
+    place: str = ""
 
     @property
     def expected(self) -> str:
         """The part of the answer that is compared."""
-        return _last_line(self.answer) if self.match == "last_line" else self.answer.strip()
+        return self._compared(self.answer)
 
     def is_right(self, text: str) -> bool | None:
-        """Whether a completion is right; None where there is no right answer.
-
-        White space at both ends counts for nothing.
-        """
+        """Whether a completion is right; None where there is no right answer."""
         if self.match is None:
             return None
-        given = _last_line(text) if self.match == "last_line" else text.strip()
-        return given == self.expected
+        if self.match == "contains":
+            return self.expected in text
+        if self.match == "last_number":
+            number = last_number(text)
+            return number is not None and number == last_number(self.answer)
+        return self._compared(text) == self.expected
+
+    def encode(self, llm: LLM) -> Sequence[int]:
+        """Returns the token ids of the prompt as the model reads it.
+
+        Raises:
+          InputError: the model has no such prompt, or no room for it.
+        """
+        prompt = self.prompt if self.messages is None else llm.chat_prompt(self.messages)
+        return llm.prepare_one(prompt, SamplingParams(max_tokens=1))[0]
+
+    def check(self, llm: LLM, params: SamplingParams) -> None:
+        """Refuses what the model cannot decode.
+
+        Raises:
+          InputError: naming the line, and why.
+        """
+        try:
+            llm.prepare_one(self.encode(llm), params)
+        except InputError as error:
+            raise InputError(f"{self.place}: {error}" if self.place else str(error)) from None
+
+    def _compared(self, text: str) -> str:
+        if self.match == "last_number":
+            return str(last_number(text))
+        if self.match == "last_line":
+            text = text.strip().rpartition("\n")[2]
+        return text.strip()
 
 
-def read_questions(path: Path) -> dict[str, list[Question]]:
-    """The questions of a file by regime, in the order of the file.
+def last_number(text: str) -> Decimal | None:
+    """Returns the last number that a text writes in digits; 1,000 and 1000.0 are one number."""
+    found = NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "").replace("−", "-")) if found else None
+
+
+def read_questions(
+    path: Path, *, match: str | None = "exact", chat: bool = False
+) -> dict[str, list[Question]]:
+    """Reads the questions of a file by regime, in the order of the file.
+
+    Args:
+      path: a JSONL file.
+      match: of records that do not say how they are judged.
+      chat: whether a ``prompt`` is a user's message, for the chat template.
 
     Raises:
-      InputError: naming the file and the line that is not a question.
+      InputError: naming the file, the line and the field.
     """
+    regimes: dict[str, list[Question]] = {}
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open("rb") as stream:
+            for line in read_lines(stream):
+                place = f"{path}, line {line.number}"
+                try:
+                    question = _question(parse_object(line.content), match, chat, place)
+                except InputError as error:
+                    raise InputError(f"{place}: {error}") from None
+                regimes.setdefault(question.regime, []).append(question)
     except FileNotFoundError:
         raise InputError(f"{path}: no such file of questions") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as UTF-8 text ({error})") from None
-    regimes: dict[str, list[Question]] = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            fields = json.loads(line)
-            question = Question(**fields)
-        except (json.JSONDecodeError, TypeError) as error:
-            raise InputError(f"{path}, line {number}: not a question ({error})") from None
-        texts = (question.regime, question.kind, question.prompt, question.answer)
-        if not all(isinstance(text, str) for text in texts) or question.match not in MATCHES:
-            raise InputError(
-                f"{path}, line {number}: expected texts, and match as one of "
-                '"text", "last_line" or null'
-            )
-        regimes.setdefault(question.regime, []).append(question)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
     if not regimes:
         raise InputError(f"{path}: no questions in this file")
     return regimes
 
 
-def _last_line(text: str) -> str:
-    return text.strip().rpartition("\n")[2].strip()
+def _question(fields: Mapping[str, Any], match: str | None, chat: bool, place: str) -> Question:
+    refuse_unknown(fields, FIELDS, "field")
+    if ("prompt" in fields) == ("messages" in fields):
+        have = "both" if "prompt" in fields else "neither"
+        raise InputError(f"expected either 'prompt' or 'messages'; the record has {have}")
+    match = _match(fields.get("match", match))
+    labels = {name: fields[name] for name in ("regime", "kind") if name in fields}
+    for name, label in labels.items():
+        if not isinstance(label, str) or not label:
+            raise InputError(f"{name}: expected a text, not {shown_value(label)}")
+    answer = _answer(fields, match)
+    if "messages" in fields:
+        messages: Messages = fields["messages"]
+        check_messages(messages)
+        if messages[-1]["role"] == "assistant":
+            raise InputError("messages: expected the user's turn last; the model answers it")
+        return Question(messages[-1]["content"], answer, match, messages, **labels, place=place)
+    prompt = fields["prompt"]
+    check_text(prompt)
+    turn = [{"role": "user", "content": prompt}] if chat else None
+    return Question(prompt, answer, match, turn, **labels, place=place)
+
+
+def _match(given: Any) -> str | None:
+    if given is not None and given not in MATCHES:
+        hint = did_you_mean(str(given), MATCHES)
+        raise InputError(f"match: unknown {shown_value(given)}; {hint}, or null")
+    return given
+
+
+def _answer(fields: Mapping[str, Any], match: str | None) -> str:
+    """Returns the reference as a text; there may be none where nothing is right or wrong."""
+    if "answer" not in fields and match is None:
+        return ""
+    if "answer" not in fields:
+        raise InputError('answer: missing; only questions with "match": null need none')
+    answer = fields["answer"]
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise InputError(f"answer: expected a text or a number, not {shown_value(answer)}")
+    text = str(answer)
+    if match is not None and not text.strip():
+        raise InputError("answer: expected more than white space")
+    if match == "last_number" and last_number(text) is None:
+        raise InputError(f"answer: expected a number in it, not {shown_value(answer)}")
+    return text

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from wedlm_jax.completion import Completion
     from wedlm_jax.llm import LLM
     from wedlm_jax.params import SamplingParams
-    from wedlm_jax.prompts import Prompt
+    from wedlm_jax.text import Prompt
 
 
 def read_prompt(argument: str, stdin: TextIO) -> str:

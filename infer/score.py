@@ -25,6 +25,7 @@ class Score:
         forwards, active window slots.
       seconds: median wall-clock of the timed passes over all prompts, prefill included,
         compilation not.
+      cut: answers that had no end within the tokens they were allowed.
     """
 
     decoder: str
@@ -37,6 +38,7 @@ class Score:
     forwards: int
     instances: int
     seconds: float
+    cut: int = 0
 
     @property
     def tokens_per_forward(self) -> float:

@@ -67,7 +67,7 @@ def bounded_programs() -> Iterator[None]:
     if maps.exists() and len(maps.read_bytes().splitlines()) > MOST_MAPS:
         for thing in gc.get_objects():
             if type(thing) is Engine:
-                thing.device.forget_programs()
+                thing.device.programs.clear()
         jax.clear_caches()
         gc.collect()
 

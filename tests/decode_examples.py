@@ -10,10 +10,10 @@ import pytest
 from hypothesis import strategies as st
 
 from tests.reference.decode_loop import Decoded, FullForward, decode
+from wedlm_jax.completion import Completion
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.results import SequenceResult
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 
@@ -132,13 +132,13 @@ def requests_of(batch: Sequence[Row], first: int = 0) -> list[Request]:
     return [Request(first + i, row.prompt, row.params, row.window) for i, row in enumerate(batch)]
 
 
-def run(engine: Engine, batch: Sequence[Row]) -> list[SequenceResult]:
+def run(engine: Engine, batch: Sequence[Row]) -> list[Completion]:
     """Decodes the rows, all submitted at once; results in their order, but for what was cached of
     a prompt, which depends on who was there before."""
     return [as_if_first(result) for result in engine.decode(requests_of(batch))]
 
 
-def as_if_first(result: SequenceResult) -> SequenceResult:
+def as_if_first(result: Completion) -> Completion:
     return dataclasses.replace(result, num_cached_tokens=0)
 
 
@@ -147,12 +147,12 @@ def in_mode(row: Row, mode: str, **changes: object) -> Row:
     return dataclasses.replace(row, params=params)
 
 
-def say_the_same(ours: SequenceResult, theirs: SequenceResult) -> bool:
+def say_the_same(ours: Completion, theirs: Completion) -> bool:
     """Whether tokens and reasons are equal; counts may differ."""
     return (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)
 
 
-def assert_same(ours: SequenceResult, theirs: SequenceResult) -> None:
+def assert_same(ours: Completion, theirs: Completion) -> None:
     """Tokens, reasons and counts equal, log-probabilities but for rounding: forwards of other
     sizes add in another order."""
     plain, other = (dataclasses.replace(result, logprobs=None) for result in (ours, theirs))
@@ -160,7 +160,7 @@ def assert_same(ours: SequenceResult, theirs: SequenceResult) -> None:
     assert_logprobs_near(ours, theirs)
 
 
-def assert_logprobs_near(ours: SequenceResult, theirs: SequenceResult) -> None:
+def assert_logprobs_near(ours: Completion, theirs: Completion) -> None:
     assert (ours.logprobs is None) == (theirs.logprobs is None)
     for one, other in zip(ours.logprobs or [], theirs.logprobs or [], strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from wedlm_jax.checkpoint.hf import arrays_from_model, load_checkpoint, save_checkpoint
-from wedlm_jax.quantization import rounded_alone
+from wedlm_jax.model.quantization import rounded_alone
 from wedlm_jax.sharding import make_mesh
 
 

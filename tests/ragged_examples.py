@@ -14,7 +14,7 @@ from jax import Array
 
 from wedlm_jax.attention.int8 import Int8Rows, to_int8
 from wedlm_jax.attention.pages import Spans
-from wedlm_jax.attention.ragged_pages import attend_pages, token_places, write_pages
+from wedlm_jax.attention.ragged import attend_pages, token_places, write_pages
 from wedlm_jax.attention.ragged_xla import make_tiles
 
 LAYERS = 3

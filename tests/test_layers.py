@@ -39,9 +39,9 @@ def imported_files(file: Path) -> Iterator[Path]:
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
-                whole = ROOT / Path(*node.module.split("."), alias.name).with_suffix(".py")
-                module = ROOT.joinpath(*node.module.split(".")).with_suffix(".py")
-                yield from (found for found in (whole, module) if found.is_file())
+                module = ROOT.joinpath(*node.module.split("."))
+                files = (f"{module}/{alias.name}.py", f"{module}.py", f"{module}/__init__.py")
+                yield from [path for path in map(Path, files) if path.is_file()][:1]
 
 
 def test_no_circle_of_imports() -> None:

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from wedlm_jax.decode.head_rows import HeadRows
 from wedlm_jax.decode.options import HostOptions, Options, Traits
-from wedlm_jax.decode.state import DecodeState, idle_state
+from wedlm_jax.decode.state import DecodeState, HeadRows, idle_state
 from wedlm_jax.params import SamplingParams
 
 VOCAB = 12

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from train.config import describe, load_config
-from train.join import add_options, join
+from train.distributed import add_options, join
 from wedlm_jax.processes import say
 
 
@@ -50,8 +50,7 @@ def main(arguments: list[str]) -> int:
         print(describe_step(compile_step(config, options.topology)))
         return 0
 
-    from train.loop import train
-    from train.stop import RunStopped
+    from train.loop import RunStopped, train
     from wedlm_jax.signals import TERMINATED
 
     join(options)

@@ -7,9 +7,6 @@ it, its collectives, and from these and the chip's figures the shortest time a s
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +14,21 @@ import jax
 from flax import nnx
 
 from train.config import TrainConfig
-from train.setup import abstract_rows, abstract_state, objective_of, optimizer_of
-from train.step import TrainState, make_train_step
-from train.step_flops import forward_flops, program_flops
-from wedlm_jax.aot.hlo_cost import program_cost
-from wedlm_jax.aot.roofline import ASSUMPTIONS, Roofline, roofline
-from wedlm_jax.aot.topology import Topology, describe_topology
+from train.program import abstract_rows, abstract_state, objective_of, optimizer_of
+from train.step import make_train_step
+from train.step_cost import forward_flops, program_flops
+from wedlm_jax.aot.cost import ProgramCost, program_cost
+from wedlm_jax.aot.topology import (
+    ASSUMPTIONS,
+    CompiledProgram,
+    Roofline,
+    Topology,
+    compile_for,
+    describe_topology,
+    local_bytes,
+)
 from wedlm_jax.attention import check_runs_on
-from wedlm_jax.config import ModelConfig, config_from_hf
-from wedlm_jax.errors import InputError
+from wedlm_jax.config import ModelConfig, config_from_hf, read_config_json
 from wedlm_jax.model import Transformer
 from wedlm_jax.sharding import check_fits, make_mesh
 
@@ -43,9 +46,7 @@ class CompiledStep:
       hbm_limit: what the chip has.
       model_flops: of the whole step: three times the forward pass's products.
       device_flops: of one device, with what is computed anew in the backward pass.
-      hbm_bytes: that one device reads and writes, as `wedlm_jax.aot.hlo_traffic` counts them.
-      collective_bytes, collective_count: of one device, by kind.
-      sent_bytes, slice_bytes: that leave one device, within its slice and between slices.
+      cost: of one device: HBM traffic, collectives, and what leaves it.
       roofline: lower bounds of the step's time.
       mfu_bound: model_flops over what the chips could do in the step's shortest time.
       compile_seconds: on this machine.
@@ -61,11 +62,7 @@ class CompiledStep:
     hbm_limit: int
     model_flops: float
     device_flops: float
-    hbm_bytes: int
-    collective_bytes: dict[str, int]
-    collective_count: dict[str, int]
-    sent_bytes: int
-    slice_bytes: int
+    cost: ProgramCost
     roofline: Roofline
     mfu_bound: float
     compile_seconds: float
@@ -93,28 +90,16 @@ def compile_step(config: TrainConfig, topology_name: str) -> CompiledStep:
     optimizer = optimizer_of(config)
     state: Any = abstract_state(mesh, parameters, optimizer)
     step = make_train_step(graph, optimizer, objective_of(config, model))
-    started = time.perf_counter()
-    try:
-        with jax.set_mesh(mesh), jax.default_device(topology.devices[0]):
-            compiled = step.lower(state, abstract_rows(config, mesh), _key(mesh)).compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        reason = next((line for line in str(error).splitlines() if "hbm" in line.lower()), "")
-        raise InputError(f"{topology_name}: the step does not fit: {reason.strip()}") from None
-    seconds = time.perf_counter() - started
-    return _report(config, model, topology, mesh, compiled, state, seconds)
+    inputs = state, abstract_rows(config, mesh), _key(mesh)
+    compiled = compile_for(topology, mesh, lambda: step.lower(*inputs), "step")
+    return _report(config, model, topology, mesh, compiled, local_bytes(state))
 
 
 def recipe_model(config: TrainConfig) -> ModelConfig:
     """The model of a recipe, from its architecture or from the checkpoint's config.json."""
     if config.model.init_from is None:
         return config_from_hf({"model_type": "wedlm", **config.model.architecture})
-    path = Path(config.model.init_from) / "config.json"
-    try:
-        return config_from_hf(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: {error}") from None
+    return config_from_hf(read_config_json(Path(config.model.init_from)))
 
 
 def _key(mesh: jax.sharding.Mesh) -> Any:
@@ -123,54 +108,40 @@ def _key(mesh: jax.sharding.Mesh) -> Any:
     return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
 
 
-def _peak_bytes(compiled: jax.stages.Compiled) -> int:
-    memory = compiled.memory_analysis()
-    assert memory is not None, "this backend does not count memory"
-    return memory.peak_memory_in_bytes
-
-
 def _report(
     config: TrainConfig,
     model: ModelConfig,
     topology: Topology,
     mesh: jax.sharding.Mesh,
-    compiled: jax.stages.Compiled,
-    state: TrainState,
-    seconds: float,
+    compiled: CompiledProgram,
+    state_bytes: int,
 ) -> CompiledStep:
     devices, slices = topology.devices, topology.slices
-    cost = program_cost(compiled.as_text() or "", devices=len(devices) // slices, slices=slices)
+    cost = program_cost(compiled.text, devices=len(devices) // slices, slices=slices)
     rows = config.rows * config.accumulation
     model_flops = 3 * forward_flops(model, rows, config.row_length)
     flops = program_flops(config, model, rows) / len(devices)
-    bound = roofline(
-        topology.chip,
+    bound = topology.chip.bounds(
         flops=flops,
         hbm_bytes=cost.hbm_bytes,
         sent_bytes=cost.sent_bytes,
         slice_bytes=cost.slice_bytes,
     )
-    local = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(state)]
-    sizes = [leaf.dtype.itemsize for leaf in jax.tree.leaves(state)]
     return CompiledStep(
         topology=topology.name,
         devices=len(devices),
         mesh=dict(mesh.shape),
         parameters=model.num_parameters(),
         tokens=rows * config.row_length,
-        state_bytes=sum(math.prod(shape) * size for shape, size in zip(local, sizes, strict=True)),
-        peak_bytes=_peak_bytes(compiled),
+        state_bytes=state_bytes,
+        peak_bytes=compiled.peak_bytes,
         hbm_limit=topology.chip.hbm_bytes,
         model_flops=model_flops,
         device_flops=flops,
-        hbm_bytes=cost.hbm_bytes,
-        collective_bytes=cost.collective_bytes,
-        collective_count=cost.collective_count,
-        sent_bytes=cost.sent_bytes,
-        slice_bytes=cost.slice_bytes,
+        cost=cost,
         roofline=bound,
         mfu_bound=model_flops / (len(devices) * topology.chip.peak_flops * bound.seconds),
-        compile_seconds=seconds,
+        compile_seconds=compiled.seconds,
     )
 
 
@@ -178,7 +149,7 @@ def describe(step: CompiledStep) -> str:
     """The report as lines of text."""
     gib = 2**30
     axes = " x ".join(f"{axis} {size}" for axis, size in step.mesh.items() if size > 1)
-    bound = step.roofline
+    bound, cost = step.roofline, step.cost
     lines = [
         f"{step.topology}: {step.devices:,} chips as {axes or 'one'}; "
         f"compiled in {step.compile_seconds:.0f} s",
@@ -189,13 +160,13 @@ def describe(step: CompiledStep) -> str:
         f"{step.headroom:.0%} to spare",
         f"products a step      {step.model_flops:.3g} FLOP (forward three times over)",
         f"products a chip      {step.device_flops:.3g} FLOP, what is computed anew included",
-        f"HBM traffic a chip   {step.hbm_bytes / gib:.0f} GiB",
-        f"sent by a chip       {step.sent_bytes / gib:.2f} GiB to its slice, "
-        f"{step.slice_bytes / gib:.2f} GiB to others",
+        f"HBM traffic a chip   {cost.hbm_bytes / gib:.0f} GiB",
+        f"sent by a chip       {cost.sent_bytes / gib:.2f} GiB to its slice, "
+        f"{cost.slice_bytes / gib:.2f} GiB to others",
     ]
     lines += [
-        f"  {kind:<19}{step.collective_count[kind]:,} times, {size / gib:.2f} GiB a chip"
-        for kind, size in sorted(step.collective_bytes.items())
+        f"  {kind:<19}{cost.collective_count[kind]:,} times, {size / gib:.2f} GiB a chip"
+        for kind, size in sorted(cost.collective_bytes.items())
     ]
     lines += [
         f"shortest step        {bound.seconds:.3f} s, by {bound.bound}: compute "
@@ -203,6 +174,6 @@ def describe(step: CompiledStep) -> str:
         f"slices {bound.slices:.3f} s",
         f"at best              {step.tokens / bound.seconds:,.0f} tokens/s, "
         f"{step.mfu_bound:.0%} of the chips' peak in the model's products",
-        f"assumed              {'; '.join(ASSUMPTIONS)}",
+        f"assumed              {ASSUMPTIONS}",
     ]
     return "\n".join(lines)

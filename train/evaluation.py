@@ -15,8 +15,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from train.config import TrainConfig
+from train.distributed import mesh_of_processes, own_copy
 from train.metrics import Record, as_json, flatten
-from train.own_copy import mesh_of_processes, own_copy
 from train.step import Objective, make_evaluation_step
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.corruption import PackedRows
@@ -79,7 +79,7 @@ class Evaluation:
         """Losses, perplexity, and decoding of the prompts: tokens per forward and p_cache.
 
         All processes of a run call this, under its mesh. Each decodes its share of the prompts
-        on its own devices (`train.own_copy`)."""
+        on its own devices (`train.distributed`)."""
         record = flatten(jax.device_get(self._step(parameters, self._rows, self._key)))
         record["ar_perplexity"] = math.exp(min(record["ar_loss"], 100.0))
         return record | self._decode(parameters)

@@ -12,10 +12,10 @@ from flax import nnx
 from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
-from train.budget import describe_budget, peak_flops
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig
 from train.data.batches import TrainBatches
+from train.distributed import AgreedStop
 from train.evaluation import EVALUATION, Evaluation, append_record
 from train.metrics import (
     MetricsLog,
@@ -26,9 +26,7 @@ from train.metrics import (
     Wandb,
     cut_back,
 )
-from train.recent import SKIPPED, Recent
-from train.resume import begin_or_resume
-from train.setup import (
+from train.program import (
     abstract_rows,
     abstract_state,
     guard_of,
@@ -37,16 +35,29 @@ from train.setup import (
     placed_state,
     schedule_of,
 )
+from train.resume import begin_or_resume
+from train.skipped_steps import SKIPPED, PendingMetrics
 from train.start import held_out_rows, initial_model, tokenizer_folder, training_rows
 from train.step import TrainState, make_train_step
-from train.step_flops import model_flops
-from train.stop import AgreedStop, RunStopped
+from train.step_cost import describe_budget, model_flops, peak_flops
 from wedlm_jax.attention import check_runs_on
 from wedlm_jax.checkpoint.hf import save_checkpoint
 from wedlm_jax.checkpoint.run_folder import describe_run
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.processes import is_first, say, wait_for_all
 from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh
+
+
+class RunStopped(Exception):
+    """The run ended on request, with its state saved.
+
+    Attributes:
+      step: completed steps.
+    """
+
+    def __init__(self, step: int):
+        super().__init__(f"stopped after step {step}")
+        self.step = step
 
 
 def train(config: TrainConfig) -> Path:
@@ -144,7 +155,7 @@ class TrainingRun:
         compiled = self._compile(state, key)
         batches = TrainBatches(self._data, config, batch_sharding(self._mesh), start=done)
         clock = StepClock()
-        recent = Recent(self._output, config.optimizer.max_skipped, batches.read_from)
+        pending = PendingMetrics(self._output, config.optimizer.max_skipped, batches.read_from)
         log = self._open_log(done)
         try:
             with AgreedStop() as stop:
@@ -153,14 +164,14 @@ class TrainingRun:
                     waited = batches.input_wait
                     state, metrics = compiled(state, next(batches), key)
                     clock.count(batches.input_wait - waited)
-                    recent.add(step + 1, metrics)
+                    pending.add(step + 1, metrics)
                     last = step + 1 == config.steps
                     if last or (step + 1) % config.log_every == 0:
-                        record = recent.read()
+                        record = pending.read()
                         self._log(log, step + 1, record, clock)
                     ends = stop.after(step + 1)
                     if last or ends or (step + 1) % config.checkpoint_every == 0:
-                        recent.read()  # what was skipped is on record before the state is
+                        pending.read()  # what was skipped is on record before the state is
                         checkpoints.save(state)
                     self._evaluate(step + 1, state, clock)
                     if ends and not last:

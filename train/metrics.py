@@ -15,17 +15,10 @@ from typing import Any, Protocol
 
 import numpy as np
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from wedlm_jax.atomic import written_beside
 from wedlm_jax.errors import InputError
+from wedlm_jax.progress import ProgressBar
 
 Record = dict[str, float]
 BY_RATIO = "mlm_loss_by_ratio"
@@ -75,7 +68,7 @@ class Sink(Protocol):
 
 
 class MetricsLog:
-    """Progress bar with ETA on a terminal, plain lines elsewhere, ``metrics.jsonl`` always.
+    """Writes what a run measures: to a progress bar, to ``metrics.jsonl``, and to boards.
 
     Args:
       folder: of the run.
@@ -92,20 +85,11 @@ class MetricsLog:
         cut_back(path, done)
         self._file = path.open("a", encoding="utf-8")
         self._sinks = sinks or []
-        self._console = Console()
-        self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[line]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
-        self._progress.start()
-        self._task = self._progress.add_task(title, total=total_steps, completed=done, line="")
         self._total = total_steps
+        self._bar = ProgressBar(
+            "steps", total=total_steps, done=done, title=title, console=Console(), every=0.0
+        )
+        self._bar.start()
 
     def write(self, step: int, record: Record) -> None:
         """Logs one record; it has ``step_seconds`` and ``tokens_per_second``."""
@@ -114,14 +98,14 @@ class MetricsLog:
         for sink in self._sinks:
             sink.write(step, record)
         shown = (f"{short} {record[name]:.4g}" for name, short in SHOWN.items() if name in record)
-        line = " ".join([*shown, f"{record['tokens_per_second']:,.0f} tokens/s"])
-        self._progress.update(self._task, completed=step, line=line)
-        if not self._console.is_terminal:
-            left = (self._total - step) * record["step_seconds"]
-            print(f"step {step}/{self._total} {line} ETA {left / 60:.1f} min", flush=True)
+        self._bar.update(
+            step,
+            text=", ".join([*shown, f"{record['tokens_per_second']:,.0f} tokens/s"]),
+            seconds_left=(self._total - step) * record["step_seconds"],
+        )
 
     def close(self) -> None:
-        self._progress.stop()
+        self._bar.stop()
         self._file.close()
         for sink in self._sinks:
             sink.close()

@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
 from train.config import TrainConfig
-from train.corpus import generate
 from train.data.batches import TrainingRows
 from train.data.sources import open_sources
 from train.data.synthetic import (
@@ -27,6 +26,7 @@ from train.data.synthetic import (
     rows_recipe,
     save_dataset,
 )
+from train.embedded.corpus import generate
 from train.tokenizer import save_tokenizer, train_tokenizer
 from wedlm_jax.checkpoint.hf import load_checkpoint
 from wedlm_jax.config import SIZES, ModelConfig, config_from_hf, read_config_json

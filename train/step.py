@@ -18,8 +18,8 @@ import optax
 from flax import nnx
 from jax import Array
 
-from train.guard import Guard, GuardState, judge
 from train.optimizer import learning_rate
+from train.skipped_steps import Guard, GuardState, judge
 from wedlm_jax.corruption import DualStreamBatch, PackedRows, dual_stream, sample_masks
 from wedlm_jax.loss import (
     LossConfig,

@@ -23,9 +23,8 @@ def writer_name() -> str:
 
 @contextlib.contextmanager
 def written_beside(path: Path, beside: Path | None = None) -> Iterator[IO[bytes]]:
-    """Opens a new file that takes the name ``path`` when the block ends well, after all of it is on
-    the disk. Until then it stands in the folder ``beside`` (by default its own), under a name
-    that nobody else gives.
+    """Opens a new file that gets the name ``path`` when the block succeeds, after all of it is on
+    the disk. Until then it is in the folder ``beside`` (by default the same), under a unique name.
 
     Raises:
       InputError: it cannot be written.
@@ -44,7 +43,7 @@ def written_beside(path: Path, beside: Path | None = None) -> Iterator[IO[bytes]
 
 
 def write_json(path: Path, value: Any, beside: Path | None = None) -> None:
-    """Writes a JSON file for people and programs, whole or not at all."""
+    """Writes an indented JSON file, whole or not at all."""
     with written_beside(path, beside) as file:
         file.write(json.dumps(value, ensure_ascii=False, indent=2).encode("utf-8") + b"\n")
 
@@ -65,8 +64,8 @@ def sync_path(path: Path) -> None:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Waits until no other process is in such a block for ``folder``; where the file system
-    has no locks, it does not."""
+    """Waits until no other process is in such a block for ``folder``; does not wait on a file
+    system without locks."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
@@ -78,7 +77,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Names ``path`` where the file system refuses to write it."""
+    """Turns the file system's refusal to write ``path`` into an `InputError` that names it."""
     try:
         yield
     except OSError as error:
@@ -87,12 +86,12 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(folder: str | Path) -> Iterator[Path]:
-    """A new folder to write in; when the block ends well, it takes the name ``folder``.
+    """Makes a new folder to write in, which gets the name ``folder`` when the block succeeds.
 
-    The new folder stands beside, so that the last step is a rename on one file system,
-    after all of it is on disk. What ``folder`` held before is removed last. A failure
-    leaves ``folder`` as it was; so does a kill, but for two renames between which the old
-    content stands under a hidden name, from where the next call puts it back.
+    The new folder is beside the old one, so that the last step is a rename on one file system,
+    after everything is on disk. The old content is removed last. A failure leaves ``folder`` as it
+    was. So does a kill, except between two renames, when the old content is under a hidden name;
+    the next call puts it back.
 
     Raises:
       InputError: ``folder`` is a file, or cannot be written where it is asked for.
@@ -124,13 +123,13 @@ def replacing(folder: str | Path) -> Iterator[Path]:
 
 
 def part_folder(folder: str | Path) -> Path:
-    """Where what is to be ``folder`` is written."""
+    """Returns the hidden folder in which the new content of ``folder`` is written."""
     folder = Path(folder).resolve()
     return folder.with_name(f".{folder.name}.wedlm-part")
 
 
 def _recover(folder: Path, old: Path) -> None:
-    """Undoes a replacement that was cut off between its two renames."""
+    """Undoes a replacement that was killed between its two renames."""
     if old.exists() and not folder.exists():
         os.rename(old, folder)
     elif old.exists():

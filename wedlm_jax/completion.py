@@ -1,4 +1,4 @@
-"""What became of a prompt."""
+"""What became of a prompt: from the engine without its text, from `wedlm_jax.llm.LLM` with it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ class Completion:
     """What became of one prompt.
 
     Attributes:
-      text: the completion without stop token and stop string; None without a tokenizer.
+      text: the completion without stop token and stop string; None without a tokenizer, and from
+        the engine, which knows token ids alone.
       token_ids: committed tokens, a stop token included; with a stop string, through the
         token in which it is complete.
       finish_reason: "stop", "length", or None while streaming.
       num_forwards: decode forwards; prefill is not counted.
       num_token_instances: active window slots over those forwards.
       logprobs: of each of ``token_ids``; None where ``SamplingParams.logprobs`` is.
-      num_cached_tokens: tokens of the prompt whose keys and values were in the cache before.
       further: with ``SamplingParams.n`` above 1, the prompt's other samples. This is the first.
+      num_cached_tokens: tokens of the prompt whose keys and values were in the cache before.
+      forwards_at, instances_at: ``num_forwards`` and ``num_token_instances`` when each of
+        ``token_ids`` was committed.
     """
 
     text: str | None
@@ -32,6 +35,8 @@ class Completion:
     logprobs: list[TokenLogprob] | None = None
     further: tuple[Completion, ...] = ()
     num_cached_tokens: int = 0
+    forwards_at: list[int] = dataclasses.field(default_factory=list, repr=False)
+    instances_at: list[int] = dataclasses.field(default_factory=list, repr=False)
 
     @property
     def samples(self) -> tuple[Completion, ...]:
@@ -55,28 +60,25 @@ class Completion:
         """Completion tokens over processed token instances (WeDLM section 3)."""
         return len(self.token_ids) / max(self.num_token_instances, 1)
 
+    def cut(self, length: int) -> Completion:
+        """Returns the completion as if it had stopped at its first ``length`` (at least 1)
+        tokens; its text is as it was."""
+        return dataclasses.replace(
+            self,
+            token_ids=self.token_ids[:length],
+            finish_reason="stop",
+            num_forwards=self.forwards_at[length - 1],
+            num_token_instances=self.instances_at[length - 1],
+            forwards_at=self.forwards_at[:length],
+            instances_at=self.instances_at[:length],
+            logprobs=None if self.logprobs is None else self.logprobs[:length],
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A piece of a streamed completion: new ``text`` and ``token_ids``, and all so far."""
+    """A part of a streamed completion: new ``text`` and ``token_ids``, and all so far."""
 
     text: str
     token_ids: list[int]
     completion: Completion
-
-
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """Where a call that decodes many prompts stands, counted over finished and running sequences.
-
-    Attributes:
-      finished: prompts.
-      total: None where prompts come from an iterator.
-      tokens, forwards, instances: completion tokens, decode forwards and active window slots.
-    """
-
-    finished: int
-    total: int | None
-    tokens: int
-    forwards: int
-    instances: int

@@ -49,7 +49,7 @@ PUBLISHED_MASK_TOKEN_ID = 151665
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: base frequency and, where the context was extended, how.
+    """Rotary embedding: the base frequency, and how the context was extended, if it was.
 
     Attributes:
       theta: base of the geometric progression of wavelengths.
@@ -83,8 +83,8 @@ class RopeConfig:
 class ModelConfig:
     """Architecture of a Qwen2.5-, Qwen3- or WeDLM-shaped decoder.
 
-    ``mask_token_id`` is None where the vocabulary has no row for it: such a model
-    decodes autoregressively only.
+    ``mask_token_id`` is None if the vocabulary has no token for it: such a model only decodes
+    autoregressively.
     """
 
     vocab_size: int
@@ -147,7 +147,7 @@ class ModelConfig:
         return self.mask_token_id
 
     def num_parameters(self, *, embeddings: bool = True) -> int:
-        """Number of parameters; without ``embeddings``, those of the layers and norms only."""
+        """Counts the parameters; without ``embeddings``, those of the layers and norms only."""
         d, f, h = self.hidden_size, self.intermediate_size, self.head_dim
         q, kv = self.num_attention_heads * h, self.num_key_value_heads * h
         layer = d * q * 2 + 2 * d * kv + 3 * d * f + 2 * d
@@ -157,8 +157,8 @@ class ModelConfig:
 
     @property
     def attention_per_place(self) -> int:
-        """Multiplications of a token's attention to one place, in all layers: its score, and its
-        value weighed by it. A token's linear layers take one for each of their parameters."""
+        """Multiplications of a token's attention to one place, over all layers: for its score, and
+        for weighing its value. (A token's linear layers take one for each of their parameters.)"""
         return 2 * self.num_hidden_layers * self.num_attention_heads * self.head_dim
 
 

@@ -1,7 +1,7 @@
-"""The dual-stream training batch, built on the device from packed clean rows.
+"""Builds the dual-stream training batch on the device, from packed clean examples.
 
-Pure functions on static shapes: they run inside the jitted training step, so the
-host ships clean tokens only. Source: WeDLM section 4.
+Pure functions on static shapes, which run inside the jitted training step: the host sends clean
+tokens only, and every step masks them anew. Source: WeDLM section 4.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from wedlm_jax.masks import PAD_SEGMENT, DualStreamMask
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-    """Clean, block-aligned packed rows; every array ``[R, L]``.
+    """Clean, block-aligned packed examples; every array ``[R, L]``.
 
     Attributes:
       tokens: int32 token ids in logical order, sample after sample.
       positions: int32 logical positions, from 0 in each sample.
-      segment_ids: int32, 1, 2, ... for the row's samples, 0 for padding. A sample
-        starts at a multiple of the block size.
+      segment_ids: int32, 1, 2, ... for the samples of an example, 0 for padding. A sample starts at
+        a multiple of the block size.
       trainable: bool; False on prompt tokens (never masked, never a target) and padding.
     """
 
@@ -37,17 +37,16 @@ class PackedRows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DualStreamBatch:
-    """What the model is fed, and what the loss needs; L and 2L as in `PackedRows`.
+    """The input of the model, and what the loss needs.
 
     Attributes:
       token_ids, positions: int32 ``[R, 2L]``, memory stream then prediction stream.
-      mask: the attention specification.
+      mask: of attention.
       targets: int32 ``[R, L]``, the clean tokens in the prediction stream's physical order.
-      masked: bool ``[R, L]``, which prediction rows are masked, in physical order.
-      mask_ratio: float32 ``[R, L]``, γ of each prediction row's block.
-      next_targets: int32 ``[R, L]``, the token after each memory row.
-      next_valid: bool ``[R, L]``, whether that is an AR target: of the same sample,
-        and trainable.
+      masked: bool ``[R, L]``, which prediction tokens are masked, in physical order.
+      mask_ratio: float32 ``[R, L]``, γ of each prediction token's block.
+      next_targets: int32 ``[R, L]``, the token after each memory token.
+      next_valid: bool ``[R, L]``, whether that is an AR target: of the same sample, and trainable.
     """
 
     token_ids: Array
@@ -63,15 +62,17 @@ class DualStreamBatch:
 def sample_masks(
     key: Array, trainable: Array, block_size: int, *, suffix_share: float = 0.0
 ) -> tuple[Array, Array]:
-    """Draws γ for every block and masks ``round(γ · count)`` of its trainable tokens,
-    uniformly without replacement.
+    """Draws γ for every block and masks ``round(γ · count)`` of its trainable tokens, uniformly
+    without replacement.
+
+    One γ per block rather than one per sample, so that every example trains many mask ratios.
 
     Args:
       key: a `jax.random.key`.
       trainable: bool ``[R, L]``, B dividing L.
       block_size: B.
-      suffix_share: the probability of a block to have its last trainable tokens masked
-        instead, as a window of verified decoding has; static.
+      suffix_share: the probability that a block has its last trainable tokens masked instead, as in
+        a window of verified decoding; static.
 
     Returns:
       ``masked`` bool ``[R, L]`` in logical order; ``mask_ratio`` float32 ``[R, L]``,
@@ -87,7 +88,8 @@ def sample_masks(
         is_suffix = jax.random.uniform(jax.random.fold_in(key, 2), count.shape) < suffix_share
         from_behind = jnp.arange(block_size, 0, -1) / block_size
         score = jnp.where(is_suffix[..., None], from_behind, score)
-    # A random rank among the trainable tokens: the others rank last.
+    # The rank of a random score is a random permutation, so ranks below ``count`` are a uniform
+    # choice without replacement, at static shapes. Tokens that are not trainable rank last.
     score = jnp.where(blocks, score, 2.0)
     rank = jnp.argsort(jnp.argsort(score, axis=-1), axis=-1)
     masked = (rank < count[..., None]) & blocks
@@ -95,13 +97,16 @@ def sample_masks(
 
 
 def reorder_blocks(masked: Array, padding: Array, block_size: int) -> Array:
-    """Topological reordering within each block: observed, masked, then padding.
+    """Reorders each block topologically: observed tokens, then masked ones, then padding.
+
+    Under the causal mask every masked token then sees all observed ones of its block, on both sides
+    of it, and observed tokens never see a mask.
 
     Args:
       masked, padding: bool ``[R, L]`` in logical order.
 
     Returns:
-      int32 ``[R, L]``: at each physical place the logical index that stands there.
+      int32 ``[R, L]``: the logical index at each physical place.
     """
     rows, length = masked.shape
     group = jnp.where(padding, 2, masked.astype(jnp.int32))
@@ -113,13 +118,13 @@ def reorder_blocks(masked: Array, padding: Array, block_size: int) -> Array:
 def dual_stream(
     rows: PackedRows, masked: Array, mask_ratio: Array, *, block_size: int, mask_token_id: int
 ) -> DualStreamBatch:
-    """Lays the clean and the corrupted copy of every row behind each other.
+    """Concatenates the clean and the corrupted copy of every example.
 
     Args:
-      rows: the clean rows.
+      rows: the clean examples.
       masked, mask_ratio: ``[R, L]`` in logical order, from `sample_masks` or given.
       block_size: B.
-      mask_token_id: what stands in a masked input.
+      mask_token_id: replaces masked tokens in the input.
     """
     padding = rows.segment_ids == PAD_SEGMENT
     masked = masked & ~padding
@@ -144,7 +149,7 @@ def dual_stream(
 
 
 def next_token_targets(rows: PackedRows) -> tuple[Array, Array]:
-    """The token after each one and whether it counts: never across a sample's border."""
+    """Returns the token after each one, and whether it is a target: never across samples."""
 
     def shift(x: Array) -> Array:
         return jnp.pad(x[:, 1:], ((0, 0), (0, 1)))

@@ -1,4 +1,4 @@
-"""The one error type for bad input, and hints for what was probably meant."""
+"""The one error type for bad input, and what its messages are made of."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 
 class InputError(ValueError):
-    """Something the caller gave is unusable.
+    """The caller's input cannot be used.
 
-    Its message is one sentence that names the file, field or row and what was
+    Its message is one sentence that names the file, field or record and what was
     expected. The command line prints it and exits with status 2.
     """
 
@@ -19,3 +19,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     names = list(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+
+
+def shortened(text: str, length: int = 200) -> str:
+    """Returns a text as part of a message: on one line, and cut to ``length`` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= length else line[: length - 3] + "..."

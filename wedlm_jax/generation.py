@@ -1,7 +1,7 @@
-"""Prompts through `Engine.step`: submitted as there is room, gathered as they finish.
+"""Drives `Engine.step` for calls that decode prompts: submits them as there is room, and collects
+completions as they finish.
 
-Here requests become completions: several samples of a prompt, stop strings, which only text can
-tell, and where a call stands.
+Adds what the engine does not know: several samples of a prompt, stop strings, and progress.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
-from wedlm_jax.completion import Completion, Progress
+from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.events import Event, Failed, Finished, TokenDelta
-from wedlm_jax.engine.results import SequenceResult
 from wedlm_jax.params import SamplingParams, sample_seed
-from wedlm_jax.text import StopStrings, TextCodec
+from wedlm_jax.progress import Progress
+from wedlm_jax.text import GrowingText, StopStrings, TextCodec
 
 WAITING = 16
-"""Requests that wait in the engine beside those that run: enough that none is late."""
+"""Requests that wait in the engine beside those that run, enough that no place stays empty."""
 
 Prepared: TypeAlias = tuple[Sequence[int], SamplingParams]
 """A checked prompt: its token ids, and how it is decoded."""
 
 
 class Router:
-    """An engine that several callers share: each gets the events of its own requests.
+    """Shares an engine between several callers: each gets the events of its own requests.
 
     Args:
-      engine: which nobody else steps.
+      engine: stepped by this router only.
     """
 
     def __init__(self, engine: Engine):
@@ -39,7 +39,7 @@ class Router:
         self._last = -1
 
     def new_number(self, caller: object) -> int:
-        """Names a request of ``caller``."""
+        """Returns a number for a request of ``caller``."""
         self._last += 1
         self._mine[self._last] = caller
         return self._last
@@ -67,7 +67,7 @@ class Router:
         return own
 
     def leave(self, caller: object, numbers: Sequence[int]) -> None:
-        """Aborts what a caller has under way and forgets it."""
+        """Aborts the requests that a caller has left, and forgets the caller."""
         self._kept.pop(id(caller), None)
         if numbers:
             self.step(caller, aborted=numbers)
@@ -76,12 +76,12 @@ class Router:
 
 @dataclasses.dataclass(eq=False)
 class _Prompt:
-    """A prompt under way.
+    """A prompt that is being decoded.
 
     Attributes:
-      place: among all.
-      num_submitted: of its samples.
-      samples: those that are done, by their place.
+      place: its index among all prompts.
+      num_submitted: samples submitted so far.
+      samples: finished ones, by their number.
     """
 
     place: int
@@ -92,17 +92,17 @@ class _Prompt:
 
 @dataclasses.dataclass(eq=False)
 class _UnderWay:
-    """A sequence under way, as its caller knows it.
+    """A sequence that is being decoded, one sample of a prompt.
 
     Attributes:
-      result: what it has committed, kept where a stop string is looked for.
+      stream: of its text, if the prompt has stop strings.
       begun: whether it has committed anything.
-      num_tokens, num_forwards, num_token_instances: of it so far.
+      num_tokens, num_forwards, num_token_instances: its counts so far.
     """
 
     prompt: _Prompt
     sample: int
-    result: SequenceResult
+    stream: CompletionStream | None
     begun: bool = False
     num_tokens: int = 0
     num_forwards: int = 0
@@ -110,16 +110,16 @@ class _UnderWay:
 
 
 class Generation:
-    """One call that decodes prompts: an iterator of completions, some at a time.
+    """One call that decodes prompts: an iterator over batches of completions.
 
     Args:
-      router: over the engine.
-      codec: the tokenizer; None where there is none.
+      router: of the engine.
+      codec: the tokenizer; None if there is none.
       prompts: read as they are needed.
-      total: how many, where that is known; for progress.
-      on_progress: told between bursts.
-      stopping: once it says so, prompts that have tokens already are finished and no others
-        begun.
+      total: how many, if known; for progress.
+      on_progress: called between bursts.
+      stopping: once it returns True, prompts that have tokens already are finished and no others
+        are started.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Generation:
         self._room = router.engine.settings.sequences + WAITING
 
     def __iter__(self) -> Iterator[list[tuple[int, Completion]]]:
-        """Yields the places of prompts that are done, and what became of them."""
+        """Yields the indices of finished prompts, and their completions."""
         try:
             while True:
                 submitted = self._submit()
@@ -157,14 +157,10 @@ class Generation:
     def _as_requests(self, prompts: Iterable[Prepared]) -> Iterator[tuple[Request, _UnderWay]]:
         for place, (token_ids, params) in enumerate(prompts):
             prompt = _Prompt(place, params)
-            for sample in range(params.n):
-                own = params
-                if params.n > 1:
-                    assert params.seed is not None, "drawn when the prompt was prepared"
-                    seed = sample_seed(params.seed, sample)
-                    own = dataclasses.replace(params, n=1, seed=seed)
+            for sample, own in enumerate(sample_params(params)):
                 number = self._router.new_number(self)
-                yield Request(number, token_ids, own), _UnderWay(prompt, sample, NOTHING)
+                stream = CompletionStream(self._codec, own) if own.stop else None
+                yield Request(number, token_ids, own), _UnderWay(prompt, sample, stream)
 
     def _submit(self) -> list[Request]:
         submitted: list[Request] = []
@@ -182,8 +178,8 @@ class Generation:
         return submitted
 
     def _drop_what_is_not_finished(self) -> None:
-        """Aborts, once no more are begun, prompts without tokens, and those of which samples were
-        never submitted: they would come to nothing."""
+        """Aborts prompts without tokens, and those with samples that were never submitted: no more
+        are started now, so these would never be complete."""
         begun = {id(one.prompt) for one in self._under_way.values() if one.begun}
         for number, one in list(self._under_way.items()):
             prompt = one.prompt
@@ -210,7 +206,7 @@ class Generation:
             else:
                 completion = complete(self._codec, event.result, one.prompt.params)
             del self._under_way[event.number]
-            # A stop string cuts what was committed behind it in the same forwards.
+            # A stop string cuts off what the same forwards committed after it.
             self._count(
                 one,
                 len(completion.token_ids),
@@ -223,12 +219,11 @@ class Generation:
         return done
 
     def _stopped_by_text(self, one: _UnderWay, delta: TokenDelta) -> Completion | None:
-        """The completion, if a stop string has come, which only the host can see."""
-        if not one.prompt.params.stop:
+        """Returns the completion if a stop string has ended it, which only the host can see."""
+        if one.stream is None:
             return None
-        one.result = extended(one.result, delta)
-        completion = complete(self._codec, one.result, one.prompt.params)
-        return None if completion.finish_reason is None else completion
+        one.stream.take(delta)
+        return one.stream.completion if one.stream.finished else None
 
     def _finish(self, one: _UnderWay, completion: Completion) -> list[tuple[int, Completion]]:
         prompt = one.prompt
@@ -241,7 +236,7 @@ class Generation:
         return [(prompt.place, dataclasses.replace(first, further=tuple(further)))]
 
     def _count(self, one: _UnderWay, tokens: int, forwards: int, instances: int) -> None:
-        """Notes where a sequence stands now."""
+        """Updates progress with the counts of a sequence."""
         now = self._progress
         self._progress = dataclasses.replace(
             now,
@@ -252,12 +247,85 @@ class Generation:
         one.num_tokens, one.num_forwards, one.num_token_instances = tokens, forwards, instances
 
 
-NOTHING = SequenceResult([], None, 0, 0, [], [])
-"""Of a sequence that has committed nothing yet."""
+def sample_params(params: SamplingParams) -> Iterator[SamplingParams]:
+    """Yields the parameters of each of a prompt's ``n`` samples, as a request has them."""
+    if params.n == 1:
+        yield params
+        return
+    assert params.seed is not None, "drawn when the prompt was prepared"
+    for sample in range(params.n):
+        yield dataclasses.replace(params, n=1, seed=sample_seed(params.seed, sample))
 
 
-def extended(result: SequenceResult, delta: TokenDelta) -> SequenceResult:
-    """The result with the tokens of an event behind it."""
+class CompletionStream:
+    """The completion of one sequence while it grows: events in, parts of its text out.
+
+    Args:
+      codec: the tokenizer; None where there is none.
+      params: of the sequence; its stop strings are looked for here, since the engine knows token
+        ids alone.
+    """
+
+    def __init__(self, codec: TextCodec | None, params: SamplingParams):
+        self._codec, self._params = codec, params
+        self._growing = None if codec is None else GrowingText(codec)
+        self._stop = None
+        if codec is not None and params.stop:
+            self._stop = StopStrings(codec, params.stop, params.min_tokens)
+        text = None if codec is None else ""
+        self._so_far = dataclasses.replace(NOTHING, text=text)
+        self._whole: Completion | None = None
+        self._sent_tokens = self._sent_text = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether the completion is whole. If it is so before the engine says it, a stop string has
+        come, and the request is to be aborted."""
+        return self._whole is not None
+
+    @property
+    def completion(self) -> Completion:
+        """What has come so far."""
+        return self._whole or self._so_far
+
+    def take(self, event: TokenDelta | Finished) -> None:
+        """Takes an event of the sequence in."""
+        if self.finished:
+            return
+        if isinstance(event, Finished):
+            self._whole = complete(self._codec, event.result, self._params)
+            return
+        before, now = self._so_far.text, extended(self._so_far, event)
+        if self._growing is not None and before is not None:
+            text = self._growing.add(event.token_ids)
+            now = dataclasses.replace(now, text=text)
+            if self._stop is not None and self._stop.stands_in(text, len(before)):
+                found = complete(self._codec, now, self._params)
+                self._whole = found if found.finish_reason is not None else None
+        self._so_far = now
+
+    def piece(self) -> Chunk | None:
+        """Returns what has come since the last piece and cannot change any more; None if there are
+        no new tokens. The texts of all pieces together are the completion's."""
+        completion = self.completion
+        if len(completion.token_ids) == self._sent_tokens and not self.finished:
+            return None
+        text = completion.text or ""
+        if self._stop is not None and not self.finished:
+            text = text[: self._stop.safe_length(text)]
+        new = completion.token_ids[self._sent_tokens :]
+        chunk = Chunk(text[self._sent_text :], new, completion)
+        self._sent_tokens = len(completion.token_ids)
+        self._sent_text = max(len(text), self._sent_text)
+        return chunk
+
+
+NOTHING = Completion(None, [], None, 0, 0)
+"""The completion of a sequence that has committed nothing yet."""
+
+
+def extended(result: Completion, delta: TokenDelta) -> Completion:
+    """Returns the completion with the tokens of an event appended."""
     logprobs = result.logprobs
     if delta.logprobs is not None:
         logprobs = [*(logprobs or []), *delta.logprobs]
@@ -269,11 +337,12 @@ def extended(result: SequenceResult, delta: TokenDelta) -> SequenceResult:
         forwards_at=result.forwards_at + delta.forwards_at,
         instances_at=result.instances_at + delta.instances_at,
         logprobs=logprobs,
+        num_cached_tokens=delta.num_cached_tokens,
     )
 
 
-def complete(codec: TextCodec | None, result: SequenceResult, params: SamplingParams) -> Completion:
-    """A sequence's result with its text, cut at the first stop string."""
+def complete(codec: TextCodec | None, result: Completion, params: SamplingParams) -> Completion:
+    """Returns a sequence's completion with its text, cut at the first stop string."""
     text = None
     if codec is not None:
         ids = result.token_ids[:-1] if result.finish_reason == "stop" else result.token_ids
@@ -283,12 +352,4 @@ def complete(codec: TextCodec | None, result: SequenceResult, params: SamplingPa
             if found is not None:
                 length, text = found
                 result = result.cut(length)
-    return Completion(
-        text,
-        result.token_ids,
-        result.finish_reason,
-        result.num_forwards,
-        result.num_token_instances,
-        result.logprobs,
-        num_cached_tokens=result.num_cached_tokens,
-    )
+    return dataclasses.replace(result, text=text)

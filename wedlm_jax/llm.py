@@ -1,4 +1,4 @@
-"""The Python API: `LLM` and what it returns."""
+"""The Python API: `LLM`."""
 
 from __future__ import annotations
 
@@ -14,45 +14,55 @@ from jax.sharding import Mesh
 
 from wedlm_jax.checkpoint.hf import load_checkpoint
 from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL
-from wedlm_jax.completion import Chunk, Completion, Progress
+from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import DEFAULT_WINDOW, Engine, runs_apart
-from wedlm_jax.engine.events import Failed, Finished, TokenDelta
+from wedlm_jax.engine.events import Failed, TokenDelta
+from wedlm_jax.engine.scoring import score
 from wedlm_jax.errors import InputError
-from wedlm_jax.generation import NOTHING, Generation, Prepared, Router, complete, extended
+from wedlm_jax.generation import CompletionStream, Generation, Prepared, Router
+from wedlm_jax.model.quantization import check_quantization
 from wedlm_jax.params import MOST_LOGPROBS, SamplingParams
-from wedlm_jax.prompts import Prompt, as_list, as_token_ids, for_each, is_integer, numbered
-from wedlm_jax.quantization import check_quantization
-from wedlm_jax.scoring import score
+from wedlm_jax.progress import Progress
 from wedlm_jax.sharding import make_mesh
-from wedlm_jax.text import Messages, StopStrings, TextCodec
+from wedlm_jax.text import (
+    Messages,
+    Prompt,
+    TextCodec,
+    as_list,
+    as_token_ids,
+    for_each,
+    is_integer,
+    numbered,
+)
 
 DTYPES = ("float32", "bfloat16")
 MESH_AXES = ("data", "tensor")
 
 
 class LLM:
-    """A checkpoint, ready to decode.
+    """Decodes with a checkpoint.
 
     Args:
       model: a folder in Hugging Face format, or a hub id; the embedded model by default.
-      window_size: W, the masked slots decoded in parallel; 0 is autoregressive decoding;
-        "auto" chooses for each sequence while it decodes, by what forwards cost and commit: then
-        the tokens of mode "paper" may depend on the machine. By default 16, and 0 for a model
-        that was not trained on masks (`wedlm_jax.config.ModelConfig.knows_masks`).
+      window_size: W, the masked slots decoded in parallel; 0 decodes autoregressively; "auto"
+        chooses for each sequence while it decodes, by what forwards cost and commit: the tokens of
+        mode "paper" may then depend on the machine. By default 16, and 0 for a model that was not
+        trained on masks (`wedlm_jax.config.ModelConfig.knows_masks`).
       dtype: "float32" or "bfloat16"; by default float32 on a CPU, bfloat16 elsewhere.
-      max_model_len: prompt and completion tokens at most; the model's context by default.
-      max_batch_size: sequences that decode together, at most, on each replica of the model.
+      max_model_len: the most tokens of a prompt and its completion together; the model's context
+        by default.
+      max_batch_size: the most sequences that decode together on each replica of the model.
       refill: "streaming", or "blockwise" for the paper's baseline.
-      quantization: "int8" rounds the weights of matrices to 8 bits; None leaves them.
-      kv_cache_dtype: "int8" rounds keys and values to 8 bits; None leaves them in ``dtype``.
-      attention: a name in `wedlm_jax.attention.RAGGED_BACKENDS`; the one for this platform by
-        default.
+      quantization: "int8" rounds the weights of matrices to 8 bits; None does not.
+      kv_cache_dtype: "int8" rounds keys and values to 8 bits; None keeps them in ``dtype``.
+      attention: a backend, a name in `wedlm_jax.attention.ragged.RAGGED_BACKENDS`; by default the
+        one for this platform.
       deterministic: compute every forward in one shape, so that a prompt's tokens depend on
-        nothing but itself, in bfloat16 too; mode "verified" then says exactly what "ar" says.
+        nothing but itself, in bfloat16 too; mode "verified" then gives exactly the tokens of "ar".
       mesh: devices of this process that share the work, such as ``{"tensor": 8}`` or
-        ``{"data": 4, "tensor": 2}``: ``tensor`` cuts the weights, ``data`` makes replicas.
+        ``{"data": 4, "tensor": 2}``: ``tensor`` shards the weights, ``data`` makes replicas.
     """
 
     def __init__(
@@ -114,7 +124,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer of `transformers`; None where the checkpoint has none."""
+        """The tokenizer, of `transformers`; None if the checkpoint has none."""
         return None if self.codec is None else self.codec.tokenizer
 
     def warm_up(
@@ -122,12 +132,11 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_step: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Compiles all that prompts with these parameters can need, whatever their lengths. From
-        then on nothing is compiled for them.
+        """Compiles everything that prompts with these parameters can need, whatever their lengths.
 
         Args:
-          params: what prompts ask for; other options than these are compiled when one has them.
-          on_step: told after each step how many are done, of how many.
+          params: of the prompts to come; a prompt with other options compiles when it arrives.
+          on_step: called after each program with how many are compiled, and of how many.
         """
         given = [params] if isinstance(params, SamplingParams) else params or [SamplingParams()]
         self.engine.expect([self._with_bad_words_as_ids(one) for one in given])
@@ -145,10 +154,10 @@ class LLM:
         Args:
           prompts: texts or token-id lists, one or many.
           params: one for all, or one for each.
-          on_progress: called between slices of the decode loop.
+          on_progress: called between bursts of forwards.
 
         Returns:
-          One result per prompt, in order; with ``n`` above 1 its ``samples`` are all of them.
+          One completion per prompt, in order; with ``n`` above 1 its ``samples`` are all of them.
 
         Raises:
           InputError: before anything runs, if any prompt cannot be decoded.
@@ -167,13 +176,13 @@ class LLM:
         """Decodes prompts that `prepare` or `prepare_one` has checked.
 
         Args:
-          prompts: read as they are needed, some way ahead.
+          prompts: read as they are needed, a little ahead.
           on_progress: called between bursts of forwards.
-          stopping: once it says so, prompts under way are finished and no others begun.
+          stopping: once it returns True, running prompts are finished and no others started.
 
         Yields:
-          Some at a time, as they finish and in no order to rely on: the places in ``prompts``,
-          and what became of each.
+          batches of finished prompts, in no particular order: their indices in ``prompts``, and
+          their completions.
         """
         total = len(prompts) if isinstance(prompts, Sized) else None
         return iter(
@@ -194,7 +203,7 @@ class LLM:
         *,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> list[Completion]:
-        """As `generate`, for conversations through the chat template.
+        """Completes conversations, rendered with the chat template; see `generate`.
 
         Args:
           conversations: messages with ``role`` and ``content``; one conversation or many.
@@ -212,7 +221,7 @@ class LLM:
         return self.generate(prompts, params, on_progress=on_progress)
 
     def chat_prompt(self, messages: Messages) -> list[int]:
-        """The token ids of a conversation, ready for the assistant's turn.
+        """Returns the token ids of a conversation, ready for the assistant's turn.
 
         Raises:
           InputError: there is no chat template, or the messages do not fit it.
@@ -224,13 +233,13 @@ class LLM:
     def score(
         self, prompts: Sequence[Prompt], completions: Sequence[Prompt], *, top: int = 0
     ) -> list[list[TokenLogprob]]:
-        """The model's autoregressive log-probability of each token of given completions, whatever
-        wrote them: how probable AR decoding finds what masks were filled with.
+        """Returns the model's autoregressive log-probability of each token of given completions:
+        how probable AR decoding finds what masks, or another model, have written.
 
         Args:
-          prompts, completions: texts or token-id lists, as many of one as of the other. No
-            prompt is empty.
-          top: how many most probable tokens to give beside each.
+          prompts, completions: texts or token-id lists, the same number of each. No prompt may be
+            empty.
+          top: how many of the most probable tokens to return beside each.
 
         Raises:
           InputError: naming the first pair (from 0) that cannot be scored, and why.
@@ -244,7 +253,7 @@ class LLM:
         texts = []
         for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             with numbered("pair", number, len(prompts)):
-                first, second = self._as_ids(prompt), self._as_ids(completion)
+                first, second = self.as_ids(prompt), self.as_ids(completion)
                 self.engine.check(first, SamplingParams(max_tokens=max(len(second), 1)))
                 if len(second):
                     self.engine.check(second, SamplingParams(max_tokens=len(first)))
@@ -254,36 +263,27 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Completes one prompt, yielding whenever tokens are committed.
 
-        The texts of the chunks together are the text that `generate` returns: none holds
-        part of a character, of a stop string, or of a stop token.
+        The texts of the chunks join to the text that `generate` returns: none contains part of a
+        character, of a stop string, or of a stop token.
         """
         token_ids, sampling = self.prepare([prompt], params)[0]
         caller = object()
         number = self._router.new_number(caller)
         submitted = [Request(number, token_ids, sampling)]
-        result, sent_tokens, sent_text, running = NOTHING, 0, 0, True
+        stream, running = CompletionStream(self.codec, sampling), True
         try:
-            while running:
+            while not stream.finished:
                 for event in self._router.step(caller, submitted, max_forwards=1):
+                    running &= isinstance(event, TokenDelta)
                     if isinstance(event, Failed):
                         raise event.error
-                    if isinstance(event, TokenDelta):
-                        result = extended(result, event)
-                    elif isinstance(event, Finished):
-                        result = event.result
+                    stream.take(event)
                 submitted = []
-                completion = complete(self.codec, result, sampling)
-                finished = completion.finish_reason is not None
-                running = not finished
-                if len(completion.token_ids) == sent_tokens and running:
-                    continue
-                text = completion.text or ""
-                if running and self.codec and sampling.stop:
-                    text = text[: StopStrings(self.codec, sampling.stop).safe_length(text)]
-                yield Chunk(text[sent_text:], completion.token_ids[sent_tokens:], completion)
-                sent_tokens, sent_text = len(completion.token_ids), max(len(text), sent_text)
+                chunk = stream.piece()
+                if chunk is not None:
+                    yield chunk
         finally:
-            self._router.leave(caller, [number] if result.finish_reason is None else [])
+            self._router.leave(caller, [number] if running else [])
 
     def prepare(
         self,
@@ -292,7 +292,7 @@ class LLM:
         *,
         many_samples: bool = False,
     ) -> list[Prepared]:
-        """Token ids and sampling parameters of every prompt, all checked.
+        """Returns the checked token ids and sampling parameters of every prompt.
 
         Args:
           many_samples: whether ``n`` may be above 1.
@@ -310,13 +310,13 @@ class LLM:
     def prepare_one(
         self, prompt: Prompt, params: SamplingParams, *, many_samples: bool = False
     ) -> Prepared:
-        """As `prepare`, for one prompt."""
+        """Does what `prepare` does, for one prompt."""
         if params.n > 1 and not many_samples:
             raise InputError(
                 f"n: expected 1 here, not {params.n}; LLM.generate, LLM.chat and jobs over files "
                 "give several samples"
             )
-        token_ids = self._as_ids(prompt)
+        token_ids = self.as_ids(prompt)
         if params.stop:
             self._require_codec("stop strings")
         if params.seed is None:
@@ -329,6 +329,14 @@ class LLM:
                 raise InputError(f"stop_token_ids: {largest} is outside the vocabulary of {vocab}")
         return token_ids, params
 
+    def as_ids(self, prompt: Prompt) -> Sequence[int]:
+        """Returns the token ids of a prompt: those given, or those of its text.
+
+        Raises:
+          InputError: it is neither, or a text without a tokenizer.
+        """
+        return self._encode(prompt) if isinstance(prompt, str) else as_token_ids(prompt)
+
     def _with_bad_words_as_ids(self, params: SamplingParams) -> SamplingParams:
         words: list[tuple[int, ...]] = []
         for word in params.bad_words:
@@ -338,21 +346,20 @@ class LLM:
                 words.append(word)
         return dataclasses.replace(params, bad_words=tuple(words)) if words else params
 
-    def _as_ids(self, prompt: Prompt) -> Sequence[int]:
-        return self._encode(prompt) if isinstance(prompt, str) else as_token_ids(prompt)
-
     def _encode(self, text: str) -> list[int]:
         codec = self._require_codec("text prompts")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
-            # A lone surrogate: half a character, which no tokenizer takes.
-            raise InputError("the prompt is not text that UTF-8 can hold") from None
+            # A lone surrogate, half a character, which no tokenizer accepts.
+            raise InputError("the prompt has half of a surrogate pair: not UTF-8") from None
         return codec.encode(text)
 
     def _require_codec(self, what: str) -> TextCodec:
         if self.codec is None:
-            raise InputError(f"{self.folder} has no tokenizer, which {what} need; give token ids")
+            raise InputError(
+                f"{self.folder} has no tokenizer, which {what} need; pass token ids instead"
+            )
         return self.codec
 
 
@@ -366,7 +373,7 @@ def _mesh_of(sizes: Mapping[str, int] | None) -> Mesh | None:
         count *= size
     devices = jax.local_devices()
     if not 0 < count <= len(devices):
-        raise InputError(f"mesh: {dict(sizes)} takes {count} devices, and there are {len(devices)}")
+        raise InputError(f"mesh: {dict(sizes)} needs {count} devices, and there are {len(devices)}")
     return make_mesh(dict(sizes), devices[:count])
 
 

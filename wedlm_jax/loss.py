@@ -1,8 +1,9 @@
 """The training losses, as sums and denominators that are divided once.
 
-Denominators depend on the masks alone, never on the parameters. So the caller takes
-them over the global batch (accumulation steps and devices included) before any
-gradient is computed, and every micro-batch contributes its exact share.
+Denominators depend on the masks only, never on the parameters. So the caller sums them over the
+global batch (accumulation steps and devices included) before any gradient is computed, and every
+micro-batch contributes its exact share. A mean of the micro-batches' means would be another loss:
+it would weigh a token by the number of masks that it happens to share a micro-batch with.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from wedlm_jax.sharding import constrain, on_own_rows
 RATIO_EPSILON = 1e-8
 
 RATIO_BINS = 4
-"""Bins of the mask ratio, equal parts of (0, 1], by which the MLM loss is reported."""
+"""Bins of the mask ratio, equal parts of (0, 1], for which the MLM loss is reported."""
 
 
 WEIGHTINGS = ("inverse_ratio", "uniform")
@@ -35,7 +36,7 @@ class LossConfig:
     Attributes:
       weighting: "inverse_ratio" weighs a masked token by 1 / (γ + ε), "uniform" by 1.
       ar_weight: a in (MLM + a·AR) / (1 + a).
-      chunk: rows of the logits that exist at once, per packed row.
+      chunk: positions of each packed example whose logits exist at once.
       dtype, remat, attention, unroll: passed to the model.
     """
 
@@ -53,7 +54,11 @@ class LossConfig:
 
 
 def masked_weights(masked: Array, mask_ratio: Array, weighting: str) -> Array:
-    """float32 weights wᵢ of the MLM loss, 0 where not masked (WeDLM eq. 8)."""
+    """Returns the float32 weights wᵢ of the MLM loss, 0 where not masked (WeDLM eq. 8).
+
+    A block with ratio γ has about γ·B masks. Weighing each by 1/γ gives every block the same total
+    weight, whatever its ratio: the masked-diffusion bound on the likelihood, an average over γ.
+    """
     weights = 1.0 / (mask_ratio + RATIO_EPSILON) if weighting == "inverse_ratio" else 1.0
     return jnp.where(masked, weights, 0.0)
 
@@ -61,15 +66,16 @@ def masked_weights(masked: Array, mask_ratio: Array, weighting: str) -> Array:
 def chunked_cross_entropy(
     hidden: Array, head: Array, targets: Array, *, chunk: int
 ) -> tuple[Array, Array]:
-    """Cross entropy of every row without the ``[T, V]`` logits of more than a chunk.
+    """Computes the cross entropy of every position with the ``[T, V]`` logits of a chunk at a time.
 
-    The logits of a chunk are computed, used and dropped, in the backward pass too.
+    The logits of a chunk are computed, used and dropped, in the backward pass again: all at once
+    they would be the largest array of the step by far.
 
     Args:
       hidden: ``[R, T, D]``.
       head: ``[D, V]``.
       targets: int32 ``[R, T]``.
-      chunk: rows of T at a time.
+      chunk: positions of T at a time.
 
     Returns:
       float32 ``[R, T]`` negative log-likelihoods in nats, and bool ``[R, T]``: the
@@ -101,7 +107,8 @@ def _own_cross_entropy(
         logits = constrain(logits, None, "length", "vocab")
         top = jax.lax.stop_gradient(logits.max(axis=-1))
         log_z = top + jnp.log(jnp.exp(logits - top[..., None]).sum(axis=-1))
-        # A sum, not a gather: it stays where its share of the vocabulary is.
+        # A masked sum instead of a gather: on a mesh each device sums its own part of the
+        # vocabulary, where a gather would collect all logits.
         here = jnp.arange(logits.shape[-1]) == target[..., None]
         picked = jnp.where(here, logits, 0.0).sum(axis=-1)
         return None, (log_z - picked, picked >= top)
@@ -112,7 +119,7 @@ def _own_cross_entropy(
 
 
 def wedlm_denominators(batch: DualStreamBatch, config: LossConfig) -> dict[str, Array]:
-    """Σ wᵢ over masked rows, the number of masked rows, and of next-token targets."""
+    """Returns Σ wᵢ over masked tokens, the number of masked tokens, and that of AR targets."""
     weights = masked_weights(batch.masked, batch.mask_ratio, config.weighting)
     return {
         "mlm": weights.sum(),
@@ -123,7 +130,7 @@ def wedlm_denominators(batch: DualStreamBatch, config: LossConfig) -> dict[str, 
 
 
 def _by_ratio(batch: DualStreamBatch, values: Array) -> Array:
-    """Sums of values ``[R, L]`` of masked rows, by bin of their mask ratio: ``[RATIO_BINS]``."""
+    """Sums values ``[R, L]`` of masked tokens by bin of their mask ratio: ``[RATIO_BINS]``."""
     place = jnp.ceil(batch.mask_ratio * RATIO_BINS) - 1
     inside = (place[..., None] == jnp.arange(RATIO_BINS)) & batch.masked[..., None]
     return jnp.where(inside, values[..., None], 0.0).sum(axis=(0, 1))
@@ -132,11 +139,11 @@ def _by_ratio(batch: DualStreamBatch, values: Array) -> Array:
 def wedlm_loss(
     model: Transformer, batch: DualStreamBatch, denominators: dict[str, Array], config: LossConfig
 ) -> tuple[Array, dict[str, Array]]:
-    """This batch's share of the total loss (WeDLM eqs. 8-10).
+    """Returns this batch's share of the total loss (WeDLM eqs. 8-10).
 
     Args:
       model: the transformer.
-      batch: R dual-stream rows.
+      batch: R dual-stream examples.
       denominators: of the global batch, from `wedlm_denominators`.
       config: see `LossConfig`.
 
@@ -171,14 +178,14 @@ def wedlm_loss(
 
 
 def ar_denominators(rows: PackedRows) -> dict[str, Array]:
-    """The number of next-token targets."""
+    """Returns the number of next-token targets."""
     return {"ar": next_token_targets(rows)[1].sum().astype(jnp.float32)}
 
 
 def ar_loss(
     model: Transformer, rows: PackedRows, denominators: dict[str, Array], config: LossConfig
 ) -> tuple[Array, dict[str, Array]]:
-    """This batch's share of the plain next-token loss, as in `wedlm_loss`."""
+    """Returns this batch's share of the plain next-token loss, as `wedlm_loss` does."""
     targets, valid = next_token_targets(rows)
     hidden = model(
         rows.tokens,
@@ -195,5 +202,5 @@ def ar_loss(
 
 
 def _share(total: Array, denominator: Array) -> Array:
-    """``total / denominator``; 0 where the global batch has no such row at all."""
+    """Returns ``total / denominator``; 0 if the global batch has no such token at all."""
     return total.astype(jnp.float32) / jnp.maximum(denominator, jnp.finfo(jnp.float32).tiny)

@@ -1,10 +1,10 @@
-"""Who sees whom: each attention pattern of WeDLM as a small specification.
+"""Attention masks: each attention pattern of WeDLM as a small specification.
 
-A mask is never stored as a matrix. It is a frozen dataclass that holds the few
-arrays that vary (segment ids, lengths) and can be asked for the dense 0/1 matrix
-(`dense`), which is the reference that every attention implementation must match.
+A mask is never stored as a matrix. It is a frozen dataclass that holds the few arrays that vary
+(segment ids) and can be asked for the dense 0/1 matrix (`dense`), which is the reference that every
+attention backend must match.
 
-Rows are queries, columns are keys; both stand in physical order.
+Rows are queries, columns are keys; both are in physical order.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from jax import Array
 
 PAD_SEGMENT = 0
-"""Segment id of padding, which nothing sees and which sees nothing."""
+"""Segment id of padding, which sees nothing and is seen by nothing."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CausalMask:
-    """A token sees itself and what stands before it, within its own segment.
+    """A token sees itself and the tokens before it, within its own segment.
 
     Without segment ids (one text a row), for four tokens::
 
@@ -38,7 +38,7 @@ class CausalMask:
     segment_ids: Array | None = None
 
     def dense(self, batch: int, length: int) -> Array:
-        """bool ``[B, T, T]``."""
+        """Returns the matrix, bool ``[B, T, T]``."""
         if self.segment_ids is not None:
             return _causal(length) & _same_segment(self.segment_ids)
         return jnp.broadcast_to(_causal(length), (batch, length, length))
@@ -61,8 +61,12 @@ class DualStreamMask:
         p2     1  1  .  .  .  .  1  .
         p3     1  1  .  .  .  .  1  1
 
-    Samples are padded to whole blocks, so the pattern is the same for every row and
-    only the segment ids vary. Source: WeDLM section 4.2.
+    A block of the prediction stream sees the clean text before it, but not its own clean copy,
+    which would give the answers away: m2 and m3 are invisible to p2 and p3. This is what a window
+    of streaming decoding sees, too: committed text, then its own slots in physical order.
+
+    Samples are padded to whole blocks, so the pattern is the same for every row and only the
+    segment ids vary. Source: WeDLM section 4.2.
 
     Attributes:
       segment_ids: int32 ``[B, L]``, shared by both streams; 0 for padding.
@@ -73,7 +77,7 @@ class DualStreamMask:
     block_size: int = dataclasses.field(metadata={"static": True})
 
     def dense(self) -> Array:
-        """bool ``[B, 2L, 2L]``."""
+        """Returns the matrix, bool ``[B, 2L, 2L]``."""
         length = self.segment_ids.shape[1]
         block = jnp.arange(length) // self.block_size
         causal = _causal(length)

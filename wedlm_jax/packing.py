@@ -1,7 +1,8 @@
-"""Block-aligned packing: samples of any length into rows of one, on the host.
+"""Block-aligned packing: puts samples of any length into packed examples of one length, on the
+host.
 
-Every sample is padded to a multiple of the block size. So block structure is the same
-static pattern in every row, and only segment ids vary.
+Every sample is padded to a multiple of the block size. So blocks are the same static pattern in
+every packed example, and only segment ids vary.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from wedlm_jax.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class TokenisedSample:
-    """One sample: int32 ``tokens [n]`` and bool ``trainable [n]`` (False on the prompt)."""
+    """One sample: int32 ``tokens [n]`` and bool ``trainable [n]``, False on the prompt."""
 
     tokens: np.ndarray
     trainable: np.ndarray
@@ -25,19 +26,20 @@ class TokenisedSample:
 def pack(
     samples: Iterable[TokenisedSample], *, row_length: int, block_size: int, open_rows: int = 16
 ) -> Iterator[list[TokenisedSample]]:
-    """First-fit packing over a bounded number of open rows.
+    """Packs samples first-fit into a bounded number of open examples.
 
     Args:
       samples: each at most ``row_length`` tokens.
-      row_length: L, a multiple of ``block_size``.
-      block_size: B; what a sample takes is rounded up to it.
-      open_rows: rows considered for each sample; the fullest is emitted when none fits.
+      row_length: L, the length of a packed example, a multiple of ``block_size``.
+      block_size: B; the room that a sample takes is rounded up to it.
+      open_rows: examples that are open at a time; when a sample fits into none of them, the fullest
+        is emitted.
 
     Yields:
-      the samples of one row, in order.
+      the samples of one packed example, in order.
 
     Raises:
-      InputError: a sample is empty or longer than a row.
+      InputError: a sample is empty or longer than a packed example.
     """
     if row_length % block_size:
         raise InputError(
@@ -48,7 +50,7 @@ def pack(
         size = len(sample.tokens)
         if not 0 < size <= row_length:
             raise InputError(
-                f"sample {number} has {size} tokens; a packed row takes 1 to {row_length}"
+                f"sample {number} has {size} tokens; a packed example takes 1 to {row_length}"
             )
         room = -(-size // block_size) * block_size
         place = next((i for i, (used, _) in enumerate(rows) if used + room <= row_length), None)
@@ -68,7 +70,8 @@ def pack(
 def row_arrays(
     samples: list[TokenisedSample], *, row_length: int, block_size: int, pad_token_id: int
 ) -> dict[str, np.ndarray]:
-    """One packed row: the fields of `wedlm_jax.corruption.PackedRows`, ``[L]`` each."""
+    """Makes the arrays of one packed example: the fields of `wedlm_jax.corruption.PackedRows`,
+    ``[L]`` each."""
     row = {
         "tokens": np.full(row_length, pad_token_id, np.int32),
         "positions": np.zeros(row_length, np.int32),

@@ -1,8 +1,8 @@
 """`SamplingParams`: how one prompt is decoded.
 
-A field says here, once, what it means, what it may hold, and how the device holds it. The checks
-of `SamplingParams` and the arrays of `wedlm_jax.decode.options` are made from that; flags of a
-command line, checks of JSON and tables of a document can be (see `OPTIONS`).
+Each field states once what it means, which values it may have, and its array on the device. The
+checks of `SamplingParams`, the arrays of `wedlm_jax.decode.options`, command-line flags, checks of
+JSON and tables of documents are all made from that (see `OPTIONS`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Annotated, Any, Self, get_type_hints
 from wedlm_jax.errors import InputError, did_you_mean
 
 NO_TOKEN = -1
-"""Fills up arrays of token ids."""
+"""Pads arrays of token ids."""
 
 MOST_LOGPROBS = 20
-"""Alternatives a token, at most."""
+"""The most alternatives of a token."""
 
 MOST_SAMPLES = 1024
-"""Completions of one prompt, at most."""
+"""The most completions of one prompt."""
 
 MODES = ("paper", "verified", "ar")
 
@@ -32,19 +32,19 @@ UNBOUNDED = float("inf")
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What is known of a field of `SamplingParams` beside its type and default.
+    """Describes a field of `SamplingParams` beyond its type and default.
 
     Attributes:
       help: what it does.
-      low, high: bounds of a number, which it may reach.
-      above: whether it must be above ``low`` instead.
-      integer: whether a number must be one.
+      low, high: bounds of a number, inclusive.
+      above: whether ``low`` itself is excluded.
+      integer: whether a number must be an integer.
       flag: whether it is true or false.
-      choices: the texts that it may be.
-      none: what None means; None itself where that is refused.
-      array: the type of its array ``[N]`` on the device; None where it has none.
-      trait: the trait of a program without which it has no array, a field of
-        `wedlm_jax.decode.options.Traits`; None where it always has one.
+      choices: the allowed texts.
+      none: what None means; None if None is refused.
+      array: the dtype of its array ``[N]`` on the device; None if it has none.
+      trait: the trait that a program needs to have this array, a field of
+        `wedlm_jax.decode.options.Traits`; None if every program has it.
     """
 
     help: str
@@ -60,7 +60,7 @@ class Option:
     trait: str | None = None
 
     def check(self, name: str, value: Any) -> None:
-        """Refuses a value of the wrong type or outside the bounds; lists are not looked at.
+        """Refuses a value of the wrong type or outside the bounds; lists are not checked here.
 
         Raises:
           InputError: naming the field.
@@ -90,8 +90,8 @@ class Option:
 class SamplingParams:
     """How one prompt is decoded.
 
-    What a field means stands beside it; docs/sampling.md says what that is where several masks
-    are filled at a time.
+    The meaning of a field is stated beside it; docs/how-it-works.md says what it means when
+    several masks are filled at a time.
 
     Raises:
       InputError: naming the field and what was expected.
@@ -121,7 +121,7 @@ class SamplingParams:
     top_k: Annotated[
         int,
         Option(
-            "sample from so many of the most likely tokens, before top_p; 0 or -1 is all",
+            "sample from this many of the most likely tokens, before top_p; 0 or -1 is all",
             low=0,
             integer=True,
             array="int32",
@@ -131,8 +131,8 @@ class SamplingParams:
     min_p: Annotated[
         float,
         Option(
-            "sample from tokens at least so probable, as a share of the most likely one's "
-            "probability, before top_k; 0 is all",
+            "sample from tokens whose probability is at least this share of the most likely one's, "
+            "before top_k; 0 is all",
             low=0,
             high=1,
             array="float32",
@@ -140,7 +140,7 @@ class SamplingParams:
         ),
     ] = 0.0
     max_tokens: Annotated[
-        int, Option("completion tokens at most", low=1, integer=True, array="int32")
+        int, Option("the most completion tokens", low=1, integer=True, array="int32")
     ] = 256
     stop: Annotated[
         tuple[str, ...],
@@ -152,19 +152,19 @@ class SamplingParams:
     stop_token_ids: Annotated[
         tuple[int, ...],
         Option(
-            "token ids that end it, beside the model's end of text; kept in token_ids, absent "
-            "from text",
+            "token ids that end it, besides the model's end of text; kept in token_ids, not in "
+            "text",
             none="none",
         ),
     ] = ()
     ignore_eos: Annotated[
         bool,
-        Option("go on behind the model's end of text, to max_tokens or another stop", flag=True),
+        Option("continue after the model's end of text, to max_tokens or another stop", flag=True),
     ] = False
     entropy_threshold: Annotated[
         float | None,
         Option(
-            "τ in nats: every mask whose adjusted entropy lies below is filled",
+            "τ in nats: every mask whose adjusted entropy is below it is filled",
             low=0,
             high=1e6,
             none="fills one mask a forward",
@@ -185,11 +185,11 @@ class SamplingParams:
     seed: Annotated[
         int | None,
         Option(
-            "of the random numbers; the same seed gives the same tokens in any company",
+            "of the random numbers; the same seed gives the same tokens in any batch",
             low=0,
             high=2**32 - 1,
             integer=True,
-            none="another one at every call",
+            none="a new one at every call",
             array="uint32",
             trait="sampled",
         ),
@@ -197,8 +197,8 @@ class SamplingParams:
     n: Annotated[
         int,
         Option(
-            "completions of the prompt, each from a seed of its own; more than 1 need a "
-            "temperature above 0",
+            "completions of the prompt, each with its own seed; more than 1 needs a temperature "
+            "above 0",
             low=1,
             high=MOST_SAMPLES,
             integer=True,
@@ -207,7 +207,7 @@ class SamplingParams:
     min_tokens: Annotated[
         int,
         Option(
-            "completion tokens before which no stop token comes and no stop text counts",
+            "completion tokens before which no stop token is chosen and no stop text counts",
             low=0,
             integer=True,
             array="int32",
@@ -217,8 +217,8 @@ class SamplingParams:
     repetition_penalty: Annotated[
         float,
         Option(
-            "divides positive and multiplies negative logits of tokens that the prompt or the "
-            "completion has; 1 changes nothing",
+            "divides positive and multiplies negative logits of tokens in the prompt or the "
+            "completion; 1 changes nothing",
             low=0,
             high=1e6,
             above=True,
@@ -229,7 +229,7 @@ class SamplingParams:
     presence_penalty: Annotated[
         float,
         Option(
-            "taken from the logits of tokens that the completion has",
+            "subtracted from the logits of tokens in the completion",
             low=-2,
             high=2,
             array="float32",
@@ -239,7 +239,7 @@ class SamplingParams:
     frequency_penalty: Annotated[
         float,
         Option(
-            "the same, as often as the completion has them",
+            "subtracted for each time that a token is in the completion",
             low=-2,
             high=2,
             array="float32",
@@ -249,16 +249,16 @@ class SamplingParams:
     # A dict cannot be hashed, and equal parameters hash alike without it.
     logit_bias: Annotated[
         Mapping[int, float],
-        Option("numbers added to the logits of these token ids, before all else", none="none"),
+        Option("numbers added to the logits of token ids, before anything else", none="none"),
     ] = dataclasses.field(default_factory=dict, hash=False)
     bad_words: Annotated[
         tuple[str | tuple[int, ...], ...],
-        Option("texts or token-id sequences that the completion never has", none="none"),
+        Option("texts or token-id sequences that never occur in the completion", none="none"),
     ] = ()
     logprobs: Annotated[
         int | None,
         Option(
-            "each token's log-probability, and so many of the most probable in its place",
+            "return each token's log-probability, and this many of the most probable in its place",
             low=0,
             high=MOST_LOGPROBS,
             integer=True,
@@ -269,15 +269,15 @@ class SamplingParams:
         str,
         Option(
             "paper commits what masks were filled with; verified commits only what ar would, in "
-            "fewer forwards; ar decodes autoregressively, as all do with a window of 0",
+            "fewer forwards; ar decodes autoregressively, as every mode does with a window of 0",
             choices=MODES,
         ),
     ] = DEFAULT_MODE
     draft_budget: Annotated[
         float,
         Option(
-            "verified: nats that the entropies of a window's drafts may add up to; more are "
-            "drafted and more rejected the larger it is, and the tokens stay the same",
+            "verified: the most nats that the entropies of a window's drafts add up to; a larger "
+            "budget drafts more and rejects more, and never changes the tokens",
             low=0,
             high=1e6,
             array="float32",
@@ -286,7 +286,7 @@ class SamplingParams:
     ] = 2.0
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
-        """Refuses unknown fields with a hint, which Python's own message lacks."""
+        """Refuses unknown fields with a hint that Python's own message lacks."""
         for name in given:
             if name not in OPTIONS:
                 raise InputError(f"unknown sampling field {name!r}; {did_you_mean(name, OPTIONS)}")
@@ -298,7 +298,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
         object.__setattr__(self, "bad_words", _as_words(self.bad_words))
-        if self.top_k == -1:  # what vLLM and its kind take for "all"
+        if self.top_k == -1:  # vLLM's "all"
             object.__setattr__(self, "top_k", 0)
         for name, option in OPTIONS.items():
             option.check(name, getattr(self, name))
@@ -311,7 +311,7 @@ class SamplingParams:
             raise InputError("stop_token_ids: expected token ids")
         if self.n > 1 and self.temperature == 0:
             raise InputError(
-                f"n: expected 1 at temperature 0, where all samples are equal, not {self.n}"
+                f"n: expected 1 at temperature 0, where all samples are the same, not {self.n}"
             )
         if self.min_tokens > self.max_tokens:
             raise InputError(
@@ -326,12 +326,12 @@ class SamplingParams:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether a token is drawn from less than the whole vocabulary."""
+        """Whether tokens are sampled from less than the whole vocabulary."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 _, *_FIELDS = inspect.signature(SamplingParams.__init__).parameters.values()
-# `__new__` would hide the fields from editors and `help`.
+# `__new__` hides the fields from editors and `help`.
 SamplingParams.__signature__ = inspect.Signature(_FIELDS)  # type: ignore[attr-defined]
 
 
@@ -342,7 +342,7 @@ def _options() -> dict[str, Option]:
 
 
 OPTIONS: Mapping[str, Option] = _options()
-"""What is known of every field, in their order."""
+"""The description of every field, in order."""
 
 
 def _is_token_id(value: object) -> bool:
@@ -350,7 +350,7 @@ def _is_token_id(value: object) -> bool:
 
 
 def _as_bias(given: Any) -> dict[int, float]:
-    """Returns ``logit_bias`` by token id; JSON has no keys but texts, so ids may be such."""
+    """Returns ``logit_bias`` by token id; JSON keys are texts, so ids may be texts."""
     refusal = "logit_bias: expected an object of token ids and numbers from -100 to 100"
     if not isinstance(given or {}, Mapping):
         raise InputError(f"{refusal}, not {given!r}")
@@ -379,10 +379,10 @@ def _as_words(given: Any) -> tuple[str | tuple[int, ...], ...]:
 
 
 def sample_seed(seed: int, sample: int) -> int:
-    """The seed of a prompt's sample, counted from 0: the first has the prompt's own."""
+    """Returns the seed of a prompt's sample, counted from 0; the first has the prompt's own."""
     if sample == 0:
         return seed
     import numpy as np  # not above: a command's --help is to come at once
 
-    # Neighbouring seeds are other prompts': a sample's must not be one of them.
+    # Not seed + sample: neighbouring seeds are often those of other prompts.
     return int(np.random.SeedSequence([seed, sample]).generate_state(1)[0])

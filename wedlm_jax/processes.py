@@ -1,4 +1,4 @@
-"""The processes of one job, where they act together: who speaks and does what is done once,
+"""The processes of one job: which of how many this is, and what they do together: who speaks,
 waiting for one another, and writing one folder.
 
 The one place that asks which process this is.
@@ -8,56 +8,181 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from wedlm_jax.atomic import part_folder, replacing
 from wedlm_jax.errors import InputError
 
+# JAX is imported by what needs it: a file job finds out which host it is without.
+
+AUTO = "auto"
+
+Variables = tuple[str | None, str]
+
+LAUNCHERS: dict[str, Variables] = {
+    "JAX": ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
+    "an Indexed Job of Kubernetes": (None, "JOB_COMPLETION_INDEX"),
+    "a TPU pod": ("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"),
+    "Slurm": ("SLURM_NTASKS", "SLURM_PROCID"),
+    "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+}
+"""The variables with the number of processes (or their names) and this one's, from 0."""
+
 
 @dataclasses.dataclass(frozen=True)
-class Processes:
-    """This process among the others.
+class Host:
+    """One of the processes that share a job.
 
     Attributes:
-      index: its number; 0 does what is done once (`is_first`).
+      index: its number, from 0.
       count: how many there are.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"host {self.index} of {self.count}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes(Host):
+    """This process among those of JAX's runtime, which can wait for one another.
+
+    Attributes:
       all_true: waits until every process has called it; whether all of them said True.
     """
 
-    index: int
-    count: int
-    all_true: Callable[[bool], bool]
+    all_true: Callable[[bool], bool] = bool
 
 
-ALONE = Processes(0, 1, lambda mine: mine)
+ALONE = Processes()
+
+
+# --- who am I ------------------------------------------------------------------------------
+
+
+def find_host(
+    count: str | None,
+    index: int | None,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    flags: tuple[str, str] = ("--num-hosts", "--host-id"),
+) -> Host:
+    """Finds out which process this is, from what the command line or the launcher says.
+
+    Args:
+      count: a number, or `AUTO` to ask the environment; None is one host.
+      index: from 0; None asks the environment, where there are several hosts.
+      flags: what the command line calls the two, for messages.
+
+    Raises:
+      InputError: numbers that do not fit, or that nothing tells.
+    """
+    if count is None:
+        if index is not None:
+            raise InputError(f"{flags[1]} goes with {flags[0]}")
+        return Host()
+    launchers = list(LAUNCHERS.values())
+    if count == AUTO:
+        launchers = [names for names in launchers if names[0] and environment.get(names[0])][:1]
+        hosts = _told_count(launchers, environment, flags[0])
+    else:
+        hosts = _number(count, flags[0])
+    if index is None and hosts > 1:
+        index = _told_index(launchers, environment, flags[1])
+    index = index or 0
+    if not 0 <= index < hosts:
+        raise InputError(f"{flags[1]}: expected 0 to {hosts - 1}, not {index}")
+    return Host(index, hosts)
+
+
+def _number(count: str, flag: str) -> int:
+    if not count.isdecimal() or int(count) < 1:
+        raise InputError(f"{flag}: expected a number of at least 1, or auto, not {count!r}")
+    return int(count)
+
+
+def _told_count(launchers: Sequence[Variables], environment: Mapping[str, str], flag: str) -> int:
+    for variable, _ in launchers:
+        if variable is not None:
+            value = environment[variable]
+            return int(value) if value.isdecimal() else len(value.split(","))
+    variables = ", ".join(variable for variable, _ in LAUNCHERS.values() if variable)
+    raise InputError(f"{flag} auto: none of {variables} is set; give the number")
+
+
+def _told_index(launchers: Sequence[Variables], environment: Mapping[str, str], flag: str) -> int:
+    for _, variable in launchers:
+        if (value := environment.get(variable, "")).isdecimal():
+            return int(value)
+    variables = ", ".join(variable for _, variable in launchers)
+    raise InputError(f"{flag} is missing, and none of {variables} is set")
+
+
+def connect(coordinator: str | None = None, host: Host | None = None) -> None:
+    """Joins the processes of a run. Must be called before JAX's devices are.
+
+    Args:
+      coordinator: HOST:PORT on which process 0 listens; None leaves it to JAX to find out.
+      host: which process this is; None leaves that, too.
+
+    Raises:
+      InputError: they do not find one another.
+    """
+    import jax
+
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    where: dict[str, Any] = {}
+    if coordinator is not None:
+        where["coordinator_address"] = coordinator
+    if host is not None:
+        where |= {"num_processes": host.count, "process_id": host.index}
+    try:
+        jax.distributed.initialize(**where)
+    except (RuntimeError, ValueError) as error:
+        raise InputError(f"the processes did not find one another: {error}") from None
 
 
 def jax_processes() -> Processes:
-    """Those of JAX's distributed runtime; `ALONE` where there is none."""
+    """Returns this process among those of JAX's runtime; `ALONE` where there is none."""
+    import jax
+
     if jax.process_count() == 1:
         return ALONE
     return Processes(jax.process_index(), jax.process_count(), _all_true)
 
 
+def is_first() -> bool:
+    """Tells whether this process is the one that speaks and does what is done once."""
+    import jax
+
+    return jax.process_index() == 0
+
+
+# --- together ------------------------------------------------------------------------------
+
+
 def _all_true(mine: bool) -> bool:
+    from jax.experimental import multihost_utils
+
     return bool(np.all(multihost_utils.process_allgather(np.array(mine))))
 
 
 def sum_over_all(mine: np.ndarray) -> np.ndarray:
-    """The sum of every process's array, in each of them; all have to call this."""
+    """Returns the sum of every process's array, in each of them; all have to call this."""
+    import jax
+    from jax.experimental import multihost_utils
+
     if jax.process_count() == 1:
         return mine
     return np.sum(multihost_utils.process_allgather(mine), axis=0)
-
-
-def is_first() -> bool:
-    """Whether this process is the one that speaks and does what is done once."""
-    return jax.process_index() == 0
 
 
 def say(text: str) -> None:
@@ -68,13 +193,16 @@ def say(text: str) -> None:
 
 def wait_for_all(reason: str) -> None:
     """Returns when every process has come here."""
+    import jax
+    from jax.experimental import multihost_utils
+
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(reason)
 
 
 @contextlib.contextmanager
 def replacing_together(folder: str | Path, processes: Processes) -> Iterator[Path]:
-    """`replacing`, by several processes: all write, then process 0 swaps the folders.
+    """Does what `replacing` does by several processes: all write, then process 0 swaps the folders.
 
     The folder is replaced if every process ended its block well, and by none if one failed;
     none goes on before that is settled. All of them have to see one file system.

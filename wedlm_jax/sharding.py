@@ -1,14 +1,14 @@
-"""Which axis of which array lies on which axis of the mesh: the one place that says so.
+"""Sharding: maps array axes to mesh axes, in this one place.
 
 Three steps, each a table or a small function: a parameter's name gives the names of its axes
 (`PARAMETER_AXES`), an axis name gives mesh axes (`AXIS_RULES`), and the compiler does the
 rest. The mesh has four axes:
 
 * ``data``: whole replicas of the parameters; gradients are summed over it.
-* ``fsdp``: the batch again, and the parameters and optimizer state cut along their hidden axis.
+* ``fsdp``: the batch again; parameters and optimizer state are sharded along their hidden axis.
 * ``tensor``: heads, the MLP's inner axis and the vocabulary.
-* ``sequence``: the rows of a text between attentions; within attention, heads. For rows so
-  long that one does not fit, and where heads suffice.
+* ``sequence``: the positions of an example outside attention, heads within it (Ulysses). For
+  examples so long that one does not fit on a device, if there are enough heads.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ AXIS_RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "length": ("sequence",),
         "attention_heads": ("tensor", "sequence"),
         "vocab": ("tensor",),
-        # Each replica has its own sequences, and of these the flat tokens whole.
+        # Each replica has its own sequences, with their flat tokens whole on every device.
         "sequences": ("data",),
         "tokens": (),
         # Parameters.
@@ -63,7 +63,7 @@ PARAMETER_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gate_proj/kernel": ("hidden", "mlp"),
         "up_proj/kernel": ("hidden", "mlp"),
         "down_proj/kernel": ("mlp", "hidden"),
-        # Of layers that compute on columns, and the head where layers are apart.
+        # Of layers that compute on columns, and the output projection of layers that lie apart.
         "q_proj/weight": ("heads", "hidden"),
         "k_proj/weight": ("heads", "hidden"),
         "v_proj/weight": ("heads", "hidden"),
@@ -75,17 +75,17 @@ PARAMETER_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "scale": ("features",),
     }
 )
-"""By the end of a parameter's path; under ``layers`` an axis of layers stands before, unless
-the layers are apart, numbered."""
+"""Axis names by the end of a parameter's path. Under ``layers`` an axis of layers comes first,
+unless the layers lie apart and are numbered."""
 
 
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of all devices, laid out so that neighbours on it are neighbours in hardware.
+    """Makes a mesh of all devices, laid out so that neighbours on it are neighbours in hardware.
 
     Args:
-      sizes: a size for some of `MESH_AXES`; others are 1. One may be -1: what is left.
-      devices: default: all of this job. Where they are several slices of TPUs, ``data`` goes
-        over the slices first: the slow network between them carries sums of gradients alone.
+      sizes: a size for some of `MESH_AXES`; others are 1. One may be -1: the remaining devices.
+      devices: by default all of this job. If they are several TPU slices, ``data`` goes over the
+        slices first: the slow network between them then carries nothing but sums of gradients.
 
     Raises:
       InputError: an unknown axis, a size below 1, a product that is not the device count, or
@@ -123,15 +123,15 @@ def _over_slices(shape: Sequence[int], slices: int, devices: Sequence[Any]) -> n
 
 
 def spec(axes: Sequence[str | None]) -> PartitionSpec:
-    """The mesh axes of an array whose axes have these names (None: whole)."""
+    """Returns the mesh axes of an array whose axes have these names (None: not sharded)."""
     return PartitionSpec(*((AXIS_RULES[axis] or None) if axis else None for axis in axes))
 
 
 def parameter_axes(path: str) -> tuple[str, ...] | None:
-    """Names of the axes of the parameter at ``path`` (parts joined by ``/``), or of an
-    optimizer moment of it; None for what is no parameter, such as a step count."""
+    """Returns the axis names of the parameter at ``path`` (parts joined by ``/``), or of an
+    optimizer moment of it; None for anything else, such as a step count."""
     parts = [part for part in path.split("/") if part != "value"]
-    # A matrix of 8-bit integers has a scale for each output, `wedlm_jax.quantization`.
+    # A matrix of 8-bit integers has a scale for each output, `wedlm_jax.model.quantization`.
     matrix = next((name for name in parts[-2:-1] if name in _INPUT), None)
     rounded = parts.pop() if matrix else None
     for ending, axes in PARAMETER_AXES.items():
@@ -144,16 +144,16 @@ def parameter_axes(path: str) -> tuple[str, ...] | None:
 
 
 _INPUT = {"kernel": 0, "lm_head": 0, "weight": 1, "head_weight": 1}
-"""Which axis of a matrix is the one that a product sums over."""
+"""The axis of a matrix that a product sums over."""
 
 
 def _are_stacked(parts: Sequence[str]) -> bool:
-    """Whether a path is that of a parameter of all layers, not of one with a number."""
+    """Tells whether a path names a parameter of all layers, not that of a numbered one."""
     return "layers" in parts and not parts[parts.index("layers") + 1].isdigit()
 
 
 def tree_specs(tree: Any) -> Any:
-    """A `PartitionSpec` for each leaf of a tree of parameters, moments and counts."""
+    """Returns a `PartitionSpec` for each leaf of a tree of parameters, moments and counts."""
 
     def of_leaf(path: tuple[Any, ...], _: Any) -> PartitionSpec:
         axes = parameter_axes(jax.tree_util.keystr(path, simple=True, separator="/"))
@@ -163,33 +163,34 @@ def tree_specs(tree: Any) -> Any:
 
 
 def tree_shardings(mesh: Mesh, tree: Any) -> Any:
-    """`tree_specs` on a mesh."""
+    """Returns `tree_specs` as shardings on a mesh."""
     return jax.tree.map(lambda leaf: NamedSharding(mesh, leaf), tree_specs(tree))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """For the arrays ``[A, R, L]`` of a global batch: rows over ``data`` and ``fsdp``. Rows stay
-    whole: the dual stream is built from them on the device, and cut there."""
+    """Returns the sharding of the arrays ``[A, R, L]`` of a global batch: R over ``data`` and
+    ``fsdp``. Packed examples stay whole: the dual stream is built from them, and sharded, on the
+    device."""
     return NamedSharding(mesh, spec((None, "batch")))
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
-    """``x`` laid out as `AXIS_RULES` says; ``x`` itself where no mesh is set."""
+    """Lays out ``x`` as `AXIS_RULES` says; returns ``x`` itself without a current mesh."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.lax.with_sharding_constraint(x, spec(axes))
 
 
 def constrain_tree(tree: Any) -> Any:
-    """A tree of parameters, gradients or moments laid out as the rules say; as it is where no
-    mesh is set."""
+    """Lays out a tree of parameters, gradients or moments as the rules say; returns the tree itself
+    without a current mesh."""
     if jax.sharding.get_abstract_mesh().empty:
         return tree
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, tree_specs(tree))
 
 
 def shards(axis: str) -> int:
-    """Into how many pieces an axis of this name is cut on the mesh that is set; 1 where none is."""
+    """Returns into how many shards the current mesh divides an axis; 1 without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else math.prod(mesh.shape[name] for name in AXIS_RULES[axis])
 
@@ -197,8 +198,8 @@ def shards(axis: str) -> int:
 def on_own_shard(
     function: Callable[..., Array], arguments: Sequence[Sequence[str | None]]
 ) -> Callable[..., Array]:
-    """``function`` run by each device on its own share of arguments with these axes; its result
-    has the axes of the first. ``function`` itself where no mesh is set."""
+    """Makes each device run ``function`` on its own shard of arguments with these axes; the result
+    has the axes of the first. Returns ``function`` itself without a current mesh."""
     if jax.sharding.get_abstract_mesh().empty:
         return function
     specs = tuple(spec(axes) for axes in arguments)
@@ -208,14 +209,14 @@ def on_own_shard(
 def on_own_rows(
     function: Callable[..., Any], arguments: Sequence[Sequence[str | None]]
 ) -> Callable[..., Any]:
-    """``function`` run by each device on its own rows of the batch, the other axes of the mesh
-    being the compiler's as before. ``function`` itself where no mesh is set.
+    """Makes each device run ``function`` on its own rows of the batch; the compiler still shards
+    the other axes of the mesh. Returns ``function`` itself without a current mesh.
 
-    What has no "batch" among its axes is gathered before and its gradient summed behind, once
-    each, whatever loops ``function`` has. Within it, `constrain` must leave "batch" out.
+    An argument without a "batch" axis is gathered once before, and its gradient summed once after,
+    whatever loops ``function`` contains. Within it, `constrain` must leave "batch" out.
 
     Args:
-      arguments: the axes of each; only "batch" counts. Results are rows of the batch.
+      arguments: the axes of each; only "batch" matters. Results are rows of the batch.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return function
@@ -233,13 +234,13 @@ def on_own_rows(
 
 
 def check_fits(mesh: Mesh, config: ModelConfig, *, rows: int = 0, row_length: int = 0) -> None:
-    """Refuses sizes that the mesh does not divide, by name.
+    """Refuses sizes that the mesh does not divide.
 
     Args:
-      mesh: as from `make_mesh`.
+      mesh: from `make_mesh`.
       config: of the model.
-      rows: packed rows in a micro-batch, all devices together; 0 where there are none.
-      row_length: L; the dual stream has 2 L rows.
+      rows: packed examples in a micro-batch, over all devices; 0 if there are none.
+      row_length: L; the dual stream has 2 L positions.
 
     Raises:
       InputError: naming the size and the mesh axes.
@@ -262,11 +263,12 @@ def check_fits(mesh: Mesh, config: ModelConfig, *, rows: int = 0, row_length: in
 
 
 def on_replicas(function: Callable[..., Any], *, whole: Sequence[int] = (0,)) -> Callable[..., Any]:
-    """``function`` run by each replica of the ``data`` axis on its own share: of every array the
-    first axis is cut. Scalars, and the arguments named by ``whole``, are the same for all. The
-    other axes of the mesh stay the compiler's. ``function`` itself where there is one replica.
+    """Makes each replica of the ``data`` axis run ``function`` on its own shard of the first axis
+    of every array. Scalars, and the arguments numbered in ``whole``, are the same for all. The
+    compiler still shards the other axes of the mesh. Returns ``function`` itself for a single
+    replica.
 
-    Replicas may loop differently often: what they exchange, they exchange within themselves.
+    Replicas may loop a different number of times, since no collective crosses them.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.shape["data"] == 1:

@@ -8,10 +8,10 @@ from types import FrameType, TracebackType
 from typing import Self
 
 TERMINATED = 128 + signal.SIGTERM
-"""Exit status of a process that was asked to end: not 0, so that what waits for it does not go
-on."""
+"""Exit status after SIGTERM: not 0, so that a script that waits for the process does not
+continue."""
 INTERRUPTED = 128 + signal.SIGINT
-"""The same after Ctrl-C."""
+"""Exit status after Ctrl-C."""
 
 
 class StopRequest:
@@ -23,7 +23,8 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = False
-        # Only there can signals be handled; elsewhere, as in a Ray actor, others see to them.
+        # Only the main thread can handle signals; elsewhere, as in a Ray actor, the host program
+        # does.
         self._handles = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> Self:
@@ -44,5 +45,5 @@ class StopRequest:
         self.note()
 
     def note(self) -> None:
-        """Takes in that SIGTERM has come."""
+        """Notes that SIGTERM has arrived."""
         self.requested = True

@@ -1,4 +1,4 @@
-"""Text in and out: the tokenizer, incremental decoding, stop strings."""
+"""Text in and out: prompts, the tokenizer, incremental decoding, stop strings."""
 
 from __future__ import annotations
 
@@ -12,15 +12,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from wedlm_jax.errors import InputError
+import numpy as np
+
+from wedlm_jax.errors import InputError, shortened
+from wedlm_jax.params import SamplingParams
 
 INCOMPLETE = "\ufffd"
-"""What decoding puts where the bytes of a character are not all there."""
+"""What a tokenizer decodes the incomplete bytes of a character to."""
+
+SETTLED_BEHIND = 32
+"""Last tokens of a growing text that are decoded again with those that follow."""
 
 NO_LIMIT = 10**30
-"""Transformers' own value for a tokenizer without a maximal length."""
+"""The value that transformers uses for a tokenizer without a maximal length."""
 
 Messages = Sequence[dict[str, str]]
+Prompt = str | Sequence[int]
 
 
 class TextCodec:
@@ -36,10 +43,10 @@ class TextCodec:
 
     @classmethod
     def load(cls, folder: Path) -> TextCodec | None:
-        """The tokenizer in ``folder``; None where it has none.
+        """Loads the tokenizer in ``folder``; None if it has none.
 
         Raises:
-          InputError: naming the file that is cut off or no tokenizer's.
+          InputError: naming the file that is truncated or malformed.
         """
         fast = folder / "tokenizer.json"
         if not fast.exists() and not (folder / "vocab.json").exists():
@@ -48,18 +55,17 @@ class TextCodec:
         with _quiet_transformers():
             from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-            # tokenizer.json describes itself; only without it must config.json be asked
-            # which class this is, and transformers does not know every model_type.
+            # tokenizer.json describes itself. Without it the class follows from config.json, but
+            # transformers does not know every model_type.
             kind = PreTrainedTokenizerFast if fast.exists() else AutoTokenizer
             try:
-                # Lengths are the engine's to check, against the model and not this number.
+                # The engine checks lengths, against the model instead of the tokenizer.
                 tokenizer = kind.from_pretrained(str(folder), model_max_length=NO_LIMIT)
             except Exception as error:
                 # The parser of tokenizer.json raises a bare Exception.
                 name = fast if fast.exists() else folder
-                reason = " ".join(str(error).split())[:200]
                 raise InputError(
-                    f"{name}: the tokenizer is truncated or malformed ({reason})"
+                    f"{name}: the tokenizer is truncated or malformed ({shortened(str(error))})"
                 ) from None
         return cls(tokenizer)
 
@@ -72,8 +78,7 @@ class TextCodec:
         return list(self.tokenizer(text)["input_ids"])
 
     def spellings(self, text: str) -> list[tuple[int, ...]]:
-        """The token ids of a word where a text begins with it, and where it stands behind a
-        space."""
+        """Returns the token ids of a word at the start of a text, and those after a space."""
         word = text.lstrip()
         found = (
             tuple(self.tokenizer(form, add_special_tokens=False)["input_ids"])
@@ -82,7 +87,7 @@ class TextCodec:
         return list(dict.fromkeys(ids for ids in found if ids))
 
     def encode_chat(self, messages: Messages) -> list[int]:
-        """A conversation through the chat template, ready for the assistant's turn.
+        """Encodes a conversation with the chat template, ready for the assistant's turn.
 
         Raises:
           InputError: the tokenizer has no template, or the messages do not fit it.
@@ -91,7 +96,7 @@ class TextCodec:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def render_chat(self, messages: Messages, *, add_generation_prompt: bool) -> str:
-        """A conversation as the text that the chat template makes of it.
+        """Renders a conversation with the chat template.
 
         Raises:
           InputError: the tokenizer has no template, or the messages do not fit it.
@@ -111,11 +116,11 @@ class TextCodec:
         return str(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ``token_ids`` without special tokens, as it stands."""
+        """Returns the text of ``token_ids`` without special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def complete_text(self, token_ids: Sequence[int]) -> str:
-        """As `decode`, without a last character whose bytes are not all there."""
+        """Decodes as `decode` does, but leaves out a last character whose bytes are incomplete."""
         text = self.decode(token_ids)
         meant = self._incomplete_ids and list(token_ids[-len(self._incomplete_ids) :])
         if text.endswith(INCOMPLETE) and meant != self._incomplete_ids:
@@ -123,10 +128,42 @@ class TextCodec:
         return text
 
 
-class StopStrings:
-    """Finds the first of some texts in a growing completion.
+class GrowingText:
+    """The text of a growing list of tokens, decoded from its last tokens alone.
 
-    Matching is on the decoded text, so a stop string may begin and end inside tokens. One that
+    What stands in front is settled where decoding both parts apart gives the whole; tokenizers for
+    which it never does are decoded from the beginning each time.
+    """
+
+    def __init__(self, codec: TextCodec):
+        self._codec = codec
+        self._settled, self._tail = "", list[int]()
+        self._longest = 2 * SETTLED_BEHIND
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """Takes in further tokens; returns what `TextCodec.complete_text` says of all so far."""
+        self._tail.extend(token_ids)
+        if len(self._tail) > self._longest:
+            self._settle()
+        return self._settled + self._codec.complete_text(self._tail)
+
+    def _settle(self) -> None:
+        whole = self._codec.decode(self._tail)
+        # A cut in the middle of a character, or where a space is lost, is no good; the next may be.
+        for cut in range(len(self._tail) - SETTLED_BEHIND, len(self._tail)):
+            front = self._codec.decode(self._tail[:cut])
+            fits = not front.endswith(INCOMPLETE)
+            if fits and front + self._codec.decode(self._tail[cut:]) == whole:
+                self._settled += front
+                del self._tail[:cut]
+                break
+        self._longest = 2 * len(self._tail) + SETTLED_BEHIND
+
+
+class StopStrings:
+    """Finds the first stop string in a growing completion.
+
+    Matching is on the decoded text, so a stop string may start and end inside tokens. One that
     is complete within the first ``min_tokens`` tokens does not count.
     """
 
@@ -134,12 +171,12 @@ class StopStrings:
         self._codec, self._stop, self._min_tokens = codec, tuple(stop), min_tokens
 
     def find(self, token_ids: Sequence[int]) -> tuple[int, str] | None:
-        """The number of tokens in which the first stop string is complete, and the text
-        before it; None where there is none."""
+        """Returns the number of tokens in which the first stop string is complete, and the text
+        before it; None if there is none."""
         early = len(self._codec.complete_text(token_ids[: self._min_tokens]))
         if not self._places(self._codec.complete_text(token_ids), early):
             return None
-        # The fewest tokens whose text holds a stop string: decoding is monotonic in length.
+        # Binary search for the fewest tokens whose text holds a stop string.
         low, high = 1, len(token_ids)
         while low < high:
             middle = (low + high) // 2
@@ -147,18 +184,23 @@ class StopStrings:
                 high = middle
             else:
                 low = middle + 1
-        # Only what those tokens say counts: the answer must not depend on how many more
-        # tokens had come when this was asked.
+        # Only these tokens count: the answer must not depend on how many more had been committed
+        # when the search began.
         text = self._codec.complete_text(token_ids[:low])
         return low, text[: min(self._places(text, early))]
 
+    def stands_in(self, text: str, start: int) -> bool:
+        """Says whether any stop string ends behind character ``start`` of ``text``."""
+        return any(text.find(stop, max(start - len(stop) + 1, 0)) >= 0 for stop in self._stop)
+
     def _places(self, text: str, early: int) -> list[int]:
-        """Where each stop string first stands that does not end within ``early`` characters."""
+        """Lists the first place of each stop string that does not end within ``early``
+        characters."""
         found = (text.find(stop, max(early - len(stop) + 1, 0)) for stop in self._stop)
         return [place for place in found if place >= 0]
 
     def safe_length(self, text: str) -> int:
-        """How much of ``text`` cannot turn out to belong to a stop string."""
+        """Returns how many characters of ``text`` cannot turn out to belong to a stop string."""
         longest = 0
         for stop in self._stop:
             for size in range(min(len(stop) - 1, len(text)), longest, -1):
@@ -200,3 +242,66 @@ def _quiet_transformers() -> Iterator[None]:
             del os.environ[variable]
         else:
             os.environ[variable] = before
+
+
+# --- prompts as callers give them -----------------------------------------------------------
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Returns prompts as a list, given one or several; a NumPy array of integers is a list."""
+    if isinstance(prompts, np.ndarray):
+        prompts = prompts.tolist()
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise InputError(
+            "prompts: expected a text, a list of token ids, or a list of those, "
+            f"not {type(prompts).__name__}"
+        )
+    if len(prompts) and all(is_integer(item) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def for_each(
+    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> Sequence[SamplingParams]:
+    """Returns the sampling parameters of each prompt, given one for all or one for each."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if not isinstance(params, list | tuple) or not all(
+        isinstance(one, SamplingParams) for one in params
+    ):
+        raise InputError("params: expected SamplingParams, or a list of them")
+    if len(params) != len(prompts):
+        raise InputError(f"{len(prompts)} prompts came with {len(params)} sampling parameters")
+    return params
+
+
+def as_token_ids(prompt: Sequence[int]) -> Sequence[int]:
+    """Returns ``prompt`` if it is a flat list of integers; the engine checks their range.
+
+    Raises:
+      InputError: it is not.
+    """
+    ids: Any = prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
+    if (
+        not isinstance(ids, Sequence)
+        or isinstance(ids, str | bytes)
+        or not all(is_integer(token) for token in ids)
+    ):
+        raise InputError("expected a text or a flat list of token ids")
+    return ids
+
+
+def is_integer(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+@contextlib.contextmanager
+def numbered(what: str, number: int, count: int) -> Iterator[None]:
+    """Prefixes an `InputError` with the number of the prompt, if there are several."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{what} {number}: {error}" if count > 1 else str(error)) from None

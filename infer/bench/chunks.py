@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 
 from infer.bench.subject import SHAPES, Subject, random_prompts, random_subject
-from infer.bench.turns import Bar
+from wedlm_jax.benchmark import Bar
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.events import TokenDelta
 from wedlm_jax.engine.settings import PAGE_SIZES

@@ -16,9 +16,9 @@ import numpy as np
 
 from infer.bench.products import milliseconds_of_products
 from infer.bench.subject import Subject, random_prompts
-from infer.bench.turns import Bar, Stopwatch, by_turns
 from infer.bench.windows import RIVAL, name_of, ways_of
 from infer.bench.work import Regimes, Work, long_answers
+from wedlm_jax.benchmark import Bar, Stopwatch, by_turns
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.events import Finished
 from wedlm_jax.errors import InputError
@@ -265,14 +265,14 @@ def _requests(engine: Engine, work: Work) -> tuple[float, float, float]:
 def _programs_watched(engine: Engine, watch: Stopwatch) -> Iterator[None]:
     """Times the compiled programs from their call until what they return is there. They must all
     be compiled: those that come later are not seen."""
-    device: Any = engine.device
-    programs = device._compiled
+    kept: Any = engine.device.programs
+    programs = kept._compiled
 
     def watched(program: Any) -> Callable[..., Any]:
         return watch.around(lambda *inputs: jax.block_until_ready(program(*inputs)))
 
-    device._compiled = {key: watched(program) for key, program in programs.items()}
+    kept._compiled = {key: watched(program) for key, program in programs.items()}
     try:
         yield
     finally:
-        device._compiled = programs
+        kept._compiled = programs

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from infer.bench.subject import Subject
-from infer.bench.turns import Bar
 from infer.bench.windows import name_of, ways_of
 from infer.bench.work import Regimes, Work, mixed
+from wedlm_jax.benchmark import Bar
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.events import Failed
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from wedlm_jax.layer_layout import are_stacked, is_on_columns
-from wedlm_jax.layers import DecoderLayer
 from wedlm_jax.model import Transformer
+from wedlm_jax.model.layer_layout import are_stacked, is_on_columns
+from wedlm_jax.model.layers import DecoderLayer
 
 if TYPE_CHECKING:
     from wedlm_jax.engine.engine import Engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,12 +78,14 @@ class Subject:
       folder: its checkpoint; None for random weights.
       codec: its tokenizer; None for random weights.
       dtype: of weights and cache.
+      engine_options: of every engine, such as ``kv_cache_dtype``.
     """
 
     model: Transformer
     folder: Path | None
     codec: TextCodec | None
     dtype: str
+    engine_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def config(self) -> ModelConfig:
@@ -93,6 +95,7 @@ class Subject:
         """An engine for so many sequences; ``options`` are those of `Engine`."""
         from wedlm_jax.engine.engine import Engine
 
+        options = {**self.engine_options, **options}
         if self.folder is None:
             options.setdefault("max_model_len", SHORT_CONTEXT)
         return Engine(self.model, window_size=window, max_batch_size=sequences, **options)
@@ -110,32 +113,51 @@ class Subject:
         return self.codec.encode_chat(messages)
 
 
-def load_subject(model: str | None, dtype: str | None) -> Subject:
-    """A checkpoint as `wedlm_jax.llm.LLM` loads it."""
+def load_subject(
+    model: str | None,
+    dtype: str | None,
+    *,
+    quantization: str | None = None,
+    **engine_options: Any,
+) -> Subject:
+    """A checkpoint as `wedlm_jax.llm.LLM` loads it.
+
+    Args:
+      quantization: as `LLM` takes it.
+      engine_options: of every engine.
+    """
     import jax.numpy as jnp
 
     from wedlm_jax.checkpoint.hf import load_checkpoint
-    from wedlm_jax.layer_layout import with_layers_apart
     from wedlm_jax.llm import resolve_model
     from wedlm_jax.text import TextCodec
 
     folder, name = resolve_model(model), _dtype(dtype)
-    weights = load_checkpoint(folder, dtype=jnp.dtype(name))
-    if _on_cpu():
-        weights = with_layers_apart(weights)
-    return Subject(weights, folder, TextCodec.load(folder), name)
+    weights = load_checkpoint(
+        folder, dtype=jnp.dtype(name), stacked=not _on_cpu(), quantization=quantization
+    )
+    return Subject(weights, folder, TextCodec.load(folder), name, engine_options)
 
 
-def random_subject(config: ModelConfig, dtype: str | None) -> Subject:
+def random_subject(
+    config: ModelConfig,
+    dtype: str | None,
+    *,
+    quantization: str | None = None,
+    **engine_options: Any,
+) -> Subject:
     """Random weights: what a forward costs does not depend on what it says."""
     import jax.numpy as jnp
     from flax import nnx
 
     from wedlm_jax.model import Transformer
+    from wedlm_jax.quantization import quantize_weights
 
     name = _dtype(dtype)
     model = Transformer(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(name), stacked=not _on_cpu())
-    return Subject(model, None, None, name)
+    if quantization is not None:
+        model = quantize_weights(model)
+    return Subject(model, None, None, name, engine_options)
 
 
 def random_prompts(config: ModelConfig, count: int, length: int, seed: int = 0) -> list[list[int]]:

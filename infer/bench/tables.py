@@ -10,7 +10,9 @@ from rich.table import Table
 
 from infer.bench.chunks import CHUNK, ChunkCost
 from infer.bench.floor import ForwardCost, PromptCost
+from infer.bench.identity import Agreement
 from infer.bench.pages import PageUse
+from infer.bench.soak import SoakSample, growth
 
 
 def forward_table(costs: Sequence[ForwardCost]) -> Table:
@@ -103,9 +105,51 @@ def chunk_table(cost: ChunkCost) -> Table:
     return table
 
 
+def identity_table(agreements: Sequence[Agreement]) -> Table:
+    """Windows in mode verified, beside AR itself, which comes first."""
+    ar = agreements[0]
+    table = _table(
+        f"{ar.prompts:,} completions, {ar.tokens:,} tokens by AR, {ar.dtype}",
+        "that differ",
+        "nats there, median",
+        "at most",
+        "tokens / forward",
+    )
+    table.caption = (
+        f"between AR's two best tokens: {ar.median_margin or 0:.3g} nats, the median of all places"
+    )
+    for one in agreements[1:]:
+        margins = (one.median_margin, one.largest_margin)
+        table.add_row(
+            one.way,
+            f"{one.differ} ({one.differ / one.prompts:.1%})" if one.differ else "0",
+            *("" if nats is None else f"{nats:.2g}" for nats in margins),
+            f"{one.tokens_per_forward:.2f}",
+        )
+    return table
+
+
+def soak_table(samples: Sequence[SoakSample]) -> Table:
+    """A long run: its end beside the end of its first quarter."""
+    last, quarter = samples[-1], samples[len(samples) // 4]
+    table = Table(box=box.SIMPLE, title=f"random lengths, {last.way}", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_row("minutes", f"{last.minutes:,.1f}")
+    table.add_row("prompts", f"{last.prompts:,}")
+    table.add_row("completion tokens", f"{last.tokens:,}")
+    table.add_row("programs compiled on the way", str(last.compiled))
+    table.add_row(
+        f"memory after {quarter.minutes:,.1f} minutes", f"{quarter.resident_mib:,.0f} MiB"
+    )
+    table.add_row("memory at the end", f"{last.resident_mib:,.0f} MiB")
+    table.add_row("grown by", f"{growth(samples):+.1%}")
+    return table
+
+
 def _table(title: str, *heads: str) -> Table:
     table = Table(box=box.SIMPLE, title=title)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for head in heads:
         table.add_column(head, justify="right")
     return table

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from infer.bench.rival import Rival
 from infer.bench.subject import Subject, forget_programs
-from infer.bench.turns import Bar, by_turns
 from infer.bench.work import MAX_TOKENS, Regimes, Work, questions_of
 from infer.speed import Speed
+from wedlm_jax.benchmark import Bar, by_turns
 from wedlm_jax.generation import Generation, Router
 
 if TYPE_CHECKING:

@@ -1,1 +1,1 @@
-"""The batch job of `wedlm generate --input`: millions of rows, each back exactly once."""
+"""The batch job of `wedlm generate --input`: millions of records, each returned exactly once."""

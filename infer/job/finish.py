@@ -1,4 +1,4 @@
-"""The end of a job: one file of all shards where that is asked for, and `stats.json`."""
+"""Finishes a job: merges the shards into one file if asked to, and writes `stats.json`."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ import json
 from pathlib import Path
 from typing import Any
 
-from infer.job.result_rows import Counts, writable
+from infer.job.counts import Counts
+from infer.job.input import COPY_BYTES
+from infer.job.result_record import writable
 from infer.job.shard_folder import STATS, ShardFolder
-from infer.job.source import COPY_BYTES
 from wedlm_jax.atomic import naming, write_json, written_beside
 from wedlm_jax.errors import InputError
 
 
 def finish(folder: ShardFolder, output: Path | None, run: dict[str, Any]) -> Counts:
-    """Writes what is written once all shards are there. Doing it twice does no harm.
+    """Finishes a job whose shards are all there. Doing it twice does no harm.
 
     Args:
-      output: a file for all the rows, which takes the shards' place; None leaves them.
-      run: what `STATS` says of the run that has ended the job.
+      output: a file for all records, which replaces the shards; None keeps them.
+      run: what `STATS` says about the run that finished the job.
 
     Returns:
-      Sums over all rows.
+      sums over all records.
 
     Raises:
       InputError: a shard is not what its manifest says, or the output cannot be written.
@@ -47,32 +48,32 @@ def finish(folder: ShardFolder, output: Path | None, run: dict[str, Any]) -> Cou
 
 
 def finished_before(folder: ShardFolder, output: Path | None) -> Counts | None:
-    """Sums over all rows, if the job has ended and its output file is still there."""
+    """Returns sums over all records if the job is finished and its output file still there."""
     try:
         stats = json.loads((folder.folder / STATS).read_bytes())
         if output is not None and output.stat().st_size == stats["output"]["bytes"]:
             return Counts(**{name: stats[name] for name in Counts().as_json()})
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # not ended, or its files are gone: then the rows are decoded again
+        pass  # not finished, or its files are gone: then the records are decoded again
     return None
 
 
 def _put_together(
     folder: ShardFolder, manifests: list[dict[str, Any]], output: Path
 ) -> dict[str, Any]:
-    """Writes all rows into one file; returns its size and digest."""
+    """Writes all records into one file; returns its name, size and digest."""
     whole, size = hashlib.sha256(), 0
     with written_beside(output, folder.parts) as out:
         for shard, manifest in zip(folder.shards, manifests, strict=True):
             path, digest = folder.data_path(shard), hashlib.sha256()
-            with naming(path), path.open("rb") as rows:
-                while block := rows.read(COPY_BYTES):
+            with naming(path), path.open("rb") as records:
+                while block := records.read(COPY_BYTES):
                     digest.update(block)
                     whole.update(block)
                     size += out.write(block)
             if digest.hexdigest() != manifest["sha256"]:
                 raise InputError(
-                    f"{path}: is not what {folder.manifest_path(shard).name} says; remove both, "
-                    "and start again"
+                    f"{path}: does not match {folder.manifest_path(shard).name}; remove both, and "
+                    "run the same command again"
                 )
     return {"name": writable(output.name), "bytes": size, "sha256": whole.hexdigest()}

@@ -1,4 +1,4 @@
-"""What a job depends on: its input, its model, and the settings that say what a row becomes."""
+"""Identifies a job by what its results depend on: input, model and settings."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ MODEL_FILES = (".json", ".safetensors", ".txt", ".jinja")
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """A job, told from all others.
+    """What distinguishes a job from all others. Its JSON form is stored with the job.
 
     Attributes:
-      input: digest of the rows.
+      input: digest of the records.
       checkpoint: digest of the model's files; the folder may be moved or copied.
-      settings: everything else that says what a row becomes; JSON values. What changes only how
-        sums are rounded, as batches and attention kernels do, is not here.
-      shard_size: rows of a shard.
-      rows: of the input.
+      settings: everything else that results depend on, as JSON values. What only changes how sums
+        are rounded, such as batch sizes and attention kernels, is left out.
+      shard_size: records of a shard.
+      rows: records of the input.
     """
 
     input: str
@@ -42,7 +42,7 @@ class Identity:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Identity:
-        """Of what `as_json` gave; other keys are passed over."""
+        """Makes an identity from what `as_json` returned; other keys are ignored."""
         return cls(**{field.name: value[field.name] for field in dataclasses.fields(cls)})
 
     def as_json(self) -> dict[str, Any]:
@@ -53,20 +53,20 @@ class Identity:
         return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()
 
     def differences(self, other: dict[str, Any]) -> str:
-        """How another job, as JSON, differs: "max_tokens is 24 there and 23 here, ..."."""
+        """Describes how another job, as JSON, differs: "max_tokens is 24 there and 23 here"."""
         mine, theirs = _flat(self.as_json()), _flat(other)
         names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
         words = []
         for name in names:
             if name in ("input", "checkpoint"):
-                words.append(f"the {name} is another")
+                words.append(f"the {name} differs")
             elif name != "rows":
                 words.append(f"{name} is {theirs.get(name)!r} there and {mine.get(name)!r} here")
         return ", ".join(words)
 
 
 def identity_of(llm: LLM, workload: Workload) -> Identity:
-    """What these rows and this model make. Batches and hosts change no result."""
+    """Returns the identity of a job over these records with this model."""
     settings = {
         "version": __version__,
         "params": dataclasses.asdict(workload.params),
@@ -80,7 +80,9 @@ def identity_of(llm: LLM, workload: Workload) -> Identity:
     rounding = {"quantization": llm.quantization, "kv_cache_dtype": llm.engine.kv_cache_dtype}
     settings |= {name: value for name, value in rounding.items() if value is not None}
     index = workload.index
-    return Identity(index.digest, folder_digest(llm.folder), settings, index.shard_size, index.rows)
+    return Identity(
+        index.digest, folder_digest(llm.folder), settings, index.shard_size, index.records
+    )
 
 
 def _flat(value: dict[str, Any]) -> dict[str, Any]:
@@ -91,10 +93,10 @@ def _flat(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def folder_digest(folder: Path) -> str:
-    """A digest of a checkpoint's files: names, sizes and contents.
+    """Returns a digest of a checkpoint's files: names, sizes and contents.
 
-    Of a large file 256 evenly spread pieces are read: weights that were trained further
-    differ everywhere, and reading all of them would take as long as loading them.
+    Of a large file 256 evenly spread parts are read: weights that were trained further differ
+    everywhere, and reading all of them would take as long as loading them.
 
     Raises:
       InputError: a file cannot be read.

@@ -1,4 +1,4 @@
-"""Rows of files in, a row of results for each out; a job that was stopped goes on."""
+"""Decodes the prompts of files into one result for each; a job that was stopped can be resumed."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from infer.job.counts import Counts, JobProgress
 from infer.job.finish import finish, finished_before
-from infer.job.hosts import Host
+from infer.job.graceful_stop import GRACE_SECONDS, GracefulStop, JobStopped
+from infer.job.host_share import JobShare
 from infer.job.identity import Identity, identity_of
+from infer.job.input import find_input, spool, unread_columns
 from infer.job.output import Output, find_output
-from infer.job.parquet import unread_columns
-from infer.job.progress import PLAIN_INTERVAL, Standing
-from infer.job.result_rows import Counts
-from infer.job.row_index import RowIndex, build_index
+from infer.job.record_index import RecordIndex, build_index
 from infer.job.shard_decoder import NotEnoughMemory
 from infer.job.shard_folder import ShardFolder, read_job
-from infer.job.share import JobShare
-from infer.job.source import find_input, spool
-from infer.job.stop import GRACE_SECONDS, GracefulStop, JobStopped
 from infer.job.workload import Workload
 from wedlm_jax.errors import InputError
+from wedlm_jax.processes import Host
 from wedlm_jax.signals import INTERRUPTED, TERMINATED
 
 if TYPE_CHECKING:
@@ -34,21 +32,24 @@ if TYPE_CHECKING:
 
 SHARD_SIZE = 1000
 
+TELL_SECONDS = 5.0
+"""Seconds between two messages on how far the first pass over the input is."""
+
 
 @dataclasses.dataclass(frozen=True)
 class JobOptions:
-    """What `wedlm generate` is told of a job.
+    """The options of `wedlm generate` for a job.
 
     Attributes:
       inputs: files, folders, or one pipe.
       output: a folder, or a .jsonl file.
-      params: of rows that do not say otherwise.
-      chat: texts are a user's message, for the chat template.
-      shard_size: rows of a shard; None is that of the job that is there, or `SHARD_SIZE`.
-      host: which of the processes that share the job this is.
-      fail_fast: refuse the job for the first bad row.
-      overwrite: rows of another job, in the same output, may be dropped.
-      grace: seconds after SIGTERM for rows under way.
+      params: of records that do not have their own.
+      chat: whether a text is a user's message, for the chat template.
+      shard_size: records of a shard; None takes that of the job in the output, or `SHARD_SIZE`.
+      host: this one of the processes that share the job.
+      fail_fast: whether the first bad record refuses the job.
+      overwrite: whether records of another job in the same output may be deleted.
+      grace: seconds after SIGTERM for running sequences.
     """
 
     inputs: tuple[str, ...]
@@ -63,10 +64,10 @@ class JobOptions:
 
 
 class Job:
-    """A job, from its options to its exit status.
+    """Runs a job, from its options to its exit status.
 
     Args:
-      options: see there.
+      options: of the job.
 
     Raises:
       InputError: input or output cannot be used.
@@ -88,15 +89,15 @@ class Job:
         """Decodes what is not decoded yet; returns the exit status.
 
         Args:
-          load: the model, once the rows have been counted.
+          load: loads the model; called when the records have been counted.
 
         Raises:
-          InputError: the job cannot be begun, or goes no further; what is done is kept.
+          InputError: the job cannot start or continue; what is done is kept.
         """
         return self.until_stopped(lambda stop: self._run(load, stop))
 
     def until_stopped(self, work: Callable[[GracefulStop], int]) -> int:
-        """Runs ``work``; says what is kept where SIGTERM or Ctrl-C ends it."""
+        """Runs ``work``; reports what is kept if SIGTERM or Ctrl-C stops it."""
         with GracefulStop(self.options.grace) as stop:
             try:
                 return work(stop)
@@ -112,7 +113,7 @@ class Job:
 
     def _run(self, load: Callable[[], LLM], stop: GracefulStop) -> int:
         workload = self.read_input()
-        if not workload.index.rows:
+        if not workload.index.records:
             return self.end_empty(workload.index)
         llm = load()
         if self.options.fail_fast:
@@ -127,92 +128,93 @@ class Job:
             raise InputError(f"{error}; {self.kept()}") from None
         if stop.requested and run.is_short():
             raise JobStopped
-        return self.end(folder, run.standing())
+        return self.end(folder, run.progress())
 
     def read_input(self) -> Workload:
-        """The first pass over the input."""
+        """Reads the whole input once: counts records and indexes them."""
         files, started = self.source.files, time.monotonic()
         if self.source.pipe:
             files = (spool(self.source.pipe, self.output.folder),)
             self._spooled = files[0].path
         if self.source.others:
-            count = f"{self.source.others:,} in the folders"
-            self.say(f"files not read, as neither .jsonl nor .parquet: {count}")
+            count = f"{len(self.source.others):,} in the folders"
+            self.say(f"files not read, since neither .jsonl nor .parquet: {count}")
         if columns := unread_columns(files):
-            self.say(f"columns that are no keys of a row are not read: {', '.join(columns)}")
+            self.say(f"columns not read, since they are not keys of a record: {', '.join(columns)}")
         told = started
 
-        def tell(rows: int) -> None:
+        def tell(records: int) -> None:
             nonlocal told
-            if time.monotonic() - told >= PLAIN_INTERVAL:
+            if time.monotonic() - told >= TELL_SECONDS:
                 told = time.monotonic()
-                self.say(f"reading the input: {rows:,} rows so far")
+                self.say(f"reading the input: {records:,} records so far")
 
         index = build_index(files, self.shard_size(), tell)
-        if time.monotonic() - started >= PLAIN_INTERVAL:
-            self.say(f"{index.rows:,} rows read in {time.monotonic() - started:.0f} s")
+        if time.monotonic() - started >= TELL_SECONDS:
+            self.say(f"{index.records:,} records read in {time.monotonic() - started:.0f} s")
         return Workload(files, index, self.options.params, self.options.chat)
 
-    def open_folder(self, index: RowIndex, identity: Identity) -> ShardFolder:
+    def open_folder(self, index: RecordIndex, identity: Identity) -> ShardFolder:
         self.folder = ShardFolder(
             self.output.folder, identity, index.shards, overwrite=self.options.overwrite
         )
         return self.folder
 
     def was_finished(self, folder: ShardFolder) -> bool:
-        """Whether the job has ended already; says that, or what is there of it."""
+        """Tells whether the job is finished already; reports that, or what is kept of it."""
         if counts := finished_before(folder, self.output.file):
-            folder.drop_shards()  # a pipe's copy, or what an end that was cut short has left
-            self.say(f"{self.output.shown} is there already, with {counts.rows:,} rows")
+            folder.drop_shards()  # a pipe's copy, or what a kill in the middle of `finish` left
+            self.say(f"{self.output.shown} is already complete, with {counts.rows:,} records")
             return True
-        if folder.kept_rows(folder.shards):
-            self.say(f"going on behind {self._kept_rows(folder)}")
+        if folder.kept_records(folder.shards):
+            self.say(f"resuming: {self._kept_records(folder)}")
         return False
 
-    def end(self, folder: ShardFolder, standing: Standing) -> int:
-        """Ends the job if all its shards are there, whoever finished them."""
+    def end(self, folder: ShardFolder, progress: JobProgress) -> int:
+        """Finishes the job if all its shards are there, whichever process decoded them."""
         missing, host = len(folder.shards) - len(folder.finished()), self.options.host
-        # Asked after: whoever ends the job says so before it takes the shards away.
+        # Asked after counting: the process that finishes a job writes `STATS` before it removes
+        # shards.
         counts = finished_before(folder, self.output.file)
         if counts is not None:
-            # Another process has ended the job while this one was at its last shards.
+            # Another process finished the job while this one was decoding its last shards.
             folder.drop_shards()
         elif missing:
-            who = f"{host} has done its share" if host.count > 1 else "this process has no more"
+            who = f"{host} has done its share" if host.count > 1 else "this process is done"
             self.say(
-                f"{who}; {missing:,} of {len(folder.shards):,} shards are still to be finished, "
-                "by other processes or by a further run"
+                f"{who}; {missing:,} of {len(folder.shards):,} shards are still unfinished: other "
+                "processes, or another run, will decode them"
             )
             return 0
         else:
-            counts = self._finish(folder, standing)
-        self.say(summary(self.output, counts, standing))
+            counts = self._finish(folder, progress)
+        self.say(summary(self.output, counts, progress))
         return 0
 
-    def _finish(self, folder: ShardFolder, standing: Standing) -> Counts:
+    def _finish(self, folder: ShardFolder, progress: JobProgress) -> Counts:
         host = self.options.host
-        run = {"host": host.number, "hosts": host.count, **standing.as_json()}
+        run = {"host": host.index, "hosts": host.count, **progress.as_json()}
         try:
             return finish(folder, self.output.file, run)
         except InputError:
-            # Another process may have taken the shards away in this very moment.
+            # Another process may have merged and removed the shards at this very moment.
             counts = finished_before(folder, self.output.file)
             if counts is None:
                 raise
             return counts
 
-    def end_empty(self, index: RowIndex) -> int:
-        """No rows are a job, too, but one that needs no model."""
+    def end_empty(self, index: RecordIndex) -> int:
+        """Finishes a job without records, which needs no model."""
         identity = Identity(index.digest, "", {}, index.shard_size, 0)
         finish(self.open_folder(index, identity), self.output.file, {})
-        self.say(f"{self.source.shown} has no rows, and so has {self.output.shown} now")
+        self.say(f"{self.source.shown} has no records; {self.output.shown} is empty")
         return 0
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False)
 
     def shard_size(self) -> int:
-        """Rows of a shard: as asked for, or as the job that is there has it."""
+        """Returns the records of a shard: as requested, or as in the job that is in the output."""
         if self.options.shard_size is not None:
             return self.options.shard_size
         found = (read_job(self.output.folder) or {}).get("shard_size")
@@ -220,31 +222,32 @@ class Job:
 
     def kept(self) -> str:
         if self.folder is None:
-            return "nothing had been decoded"
-        return f"{self._kept_rows(self.folder)}; the same command goes on from there"
+            return "nothing was decoded yet"
+        return f"{self._kept_records(self.folder)}; the same command continues from there"
 
-    def _kept_rows(self, folder: ShardFolder) -> str:
-        kept = folder.kept_rows(folder.shards)
-        return f"{kept:,} of {folder.identity.rows:,} rows kept in {folder.folder}"
+    def _kept_records(self, folder: ShardFolder) -> str:
+        kept = folder.kept_records(folder.shards)
+        return f"{kept:,} of {folder.identity.rows:,} records are kept in {folder.folder}"
 
     def _drop_spool(self) -> None:
-        """A job that was refused leaves nothing."""
+        """Removes the copy of a pipe when the job was refused."""
         if self._spooled is not None:
             self._spooled.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 self.output.folder.rmdir()
 
 
-def summary(output: Output, counts: Counts, standing: Standing) -> str:
-    """The job in one line: all its rows, and the speed of the run that has ended it."""
+def summary(output: Output, counts: Counts, progress: JobProgress) -> str:
+    """Summarises a finished job in one line: its records, and the speed of the run that finished
+    it."""
     notes = []
-    if standing.earlier:
-        notes.append(f"{standing.earlier:,} of them from before")
+    if progress.earlier:
+        notes.append(f"{progress.earlier:,} from earlier runs")
     if counts.error_rows:
-        notes.append(f"{counts.error_rows:,} bad, with an error in the place of a result")
+        notes.append(f"{counts.error_rows:,} bad, with an error instead of a result")
     noted = f" ({', '.join(notes)})" if notes else ""
     return (
-        f"{output.shown}: {counts.rows:,} rows{noted}, "
-        f"{standing.tokens:,} tokens in {standing.seconds:.1f} s ({standing.speed()}), "
-        f"after {standing.compile_seconds:.1f} s of compiling"
+        f"{output.shown}: {counts.rows:,} records{noted}, "
+        f"{progress.tokens:,} tokens in {progress.seconds:.1f} s ({progress.speed()}), "
+        f"after {progress.compile_seconds:.1f} s of compiling"
     )

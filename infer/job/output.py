@@ -1,11 +1,11 @@
-"""Where a job writes: a folder of shards, or a file that they become in the end."""
+"""Where a job writes: a folder of shards, or a file into which they are merged at the end."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
 
-from infer.job.source import SPOOL, Source
+from infer.job.input import SPOOL, Source
 from wedlm_jax.errors import InputError
 
 SHARDS_SUFFIX = ".shards"
@@ -19,7 +19,7 @@ class Output:
     Attributes:
       shown: as the user named it.
       folder: of the shards.
-      file: that all rows are put together in; None where the folder itself is asked for.
+      file: into which all records are merged; None if the folder itself is the output.
     """
 
     shown: str
@@ -27,30 +27,30 @@ class Output:
     file: Path | None
 
     def absolute(self) -> Output:
-        """The same from any folder."""
+        """Returns the same output with absolute paths."""
         file = None if self.file is None else self.file.absolute()
         return dataclasses.replace(self, folder=self.folder.absolute(), file=file)
 
 
 def find_output(name: str, source: Source) -> Output:
-    """A path that ends in .jsonl is a file, and any other a folder.
+    """Finds out what a path means: a file if it ends in .jsonl, otherwise a folder.
 
     Raises:
-      InputError: it cannot be written there, or would write over the input.
+      InputError: it cannot be written, or would overwrite the input.
     """
     path = Path(name)
     if path.suffix.lower() in OTHER_FILES:
         raise InputError(f"{path}: expected a folder or a .jsonl file as output")
     if not path.absolute().parent.is_dir():
-        raise InputError(f"{path}: there is no folder {path.parent}")
+        raise InputError(f"{path}: no such folder, {path.parent}")
     if path.suffix.lower() == ".jsonl":
         if path.exists() and not path.is_file():
-            raise InputError(f"{path}: not a file that could be replaced")
+            raise InputError(f"{path}: exists and is not a file")
         output = Output(name, path.with_name(path.name + SHARDS_SUFFIX), path)
     else:
         output = Output(name, path, None)
     if output.folder.exists() and not output.folder.is_dir():
-        raise InputError(f"{output.folder}: is a file, where a folder is to be written")
+        raise InputError(f"{output.folder}: is a file; the output needs a folder of this name")
     _check_apart(output, source)
     return output
 
@@ -61,8 +61,8 @@ def _check_apart(output: Output, source: Source) -> None:
             raise InputError(f"{output.file}: input and output are the same file")
         inside = output.folder.resolve() in file.path.resolve().parents
         if inside and not file.path.name.startswith(SPOOL):
-            raise InputError(f"{file.shown}: lies in the folder of the output")
+            raise InputError(f"{file.shown}: the input is inside the output folder")
     for path in (output.file, output.folder):
         for folder in source.folders:
             if path is not None and folder.resolve() in (path.resolve(), *path.resolve().parents):
-                raise InputError(f"{path}: lies in the folder {folder}, which is the input")
+                raise InputError(f"{path}: the output is inside the input folder {folder}")

@@ -1,14 +1,14 @@
-"""Finished rows of an unfinished shard, kept on disk as they come.
+"""Finished records of an unfinished shard, kept on disk as they come.
 
-The file begins with a line that says whose rows these are; after that, a line for each
-finished row, in the order in which they were finished:
+The first line identifies the job; after it comes a line for each finished record, in the order in
+which they were finished:
 
     {"wedlm_generate": 2, "job": "...", "shard": 3}
     {"row": 3017, "result": {"id": "q-17", "text": ...}}
 
-Only what ends in a line end counts: a process may be killed within a line. Every process
-writes a file of its own, and takes over what others have left: so two that should work on one
-shard, where no lock can keep them apart, spoil nothing.
+Only complete lines count: a process may be killed in the middle of one. Every process writes a file
+of its own and takes over what killed ones left. So even if two processes work on one shard, on a
+file system without locks, nothing is damaged.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from infer.job.result_rows import encoded
+from infer.job.result_record import encoded
 from wedlm_jax.atomic import naming, sync, writer_name
 
 FORMAT = 3
-"""Rows of another number are of another decoder, whose counts of forwards may differ."""
+"""Records in another format come from another decoder, whose counts of forwards may differ."""
 SUFFIX = ".part"
 RESULT = b', "result": '
 
 SYNC_SECONDS = 2.0
-"""What a crash of the machine may cost. The end of a process costs nothing that was added."""
+"""Seconds of records that a crash of the machine may lose. The death of a process loses nothing."""
 
 
 OPEN_FILES = 2**14
-"""A shard's file is open, and locked, while rows of it are under way or wait for others of their
-kind: that may be thousands of shards of few rows."""
+"""A shard's file is open and locked while records of it are being decoded: with few records a
+shard, that may be thousands of files."""
 
 
 def allow_open_files() -> None:
-    """Many systems let a process open a few hundred files, and more when it asks."""
+    """Raises the limit of open files: many systems allow a few hundred, and more on request."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -49,26 +49,26 @@ def allow_open_files() -> None:
 
 
 class InUse(Exception):
-    """Another process is writing rows of this shard."""
+    """Another process is writing records of this shard."""
 
 
 class PartFile:
-    """The rows finished so far of one shard, on disk, and open to take more.
+    """The finished records of an unfinished shard, on disk, to which more are appended.
 
     Args:
-      folder: where part files are.
+      folder: of the part files.
       name: of the shard.
-      header: whose rows these are; JSON values. Rows under another header are dropped.
-      rows: the numbers of the shard's rows.
+      header: identifies the job; JSON values. Records under another header are dropped.
+      numbers: of the shard's records.
 
     Raises:
-      InUse: another process is at it.
+      InUse: another process is writing it.
       InputError: it cannot be written.
     """
 
-    def __init__(self, folder: Path, name: str, header: dict[str, Any], rows: range):
+    def __init__(self, folder: Path, name: str, header: dict[str, Any], numbers: range):
         self.path = folder / f"{name}.{writer_name()}{SUFFIX}"
-        self._rows, self._synced = rows, time.monotonic()
+        self._numbers, self._synced = numbers, time.monotonic()
         self._header = {"wedlm_generate": FORMAT, **header}
         self._places: dict[int, tuple[int, int]] = {}
         with contextlib.ExitStack() as others, naming(self.path):
@@ -89,7 +89,7 @@ class PartFile:
 
     @property
     def done(self) -> set[int]:
-        """Numbers of the rows it holds."""
+        """The numbers of the records that it holds."""
         return set(self._places)
 
     def __contains__(self, number: int) -> bool:
@@ -100,22 +100,23 @@ class PartFile:
 
     @property
     def is_whole(self) -> bool:
-        return len(self._places) == len(self._rows)
+        return len(self._places) == len(self._numbers)
 
     def add(self, results: dict[int, dict[str, Any]]) -> None:
-        """Appends finished rows by their numbers; no end of this process loses them then."""
+        """Appends finished records by their numbers; from then on the death of this process cannot
+        lose them."""
         with naming(self.path):
             self._file.seek(self._end)
-            for number, row in results.items():
-                self._append(number, encoded(row))
+            for number, record in results.items():
+                self._append(number, encoded(record))
             self._file.flush()
             if time.monotonic() - self._synced >= SYNC_SECONDS:
                 sync(self._file)
                 self._synced = time.monotonic()
 
     def lines(self) -> Iterator[bytes]:
-        """The rows in order, as lines without their ends."""
-        for number in self._rows:
+        """Yields the records in order, as lines without line ends."""
+        for number in self._numbers:
             place, length = self._places[number]
             self._file.seek(place)
             yield self._file.read(length)
@@ -123,7 +124,7 @@ class PartFile:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             sync(self._file)
-        # What could not be written, as `add` has said, is tried once more here.
+        # Tries once more what `add` could not write, and has reported.
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -139,28 +140,28 @@ class PartFile:
     def _take_over(self, file: IO[bytes]) -> None:
         if _parsed(file.readline()) != self._header:
             return
-        for number, text in whole_rows(file):
-            if number in self._rows and number not in self._places:
+        for number, text in whole_records(file):
+            if number in self._numbers and number not in self._places:
                 self._append(number, text)
 
 
-def whole_rows(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Number and result of each row behind the header, up to one that is cut off."""
+def whole_records(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Yields number and result of each record after the header, up to a truncated one."""
     for line in file:
         entry = _parsed(line)
         number = entry.get("row") if isinstance(entry, dict) else None
         if not isinstance(number, int) or RESULT not in line:
-            return  # what is behind it is done again
+            return  # what follows is decoded again
         yield number, line[line.index(RESULT) + len(RESULT) : -len(b"}\n")]
 
 
 def _left(folder: Path, name: str) -> Iterator[contextlib.AbstractContextManager[IO[bytes]]]:
-    """What processes that are no more have left of a shard, opened."""
+    """Opens the part files that dead processes have left of a shard."""
     for path in sorted(folder.glob(f"{name}.*{SUFFIX}")):
         try:
             file = path.open("r+b")
         except FileNotFoundError:
-            continue  # its writer has just finished the shard
+            continue  # its writer has just completed the shard
         if not _lock(file):
             file.close()
             raise InUse(name)
@@ -168,7 +169,8 @@ def _left(folder: Path, name: str) -> Iterator[contextlib.AbstractContextManager
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Whether no other process holds the file; a file system without locks never tells."""
+    """Locks a file; returns False if another process holds it. Without locks in the file system it
+    always returns True."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -179,7 +181,7 @@ def _lock(file: IO[bytes]) -> bool:
 
 
 def _parsed(line: bytes) -> Any:
-    """The JSON of a whole line; None where it is cut off or no JSON."""
+    """Parses a complete line of JSON; returns None if it is truncated or not JSON."""
     if not line.endswith(b"\n"):
         return None
     try:

@@ -1,7 +1,7 @@
-"""The same job under Ray Data: an actor for each accelerator, each with a model of its own.
+"""Runs a job under Ray Data: an actor for each accelerator, each with its own model.
 
-What the actors share is the job's folder. They finish shards there as any host does, so a job
-may be begun with Ray and ended without, or the other way round.
+The actors share the job's folder only. They finish shards there as any host does, so a job may be
+started with Ray and finished without, or the other way round.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from infer.job.counts import Counts, JobProgress
 from infer.job.finish import finished_before
+from infer.job.graceful_stop import GracefulStop
 from infer.job.identity import Identity, identity_of
 from infer.job.job import Job
 from infer.job.output import Output
-from infer.job.progress import Standing, progress
-from infer.job.result_rows import Counts
-from infer.job.row_index import Shard
+from infer.job.record_index import Shard
 from infer.job.shard_decoder import ShardDecoder
 from infer.job.shard_folder import ShardFolder, finished_shards, read_job
-from infer.job.stop import GracefulStop
 from infer.job.workload import Workload
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, shortened
+from wedlm_jax.progress import ProgressBar
 
 if TYPE_CHECKING:
     from wedlm_jax.llm import LLM
 
 SHARDS_PER_TASK = 4
-"""Shards whose rows decode together: a batch runs empty only at the end of so many."""
+"""Shards whose records decode together: the batch drains only at the end of a task."""
 
 ACCELERATORS = ("TPU", "GPU")
 
@@ -39,8 +39,8 @@ class RayCluster:
     """Where a job runs.
 
     Attributes:
-      address: of the cluster; empty is the one that Ray finds, or else a new one here.
-      actors: how many; None is one for each accelerator, or one where there is none.
+      address: of the cluster; empty for the one that Ray finds, or else a new local one.
+      actors: how many; None for one per accelerator, or one if there is none.
     """
 
     address: str
@@ -48,17 +48,17 @@ class RayCluster:
 
 
 def run_with_ray(job: Job, load: Callable[[], LLM], cluster: RayCluster) -> int:
-    """`Job.run`, by the actors of a cluster.
+    """Does what `Job.run` does with the actors of a cluster.
 
     Args:
-      load: the model; it is called in each actor, and so must be picklable.
+      load: loads the model; called in each actor, so it must be picklable.
 
     Raises:
-      InputError: Ray is missing or not to be reached, or as `Job.run`.
+      InputError: Ray is missing or cannot be reached, or as `Job.run`.
     """
     ray = require_ray()
     if job.options.fail_fast:
-        raise InputError("--fail-fast does not go with --ray; check the rows without it first")
+        raise InputError("--fail-fast does not work with --ray; check the records without it first")
     if cluster.actors is not None and cluster.actors < 1:
         raise InputError(f"--ray-actors: expected 1 or more, not {cluster.actors}")
     mine = not ray.is_initialized()
@@ -70,7 +70,7 @@ def run_with_ray(job: Job, load: Callable[[], LLM], cluster: RayCluster) -> int:
 
 
 def require_ray() -> Any:
-    """The module `ray`, with Ray Data.
+    """Returns the module `ray`, with Ray Data.
 
     Raises:
       InputError: it is not installed.
@@ -88,9 +88,9 @@ def require_ray() -> Any:
 def _run(ray: Any, job: Job, load: Callable[[], LLM], cluster: RayCluster) -> int:
     workload = job.read_input()
     index = workload.index
-    if not index.rows:
+    if not index.records:
         return job.end_empty(index)
-    # Where rows may be dropped, only an actor knows whether they are of this job.
+    # With --overwrite only an actor, which has the model, knows whether shards are of this job.
     overwrite, folder = job.options.overwrite, job.output.folder
     done = set() if overwrite else finished_shards(folder, index.shards)
     missing = [shard for shard in index.shards if shard.number not in done]
@@ -98,21 +98,21 @@ def _run(ray: Any, job: Job, load: Callable[[], LLM], cluster: RayCluster) -> in
     resources, count = _actors(ray, cluster.actors)
     groups = _groups(missing, count)
     job.say(f"{len(missing):,} shards to finish, by {count} actors under Ray {ray.__version__}")
-    # Actors work in folders of their own.
+    # Actors run in working folders of their own.
     files = tuple(dataclasses.replace(file, path=file.path.absolute()) for file in workload.files)
     shared = dataclasses.replace(workload, files=files)
     arguments = (shared, job.output.absolute(), job.options.overwrite, load)
     results = _mapped(ray, groups, arguments, resources, count)
-    earlier = index.rows - sum(shard.rows for shard in missing)
+    earlier = index.records - sum(shard.records for shard in missing)
     try:
-        standing = _follow(job, results, index.rows, earlier)
+        progress = _follow(job, results, index.records, earlier)
     finally:
-        # The actors have made it; without a model here, it is told by what they wrote.
+        # The actors made the folder; without a model, its identity is read from what they wrote.
         found = read_job(job.output.folder) or {}
         if found.get("input") == index.digest:
             job.open_folder(index, Identity.from_json(found))
     assert job.folder is not None, "an actor has opened it"
-    return job.end(job.folder, standing)
+    return job.end(job.folder, progress)
 
 
 def _connect(ray: Any, address: str) -> None:
@@ -121,12 +121,13 @@ def _connect(ray: Any, address: str) -> None:
     try:
         ray.init(address=address or None, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"--ray: no cluster at {address or 'hand'} ({reason})") from None
+        raise InputError(
+            f"--ray: cannot reach {address or 'a cluster'} ({shortened(str(error))})"
+        ) from None
 
 
 def _actors(ray: Any, count: int | None) -> tuple[dict[str, Any], int]:
-    """What an actor asks for, and how many there are to be."""
+    """Returns the resources of an actor, and how many actors to start."""
     there = ray.cluster_resources()
     for kind in ACCELERATORS:
         if number := int(there.get(kind, 0)):
@@ -136,8 +137,8 @@ def _actors(ray: Any, count: int | None) -> tuple[dict[str, Any], int]:
 
 
 def _groups(shards: Sequence[Shard], actors: int) -> list[str]:
-    """Numbers of shards for each task. There is at least one task, so that some actor sees
-    whose folder it is."""
+    """Returns the numbers of the shards of each task. There is at least one task, so that some
+    actor checks whose folder it is."""
     size = max(1, min(SHARDS_PER_TASK, math.ceil(len(shards) / actors)))
     numbers = [str(shard.number) for shard in shards]
     return [" ".join(numbers[i : i + size]) for i in range(0, len(numbers), size)] or [""]
@@ -159,7 +160,7 @@ def _mapped(
         _ShardActor,
         batch_size=1,
         fn_constructor_args=arguments,
-        # No task waits at an actor that is at work while another has nothing to do.
+        # So no task waits for a busy actor while another one is idle.
         compute=ray.data.ActorPoolStrategy(
             size=min(count, len(groups)), max_tasks_in_flight_per_actor=1
         ),
@@ -167,13 +168,13 @@ def _mapped(
     ).iter_rows()
 
 
-def _follow(job: Job, results: Iterable[dict[str, Any]], total: int, finished: int) -> Standing:
-    """Adds up what the actors say of each task, and shows it."""
+def _follow(job: Job, results: Iterable[dict[str, Any]], total: int, finished: int) -> JobProgress:
+    """Sums up what the actors report of each task, and shows progress."""
     started, counts, earlier, compiling = time.monotonic(), Counts(), finished, 0.0
 
-    def standing() -> Standing:
-        return Standing(
-            rows=earlier + counts.rows,
+    def progress() -> JobProgress:
+        return JobProgress(
+            done=earlier + counts.rows,
             earlier=earlier,
             total=total,
             tokens=counts.tokens,
@@ -183,20 +184,20 @@ def _follow(job: Job, results: Iterable[dict[str, Any]], total: int, finished: i
             compile_seconds=compiling,
         )
 
-    with progress(job.console) as show:
+    with ProgressBar("records", done=finished, console=job.console) as bar:
         for result in results:
             if result["error"]:
                 raise InputError(result["error"])
             earlier += result["earlier"]
             counts += Counts(**{name: result[name] for name in Counts().as_json()})
-            # Actors compile at the same time.
+            # Actors compile concurrently.
             compiling = max(compiling, result["compile_seconds"])
-            show(standing())
-    return standing()
+            progress().show(bar)
+    return progress()
 
 
 class _ShardActor:
-    """One model at work on tasks, each of a few shards."""
+    """Decodes tasks, each of a few shards, with a model of its own."""
 
     def __init__(
         self, workload: Workload, output: Output, overwrite: bool, load: Callable[[], LLM]
@@ -210,7 +211,8 @@ class _ShardActor:
         try:
             result = self._finish([self._workload.index.shards[k] for k in numbers])
         except InputError as error:
-            # As data: Ray would wrap it, or take it for a fault of the machine and try again.
+            # Returned as data: Ray would wrap an exception, or retry the task as if a machine had
+            # failed.
             result = {**_nothing(), "error": str(error)}
         yield {name: [value] for name, value in result.items()}
 
@@ -225,8 +227,8 @@ class _ShardActor:
             )
             self._llm = llm
         if finished_before(self._folder, self._output.file):
-            return _nothing()  # its shards have become one file
-        there = sum(shard.rows for shard in shards if self._folder.is_finished(shard))
+            return _nothing()  # its shards are merged into one file already
+        there = sum(shard.records for shard in shards if self._folder.is_finished(shard))
         decoder = ShardDecoder(self._llm, self._workload, self._folder, GracefulStop())
         decoder.run(shards, lambda _: None)
         return {

@@ -1,4 +1,4 @@
-"""Decodes shards: their rows go to the engine in order, and come back as they are done."""
+"""Decodes shards: records go to the engine in order, and come back as they are finished."""
 
 from __future__ import annotations
 
@@ -7,61 +7,63 @@ import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from infer.job.counts import Counts
+from infer.job.graceful_stop import GracefulStop
 from infer.job.part_file import InUse, PartFile, allow_open_files
-from infer.job.prompt_rows import RowId
-from infer.job.result_rows import Counts, result_row
-from infer.job.row_index import Shard
+from infer.job.prompt_record import RecordId
+from infer.job.record_index import Shard
+from infer.job.result_record import result_record
 from infer.job.shard_folder import ShardFolder
-from infer.job.stop import GracefulStop
-from infer.job.workload import BadRow, Workload
+from infer.job.workload import BadPrompt, Workload
 from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
-    from wedlm_jax.completion import Completion, Progress
+    from wedlm_jax.completion import Completion
     from wedlm_jax.generation import Prepared
     from wedlm_jax.llm import LLM
+    from wedlm_jax.progress import Progress
 
 
 class NotEnoughMemory(InputError):
-    """The accelerator has not the memory for a batch."""
+    """The accelerator has too little memory for a batch."""
 
 
 @dataclasses.dataclass(slots=True)
-class _DecodingRow:
-    """A row that the engine has, and where it goes."""
+class _DecodingRecord:
+    """A record that is being decoded, and where its result goes."""
 
     shard: Shard
     part: PartFile
     number: int
-    id: RowId
+    id: RecordId
 
 
 class ShardDecoder:
-    """One model at work on a job's folder.
+    """Decodes shards of a job with one model.
 
     Attributes:
-      counts: of the rows of this run.
-      earlier: rows that earlier runs had finished, in the shards that this one has taken up.
-      in_use: shards that another process was at.
+      counts: of the records of this run.
+      earlier: records of these shards that earlier runs had finished.
+      in_use: shards that another process is decoding.
     """
 
     def __init__(self, llm: LLM, workload: Workload, folder: ShardFolder, stop: GracefulStop):
         self._llm, self._workload, self._folder, self._stop = llm, workload, folder, stop
-        self._under_way: dict[int, _DecodingRow] = {}
+        self._under_way: dict[int, _DecodingRecord] = {}
         self._open: dict[int, PartFile] = {}
         self.counts = Counts()
         self.earlier = 0
         self.in_use: list[Shard] = []
 
     def run(self, shards: Iterable[Shard], on_progress: Callable[[Progress], None]) -> None:
-        """Decodes the rows of ``shards`` that are not there yet.
+        """Decodes the records of ``shards`` that are not finished yet.
 
-        However it ends, all rows that came back are kept.
+        However it ends, all results that came back are kept.
 
         Raises:
           NotEnoughMemory: for a batch.
           InputError: the input has changed, or the folder cannot be written.
-          JobStopped: on SIGTERM, if rows under way took too long.
+          JobStopped: on SIGTERM, if running sequences took longer than the grace period.
         """
 
         def told(now: Progress) -> None:
@@ -69,24 +71,24 @@ class ShardDecoder:
             on_progress(now)
 
         allow_open_files()
-        rows = self._rows(shards)
+        prompts = self._prompts(shards)
         try:
-            for batch in self._llm.run(rows, told, stopping=lambda: self._stop.requested):
+            for batch in self._llm.run(prompts, told, stopping=lambda: self._stop.requested):
                 self._take(batch)
         except Exception as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             raise NotEnoughMemory(
-                f"the device has not enough memory for {self._llm.max_batch_size} rows at a time, "
-                "try a smaller --batch-size"
+                f"the device has too little memory for {self._llm.max_batch_size} sequences at a "
+                "time; try a smaller --batch-size"
             ) from None
         finally:
-            rows.close()
+            prompts.close()
             for part in self._open.values():
                 part.close()
 
-    def _rows(self, shards: Iterable[Shard]) -> Generator[Prepared, None, None]:
-        """Prepared rows for the engine; what cannot be decoded is written down on the way."""
+    def _prompts(self, shards: Iterable[Shard]) -> Generator[Prepared, None, None]:
+        """Yields prepared prompts for the engine; writes an error for what cannot be decoded."""
         places = itertools.count()
         for shard in self._and_again(shards):
             try:
@@ -98,44 +100,48 @@ class ShardDecoder:
                 continue
             self._open[shard.number] = part
             self.earlier += len(part)
-            for number, place, content in self._workload.rows(shard):
+            for number, place, content in self._workload.records(shard):
                 if number in part:
                     continue
                 if self._stop.requested:
                     return
                 try:
-                    name, row = self._workload.prepare(self._llm, number, content)
-                except BadRow as bad:
-                    self._add(shard, part, {number: self._workload.error_row(bad, place)})
+                    name, prompt = self._workload.prepare(self._llm, number, content)
+                except BadPrompt as bad:
+                    self._add(shard, part, {number: self._workload.error_record(bad, place)})
                     continue
-                self._under_way[next(places)] = _DecodingRow(shard, part, number, name)
-                yield row
+                self._under_way[next(places)] = _DecodingRecord(shard, part, number, name)
+                yield prompt
             self._seal_if_whole(shard, part)
 
     def _and_again(self, shards: Iterable[Shard]) -> Iterator[Shard]:
-        """All of them, and then those that others were at: they may be free by now."""
+        """Yields all shards, and then again those that others were decoding: they may be free
+        now."""
         yield from shards
         again, self.in_use = self.in_use, []
         yield from again
 
     def _take(self, batch: list[tuple[int, Completion]]) -> None:
-        by_shard: dict[int, list[tuple[_DecodingRow, Completion]]] = {}
+        by_shard: dict[int, list[tuple[_DecodingRecord, Completion]]] = {}
         for place, completion in batch:
-            row = self._under_way.pop(place)
-            by_shard.setdefault(row.shard.number, []).append((row, completion))
-        for rows in by_shard.values():
-            first = rows[0][0]
-            results = {row.number: result_row(row.id, completion) for row, completion in rows}
+            record = self._under_way.pop(place)
+            by_shard.setdefault(record.shard.number, []).append((record, completion))
+        for records in by_shard.values():
+            first = records[0][0]
+            results = {
+                record.number: result_record(record.id, completion)
+                for record, completion in records
+            }
             self._add(first.shard, first.part, results)
             self._seal_if_whole(first.shard, first.part)
 
     def _add(self, shard: Shard, part: PartFile, results: dict[int, dict[str, Any]]) -> None:
         part.add(results)
-        for row in results.values():
-            self.counts.count(row)
+        for record in results.values():
+            self.counts.count(record)
 
     def _seal_if_whole(self, shard: Shard, part: PartFile) -> None:
-        # A shard may become whole by its last row, or, where that is a bad one, before.
+        # The last record that completes a shard may be a result, or an error before it.
         if part.is_whole and shard.number in self._open:
             self._folder.seal(shard, part)
             del self._open[shard.number]

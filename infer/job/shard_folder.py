@@ -1,13 +1,13 @@
-"""The folder of a job: finished shards with their manifests, and what is not finished yet.
+"""The folder of a job: finished shards with their manifests, and the parts of unfinished ones.
 
-    job.json                               whose rows these are: input, checkpoint, settings
+    job.json                               identifies the job: input, checkpoint, settings
     rows-00003-of-00010.jsonl              a finished shard
-    rows-00003-of-00010.manifest.json      the same of it, with counts; written last
-    parts/                                 rows of unfinished shards
-    stats.json                             sums over all the shards, when they are there
+    rows-00003-of-00010.manifest.json      its identity and counts; written last
+    parts/                                 finished records of unfinished shards
+    stats.json                             sums over all shards, once they are all there
 
-A shard is finished when its manifest is there, whichever process wrote it: nothing else is
-remembered, so any number of processes may work on the folder, one after the other or at once.
+A shard is finished when its manifest is there, whichever process wrote it. No other state is kept,
+so any number of processes may work on the folder, one after another or at once.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from infer.job.counts import Counts
 from infer.job.identity import Identity
-from infer.job.part_file import FORMAT, SUFFIX, PartFile, whole_rows
-from infer.job.result_rows import Counts
-from infer.job.row_index import Shard
-from infer.job.source import SPOOL
+from infer.job.input import SPOOL
+from infer.job.part_file import FORMAT, SUFFIX, PartFile, whole_records
+from infer.job.record_index import Shard
 from wedlm_jax.atomic import alone, naming, write_json, written_beside
 from wedlm_jax.errors import InputError
 
@@ -38,16 +38,16 @@ READERS = 16
 
 
 class ShardFolder:
-    """A job's folder, made if it is not there.
+    """The folder of a job, created if needed.
 
     Args:
-      folder: see above.
+      folder: its path.
       identity: of the job.
       shards: all of them.
-      overwrite: rows of another job may be dropped.
+      overwrite: whether records of another job may be deleted.
 
     Raises:
-      InputError: it holds rows of another job, or something else, or cannot be written.
+      InputError: it holds records of another job, or something else, or cannot be written.
     """
 
     def __init__(
@@ -72,46 +72,47 @@ class ShardFolder:
         return self.folder / f"{self.name(shard)}{MANIFEST}"
 
     def finished(self) -> set[int]:
-        """Numbers of the finished shards."""
+        """Returns the numbers of the finished shards."""
         return finished_shards(self.folder, self.shards)
 
     def is_finished(self, shard: Shard) -> bool:
         return self.manifest_path(shard).exists() and self.data_path(shard).exists()
 
-    def kept_rows(self, shards: Sequence[Shard]) -> int:
-        """How many rows of ``shards`` are there, in finished shards and in parts."""
-        done, parts = self.finished(), _part_rows(self.parts)
+    def kept_records(self, shards: Sequence[Shard]) -> int:
+        """Counts the records of ``shards`` that are there, in finished shards and in parts."""
+        done, parts = self.finished(), _part_records(self.parts)
         return sum(
-            shard.rows if shard.number in done else parts.get(self.name(shard), 0)
+            shard.records if shard.number in done else parts.get(self.name(shard), 0)
             for shard in shards
         )
 
     def open(self, shard: Shard) -> PartFile | None:
-        """Its finished rows, to be added to; None if it is finished.
+        """Opens the part file of a shard, to which records are added; None if the shard is
+        finished.
 
         Raises:
-          InUse: another process is at it.
+          InUse: another process is decoding it.
           InputError: another job has taken the folder.
         """
         self._check_owner()
         if self.is_finished(shard):
             return None
         self._make_parts()
-        rows = range(shard.first, shard.first + shard.rows)
+        numbers = range(shard.first, shard.first + shard.records)
         header = {"job": self.identity.digest, "shard": shard.number}
-        part = PartFile(self.parts, self.name(shard), header, rows)
-        if self.is_finished(shard):  # since it was asked for
+        part = PartFile(self.parts, self.name(shard), header, numbers)
+        if self.is_finished(shard):  # in the meantime
             part.remove()
             return None
         return part
 
     def seal(self, shard: Shard, part: PartFile) -> None:
-        """Makes a finished shard of a part file that has all of its rows.
+        """Turns a part file that has all records of a shard into a finished shard.
 
         Raises:
           InputError: another job has taken the folder, or it cannot be written.
         """
-        assert part.is_whole, "rows are missing"
+        assert part.is_whole, "records are missing"
         self._check_owner()
         self._make_parts()
         counts, digest, size = Counts(), hashlib.sha256(), 0
@@ -134,7 +135,7 @@ class ShardFolder:
         part.remove()
 
     def manifests(self) -> Iterator[dict[str, Any]]:
-        """Of all shards, in order.
+        """Yields the manifests of all shards, in order.
 
         Raises:
           InputError: one is missing, damaged, or of another job.
@@ -148,17 +149,21 @@ class ShardFolder:
                 Counts(**manifest["counts"])
                 of_this_job = manifest["job"] == job
             except (OSError, ValueError, KeyError, TypeError):
-                raise InputError(f"{path}: cannot be read; remove it, and start again") from None
+                raise InputError(
+                    f"{path}: cannot be read; remove it, and run the same command again"
+                ) from None
             if not of_this_job:
-                raise InputError(f"{path}: is of another job; remove it, and start again")
+                raise InputError(
+                    f"{path}: belongs to another job; remove it, and run the same command again"
+                )
             return manifest
 
-        # A mounted bucket takes long for each file.
+        # In a mounted bucket each file takes long to read.
         with ThreadPoolExecutor(READERS) as readers:
             yield from readers.map(read, self.shards)
 
     def drop_shards(self) -> None:
-        """Removes all but `JOB` and `STATS`."""
+        """Removes everything but `JOB` and `STATS`."""
         self._drop(lambda name: name not in (JOB, STATS))
 
     def drop_parts(self) -> None:
@@ -166,7 +171,7 @@ class ShardFolder:
         self._drop(lambda name: name == PARTS or name.startswith(SPOOL))
 
     def _make_parts(self) -> None:
-        # Another process may have ended the job, and removed it.
+        # Another process may have finished the job, and removed the parts.
         with naming(self.parts):
             self.parts.mkdir(exist_ok=True)
 
@@ -177,19 +182,19 @@ class ShardFolder:
                     _remove(path)
 
     def _check_owner(self) -> None:
-        """Two jobs may be given one folder while neither has rows to lose: the later one has it."""
+        """Checks that no other job took the folder, which is allowed while it holds no records."""
         if (found := read_job(self.folder)) == self._job:
             return
         raise InputError(
-            f"{self.folder}: another job has taken this folder meanwhile ({self._unlike(found)})"
+            f"{self.folder}: another job has taken this folder since ({self._unlike(found)})"
         )
 
     def _unlike(self, found: dict[str, Any] | None) -> str:
         theirs = dict(found or {})
         if theirs.pop("wedlm_generate", None) != FORMAT:
             return (
-                "another version of wedlm decodes these, which counts forwards in its own way; "
-                "that one can finish it"
+                "it was started by another version of wedlm, which counts forwards differently; "
+                "finish it with that version"
             )
         return self.identity.differences(theirs)
 
@@ -199,13 +204,12 @@ class ShardFolder:
             return
         if found is None and (other := sorted(_foreign(self.folder))):
             raise InputError(
-                f"{self.folder}: expected a new folder, or one of such a job, but it holds "
-                f"{other[0]}"
+                f"{self.folder}: expected a new folder, or a job's, but it contains {other[0]}"
             )
-        if not overwrite and (rows := _kept_of_another(self.folder)):
+        if not overwrite and (kept := _kept_of_another(self.folder)):
             raise InputError(
-                f"{self.folder}: holds {rows} of another job ({self._unlike(found)}); name another "
-                "output, or drop them with --overwrite"
+                f"{self.folder}: holds {kept} of another job ({self._unlike(found)}); choose "
+                "another output, or delete them with --overwrite"
             )
         for old in _ours(self.folder):
             if not old.name.startswith(SPOOL):
@@ -214,7 +218,7 @@ class ShardFolder:
 
 
 def finished_shards(folder: Path, shards: Sequence[Shard]) -> set[int]:
-    """Numbers of the shards that are finished in ``folder``, which need not be there."""
+    """Returns the numbers of the finished shards in ``folder``, which need not exist."""
     names = set(os.listdir(folder)) if folder.is_dir() else set()
     return {
         shard.number
@@ -228,7 +232,7 @@ def _name(shard: Shard, count: int) -> str:
 
 
 def read_job(folder: Path) -> dict[str, Any] | None:
-    """What `JOB` says; None where there is none.
+    """Reads `JOB`; None if there is none.
 
     Raises:
       InputError: it is damaged.
@@ -239,28 +243,28 @@ def read_job(folder: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError):
-        raise InputError(f"{path}: cannot be read; move the folder away") from None
+        raise InputError(f"{path}: cannot be read; choose another output") from None
     if not isinstance(job, dict) or "wedlm_generate" not in job:
-        raise InputError(f"{path}: is not of a job of wedlm generate; name another output")
+        raise InputError(f"{path}: not written by wedlm generate; choose another output")
     return job
 
 
-def _part_rows(parts: Path) -> dict[str, int]:
-    """Rows that the part files of each shard hold, each row once."""
-    rows: dict[str, set[int]] = {}
+def _part_records(parts: Path) -> dict[str, int]:
+    """Counts the records in the part files of each shard, each record once."""
+    found: dict[str, set[int]] = {}
     for path in parts.glob(f"*{SUFFIX}"):
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             file.readline()
-            numbers = rows.setdefault(path.name.partition(".")[0], set())
-            numbers.update(number for number, _ in whole_rows(file))
-    return {name: len(numbers) for name, numbers in rows.items()}
+            numbers = found.setdefault(path.name.partition(".")[0], set())
+            numbers.update(number for number, _ in whole_records(file))
+    return {name: len(numbers) for name, numbers in found.items()}
 
 
 def _kept_of_another(folder: Path) -> str:
-    """What a folder would lose: "3 shards and 40 rows"; empty where it would lose nothing."""
+    """Says what would be deleted in a folder, "3 shards and 40 records"; empty if nothing."""
     shards = len(list(folder.glob(f"rows-*{MANIFEST}")))
-    rows = sum(_part_rows(folder / PARTS).values())
-    words = [f"{n:,} {what}" for n, what in ((shards, "shards"), (rows, "rows")) if n]
+    records = sum(_part_records(folder / PARTS).values())
+    words = [f"{n:,} {what}" for n, what in ((shards, "shards"), (records, "records")) if n]
     return " and ".join(words)
 
 

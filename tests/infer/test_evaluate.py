@@ -10,7 +10,11 @@ import infer.demo
 import infer.evaluate
 from infer.evaluate import MAX_TOKENS, decoders_at, evaluate
 from infer.heldout import Question
+from wedlm_jax.checkpoint.convert import main as convert
+from wedlm_jax.completion import Completion
 from wedlm_jax.errors import InputError
+from wedlm_jax.llm import LLM
+from wedlm_jax.params import SamplingParams
 
 PROMPTS = ("one two", "the cat", "12 + 30", "日本")
 
@@ -19,8 +23,13 @@ PROMPTS = ("one two", "the cat", "12 + 30", "日本")
 def questions_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("questions") / "heldout.jsonl"
     rows = [
-        {"regime": regime, "kind": "k", "prompt": prompt, "answer": "no", "match": match}
-        for regime, match in (("low_entropy", "text"), ("prose", None))
+        {
+            "regime": regime,
+            "messages": [{"role": "user", "content": prompt}],
+            "answer": "no",
+            "match": match,
+        }
+        for regime, match in (("low_entropy", "exact"), ("prose", None))
         for prompt in PROMPTS
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -30,9 +39,9 @@ def questions_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_scores_are_sums_over_completions(checkpoint: Path) -> None:
     decoders = decoders_at(str(checkpoint), [0.4], window_size=2, batch_size=2)
     assert [d.name for d in decoders] == ["AR", "block-wise τ=0.4", "WeDLM τ=0.4", "verified"]
-    question = Question("low_entropy", "k", PROMPTS[0], "", "text")
-    prompt = infer.evaluate.chat_prompt(decoders[2].llm, question)
-    answer, _ = decoders[2].llm.generate([prompt] * 2, decoders[2].params)
+    chat = [{"role": "user", "content": PROMPTS[0]}]
+    question = Question(PROMPTS[0], "", "exact", chat)
+    answer, _ = decoders[2].llm.chat([chat] * 2, decoders[2].params)
     assert answer.text is not None
     assert answer.num_forwards > 0
     # One question whose right answer is what WeDLM says, one that nobody can answer.
@@ -41,9 +50,15 @@ def test_scores_are_sums_over_completions(checkpoint: Path) -> None:
         dataclasses.replace(question, answer=answer.text + "!"),
     ]
     told: list[str] = []
-    scores = evaluate(decoders, questions, passes=2, on_pass=told.append)
+    answers: dict[str, list[Completion]] = {}
+    scores = evaluate(
+        decoders, questions, passes=2, on_pass=told.append, on_answers=answers.__setitem__
+    )
     wedlm = scores[2]
     assert wedlm.accuracy == 0.5
+    assert wedlm.cut == 2 * (answer.finish_reason == "length")
+    assert list(answers) == [d.name for d in decoders]
+    assert [a.token_ids for a in answers["WeDLM τ=0.4"]] == [answer.token_ids] * 2
     assert (wedlm.tokens, wedlm.forwards, wedlm.instances) == (
         2 * len(answer.token_ids),
         2 * answer.num_forwards,
@@ -84,6 +99,45 @@ def test_the_command_writes_what_it_prints(
     assert all(name in drawn for name in ("low entropy", "prose", "verified", "block-wise"))
 
 
+def test_own_questions_give_answers_and_verdicts_of_the_chosen_decoders(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A prompt is completed as it stands, as the same line of `wedlm generate` is."""
+    llm = LLM(checkpoint, max_batch_size=1)
+    params = SamplingParams(max_tokens=24)
+    texts = [completion.text or "" for completion in llm.generate(list(PROMPTS), params)]
+    rows: list[dict[str, object]] = [
+        {"prompt": prompt, "answer": text[1:4] or "x", "match": "contains"}
+        for prompt, text in zip(PROMPTS, texts, strict=True)
+    ]
+    rows[-1] = {"prompt": PROMPTS[-1], "answer": "nobody says this"}
+    questions, answers = tmp_path / "q.jsonl", tmp_path / "answers.jsonl"
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    arguments = f"--model {checkpoint} --questions {questions} --answers {answers} --passes 1 "
+    arguments += "--decoders verified --max-tokens 24 --output " + str(tmp_path / "scores.json")
+    assert infer.evaluate.main(arguments.split()) == 0
+    (score,) = json.loads((tmp_path / "scores.json").read_text(encoding="utf-8"))
+    assert (score["regime"], score["decoder"]) == ("questions", "verified")
+    said = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
+    assert [(row["prompt"], row["text"]) for row in said] == list(zip(PROMPTS, texts, strict=True))
+    assert [row["match"] for row in said] == ["contains"] * 3 + ["exact"]
+    assert said[-1]["right"] is False
+    assert score["accuracy"] == sum(row["right"] for row in said) / 4
+    assert 0 < score["accuracy"] < 1
+    assert score["cut"] == sum(row["finish_reason"] == "length" for row in said) > 0
+    assert f"{score['cut']} of 4 answers were cut at 24 tokens" in capsys.readouterr().err
+
+
+def test_a_model_that_knows_no_masks_decodes_ar_alone(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "qwen3"
+    assert convert([str(checkpoint), str(folder), "--to", "hf", "--model-type", "qwen3"]) == 0
+    decoders = decoders_at(str(folder), [0.4])
+    assert [(d.name, d.params.mode) for d in decoders] == [("AR", "ar")]
+    assert "not trained on masks" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -92,6 +146,13 @@ def test_the_command_writes_what_it_prints(
         ("--questions nowhere.jsonl", "nowhere.jsonl"),
         ("--plot scores.bmp", "ends with one of"),
         ("--plot /no/such/scores.svg", "no such folder"),
+        ("--output /no/such/scores.json", "--output /no/such/scores.json: no such folder"),
+        ("--answers /no/such/answers.jsonl", "--answers"),
+        ("--max-tokens 0", "--max-tokens"),
+        ("--limit 3", "--limit goes with --tasks"),
+        ("--run-code", "--run-code goes with --tasks"),
+        ("--tasks x --questions q.jsonl", "--questions goes without --tasks"),
+        ("--tasks x --limit 0", "--limit: expected at least 1"),
     ],
 )
 def test_bad_options_are_refused(arguments: str, says: str) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from infer import generate
+from infer.job.graceful_stop import GRACE_SECONDS
 from infer.job.job import SHARD_SIZE
-from infer.job.stop import GRACE_SECONDS
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.__main__ import main
-from wedlm_jax.attention.ragged_pages import RAGGED_BACKENDS
+from wedlm_jax.attention.ragged import RAGGED_BACKENDS
 from wedlm_jax.engine.engine import DEFAULT_WINDOW
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import MODES, SamplingParams
@@ -316,7 +316,7 @@ def test_help_imports_nothing_heavy() -> None:
         (["--prompt", "a", "--window-size", "-1"], "--window-size: expected an integer"),
         (["--prompt", "a", "--batch-size", "0"], "--batch-size: expected 1 or more"),
         (["--prompt", "a", "--mesh", "rows=2"], "--mesh: expected data and tensor, not 'rows'"),
-        (["--prompt", "a", "--mesh", "tensor=4", "data=4"], "takes 16 devices, and there are 8"),
+        (["--prompt", "a", "--mesh", "tensor=4", "data=4"], "needs 16 devices, and there are 8"),
         (["--prompt", "a", "--mesh", "tensor=2"], "num_key_value_heads = 1 is not divisible by"),
         (["--prompt", "a", "--attention", "rpa"], "attention 'rpa' is for TPUs, not for 'cpu'"),
         (["--prompt", "a", "--max-model-len", "9999"], "--max-model-len: expected 1 to 320"),

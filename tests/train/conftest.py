@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_run import on_devices, tiny_recipe
-from train.corpus import generate
+from train.embedded.corpus import generate
 from train.loop import train as run_training
 from train.tokenizer import save_tokenizer, train_tokenizer
 

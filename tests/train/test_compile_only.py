@@ -12,9 +12,10 @@ import pytest
 from tests.no_libtpu import NO_LIBTPU, hide_libtpu
 from train.compile_only import CompiledStep, describe
 from train.config import TrainConfig
-from train.step_flops import forward_flops, program_flops, visible_pairs
+from train.step_cost import forward_flops, program_flops, visible_pairs
 from wedlm_jax.__main__ import main
-from wedlm_jax.aot.roofline import Roofline
+from wedlm_jax.aot.cost import ProgramCost
+from wedlm_jax.aot.topology import Roofline
 from wedlm_jax.config import ModelConfig
 
 MODEL = ModelConfig(
@@ -37,11 +38,13 @@ STEP = CompiledStep(
     hbm_limit=100 * 2**30,
     model_flops=3e15,
     device_flops=1e15,
-    hbm_bytes=2**40,
-    collective_bytes={"all-gather": 2**31},
-    collective_count={"all-gather": 72},
-    sent_bytes=2**31,
-    slice_bytes=2**30,
+    cost=ProgramCost(
+        hbm_bytes=2**40,
+        collective_bytes={"all-gather": 2**31},
+        collective_count={"all-gather": 72},
+        sent_bytes=2**31,
+        slice_bytes=2**30,
+    ),
     roofline=Roofline(2.0, 1.0, 0.5, 0.1),
     mfu_bound=0.75,
     compile_seconds=30.0,

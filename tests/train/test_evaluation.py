@@ -14,10 +14,10 @@ from tokenizers import Tokenizer
 
 from tests.tiny_run import metric_lines, on_devices, tiny_recipe
 from train.config import EvaluationSection
+from train.distributed import mesh_of_processes
 from train.evaluation import Evaluation, can_decode, prompts_of
 from train.loop import train as run_training
-from train.own_copy import mesh_of_processes
-from train.setup import objective_of
+from train.program import objective_of
 from train.start import held_out_rows, initial_model
 from wedlm_jax.sharding import make_mesh
 

@@ -22,8 +22,8 @@ from tests.tiny_run import (
     write_recipe,
 )
 from tests.train.test_checkpoint import biggest_file, flip
+from train.loop import RunStopped
 from train.loop import train as run_training
-from train.stop import RunStopped
 from wedlm_jax.signals import TERMINATED
 
 LIMIT_S = 300

@@ -52,7 +52,7 @@ def test_a_record_goes_to_the_file_the_line_and_the_sinks(
     log.write(5, RECORD)
     log.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 5, **RECORD}
-    assert capsys.readouterr().out == "step 5/10 loss 1.5 512 tokens/s ETA 0.2 min\n"
+    assert capsys.readouterr().out == "5 of 10 steps, loss 1.5, 512 tokens/s, 0:10 left\n"
     assert heard.records == [(5, RECORD)]
     assert heard.closed
 

@@ -81,7 +81,7 @@ def test_a_bad_parameter_is_refused_by_name(field: str, value: Any) -> None:
         ("mode", "fast", "mode: expected one of paper, verified, ar, not 'fast'"),
         ("ignore_eos", "yes", "ignore_eos: expected true or false, not 'yes'"),
         ("min_tokens", 300, "min_tokens: expected at most max_tokens, 256, not 300"),
-        ("n", 2, "n: expected 1 at temperature 0, where all samples are equal, not 2"),
+        ("n", 2, "n: expected 1 at temperature 0, where all samples are the same, not 2"),
     ],
 )
 def test_a_refusal_says_what_was_expected(field: str, value: Any, sentence: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from wedlm_jax.aot.hlo_cost import program_cost
+from wedlm_jax.aot.cost import program_cost
 from wedlm_jax.loss import chunked_cross_entropy
 from wedlm_jax.sharding import make_mesh
 

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
+from wedlm_jax.completion import Completion
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.events import Event, Finished, TokenDelta
-from wedlm_jax.engine.results import SequenceResult
 from wedlm_jax.errors import InputError
 from wedlm_jax.generation import Router
 from wedlm_jax.llm import LLM
@@ -341,7 +341,9 @@ class ScriptedEngine:
         )
         if count == len(self._ids):
             del self._counts[number]
-            result = SequenceResult(self._ids, self._reason, at[-1], at[-1], at, at)
+            result = Completion(
+                None, self._ids, self._reason, at[-1], at[-1], forwards_at=at, instances_at=at
+            )
             yield Finished(number, result)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from typing import Any
+
+from wedlm_jax.progress import ProgressBar
 
 EPILOG = """\
 input, by ending; folders are searched, several may be given:
@@ -98,8 +99,10 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str]) -> int:
     options = parser().parse_args(arguments)
 
+    from rich.console import Console
+
+    from train.data.chunks import find_input
     from train.data.job import MALFORMED, TokeniseOptions, check_options, tokenise
-    from train.data.records import find_files
     from train.data.samples import SampleOptions
 
     job = TokeniseOptions(
@@ -119,14 +122,15 @@ def main(arguments: list[str]) -> int:
         shard_rows=options.rows_per_shard,
     )
     check_options(job)
-    files, other = find_files(job.inputs)
-    print(f"{len(files)} files to read", flush=True)
-    if other:
-        named = ", ".join(str(path) for path in other[:3]) + (", ..." if len(other) > 3 else "")
-        print(f"{len(other)} files of other kinds are not read: {named}", flush=True)
+    found = find_input(job.inputs)
+    print(f"{len(found.files)} files to read", flush=True)
+    if others := found.others:
+        named = ", ".join(map(str, others[:3])) + (", ..." if len(others) > 3 else "")
+        print(f"{len(others)} files of other kinds are not read: {named}", flush=True)
     started = time.monotonic()
-    with ProgressDisplay() as display:
-        made = tokenise(job, display)
+    bar = ProgressBar("bytes", percent=True, title="tokenising", console=Console(), every=10.0)
+    with bar:
+        made = tokenise(job, TokensBar(bar))
     seconds = max(time.monotonic() - started, 1e-9)
     print(
         f"{job.output}: {made.rows:,} rows of {made.row_length} in {len(made.shards)} shards, "
@@ -136,49 +140,20 @@ def main(arguments: list[str]) -> int:
     )
     if made.malformed:
         print(f"{made.malformed:,} records left out, all named in {job.output}/{MALFORMED}:")
-        for reason, found in made.reasons.items():
-            first = ", ".join(found["first"][:3])
-            print(f"  {found['records']:,} {reason}: {first}{' ...' * (found['records'] > 3)}")
+        for reason, examples in made.reasons.items():
+            count = examples["records"]
+            named = ", ".join(examples["first"][:3]) + (" ..." if count > 3 else "")
+            print(f"  {count:,} {reason}: {named}")
     return 0
 
 
-class ProgressDisplay:
-    """A bar with tokens/s and ETA on a terminal, a plain line now and then elsewhere."""
+class TokensBar:
+    """Shows how much of the input is read, and how fast tokens come."""
 
-    def __init__(self, seconds_between: float = 10.0):
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-        from rich.progress import TimeRemainingColumn as Remaining
-
-        console = Console()
-        self._plain = not console.is_terminal
-        self._bar = Progress(
-            TextColumn("[bold]tokenising"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[line]}"),
-            Remaining(),
-            console=console,
-            disable=self._plain,
-        )
-        self._task = self._bar.add_task("", total=None, line="")
-        self._between, self._started = seconds_between, time.monotonic()
-        self._said = self._started
-
-    def __enter__(self) -> ProgressDisplay:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._bar.stop()
+    def __init__(self, bar: ProgressBar):
+        self._bar, self._started = bar, time.monotonic()
 
     def progress(self, bytes_read: int, bytes_total: int, tokens: int) -> None:
-        now = time.monotonic()
-        elapsed = max(now - self._started, 1e-9)
-        line = f"{tokens:,} tokens, {tokens / elapsed:,.0f} tokens/s"
-        self._bar.update(self._task, completed=bytes_read, total=bytes_total, line=line)
-        if self._plain and now - self._said >= self._between:
-            self._said = now
-            share = bytes_read / max(bytes_total, 1)
-            left = elapsed * (1 - share) / max(share, 1e-9)
-            print(f"{share:.1%} read, {line}, ETA {left / 60:.1f} min", flush=True)
+        rate = tokens / max(time.monotonic() - self._started, 1e-9)
+        text = f"{tokens:,} tokens, {rate:,.0f} tokens/s"
+        self._bar.update(bytes_read, total=bytes_total, text=text)

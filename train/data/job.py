@@ -21,14 +21,15 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from train.data.chunks import Malformed, RecordChunk, chunks, find_input
 from train.data.manifest import Manifest, tokenizer_fingerprint, write_manifest
-from train.data.records import Malformed, RecordChunk, chunks, find_files, total_bytes
 from train.data.row_codec import encode_row
 from train.data.samples import ChunkSamples, SampleMaker, SampleOptions, load_tokenizer
 from train.data.shards import ShardWriter
 from wedlm_jax.atomic import replacing
 from wedlm_jax.errors import InputError
 from wedlm_jax.packing import TokenisedSample, pack
+from wedlm_jax.records.files import RecordFile, file_size
 
 MALFORMED = "malformed.jsonl"
 SORTED_SAMPLES = 1024
@@ -96,7 +97,7 @@ def tokenise(options: TokeniseOptions, watcher: Watcher) -> Manifest:
         record, or, with ``fail_fast``, the first malformed one.
     """
     check_options(options)
-    files, _ = find_files(options.inputs)
+    files = find_input(options.inputs).files
     fingerprint = tokenizer_fingerprint(load_tokenizer(Path(options.samples.tokenizer)))
     counts, row_length = _Counts(), options.samples.row_length
     with replacing(options.output) as folder:
@@ -155,14 +156,14 @@ def check_options(options: TokeniseOptions) -> None:
 
 def _samples(
     options: TokeniseOptions,
-    files: Sequence[Path],
+    files: Sequence[RecordFile],
     counts: _Counts,
     named: IO[str],
     watcher: Watcher,
 ) -> Iterator[TokenisedSample]:
     """All samples in order; what is malformed is written down on the way."""
-    total = total_bytes(files)
-    stream = (chunk for path in files for chunk in chunks(path))
+    total = sum(map(file_size, files))
+    stream = (chunk for file in files for chunk in chunks(file))
     for chunk, result in _results(options, stream):
         for what in result.malformed:
             if options.fail_fast:
@@ -206,9 +207,9 @@ def _results(
             first, future = waiting.popleft()
             yield first, future.result()
     except BrokenProcessPool:
+        shown = waiting[0][0].file.shown if waiting else "input"
         raise InputError(
-            f"{waiting[0][0].file if waiting else 'input'}: a worker process died, for want of "
-            "memory perhaps; use fewer --workers"
+            f"{shown}: a worker process died, perhaps out of memory; use fewer --workers"
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

@@ -12,8 +12,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from train.data.chat import ChatFormat, TurnsNotFound
-from train.data.records import Malformed, RecordChunk, records
-from wedlm_jax.errors import InputError
+from train.data.chunks import Malformed, RecordChunk, records
+from wedlm_jax.errors import InputError, shortened
 from wedlm_jax.packing import TokenisedSample
 from wedlm_jax.text import TextCodec
 
@@ -101,7 +101,7 @@ class SampleMaker:
         for line, record in records(chunk):
             count += 1
             try:
-                made.append(self._one(record, chunk.file, line))
+                made.append(self._one(record, chunk.file.shown, line))
             except _Refused as refused:
                 malformed.append(refused.what)
         texts = [one for one in made if isinstance(one, str)]
@@ -212,7 +212,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:
         # The parser raises a bare Exception.
-        reason = " ".join(str(error).split())[:200]
+        reason = shortened(str(error))
         raise InputError(f"{path}: the tokenizer is truncated or malformed ({reason})") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -236,8 +236,4 @@ def _whole_text(value: Any, name: str, *, empty: bool = False) -> str:
         raise _Wrong("wrong type", f"{name} must be a text")
     if not value and not empty:
         raise _Wrong("empty", name)
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        raise _Wrong("not UTF-8", f"{name} holds half of a surrogate pair") from None
     return value

@@ -17,7 +17,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from train.data.manifest import DataShard, Manifest
 from train.data.row_codec import decode_row
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, shortened
 
 WRITER_OPTIONS = "group_size:1,zstd:1"
 """One row a group: rows are read one by one, in no order of the file's."""
@@ -74,8 +74,9 @@ class ShardWriter:
         try:
             act(*arguments)
         except (OSError, RuntimeError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise InputError(f"{self._paths[-1]}: cannot be written ({reason})") from None
+            raise InputError(
+                f"{self._paths[-1]}: cannot be written ({shortened(str(error))})"
+            ) from None
 
 
 class ShardRows:
@@ -112,8 +113,9 @@ class ShardRows:
         try:
             return decode_row(self._records[int(index)], **self._sizes)
         except (OSError, RuntimeError, ValueError, IndexError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise InputError(f"{self._folder}: row {index} cannot be read ({reason})") from None
+            raise InputError(
+                f"{self._folder}: row {index} cannot be read ({shortened(str(error))})"
+            ) from None
 
     def place(self, index: int) -> tuple[str, int]:
         """The shard that row ``index`` stands in, and its number there, from 0."""

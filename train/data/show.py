@@ -11,7 +11,7 @@ import numpy as np
 from train.data.row_codec import decode_samples
 from train.data.samples import load_tokenizer
 from train.data.synthetic import load_dataset
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, shortened
 from wedlm_jax.packing import TokenisedSample
 
 
@@ -57,13 +57,13 @@ def read_rows(file: Path, rows: list[int]) -> list[list[TokenisedSample]]:
     try:
         read, count = _opened(file)
     except (OSError, RuntimeError, ValueError, KeyError) as error:
-        raise InputError(f"{file}: no file of packed rows ({_short(error)})") from None
+        raise InputError(f"{file}: no file of packed rows ({shortened(str(error))})") from None
     if wrong := [row for row in rows if not 0 <= row < count]:
         raise InputError(f"{file}: no row {wrong[0]}; it has rows 0 to {count - 1}")
     try:
         return [read(row) for row in rows]
     except (OSError, RuntimeError, ValueError) as error:
-        raise InputError(f"{file}: a row cannot be read ({_short(error)})") from None
+        raise InputError(f"{file}: a row cannot be read ({shortened(str(error))})") from None
 
 
 def _opened(file: Path) -> tuple[Any, int]:
@@ -83,7 +83,3 @@ def _samples(row: dict[str, np.ndarray]) -> list[TokenisedSample]:
     """Arrays ``[L]`` taken apart at their segments."""
     places = (row["segment_ids"] == segment for segment in range(1, row["segment_ids"].max() + 1))
     return [TokenisedSample(row["tokens"][here], row["trainable"][here]) for here in places]
-
-
-def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

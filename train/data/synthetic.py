@@ -14,7 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from train.config import TrainConfig
-from train.corpus import Sample, Split, generate
+from train.embedded.corpus import Sample, Split, generate
 from wedlm_jax.atomic import written_beside
 from wedlm_jax.errors import InputError
 from wedlm_jax.packing import TokenisedSample, pack, row_arrays

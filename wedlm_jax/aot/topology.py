@@ -1,4 +1,4 @@
-"""TPUs that are not here: their figures, and a compiler's description of a pod of them.
+"""TPUs that are not here: their figures, and compiling for a pod of them.
 
 `libtpu` compiles for a topology on any machine (`pip install "wedlm-jax[tpu]"`).
 """
@@ -10,11 +10,13 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from wedlm_jax.errors import InputError
 
@@ -37,6 +39,60 @@ class Chip:
     hbm_bandwidth: float
     ici_bandwidth: float
     dcn_bandwidth: float
+
+    def bounds(
+        self, *, flops: float, hbm_bytes: float, sent_bytes: float, slice_bytes: float = 0.0
+    ) -> Roofline:
+        """Shortest times for what the chip does.
+
+        Args:
+          flops: of products.
+          hbm_bytes: read and written.
+          sent_bytes: that leave the chip for others of its slice.
+          slice_bytes: that leave it for other slices.
+        """
+        return Roofline(
+            compute=flops / self.peak_flops,
+            memory=hbm_bytes / self.hbm_bandwidth,
+            network=sent_bytes / self.ici_bandwidth,
+            slices=slice_bytes / self.dcn_bandwidth,
+        )
+
+
+ASSUMPTIONS = (
+    "products at the chip's bfloat16 peak; HBM at its full bandwidth, each fusion reading its "
+    "operands and writing its result once; every link between chips busy in both directions, with "
+    "no latency and none in waiting; the network between slices at each chip's share of its "
+    "host's; all of these at the same time, so that the slowest alone counts"
+)
+"""What `Roofline` takes for granted; no program gets there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """Lower bounds in seconds for one run of a program: of each resource of a chip at its peak.
+
+    Attributes:
+      compute: matrix products.
+      memory: HBM.
+      network: links between the chips of a slice.
+      slices: the network between slices.
+    """
+
+    compute: float
+    memory: float
+    network: float
+    slices: float
+
+    @property
+    def seconds(self) -> float:
+        return max(dataclasses.astuple(self))
+
+    @property
+    def bound(self) -> str:
+        """The name of what takes longest."""
+        parts = dataclasses.asdict(self)
+        return max(parts, key=lambda name: parts[name])
 
 
 CHIPS: Mapping[str, Chip] = MappingProxyType(
@@ -111,3 +167,55 @@ def describe_topology(name: str) -> Topology:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(f"topology {name!r}: {reason[:200]}") from None
     return Topology(name, CHIPS[kind], tuple(described.devices), slices)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+    """A program that was compiled for a topology.
+
+    Attributes:
+      text: its HLO.
+      peak_bytes, temporary_bytes: of HBM on one device, by the compiler.
+      seconds: that compiling took.
+    """
+
+    text: str
+    peak_bytes: int
+    temporary_bytes: int
+    seconds: float
+
+
+def compile_for(
+    topology: Topology, mesh: Mesh, lower: Callable[[], jax.stages.Lowered], what: str
+) -> CompiledProgram:
+    """Compiles a program that is lowered under the mesh.
+
+    Args:
+      what: the program's name in messages.
+
+    Raises:
+      InputError: it does not fit into the chip's memory.
+    """
+    started = time.perf_counter()
+    try:
+        with jax.set_mesh(mesh), jax.default_device(topology.devices[0]):
+            compiled = lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = next((line for line in str(error).splitlines() if "hbm" in line.lower()), "")
+        raise InputError(f"{topology.name}: the {what} does not fit: {reason.strip()}") from None
+    memory = compiled.memory_analysis()
+    assert memory is not None, "this backend does not count memory"
+    return CompiledProgram(
+        compiled.as_text() or "",
+        memory.peak_memory_in_bytes,
+        memory.temp_size_in_bytes,
+        time.perf_counter() - started,
+    )
+
+
+def local_bytes(tree: Any) -> int:
+    """What one device holds of a tree of arrays or their shapes."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)

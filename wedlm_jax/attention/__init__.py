@@ -1,4 +1,4 @@
-"""Grouped-query attention: under a mask specification for training, over pages for decoding."""
+"""Grouped-query attention: under a mask for training, over pages for decoding."""
 
 from wedlm_jax.attention.dispatch import IMPLEMENTATIONS, attend, check_runs_on
 

@@ -2,8 +2,8 @@
 
 The tiles that any query may see are listed when the program is traced. A scan walks the
 list with an online softmax (Milakov & Gimelshein, 2018; Dao et al., 2022, algorithm 1), and
-the backward pass walks it again, computing the scores anew. So time follows the visible
-area, memory follows T, and the size of the program follows neither.
+the backward pass walks it again and recomputes the scores. So time grows with the visible area,
+memory with T, and the program with neither.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from wedlm_jax.attention.padding import pad_streams, stream_layout, stream_segments, trim_streams
+from wedlm_jax.attention.stream_padding import (
+    pad_streams,
+    stream_layout,
+    stream_segments,
+    trim_streams,
+)
 from wedlm_jax.masks import PAD_SEGMENT, CausalMask, DualStreamMask
 
 DEFAULT_TILE = 256
@@ -39,20 +44,20 @@ class TileGrid:
     block_size: int
 
     def visible(self) -> np.ndarray:
-        """int32 ``[N, 2]``: query tile and key tile of every tile that may be seen, those of
+        """Lists query tile and key tile of every tile that may be seen, int32 ``[N, 2]``, those of
         one query tile together."""
         count = self.length // self.tile
         tiles = [(i, j) for i in range(count) for j in range(i + 1)]
         if self.streams == 2:
             for i in range(count):
-                # The memory's tile i holds earlier blocks only if it holds more than one.
+                # Tile i of the memory holds earlier blocks only if it holds more than one block.
                 earlier = i if self.tile == self.block_size else i + 1
                 tiles += [(count + i, j) for j in range(earlier)]
                 tiles.append((count + i, count + i))
         return np.array(tiles, np.int32)
 
     def seen(self, query_tile: Array, key_tile: Array) -> Array:
-        """bool ``[tile, tile]``: the mask within one tile, segments apart."""
+        """Returns the mask within one tile, segments aside, bool ``[tile, tile]``."""
         count = self.length // self.tile
         query_stream, key_stream = query_tile // count, key_tile // count
         within = jnp.arange(self.tile)
@@ -69,7 +74,7 @@ class TileGrid:
 def attend_blockwise(
     q: Array, k: Array, v: Array, mask: CausalMask | DualStreamMask, *, tile: int = DEFAULT_TILE
 ) -> Array:
-    """Softmax attention under ``mask``; a row that sees nothing gives zeros.
+    """Computes softmax attention under ``mask``; zeros for a row that sees nothing.
 
     Args:
       q: ``[B, K, G, T, head_dim]``, grouped by KV head.
@@ -100,8 +105,8 @@ def _tiled(grid: TileGrid, q: Array, k: Array, v: Array, segments: Array) -> Arr
 def _forward(
     grid: TileGrid, q: Array, k: Array, v: Array, segments: Array
 ) -> tuple[Array, tuple[Array, ...]]:
-    """The output, and what the backward pass needs: the inputs, the output, and each row's
-    log of the sum of exponentials ``[B, K, G, T]``."""
+    """Returns the output, and what the backward pass needs: inputs, output, and the log of each
+    row's sum of exponentials, ``[B, K, G, T]``."""
     rows = q.shape[:-1]
 
     def body(carry: tuple[Array, Array, Array], pair: Array) -> tuple[tuple, None]:
@@ -110,7 +115,7 @@ def _forward(
         scores = _tile_scores(grid, q, k, segments, i, j)
         old_top, old_total, old_out = (_take(x, i, grid.tile, 3) for x in carry)
         new_top = jnp.maximum(old_top, scores.max(-1))
-        # A row that has seen nothing yet has no finite top: nothing to subtract.
+        # Before a row has seen anything its top is −inf, and −inf − (−inf) would be NaN.
         shift = jnp.where(jnp.isfinite(new_top), new_top, 0.0)
         weights = jnp.exp(scores - shift[..., None])
         decay = jnp.exp(old_top - shift)
@@ -136,7 +141,8 @@ def _backward(grid: TileGrid, saved: tuple[Array, ...], d_out: Array) -> tuple[A
     q, k, v, segments, out, log_total = saved
     scale = q.shape[-1] ** -0.5
     d_out32 = d_out.astype(jnp.float32)
-    # Σ_j p_ij dp_ij, the term that softmax's gradient subtracts in each row.
+    # The gradient of softmax in row i is p_ij (dp_ij − Σ_j p_ij dp_ij). The sum equals
+    # dout_i · out_i, which needs no scores.
     mean = (d_out32 * out.astype(jnp.float32)).sum(-1)
 
     def body(carry: tuple[Array, Array, Array], pair: Array) -> tuple[tuple, None]:
@@ -167,7 +173,7 @@ _tiled.defvjp(_forward, _backward)
 
 
 def _tile_scores(grid: TileGrid, q: Array, k: Array, segments: Array, i: Array, j: Array) -> Array:
-    """float32 ``[B, K, G, tile, tile]``, −inf where not visible."""
+    """Returns the float32 scores of a tile, ``[B, K, G, tile, tile]``, −inf where not visible."""
     tile = grid.tile
     scores = _matmul_t(_take(q, i, tile, 3), _take(k, j, tile, 2)) * q.shape[-1] ** -0.5
     query, key = _take(segments, i, tile, 1), _take(segments, j, tile, 1)
@@ -188,21 +194,22 @@ def _put(x: Array, update: Array, index: Array, tile: int, *, axis: int = 3) -> 
 
 
 def _matmul(x: Array, y: Array) -> Array:
-    """float32 ``x @ y``: ``[B, K, G, m, n]`` by ``[B, K, n, d]``."""
+    """Returns float32 ``x @ y``: ``[B, K, G, m, n]`` by ``[B, K, n, d]``."""
     flat = x.reshape(*x.shape[:2], -1, x.shape[-1])
     out = jnp.einsum("bkmn,bknd->bkmd", flat, y, preferred_element_type=jnp.float32)
     return out.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def _matmul_t(x: Array, y: Array) -> Array:
-    """float32 ``x @ yᵀ``: ``[B, K, G, m, d]`` by ``[B, K, n, d]``."""
+    """Returns float32 ``x @ yᵀ``: ``[B, K, G, m, d]`` by ``[B, K, n, d]``."""
     flat = x.reshape(*x.shape[:2], -1, x.shape[-1])
     out = jnp.einsum("bkmd,bknd->bkmn", flat, y, preferred_element_type=jnp.float32)
     return out.reshape(*x.shape[:-1], y.shape[2])
 
 
 def _outer(x: Array, y: Array) -> Array:
-    """float32 ``xᵀ @ y`` summed over the group: ``[B, K, G, m, n]``, ``[B, K, G, m, d]``."""
+    """Returns float32 ``xᵀ @ y`` summed over the group: ``[B, K, G, m, n]``, ``[B, K, G, m,
+    d]``."""
     flat_x = x.reshape(*x.shape[:2], -1, x.shape[-1])
     flat_y = y.reshape(*y.shape[:2], -1, y.shape[-1])
     return jnp.einsum("bkmn,bkmd->bknd", flat_x, flat_y, preferred_element_type=jnp.float32)

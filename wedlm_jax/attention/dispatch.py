@@ -1,7 +1,7 @@
-"""The one place that knows which form of attention runs.
+"""Chooses the backend of attention under a mask; the one place that does.
 
-Scores, softmax and their sums are float32 in every form. A row that sees nothing (padding)
-gives zeros. Nothing falls back to another form in silence.
+All backends compute scores, softmax and sums in float32, and return zeros for a row that sees
+nothing (padding). None falls back to another one silently.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from jax import Array
 
 from wedlm_jax.attention.blockwise import attend_blockwise
-from wedlm_jax.attention.dense import attend_pieces
+from wedlm_jax.attention.dense import attend_parts
 from wedlm_jax.attention.streams import attend_streams
 from wedlm_jax.errors import InputError
 from wedlm_jax.masks import CausalMask, DualStreamMask, Mask
@@ -20,7 +20,7 @@ IMPLEMENTATIONS = {
     "blockwise": "visible tiles only, in plain XLA, for any device; for long rows",
     "splash": "visible tiles only, in a TPU kernel",
 }
-"""The forms by name, and what each is for."""
+"""The backends by name, and what each is for."""
 
 _PLATFORMS = {
     "splash": ("tpu", "TPUs"),
@@ -28,7 +28,7 @@ _PLATFORMS = {
 
 
 def check_runs_on(implementation: str, platform: str) -> None:
-    """Refuses a kernel on devices that it is not for.
+    """Refuses a kernel on devices that it does not run on.
 
     Args:
       implementation: a name in `IMPLEMENTATIONS`.
@@ -40,7 +40,7 @@ def check_runs_on(implementation: str, platform: str) -> None:
     own, name = _PLATFORMS.get(implementation, (platform, ""))
     if own != platform:
         raise InputError(
-            f"attention implementation {implementation!r} is for {name}, not for {platform!r}"
+            f"attention backend {implementation!r} is for {name}, not for {platform!r}"
         )
 
 
@@ -52,7 +52,7 @@ def attend(
     *,
     implementation: str = "streams",
 ) -> Array:
-    """Softmax attention of queries over the keys that ``mask`` lets them see.
+    """Computes softmax attention of queries over the keys that ``mask`` lets them see.
 
     Args:
       q: ``[B, T, H, head_dim]``.
@@ -65,10 +65,10 @@ def attend(
     """
     if implementation not in IMPLEMENTATIONS:
         names = ", ".join(IMPLEMENTATIONS)
-        raise ValueError(f"attention implementation {implementation!r}: not in {names}")
+        raise ValueError(f"attention backend {implementation!r}: not in {names}")
     batch, length, heads, head_dim = q.shape
     kv_heads = k.shape[1]
-    # Queries of one KV head side by side, [B, K, G, T, head_dim]: plain batched products.
+    # Queries of one KV head side by side, [B, K, G, T, head_dim], make plain batched products.
     grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
     grouped = grouped.transpose(0, 2, 3, 1, 4)
     if implementation == "blockwise":
@@ -82,5 +82,5 @@ def attend(
         out = attend_streams(grouped, k, v, mask)
     else:
         visible = mask.dense(batch, length) if isinstance(mask, CausalMask) else mask.dense()
-        out = attend_pieces(grouped, [(k, v)], [visible])
+        out = attend_parts(grouped, [(k, v)], [visible])
     return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)

@@ -1,9 +1,9 @@
-"""Keys and values as 8-bit integers: each row of a head has a scale of its own.
+"""Keys and values as 8-bit integers, with a scale for each head of each token.
 
-What stands in the cache is what is attended to from the beginning, in its own forward too
-(`wedlm_jax.layers.Attention`). So it makes no difference whether a token's keys come from the
-window, from the same piece of a prompt or from the cache, and a completion depends neither on
-pieces and buckets nor, in mode "verified", on the window.
+Keys and values are rounded before the first use: a forward attends to its own tokens as rounded as
+they are in the cache. So it makes no difference whether a token's keys come from the window, from
+the same prompt chunk or from the cache, and a completion depends neither on chunks and sizes nor,
+in mode "verified", on the window.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ LARGEST = 127.0
 class Int8Rows:
     """``values [..., head_dim] * scales [...]``.
 
-    The scales lie apart: beside the values each would take a vector's room on a TPU.
+    The scales are an array of their own: beside the values, each would take the room of a whole
+    vector on a TPU.
 
     Attributes:
       values: int8 ``[..., head_dim]``, −127 to 127.
@@ -43,7 +44,7 @@ Rows = Array | Int8Rows
 
 
 def to_int8(x: Array) -> Int8Rows:
-    """``x [..., head_dim]`` rounded to the nearest of 255 steps, by the largest of each row."""
+    """Rounds ``x [..., head_dim]`` to 255 steps, scaled by the largest magnitude of each row."""
     x = x.astype(jnp.float32)
     scales = jnp.abs(x).max(axis=-1) / LARGEST
     steps = x / jnp.where(scales > 0, scales, 1.0)[..., None]
@@ -51,7 +52,7 @@ def to_int8(x: Array) -> Int8Rows:
 
 
 def to_float(rows: Rows, dtype: Any) -> Array:
-    """The numbers that the rows stand for; an array as it is."""
+    """Returns the numbers that the rows stand for; a float array unchanged."""
     if not isinstance(rows, Int8Rows):
         return rows
     return (rows.values.astype(jnp.float32) * rows.scales[..., None]).astype(dtype)

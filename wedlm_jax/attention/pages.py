@@ -1,8 +1,8 @@
-"""The pool of pages that keeps the keys and values of all sequences, and who reads which.
+"""The pool of pages with the keys and values of all sequences, and which tokens read which pages.
 
 One array for all layers: ``[layers * num_pages, page_size, 2 * K, head_dim]``, in which index 2k
 of the third axis is key head k and 2k + 1 value head k. Layer l owns the pages from
-``l * num_pages``. No layer is ever cut out of it, so it is updated in place through loops.
+``l * num_pages``. No layer is ever sliced out of the array, so loops update it in place.
 
 Page 0 of each layer is the *trash page*: no sequence owns it, and padding is written there.
 """
@@ -29,11 +29,11 @@ each token and head."""
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Spans:
-    """Which flat tokens of a forward belong to which of N sequences, and where their pages are.
+    """Maps the flat tokens of a forward to N sequences and their pages.
 
     Attributes:
       query_starts: int32 ``[N + 1]``: sequence i has the flat tokens from ``query_starts[i]`` to
-        ``query_starts[i + 1]``. What lies behind ``query_starts[N]`` is padding.
+        ``query_starts[i + 1]``. Those from ``query_starts[N]`` on are padding.
       kv_lengths: int32 ``[N]``, tokens in the pages, those of this span included; 0 for a
         sequence without span.
       page_table: int32 ``[N, max_pages]``, pages of each sequence in order; 0 where it has none.
@@ -49,17 +49,17 @@ class Spans:
         return self.kv_lengths.shape[0]
 
     def owners(self, size: int) -> tuple[Array, Array, Array]:
-        """Returns whose each of T flat tokens is.
+        """Returns the owner of each of T flat tokens.
 
         Args:
           size: T.
 
         Returns:
           int32 ``[T]`` the sequence, int32 ``[T]`` the token's place in it, and bool ``[T]``
-          whether it is no padding. Of padding the first two are in range, but say nothing.
+          whether it is a real token. For padding the first two are in range, but meaningless.
         """
         token = jnp.arange(size, dtype=jnp.int32)
-        # Comparing is faster than searching for the few sequences that there are.
+        # For few sequences comparing with all starts is faster than a binary search.
         before = (token[:, None] >= self.query_starts[None, 1:]).sum(axis=1, dtype=jnp.int32)
         sequence = jnp.minimum(before, self.num_sequences - 1)
         place = self.kv_lengths[sequence] - (self.query_starts[sequence + 1] - token)
@@ -69,14 +69,14 @@ class Spans:
 def allocate_pages(
     config: ModelConfig, num_pages: int, page_size: int, dtype: Any, *, replicas: int = 1
 ) -> Pages:
-    """Returns an empty pool, on a mesh cut by replicas and heads.
+    """Allocates a pool, on a mesh sharded by replicas and heads.
 
     Args:
       config: of the model.
       num_pages: of each layer and replica, the trash page included.
       page_size: tokens of a page.
       dtype: of the numbers; int8 for `Int8Rows`.
-      replicas: pools that lie one behind the other in the first axis.
+      replicas: pools that follow each other in the first axis.
     """
     shape = (
         replicas * config.num_hidden_layers * num_pages,
@@ -93,7 +93,7 @@ def allocate_pages(
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return empty()
-    # Within jit no device ever holds more than its own share.
+    # Inside jit no device ever allocates more than its own shard.
     heads = PartitionSpec("data", None, AXIS_RULES["attention_heads"])
     return jax.jit(
         lambda: jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, heads), empty())
@@ -101,7 +101,7 @@ def allocate_pages(
 
 
 def token_places(spans: Spans, size: int, page_size: int) -> Array:
-    """Returns where keys and values of T flat tokens go in the pages of layer 0.
+    """Returns where the keys and values of T flat tokens go in the pages of layer 0.
 
     Args:
       spans: of this forward.
@@ -109,7 +109,7 @@ def token_places(spans: Spans, size: int, page_size: int) -> Array:
       page_size: tokens of a page.
 
     Returns:
-      int32 ``[T]``, ``page * page_size + offset``; those of padding lie in the trash page.
+      int32 ``[T]``, ``page * page_size + offset``; for padding, in the trash page.
     """
     sequence, place, real = spans.owners(size)
     page = spans.page_table[sequence, place // page_size]
@@ -126,14 +126,14 @@ def write_pages(
       pages: the pool, of one replica.
       keys, values: ``[T, K, head_dim]``.
       places: int32 ``[T]``, from `token_places`.
-      layer: whose turn it is, from 0.
+      layer: its number, from 0.
       num_pages: of each layer.
     """
     size, kv_heads, head_dim = keys.shape
     new = jnp.stack([keys, values], axis=2).reshape(size, 2 * kv_heads, head_dim)
     if size == 1:
-        # XLA turns a scatter of a single row into an update of a slice, and on a CPU that
-        # copied the pool. So a second row goes to the trash page.
+        # XLA turns a scatter of a single row into an update of a slice, which on a CPU copies the
+        # whole pool. So a second row is written to the trash page.
         new = jnp.concatenate([new, new])
         places = jnp.concatenate([places, jnp.zeros_like(places)])
     page_size = pages.shape[1]

@@ -1,12 +1,12 @@
-"""Ragged attention over pages in plain XLA, for any device: work follows what is visible.
+"""Ragged attention over pages in plain XLA, for any device: work grows with what is visible.
 
-Spans are cut into *tiles* of a few tokens, and what a tile sees into *blocks* of places. A loop
-goes over the tiles that there are, a loop within it over the blocks that the tile sees, with an
-online softmax (Milakov & Gimelshein, 2018). No shape depends on a length, and a query always
-sums over the blocks 0, 1, 2, … of its own sequence.
+Spans are divided into *tiles* of a few tokens, and what a tile sees into *blocks* of places. An
+outer loop goes over the tiles, an inner one over the blocks that a tile sees, with an online
+softmax (Milakov & Gimelshein, 2018). No shape depends on a length, and a query always sums over the
+blocks 0, 1, 2, … of its own sequence, so its result does not depend on its batch mates.
 
-Spans of one token are taken several at a time: alone, each would be too little work for a loop's
-turn. Those are sorted by what they see; the blocks that only a few of them have come one by one.
+Spans of one token are computed several at a time: one alone would be too little work for a loop
+iteration. They are sorted by what they see; blocks that only a few of them see are computed singly.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from wedlm_jax.attention.int8 import Int8Rows
 from wedlm_jax.attention.pages import Pages, Spans
 
 BLOCK = 128
-"""Places of a block, about."""
+"""Places of a block, approximately."""
 TILE = 32
 """Tokens of a tile."""
 SINGLES_AT_ONCE = 16
-"""Spans of one token that are taken together."""
+"""Spans of one token that are computed together."""
 
 
 @jax.tree_util.register_dataclass
@@ -34,12 +34,12 @@ class TileList:
     """Tiles of one size, M of them, in groups of R.
 
     Attributes:
-      sequence: int32 ``[M]``, whose a tile is.
-      place: int32 ``[M]``, where in its sequence its first token stands.
-      token: int32 ``[M]``, where among the flat tokens.
-      count: int32 ``[M]``, how many tokens it has; 0 for a tile that is none.
+      sequence: int32 ``[M]``, the sequence of a tile.
+      place: int32 ``[M]``, the place of its first token in the sequence.
+      token: int32 ``[M]``, the index of that token among the flat tokens.
+      count: int32 ``[M]``, how many tokens it has; 0 for an unused tile.
       blocks: int32 ``[M]``, how many blocks it sees.
-      groups: int32, groups in which there is a tile.
+      groups: int32, how many groups are in use.
       tile: tokens of a tile, static.
       at_once: R, static.
     """
@@ -57,12 +57,12 @@ class TileList:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """What attention works out once a forward.
+    """What attention computes once for all layers of a forward.
 
     Attributes:
-      table: int32 ``[N, blocks * P]``, the page table, whole blocks wide.
-      single: tiles of the spans of one token; None where these are as others.
-      longer: tiles of the other spans; None where there are none.
+      table: int32 ``[N, blocks * P]``, the page table, padded to whole blocks.
+      single: tiles of the spans of one token; None if these are not treated apart.
+      longer: tiles of the other spans; None if there are none.
       pages_per_block: P, static.
     """
 
@@ -88,8 +88,8 @@ def make_tiles(
       num_tokens: T.
       page_size: tokens of a page.
       tile: tokens of a tile.
-      block: places of a block, about.
-      deterministic: make no difference between spans of one token and others.
+      block: places of a block, approximately.
+      deterministic: treat spans of one token like all others.
     """
     sequences, columns = spans.page_table.shape
     pages_per_block = max(1, min(block // page_size, columns))
@@ -115,7 +115,12 @@ def make_tiles(
 def _tile_list(
     spans: Spans, parts: Array, most: int, tile: int, block: int, at_once: int
 ) -> TileList:
-    """Args: parts: int32 ``[N]``, into how many tiles each span is cut. most: M."""
+    """Lists the tiles of all spans.
+
+    Args:
+      parts: int32 ``[N]``, into how many tiles each span is divided.
+      most: M.
+    """
     starts = spans.query_starts
     ends = jnp.cumsum(parts)
     number = jnp.arange(most, dtype=jnp.int32)
@@ -141,13 +146,13 @@ def _tile_list(
 def attend_xla(
     queries: Array, pages: Pages, tiles: Tiles, layer: Array | int, num_pages: int, scale: float
 ) -> Array:
-    """Causal attention of flat tokens over their sequences' pages; see `attend_pages`.
+    """Computes `attend_pages` in plain XLA.
 
     Args:
       queries: ``[T, H, head_dim]``.
       pages: the pool, with keys and values of these tokens.
       tiles: from `make_tiles`.
-      layer: whose pages, from 0.
+      layer: its number, from 0.
       num_pages: of each layer.
       scale: of the scores.
     """
@@ -162,7 +167,7 @@ def attend_xla(
 
 @dataclasses.dataclass(frozen=True)
 class _Reader:
-    """What reads blocks of places; `Tiles` says what is what."""
+    """Reads blocks of places from the pages; for the sizes see `Tiles`."""
 
     pages: Pages
     table: Array
@@ -179,15 +184,15 @@ class _Reader:
         return self.table.shape[1] // self.pages_per_block
 
     def read(self, sequence: Array, number: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
-        """Returns keys and values ``[R, K, block, head_dim]`` of a block of some sequences
-        ``[R]``."""
+        """Returns the keys and values, ``[R, K, block, head_dim]``, of block ``number`` of R
+        sequences."""
         column = number * self.pages_per_block + jnp.arange(self.pages_per_block, dtype=jnp.int32)
         table = _at(self.table, sequence[:, None], column[None, :]) + self.first_page
-        # To be worked out once, not for every number that is fetched.
+        # Without the barrier XLA computes the index again for every number that is fetched.
         table = jax.lax.optimization_barrier(table)
 
         def of(pool: Array, kind: int) -> Array:
-            # Heads are cut over devices: the pair of a head must not be.
+            # Heads are sharded over devices: key and value of a head must stay together.
             pairs = pool.reshape(*pool.shape[:2], pool.shape[2] // 2, 2, *pool.shape[3:])
             taken = _at(pairs[:, :, :, kind], table)
             return taken.reshape(table.shape[0], -1, *taken.shape[3:]).swapaxes(1, 2)
@@ -203,14 +208,14 @@ class _Reader:
 
 
 def _at(x: Array, *index: Array) -> Array:
-    """``x[index]`` with indices that are known to be good."""
+    """Returns ``x[index]`` for indices that are known to be in range."""
     return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Sums:
-    """An online softmax of rows of queries, float32.
+    """The running sums of an online softmax over rows of queries, float32.
 
     Attributes:
       top: ``[R, K, M]``, the largest score so far.
@@ -233,7 +238,7 @@ class _Sums:
 
 
 def _attend_list(queries: Array, reader: _Reader, tiles: TileList, out: Array | None) -> Array:
-    """``out [T, H, head_dim]`` with the tokens of these tiles."""
+    """Computes the tokens of these tiles, and writes them into ``out [T, H, head_dim]``."""
     size, heads, head_dim = queries.shape
     kv_heads = reader.pages.shape[2] // 2
     group, tile, at_once = heads // kv_heads, tiles.tile, tiles.at_once
@@ -241,7 +246,8 @@ def _attend_list(queries: Array, reader: _Reader, tiles: TileList, out: Array | 
     offset = jnp.arange(tile, dtype=jnp.int32)
 
     def of_group(number: Array | int) -> tuple[Array, Array]:
-        """``[R * tile, H, head_dim]``, and which flat tokens these are; T for none."""
+        """Returns the results of a group, ``[R * tile, H, head_dim]``, and the index of their flat
+        tokens; T for unused rows."""
 
         def take(x: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(
@@ -250,7 +256,8 @@ def _attend_list(queries: Array, reader: _Reader, tiles: TileList, out: Array | 
 
         first, count = take(tiles.token)[:, None], take(tiles.count)[:, None]
         token = first + offset
-        # Rows of a product: the heads of the first token, those of the second, and so on.
+        # The rows of a product are the heads of the first token, then those of the second, and so
+        # on.
         q = _at(grouped, jnp.minimum(token, size - 1)).swapaxes(1, 2)
         q = q.reshape(at_once, kv_heads, tile * group, head_dim)
         place = jnp.repeat(take(tiles.place)[:, None] + offset, group, axis=1)
@@ -271,16 +278,16 @@ def _attend_list(queries: Array, reader: _Reader, tiles: TileList, out: Array | 
 
 
 def _over_blocks(q: Array, reader: _Reader, sequence: Array, place: Array, blocks: Array) -> Array:
-    """Softmax over the blocks that some tiles see.
+    """Computes the softmax over the blocks that some tiles see.
 
     Args:
       q: ``[R, K, M, head_dim]``.
       sequence: int32 ``[R]``.
       place: int32 ``[R, M]``, of each row of ``q``.
-      blocks: int32 ``[R]``, descending.
+      blocks: int32 ``[R]``, how many each tile sees, descending.
 
     Returns:
-      float32 ``[R, K, M, head_dim]``; of a tile without blocks anything.
+      float32 ``[R, K, M, head_dim]``; arbitrary for a tile without blocks.
     """
     many = q.shape[0]
 
@@ -291,10 +298,10 @@ def _over_blocks(q: Array, reader: _Reader, sequence: Array, place: Array, block
     if reader.most_blocks == 1:
         sums = add(0, sums)
         return sums.mixed / sums.total[..., None]
-    # What at least half of them see, all go through; the rest one by one.
+    # Blocks that at least half of the tiles see are computed for all; the rest one by one.
     joint = blocks[many // 2]
     if many == 1:
-        joint = jnp.maximum(joint, 1)  # padding must not divide by zero
+        joint = jnp.maximum(joint, 1)  # an unused tile must not divide by zero
     sums = jax.lax.fori_loop(0, joint, add, sums)
     if many > 1:
         left = jnp.maximum(blocks - joint, 0)
@@ -328,8 +335,8 @@ def _add_block(
     scores = jnp.einsum("rkmh,rknh->rkmn", q, keys, preferred_element_type=jnp.float32)
     visible = number * reader.block + jnp.arange(reader.block) <= place[:, None, :, None]
     scores = jnp.where(visible, scores * reader.scale, -jnp.inf)
-    # Every row sees place 0, in the first block: from there on the top is finite, and a block
-    # of which nothing is visible changes nothing, to the bit.
+    # Every row sees place 0, in the first block. So from there on its top is finite, and a block of
+    # which it sees nothing changes nothing, to the bit.
     top = jnp.maximum(sums.top, scores.max(-1))
     weights = jnp.exp(scores - top[..., None])
     decay = jnp.exp(sums.top - top)

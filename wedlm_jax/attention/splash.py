@@ -1,7 +1,7 @@
-"""Attention on TPUs by the splash kernel of JAX: visible tiles only.
+"""Attention by JAX's splash kernel for TPUs: visible tiles only.
 
-The static part of a mask is a function of two row numbers, which the kernel evaluates within
-the tiles it visits; segment ids do the rest. Nothing of the size of a mask exists.
+The static part of a mask is a function of query and key index, which the kernel evaluates within
+the tiles it visits; segment ids do the rest. No array of the size of a mask exists.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-# The base of all masks that are computed, not stored. Private, but the only way in.
+# The base class of masks that are computed, not stored: private, but there is no public one.
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import (
     _ComputableMask,
 )
 
-from wedlm_jax.attention.padding import pad_streams, stream_layout, stream_segments, trim_streams
+from wedlm_jax.attention.stream_padding import (
+    pad_streams,
+    stream_layout,
+    stream_segments,
+    trim_streams,
+)
 from wedlm_jax.masks import PAD_SEGMENT, CausalMask, DualStreamMask
 from wedlm_jax.sharding import on_own_shard
 
@@ -31,7 +36,7 @@ LANES = 128
 class DualStreamPattern(_ComputableMask):
     """The static pattern of `DualStreamMask` over ``2 * length`` rows.
 
-    Written with shifts and comparisons alone, which the kernel's compiler takes.
+    Written with shifts and comparisons only, which the kernel's compiler supports.
     """
 
     def __init__(self, length: int, block_size: int):
@@ -67,8 +72,8 @@ def attend_splash(
     tile: int = DEFAULT_TILE,
     interpret: bool = False,
 ) -> Array:
-    """Softmax attention under ``mask``; padding gives zeros. The scaled queries are rounded
-    to their dtype: the kernel has no scale of its own.
+    """Computes softmax attention under ``mask``; zeros for padding. Queries are scaled, and rounded
+    to their dtype, before the kernel, which has no scale of its own.
 
     Args:
       q: ``[B, K, G, T, head_dim]``, grouped by KV head.
@@ -96,11 +101,11 @@ def attend_splash(
         kernel = _kernel(streams, length + padding, block_size, own_heads, tile, interpret)
         heads = (q * head_dim**-0.5).reshape(own_batch, own_heads, -1, head_dim)
         out = jax.vmap(kernel)(heads, k, v, splash.SegmentIds(segments, segments))
-        # Padding is a segment like any other to the kernel, which sees itself.
+        # To the kernel padding is a segment like any other, whose rows see themselves.
         out = jnp.where((segments != PAD_SEGMENT)[:, None, :, None], out, 0.0)
         return out.astype(q.dtype).reshape(q.shape)
 
-    # The compiler does not cut a kernel: each device runs it on its own rows and heads.
+    # The compiler does not partition a kernel: each device runs it on its own rows and heads.
     local = on_own_shard(local, [("batch", "attention_heads")] * 3 + [("batch",)])
     return trim_streams(local(q, k, v, segments), streams, padding)
 
@@ -115,7 +120,7 @@ def _pattern(streams: int, length: int, block_size: int) -> _ComputableMask:
 def _kernel(
     streams: int, length: int, block_size: int, heads: int, tile: int, interpret: bool
 ) -> Callable[..., Array]:
-    """The kernel for these static sizes; its mask is the same for every head."""
+    """Makes the kernel for these static sizes; its mask is the same for every head."""
     pattern = _pattern(streams, length, block_size)
     sizes = splash.BlockSizes(
         block_q=tile,

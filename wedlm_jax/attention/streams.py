@@ -1,6 +1,6 @@
-"""Dual-stream attention as three dense products: the form for short rows.
+"""Dual-stream attention as three dense products, for short rows.
 
-The prediction stream is compared with the memory and with its own blocks apart, so that no
+The prediction stream attends to the memory and to its own blocks in separate products, so that no
 ``[2L, 2L]`` array exists; ``[L, L]`` scores do.
 """
 
@@ -9,19 +9,23 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from wedlm_jax.attention.dense import attend_pieces, mix, scores_of, softmax
+from wedlm_jax.attention.dense import attend_parts, mix, scores_of, softmax
 from wedlm_jax.masks import CausalMask, DualStreamMask
 
 
 def attend_streams(q: Array, k: Array, v: Array, mask: DualStreamMask) -> Array:
-    """The dual-stream pattern as three products: memory on memory, prediction on the
-    memory of earlier blocks, prediction on its own block."""
+    """Computes the dual-stream pattern as three products: memory on memory, prediction on the
+    memory of earlier blocks, prediction on its own block.
+
+    The two products of the prediction stream share one softmax: a row weighs its own block against
+    the memory.
+    """
     batch, length = mask.segment_ids.shape
     size = mask.block_size
     q_memory, q_pred = jnp.split(q, 2, axis=3)
     (k_memory, k_pred), (v_memory, v_pred) = (jnp.split(x, 2, axis=2) for x in (k, v))
     causal = CausalMask(mask.segment_ids).dense(batch, length)
-    memory = attend_pieces(q_memory, [(k_memory, v_memory)], [causal])
+    memory = attend_parts(q_memory, [(k_memory, v_memory)], [causal])
 
     block = jnp.arange(length) // size
     earlier = causal & (block[:, None] > block[None, :])
@@ -41,14 +45,14 @@ def attend_streams(q: Array, k: Array, v: Array, mask: DualStreamMask) -> Array:
 
 
 def _fold_blocks(x: Array, size: int) -> Array:
-    """``[B, ..., L, N]`` to ``[B * L / size, ..., size, N]``."""
+    """Reshapes ``[B, ..., L, N]`` to ``[B * L / size, ..., size, N]``."""
     batch, *middle, length, last = x.shape
     x = x.reshape(batch, *middle, length // size, size, last)
     return jnp.moveaxis(x, -3, 1).reshape(-1, *middle, size, last)
 
 
 def _unfold_blocks(x: Array, batch: int) -> Array:
-    """The inverse of `_fold_blocks`."""
+    """Inverts `_fold_blocks`."""
     rows, *middle, size, last = x.shape
     x = jnp.moveaxis(x.reshape(batch, rows // batch, *middle, size, last), 1, -3)
     return x.reshape(batch, *middle, -1, last)

@@ -7,8 +7,7 @@ import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,10 +16,9 @@ import numpy as np
 from wedlm_jax.checkpoint.model_folder import FORMATS, ORBAX, format_of, run_model_folder
 from wedlm_jax.config import MODEL_TYPES, with_model_type
 from wedlm_jax.errors import InputError
+from wedlm_jax.progress import ProgressBar
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from wedlm_jax.checkpoint.hf_export import Tensor
     from wedlm_jax.checkpoint.model_folder import StoredParameters
     from wedlm_jax.checkpoint.names import Entry
@@ -146,12 +144,12 @@ def convert(
 
     np_dtype = numpy_dtype(dtype)
     try:
-        with replacing(destination) as beside, _progress() as progress:
+        with replacing(destination) as beside, _bar() as bar:
             opened = _open(source, described, found, np_dtype)
             if model_type is not None:
                 with_model_type(opened.raw_config, model_type)  # refused before a value is read
             write = _write_orbax if target == "orbax" else _write_hf
-            result = write(opened, beside, progress)
+            result = write(opened, beside, bar)
             if dtype is None and model_type is None and found != RUN:
                 shutil.copyfile(source / "config.json", beside / "config.json")
             else:
@@ -298,21 +296,21 @@ class _Orbax:
         return self._newest[1]
 
 
-def _write_orbax(source: _Source, folder: Path, progress: Progress) -> Converted:
+def _write_orbax(source: _Source, folder: Path, bar: ProgressBar) -> Converted:
     from wedlm_jax.checkpoint.orbax_io import write_arrays
 
     arrays = source.parameters()
-    task = progress.add_task("converting", total=len(arrays))
-    write_arrays(folder / ORBAX, {p: _reporting(x, progress, task) for p, x in arrays.items()})
+    bar.update(0, total=len(arrays))
+    write_arrays(folder / ORBAX, {path: _reporting(x, bar) for path, x in arrays.items()})
     return _converted("orbax", list(arrays.values()))
 
 
-def _write_hf(source: _Source, folder: Path, progress: Progress) -> Converted:
+def _write_hf(source: _Source, folder: Path, bar: ProgressBar) -> Converted:
     from wedlm_jax.checkpoint.hf_export import plan_files, write_weights
 
     tensors = source.tensors()
-    task = progress.add_task("converting", total=len(tensors))
-    write_weights(plan_files([_reporting(tensor, progress, task) for tensor in tensors]), folder)
+    bar.update(0, total=len(tensors))
+    write_weights(plan_files([_reporting(tensor, bar) for tensor in tensors]), folder)
     return _converted("hf", tensors)
 
 
@@ -321,22 +319,16 @@ def _converted(name: str, written: Sequence[Tensor | DeferredArray]) -> Converte
     return Converted(name, len(written), sum(item.nbytes for item in written), tuple(dtypes))
 
 
-def _reporting(item: Any, progress: Progress, task: Any) -> Any:
-    """The same, and the bar moves on when its values are read."""
+def _reporting(item: Any, bar: ProgressBar) -> Any:
+    """Returns the same item; the bar moves on when its values are read."""
 
     def read() -> np.ndarray:
-        progress.advance(task)
+        bar.advance()
         return item.read()
 
     return dataclasses.replace(item, read=read)
 
 
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """Bars on standard error, only where that is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield progress
+def _bar() -> ProgressBar:
+    """Makes a bar that is seen in a terminal alone."""
+    return ProgressBar("tensors", title="converting", every=None)

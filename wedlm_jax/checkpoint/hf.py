@@ -30,11 +30,11 @@ from wedlm_jax.checkpoint.hf_import import load_parameter, parameter_sharding
 from wedlm_jax.checkpoint.names import Entry, abstract_model, hf_path, parameter_entries
 from wedlm_jax.config import ModelConfig, config_to_hf
 from wedlm_jax.errors import InputError
-from wedlm_jax.layer_layout import are_stacked, is_on_columns
-from wedlm_jax.layers import columns_are_faster
 from wedlm_jax.model import Transformer
+from wedlm_jax.model.layer_layout import are_stacked, is_on_columns
+from wedlm_jax.model.layers import columns_are_faster
+from wedlm_jax.model.quantization import check_quantization, rounded_alone
 from wedlm_jax.processes import Processes, jax_processes, replacing_together
-from wedlm_jax.quantization import check_quantization, rounded_alone
 
 
 def check_tensors(
@@ -86,9 +86,9 @@ def load_checkpoint(
         slices that its devices hold; the default device holds all without one.
       stacked: whether the model's layers are to lie stacked, or apart, each read by itself.
       columns: whether layers that are apart compute on columns; by default where
-        `wedlm_jax.model.columns_are_faster`.
-      quantization: a name in `wedlm_jax.quantization.QUANTIZATIONS`: each matrix is rounded as
-        soon as it is read, so that no more than one is in memory as it was.
+        `wedlm_jax.model.layers.columns_are_faster`.
+      quantization: a name in `wedlm_jax.model.quantization.QUANTIZATIONS`: each matrix is rounded
+        as soon as it is read, so that no more than one is in memory as it was.
 
     Raises:
       InputError: naming the file and tensor that is missing, extra, misshapen or truncated,

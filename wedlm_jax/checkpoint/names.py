@@ -9,8 +9,8 @@ import jax
 from flax import nnx
 
 from wedlm_jax.config import ModelConfig
-from wedlm_jax.layer_layout import TURNED
 from wedlm_jax.model import Transformer
+from wedlm_jax.model.layer_layout import TURNED
 
 # The parameter-name table: our path, Hugging Face's name, whether the matrix is stored
 # the other way round there ([out, in]). "{}" stands for the layer. Names and shapes here are
@@ -72,7 +72,7 @@ def parameter_entries(
     """The table, filled in for a model of this configuration.
 
     Args:
-      stacked, columns: how the model's layers lie; see `wedlm_jax.layer_layout`.
+      stacked, columns: how the model's layers lie; see `wedlm_jax.model.layer_layout`.
     """
     shapes = _shapes(config, stacked, columns)
     entries = []

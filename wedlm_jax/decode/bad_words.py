@@ -1,15 +1,15 @@
-"""Sequences of tokens that a completion never has, though masks are filled out of order.
+"""Keeps token sequences ("bad words") out of completions, although masks are filled out of order.
 
-A word can be completed at any of its places, so a token is forbidden wherever it would
-complete one among the tokens that a row sees, before its place and behind it. And masks that
-are filled in the same forward do not see one another: where they complete a word together, the
-last of them stays masked, and the next forward chooses again. The first mask that a forward
-fills is never the last of several, so each forward still fills one at least.
+A word can be completed at any of its places, so a token is forbidden wherever it would complete one
+among the tokens that a row sees, before and after its own place. Masks filled in the same forward
+do not see one another: if they complete a word together, the last of them stays masked, and the
+next forward chooses again. The first mask that a forward fills is never the last of several, so
+each forward still fills at least one.
 
-The row of a filled slot sees nothing behind the place that it predicts. So in anchored sequences
-a token is forbidden exactly where autoregressive decoding forbids it.
+The row of a filled slot sees nothing after the place that it predicts. So in anchored sequences a
+token is forbidden exactly where autoregressive decoding forbids it.
 
-The completion alone counts: a word that begins in the prompt is none.
+Only the completion counts: a word that starts in the prompt is allowed.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from wedlm_jax.decode.head_rows import HeadRows
 from wedlm_jax.decode.options import Options
-from wedlm_jax.decode.state import DecodeState, is_filled
+from wedlm_jax.decode.state import DecodeState, HeadRows, is_filled
 from wedlm_jax.params import NO_TOKEN
 
 UNKNOWN = -2
-"""In a text: masked, or not of the completion. Unlike `NO_TOKEN`, which ends a short word."""
+"""Marks what is masked or not part of the completion. Unlike `NO_TOKEN`, which pads short words."""
 
 
 def text_around(state: DecodeState, margin: int) -> Array:
-    """Returns the completion around each window: int32 ``[N, E]``, `UNKNOWN` where no token
-    stands.
+    """Returns the completion around each window, int32 ``[N, E]``, `UNKNOWN` where there is no
+    token.
 
-    Slot s is entry ``margin + s``; behind the last slot, and the one that its row predicts,
-    there are as many entries again.
+    Slot s is entry ``margin + s``; the last slot, and the one that its row predicts, are followed
+    by ``margin`` entries more.
     """
     slots = state.tokens.shape[1]
     slot = jnp.arange(-margin, slots + 1 + margin)
@@ -46,8 +45,8 @@ def text_around(state: DecodeState, margin: int) -> Array:
 
 
 def completing_tokens(state: DecodeState, options: Options, rows: HeadRows) -> Array:
-    """Returns the tokens that would complete a word at the rows' slots: int32 ``[R, K * L]``,
-    `NO_TOKEN` where none."""
+    """Returns the tokens that would complete a word at the rows' slots, int32 ``[R, K * L]``,
+    padded with `NO_TOKEN`."""
     assert options.bad_words is not None
     words = options.bad_words[rows.sequence]
     length = words.shape[2]
@@ -60,7 +59,7 @@ def completing_tokens(state: DecodeState, options: Options, rows: HeadRows) -> A
     exists = words != NO_TOKEN
     found = []
     for j in range(length):
-        # What stands where the word would, if its token j were at the slot.
+        # The text where the word would be if its token j were at the slot.
         segment = around[..., margin - j : margin - j + length]
         agrees = (segment == words) | ~exists | (jnp.arange(length) == j)
         completes = agrees.all(axis=-1) & exists[..., j]
@@ -71,8 +70,8 @@ def completing_tokens(state: DecodeState, options: Options, rows: HeadRows) -> A
 def keep_apart(state: DecodeState, options: Options, chosen: Array, tokens: Array) -> Array:
     """Returns which of the ``chosen [N, P]`` slots can be filled together with ``tokens [N, P]``.
 
-    Of every word that would then stand, the last of its new tokens is left out. In anchored
-    sequences all stay: what is wrong with a draft its verification finds.
+    Of every word that they would complete, the last new token is left out. In anchored sequences
+    nothing is: verification finds what is wrong with a draft.
     """
     assert options.bad_words is not None
     words = options.bad_words

@@ -1,4 +1,4 @@
-"""What a forward leaves behind: tokens committed, windows moved on."""
+"""Commits what a forward decided: tokens are appended to the texts, and windows move on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def append(
     count: Array,
 ) -> DecodeState:
     """Appends the first ``count [N]`` of ``tokens [N, C]`` to the texts, up to the first stop
-    token or ``max_tokens``; a sequence that has come to either runs no more."""
+    token or ``max_tokens``; a sequence that reaches either stops running."""
     index = jnp.arange(tokens.shape[1])
     is_stop = (tokens[:, :, None] == options.stop_ids[:, None, :]).any(axis=-1)
     is_stop &= index < count[:, None]
@@ -59,26 +59,30 @@ def _as_wide(values: Array, like: Array) -> Array:
 
 
 def _put(old: Array, start: Array, values: Array, here: Array) -> Array:
-    """``old [N, E, ..]`` with ``values [N, C, ..]`` from ``start [N]`` on, those that are ``here
-    [N, C]``."""
+    """Writes those of ``values [N, C, ..]`` that are ``here [N, C]`` into ``old [N, E, ..]``, from
+    column ``start [N]`` on."""
+    # The others go to a column that does not exist, and are dropped: shapes stay static.
     place = jnp.where(here, start[:, None] + jnp.arange(here.shape[1]), old.shape[1])
     rows = jnp.arange(old.shape[0])[:, None]
     return old.at[rows, place].set(values, mode="drop")
 
 
 def move_windows(state: DecodeState, options: Options, run: Array, refill: str) -> DecodeState:
-    """Drops the run ``[N]`` from each window and opens the next slots behind."""
+    """Drops the run ``[N]`` from the front of each window and opens new masks behind it."""
     slots = state.tokens.shape[1]
     if slots == 1:
         return dataclasses.replace(state, filled=state.filled & (run == 0)[:, None])
+    # Slot s takes what slot s + run held: the window slides, nothing else changes place.
     source = jnp.arange(slots) + run[:, None]
     inside = source < state.active[:, None]
     source = jnp.minimum(source, slots - 1)
     rows = jnp.arange(source.shape[0])[:, None]
     filled = state.filled[rows, source] & inside
     if refill == "streaming":
+        # Always W uncommitted slots behind what the next forward commits (WeDLM section 5).
         active = options.window + leading(filled)
     else:
+        # The paper's baseline: a block is finished before the next one opens.
         left = state.active - run
         active = jnp.where(left == 0, options.window, left)
     return dataclasses.replace(
@@ -91,8 +95,8 @@ def move_windows(state: DecodeState, options: Options, run: Array, refill: str) 
 
 
 def put_in_front(state: DecodeState, sequences: Array, options: Options) -> DecodeState:
-    """Puts the last token of the text into slot 0 of ``sequences [N]``: it is known, and what it
-    needs is its keys and values."""
+    """Puts the last token of the text into slot 0 of ``sequences [N]``. The token is known; the
+    next forward computes its keys and values."""
     token = jnp.take_along_axis(state.text, jnp.maximum(state.text_length - 1, 0)[:, None], axis=1)
     here = sequences[:, None] & (jnp.arange(state.tokens.shape[1]) == 0)
     filled = state.filled | here
@@ -106,16 +110,17 @@ def put_in_front(state: DecodeState, sequences: Array, options: Options) -> Deco
 
 
 def leading(filled: Array) -> Array:
-    """int32 ``[N]``: how many slots in front are filled."""
+    """Counts the filled slots at the front of each window, int32 ``[N]``."""
     return jnp.cumprod(filled, axis=1).sum(axis=1, dtype=jnp.int32)
 
 
 def with_windows(state: DecodeState, options: Options, changed: Array) -> DecodeState:
     """Gives the sequences that are ``changed [N]`` the windows of ``options``, whatever they had.
 
-    A narrower window forgets what was filled behind it, and of the leading run what would not fit
-    beside its masks (see `wedlm_jax.decode.state.num_slots`). An anchored sequence begins with
-    the last token of its text: one that was not anchored before computes that token again.
+    A narrower window drops what was filled beyond its end, and the part of the leading run that
+    does not fit beside its masks (see `wedlm_jax.decode.state.num_slots`). The window of an
+    anchored sequence starts with the last token of its text; a sequence that was not anchored
+    before computes that token again.
     """
     changed &= state.running
     again = changed & options.anchored & (state.known == 0)
@@ -124,8 +129,8 @@ def with_windows(state: DecodeState, options: Options, changed: Array) -> Decode
     whole = leading(filled)
     run = jnp.minimum(whole, jnp.maximum(options.window, 1))
     active = (options.window + run).astype(jnp.int32)
-    # Where drafts stood behind a run that is cut, the last of them would have no mask behind it,
-    # whose token the forward that accepts it says.
+    # A run that is cut keeps no drafts behind it: the last draft would have no mask after it, and
+    # the forward that accepts a draft fills the slot after it.
     end = jnp.where(options.anchored & (run < whole), run, active)
     filled &= jnp.arange(filled.shape[1]) < end[:, None]
     narrowed = dataclasses.replace(

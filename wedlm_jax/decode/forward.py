@@ -1,8 +1,7 @@
-"""One forward: the layers over the flat tokens of all spans, the head over the rows that say
-something.
+"""One forward: the layers over the flat tokens of all spans, the head over the rows that predict.
 
-Both run at the smallest of a few static sizes that holds what is real; the pages are updated
-in place. What comes out is by window slot again, ``[N, P+1]``.
+Both run at the smallest of a few static sizes that holds the real tokens, and update the pages in
+place. Predictions come back by window slot, ``[N, P+1]``.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from wedlm_jax.attention.ragged_pages import (
+from wedlm_jax.attention.ragged import (
     Pages,
     attend_pages,
     attention_plan,
@@ -22,25 +21,23 @@ from wedlm_jax.attention.ragged_pages import (
     write_pages,
 )
 from wedlm_jax.decode import paper, verified
-from wedlm_jax.decode.head_rows import HeadRows
-from wedlm_jax.decode.logits import adjusted_logits, token_logits
+from wedlm_jax.decode.logits import TokenUse, adjusted_logits, token_logits
 from wedlm_jax.decode.logprobs import Logprobs, empty_logprobs, token_logprobs
 from wedlm_jax.decode.options import Options, Traits
-from wedlm_jax.decode.penalties import TokenUse
 from wedlm_jax.decode.sampling import choose_tokens, entropy
 from wedlm_jax.decode.sizes import ForwardSizes, in_parts
 from wedlm_jax.decode.spans import Allowance, SpanPlan, attention_spans, flat_tokens, owner
-from wedlm_jax.decode.state import DecodeState, is_filled
+from wedlm_jax.decode.state import DecodeState, HeadRows, is_filled
 from wedlm_jax.model import Transformer
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a burst is compiled for: static.
+    """What a burst is compiled for; static.
 
     Attributes:
       sizes: of the forwards.
-      traits: what the sequences may ask for.
+      traits: the sampling options that its sequences may use.
       attention: a name in `wedlm_jax.attention.RAGGED_BACKENDS`.
       refill: "streaming", or "blockwise" for the paper's baseline.
     """
@@ -52,7 +49,7 @@ class Program:
 
 
 class Predictions(NamedTuple):
-    """What the head says of window slots, ``[N, P+1]`` each; zeros where nothing was asked.
+    """What the head predicts for window slots, ``[N, P+1]`` each; zeros where it was not run.
 
     Attributes:
       tokens: int32.
@@ -68,9 +65,10 @@ class Predictions(NamedTuple):
 def no_hidden_states(model: Transformer, program: Program) -> Array:
     """Allocates the final hidden states ``[T, D]``, which all forwards of a burst overwrite.
 
-    To clear them for each would take as long as a layer of a small model.
+    Clearing them for each forward would take as long as a layer of a small model.
     """
-    # A part may stand over the end of the forward, and must not be moved back for that.
+    # The last part may reach past the forward's end. `dynamic_update_slice` would move it back to
+    # fit, and so overwrite other tokens: hence the room for one more part.
     rows = program.sizes.total + program.sizes.tokens[-1]
     return jnp.zeros((rows, model.config.hidden_size), model.embed_tokens[...].dtype)
 
@@ -84,17 +82,20 @@ def run_layers(
     allowance: Allowance,
     program: Program,
 ) -> tuple[Array, Pages]:
-    """The final hidden states ``[T, D]`` of the plan's tokens, anything behind them, and the pages
-    with their keys and values.
+    """Runs the layers over the plan's tokens.
 
     Args:
-      hidden: from `no_hidden_states`, or of the forward before.
+      hidden: from `no_hidden_states`, or of the forward before; overwritten.
+
+    Returns:
+      the final hidden states ``[T, D]`` of the plan's tokens, with anything behind them, and the
+      pages with their keys and values.
     """
     config = model.config
     sizes = program.sizes.tokens
     num_pages = pages.shape[0] // config.num_hidden_layers
     page_size = pages.shape[1]
-    mask_token_id = config.mask_token_id or 0  # without one there are no masks either
+    mask_token_id = config.mask_token_id or 0  # a model without one decodes without masks
 
     def run(size: int, start: Array, carry: tuple[Array, Pages]) -> tuple[Array, Pages]:
         out, pages = carry
@@ -127,10 +128,14 @@ def predict(
     use: TokenUse | None,
     program: Program,
 ) -> Predictions:
-    """Runs the head on the rows that predict a slot, as many at once as a size holds."""
+    """Runs the head on the rows that predict a slot, as many at once as a size holds.
+
+    Logits of all slots at once would be the largest array of a forward by far: a vocabulary of
+    150k tokens in float32 takes 0.6 MB a row.
+    """
     wanted = _wanted(state, plan, options, program.traits)
     sequences, slots = wanted.shape
-    # Rows in order of sequence and slot: a flat row is found by counting.
+    # Rows are in order of sequence and slot, so the rank of a wanted slot is its row.
     flat = wanted.reshape(-1)
     rank = (jnp.cumsum(flat, dtype=jnp.int32) - 1).reshape(wanted.shape)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), rank[:, -1] + 1])
@@ -163,7 +168,7 @@ def _where(wanted: Array, values: Array) -> Array:
 
 
 def _wanted(state: DecodeState, plan: SpanPlan, options: Options, traits: Traits) -> Array:
-    """bool ``[N, P+1]``: slots whose token the head predicts in this forward."""
+    """Returns the slots whose token the head predicts in this forward, bool ``[N, P+1]``."""
     parts = []
     if traits.paper:
         parts.append(paper.predicted_slots(state) & ~options.anchored[:, None])
@@ -176,9 +181,9 @@ def _wanted(state: DecodeState, plan: SpanPlan, options: Options, traits: Traits
 def _head_rows(
     state: DecodeState, options: Options, wanted: Array, starts: Array, start: Array, size: int
 ) -> HeadRows:
-    """Rows ``start`` to ``start + size`` of those that pass the head."""
+    """Returns rows ``start`` to ``start + size`` of those that pass the head."""
     sequence, offset = owner(starts, size, start)
-    # The offset-th wanted slot: those before it are as many as the offset.
+    # The slot of a row is the one with ``offset`` wanted slots before it.
     ranks = jnp.cumsum(wanted, axis=1, dtype=jnp.int32)[sequence]
     slot = (ranks <= offset[:, None]).sum(axis=1, dtype=jnp.int32)
     valid = start + jnp.arange(size) < starts[-1]
@@ -189,8 +194,8 @@ def _head_rows(
 
 
 def _places(plan: SpanPlan, head: HeadRows) -> Array:
-    """int32 ``[R]``: the flat place of the row that predicts each slot: its own where it is a
-    mask, and that of the slot before it where the row before it says what comes next."""
+    """Returns the flat place of the token whose row predicts each slot, int32 ``[R]``: the slot
+    itself where it is a mask, the slot before it where an AR row predicts the next token."""
     slots = plan.order.shape[1]
     row_slot = jnp.clip(jnp.where(head.is_mask, head.slot, head.slot - 1), 0, slots - 1)
     physical = plan.place[head.sequence, row_slot]

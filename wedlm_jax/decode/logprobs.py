@@ -1,7 +1,7 @@
-"""How probable a token was, by the forward that chose it.
+"""Log-probabilities of tokens in the forward that chose them.
 
-The numbers are those of the model itself: the log-softmax of a row's logits, the mask token
-left out, before bias, penalties, forbidden tokens, temperature and truncation.
+They are the model's own: the log-softmax of a row's logits without the mask token, before bias,
+penalties, forbidden tokens, temperature and truncation.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Logprobs:
     """Log-probabilities of tokens in an array ``[...]``, in nats.
 
     Attributes:
-      chosen: float32 ``[...]``, of each token itself.
-      top_ids: int32 ``[..., k]``, the most probable tokens in its place, most probable first.
-      top: float32 ``[..., k]``, theirs.
+      chosen: float32 ``[...]``, of the tokens themselves.
+      top_ids: int32 ``[..., k]``, the most probable tokens in their places, most probable first.
+      top: float32 ``[..., k]``, of those.
     """
 
     chosen: Array
@@ -35,22 +35,23 @@ class Logprobs:
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprob:
-    """The log-probability of one committed token in nats, and the most probable tokens in its
-    place with theirs, most probable first (the token itself may be among them)."""
+    """The log-probability of one committed token in nats, and the ids and log-probabilities of the
+    most probable tokens in its place, most probable first; the token itself may be among them."""
 
     logprob: float
     top: list[tuple[int, float]]
 
 
 def empty_logprobs(shape: tuple[int, ...], k: int) -> Logprobs:
-    """Returns room for those of tokens in an array of ``shape``, k alternatives each."""
+    """Allocates the log-probabilities of an array of tokens of ``shape``, k alternatives each."""
     wide = (*shape, k)
     return Logprobs(jnp.zeros(shape), jnp.zeros(wide, jnp.int32), jnp.zeros(wide))
 
 
 def token_logprobs(logits: Array, tokens: Array, k: int) -> Logprobs:
-    """Returns those of ``tokens [...]`` under the softmax of ``logits [..., V]``, k alternatives
-    each; where there are no k tokens, the last ones are token 0 at −inf."""
+    """Returns the log-probabilities of ``tokens [...]`` under the softmax of ``logits [..., V]``,
+    with k alternatives each; if the vocabulary has fewer than k tokens, the rest are token 0 at
+    −inf."""
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1) - total
     there = min(k, logits.shape[-1])
@@ -61,8 +62,8 @@ def token_logprobs(logits: Array, tokens: Array, k: int) -> Logprobs:
 
 
 def _top_k(logits: Array, k: int) -> tuple[Array, Array]:
-    """Does what `jax.lax.top_k` does, but no device gets more than its own part of the vocabulary:
-    each finds the largest of its part, then all those of all parts."""
+    """Does what `jax.lax.top_k` does without gathering the vocabulary: each device takes the top k
+    of its own part, then the top k of these are taken."""
     parts, vocab = shards("vocab"), logits.shape[-1]
     if parts == 1 or vocab % parts:
         return jax.lax.top_k(logits, k)
@@ -77,14 +78,14 @@ def _top_k(logits: Array, k: int) -> tuple[Array, Array]:
     top, top_ids = jax.shard_map(
         of_part, in_specs=cut, out_specs=(cut, cut), axis_names=frozenset(axes), check_vma=False
     )(logits)
-    # Of equal logits the lower ids come first here, too: the parts stand in order.
+    # Parts are in order of the vocabulary, so of equal logits the lower id still comes first.
     top, at = jax.lax.top_k(top, k)
     return top, jnp.take_along_axis(top_ids, at, axis=-1)
 
 
 def as_list(values: Logprobs, index: int, length: int, k: int) -> list[TokenLogprob]:
-    """Returns the first ``length`` tokens of one sequence of fetched `Logprobs` ``[N, E]``, ``k``
-    alternatives each."""
+    """Returns the log-probabilities of the first ``length`` tokens of sequence ``index``, from
+    fetched `Logprobs` ``[N, E]``, with ``k`` alternatives each."""
     chosen = np.asarray(values.chosen[index, :length]).tolist()
     ids = np.asarray(values.top_ids[index, :length, :k]).tolist()
     top = np.asarray(values.top[index, :length, :k]).tolist()

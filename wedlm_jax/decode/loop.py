@@ -1,7 +1,7 @@
 """Streaming decode as one `lax.while_loop`: a burst of forwards over flat tokens.
 
-Each turn of the loop plans the spans of all sequences, runs the layers and the head over them,
-commits, fills, and moves the windows on. Sequences advance unequally, and what is finished
+Each iteration plans the spans of all sequences, runs the layers and the head over them, commits
+and fills tokens, and moves the windows on. Sequences advance at their own pace, and a finished one
 costs nothing. Source: WeDLM section 5.
 """
 
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from wedlm_jax.attention.ragged_pages import Pages
+from wedlm_jax.attention.ragged import Pages
 from wedlm_jax.decode import paper, verified
 from wedlm_jax.decode.commit import append, move_windows, put_in_front, with_windows
 from wedlm_jax.decode.forward import (
@@ -24,10 +24,10 @@ from wedlm_jax.decode.forward import (
     predict,
     run_layers,
 )
+from wedlm_jax.decode.logits import TokenUse, token_use, with_committed
 from wedlm_jax.decode.options import Options
-from wedlm_jax.decode.penalties import TokenUse, token_use, with_committed
 from wedlm_jax.decode.spans import Allowance, SpanPlan, has_room, plan_spans
-from wedlm_jax.decode.state import DecodeState, Emitted
+from wedlm_jax.decode.state import DecodeState, Emitted, is_filled
 from wedlm_jax.model import Transformer
 
 Tree = TypeVar("Tree")
@@ -38,17 +38,21 @@ REFILLS = ("streaming", "blockwise")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BurstCounters:
-    """What a burst did, int32 each.
+    """What a burst computed, int32 each.
 
     Attributes:
       forwards: how many.
       tokens: real tokens that passed the layers, prompts included.
-      computed: those and the padding of each forward to its size.
+      computed: the same with the padding of each forward to its size.
+      drafts, accepted: drafted tokens that rows have checked, and those that were committed; 0 in
+        a program without trait "verified".
     """
 
     forwards: Array
     tokens: Array
     computed: Array
+    drafts: Array
+    accepted: Array
 
 
 Carry = tuple[DecodeState, Pages, Array, TokenUse | None, BurstCounters]
@@ -65,11 +69,11 @@ def run_burst(
 ) -> tuple[DecodeState, Pages, BurstCounters]:
     """Runs forwards until the allowance is used up.
 
-    A burst also ends where a sequence has no room in its pages, or in ``state.emitted``, for
-    what its next forward may commit.
+    A burst also ends when a sequence lacks room, in its pages or in ``state.emitted``, for what its
+    next forward may commit.
 
     Args:
-      changed: bool ``[N]``, sequences whose window is another since the last burst.
+      changed: bool ``[N]``, sequences whose window has changed since the last burst.
     """
     state = with_windows(_with_nothing_emitted(state), options, changed)
     begun = state.running.sum()
@@ -90,11 +94,11 @@ def run_burst(
         state = _count(state, plan)
         said = predict(model, state, hidden, plan, options, use, program)
         after = advance(state, said, plan, options, program)
-        counters = _counted(counters, plan, program)
+        counters = _counted(counters, state, after, plan, options, program)
         return after, pages, hidden, with_committed(use, state, after), counters
 
     use = token_use(state, options, model.config.vocab_size)
-    start = BurstCounters(jnp.int32(0), jnp.int32(0), jnp.int32(0))
+    start = BurstCounters(*[jnp.int32(0)] * len(dataclasses.fields(BurstCounters)))
     hidden = no_hidden_states(model, program)
     carry = state, pages, hidden, use, start
     state, pages, _, _, counters = jax.lax.while_loop(more, body, carry)
@@ -104,11 +108,19 @@ def run_burst(
 def advance(
     state: DecodeState, said: Predictions, plan: SpanPlan, options: Options, program: Program
 ) -> DecodeState:
-    """The state after a forward that has ``said`` this of the window slots."""
+    """Returns the state after a forward: tokens committed, masks filled, windows moved.
+
+    Both policies are computed where the program has both, and each sequence takes its own's result:
+    a branch by sequence does not exist in a compiled loop.
+
+    Args:
+      said: what the head predicts for the window slots.
+    """
     traits, slots = program.traits, state.tokens.shape[1]
     anchored = options.anchored
     run = paper.committed_run(state)
-    # What enters the texts: filled slots that are not known yet, or the choices of their rows.
+    # New text in mode "paper": the leading filled slots. In anchored sequences: what the rows of
+    # the leading run chose.
     at = jnp.minimum(state.known[:, None] + jnp.arange(slots), slots - 1)
     new = (_at_slots(state.tokens, at), jax.tree.map(lambda x: _at_slots(x, at), state.logprobs))
     count = run - state.known
@@ -143,8 +155,9 @@ def advance(
 
 
 def _count(state: DecodeState, plan: SpanPlan) -> DecodeState:
-    """Counts the forward. The last token of a prompt is no token instance of a window, and where a
-    window has nothing else this is no decode forward."""
+    """Counts the forward for each sequence. The prompt's last token, in slot 0 of an anchored
+    window, belongs to the prefill: it is not counted as a token instance, and a forward that runs
+    nothing else is not counted as a decode forward."""
     instances = jnp.where(plan.window, state.active - (state.first_index < 0), 0)
     return dataclasses.replace(
         state,
@@ -153,10 +166,27 @@ def _count(state: DecodeState, plan: SpanPlan) -> DecodeState:
     )
 
 
-def _counted(counters: BurstCounters, plan: SpanPlan, program: Program) -> BurstCounters:
-    computed = program.sizes.filled_up(plan.num_tokens)
+def _counted(
+    counters: BurstCounters,
+    before: DecodeState,
+    after: DecodeState,
+    plan: SpanPlan,
+    options: Options,
+    program: Program,
+) -> BurstCounters:
+    drafts, accepted = counters.drafts, counters.accepted
+    if program.traits.verified:
+        # Slot 0 is the text's last token, and one committed token is a row's own choice.
+        checked = plan.window & before.running & options.anchored
+        new = after.text_length - before.text_length
+        drafts += jnp.where(checked, is_filled(before).sum(axis=1) - 1, 0).sum(dtype=jnp.int32)
+        accepted += jnp.where(checked, jnp.maximum(new - 1, 0), 0).sum(dtype=jnp.int32)
     return BurstCounters(
-        counters.forwards + 1, counters.tokens + plan.num_tokens, counters.computed + computed
+        counters.forwards + 1,
+        counters.tokens + plan.num_tokens,
+        counters.computed + program.sizes.filled_up(plan.num_tokens),
+        drafts,
+        accepted,
     )
 
 

@@ -1,12 +1,13 @@
-"""What the device needs of each sequence's `SamplingParams`, and what a program is compiled for.
+"""Sampling options as device arrays, and the traits that say which options a program supports.
 
-Options that few sequences use have arrays only in programs with their trait, so that a program
-without it has nothing of them.
+An option that few sequences use has an array only in programs with its trait; other programs
+contain no code for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,21 +28,21 @@ LONGEST_BAD_WORD = 16
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
-    """What the sequences of a program may ask for: static. Sizes are rounded up, so that there
-    are few.
+    """What the sequences of a program may use; static. Sizes are rounded up, so that few programs
+    are compiled.
 
     Attributes:
       window: the widest window.
       paper: whether sequences may decode as the paper does.
       verified: whether they may draft and verify.
       autoregressive: whether they may do neither, with a window of 0.
-      sampled: whether tokens may be drawn, at a temperature above 0.
-      truncated: whether they may be drawn from less than the whole vocabulary.
+      sampled: whether tokens may be sampled, at a temperature above 0.
+      truncated: whether they may be sampled from less than the whole vocabulary.
       min_tokens, penalties: whether sequences may have them.
-      num_biases: tokens with a bias a sequence, at most.
-      num_bad_words, longest_bad_word: bad words a sequence, and tokens of each, at most.
+      num_biases: most biased tokens of a sequence.
+      num_bad_words, longest_bad_word: most bad words of a sequence, and most tokens of a word.
       num_logprobs: alternatives beside each token's log-probability; None for neither.
-      num_stops: stop tokens a sequence, at most.
+      num_stops: most stop tokens of a sequence.
     """
 
     window: int = 0
@@ -60,7 +61,7 @@ class Traits:
 
     @staticmethod
     def of(params: SamplingParams, window: int, num_stops: int = 0) -> Traits:
-        """Returns the traits of a sequence with these and a window of at most ``window``."""
+        """Returns the traits of a sequence with ``params`` and a window of at most ``window``."""
         mode = params.mode if window else "ar"
         longest = max(map(len, params.bad_words), default=0)
         asked = params.logprobs
@@ -85,6 +86,11 @@ class Traits:
         """Whether sequences may choose their tokens as autoregressive decoding does."""
         return self.verified or self.autoregressive
 
+    @property
+    def without_windows(self) -> Traits:
+        """Those of the same sequences while none of them has a window."""
+        return dataclasses.replace(self, window=0, paper=False, verified=False, autoregressive=True)
+
     def union(self, other: Traits) -> Traits:
         """Returns the traits of a program for the sequences of both."""
 
@@ -96,12 +102,12 @@ class Traits:
         return Traits(**{name: larger(getattr(self, name), getattr(other, name)) for name in names})
 
     def holds(self, other: Traits) -> bool:
-        """Says whether a program with these can decode sequences with ``other``."""
+        """Tells whether a program with these traits can decode sequences with ``other``."""
         return self.union(other) == self
 
 
 def _rounded_up(size: int, smallest: int) -> int:
-    """The smallest power of two times ``smallest`` that holds ``size``; 0 for 0."""
+    """Returns the smallest power of two times ``smallest`` that holds ``size``; 0 for 0."""
     while smallest < size:
         smallest *= 2
     return smallest if size else 0
@@ -117,12 +123,12 @@ class Options:
       stop_ids: int32 ``[N, M]``, filled up with `NO_TOKEN`.
       max_tokens: int32.
 
-    The others are None in a program without their trait, and then it knows nothing of them.
-    Those that are named as a field of `SamplingParams` hold that field.
+    The others are None in a program without their trait. Those with the name of a field of
+    `SamplingParams` hold that field.
 
     Attributes:
-      entropy_threshold, position_penalty: with trait "paper"; −inf for a threshold of None:
-        then no entropy lies below it.
+      entropy_threshold, position_penalty: with trait "paper". A threshold of None is −inf: no
+        entropy is below it.
       verified: bool, with trait "verified".
       bias_ids, bias: int32 and float32 ``[N, K]``, the ids filled up with `NO_TOKEN`.
       bad_words: int32 ``[N, K, L]``, filled up with `NO_TOKEN`.
@@ -150,18 +156,18 @@ class Options:
 
     @property
     def anchored(self) -> Array:
-        """bool ``[N]``: sequences whose every token is the autoregressive one, chosen behind all
-        tokens before it. Their window begins with the last token of the text."""
+        """bool ``[N]``: sequences whose every token is the autoregressive choice after the tokens
+        before it. Their window starts with the last token of the text."""
         without_window = self.window == 0
         return without_window if self.verified is None else without_window | self.verified
 
 
 class HostOptions:
-    """`Options` as the host keeps them: NumPy arrays ``[N, ...]`` with a place a sequence.
+    """`Options` as the host keeps them: NumPy arrays ``[N, ...]``.
 
     Args:
       sequences: N.
-      traits: what any of them may have.
+      traits: of all sequences together.
     """
 
     def __init__(self, sequences: int, traits: Traits):
@@ -170,14 +176,14 @@ class HostOptions:
         self._held: dict[int, tuple[SamplingParams, int, tuple[int, ...]]] = {}
 
     def set(self, index: int, params: SamplingParams, *, window: int, stops: Sequence[int]) -> None:
-        """Gives sequence ``index`` its options.
+        """Sets the options of sequence ``index``.
 
         Args:
           window: its window, if its mode has one.
           stops: all token ids that end it.
 
         Raises:
-          ValueError: the traits do not hold them.
+          ValueError: the traits do not cover them.
         """
         if not self.traits.holds(Traits.of(params, window, len(stops))):
             raise ValueError(f"options outside the traits of the program, {self.traits}")
@@ -199,22 +205,22 @@ class HostOptions:
                 _fill_up(place, word)  # type: ignore[arg-type]
 
     def set_windows(self, windows: np.ndarray) -> None:
-        """Gives every sequence another window, int ``[N]``; those of mode "ar" keep 0."""
+        """Sets the window of every sequence, int ``[N]``; in mode "ar" it stays 0."""
         for index, (params, _, stops) in self._held.items():
             window = int(windows[index])
             self._held[index] = params, window, stops
             self.arrays["window"][index] = 0 if params.mode == "ar" else window
 
     def clear(self, index: int) -> None:
-        """Forgets sequence ``index``: its options are those of none."""
+        """Resets the options of sequence ``index`` to those of an unused place."""
         if self._held.pop(index, None) is not None:
             idle = _idle_arrays(1, self.traits)
             for name, array in self.arrays.items():
                 array[index] = idle[name][0]
 
     def with_traits(self, traits: Traits) -> HostOptions:
-        """Returns the same options for a program with other traits. Those that it does not hold are
-        left out: they are of sequences that nobody wants any more."""
+        """Returns the same options for a program with other traits. Options that it does not cover
+        are left out: they belong to aborted sequences."""
         other = HostOptions(len(self.arrays["window"]), traits)
         for index, (params, window, stops) in self._held.items():
             if traits.holds(Traits.of(params, window, len(stops))):
@@ -222,30 +228,33 @@ class HostOptions:
         return other
 
     def needed(self) -> Traits:
-        """Returns the least traits that hold all sequences; where there is none, those of none."""
+        """Returns the smallest traits that cover all sequences."""
         needed = Traits()
         for params, window, stops in self._held.values():
             needed = needed.union(Traits.of(params, window, len(stops)))
         return needed
 
-    def options(self) -> Options:
-        """Returns a copy of the arrays as the programs take them."""
-        return Options(**{name: array.copy() for name, array in self.arrays.items()})  # type: ignore[arg-type]
+    def options(self, traits: Traits | None = None) -> Options:
+        """Returns a copy of the arrays as a program with ``traits`` takes them; by default one with
+        all of them."""
+        names = _names(traits or self.traits)
+        return Options(**{name: self.arrays[name].copy() for name in names})  # type: ignore[arg-type]
 
 
 def abstract_options(sequences: int, traits: Traits) -> Options:
-    """Returns the shapes and types of N sequences' options, to compile for."""
+    """Returns the options of N sequences as shapes, to compile for."""
     arrays = _idle_arrays(sequences, traits)
     return Options(**{k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in arrays.items()})  # type: ignore[arg-type]
 
 
 def idle_options(sequences: int, traits: Traits) -> Options:
-    """Returns the options of N sequences that are not there."""
+    """Returns the options of N unused places."""
     return Options(**{k: jnp.asarray(v) for k, v in _idle_arrays(sequences, traits).items()})
 
 
 def _numbers(traits: Traits) -> list[str]:
-    """The fields of `SamplingParams` that have an array ``[N]`` in a program with these."""
+    """Lists the fields of `SamplingParams` that have an array ``[N]`` in a program with
+    ``traits``."""
     return [
         name
         for name, option in OPTIONS.items()
@@ -253,15 +262,21 @@ def _numbers(traits: Traits) -> list[str]:
     ]
 
 
+@functools.lru_cache(maxsize=16)
+def _names(traits: Traits) -> list[str]:
+    """Lists the fields of `Options` that a program with ``traits`` has."""
+    return list(_idle_arrays(1, traits))
+
+
 def _as_number(name: str, value: float | None) -> float:
-    if value is None:  # of thresholds alone: nothing lies below
+    if value is None:  # only thresholds can be: nothing is below −inf
         return -np.inf
     integers = OPTIONS[name].array == "int32"
     return min(value, np.iinfo(np.int32).max) if integers else value
 
 
 def _idle_arrays(sequences: int, traits: Traits) -> dict[str, np.ndarray]:
-    """Of sequences that are not there."""
+    """Returns the arrays of unused places."""
 
     def token_ids(*shape: int) -> np.ndarray:
         return np.full((sequences, *shape), NO_TOKEN, np.int32)
@@ -289,7 +304,7 @@ def _fill_up(place: np.ndarray, tokens: Sequence[int]) -> None:
 
 
 def check_options(params: SamplingParams, stops: Sequence[int], vocab: int) -> None:
-    """Refuses options that a model of ``vocab`` tokens, or a sequence, cannot have.
+    """Refuses options that do not fit a vocabulary of ``vocab`` tokens, or exceed a limit.
 
     Args:
       stops: all token ids that end the sequence.
@@ -305,22 +320,22 @@ def check_options(params: SamplingParams, stops: Sequence[int], vocab: int) -> N
             raise InputError(f"{name}: {max(tokens)} is outside the vocabulary of {vocab}")  # type: ignore[type-var]
     if len(params.logit_bias) > MOST_BIASES:
         raise InputError(
-            f"logit_bias: expected {MOST_BIASES} tokens at most, not {len(params.logit_bias)}"
+            f"logit_bias: expected at most {MOST_BIASES} tokens, not {len(params.logit_bias)}"
         )
     if len(params.bad_words) > MOST_BAD_WORDS:
         raise InputError(
-            f"bad_words: expected {MOST_BAD_WORDS} at most (a text counts twice: at the beginning "
-            f"and behind a space), not {len(params.bad_words)}"
+            f"bad_words: expected at most {MOST_BAD_WORDS} (a text counts twice: at the start "
+            f"and after a space), not {len(params.bad_words)}"
         )
     longest = max(map(len, params.bad_words), default=0)
     if longest > LONGEST_BAD_WORD:
         raise InputError(
-            f"bad_words: expected {LONGEST_BAD_WORD} tokens a word at most, not {longest}"
+            f"bad_words: expected at most {LONGEST_BAD_WORD} tokens in a word, not {longest}"
         )
-    # The worst case of one place: every token of every word, each stop token, the mask.
+    # In the worst case one place forbids every token of every word, each stop token, and the mask.
     early_stops = stops if params.min_tokens else ()
     if len({*ids, *early_stops}) + 1 >= vocab:
-        raise InputError(f"bad_words: they leave no token of the vocabulary of {vocab}")
+        raise InputError(f"bad_words: they forbid all {vocab} tokens of the vocabulary")
     if params.logprobs is not None and params.logprobs >= vocab:
         raise InputError(
             f"logprobs: expected fewer than the vocabulary of {vocab}, not {params.logprobs}"

@@ -1,7 +1,7 @@
-"""Mode "paper": masks are filled where they are certain, and filled slots are committed.
+"""Mode "paper": fills the masks whose prediction is certain, and commits filled slots.
 
-A policy is three functions: which slots of a window need the head, which of them are filled
-with what it says, and what is committed. Source: WeDLM section 5.
+A policy is three functions: which slots need the head, which of them are filled with its
+prediction, and which are committed. Source: WeDLM section 5.
 """
 
 from __future__ import annotations
@@ -15,15 +15,20 @@ from wedlm_jax.decode.state import DecodeState, is_filled, is_mask
 
 
 def predicted_slots(state: DecodeState) -> Array:
-    """bool ``[N, P+1]``: every mask predicts itself."""
+    """Returns the slots that need the head, bool ``[N, P+1]``: every mask predicts its own
+    token."""
     return jnp.pad(is_mask(state), ((0, 0), (0, 1)))
 
 
 def filled_by(state: DecodeState, options: Options, tokens: Array, entropies: Array) -> Array:
-    """The masks to fill with ``tokens``, bool ``[N, P]``.
+    """Chooses the masks to fill with ``tokens``, bool ``[N, P]``.
 
-    Every mask with H + λ·distance < τ, where the distance counts slots from the first mask; if
-    there is none, the single one with the smallest.
+    Every mask with H + λ·distance < τ, the distance counted in slots from the first mask; if there
+    is none, the single one with the smallest, so that every forward makes progress.
+
+    The penalty λ favours masks near the front. They complete the leading run, and only a leading
+    run is committed: a far slot that is filled early waits in the window and is computed again and
+    again.
 
     Args:
       tokens, entropies: ``[N, P]`` by slot.
@@ -44,6 +49,10 @@ def filled_by(state: DecodeState, options: Options, tokens: Array, entropies: Ar
 
 
 def committed_run(state: DecodeState) -> Array:
-    """int32 ``[N]``: the leading filled run, whose keys and values this forward computed on
-    exactly the committed text."""
+    """Returns the length of the leading filled run, int32 ``[N]``.
+
+    In physical order its tokens come first, each after exactly the text before it and nothing else.
+    So their keys and values are final, and can stay in the cache. A filled slot behind a mask saw
+    an incomplete prefix: it is computed again by the next forward.
+    """
     return jnp.cumprod(is_filled(state), axis=1).sum(axis=1, dtype=jnp.int32)

@@ -1,8 +1,8 @@
-"""Which token a row's logits give, and how uncertain they are.
+"""Chooses a token from each row of logits, and measures how uncertain the row is.
 
-Temperature, then min-p, top-k and top-p, then a draw. Nothing is sorted: the smallest logit that
-stays is found by bisection on the bits of floats. A program without trait "sampled" has nothing
-of all this but an argmax.
+Temperature first, then min-p, top-k and top-p, then a sample. Nothing is sorted: the smallest logit
+that stays is found by bisection on the bits of floats, which takes a fraction of the time of
+sorting 150k logits. A program without trait "sampled" contains nothing but an argmax.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from wedlm_jax.decode.head_rows import HeadRows
-from wedlm_jax.decode.noise import gumbel, random_key
 from wedlm_jax.decode.options import Options
-from wedlm_jax.decode.state import DecodeState
+from wedlm_jax.decode.state import DecodeState, HeadRows
+from wedlm_jax.sharding import constrain
+
+PARITY = 0x1BD11BDA
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+TINY = np.finfo(np.float32).tiny
 
 COLDEST = 1e-6
-"""A temperature below divides logits as if it were this: they stay finite."""
+"""Lower temperatures count as this one, so that divided logits stay finite."""
 
 
 def entropy(logits: Array) -> Array:
@@ -37,7 +41,7 @@ def entropy(logits: Array) -> Array:
 
 
 def choose_tokens(logits: Array, state: DecodeState, options: Options, rows: HeadRows) -> Array:
-    """Returns the token that each row chooses, int32 ``[R]``.
+    """Returns the token chosen from each row, int32 ``[R]``.
 
     Args:
       logits: float32 ``[R, V]``.
@@ -61,7 +65,7 @@ def choose_tokens(logits: Array, state: DecodeState, options: Options, rows: Hea
 
 
 class Limits(NamedTuple):
-    """What a token is drawn from, ``[R]`` each, as in `wedlm_jax.params.SamplingParams`."""
+    """The limits of sampling, ``[R]`` each, as in `wedlm_jax.params.SamplingParams`."""
 
     top_k: Array
     top_p: Array
@@ -69,11 +73,11 @@ class Limits(NamedTuple):
 
 
 def sample(logits: Array, keys: Array, drawn: Array, limits: Limits | None) -> Array:
-    """Returns a token for each row of ``logits [R, V]``, int32 ``[R]``: where ``drawn [R]`` one
-    drawn from their softmax within the limits, else the most likely."""
+    """Returns a token for each row of ``logits [R, V]``, int32 ``[R]``: sampled from their softmax
+    within the limits where ``drawn [R]``, else the most likely."""
 
-    # On a CPU the logits of one row stay in its cache while they are searched, and a row that
-    # draws nothing costs nothing. Elsewhere many rows at once take hardly longer than one.
+    # On a CPU the logits of one row stay in its cache while they are searched, and a greedy row
+    # costs nothing. Elsewhere many rows at once take hardly longer than one.
     return jax.lax.platform_dependent(
         logits, keys, drawn, limits, cpu=sample_one_by_one, default=sample_at_once
     )
@@ -83,7 +87,7 @@ def sample_at_once(logits: Array, keys: Array, drawn: Array, limits: Limits | No
     """Does `sample` for all rows together."""
     kept = logits if limits is None else truncate(logits, *limits)
     noise = jnp.where(drawn[:, None], gumbel(keys, logits.shape[-1]), 0.0)
-    # The largest of logits plus Gumbel noise is a draw from their softmax.
+    # The Gumbel-max trick: the argmax of logits plus Gumbel noise is a sample of their softmax.
     return largest(kept + noise)
 
 
@@ -98,8 +102,10 @@ def sample_one_by_one(logits: Array, keys: Array, drawn: Array, limits: Limits |
 
 
 def largest(values: Array) -> Array:
-    """Returns the place of the largest of ``values [R, V]``, the first of equal ones: int32
-    ``[R]``. On a CPU two such passes take a quarter to an eighth of the time of an argmax."""
+    """Returns the argmax of ``values [R, V]``, int32 ``[R]``, the first of equal values.
+
+    On a CPU these two passes take a quarter to an eighth of the time of `jax.numpy.argmax`.
+    """
     vocab = values.shape[-1]
     place = jnp.arange(vocab, dtype=jnp.int32)
     found = jnp.where(values == values.max(axis=-1, keepdims=True), place, vocab - 1)
@@ -107,11 +113,12 @@ def largest(values: Array) -> Array:
 
 
 def random_keys(state: DecodeState, options: Options, rows: HeadRows) -> Array:
-    """Returns the key ``[R]`` of each row's random numbers: any stable name serves.
+    """Returns the key ``[R]`` of each row's random numbers.
 
-    For an anchored sequence it is the place in the completion alone. A draft is then drawn with
-    the numbers that choose between it and all other tokens when it is verified. In mode "paper"
-    it is the forward and the slot.
+    For an anchored sequence the key depends on the position in the completion alone. So a draft is
+    sampled with the same Gumbel numbers that choose the token when the draft is verified, which is
+    what makes agreement likely and the result exactly that of AR decoding. In mode "paper" the key
+    depends on the forward and the slot.
     """
     assert options.seed is not None
     anchored = options.anchored[rows.sequence]
@@ -122,13 +129,13 @@ def random_keys(state: DecodeState, options: Options, rows: HeadRows) -> Array:
 
 
 def truncate(logits: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
-    """Returns ``logits [R, V]`` with −inf where min-p, then top-k, then top-p of the rest, leave
-    tokens out. The most likely always stays.
+    """Returns ``logits [R, V]`` with −inf for the tokens that min-p, then top-k, then top-p of the
+    rest leave out. The most likely token always stays.
 
     Args:
       logits: float32, already divided by the temperature.
       top_k: int32 ``[R]``, 0 for all. Exactly so many stay; of equal logits the lower ids.
-      top_p: float32 ``[R]`` in (0, 1]. What stands before a token must not yet reach it.
+      top_p: float32 ``[R]`` in (0, 1]. A token stays if those more likely do not reach it yet.
       min_p: float32 ``[R]`` in [0, 1], a share of the largest probability.
     """
     vocab = logits.shape[-1]
@@ -136,15 +143,16 @@ def truncate(logits: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
     logits = jnp.where(logits >= (most + jnp.log(min_p))[:, None], logits, -jnp.inf)
     lowest, highest = _as_integer(logits.min(axis=-1)), _as_integer(most)
 
-    # Level x is the k-th largest: fewer than k tokens lie above it, and k do not below.
+    # ``level`` is the k-th largest logit: the smallest x with fewer than k logits above it.
     all_stay = (top_k <= 0) | (top_k >= vocab)
     k = jnp.where(all_stay, vocab, top_k)
     highest_level = jnp.where(all_stay, lowest, highest)
     level = _first(lowest, highest_level, lambda x: _above(logits, x) < k)
     among = k - _above(logits, level)
 
-    # What top-k left is all above the level, and some of those that reach it. Again the level is
-    # wanted above which too little lies; it stands no lower than the first.
+    # Top-k leaves all logits above ``level``, and ``among`` of those equal to it. Top-p is the same
+    # search with probability mass instead of counts: the smallest x with less than the wanted mass
+    # above it. It is no lower than the level of top-k.
     weights = jnp.exp(logits - most[:, None])
     of_level = jnp.exp(_as_float(level) - most)
     reach = top_p * (_weight_above(logits, weights, level) + among * of_level)
@@ -159,7 +167,8 @@ def truncate(logits: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
 
 
 def _largest(logits: Array, level: Array, among: Array) -> Array:
-    """``logits [R, V]`` above ``level [R]`` and the first ``among [R]`` of those that reach it."""
+    """Keeps of ``logits [R, V]`` those above ``level [R]`` and the first ``among [R]`` equal to
+    it."""
     level = level[:, None]
     equal = logits == level
     token = jnp.arange(logits.shape[-1])
@@ -167,7 +176,7 @@ def _largest(logits: Array, level: Array, among: Array) -> Array:
     def up_to(last: Array) -> Array:
         return (equal & (token <= last[:, None])).sum(axis=-1) >= among
 
-    # Several mostly reach it only where logits are rounded: then the last that stays is looked for.
+    # Ties are rare unless logits are rounded; only then is the last one that stays searched for.
     lowest = jnp.zeros_like(among)
     most = jnp.full_like(among, logits.shape[-1] - 1)
     tied = equal.sum(axis=-1) > among
@@ -176,8 +185,12 @@ def _largest(logits: Array, level: Array, among: Array) -> Array:
 
 
 def _first(low: Array, high: Array, holds: Callable[[Array], Array]) -> Array:
-    """The smallest integer from ``low [R]`` to ``high [R]`` for which ``holds``, which is false
-    before some integer and true from it on; ``high`` where it is never true."""
+    """Finds by bisection the smallest integer in ``low [R]`` .. ``high [R]`` for which ``holds``;
+    ``high`` where there is none.
+
+    Args:
+      holds: monotone: false up to some integer, true from there on.
+    """
 
     def step(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
@@ -192,7 +205,7 @@ def _first(low: Array, high: Array, holds: Callable[[Array], Array]) -> Array:
 
 
 def _above(logits: Array, x: Array) -> Array:
-    # Floats are added faster than integers on a CPU, and count exactly as far as 2**24.
+    # A CPU sums floats faster than integers, and float32 counts exactly up to 2**24.
     return (logits > _as_float(x)[:, None]).sum(axis=-1, dtype=jnp.float32).astype(jnp.int32)
 
 
@@ -201,11 +214,57 @@ def _weight_above(logits: Array, weights: Array, x: Array) -> Array:
 
 
 def _as_integer(x: Array) -> Array:
-    """int32 of float32, in the same order."""
+    """Maps float32 to int32 in the same order, so that bisection over integers searches floats.
+
+    The bits of a float, read as an integer, grow with its magnitude: right for positive numbers,
+    and reversed for negative ones, whose bits are flipped.
+    """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 def _as_float(x: Array) -> Array:
-    """The float32 whose `_as_integer` this is."""
+    """Returns the float32 of an `_as_integer`."""
     return jax.lax.bitcast_convert_type(jnp.where(x < 0, x ^ 0x7FFFFFFF, x), jnp.float32)
+
+
+# --- noise ---------------------------------------------------------------------------------
+
+
+def random_key(seed: Array, *names: Array) -> Array:
+    """Returns the key of a named stream: ``seed`` with each of ``names``, all scalars, folded
+    in."""
+    key = jax.random.key(seed, impl="threefry2x32")
+    for name in names:
+        key = jax.random.fold_in(key, name)
+    return key
+
+
+def gumbel(keys: Array, size: int) -> Array:
+    """Returns float32 ``[R, size]``, for each of ``keys [R]`` what ``jax.random.gumbel(key,
+    (size,))`` would, many times faster on a CPU.
+
+    There JAX computes its random bits (Threefry-2x32, Salmon et al., 2011) in rolled loops, whose
+    arrays pass through memory at every turn. Unrolled, all is one loop over the vocabulary.
+    """
+    words = jax.random.key_data(keys)
+    # With this constraint each device makes the noise of its own part of the vocabulary.
+    number = constrain(jnp.arange(size, dtype=jnp.uint32)[None], None, "vocab")
+    bits = _threefry(words[:, :1], words[:, 1:], number)
+    # 23 random bits as the fraction of a float32 in [1, 2).
+    from_1 = jax.lax.bitcast_convert_type((bits >> 9) | jnp.uint32(0x3F800000), jnp.float32)
+    uniform = jnp.maximum(TINY, (from_1 - 1.0) * (1.0 - TINY) + TINY)
+    return -jnp.log(-jnp.log(uniform))
+
+
+def _threefry(first: Array, second: Array, number: Array) -> Array:
+    """Returns 32 random bits for each ``number`` from a key of two words, all uint32."""
+    keys = (first, second, first ^ second ^ jnp.uint32(PARITY))
+    x, y = jnp.zeros_like(number) + keys[0], number + keys[1]
+    for turn in range(5):
+        for rotation in ROTATIONS[turn % 2]:
+            x = x + y
+            y = x ^ ((y << rotation) | (y >> (32 - rotation)))
+        x = x + keys[(turn + 1) % 3]
+        y = y + keys[(turn + 2) % 3] + jnp.uint32(turn + 1)
+    return x ^ y

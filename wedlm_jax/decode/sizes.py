@@ -1,4 +1,9 @@
-"""The static sizes of a forward, and how one of them is chosen inside a compiled loop."""
+"""The static sizes at which forwards are compiled, and how a compiled loop chooses one of them.
+
+Compiled shapes are static, but the number of tokens in a forward is not. So the layers and the head
+are compiled at a few sizes, each forward runs at the smallest that holds its tokens, and the rest
+of that size is padding.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +22,20 @@ Carry = TypeVar("Carry")
 
 SMALLEST_COARSE = 16
 LARGEST_HEAD = 256
-"""Rows whose logits exist at once, at most."""
+"""The most rows whose logits exist at once."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardSizes:
     """Sizes at which the parts of a forward are compiled, smallest first.
 
-    A forward of more tokens than the largest size passes the layers one part after another, which
-    is a forward in chunks: each part sees the keys and values of those before it.
+    A forward of more tokens than the largest size passes the layers in several parts, each of which
+    sees the keys and values of those before it.
 
     Attributes:
       tokens: T, tokens that pass the layers at once.
       head: R, rows that pass the head at once.
-      total: tokens of a forward, at most.
+      total: the most tokens of a forward.
     """
 
     tokens: tuple[int, ...]
@@ -38,7 +43,7 @@ class ForwardSizes:
     total: int
 
     def filled_up(self, tokens: Array) -> Array:
-        """int32: what is computed where a forward has so many ``tokens``."""
+        """Returns how many tokens, int32, a forward of ``tokens`` computes, padding included."""
         largest = self.tokens[-1]
         rest = (tokens - 1) % largest + 1
         sizes = jnp.array(self.tokens)
@@ -56,14 +61,14 @@ def forward_sizes(
     coarse: bool = False,
     one_size: bool = False,
 ) -> ForwardSizes:
-    """The sizes for N sequences with windows of at most W and chunks of prompts beside them.
+    """Chooses sizes for N sequences with windows of at most W and prompt chunks beside them.
 
     Args:
-      largest: T at most.
-      narrower: whether sequences have narrower windows, too.
-      coarse: whether a forward of few tokens takes as long as one of four times as many: on devices
-        that wait for the weights.
-      one_size: whether all forwards are to be computed alike.
+      largest: the most tokens that pass the layers at once.
+      narrower: whether some sequences have narrower windows.
+      coarse: whether a forward of few tokens takes as long as one of four times as many, as on
+        accelerators, whose time goes into reading the weights.
+      one_size: whether all forwards are computed at one size, as a deterministic engine does.
     """
     spans = sequences * num_slots(window)
     total = spans + chunk_tokens
@@ -78,13 +83,15 @@ def forward_sizes(
 
 
 def _grid(sequences: int, window: int, largest: int, narrower: bool) -> list[int]:
-    """Powers of two and, where a forward costs something, one size between each two of them. One
-    more size costs compiling; one less costs padding, but where prompts wait, these fill it up."""
+    """Lists powers of two and, from 64 on, one size between each two of them.
+
+    Each further size costs compile time; each size less costs padding, which waiting prompts fill.
+    """
     least = window if window and not narrower else 1
     powers = [2**i for i in range(least.bit_length() - 1, largest.bit_length())]
     between = [3 * power // 2 for power in powers if power >= 64]
     if sequences == 1:
-        # One sequence has a token, a window with few filled slots or with many, or a chunk.
+        # A forward of one sequence is a token, a window with few or many filled slots, or a chunk.
         narrow = [2**i for i in range(1, window.bit_length()) if 2**i < window and narrower]
         widths = [*narrow, window] if window else []
         powers = [1, *(size for size in powers if size >= max(32, 2 * window + 2))]
@@ -106,12 +113,12 @@ def at_size(
     run: Callable[[int, Carry], Carry],
     carry: Carry,
 ) -> Carry:
-    """Runs ``run(size, carry)`` at the smallest of ``sizes`` that holds ``needed``; at none where
-    ``needed`` is 0.
+    """Runs ``run(size, carry)`` at the smallest of ``sizes`` that holds ``needed``; not at all
+    where ``needed`` is 0.
 
-    Each size is a loop that runs once or not at all. `jax.lax.switch` would say the same, but
-    copies what it carries: the cache, at every forward (seen on CPUs; a loop's carry is updated
-    in place everywhere).
+    Each size is a loop that runs once or not at all. `jax.lax.switch` would be simpler, but on CPUs
+    it copies what it carries, which here is the whole cache, at every forward. A loop's carry is
+    updated in place everywhere.
     """
     smaller = 0
     for size in sizes:
@@ -135,8 +142,8 @@ def in_parts(
     run: Callable[[int, Array, Carry], Carry],
     carry: Carry,
 ) -> Carry:
-    """Runs ``run(size, start, carry)`` over ``needed`` rows: parts of the largest size, and what
-    is left at the smallest size that holds it."""
+    """Runs ``run(size, start, carry)`` over ``needed`` rows: in parts of the largest size, the rest
+    at the smallest size that holds it."""
     largest = sizes[-1]
 
     def more(turn: tuple[Array, Carry]) -> Array:

@@ -1,15 +1,16 @@
-"""Which tokens a forward runs: a span of each sequence, one behind the other.
+"""Plans which tokens a forward runs: a span of each sequence, one after another.
 
-A span is the next chunk of a prompt, a window, or both: where the chunk is the prompt's last,
-the window stands behind it in the same forward. All are the same to the model, a causal
-prefill chunk: its keys and values are written behind what the sequence has computed, and what
-was not committed is overwritten by the next forward.
+A span is the next chunk of a prompt, a window, or both: the last chunk of a prompt and the first
+window run in the same forward. To the model they are all the same, a causal prefill chunk: its keys
+and values are written behind what the sequence has computed, and what was not committed is
+overwritten by the next forward.
 
 Four sequences in a forward of T = 16 (``c`` chunk, ``f`` filled slot, ``m`` mask, ``.`` padding)::
 
     sequence   0 0 0 0 0 0  1 1 1 1  2  3 3 3  .  .
     token      c c c c m m  f f m m  f  c c c  .  .
-               prompt ends  window   AR more prompt to come
+               end of a     window   AR start of a
+               prompt                   long prompt
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from wedlm_jax.attention.ragged_pages import Spans
+from wedlm_jax.attention.ragged import Spans
 from wedlm_jax.decode.sizes import ForwardSizes
 from wedlm_jax.decode.state import DecodeState
 
@@ -31,12 +32,13 @@ class Allowance:
     """What the host allows a burst of forwards.
 
     Attributes:
-      page_table: int32 ``[N, max_pages]``, the pages of each sequence, 0 behind them.
-      capacity: int32 ``[N]``, tokens that they hold.
-      arrival: int32 ``[N]``, who came first: the lowest is served first.
-      chunk_tokens: int32, tokens of prompts that a forward may compute beside the windows.
-      max_forwards: int32, forwards of the burst at most.
-      until_finished: int32, sequences that finish before the burst ends.
+      page_table: int32 ``[N, max_pages]``, the pages of each sequence in order, 0 where it has
+        none.
+      capacity: int32 ``[N]``, tokens that these pages hold.
+      arrival: int32 ``[N]``, the order of arrival: the lowest is served first.
+      chunk_tokens: int32, prompt tokens that a forward may compute beside the windows.
+      max_forwards: int32, the most forwards of the burst.
+      until_finished: int32, the burst ends when so many sequences have finished.
     """
 
     page_table: Array
@@ -53,12 +55,12 @@ class SpanPlan:
     """The spans of one forward.
 
     Attributes:
-      starts: int32 ``[N+1]``, the flat place where each span starts; the last is their sum.
-      chunk: int32 ``[N]``, tokens of each prompt that it computes.
-      window: bool ``[N]``, whether the window stands behind them.
-      place: int32 ``[N, P]``, the physical place of each slot of the window: filled slots first,
+      starts: int32 ``[N+1]``, the flat index where each span starts; the last is their sum.
+      chunk: int32 ``[N]``, tokens of each prompt that the forward computes.
+      window: bool ``[N]``, whether it also runs the window.
+      place: int32 ``[N, P]``, the physical place of each slot in its window: filled slots first,
         then masks, each in logical order.
-      order: int32 ``[N, P]``, the slot at each physical place.
+      order: int32 ``[N, P]``, the slot at each physical place: the inverse of ``place``.
     """
 
     starts: Array
@@ -74,10 +76,9 @@ class SpanPlan:
 
 
 def plan_spans(state: DecodeState, allowance: Allowance, sizes: ForwardSizes) -> SpanPlan:
-    """Shares out a forward: windows first, then prompts, each in order of arrival.
+    """Plans a forward: windows first, then prompt chunks, both in order of arrival.
 
-    Prompts also get what is left up to the next size of a forward, which is computed anyway.
-
+    Prompts also get the padding up to the next size of a forward: it is computed anyway.
     """
     most = sizes.total
     ready = state.running & has_room(state, allowance)
@@ -86,7 +87,7 @@ def plan_spans(state: DecodeState, allowance: Allowance, sizes: ForwardSizes) ->
     def before(tokens: Array) -> Array:
         return jnp.where(earlier, tokens[None, :], 0).sum(axis=1)
 
-    # Windows of sequences that still compute their prompt are reserved too: it may end here.
+    # Room is kept for the windows of sequences that still prefill: their prompt may end here.
     slots = jnp.where(ready, state.active, 0)
     ready &= before(slots) + slots <= most
     slots = jnp.where(ready, slots, 0)
@@ -109,29 +110,36 @@ def plan_spans(state: DecodeState, allowance: Allowance, sizes: ForwardSizes) ->
 
 
 def has_room(state: DecodeState, allowance: Allowance) -> Array:
-    """bool ``[N]``: whether the pages of a sequence hold its prompt and its next window."""
+    """Tells whether the pages of each sequence hold its prompt and its next window, bool
+    ``[N]``."""
     return state.window_start + state.active <= allowance.capacity
 
 
 def physical_place(filled: Array, active: Array) -> Array:
-    """Topological reordering of windows: int32 ``[N, P]``, the physical place of each slot.
+    """Returns the topological reordering of windows, int32 ``[N, P]``: each slot's physical place.
 
-    Filled slots first, then masks, each in logical order. Slots that are not active stay where
-    they are, behind all others.
+    Filled slots first, then masks, each in logical order. Under a causal mask every mask then sees
+    every filled slot, on both sides of it, and a filled slot never sees a mask::
+
+        slot       0  1  2  3  4
+        holds      f  m  f  m  m
+        place      0  2  1  3  4        physical order: slots 0 2 1 3 4
+
+    Slots that are not active stay where they are, behind all others.
     """
     slot = jnp.arange(filled.shape[1], dtype=jnp.int32)
     if filled.shape[1] == 1:
         return jnp.zeros_like(filled, jnp.int32)
-    # A stable partition by counting: cheaper than sorting.
+    # A stable partition by counting is cheaper than sorting.
     active_slot = slot < active[:, None]
     first = filled & active_slot
     before = jnp.cumsum(first, axis=1, dtype=jnp.int32)
-    behind = before[:, -1:] + slot - before  # filled slots in all, and masks before this one
+    behind = before[:, -1:] + slot - before  # all filled slots, then the masks before this one
     return jnp.where(first, before - 1, jnp.where(active_slot, behind, slot))
 
 
 def inverse(place: Array) -> Array:
-    """int32 ``[N, P]``: the slot at each place."""
+    """Returns the slot at each place, int32 ``[N, P]``."""
     slot = jnp.arange(place.shape[1], dtype=jnp.int32)
     if place.shape[1] == 1:
         return place
@@ -142,8 +150,8 @@ def inverse(place: Array) -> Array:
 def attention_spans(
     plan: SpanPlan, state: DecodeState, allowance: Allowance, start: Array, size: int
 ) -> Spans:
-    """What stands of the spans in the flat places from ``start`` on, ``size`` of them, as attention
-    takes them."""
+    """Returns the parts of the spans that lie in ``size`` flat places from ``start`` on, for
+    attention."""
     starts = jnp.clip(plan.starts - start, 0, size)
     end = jnp.minimum(start + size, plan.starts[1:])
     lengths = starts[1:] - starts[:-1]
@@ -154,7 +162,7 @@ def attention_spans(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FlatTokens:
-    """What the model gets, ``[T]`` each: token ids, and logical positions for RoPE."""
+    """The model's input, ``[T]`` each: token ids, and logical positions for RoPE."""
 
     tokens: Array
     positions: Array
@@ -163,7 +171,7 @@ class FlatTokens:
 def flat_tokens(
     plan: SpanPlan, state: DecodeState, start: Array, size: int, mask_token_id: int
 ) -> FlatTokens:
-    """The tokens in the flat places from ``start`` on, ``size`` of them, padded behind the last."""
+    """Returns the tokens in ``size`` flat places from ``start`` on, padded behind the last."""
     sequence, offset = owner(plan.starts, size, start)
     behind_chunk = offset - plan.chunk[sequence]
     computed = state.num_computed[sequence]
@@ -178,9 +186,13 @@ def flat_tokens(
 
 
 def owner(starts: Array, size: int, start: Array | int = 0) -> tuple[Array, Array]:
-    """Whose each of ``size`` flat places from ``start`` on is, from where the sequences' parts
-    start ``[N+1]``: the sequence and the offset from its part's start, int32 ``[size]`` each.
-    Places behind the last part count as the last sequence's."""
+    """Returns the sequence of each of ``size`` flat places from ``start`` on, and the offset from
+    that sequence's start, int32 ``[size]`` each.
+
+    Args:
+      starts: int32 ``[N+1]``, where each sequence's part starts. Places behind the last part count
+        as the last sequence's.
+    """
     place = jnp.arange(size, dtype=jnp.int32) + start
     if starts.shape[0] == 2:
         return jnp.zeros_like(place), place

@@ -1,13 +1,20 @@
-"""What the device knows of the sequences that decode together, between two forwards.
+"""The state of the sequences that decode together, between two forwards.
 
-A sequence is its text, how much of it stands in the cache, and its window. The window is
-counted in logical slots: slot s is logical position ``window_start + s``. In front stand the
-filled slots that the next forward commits, the leading run.
+A sequence has a text (prompt and committed completion), a count of the tokens that are in the
+cache, and a window. The window is counted in logical slots: slot s is logical position
+``window_start + s``. The filled slots at its front, which the next forward commits, are the
+*leading run*.
 
 An *anchored* sequence chooses every token as autoregressive decoding would (modes "ar" and
 "verified"). The last token of its text is known but not in the cache yet: it stands in slot 0,
 and its row predicts the next token. So ``num_computed`` is the length of the text for a
 sequence in mode "paper", and one less for an anchored one.
+
+In numbers: a text of 10 tokens, W = 4, in mode "verified" with two drafts::
+
+    position   9      10     11     12    13    14    15
+    slot       0      1      2      3     4     5     6        window_start = num_computed = 9
+    holds      text   draft  draft  mask  mask  mask  mask     active = 7 = W + the 3 filled
 """
 
 from __future__ import annotations
@@ -25,7 +32,7 @@ from wedlm_jax.decode.logprobs import Logprobs, empty_logprobs
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Emitted:
-    """What was committed since the host last looked, at most E tokens a sequence.
+    """What was committed since the host last fetched it, at most E tokens a sequence.
 
     Attributes:
       tokens: int32 ``[N, E]``.
@@ -46,26 +53,26 @@ class Emitted:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """Everything that changes while sequences are decoded, but for their pages.
+    """Everything that changes while sequences are decoded, except their pages.
 
-    N sequences, P slots of a window, S places for a text.
+    N sequences, P slots a window, room for S tokens of text.
 
     Attributes:
       text: int32 ``[N, S]``, prompt and committed completion.
       text_length: int32 ``[N]``.
       prompt_length: int32 ``[N]``, where the completion begins.
       prefill_length: int32 ``[N]``, how much of the text is computed in chunks before the window
-        opens: the prompt, or all that was committed before the sequence was put back.
-      num_computed: int32 ``[N]``, n: tokens whose keys and values are in the cache, for good.
+        opens: the prompt, or everything committed before the sequence was preempted.
+      num_computed: int32 ``[N]``, n: tokens whose final keys and values are in the cache.
       tokens: int32 ``[N, P]``, the token of each filled slot.
       filled: bool ``[N, P]``.
       logprobs: ``[N, P]``, of each filled slot's token; None where no sequence asks for them.
-      active: int32 ``[N]``, slots that the next forward runs; the rest do not exist yet.
-      running: bool ``[N]``, False where there is no sequence, or one that is finished.
+      active: int32 ``[N]``, slots that the next forward runs; those behind them are not open yet.
+      running: bool ``[N]``, False where there is no sequence, or a finished one.
       stopped: bool ``[N]``, finished by a stop token.
       num_forwards, num_token_instances: int32 ``[N]``, decode forwards of the sequence and the
-        active slots that they ran; chunks of prompts are not counted.
-      emitted: what the host has not seen yet.
+        active slots that they ran; prefill chunks are not counted.
+      emitted: what the host has not fetched yet.
     """
 
     text: Array
@@ -85,13 +92,13 @@ class DecodeState:
 
     @property
     def window_start(self) -> Array:
-        """int32 ``[N]``: the logical position of slot 0, behind what chunks compute before it."""
+        """int32 ``[N]``: the logical position of slot 0, right behind the prefill."""
         return jnp.maximum(self.num_computed, self.prefill_length)
 
     @property
     def known(self) -> Array:
-        """int32 ``[N]``: slots in front whose token stands in the text already: 1 of anchored
-        sequences, 0 of others."""
+        """int32 ``[N]``: leading slots whose token is in the text already: 1 for anchored
+        sequences, 0 for others."""
         return self.text_length - self.window_start
 
     @property
@@ -101,26 +108,26 @@ class DecodeState:
 
     @property
     def first_index(self) -> Array:
-        """int32 ``[N]``: which token of the completion, from 0, slot 0 holds or will hold; −1
-        where it is the prompt's last."""
+        """int32 ``[N]``: the index in the completion, from 0, of the token in slot 0; −1 where that
+        is the last token of the prompt."""
         return self.window_start - self.prompt_length
 
 
 def num_slots(window: int) -> int:
-    """P: a window of W masks behind at most W filled slots; one slot where W = 0."""
+    """Returns P: room for W masks behind at most W filled slots; one slot where W = 0."""
     return max(2 * window, 1)
 
 
 def idle_state(
     sequences: int, *, window: int, text: int, emitted: int, num_logprobs: int | None
 ) -> DecodeState:
-    """Room for sequences, none of which is there yet.
+    """Allocates the state of N sequences, none of which is running yet.
 
     Args:
       sequences: N.
       window: W, the widest that a sequence may get.
       text: S, prompt and completion together at most.
-      emitted: E, tokens a sequence may commit between two looks of the host.
+      emitted: E, tokens a sequence may commit between two fetches of the host.
       num_logprobs: alternatives beside each token's log-probability; None for neither.
     """
 
@@ -150,15 +157,34 @@ def idle_state(
 
 
 def exists(state: DecodeState) -> Array:
-    """bool ``[N, P]``: the active slots."""
+    """Returns which slots are active, bool ``[N, P]``."""
     return jnp.arange(state.filled.shape[1]) < state.active[:, None]
 
 
 def is_filled(state: DecodeState) -> Array:
-    """bool ``[N, P]``: the active slots that hold a token."""
+    """Returns which active slots hold a token, bool ``[N, P]``."""
     return state.filled & exists(state)
 
 
 def is_mask(state: DecodeState) -> Array:
-    """bool ``[N, P]``: the active slots that hold none."""
+    """Returns which active slots are masks, bool ``[N, P]``."""
     return ~state.filled & exists(state)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HeadRows:
+    """The rows of a forward that pass the head, of all sequences together, ``[R]`` each.
+
+    Attributes:
+      sequence: int32, its sequence, 0 .. N-1; 0 for padding.
+      slot: int32, the window slot whose token the row predicts.
+      valid: bool, False for padding.
+      is_mask: bool, the row is a mask, which predicts its own token; else it is the row of the
+        token before the slot, which predicts the next one.
+    """
+
+    sequence: Array
+    slot: Array
+    valid: Array
+    is_mask: Array

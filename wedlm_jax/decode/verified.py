@@ -1,18 +1,18 @@
-"""Modes "verified" and "ar": masks draft, and the model's own autoregressive rows check.
+"""Modes "verified" and "ar": masks draft, and the model's own autoregressive rows verify.
 
-Every filled row of a window predicts the token behind it, as in autoregressive decoding. In
-the leading run, which stands first in physical order, that row sees exactly the text before
-it. So the forward that computes a run says at once what autoregressive decoding would have put
-into each of its places. The run is committed as far as it agrees; the next token is then
-known for certain, and stands in front of the next window:
+The row of a filled slot predicts the next token, as in autoregressive decoding. In the leading
+run, which comes first in physical order, that row sees exactly the text before it. So one forward
+says what autoregressive decoding would choose at each position of the run. Drafts are committed up
+to the first that differs from that choice; the choice itself is then known, and opens the next
+window:
 
     slot     0        1 .. d       d+1       d+2 .. d+W
     holds    known    drafts       mask      masks
-    its row  chooses slot 1 .. d+1 nothing   drafts for slots d+2 ..
+    its row  chooses slot 1 .. d+1 (unused)  drafts for slots d+2 ..
 
-What the first mask stands for the last run row chooses, so a window holds W - 1 drafts at most,
-and a forward adds 1 to W tokens to the text. With W = 0 nothing but slot 0 is left: that is
-autoregressive decoding.
+The token of slot d+1 is chosen by the last row of the run, better informed than the mask there. So
+a window holds at most W - 1 drafts, and a forward adds 1 to W tokens to the text. With W = 0 only
+slot 0 is left: that is autoregressive decoding.
 
 Theorem. Let each place i of a completion have its own random numbers g_i, a function of the
 sequence's seed and of i alone, and let c(x, i) = argmax_v(logits(v | x) / T + g_iv) after
@@ -20,20 +20,20 @@ truncation (for T = 0 the plain argmax). Then verified decoding returns the toke
 x_i = c(x_<i, i), which are those that autoregressive decoding returns for the same seed,
 whatever the drafts were. Proof: a token enters the text only as the choice of a row whose whole
 context is text. For an accepted draft the choice and the draft are the same token; the first
-choice that differs is taken instead of the draft; and what stands behind is discarded. With
-Gumbel numbers, c is a sample of softmax(logits / T) truncated (the Gumbel-max trick), and these
+choice that differs is taken instead of the draft; and everything after it is discarded. With
+Gumbel numbers, c is a sample of the truncated softmax(logits / T) (the Gumbel-max trick), and these
 are independent from place to place; so the distribution, too, is that of autoregressive
 sampling.
 
 A draft is the mask's own choice with the same g_i. It is accepted with a probability of at least
-(1 - TV) / (1 + TV), TV being the distance of the mask's distribution from the row's (Daliri,
-Musco and Suresh, 2024, arXiv 2408.07978); accepting with min(1, p / q) and drawing anew from
-what is left would accept 1 - TV, but its result would depend on the drafts, and so on the window
-and on what else a machine does.
+(1 - TV) / (1 + TV), TV being the total variation distance between the mask's distribution and the
+row's (Daliri, Musco and Suresh, 2024, arXiv 2408.07978). Speculative sampling, which accepts with
+min(1, p / q) and resamples the rest, would accept 1 - TV, but its result would depend on the
+drafts, and so on the window and on what else runs on the machine.
 
-The condition: choices must be computed alike at every shape of a forward. In float32 they differ
-only where two logits tie within rounding; in bfloat16 such ties are common, and a deterministic
-engine has one shape only.
+The condition: choices must come out the same at every shape of a forward. In float32 they differ
+only where two logits tie within rounding. In bfloat16 such ties are common; a deterministic engine
+computes every forward in one shape.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from wedlm_jax.decode.state import DecodeState, is_filled, is_mask
 
 
 class Verified(NamedTuple):
-    """What a forward says of anchored windows.
+    """What a forward decides for anchored windows.
 
     Attributes:
-      run: int32 ``[N]``, slots in front that hold the text: slot 0 and the accepted drafts.
-      drafts: bool ``[N, P]``, masks to fill.
-      kept: bool ``[N, P]``, filled slots that stay: behind a wrong draft, none.
+      run: int32 ``[N]``, leading slots that are text now: slot 0 and the accepted drafts.
+      drafts: bool ``[N, P]``, masks to fill with drafts.
+      kept: bool ``[N, P]``, filled slots that stay: none from the first wrong draft on.
     """
 
     run: Array
@@ -62,15 +62,17 @@ class Verified(NamedTuple):
 
 
 def predicted_slots(state: DecodeState) -> Array:
-    """bool ``[N, P+1]``: every slot behind slot 0 up to the last, and the one behind the run. What
-    the first mask stands for is predicted by the row before it."""
+    """Returns the slots that need the head, bool ``[N, P+1]``: all active ones after slot 0, and
+    the one after the run. The first mask's token is predicted by the row before it."""
     slot = jnp.arange(state.filled.shape[1] + 1)
     last = jnp.maximum(state.active - 1, jnp.minimum(state.active, 1))
     return (slot >= 1) & (slot <= last[:, None])
 
 
 def verify(state: DecodeState, options: Options, tokens: Array, entropies: Array) -> Verified:
-    """Which drafts are accepted, and which masks draft next.
+    """Decides which drafts are accepted, and which masks draft next.
+
+    Masks draft only where all drafts before them were right: otherwise they saw a wrong prefix.
 
     Args:
       tokens, entropies: ``[N, P+1]`` by the slot that they predict.
@@ -87,11 +89,11 @@ def verify(state: DecodeState, options: Options, tokens: Array, entropies: Array
 
 
 def draft_rule(entropies: Array, is_mask: Array, budget: Array | None) -> Array:
-    """The masks that draft, bool ``[N, P]``: those in front, as long as their entropies add up to
-    less than ``budget [N]`` nats; never the first, whose token is known.
+    """Chooses the masks that draft, bool ``[N, P]``: in logical order, as long as their entropies
+    add up to less than ``budget [N]`` nats; never the first, whose token is known.
 
-    The sum bounds how bold the draft is as a whole: the further a wrong token stands in front, the
-    more is discarded behind it.
+    The sum, rather than a threshold for each, bounds the risk of the draft as a whole: one wrong
+    token discards everything after it.
 
     Args:
       entropies: float32 ``[N, P]``.

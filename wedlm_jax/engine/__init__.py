@@ -1,4 +1,4 @@
-"""Who decodes when: requests, pages, prefixes, bursts of forwards.
+"""Schedules decoding: requests, pages, cached prefixes, bursts of forwards.
 
-`wedlm_jax.engine.engine` is the way in; `scheduler` decides, `device` runs.
+Start with `wedlm_jax.engine.engine`; `scheduler` decides what runs, `device` runs it.
 """

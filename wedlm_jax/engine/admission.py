@@ -1,11 +1,11 @@
-"""Who gets a place on the device: first come, first served.
+"""Admits waiting sequences to the device: first come, first served.
 
-The first that waits gets an index as soon as some replica has one, and pages for its text and a
-window. Nobody behind it may take these before, whatever is short.
+The first in the queue gets an index as soon as some replica has a free one, and pages for its text
+and a window. Until then nothing behind it in the queue is admitted, so that it cannot starve.
 
-One exception makes shared prompts cheap: whose prefix another sequence is computing right now
-waits until that has its prompt, and others may pass meanwhile, but only into room that is left
-when its own has been set aside. Nobody waits for the same request twice.
+One exception makes shared prompts cheap: a sequence whose prefix another one is computing right now
+is deferred until that prefill is done. Others may pass it meanwhile, but only into the room that is
+left after its own has been set aside. A sequence never waits for the same prefill twice.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from wedlm_jax.engine.arrival_queue import ArrivalQueue
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.prefix import Node
 from wedlm_jax.engine.replica import Replica
 from wedlm_jax.engine.sequence import SequenceState, widest_span
-from wedlm_jax.engine.waiting import Waiting
 
 SHORTEST_REUSE = 32
-"""Tokens below which computing them again is as cheap as waiting for them."""
+"""Shared tokens below which computing them again is as cheap as waiting for them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AdmissionRound:
-    """What came of one look at the queue.
+    """The result of one pass over the queue.
 
     Attributes:
-      admitted: who got an index.
-      num_deferred: how many wait for another's prompt.
-      pages_are_short: whether somebody waits though an index is free.
+      admitted: sequences that got an index.
+      num_deferred: how many wait for another's prefill.
+      pages_are_short: whether a sequence waits although an index is free.
     """
 
     admitted: list[SequenceState]
@@ -43,7 +43,7 @@ class AdmissionRound:
 
 @dataclasses.dataclass
 class _Room:
-    """What a replica can still give away in this round."""
+    """What a replica can still give in this round."""
 
     replica: Replica
     indices: int
@@ -53,8 +53,15 @@ class _Room:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where a sequence would go: its replica, the cached pages there, the pages it needs beside
-    what it shares, how many tokens it shares, and who still computes them."""
+    """Where a sequence would go.
+
+    Attributes:
+      room: its replica.
+      nodes: the cached pages there.
+      pages: needed beside what it shares.
+      shared: tokens that it shares.
+      maker: the sequence that is still computing them; None if they are cached.
+    """
 
     room: _Room
     nodes: list[Node]
@@ -64,18 +71,18 @@ class _Place:
 
 
 class Admitter:
-    """Gives places to those who wait.
+    """Gives waiting sequences their places.
 
     Args:
-      replicas: all alike.
-      widest: the widest window that a request may get.
+      replicas: all of the same size.
+      widest: returns the widest window that a request may get.
     """
 
     def __init__(self, replicas: Sequence[Replica], widest: Callable[[Request], int]):
         self._replicas, self._widest = replicas, widest
 
-    def admit(self, waiting: Waiting) -> AdmissionRound:
-        """Admits as many as there is room for."""
+    def admit(self, waiting: ArrivalQueue) -> AdmissionRound:
+        """Admits as many sequences as there is room for."""
         admitted: list[SequenceState] = []
         deferred, short = 0, False
         rooms = self._rooms()
@@ -113,7 +120,7 @@ class Admitter:
         return len(sequence.text) + widest_span(self._widest(sequence.request))
 
     def _trim(self, rooms: Sequence[_Room]) -> bool:
-        """Takes back the pages that were given for forwards to come; whether there were any."""
+        """Takes back pages given for future forwards; returns whether there were any."""
         trimmed = 0
         for room in rooms:
             if room.indices > 0:
@@ -125,8 +132,8 @@ class Admitter:
         return trimmed > 0
 
     def _place(self, sequence: SequenceState, rooms: Sequence[_Room]) -> _Place | None:
-        """Where there is room: where most of the text is cached or will soon be, unless that
-        replica has far more to do than another; the least loaded of equals."""
+        """Chooses a replica with room: the one where most of the text is cached or soon will be,
+        unless it is far busier than another; of equals the least loaded. None without room."""
         places = [self._place_in(sequence, room) for room in rooms if room.indices > 0]
         fitting = [
             place
@@ -143,14 +150,15 @@ class Admitter:
         )
 
     def _watermark(self, room: _Room) -> int:
-        """Pages that stay free: each running sequence will want another soon, and who is admitted
-        into the last ones is the first to be put back."""
+        """Returns how many pages stay free: each running sequence soon needs another, and a
+        sequence admitted into the last ones would be the first to be preempted."""
         return room.load
 
     def _place_in(self, sequence: SequenceState, room: _Room) -> _Place:
         replica = room.replica
         nodes, size = replica.cached(sequence), replica.pages.page_size
-        # Cached pages that nobody holds count as available, but not for anything else now.
+        # Cached pages without a holder count as available; once this sequence reads them, they are
+        # not.
         unheld = replica.tree.unheld(nodes)
         needed = replica.pages.needed(self._tokens(sequence))
         maker, soon = self._maker(sequence, replica)
@@ -160,8 +168,8 @@ class Admitter:
         return _Place(room, nodes, needed - len(nodes) + unheld, shared, None)
 
     def _maker(self, sequence: SequenceState, replica: Replica) -> tuple[SequenceState | None, int]:
-        """Who computes most of a sequence's text right now, and how many tokens of it, in full
-        pages."""
+        """Returns the sequence that is computing the longest prefix of this one's text, and how
+        many tokens of it, in full pages."""
         best, most = None, 0
         size = replica.pages.page_size
         for maker in replica.running if replica.reuse else ():
@@ -175,12 +183,12 @@ class Admitter:
 
     @staticmethod
     def _has_waited(sequence: SequenceState, maker: SequenceState) -> bool:
-        """Whether it has waited for this maker before, who was put back meanwhile."""
+        """Tells whether it has waited for this maker before, which was preempted meanwhile."""
         return sequence.waited_for.get(maker.number, maker.num_admissions) != maker.num_admissions
 
 
 def common_length(one: array[int], other: array[int], limit: int, page_size: int) -> int:
-    """How many first tokens, of ``limit`` at most, are the same; 0 where the first page differs."""
+    """Returns the length of the common prefix, at most ``limit``; 0 if the first page differs."""
     if one[: min(page_size, limit)] != other[: min(page_size, limit)]:
         return 0
     differ = np.frombuffer(one, np.int32, limit) != np.frombuffer(other, np.int32, limit)

@@ -1,7 +1,7 @@
-"""What the scheduler tells a device to do, and what the device tells it afterwards.
+"""The interface between scheduler and device: a burst to run, and the report of what it did.
 
-A device has R replicas of N sequences each, and replica r has the indices r·N … r·N + N − 1 of
-every array here. Page numbers are those of the replica's own cache.
+A device has R replicas of N sequences each; replica r has the indices r·N … r·N + N − 1 of every
+array here. Page numbers count from 0 in each replica's own cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Request:
     """A prompt to decode.
 
     Attributes:
-      number: names the request; no two have the same.
+      number: identifies the request; unique.
       prompt: token ids.
       params: how it is decoded.
       window: W; None lets the engine choose.
@@ -36,15 +36,14 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Admission:
-    """A request that begins, or goes on after it was put back, at a free index.
+    """A request that starts, or resumes after preemption, at a free index.
 
     Attributes:
       index: its place in the arrays.
       request: what is decoded.
-      text: int32 ``[L]``, the prompt and what was committed before it was put back.
-      num_cached: tokens of the text whose keys and values stand in its pages already; less
-        than L.
-      resume: what `ForwardRunner.save` returned when it was put back; None for one that begins.
+      text: int32 ``[L]``, the prompt and what was committed before preemption.
+      num_cached: tokens of the text whose keys and values are in its pages already; fewer than L.
+      resume: what `ForwardRunner.save` returned at preemption; None for a new request.
     """
 
     index: int
@@ -59,21 +58,21 @@ class Burst:
     """Forwards that the device runs without asking the host.
 
     The sequence at an index runs from its admission until it finishes or its index is released.
-    A forward writes the keys and values of a span behind the n tokens that are computed, so it
-    needs a capacity of n + span; while the text of an admission is computed, its pages hold the
-    whole text and a window. A sequence without room waits for the next burst.
+    A forward writes the keys and values of a span behind the n computed tokens, so it needs a
+    capacity of n + span; during prefill the pages hold the whole text and a window. A sequence
+    without room waits for the next burst.
 
     Attributes:
       released: indices that stop, before anything else happens.
-      admissions: sequences that begin; their indices were released or have finished.
-      page_table: int32 ``[R·N, max_pages]``, the pages of each sequence, 0 behind them.
+      admissions: sequences that start; their indices were released or have finished.
+      page_table: int32 ``[R·N, max_pages]``, the pages of each sequence in order, then 0.
       capacity: int32 ``[R·N]``, tokens that they hold; 0 where there is no sequence.
-      arrival: int32 ``[R·N]``, the ranks 0 … N − 1 of the sequences of a replica, who came first
-        lowest. Prompts are computed in this order, or one of them might starve.
+      arrival: int32 ``[R·N]``, the ranks 0 … N − 1 of a replica's sequences by arrival. Prompts are
+        computed in this order, so that none starves.
       windows: int32 ``[R·N]``, W of each sequence in this burst.
-      chunk_tokens: tokens of prompts that a forward of a replica may compute beside windows.
-      max_forwards: forwards at most, at least 1.
-      until_finished: the burst ends when so many sequences have finished in it, of all replicas.
+      chunk_tokens: prompt tokens that a forward of a replica may compute beside windows.
+      max_forwards: the most forwards, at least 1.
+      until_finished: the burst ends when so many sequences have finished, over all replicas.
     """
 
     released: list[int]
@@ -105,18 +104,18 @@ class NewTokens:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Where the sequences stand after a burst; arrays ``[R·N]``, of no meaning where there is no
-    sequence. Counts go on from where they stood when a sequence was put back.
+    """Where the sequences stand after a burst; arrays ``[R·N]``, meaningless where there is no
+    sequence. Counts continue across preemption.
 
     Attributes:
       num_computed: tokens of the text whose keys and values are final.
       num_output: tokens of the completion.
       finished: bool, whether a sequence is done.
-      stopped: bool, whether it is so by a stop token; if not, by its length.
+      stopped: bool, whether a stop token ended it; otherwise its length did.
       num_forwards: decode forwards.
       num_token_instances: active window slots over these.
       tokens: of each index; None or empty where nothing was committed.
-      errors: what went wrong, by index. Such a sequence is over.
+      errors: by index, the error that ended a sequence.
       num_run: forwards of the burst.
     """
 
@@ -132,12 +131,12 @@ class Report:
 
 
 class ForwardRunner(Protocol):
-    """Who runs forwards."""
+    """Runs forwards for a scheduler."""
 
     def run(self, burst: Burst) -> Report:
         """Runs a burst and waits for its end."""
 
     def save(self, index: int) -> Any:
-        """Returns all that a sequence needs to go on elsewhere with the same tokens, but for its
-        text and its pages: window and counts. Where its text is still being computed, that is what
-        it was admitted with, or a window not yet opened. Called between bursts."""
+        """Returns what a sequence needs to resume elsewhere with the same tokens, besides its text
+        and pages: its window and counts. During prefill that is what it was admitted with, or a
+        window that has not opened yet. Called between bursts."""

@@ -1,11 +1,9 @@
-"""The sequences, their pages and the compiled programs on the device, as the scheduler drives
-them: a burst in, a report out."""
+"""Runs bursts: holds the sequences' state, their pages and the compiled programs on the device,
+takes bursts from the scheduler and returns reports."""
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,60 +11,47 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from wedlm_jax.attention.ragged_pages import allocate_pages
-from wedlm_jax.decode.admission import Entrants
-from wedlm_jax.decode.logprobs import Logprobs, as_list, empty_logprobs
+from wedlm_jax.attention.ragged import allocate_pages
+from wedlm_jax.decode.logprobs import Logprobs, as_list
 from wedlm_jax.decode.options import HostOptions, Traits
 from wedlm_jax.decode.spans import Allowance
-from wedlm_jax.decode.state import DecodeState, num_slots
-from wedlm_jax.engine import programs
-from wedlm_jax.engine.arguments import empty_state, lower_burst
-from wedlm_jax.engine.burst import Admission, Burst, NewTokens, Report
-from wedlm_jax.engine.results import WindowView
+from wedlm_jax.decode.state import DecodeState
+from wedlm_jax.engine.burst import Burst, NewTokens, Report
+from wedlm_jax.engine.compiled import CompiledPrograms, slot_sizes
+from wedlm_jax.engine.device_programs import empty_state
+from wedlm_jax.engine.entering import ENTRANTS_AT_ONCE, SavedWindow, make_entrants
+from wedlm_jax.engine.events import WindowView
 from wedlm_jax.engine.settings import EngineSettings
 from wedlm_jax.model import Transformer
 from wedlm_jax.sharding import constrain
-
-ENTRANTS_AT_ONCE = 16
-"""Sequences that enter in one call, at most: so the call has one shape."""
-
-
-@dataclasses.dataclass(frozen=True)
-class SavedWindow:
-    """The window of a sequence that was put back, and its counts.
-
-    Attributes:
-      tokens, filled: ``[P]``.
-      logprobs: of the filled slots, ``[P]``; None where no sequence asks for them.
-      active, num_forwards, num_token_instances: as in `wedlm_jax.decode.state.DecodeState`.
-      window: W.
-    """
-
-    tokens: np.ndarray
-    filled: np.ndarray
-    logprobs: Logprobs | None
-    active: int
-    num_forwards: int
-    num_token_instances: int
-    window: int
 
 
 class Device:
     """Runs bursts.
 
     Args:
-      model: on its device or mesh, its layers as they run fastest there.
-      settings: sizes, all checked.
-      mesh: where the model lies; None for one device.
+      model: on its device or mesh, with the layer layout that runs fastest there.
+      settings: checked sizes.
+      mesh: of the model; None for one device.
+      windows_vary: whether windows are chosen from burst to burst. Then there is a second program
+        for bursts in which no sequence has a window: it is faster than one with room for windows.
     """
 
-    def __init__(self, model: Transformer, settings: EngineSettings, mesh: Mesh | None = None):
-        self.settings, self._mesh = settings, mesh
+    def __init__(
+        self,
+        model: Transformer,
+        settings: EngineSettings,
+        mesh: Mesh | None = None,
+        *,
+        windows_vary: bool = False,
+    ):
+        self.settings, self._windows_vary = settings, windows_vary
         self.config = model.config
-        self._graph, self._parameters = nnx.split(model)
-        self._compiled: dict[Any, jax.stages.Compiled] = {}
-        self.compile_seconds = 0.0
+        graph, self._parameters = nnx.split(model)
+        self.programs = CompiledPrograms(graph, model.config, settings, mesh)
         self.traits = Traits()
+        self._room = Traits()
+        """What the state has room for: `traits`, or the same without windows."""
         self._state: DecodeState | None = None
         self._pages: Any = None
         self._options = HostOptions(settings.sequences, self.traits)
@@ -74,53 +59,39 @@ class Device:
         self._num_logprobs: dict[int, int] = {}
         self.counters = np.zeros(3, np.int64)
         """Forwards, real tokens and computed tokens so far, all replicas together."""
+        self.drafts = np.zeros(2, np.int64)
+        """Drafts that were checked, and that were accepted, so far."""
 
     # --- weights and programs -----------------------------------------------------------
 
     def update(self, model: Transformer) -> None:
-        """Decodes with other weights of the same shapes from now on; nothing is compiled anew."""
+        """Replaces the weights by others of the same shapes; nothing is recompiled."""
         self._parameters = nnx.state(model)
 
     def release(self) -> None:
-        """Lets weights and pages go; the programs are kept for the weights of `update`."""
+        """Frees weights and pages; the programs are kept for the weights that `update` brings."""
         self._parameters = nnx.State({})
+        self.forget_sequences()
+
+    def forget_sequences(self) -> None:
+        """Drops sequences and pages, whatever state they are in."""
         self._state = self._pages = None
+        self._options = HostOptions(self.settings.sequences, self.traits)
+        self._windows[:] = -1
 
     @property
     def parameters(self) -> nnx.State:
         return self._parameters
 
-    @property
-    def num_programs(self) -> int:
-        return len(self._compiled)
-
-    def forget_programs(self) -> None:
-        """Lets compiled programs go; they are compiled again when they are wanted."""
-        self._compiled.clear()
-
-    def compiled(self, function: Any, *arguments: Any, **static: Any) -> jax.stages.Compiled:
-        """A jitted function for arguments of these shapes, compiled where they are new.
-
-        Compilation is kept apart so that its time is known and never counted as decoding.
-        """
-        shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(arguments))
-        key = (function, shapes, jax.tree.structure(arguments), tuple(static.items()))
-        if key not in self._compiled:
-            started = time.monotonic()
-            first = [static.pop("graph")] if "graph" in static else []
-            self._compiled[key] = function.lower(*first, *arguments, **static).compile()
-            self.compile_seconds += time.monotonic() - started
-        return self._compiled[key]
-
     def run_model(self, function: Any, *arguments: Any, **static: Any) -> Any:
-        """Calls a jitted function of graph, parameters and these arguments."""
-        compiled = self.compiled(function, self._graph, self._parameters, *arguments, **static)
+        """Calls a jitted function with graph, parameters and these arguments."""
+        compiled = self.programs.of_model(function, self._parameters, *arguments, **static)
         return compiled(self._parameters, *arguments)
 
     # --- the scheduler's device ---------------------------------------------------------
 
     def prepare(self, traits: Traits) -> None:
-        """Makes room for sequences with these traits; those that run keep what they have."""
+        """Makes room for sequences with these traits; running ones keep their state."""
         if self._state is not None and traits == self.traits:
             return
         self.traits = traits
@@ -128,22 +99,20 @@ class Device:
         if self._state is None:
             self._state = self._laid_out(empty_state(self.settings, traits))
             self._pages = self._empty_pages()
+            self._room = traits
         else:
-            self._state = programs.resize(
-                self._state, window=traits.window, num_logprobs=traits.num_logprobs
-            )
+            self._make_room(traits)
 
-    def compile(self) -> Iterator[tuple[int, int]]:
-        """Compiles the programs that `prepare` has made room for; yields how many are there, of how
-        many."""
-        nobody = np.zeros(self.settings.sequences, bool)
-        self.compiled(programs.enter, self._state, self._entrants([]), nobody)
-        yield 1, 2
-        self._compiled_burst()
-        yield 2, 2
+    def compile(self, traits: Traits) -> Iterator[tuple[int, int]]:
+        """Compiles the programs for sequences with these traits, in any thread; yields how many are
+        done, of how many."""
+        kinds = [traits]
+        if self._windows_vary and traits.window:
+            kinds = [traits.without_windows, traits]
+        return self.programs.compile(self._parameters, kinds)
 
     def run(self, burst: Burst) -> Report:
-        """Runs a burst of forwards and says what became of every sequence."""
+        """Runs a burst of forwards and reports where every sequence stands."""
         assert self._state is not None
         for gone in burst.released:
             self._options.clear(gone)
@@ -155,26 +124,30 @@ class Device:
                 stops=self.settings.stop_ids(admission.request.params),
             )
             self._num_logprobs[admission.index] = admission.request.params.logprobs or 0
+        self._make_room(self._traits_for(burst))
         self._enter(burst)
         changed = burst.windows != self._windows
         self._windows = np.array(burst.windows, np.int32)
         self._options.set_windows(self._windows)
         allowance = _allowance(burst, self.settings.chunk_tokens)
-        result = self._compiled_burst()(
-            self._parameters, self._state, self._pages, self._options.options(), allowance, changed
+        options = self._options.options(self._room)
+        result = self.programs.burst(self._parameters, self._room)(
+            self._parameters, self._state, self._pages, options, allowance, changed
         )
         self._state, self._pages = result.state, result.pages
         numbers, logprobs, counters = jax.device_get(
             (result.numbers, result.logprobs, result.counters)
         )
-        self.counters += [int(x.sum()) for x in jax.tree.leaves(counters)]
+        counted = [int(x.sum()) for x in jax.tree.leaves(counters)]
+        self.counters += counted[:3]
+        self.drafts += counted[3:]
         report = self._report(numbers, logprobs, int(counters.forwards.max()))
         for index in np.flatnonzero(report.finished):
             self._options.clear(int(index))
         return report
 
     def save(self, index: int) -> SavedWindow:
-        """The window of a sequence, for `Admission.resume`."""
+        """Returns the window of a sequence that is preempted, for `Admission.resume`."""
         state = self._state
         assert state is not None
         row = jax.device_get(
@@ -193,10 +166,11 @@ class Device:
         tokens, filled, logprobs, *counts = row
         active, num_forwards, instances = map(int, counts)
         window = int(self._windows[index])
+        tokens, filled, logprobs = jax.tree.map(lambda x: x[:active], (tokens, filled, logprobs))
         return SavedWindow(tokens, filled, logprobs, active, num_forwards, instances, window)
 
     def window(self, index: int) -> WindowView:
-        """The window of a sequence as its next forward will see it."""
+        """Returns the window of a sequence as its next forward will see it."""
         state = self._state
         assert state is not None
         start, active, tokens, filled = jax.device_get(
@@ -212,18 +186,26 @@ class Device:
         order = sorted(slots, key=lambda slot: (held[slot] is None, slot))
         return WindowView(int(start), held, order)
 
-    # --- what it does -------------------------------------------------------------------
+    # --- parts of a burst ---------------------------------------------------------------
 
-    def _compiled_burst(self) -> jax.stages.Compiled:
-        key = (programs.burst, self.traits)
-        if key not in self._compiled:
-            started = time.monotonic()
-            lowered = lower_burst(
-                self._graph, self._parameters, self.config, self.settings, self.traits, self._mesh
-            )
-            self._compiled[key] = lowered.compile()
-            self.compile_seconds += time.monotonic() - started
-        return self._compiled[key]
+    def _traits_for(self, burst: Burst) -> Traits:
+        """Returns the traits of the program for a burst: the one without windows if no sequence has
+        a window, nor had one that would have to be closed."""
+        if not (self._windows_vary and self.traits.window):
+            return self.traits
+        held = self._windows.copy()
+        for admission in burst.admissions:
+            saved: SavedWindow | None = admission.resume
+            held[admission.index] = 0 if saved is None else saved.window
+        here = burst.capacity > 0
+        windowless = not (burst.windows[here].any() or held[here].any())
+        return self.traits.without_windows if windowless else self.traits
+
+    def _make_room(self, traits: Traits) -> None:
+        """Resizes the slot arrays for a program with these traits."""
+        if slot_sizes(traits) != slot_sizes(self._room):
+            self._state = self.programs.resize(self._room, traits)(self._state)
+        self._room = traits
 
     def _enter(self, burst: Burst) -> None:
         released = np.zeros(self.settings.sequences, bool)
@@ -235,33 +217,9 @@ class Device:
                 saved: SavedWindow | None = admission.resume
                 own = burst.windows[admission.index] if saved is None else saved.window
                 self._windows[admission.index] = own
-            entrants = self._entrants(some)
-            compiled = self.compiled(programs.enter, self._state, entrants, released)
-            self._state = compiled(self._state, entrants, released)
+            entrants = make_entrants(self.settings, self._room, some, self._windows)
+            self._state = self.programs.entry(self._room)(self._state, entrants, released)
             released = np.zeros_like(released)
-
-    def _entrants(self, admissions: Sequence[Admission]) -> Entrants:
-        settings, slots = self.settings, num_slots(self.traits.window)
-        count = min(ENTRANTS_AT_ONCE, settings.sequences)
-        index = np.full(count, settings.sequences, np.int32)
-        text = np.zeros((count, settings.max_text), np.int32)
-        numbers = np.zeros((count, 7), np.int32)
-        tokens, filled = np.zeros((count, slots), np.int32), np.zeros((count, slots), bool)
-        k = self.traits.num_logprobs
-        logprobs = None
-        if k is not None:
-            logprobs = jax.tree.map(np.array, empty_logprobs((count, slots), k))
-        for i, admission in enumerate(admissions):
-            index[i] = admission.index
-            text[i, : len(admission.text)] = admission.text
-            window = int(self._windows[admission.index])
-            numbers[i], own_tokens, own_filled = _window_of(
-                admission, window, anchored=_is_anchored(admission, window)
-            )
-            tokens[i, : len(own_tokens)], filled[i, : len(own_filled)] = own_tokens, own_filled
-            if admission.resume is not None and logprobs is not None:
-                _put(logprobs, i, admission.resume.logprobs)
-        return Entrants(index, text, numbers, tokens, filled, logprobs)  # type: ignore[arg-type]
 
     def _report(self, numbers: np.ndarray, logprobs: Logprobs | None, num_run: int) -> Report:
         computed, output, running, stopped, forwards, instances, count = numbers[:, :7].T
@@ -311,33 +269,3 @@ def _allowance(burst: Burst, most_chunk_tokens: int) -> Allowance:
         max_forwards=np.int32(burst.max_forwards),  # type: ignore[arg-type]
         until_finished=np.int32(burst.until_finished),  # type: ignore[arg-type]
     )
-
-
-def _is_anchored(admission: Admission, window: int) -> bool:
-    return window == 0 or admission.request.params.mode != "paper"
-
-
-def _window_of(
-    admission: Admission, window: int, *, anchored: bool
-) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """What `Entrants` needs of a sequence: its numbers, its window's tokens, what is filled."""
-    length, prompt = len(admission.text), len(admission.request.prompt)
-    prefill = length - anchored
-    computed = min(admission.num_cached, prefill)
-    saved: SavedWindow | None = admission.resume
-    counts = [0, 0] if saved is None else [saved.num_forwards, saved.num_token_instances]
-    if saved is not None:
-        tokens, filled, active = saved.tokens, saved.filled, saved.active
-    elif anchored:
-        tokens, filled, active = admission.text[-1:], np.ones(1, bool), 1 + window
-    else:
-        tokens, filled, active = np.zeros(0, np.int32), np.zeros(0, bool), window
-    numbers = [length, prompt, prefill, computed, active, *counts]
-    return numbers, np.asarray(tokens), filled
-
-
-def _put(logprobs: Logprobs, index: int, saved: Logprobs | None) -> None:
-    if saved is None:
-        return
-    for new, old in zip(jax.tree.leaves(logprobs), jax.tree.leaves(saved), strict=True):
-        new[index][tuple(map(slice, old.shape))] = old

@@ -1,6 +1,6 @@
-"""The engine: requests in, events out, on the devices of one process.
+"""The engine: takes requests and returns events, on the devices of one process.
 
-It knows token ids only; text is `wedlm_jax.llm`'s.
+It knows token ids only; `wedlm_jax.llm` adds text.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from wedlm_jax.completion import Completion
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.decode.options import Traits, check_options
 from wedlm_jax.engine.burst import Request
-from wedlm_jax.engine.counters import Counters
 from wedlm_jax.engine.device import Device
-from wedlm_jax.engine.events import Event, Failed, Finished
+from wedlm_jax.engine.events import Counters, Event, Failed, Finished, WindowView
 from wedlm_jax.engine.memory import parameter_bytes
-from wedlm_jax.engine.results import SequenceResult, WindowView
 from wedlm_jax.engine.scheduler import Scheduler, SchedulerSizes
 from wedlm_jax.engine.settings import Wishes, plan_engine
 from wedlm_jax.engine.windows.auto import AutoWindows
@@ -31,14 +30,15 @@ from wedlm_jax.engine.windows.choice import FixedWindows, WindowChoice
 from wedlm_jax.engine.windows.cost import CostTable, kept_table, measure
 from wedlm_jax.engine.windows.probe import ForwardProbe
 from wedlm_jax.errors import InputError
-from wedlm_jax.layer_layout import with_layers_apart
 from wedlm_jax.model import Transformer
+from wedlm_jax.model.layer_layout import with_layers_apart
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.sharding import check_fits
 
 DEFAULT_WINDOW = 16
-AUTO_WINDOW = 32
-"""The widest window that "auto" chooses."""
+AUTO_WINDOW = {"cpu": 16, "gpu": 32, "tpu": 32}
+"""The widest window that "auto" chooses. Room for a wider one costs every forward a little, and
+where a forward computes rather than waits for the weights, a wider one does not pay."""
 
 
 class Engine:
@@ -48,17 +48,17 @@ class Engine:
       model: parameters in the compute dtype, on one device or on a mesh.
       window_size: W of requests that name none; 0 decodes autoregressively; "auto" chooses for
         each sequence while it decodes.
-      max_batch_size: sequences that decode together, at most, on each replica of the mesh.
+      max_batch_size: the most sequences that decode together on each replica of the mesh.
       refill: "streaming", or "blockwise" for the paper's baseline.
-      max_model_len: prompt and completion tokens together, at most.
-      attention: of spans, a name in `wedlm_jax.attention.RAGGED_BACKENDS`; by default the one
+      max_model_len: the most tokens of a prompt and its completion together.
+      attention: the backend, a name in `wedlm_jax.attention.RAGGED_BACKENDS`; by default the one
         for this platform.
       kv_cache_dtype: None for the parameters' dtype, or "int8".
       deterministic: compute every forward in one shape, so that a sequence's tokens depend on
         nothing but itself, whatever the dtype.
-      page_size, num_pages: of the cache; by default for this platform, and as many as fit.
-      chunk_tokens: of prompts, that a forward computes beside windows, at most.
-      mesh: where the model lies; ``data`` and ``tensor`` count.
+      page_size, num_pages: of the cache; by default what suits the platform, and as many as fit.
+      chunk_tokens: the most prompt tokens that a forward computes beside windows.
+      mesh: of the model; its axes ``data`` and ``tensor`` are used.
 
     Raises:
       InputError: naming the option.
@@ -89,7 +89,7 @@ class Engine:
         if runs_apart():
             model = with_layers_apart(model)
         wishes = Wishes(
-            AUTO_WINDOW if window_size == "auto" else int(window_size),
+            _widest(window_size),
             max_batch_size,
             refill,
             max_model_len,
@@ -109,7 +109,7 @@ class Engine:
                 replicas=replicas,
                 weights=parameter_bytes(nnx.state(model)),
             )
-            self.device = Device(model, self.settings, mesh)
+            self.device = Device(model, self.settings, mesh, windows_vary=window_size == "auto")
         self.scheduler = self._new_scheduler()
         self._floor = Traits()
         self._requests: dict[int, Traits] = {}
@@ -136,23 +136,35 @@ class Engine:
         self.scheduler.check(Request(-1, prompt, params))
         check_options(params, self.settings.stop_ids(params), self.config.vocab_size)
 
+    def check_window(self, window: int) -> None:
+        """Refuses, with an `InputError`, a request's own window that is wider than the engine's."""
+        most = self.settings.window
+        if not 0 <= window <= most:
+            raise InputError(f"window_size: expected 0 to {most}, the engine's own, not {window!r}")
+
+    def most_tokens(self, request: Request) -> int:
+        """The largest ``max_tokens`` with which a request's prompt could be decoded."""
+        return self.scheduler.most_tokens(request)
+
     def step(
         self,
         submitted: Sequence[Request] = (),
         aborted: Sequence[int] = (),
         *,
         max_forwards: int | None = None,
+        program: Traits | None = None,
     ) -> list[Event]:
-        """Takes requests in, decodes a burst of forwards, and tells what happened.
+        """Takes requests in, runs a burst of forwards, and returns what happened.
 
         Args:
-          submitted: checked requests, in the order in which they came.
-          aborted: numbers of requests that nobody wants any more.
-          max_forwards: of the burst, for those who cannot wait; by default as many as serve all.
-            With 0 requests are let in and nothing is run.
+          submitted: checked requests, in order of arrival.
+          aborted: numbers of requests to abort; they cause no more events.
+          max_forwards: of the burst, for callers that need an answer soon; chosen by default. With
+            0, requests are admitted and nothing is run.
+          program: from `compiled_for`; by default the least that serves all, compiled if need be.
 
         Returns:
-          new tokens, finished and failed requests, by their numbers.
+          new tokens, and finished and failed requests, by their numbers.
         """
         for request in submitted:
             self._requests[request.number] = self.traits_of(request)
@@ -160,20 +172,20 @@ class Engine:
             self._requests.pop(number, None)
         with self._on_mesh():
             if self._requests:
-                self._prepare()
+                self._prepare(program)
             events = self.scheduler.step(submitted, aborted, max_forwards=max_forwards)
         for event in events:
             if isinstance(event, Finished | Failed):
                 self._requests.pop(event.number, None)
         return events
 
-    def decode(self, requests: Sequence[Request]) -> list[SequenceResult]:
-        """Decodes requests that all come at once, and waits for the last.
+    def decode(self, requests: Sequence[Request]) -> list[Completion]:
+        """Decodes a batch of requests and waits for the last.
 
         Raises:
           InputError: one cannot be decoded.
         """
-        results: dict[int, SequenceResult] = {}
+        results: dict[int, Completion] = {}
         events = self.step(requests)
         while True:
             for event in events:
@@ -197,7 +209,7 @@ class Engine:
 
     @property
     def max_model_len(self) -> int:
-        """Prompt and completion tokens together, at most."""
+        """The most tokens of a prompt and its completion together."""
         return self.settings.max_text
 
     @property
@@ -207,11 +219,11 @@ class Engine:
 
     @property
     def counters(self) -> Counters:
-        """Where the scheduler stands."""
+        """The counters of the scheduler."""
         return self.scheduler.counters
 
     def traits_of(self, request: Request) -> Traits:
-        """What a program needs to decode a request."""
+        """Returns the traits that a program needs to decode a request."""
         stops = self.settings.stop_ids(request.params)
         window = self.windows.widest(request)
         traits = Traits.of(request.params, window, len(stops))
@@ -222,7 +234,7 @@ class Engine:
     # --- programs and weights -----------------------------------------------------------
 
     def expect(self, params: Sequence[SamplingParams]) -> None:
-        """Prepares for requests with these options, so that none compiles when it comes."""
+        """Prepares for requests with these options, so that none has to compile when it arrives."""
         for one in params:
             self._floor = self._floor.union(self.traits_of(Request(-1, (), one)))
 
@@ -230,31 +242,58 @@ class Engine:
         """Compiles what requests with the expected options need, and runs nothing.
 
         Args:
-          on_step: told after each program how many are compiled, of how many.
+          on_step: called after each program with how many are compiled, and of how many.
         """
         with self._on_mesh():
-            self.device.prepare(self._traits())
-            for done, total in self.device.compile():
+            for done, total in self.device.compile(self._traits()):
                 if on_step is not None:
                     on_step(done, total)
             self._prepare()
 
+    def traits_with(self, requests: Sequence[Request]) -> Traits:
+        """What a program needs to decode these and all that are under way."""
+        traits = self._traits()
+        for request in requests:
+            traits = traits.union(self.traits_of(request))
+        return traits
+
+    def compiled_for(self, traits: Traits) -> Traits | None:
+        """The traits of a compiled program that serves sequences with ``traits``, those themselves
+        if there is one; None where all would wait for it to be compiled."""
+        known = [one for one in self.device.programs.traits if one.holds(traits)]
+        # The least of them is one that most of the others hold.
+        return max(known, key=lambda one: sum(o.holds(one) for o in known), default=None)
+
+    def compile_program(self, traits: Traits) -> None:
+        """Compiles what sequences with these traits need, in any thread: the engine may be stepped
+        meanwhile in its own."""
+        with self._on_mesh():
+            for _ in self.device.compile(traits):
+                pass
+
+    def restart(self) -> None:
+        """Forgets all requests and all that is cached: after an exception of `step`, which leaves
+        the scheduler of no further use."""
+        self._requests.clear()
+        self.device.forget_sequences()
+        self.scheduler = self._new_scheduler()
+
     def update(self, model: Transformer) -> None:
-        """Decodes with other weights of the same shapes from now on; nothing is compiled anew.
+        """Replaces the weights by others of the same shapes; nothing is recompiled.
 
         Raises:
-          RuntimeError: sequences are under way.
+          RuntimeError: requests are running or waiting.
         """
         self.scheduler.forget_prefixes()
         self.device.update(with_layers_apart(model) if runs_apart() else model)
 
     def release(self) -> None:
-        """Lets weights and pages go; the programs are kept for those that `update` gives next."""
+        """Frees weights and pages; the programs are kept for the weights that `update` brings."""
         self.device.release()
         self.scheduler = self._new_scheduler()
 
     def run_model(self, function: Any, *arguments: Any, **static: Any) -> Any:
-        """Calls a jitted function of the model's graph, its parameters and these arguments."""
+        """Calls a jitted function with the model's graph, its parameters and these arguments."""
         with self._on_mesh():
             return self.device.run_model(function, *arguments, **static)
 
@@ -264,18 +303,18 @@ class Engine:
 
     @property
     def compile_seconds(self) -> float:
-        """Spent on compiling so far."""
-        return self.device.compile_seconds
+        """Seconds spent on compiling so far."""
+        return self.device.programs.seconds
 
     @property
     def num_programs(self) -> int:
         """Programs compiled so far."""
-        return self.device.num_programs
+        return len(self.device.programs)
 
-    def _prepare(self) -> None:
-        """Makes room for all requests; where windows are chosen by cost, costs are measured once,
-        before there is anybody."""
-        self.device.prepare(self._traits())
+    def _prepare(self, program: Traits | None = None) -> None:
+        """Makes room for all requests. If windows are chosen by cost, costs are measured once,
+        before the first sequence is admitted."""
+        self.device.prepare(self._traits() if program is None else program)
         if isinstance(self.windows, AutoWindows) and self.windows.costs is None:
             self.windows.costs = kept_table(_cache_folder(), self._cost_key(), self._measured_costs)
 
@@ -293,8 +332,17 @@ class Engine:
         reach = probe.most_tokens
         for size in sizes:
             if size < reach:
-                probe.time_forward(size)  # the first run of anything is slow
-        return measure(probe.time_forward, sizes, reach=reach, overhead=probe.overhead)
+                probe.time_forward(size)  # warms up: the first run of a program is slow
+        everybody = self.settings.sequences_each
+        probe.time_forward(everybody, windowless=True)
+        return measure(
+            probe.time_forward,
+            sizes,
+            reach=reach,
+            overhead=probe.overhead,
+            windowless=lambda: probe.time_forward(everybody, windowless=True),
+            beside=everybody,
+        )
 
     def _cost_key(self) -> dict[str, Any]:
         return {
@@ -311,8 +359,8 @@ class Engine:
         traits = self._floor
         for one in set(self._requests.values()):
             traits = traits.union(one)
-        # Sequences that run keep the program they have, if it holds the others; a narrower one for
-        # what is left would be one more to compile.
+        # While sequences run, their program is kept if it covers the rest too: a narrower one would
+        # be one more to compile.
         return traits.union(self.device.traits) if self.scheduler.has_work else traits
 
     def _new_scheduler(self) -> Scheduler:
@@ -338,9 +386,15 @@ class Engine:
                 yield
 
 
+def _widest(window_size: int | str) -> int:
+    if window_size == "auto":
+        return AUTO_WINDOW.get(jax.default_backend(), AUTO_WINDOW["gpu"])
+    return int(window_size)
+
+
 def _window_choice(window_size: int | str, sequences: int, replicas: int) -> WindowChoice:
     if window_size == "auto":
-        return AutoWindows(AUTO_WINDOW, sequences, replicas=replicas)
+        return AutoWindows(_widest(window_size), sequences, replicas=replicas)
     if isinstance(window_size, bool) or not isinstance(window_size, int) or window_size < 0:
         raise InputError(
             f"window_size: expected an integer of at least 0 or 'auto', not {window_size!r}"
@@ -349,11 +403,11 @@ def _window_choice(window_size: int | str, sequences: int, replicas: int) -> Win
 
 
 def _cache_folder() -> Path | None:
-    """Where JAX keeps compiled programs."""
+    """Returns the folder of JAX's compilation cache."""
     folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     return None if folder is None else Path(folder)
 
 
 def runs_apart() -> bool:
-    """Whether layers run fastest one by one: XLA copies each out of a stack on a CPU."""
+    """Tells whether layers run fastest apart: on a CPU, XLA copies each out of a stack."""
     return jax.default_backend() == "cpu"

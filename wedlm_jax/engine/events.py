@@ -1,11 +1,12 @@
-"""What a step tells its caller about requests, by their numbers."""
+"""What the engine reports to its callers: the events of a step, a sequence's window, and
+counters."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING, TypeAlias
 
-from wedlm_jax.engine.results import SequenceResult
+from wedlm_jax.completion import Completion
 
 if TYPE_CHECKING:
     from wedlm_jax.decode.logprobs import TokenLogprob
@@ -16,11 +17,13 @@ class TokenDelta:
     """Tokens that a sequence has committed since the last step.
 
     Attributes:
+      number: of the request.
       token_ids: in the order of the text, a stop token included.
       logprobs: of each; None where they were not asked for.
       num_output: tokens of the completion so far, these included.
       num_forwards, num_token_instances: counts of the sequence so far.
       forwards_at, instances_at: those two when each of the tokens was committed.
+      num_cached_tokens: tokens of the prompt that were in the cache before.
     """
 
     number: int
@@ -31,22 +34,70 @@ class TokenDelta:
     num_token_instances: int
     forwards_at: list[int]
     instances_at: list[int]
+    num_cached_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
-    """A sequence is done; the last event of its request."""
+    """A sequence is finished; the last event of its request."""
 
     number: int
-    result: SequenceResult
+    result: Completion
 
 
 @dataclasses.dataclass(frozen=True)
 class Failed:
-    """A request cannot be decoded, or not to its end; the last event of it."""
+    """A request cannot be decoded, or not to its end; its last event."""
 
     number: int
     error: Exception
 
 
 Event: TypeAlias = TokenDelta | Finished | Failed
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowView:
+    """The window of a sequence as its next forward will see it, in logical order.
+
+    Attributes:
+      start: logical position of the first slot.
+      tokens: the token of each active slot, None where it is masked.
+      order: the slots in physical order.
+    """
+
+    start: int
+    tokens: list[int | None]
+    order: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Counters:
+    """Counters of the scheduler, over all replicas.
+
+    Attributes:
+      running, waiting: sequences.
+      pages: all pages that sequences can have.
+      pages_free: of these, the empty ones.
+      pages_cached: those that hold only prefixes of finished sequences.
+      pages_used: those of running sequences.
+      places_computed: tokens in used pages whose keys and values are final.
+      places_spanned: tokens after these that the next forwards write.
+      prefix_tokens: tokens found in the prefix cache when their sequence was admitted.
+      prompt_tokens: prompt tokens that had to be computed.
+      recomputed_tokens: tokens computed again after a preemption.
+      preemptions: how often a sequence was preempted.
+    """
+
+    running: int
+    waiting: int
+    pages: int
+    pages_free: int
+    pages_cached: int
+    pages_used: int
+    places_computed: int
+    places_spanned: int
+    prefix_tokens: int
+    prompt_tokens: int
+    recomputed_tokens: int
+    preemptions: int

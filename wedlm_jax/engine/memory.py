@@ -1,4 +1,4 @@
-"""How many pages fit beside the weights and the largest compiled program."""
+"""Plans how many pages fit beside the weights and the largest compiled program."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from wedlm_jax.sharding import shards
 
 GIB = 2**30
 USABLE = 0.95
-"""Share of an accelerator's memory that is planned with; the rest goes to fragments."""
+"""Share of an accelerator's memory that is planned for; the rest is lost to fragmentation."""
 CPU_SHARE = 0.3
-"""Share of a machine's memory that pages may take on a CPU, where other programs live, too."""
+"""Share of a machine's memory that pages may take on a CPU, beside other programs."""
 SPARE = 1.5
-"""Pages beyond those that all sequences at full length need, for prefixes that are kept."""
+"""Pages in proportion to those that all sequences at full length need; the rest caches prefixes."""
 MOST_SPARE = 4
-"""An accelerator gives all it has, but no more than so many times that."""
+"""The most pages on an accelerator, in proportion to those of `SPARE`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on each device.
+    """The memory of each device, in bytes.
 
     Attributes:
-      weights: of the model, this device's share.
-      pages: of keys and values, this device's share.
+      weights: this device's share of the model.
+      pages: this device's share of the keys and values.
       working: what the largest compiled program needs beside them.
-      limit: what the device has; None where that is not known.
+      limit: the device's memory; None if it is not known.
       num_pages: of each replica, the trash page included.
       page_size: tokens a page.
     """
@@ -60,7 +60,7 @@ class MemoryPlan:
 
 
 def bytes_per_page(config: ModelConfig, page_size: int, dtype: Any) -> int:
-    """Bytes of a page of all layers on one device of the mesh that is set."""
+    """Returns the bytes of a page of all layers on one device of the current mesh."""
     heads = max(config.num_key_value_heads // shards("heads"), 1)
     numbers = config.num_hidden_layers * page_size * 2 * heads
     size = jax.numpy.dtype(dtype).itemsize
@@ -69,7 +69,7 @@ def bytes_per_page(config: ModelConfig, page_size: int, dtype: Any) -> int:
 
 
 def parameter_bytes(parameters: Any) -> int:
-    """Bytes of the parameters that one device holds."""
+    """Returns the bytes of the parameters that one device holds."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(parameters)
@@ -77,12 +77,13 @@ def parameter_bytes(parameters: Any) -> int:
 
 
 def working_bytes(config: ModelConfig, tokens: int, total: int, dtype: Any) -> int:
-    """Bytes that a forward needs on one device beside weights and pages, by what is large in it:
-    the activations of one layer, the hidden states of all tokens, and the logits of the head.
+    """Estimates the bytes that a forward needs on one device beside weights and pages, from its
+    large arrays: the activations of one layer, the hidden states of all tokens, and the head's
+    logits.
 
     Args:
       tokens: that pass the layers at once.
-      total: of a forward.
+      total: tokens of a forward.
       dtype: of the activations.
     """
     size, hidden = jax.numpy.dtype(dtype).itemsize, config.hidden_size
@@ -105,17 +106,17 @@ def plan_pages(
     num_pages: int | None = None,
     limit: int | None = None,
 ) -> MemoryPlan:
-    """Plans the pages of a replica: all that the device has left on an accelerator, and on a CPU
-    what the sequences can use.
+    """Plans the pages of a replica: on an accelerator all the memory that is left, on a CPU as much
+    as the sequences can use.
 
     Args:
-      weights, working: bytes on a device that are taken.
+      weights, working: bytes of a device that are taken.
       pages_per_sequence: pages of the longest sequence.
       sequences: N, that decode together.
       dtype: of keys and values.
       platform: of the devices.
-      num_pages: asked for; None for as many as fit.
-      limit: bytes of a device; by default what it says.
+      num_pages: as requested; None for as many as fit.
+      limit: bytes of a device; by default what it reports.
 
     Raises:
       InputError: not even one sequence of full length fits; with the numbers.
@@ -143,7 +144,7 @@ def plan_pages(
 
 
 def device_memory() -> int | None:
-    """Bytes that the first device has for us: as it says, or on a CPU what the machine has."""
+    """Returns the memory of the first device in bytes: as it reports, or on a CPU the machine's."""
     device = jax.local_devices()[0]
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:

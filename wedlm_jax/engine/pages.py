@@ -1,25 +1,25 @@
-"""Pages of one cache: which are free, and how many hold each of the others."""
+"""Reference counts of the pages of one cache."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 TRASH_PAGE = 0
-"""Padding writes here; no sequence ever gets it."""
+"""Padding is written here; no sequence ever gets it."""
 
 
 class PageError(RuntimeError):
-    """The page accounts do not add up: a fault of this program, never of its input."""
+    """The page counts are inconsistent: a bug of this program, never the fault of its input."""
 
 
 class Pages:
-    """The pages of one cache.
+    """Counts the holders of each page of one cache.
 
-    A page has holders: the sequences that read it, and the prefix tree. It is free when the last
-    of them drops it.
+    The holders of a page are the sequences that read it, and the prefix tree. It is free when the
+    last of them drops it.
 
     Args:
-      num_pages: the trash page included; at least 2.
+      num_pages: at least 2, the trash page included.
       page_size: tokens a page holds.
     """
 
@@ -36,15 +36,15 @@ class Pages:
 
     @property
     def num_usable(self) -> int:
-        """Pages that sequences can have, all together."""
+        """All pages that sequences can have."""
         return self.num_pages - 1
 
     def needed(self, tokens: int) -> int:
-        """Pages that hold so many tokens."""
+        """Returns how many pages hold so many tokens."""
         return -(-tokens // self.page_size)
 
     def holders(self, page: int) -> int:
-        """How many hold a page; 0 for a free one."""
+        """Returns how many holders a page has; 0 for a free one."""
         return self._holders[page]
 
     def take(self, count: int) -> list[int]:
@@ -74,7 +74,7 @@ class Pages:
         self._holders[page] += 1
 
     def drop(self, page: int) -> None:
-        """Takes a holder from a page, which is free without any.
+        """Removes a holder from a page, and frees the page with its last one.
 
         Raises:
           PageError: it is free already.
@@ -86,20 +86,20 @@ class Pages:
             self._free.append(page)
 
     def check(self, holders: Mapping[int, int]) -> None:
-        """Compares the accounts with the holders that are really there.
+        """Checks the counts against the real holders.
 
         Args:
-          holders: of each page that has any.
+          holders: the number of holders of each page that has any.
 
         Raises:
-          PageError: a page has leaked, is shared without an account, or is both free and held.
+          PageError: a page has leaked, has an uncounted holder, or is both free and held.
         """
         for page in range(self.num_pages):
             counted, there = self._holders[page], holders.get(page, 0)
             if counted != there:
-                raise PageError(f"page {page} counts {counted} holders, and {there} are there")
+                raise PageError(f"page {page} has {there} holders, and {counted} are counted")
         free = set(self._free)
         held = {page for page, count in holders.items() if count}
         everything = set(range(TRASH_PAGE + 1, self.num_pages))
         if len(free) != len(self._free) or free & held or free | held != everything:
-            raise PageError("free and held pages are not all the pages, each once")
+            raise PageError("free and held pages do not make up all pages, each once")

@@ -1,9 +1,9 @@
-"""Prefixes whose keys and values stand in pages: a radix tree over full pages.
+"""The prefix cache: a radix tree over full pages of keys and values.
 
 Each node is a page, and its key the tokens in it; the path from the root to a node is the text
 up to the end of its page. The tree itself holds each of its pages once. A sequence that reads a
-node's page holds all nodes above it, too, so a page that only the tree holds has nothing below
-that a sequence holds, and every such page can be evicted, leaves first.
+node's page also holds all nodes above it. So below a page that only the tree holds, no page is held
+by a sequence, and all such pages can be evicted, leaves first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from wedlm_jax.engine.pages import Pages
 
 
 class Node:
-    """A page of the tree. `children` are those that continue its text, by their tokens."""
+    """A page of the tree. `children` are the pages that continue its text, by their tokens."""
 
     __slots__ = ("children", "key", "last_use", "page", "parent")
 
@@ -27,11 +27,11 @@ class Node:
 
 
 class PrefixTree:
-    """The full pages of final keys and values in one cache, by their text.
+    """Finds full pages of final keys and values in one cache by their text.
 
     Args:
-      pages: of the cache. The tree holds pages only while they are not needed for something
-        else: whoever finds none free calls `evict`.
+      pages: of the cache. The tree keeps pages only until they are needed elsewhere: whoever finds
+        none free calls `evict`.
     """
 
     def __init__(self, pages: Pages):
@@ -42,13 +42,13 @@ class PrefixTree:
         self._entries = 0  # so that two nodes are never compared
         self.num_pages = 0
         self.num_evictable = 0
-        """Pages that nobody but the tree holds."""
+        """Pages that only the tree holds."""
 
     def match(self, text: array[int], limit: int) -> list[Node]:
         """Returns the nodes of the longest cached prefix of ``text``, in the order of the text.
 
         Args:
-          limit: tokens of the text at most; only full pages within them count.
+          limit: the most tokens of the prefix; only full pages count.
         """
         size, node, found = self._pages.page_size, self._root, []
         for start in range(0, min(limit, len(text)) - size + 1, size):
@@ -60,7 +60,7 @@ class PrefixTree:
         return found
 
     def unheld(self, nodes: Iterable[Node]) -> int:
-        """How many of the nodes could be evicted now."""
+        """Returns how many of the nodes could be evicted now."""
         return sum(self._pages.holders(node.page) == 1 for node in nodes)
 
     def hold(self, nodes: Iterable[Node]) -> None:
@@ -71,7 +71,7 @@ class PrefixTree:
             self._pages.share(node.page)
 
     def let_go(self, nodes: Sequence[Node]) -> None:
-        """Takes a sequence from the holders of the nodes on its path, which stay in the tree."""
+        """Removes a sequence from the holders of the nodes on its path, which stay in the tree."""
         self._clock += 1
         for node in nodes:
             node.last_use = self._clock
@@ -82,10 +82,10 @@ class PrefixTree:
             self._offer(nodes[-1])
 
     def add(self, parent: Node | None, key: bytes, page: int) -> Node:
-        """Puts a full page of final keys and values behind a node that its sequence holds.
+        """Adds a full page of final keys and values as a child of a node that its sequence holds.
 
-        The sequence's hold of ``page`` becomes a hold of the node that is returned. Where the tree
-        has this text already, that is another page, and ``page`` is dropped.
+        The sequence's hold of ``page`` becomes a hold of the returned node. If the tree has this
+        text already, that is another page, and ``page`` is dropped.
 
         Args:
           parent: None for the first page of a text.
@@ -103,10 +103,10 @@ class PrefixTree:
         return node
 
     def evict(self, count: int) -> int:
-        """Frees pages that nobody but the tree holds, the least recently used leaves first.
+        """Frees pages that only the tree holds, the least recently used leaves first.
 
         Returns:
-          how many were freed: ``count``, or all there were.
+          how many were freed: ``count``, or fewer if there were no more.
         """
         freed = 0
         while freed < count and self._leaves:
@@ -136,7 +136,7 @@ class PrefixTree:
         return there and self._pages.holders(node.page) == 1
 
     def _offer(self, node: Node) -> None:
-        """Makes a node a candidate for eviction, if it is one."""
+        """Adds a node to the candidates for eviction, if it is one."""
         if self._is_evictable_leaf(node):
             if len(self._leaves) > 2 * self.num_pages + 64:
                 self._drop_stale_entries()
@@ -144,7 +144,7 @@ class PrefixTree:
             heapq.heappush(self._leaves, (node.last_use, self._entries, node))
 
     def _drop_stale_entries(self) -> None:
-        """Keeps the newest entry of each candidate: without pressure nobody takes the old ones."""
+        """Keeps the newest entry of each candidate: without evictions old ones would pile up."""
         newest = {
             id(node): (last_use, entry, node)
             for last_use, entry, node in sorted(self._leaves, key=lambda leaf: leaf[1])
@@ -155,5 +155,5 @@ class PrefixTree:
 
 
 def page_key(text: array[int], start: int, size: int) -> bytes:
-    """The key of the page with the tokens from ``start`` on."""
+    """Returns the key of the page with the tokens from ``start`` on."""
     return text[start : start + size].tobytes()

@@ -1,4 +1,4 @@
-"""One replica: its places for sequences, its pages, and the prefixes in them."""
+"""One replica: its places for sequences, its pages, and the prefixes cached in them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from wedlm_jax.engine.sequence import SequenceState
 
 
 class Replica:
-    """N places for sequences over one cache.
+    """Holds N sequences over one cache.
 
     Args:
-      number: which of the replicas it is; its indices start at ``number * num_sequences``.
+      number: of the replica; its indices start at ``number * num_sequences``.
       num_sequences: N.
       num_pages, page_size: of its cache; see `Pages`.
-      table: int32 ``[N, max_pages]``, the page table, filled in here.
-      reuse: whether prefixes are kept and reused.
+      table: int32 ``[N, max_pages]``, the page table, which the replica fills in.
+      reuse: whether prefixes are cached.
     """
 
     def __init__(
@@ -49,38 +49,38 @@ class Replica:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be had without taking any from a sequence."""
+        """Pages that are free, or can be without taking any from a sequence."""
         return self.pages.num_free + self.tree.num_evictable
 
     @property
     def capacity_of_pages(self) -> int:
-        """Tokens that one sequence could have if it were alone."""
+        """The most tokens that one sequence can have, alone in the cache."""
         most = min(self.pages.num_usable, self._table.shape[1])
         return most * self.pages.page_size
 
     def capacity(self, sequence: SequenceState) -> int:
-        """Tokens that the pages of a sequence hold."""
+        """Returns the tokens that the pages of a sequence hold."""
         return sequence.num_pages * self.pages.page_size
 
     def lacks(self, sequence: SequenceState, tokens: int) -> int:
-        """Pages that a sequence has too few to hold so many tokens."""
+        """Returns how many pages a sequence lacks to hold so many tokens."""
         lacking = self.pages.needed(tokens) - len(sequence.nodes) - len(sequence.own)
         return lacking if lacking > 0 else 0
 
     def shortfall(self) -> int:
-        """Pages that the running sequences have too few for their next forward."""
+        """Returns how many pages the running sequences lack for their next forward."""
         return sum(self.lacks(sequence, sequence.room_needed) for sequence in self.running)
 
     # --- prefixes -----------------------------------------------------------------------
 
     def cached(self, sequence: SequenceState) -> list[Node]:
-        """Returns the pages with the longest cached prefix of a waiting sequence's text; never all
-        of the text, since somebody needs what the model says of its last token."""
+        """Returns the pages of the longest cached prefix of a waiting sequence's text; never of the
+        whole text: its last token must be computed to predict the next one."""
         return self.tree.match(sequence.text, len(sequence.text) - 1) if self.reuse else []
 
     def store(self, sequence: SequenceState) -> None:
-        """Puts the pages of a sequence that have become full of final keys and values into the
-        tree. Where the tree has their text already, the sequence goes on with the tree's."""
+        """Moves the pages of a sequence that are full of final keys and values into the tree. Where
+        the tree has their text already, the sequence continues with the tree's page."""
         if not self.reuse:
             return
         size, place = self.pages.page_size, len(sequence.nodes)
@@ -94,10 +94,10 @@ class Replica:
     # --- places and pages of sequences -----------------------------------------------------
 
     def admit(self, sequence: SequenceState, nodes: list[Node], tokens: int) -> None:
-        """Gives a sequence an index and pages that hold so many tokens.
+        """Gives a sequence an index, and pages that hold so many tokens.
 
         Args:
-          nodes: as `cached` has returned them.
+          nodes: from `cached`.
         """
         self.tree.hold(nodes)
         sequence.index = heapq.heappop(self._free_indices)
@@ -111,10 +111,11 @@ class Replica:
         self.grow(sequence, tokens)
 
     def grow(self, sequence: SequenceState, tokens: int) -> None:
-        """Gives a sequence pages until it can hold so many tokens; evicts prefixes if it must.
+        """Gives a sequence the pages that it lacks to hold so many tokens, evicting prefixes if
+        needed.
 
         Raises:
-          PageError: there are not so many.
+          PageError: there are not enough.
         """
         count = self.lacks(sequence, tokens)
         if not count:
@@ -127,7 +128,7 @@ class Replica:
         sequence.own += new
 
     def trim(self, sequence: SequenceState, tokens: int) -> None:
-        """Takes pages from a sequence that it does not need to hold so many tokens."""
+        """Takes the pages from a sequence that it does not need to hold so many tokens."""
         keep = max(self.pages.needed(tokens) - len(sequence.nodes), 0)
         surplus = sequence.own[keep:]
         if surplus:
@@ -137,7 +138,7 @@ class Replica:
                 self.pages.drop(page)
 
     def remove(self, sequence: SequenceState) -> int:
-        """Takes index and pages from a sequence; returns the index. Prefixes stay in the tree."""
+        """Takes index and pages from a sequence and returns the index. Its prefix stays cached."""
         index = sequence.index
         self._row(sequence)[:] = 0
         for page in sequence.own:
@@ -155,10 +156,10 @@ class Replica:
     # --- checks -------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Compares every account with what is there; slow, for tests.
+        """Checks all bookkeeping against what is really held; slow, for tests.
 
         Raises:
-          PageError: something does not add up.
+          PageError: the books are wrong.
         """
         held = Counter(self.tree.held())
         if len(held) != self.tree.num_pages or set(held.values()) - {1}:

@@ -1,4 +1,4 @@
-"""Who decodes when: a step admits, runs a burst of forwards, and tells what came of it."""
+"""Schedules sequences: a step admits waiting ones, runs a burst of forwards, and reports events."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from wedlm_jax.engine.admission import AdmissionRound, Admitter
+from wedlm_jax.engine.arrival_queue import ArrivalQueue
 from wedlm_jax.engine.burst import Admission, Burst, ForwardRunner, Report, Request
-from wedlm_jax.engine.counters import Counters
-from wedlm_jax.engine.events import Event, Failed, Finished, TokenDelta
-from wedlm_jax.engine.lookahead import burst_length, chunk_tokens, give_pages, prefill_forwards
+from wedlm_jax.engine.burst_plan import burst_length, chunk_tokens, give_pages, prefill_forwards
+from wedlm_jax.engine.events import Counters, Event, Failed, Finished, TokenDelta
 from wedlm_jax.engine.replica import Replica
 from wedlm_jax.engine.sequence import SequenceState, longest_room
-from wedlm_jax.engine.waiting import Waiting
 from wedlm_jax.engine.windows.choice import WindowChoice
 from wedlm_jax.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerSizes:
-    """What the device was made for.
+    """The sizes that the device was made for.
 
     Attributes:
       num_replicas: R.
@@ -31,10 +30,10 @@ class SchedulerSizes:
       num_pages: of each replica's cache, the trash page included.
       page_size: tokens a page holds.
       max_pages: columns of the page table: pages that one sequence can have.
-      chunk_tokens: tokens of prompts that a forward of a replica may compute beside windows.
+      chunk_tokens: prompt tokens that a forward of a replica may compute beside windows.
       balanced_tokens: tokens of a forward that takes about twice as long as that of one token.
-      max_model_len: prompt and completion tokens together, at most.
-      longest_burst: forwards of a burst where nobody waits.
+      max_model_len: the most tokens of a prompt and its completion together.
+      longest_burst: forwards of a burst while no sequence waits.
     """
 
     num_replicas: int
@@ -51,13 +50,13 @@ class SchedulerSizes:
 class Scheduler:
     """Decodes requests on a device, first come, first served.
 
-    An exception of the device leaves the scheduler of no further use.
+    After an exception of the device the scheduler cannot be used any more.
 
     Args:
-      device: who runs forwards.
+      device: runs the forwards.
       sizes: of the device.
-      windows: who chooses windows.
-      reuse_prefixes: whether what sequences have computed is kept for others that begin alike.
+      windows: chooses the windows.
+      reuse_prefixes: whether computed prefixes are kept for other sequences that share them.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class Scheduler:
             for number in range(sizes.num_replicas)
         ]
         self._admitter = Admitter(self._replicas, windows.widest)
-        self._waiting = Waiting()
+        self._waiting = ArrivalQueue()
         self._sequences: dict[int, SequenceState] = {}
         self._arrivals = itertools.count()
         self._released: list[int] = []
@@ -112,12 +111,21 @@ class Scheduler:
                 f"a prompt of {length} tokens and max_tokens {most} exceed "
                 f"max_model_len {self._sizes.max_model_len}"
             )
-        room = longest_room(request, self._windows.widest(request))
-        if room > self._replicas[0].capacity_of_pages:
+        if most > self.most_tokens(request):
             raise InputError(
-                f"a prompt of {length} tokens and max_tokens {most} take {room} places with "
-                f"their window, and the cache has {self._replicas[0].capacity_of_pages}"
+                f"a prompt of {length} tokens and max_tokens {most} need a cache of "
+                f"{self._room(request)} tokens with their window, and it has "
+                f"{self._replicas[0].capacity_of_pages}"
             )
+
+    def most_tokens(self, request: Request) -> int:
+        """The largest ``max_tokens`` with which a request's prompt could be decoded."""
+        spare = self._replicas[0].capacity_of_pages - self._room(request)
+        context = self._sizes.max_model_len - len(request.prompt)
+        return min(context, request.params.max_tokens + spare)
+
+    def _room(self, request: Request) -> int:
+        return longest_room(request, self._windows.widest(request))
 
     def step(
         self,
@@ -126,17 +134,17 @@ class Scheduler:
         *,
         max_forwards: int | None = None,
     ) -> list[Event]:
-        """Takes requests in, runs one burst, and returns what happened.
+        """Takes requests in, runs one burst, and returns its events.
 
         Args:
-          submitted: new requests, in the order in which they came.
-          aborted: numbers of requests that nobody wants any more, those of this step included;
-            their pages are free at once, and no event comes of them. Unknown ones do not matter.
-          max_forwards: of the burst, for those who cannot wait; by default as many as serve all.
-            With 0 requests are let in and nothing is run.
+          submitted: new requests, in order of arrival.
+          aborted: numbers of requests to abort, those of this step included. Their pages are free
+            at once, and they cause no more events. Unknown numbers are ignored.
+          max_forwards: of the burst, for callers that need an answer soon; chosen by default. With
+            0, requests are admitted and nothing is run.
 
         Raises:
-          ValueError: a number is under way already.
+          ValueError: a request of this number is running or waiting already.
         """
         events: list[Event] = list(self._accept(submitted))
         for number in aborted:
@@ -150,17 +158,17 @@ class Scheduler:
             self._windows.observe(burst, report, time.perf_counter() - started)
             events.extend(self._collect(report))
             if not (self._progress or max_forwards == 0):
-                raise RuntimeError("a burst of forwards brought no sequence on")
+                raise RuntimeError("a burst of forwards advanced no sequence")
         return events
 
     def forget_prefixes(self) -> None:
-        """Frees what is cached of finished sequences: it is worth nothing for other weights.
+        """Frees the cached prefixes, which other weights cannot use.
 
         Raises:
-          RuntimeError: sequences are under way.
+          RuntimeError: sequences are running or waiting.
         """
         if self.has_work:
-            raise RuntimeError("prefixes can be forgotten only while no request is under way")
+            raise RuntimeError("prefixes can be dropped only while no request runs or waits")
         for replica in self._replicas:
             replica.tree.evict(replica.tree.num_pages)
 
@@ -169,7 +177,7 @@ class Scheduler:
     def _accept(self, submitted: Sequence[Request]) -> Iterator[Failed]:
         for request in submitted:
             if request.number in self._sequences:
-                raise ValueError(f"request {request.number} is under way already")
+                raise ValueError(f"request {request.number} is running or waiting already")
             try:
                 self.check(request)
             except InputError as error:
@@ -189,13 +197,13 @@ class Scheduler:
             self._released.append(self._replica_of(sequence).remove(sequence))
 
     def index_of(self, number: int) -> int | None:
-        """Returns the index of a request that is running; None of others."""
+        """Returns the index of a running request; None for others."""
         sequence = self._sequences.get(number)
         return None if sequence is None or sequence.index < 0 else sequence.index
 
     def prompt_left(self, number: int) -> int:
-        """Returns tokens of a request's prompt that are still to be computed; 0 once it decodes or
-        is over."""
+        """Returns how many tokens of a request's prompt are still to be computed; 0 once it decodes
+        or has finished."""
         sequence = self._sequences.get(number)
         if sequence is None or (sequence.index >= 0 and not sequence.is_prefilling):
             return 0
@@ -211,7 +219,7 @@ class Scheduler:
     # --- planning a burst -------------------------------------------------------------------
 
     def _plan(self, max_forwards: int | None) -> Burst | None:
-        """Decides what the device does next; None where there is nothing to do."""
+        """Decides what the device does next; None if there is nothing to do."""
         turn = self._admitter.admit(self._waiting)
         for sequence in turn.admitted:
             sequence.window = self._windows.widest(sequence.request)
@@ -227,18 +235,18 @@ class Scheduler:
         return self._burst(turn, admissions, max_forwards)
 
     def _secure(self, replica: Replica, fresh: list[SequenceState]) -> None:
-        """Sees to it that there are pages for the next forward of every sequence; the youngest are
-        put back if there are not enough.
+        """Makes sure that every sequence has pages for its next forward; the youngest are preempted
+        if there are not enough.
 
         Args:
-          fresh: sequences that the device does not know yet; those put back are taken out.
+          fresh: sequences that the device does not know yet; preempted ones are removed from it.
         """
         if replica.shortfall() > replica.num_available:
             for sequence in replica.running:
                 replica.trim(sequence, sequence.room_needed)
         while replica.shortfall() > replica.num_available:
             if len(replica.running) == 1:
-                raise RuntimeError("the cache has no room for a sequence that is alone in it")
+                raise RuntimeError("the cache has no room for the only sequence in it")
             youngest = replica.running[-1]
             if youngest in fresh:
                 fresh.remove(youngest)
@@ -250,7 +258,7 @@ class Scheduler:
             self._preemptions += 1
 
     def _admission(self, sequence: SequenceState) -> Admission:
-        """Counts a sequence in that is about to begin, or to go on."""
+        """Counts a sequence that starts or resumes, and describes it to the device."""
         text, cached = np.array(sequence.text, np.int32), sequence.num_computed
         if sequence.num_cached_tokens < 0:
             sequence.num_cached_tokens = cached
@@ -299,7 +307,7 @@ class Scheduler:
             length.until_finished,
         )
 
-    # --- what came of it --------------------------------------------------------------------
+    # --- taking in a report -----------------------------------------------------------------
 
     def _collect(self, report: Report) -> Iterator[Event]:
         self._progress = False
@@ -336,6 +344,7 @@ class Scheduler:
                 sequence.num_token_instances,
                 list(new.forwards_at),
                 list(new.instances_at),
+                max(sequence.num_cached_tokens, 0),
             )
         computed, output = int(report.num_computed[index]), int(report.num_output[index])
         fits = sequence.num_computed <= computed <= len(sequence.text)
@@ -355,7 +364,7 @@ class Scheduler:
 
     @property
     def counters(self) -> Counters:
-        """Where the scheduler stands now."""
+        """The counters as they are now."""
         running = self._running
         free = sum(replica.pages.num_free for replica in self._replicas)
         cached = sum(replica.tree.num_evictable for replica in self._replicas)
@@ -383,10 +392,10 @@ class Scheduler:
         )
 
     def check_accounts(self) -> None:
-        """Compares every account of pages with what is there; slow, for tests.
+        """Checks all bookkeeping of pages against what is really held; slow, for tests.
 
         Raises:
-          PageError: something does not add up.
+          PageError: the books are wrong.
         """
         for replica in self._replicas:
             replica.check()

@@ -1,4 +1,4 @@
-"""What the host knows of one sequence, whether it waits or runs."""
+"""The host's side of one sequence, whether it waits or runs."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from wedlm_jax.completion import Completion
 from wedlm_jax.engine.burst import NewTokens, Request
 from wedlm_jax.engine.prefix import Node
-from wedlm_jax.engine.results import SequenceResult
 
 if TYPE_CHECKING:
     from wedlm_jax.decode.logprobs import TokenLogprob
 
 
 def widest_span(window: int) -> int:
-    """Tokens that a window of W may run in a forward, at most: its masks behind as many filled
-    slots, and the last token of the text."""
+    """Returns the most tokens that a window of W runs in a forward: W masks behind W filled slots,
+    and the last token of the text."""
     return 2 * window + 1
 
 
 def longest_room(request: Request, window: int) -> int:
-    """Tokens that the pages of a request may ever have to hold: its last forward starts with a
-    token less than the text will have."""
+    """Returns the most tokens that the pages of a request ever have to hold: its last forward
+    starts one token before the end of the text."""
     return len(request.prompt) + request.params.max_tokens - 1 + widest_span(window)
 
 
@@ -34,19 +34,19 @@ class SequenceState:
 
     Attributes:
       request: what is decoded.
-      arrival: who came first has the lowest.
+      arrival: its rank in the order of arrival.
       text: prompt and committed tokens.
       index: its place on the device; −1 while it waits.
-      nodes: the pages in front that stand in the prefix tree, in the order of the text.
-      own: the pages behind these, that nobody else reads.
-      num_computed: tokens whose keys and values are final in these pages.
-      text_length_admitted: tokens of the text when it last got its index.
+      nodes: its first pages, which are in the prefix tree, in the order of the text.
+      own: the pages after these, which no other sequence reads.
+      num_computed: tokens whose keys and values in these pages are final.
+      text_length_admitted: tokens of the text when it was last admitted.
       window: W as last chosen.
-      resume: what the device saved when the sequence was put back.
-      num_admissions: how often it has got an index.
-      waited_for: numbers of the requests whose prompt it has waited for, and which of their
+      resume: what the device saved when the sequence was preempted.
+      num_admissions: how often it was admitted.
+      waited_for: numbers of the requests whose prefill it has waited for, and which of their
         admissions that was.
-      num_cached_tokens: tokens of the prompt that were in the cache when it first got an index;
+      num_cached_tokens: tokens of the prompt that were in the cache when it was first admitted;
         −1 before.
     """
 
@@ -88,40 +88,41 @@ class SequenceState:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether tokens of the text it was admitted with are still to be computed, but for the
-        last, which an anchored window computes."""
+        """Whether tokens of the text that it was admitted with are still to be computed, besides
+        the last, which an anchored window computes."""
         return self.num_computed < self.text_length_admitted - 1
 
     @property
     def room_needed(self) -> int:
-        """Tokens that its pages must hold for its next forward; while its text is computed, for
-        all of it and the window behind it."""
+        """Tokens that its pages must hold for its next forward; during prefill, for the whole text
+        and the window after it."""
         behind = len(self.text) if self.is_prefilling else self.num_computed
         return behind + widest_span(self.window)
 
     @property
     def longest_room(self) -> int:
-        """Tokens that its pages may ever have to hold."""
+        """The most tokens that its pages ever have to hold."""
         return longest_room(self.request, self.window)
 
     def append(self, new: NewTokens) -> None:
-        """Takes in what a burst has committed."""
+        """Appends what a burst has committed."""
         self.text.extend(new.token_ids)
         self.forwards_at.extend(new.forwards_at)
         self.instances_at.extend(new.instances_at)
         if new.logprobs is not None:
             self.logprobs.extend(new.logprobs)
 
-    def result(self, finish_reason: str | None) -> SequenceResult:
+    def result(self, finish_reason: str | None) -> Completion:
         """Returns what it has committed so far."""
         asked = self.request.params.logprobs is not None
-        return SequenceResult(
+        return Completion(
+            None,
             self.text[len(self.request.prompt) :].tolist(),
             finish_reason,
             self.num_forwards,
             self.num_token_instances,
-            list(self.forwards_at),
-            list(self.instances_at),
             list(self.logprobs) if asked else None,
-            max(self.num_cached_tokens, 0),
+            num_cached_tokens=max(self.num_cached_tokens, 0),
+            forwards_at=list(self.forwards_at),
+            instances_at=list(self.instances_at),
         )

@@ -1,4 +1,4 @@
-"""The sizes and choices of an engine, checked."""
+"""The checked settings of an engine, from what a user asks for and what fits the platform."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from wedlm_jax.attention.ragged_pages import check_ragged_backend
+from wedlm_jax.attention.ragged import check_ragged_backend
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.decode.forward import Program
 from wedlm_jax.decode.loop import REFILLS
@@ -19,35 +19,35 @@ from wedlm_jax.params import SamplingParams
 
 PAGE_SIZES = {"cpu": 16, "gpu": 32, "tpu": 128}
 CHUNK_TOKENS = {"cpu": 256, "gpu": 512, "tpu": 1024}
-"""Prompt tokens that a forward computes beside the windows: as many as cost it little."""
+"""Prompt tokens that a forward computes beside the windows: as many as hardly slow it down."""
 BALANCED_TOKENS = {"cpu": 32, "gpu": 512, "tpu": 512}
 """Tokens of a forward that takes about twice as long as that of one token: about twice as many as
 the device computes while it reads the weights."""
 TOKENS_AT_ONCE = {"cpu": 256, "gpu": 1024, "tpu": 1024}
-"""Tokens that pass the layers at once: more of them would not cost less each, and larger forwards
-are computed in parts of so many, with little padding."""
+"""The most tokens that pass the layers at once. More would not be cheaper per token; larger
+forwards are computed in parts of this size, with little padding."""
 EMITTED = 256
-"""Tokens that a sequence may commit before the host looks."""
+"""Tokens that a sequence may commit before the host fetches them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineSettings:
-    """What an engine is made for; see `wedlm_jax.engine.Engine` for what each means to a user.
+    """The settings of an engine; `wedlm_jax.engine.engine.Engine` says what they mean to a user.
 
     Attributes:
       replicas: R, of the mesh's ``data`` axis.
-      sequences_each: N, sequences that a replica decodes together, at most.
+      sequences_each: N, the most sequences that a replica decodes together.
       window: W, the widest window of the engine.
-      max_text: tokens of a prompt and its completion together, at most.
+      max_text: the most tokens of a prompt and its completion together.
       emitted: E, tokens that a sequence may commit in a burst.
       page_size: tokens of a page.
       num_pages: of a replica, the trash page included.
       max_pages: of one sequence.
       cache_dtype: of keys and values.
-      chunk_tokens: tokens of prompts that a forward computes beside windows, at most.
+      chunk_tokens: the most prompt tokens that a forward computes beside windows.
       balanced_tokens: tokens of a forward that takes about twice as long as that of one token.
-      tokens_at_once: tokens that pass the layers at once, at most.
-      coarse_sizes: whether a forward has few sizes, far apart.
+      tokens_at_once: the most tokens that pass the layers at once.
+      coarse_sizes: whether forwards are compiled at few sizes, far apart.
       attention: a name in `wedlm_jax.attention.RAGGED_BACKENDS`.
       refill: "streaming" or "blockwise".
       deterministic: whether every forward has the same shape.
@@ -79,11 +79,11 @@ class EngineSettings:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of a forward of one replica, at most."""
+        """The most tokens of a forward of one replica."""
         return self.sequences_each * num_slots(self.window) + self.chunk_tokens
 
     def program(self, traits: Traits) -> Program:
-        """What a burst of sequences with these traits is compiled for."""
+        """Returns what a burst of sequences with these traits is compiled for."""
         sizes = forward_sizes(
             self.sequences_each,
             traits.window,
@@ -96,14 +96,14 @@ class EngineSettings:
         return Program(sizes, traits, self.attention, self.refill)
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """The tokens that end a completion."""
+        """Returns the tokens that end a completion."""
         ends = () if params.ignore_eos else self.eos_token_ids
         return tuple(dict.fromkeys((*ends, *params.stop_token_ids)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Wishes:
-    """What a user may say of an engine; see `wedlm_jax.engine.engine.Engine`.
+    """What a user asks of an engine; see `wedlm_jax.engine.engine.Engine`.
 
     Attributes:
       window: W, the widest.
@@ -132,7 +132,7 @@ def plan_engine(
     weights: int,
     limit: int | None = None,
 ) -> tuple[EngineSettings, MemoryPlan]:
-    """Works the settings out, under the mesh that is set.
+    """Works out the settings, under the current mesh.
 
     Args:
       config: of the model.
@@ -140,10 +140,10 @@ def plan_engine(
       platform: of the devices, as JAX names it.
       replicas: of the mesh's ``data`` axis.
       weights: bytes of the parameters on one device.
-      limit: bytes of a device; by default what it says.
+      limit: bytes of a device; by default what it reports.
 
     Raises:
-      InputError: naming the option that cannot be.
+      InputError: naming the option that does not fit.
     """
     if wishes.window:
         config.require_mask_token_id()

@@ -63,13 +63,13 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     prompts: list[Any] = []
     run = LLM.run
 
-    def counting(self: LLM, rows: Any, *rest: Any, **options: Any) -> Any:
+    def counting(self: LLM, records: Any, *rest: Any, **options: Any) -> Any:
         asked_for: list[Any] = []
 
         def noting() -> Any:
-            for row in rows:
-                asked_for.append(row)
-                yield row
+            for record in records:
+                asked_for.append(record)
+                yield record
 
         for batch in run(self, noting(), *rest, **options):
             prompts.extend(list(asked_for[i][0]) for i, _ in batch)

@@ -20,13 +20,13 @@ KEYS = ["id", "text", "token_ids", "finish_reason", "num_forwards", "num_token_i
 SHAPE = ["--window-size", "4", "--max-tokens", "24", "--batch-size", "4"]
 
 
-def lines(rows: list[Any]) -> bytes:
-    return b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
+def lines(records: list[Any]) -> bytes:
+    return b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records)
 
 
-def write(rows: list[Any], name: str = "in.jsonl") -> None:
+def write(records: list[Any], name: str = "in.jsonl") -> None:
     Path(name).parent.mkdir(parents=True, exist_ok=True)
-    Path(name).write_bytes(lines(rows))
+    Path(name).write_bytes(lines(records))
 
 
 def words(count: int = len(WORDS)) -> list[dict[str, Any]]:
@@ -50,12 +50,13 @@ def contents(name: str) -> bytes:
     return b"".join(path.read_bytes() for path in sorted(Path(name).glob("rows-*.jsonl")))
 
 
-def as_row(name: str | int, completion: Completion) -> dict[str, Any]:
+def as_record(name: str | int, completion: Completion) -> dict[str, Any]:
     """The row that a file has of it; all log-probabilities are finite."""
 
     def fields(sample: Completion) -> dict[str, Any]:
         result = dataclasses.asdict(sample)
-        del result["further"], result["num_cached_tokens"]
+        for name in ("further", "num_cached_tokens", "forwards_at", "instances_at"):
+            del result[name]
         if result["logprobs"] is None:
             del result["logprobs"]
         value: dict[str, Any] = json.loads(json.dumps(result, allow_nan=False))

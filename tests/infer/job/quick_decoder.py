@@ -1,4 +1,4 @@
-"""A decoder that decodes nothing: what it answers depends on the row alone, in no time."""
+"""A decoder that decodes nothing: what it answers depends on the prompt alone, in no time."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from wedlm_jax.completion import Completion, Progress
+from wedlm_jax.completion import Completion
 from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.generation import Prepared
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import sample_seed
+from wedlm_jax.progress import Progress
 
 
-def quick_completion(row: Prepared) -> Completion:
-    token_ids, params = row
+def quick_completion(record: Prepared) -> Completion:
+    token_ids, params = record
     if params.n > 1:
         seeds = [sample_seed(params.seed, sample) for sample in range(params.n)]
         each = [dataclasses.replace(params, n=1, seed=seed) for seed in seeds]
@@ -36,18 +37,18 @@ def quick_completion(row: Prepared) -> Completion:
 
 def quick_run(
     self: LLM,
-    rows: Iterable[Prepared],
+    records: Iterable[Prepared],
     on_progress: Callable[[Progress], None] | None = None,
     *,
     stopping: Callable[[], bool] | None = None,
 ) -> Iterator[list[tuple[int, Completion]]]:
-    """As `LLM.run`: rows are asked for a few at a time, and come back in another order."""
-    numbered, running, finished, tokens = enumerate(rows), [], 0, 0
+    """As `LLM.run`: prompts are read a few at a time, and come back in another order."""
+    numbered, running, finished, tokens = enumerate(records), [], 0, 0
     while True:
         running += itertools.islice(numbered, self.max_batch_size - len(running))
         if not running:
             return
-        done = [(i, quick_completion(row)) for i, row in running[1::2] or running]
+        done = [(i, quick_completion(record)) for i, record in running[1::2] or running]
         running = running[0::2] if len(running) > 1 else []
         finished, tokens = finished + len(done), tokens + sum(len(c.token_ids) for _, c in done)
         if on_progress is not None:

@@ -1,4 +1,4 @@
-"""Processes that end without a word, at any moment: no finished row is lost, none repeated."""
+"""Processes that end without a word, at any moment: no finished record is lost, none repeated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from infer.job.part_file import PartFile, whole_rows
+from infer.job.part_file import PartFile, whole_records
 from tests.infer.job.child import start
 from tests.infer.job.job_examples import contents, results, run, words, write
 
@@ -30,7 +30,7 @@ class Killed(BaseException):
 
 def die_at(operation: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The process touches no file any more once it comes to this one of its writing operations,
-    counted from 0; appending a row is cut in the middle. Returns what it did before."""
+    counted from 0; appending a record is cut in the middle. Returns what it did before."""
     done: list[str] = []
 
     def patched(name: str, real: Callable[..., Any], half: Callable[..., Any] | None) -> Any:
@@ -113,7 +113,7 @@ def test_death_at_any_operation_is_made_good(
         before = len(decoded)
         assert job() == 0
         assert whole() == expected
-        assert len(decoded) - before <= 9, "rows that were decoded before may come again"
+        assert len(decoded) - before <= 9, "records that were decoded before may be decoded again"
         if "_append" in done[:-2]:
             assert len(decoded) <= 9 + 4, "but no more than were under way"
     assert deaths > 30
@@ -123,7 +123,7 @@ def test_death_at_any_operation_is_made_good(
 # --- real processes ----------------------------------------------------------------------
 
 
-def kept_rows(output: str = "out") -> int:
+def kept_records(output: str = "out") -> int:
     """Rows in finished shards and in parts."""
     finished = sum(
         path.read_bytes().count(b"\n")
@@ -136,15 +136,15 @@ def kept_rows(output: str = "out") -> int:
             try:
                 with path.open("rb") as file:
                     file.readline()
-                    numbers.update(number for number, _ in whole_rows(file))
+                    numbers.update(number for number, _ in whole_records(file))
             except FileNotFoundError:
                 pass  # has become a shard
     return finished + len(numbers)
 
 
-def wait_for_rows(child: BaseProcess, rows: int) -> None:
+def wait_for_records(child: BaseProcess, records: int) -> None:
     deadline = time.monotonic() + LIMIT_S
-    while kept_rows() < rows:
+    while kept_records() < records:
         assert child.is_alive(), Path("said.txt").read_text()
         assert time.monotonic() < deadline, Path("said.txt").read_text()
         time.sleep(0.002)
@@ -153,10 +153,10 @@ def wait_for_rows(child: BaseProcess, rows: int) -> None:
 def mixed(count: int) -> list[dict[str, Any]]:
     """Rows that sample, and some that cannot be decoded."""
     return [
-        {"id": f"row {i}", **row, "sampling": {"temperature": 1.0}}
+        {"id": f"row {i}", **record, "sampling": {"temperature": 1.0}}
         if i % 25
         else {"id": f"row {i}", "prompt": 5}
-        for i, row in enumerate(words(count))
+        for i, record in enumerate(words(count))
     ]
 
 
@@ -170,18 +170,18 @@ def test_a_job_killed_again_and_again_is_the_job_that_was_never_killed(
     moments = random.Random(0)
     targets = sorted(moments.sample(range(ROWS * 9 // 10), kills))
     reached = []
-    for rows in targets:
+    for records in targets:
         child = start(model, *QUICK)
-        wait_for_rows(child, rows)
+        wait_for_records(child, records)
         time.sleep(moments.uniform(0, 0.05))
         child.kill()
         child.join()
         assert child.exitcode == -signal.SIGKILL
-        reached.append(kept_rows())
+        reached.append(kept_records())
     assert reached == sorted(reached), "what was kept once stays"
     assert 0 < reached[-1] < ROWS
     assert run(model, *QUICK, "--batch-size", "16", output="out") == 0
-    ids = [row["id"] for row in results("out")]
+    ids = [record["id"] for record in results("out")]
     assert len(ids) == len(set(ids)) == ROWS
     assert contents("out") == contents("unbroken")
     assert not list(Path("out").glob("**/*.part"))
@@ -197,12 +197,13 @@ def test_a_job_that_is_asked_to_end_says_how_to_go_on(
 ) -> None:
     write(words(ROWS))
     child = start(model, *QUICK)
-    wait_for_rows(child, 20)
+    wait_for_records(child, 20)
     assert child.pid is not None
     os.kill(child.pid, number)
     child.join(LIMIT_S)
     assert child.exitcode == status, Path("said.txt").read_text()
-    rows = kept_rows()
-    assert 20 <= rows < ROWS
+    records = kept_records()
+    assert 20 <= records < ROWS
     last = Path("said.txt").read_text().splitlines()[-1]
-    assert last == f"{word}: {rows} of {ROWS} rows kept in out; the same command goes on from there"
+    kept = f"{records} of {ROWS} records are kept in out"
+    assert last == f"{word}: {kept}; the same command continues from there"

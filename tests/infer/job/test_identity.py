@@ -24,7 +24,7 @@ def test_an_identity_is_read_back_as_it_was_written() -> None:
 def test_differences_name_every_setting() -> None:
     other = Identity("j", "c", {"chat": True, "params": {"stop": (), "seed": 0}}, 10, 4)
     assert JOB.differences(other.as_json()) == (
-        "the input is another, chat is True there and False here, stop is [] there and ['a'] "
+        "the input differs, chat is True there and False here, stop is [] there and ['a'] "
         "here, shard_size is 10 there and 1000 here"
     )
     assert JOB.differences(JOB.as_json()) == ""

@@ -1,4 +1,4 @@
-"""Where rows come from: files, folders, pipes; and what cannot be read or written."""
+"""Where records come from: files, folders, pipes; and what cannot be read or written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_line_ends_blank_lines_and_a_byte_order_mark(
 ) -> None:
     Path("in.jsonl").write_bytes(content.encode("utf-8"))
     assert run(model, "--shard-size", "1") == 0
-    assert [row["id"] for row in results()] == [0, 1]
+    assert [record["id"] for record in results()] == [0, 1]
     write([{"prompt": "a"}, {"prompt": "mat"}])
     assert run(model, output="plain.jsonl") == 0
     assert results("plain.jsonl") == results()
@@ -43,7 +43,7 @@ def test_no_rows_need_no_model_and_make_an_empty_output(
     assert run(work / "never-loaded", output=output) == 0
     assert results(output) == []
     assert Path(output).exists()
-    assert capsys.readouterr().err == f"in.jsonl has no rows, and so has {output} now\n"
+    assert capsys.readouterr().err == f"in.jsonl has no records; {output} is empty\n"
     assert (
         read_json(f"{output}{'.shards' if output == 'out.jsonl' else ''}/stats.json")["rows"] == 0
     )
@@ -52,14 +52,14 @@ def test_no_rows_need_no_model_and_make_an_empty_output(
 def test_files_and_folders_are_one_row_after_the_other(
     work: Path, model: Path, quick: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [{"id": f"{i}", "prompt": "a"} for i in range(12)]
-    rows[7] = {"id": "7"}
-    write(rows[:2], "first.jsonl")
-    write(rows[2:3], "folder/a.jsonl")
+    records = [{"id": f"{i}", "prompt": "a"} for i in range(12)]
+    records[7] = {"id": "7"}
+    write(records[:2], "first.jsonl")
+    write(records[2:3], "folder/a.jsonl")
     write([], "folder/b.jsonl")
-    write(rows[3:8], "folder/b/c.jsonl")
-    write(rows[8:9], "folder/z.JSONL")
-    write(rows[9:], "prompts")
+    write(records[3:8], "folder/b/c.jsonl")
+    write(records[8:9], "folder/z.JSONL")
+    write(records[9:], "prompts")
     write([{"id": "never"}], "folder/.hidden/x.jsonl")
     write([{"id": "never"}], "folder/notes.md")
     inputs = ["first.jsonl", "folder", "prompts"]
@@ -67,9 +67,11 @@ def test_files_and_folders_are_one_row_after_the_other(
     more = ["--batch-size", "4", "--shard-size", "4"]
     assert main([*command, *more, "--input", *inputs, "--output", "out"]) == 0
     done = results("out")
-    assert [row["id"] for row in done] == [row["id"] for row in rows]
+    assert [record["id"] for record in done] == [record["id"] for record in records]
     assert (done[7]["line"], done[7]["file"]) == (5, "folder/b/c.jsonl")
-    assert "not read, as neither .jsonl nor .parquet: 1 in the folders" in capsys.readouterr().err
+    assert (
+        "not read, since neither .jsonl nor .parquet: 1 in the folders" in capsys.readouterr().err
+    )
 
     # Moved as a whole, the input is the same.
     (work / "moved").mkdir()
@@ -107,20 +109,21 @@ def test_a_pipe_is_kept_until_the_job_ends(
 
     with monkeypatch.context() as patch:
         patch.setattr(
-            "infer.job.share.JobShare.decode", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+            "infer.job.host_share.JobShare.decode",
+            lambda *_: (_ for _ in ()).throw(KeyboardInterrupt),
         )
         assert piped() == 130
     (spooled,) = Path("out").glob("spooled-*.jsonl")
     assert spooled.read_bytes() == content
     # A job of a pipe goes on from the pipe, or from what was kept of it.
     assert run(model, input=str(spooled), output="out") == 0
-    rows = results("out")
-    assert [row["id"] for row in rows] == list(range(8))
-    assert rows[7]["line"] == 8
+    records = results("out")
+    assert [record["id"] for record in records] == list(range(8))
+    assert records[7]["line"] == 8
     assert not spooled.exists()
     for _ in range(2):
         assert piped() == 0
-        assert results("out") == rows
+        assert results("out") == records
         assert not list(Path("out").glob("spooled-*"))
     write(words(2), "more.jsonl")
     assert main(["generate", "--input", name, "more.jsonl", "--output", "out"]) == 2
@@ -135,17 +138,17 @@ def test_a_pipe_is_kept_until_the_job_ends(
         ("missing.jsonl", "out.jsonl", "missing.jsonl: no such file or folder"),
         ("empty", "out.jsonl", "empty: no .jsonl or .parquet file is in this folder"),
         ("in.jsonl.gz", "out.jsonl", "in.jsonl.gz: is compressed; unpack it, or pipe what it"),
-        ("in.jsonl", "missing/out.jsonl", "missing/out.jsonl: there is no folder missing"),
-        ("in.jsonl", "folder.jsonl", "folder.jsonl: not a file that could be replaced"),
+        ("in.jsonl", "missing/out.jsonl", "missing/out.jsonl: no such folder, missing"),
+        ("in.jsonl", "folder.jsonl", "folder.jsonl: exists and is not a file"),
         ("in.jsonl", "out.parquet", "out.parquet: expected a folder or a .jsonl file as output"),
         ("in.jsonl", "in.jsonl", "in.jsonl: input and output are the same file"),
         ("in.jsonl", "link.jsonl", "link.jsonl: input and output are the same file"),
-        ("in.jsonl", "a-file", "a-file: is a file, where a folder is to be written"),
-        ("in.jsonl", "folder", "folder: expected a new folder, or one of such a job, but it holds"),
-        ("folder", "folder", "folder/in.jsonl: lies in the folder of the output"),
-        ("folder", "folder/out", "folder/out: lies in the folder folder, which is the input"),
-        ("folder", "folder/out.jsonl", "folder/out.jsonl: lies in the folder folder"),
-        ("folder/in.jsonl", "folder", "folder/in.jsonl: lies in the folder of the output"),
+        ("in.jsonl", "a-file", "a-file: is a file; the output needs a folder of this name"),
+        ("in.jsonl", "folder", "folder: expected a new folder, or a job's, but it contains"),
+        ("folder", "folder", "folder/in.jsonl: the input is inside the output folder"),
+        ("folder", "folder/out", "folder/out: the output is inside the input folder folder"),
+        ("folder", "folder/out.jsonl", "folder/out.jsonl: the output is inside the input folder"),
+        ("folder/in.jsonl", "folder", "folder/in.jsonl: the input is inside the output folder"),
     ],
 )
 def test_paths_that_cannot_be_used(

@@ -1,4 +1,4 @@
-"""Rows of Parquet files, where pyarrow is installed; and one sentence where it is not."""
+"""Records of Parquet files, where pyarrow is installed; and one sentence where it is not."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def write_parquet(rows: list[dict[str, Any]], name: str, group: int = 4, **columns: Any) -> None:
+def write_parquet(records: list[dict[str, Any]], name: str, group: int = 4, **columns: Any) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    keys = {key for row in rows for key in row}
-    table = pyarrow.table({key: [row.get(key) for row in rows] for key in sorted(keys)} | columns)
+    keys = {key for record in records for key in record}
+    table = pyarrow.table(
+        {key: [record.get(key) for record in records] for key in sorted(keys)} | columns
+    )
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(table, name, row_group_size=group)
 
@@ -43,30 +45,20 @@ def test_parquet_rows_are_those_of_jsonl(
     assert run(model, output="plain.jsonl") == 0
     assert run(model, "--shard-size", "2", input="in.parquet") == 0
     assert results() == results("plain.jsonl")
-    assert [row.get("line") for row in results()] == [None] * 4 + [5, 6, None, 8, 9, None]
+    assert [record.get("line") for record in results()] == [None] * 4 + [5, 6, None, 8, 9, None]
     said = capsys.readouterr().err
-    assert "columns that are no keys of a row are not read: source" in said
+    assert "columns not read, since they are not keys of a record: source" in said
 
 
-def test_structs_within_sampling_have_no_keys_of_other_rows(
+def test_structs_within_sampling_have_no_keys_of_other_records(
     work: Path, model: Path, quick: None
 ) -> None:
-    from infer.job.parquet import parquet_rows
-    from infer.job.source import PARQUET, InputFile
-
-    written = [
-        {"logit_bias": {"5": 1.0}},
-        {"logit_bias": {"9": 2.0}, "top_k": 3},
-        {"logit_bias": None},
-        {"logit_bias": {}},
-        {"logit_bias": {"5": None}},
-    ]
-    write_parquet([{"prompt": "a", "sampling": each} for each in written], "in.parquet")
-    file = InputFile(Path("in.parquet"), "in.parquet", "in.parquet", PARQUET)
-    read = [row["sampling"] for row in parquet_rows(file)]
-    assert read == [*written[:2], {}, {}, {}], "a struct of nulls is no value"
+    biases = [{"5": 1.0}, {"9": 2.0}, None, {}, {"5": None}]
+    write_parquet(
+        [{"prompt": "a", "sampling": {"logit_bias": one}} for one in biases], "in.parquet"
+    )
     assert run(model, input="in.parquet") == 0
-    assert not [row for row in results() if "error" in row]
+    assert not [record for record in results() if "error" in record]
 
 
 def test_sampling_as_a_text_of_json(work: Path, model: Path, quick: None) -> None:
@@ -87,35 +79,20 @@ def test_values_that_json_has_not(work: Path, model: Path, quick: None) -> None:
 
     write_parquet([{"id": datetime.date(2020, 1, 1), "prompt": b"\xff\x00"}], "in.parquet")
     assert run(model, input="in.parquet") == 0
-    (row,) = results()
-    assert row == {
+    (record,) = results()
+    assert record == {
         "error": 'id: expected a text or an integer, not "datetime.date(2020, 1, 1)"',
         "line": 1,
     }
 
 
 def test_a_folder_may_hold_both_kinds(work: Path, model: Path, quick: None) -> None:
-    rows = [{"id": i, "prompt": "a"} for i in range(9)]
-    write_parquet(rows[:5], "data/a.parquet", 2)
-    write(rows[5:7], "data/b.jsonl")
-    write_parquet(rows[7:], "data/c.parquet")
+    records = [{"id": i, "prompt": "a"} for i in range(9)]
+    write_parquet(records[:5], "data/a.parquet", 2)
+    write(records[5:7], "data/b.jsonl")
+    write_parquet(records[7:], "data/c.parquet")
     assert run(model, "--shard-size", "3", input="data") == 0
-    assert [row["id"] for row in results()] == list(range(9))
-
-
-def test_a_large_row_group_is_read_a_few_rows_at_a_time(
-    work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from infer.job.parquet import ROWS_AT_A_TIME, parquet_rows
-    from infer.job.source import PARQUET, InputFile
-
-    count = 5 * ROWS_AT_A_TIME
-    write_parquet([{"prompt": str(i)} for i in range(count)], "in.parquet", count)
-    file = InputFile(Path("in.parquet"), "in.parquet", "in.parquet", PARQUET)
-    for start in (0, 1, ROWS_AT_A_TIME - 1, ROWS_AT_A_TIME, count - 1, count):
-        assert [row["prompt"] for row in parquet_rows(file, start)] == [
-            str(i) for i in range(start, count)
-        ]
+    assert [record["id"] for record in results()] == list(range(9))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Finished rows survive a process killed at any byte, and only those of the same shard."""
+"""Finished records survive a process killed at any byte, and only those of the same shard."""
 
 from __future__ import annotations
 

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from infer import generate
+from infer.job.input import Place, find_input
 from infer.job.output import find_output
 from infer.job.ray_job import SHARDS_PER_TASK, _groups, _ShardActor
-from infer.job.records import Place
-from infer.job.row_index import Shard, build_index
-from infer.job.source import find_input
+from infer.job.record_index import Shard, build_index
 from infer.job.workload import Workload
 from tests.infer.job.job_examples import contents, read_json, results, run, stop_after, words, write
 from wedlm_jax.params import SamplingParams
@@ -44,8 +43,8 @@ def test_actors_finish_what_a_host_has_begun_and_give_the_same_rows(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     several = {"seed": 1, "temperature": 1.0, "n": 3}
-    rows = [*words(17), {"id": "bad", "promt": "a"}, {"prompt": "a", "sampling": several}]
-    write(rows)
+    records = [*words(17), {"id": "bad", "promt": "a"}, {"prompt": "a", "sampling": several}]
+    write(records)
     assert run(model, "--shard-size", "3", output="alone") == 0
     with monkeypatch.context() as patch:
         stop_after(2, KeyboardInterrupt(), patch)
@@ -57,7 +56,7 @@ def test_actors_finish_what_a_host_has_begun_and_give_the_same_rows(
     assert contents("out") == contents("alone")
     ours, theirs = (read_json(f"{folder}/stats.json") for folder in ("out", "alone"))
     for stats in (ours, theirs):
-        assert 0 < stats.pop("last_run")["rows"] <= len(rows)
+        assert 0 < stats.pop("last_run")["rows"] <= len(records)
     assert ours == theirs
     assert ours["error_rows"] == 1
 
@@ -131,7 +130,7 @@ def test_every_shard_is_of_one_task_and_every_actor_has_one(count: int, actors: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--ray", "--fail-fast"], "--fail-fast does not go with --ray"),
+        (["--ray", "--fail-fast"], "--fail-fast does not work with --ray"),
         (["--ray", "--ray-actors", "0"], "--ray-actors: expected 1 or more, not 0"),
         (["--ray-actors", "2"], "--ray-actors goes with --ray"),
         (["--ray", "--num-hosts", "2"], "--num-hosts does not go with --ray"),

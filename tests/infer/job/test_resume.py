@@ -21,13 +21,13 @@ from tests.infer.job.job_examples import (
     words,
     write,
 )
-from wedlm_jax.completion import Progress
 from wedlm_jax.generation import Generation
 from wedlm_jax.llm import LLM
+from wedlm_jax.progress import Progress
 
 
-def kept(rows: int, total: int = 16) -> str:
-    return f"{rows} of {total} rows kept in out.jsonl.shards"
+def kept(records: int, total: int = 16) -> str:
+    return f"{records} of {total} records are kept in out.jsonl.shards"
 
 
 @pytest.mark.parametrize("shard_size", ["3", "1000"])
@@ -53,9 +53,9 @@ def test_interrupted_job_goes_on(
         capsys.readouterr()
         assert run(model, *shape) == 130
     said = capsys.readouterr().err.splitlines()[-1]
-    rows = int(said.split()[1])
-    assert 0 < rows < 16
-    assert said == f"interrupted: {kept(rows)}; the same command goes on from there"
+    records = int(said.split()[1])
+    assert 0 < records < 16
+    assert said == f"interrupted: {kept(records)}; the same command continues from there"
     assert Path("out.jsonl").read_bytes() == before, (
         "an earlier output stays until the new is whole"
     )
@@ -63,17 +63,17 @@ def test_interrupted_job_goes_on(
     # Neither the size of a batch nor that of shards, where the job that is there has one, is
     # asked for again.
     assert run(model, "--batch-size", "1") == 0
-    assert len(decoded) == 16 - rows
+    assert len(decoded) == 16 - records
     assert Path("out.jsonl").read_bytes() == whole
     said = capsys.readouterr().err
-    assert said.splitlines()[0] == f"going on behind {kept(rows)}"
-    assert f"\nout.jsonl: 16 rows ({rows} of them from before), " in said
+    assert said.splitlines()[0] == f"resuming: {kept(records)}"
+    assert f"\nout.jsonl: 16 records ({records} from earlier runs), " in said
 
 
 def test_replicas_change_no_row(work: Path, model: Path) -> None:
-    rows = words(8)
-    rows[2] = {"prompt": "12 + 30 = " * 20}
-    write(rows)
+    records = words(8)
+    records[2] = {"prompt": "12 + 30 = " * 20}
+    write(records)
     assert run(model) == 0
     assert run(model, "--mesh", "data=2", output="replicas.jsonl") == 0
     assert Path("replicas.jsonl").read_bytes() == Path("out.jsonl").read_bytes()
@@ -96,10 +96,10 @@ def test_rows_of_another_version_are_refused_until_they_may_go(
     capsys.readouterr()
     assert run(model) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert "holds 2 rows of another job (another version of wedlm decodes these" in said
-    assert said.endswith("name another output, or drop them with --overwrite")
+    assert "holds 2 records of another job (it was started by another version of wedlm" in said
+    assert said.endswith("choose another output, or delete them with --overwrite")
     assert run(model, "--overwrite") == 0
-    assert [row["id"] for row in results()] == list(range(8))
+    assert [record["id"] for record in results()] == list(range(8))
 
 
 @pytest.mark.parametrize("output", ["out.jsonl", "out"])
@@ -126,7 +126,7 @@ def test_a_finished_job_is_not_done_again(
     assert results(output) == whole
     assert {path: path.read_bytes() for path in Path().rglob("rows-*")} == before
     if output == "out.jsonl":
-        assert capsys.readouterr().err == "out.jsonl is there already, with 8 rows\n"
+        assert capsys.readouterr().err == "out.jsonl is already complete, with 8 records\n"
         Path(output).unlink()
         assert run(model, output=output) == 0
         assert len(decoded) == 8, "what was removed is made anew"
@@ -163,19 +163,19 @@ def test_a_damaged_shard_is_not_put_into_the_output(
     capsys.readouterr()
     assert run(model) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert f"{path}: is not what {manifest.name} says" in error
+    assert f"{path}: does not match {manifest.name}" in error
     assert not Path("out.jsonl").exists()
     path.unlink()
     manifest.unlink()
     assert run(model) == 0
-    assert [row["id"] for row in results()] == list(range(16))
+    assert [record["id"] for record in results()] == list(range(16))
 
 
 def test_interrupted_job_goes_on_with_samples_and_logprobs(
     work: Path, model: Path, quick: None, decoded: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [{**row, "sampling": {"n": 1 + i % 3}} for i, row in enumerate(words(16))]
-    write([*rows, {"prompt": "a", "sampling": {"n": -1}}])
+    records = [{**record, "sampling": {"n": 1 + i % 3}} for i, record in enumerate(words(16))]
+    write([*records, {"prompt": "a", "sampling": {"n": -1}}])
     options = ("--temperature", "1", "--logprobs", "3", "--shard-size", "4")
     assert run(model, *options, output="whole.jsonl") == 0
     decoded.clear()
@@ -210,8 +210,8 @@ CHANGES: list[Any] = [
     (["--window-size", "0"], "window_size is 4 there and 0 here"),
     (["--window-size", "auto"], "window_size is 4 there and 'auto' here"),
     (["--shard-size", "7"], "shard_size is 4 there and 7 here"),
-    ("input", "the input is another"),
-    ("model", "the checkpoint is another"),
+    ("input", "the input differs"),
+    ("model", "the checkpoint differs"),
 ]
 
 
@@ -240,11 +240,11 @@ def test_another_job_is_refused_until_its_rows_may_go(
     capsys.readouterr()
     assert run(model, *options, output="out") == 2
     error = capsys.readouterr().err
-    assert f"rows of another job ({why}); name another output, or drop them with" in error
+    assert f"records of another job ({why}); choose another output, or delete them with" in error
     assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
     assert run(model, *options, "--overwrite", output="out") == 0
-    assert [row["id"] for row in results("out")] == list(range(10))
-    # The same command goes on with its own rows, rather than drop them.
+    assert [record["id"] for record in results("out")] == list(range(10))
+    # The same command resumes its own records instead of deleting them.
     assert run(model, *options, "--overwrite", output="out") == 0
 
 
@@ -271,8 +271,10 @@ def test_memory_that_does_not_suffice(
     stop_after(1, RuntimeError("RESOURCE_EXHAUSTED: out of memory"), monkeypatch)
     assert run(model) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "not enough memory for 4 rows at a time, try a smaller --batch-size; 2 of 8" in error
-    assert error.endswith(f"{kept(2, 8)}; the same command goes on from there")
+    assert (
+        "too little memory for 4 sequences at a time; try a smaller --batch-size; 2 of 8" in error
+    )
+    assert error.endswith(f"{kept(2, 8)}; the same command continues from there")
 
 
 def test_other_errors_are_not_hidden_and_lose_nothing(
@@ -286,7 +288,7 @@ def test_other_errors_are_not_hidden_and_lose_nothing(
     decoded.clear()
     assert run(model) == 0
     assert 0 < len(decoded) < 8
-    assert [row["id"] for row in results()] == list(range(8))
+    assert [record["id"] for record in results()] == list(range(8))
 
 
 def test_sigterm_finishes_the_rows_under_way_and_begins_no_more(
@@ -301,21 +303,21 @@ def test_sigterm_finishes_the_rows_under_way_and_begins_no_more(
     handler, add = signal.getsignal(signal.SIGTERM), PartFile.add
     with monkeypatch.context() as patch:
 
-        def asked_to_end(self: PartFile, rows: Any) -> None:
-            add(self, rows)
+        def asked_to_end(self: PartFile, records: Any) -> None:
+            add(self, records)
             if len(decoded) == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
 
         patch.setattr(PartFile, "add", asked_to_end)
         assert run(model) == 143
     assert signal.getsignal(signal.SIGTERM) is handler
-    rows = len(decoded)
-    assert 2 <= rows < 8
+    records = len(decoded)
+    assert 2 <= records < 8
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said == f"stopped by SIGTERM: {kept(rows)}; the same command goes on from there"
+    assert said == f"stopped by SIGTERM: {kept(records)}; the same command continues from there"
     assert run(model) == 0
     assert len(decoded) == 16
-    assert [row["id"] for row in results()] == list(range(16))
+    assert [record["id"] for record in results()] == list(range(16))
 
 
 def test_sigterm_keeps_no_prompt_that_lacks_samples(
@@ -341,7 +343,7 @@ def test_sigterm_keeps_no_prompt_that_lacks_samples(
     assert f"stopped by SIGTERM: {kept(0, 2)}; " in capsys.readouterr().err
     assert run(model, *options) == 0
     assert Path("out.jsonl").read_bytes() == Path("whole.jsonl").read_bytes()
-    assert [len(row["samples"]) for row in results()] == [40, 40]
+    assert [len(record["samples"]) for record in results()] == [40, 40]
 
 
 def test_sigterm_waits_no_longer_than_its_grace(
@@ -354,10 +356,10 @@ def test_sigterm_waits_no_longer_than_its_grace(
     write(words(16))
     quick_run = LLM.run
 
-    def slow(self: LLM, rows: Any, on_progress: Any, *, stopping: Any) -> Any:
-        yield next(quick_run(self, rows, on_progress))
+    def slow(self: LLM, records: Any, on_progress: Any, *, stopping: Any) -> Any:
+        yield next(quick_run(self, records, on_progress))
         os.kill(os.getpid(), signal.SIGTERM)
-        while True:  # forwards of rows that do not end
+        while True:  # forwards of sequences that do not end
             on_progress(Progress(2, None, 40, 20, 80))
 
     monkeypatch.setattr(LLM, "run", slow)
@@ -373,7 +375,7 @@ def test_sigterm_before_anything_is_decoded(
         "infer.job.job.build_index", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
     )
     assert run(model) == 143
-    assert capsys.readouterr().err == "stopped by SIGTERM: nothing had been decoded\n"
+    assert capsys.readouterr().err == "stopped by SIGTERM: nothing was decoded yet\n"
     assert os.listdir() == ["in.jsonl"]
 
 
@@ -389,4 +391,4 @@ def test_stats_are_of_all_runs_and_say_which_was_last(
     stats = read_json("out/stats.json")
     assert stats["rows"] == 16
     assert 0 < stats["last_run"]["rows"] < 16
-    assert stats["tokens"] == sum(len(row["token_ids"]) for row in results("out"))
+    assert stats["tokens"] == sum(len(record["token_ids"]) for record in results("out"))

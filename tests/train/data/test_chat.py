@@ -10,10 +10,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.data_examples import CHAT, EMBEDDED
-from train.corpus import generate
 from train.data.chat import ChatFormat, Message, Render, TurnsNotFound
 from train.data.samples import load_tokenizer
 from train.data.synthetic import tokenise
+from train.embedded.corpus import generate
 from train.tokenizer import CHAT_TEMPLATE
 from wedlm_jax.errors import InputError
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import train.data.records
+import train.data.chunks
 from tests.data_examples import BLOCK, CHAT, EMBEDDED, ROW, documents, tokenised, write_jsonl
 from train.data.manifest import read_manifest
 from train.data.samples import load_tokenizer
@@ -88,7 +88,7 @@ def test_the_output_is_the_same_byte_for_byte_for_any_number_of_workers(
     inputs: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Small chunks, that both workers have some of every file.
-    monkeypatch.setattr(train.data.records, "CHUNK_RECORDS", 4)
+    monkeypatch.setattr(train.data.chunks, "CHUNK_RECORDS", 4)
     tokenised([inputs], tmp_path / "none", shard_rows=20)
     tokenised([inputs], tmp_path / "two", shard_rows=20, workers=2)
     assert contents(tmp_path / "none") == contents(made)
@@ -107,7 +107,7 @@ def test_documents_of_varied_lengths_fill_their_rows(
 
 KILLED = """
 import os, signal, sys
-import train.data.records
+import train.data.chunks
 from pathlib import Path
 from tests.data_examples import options
 from train.data.job import tokenise
@@ -118,7 +118,7 @@ class Killer:
             os.kill(os.getpid(), signal.SIGKILL)
 
 if __name__ == "__main__":
-    train.data.records.CHUNK_RECORDS = 4
+    train.data.chunks.CHUNK_RECORDS = 4
     tokenise(options([Path(sys.argv[1])], Path(sys.argv[2]), shard_rows=20), Killer())
 """
 

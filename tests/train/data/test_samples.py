@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
-import train.data.records
+import wedlm_jax.records.jsonl
 from tests.data_examples import CHAT, EMBEDDED, ROW, write_jsonl
-from train.data.records import Malformed, chunks, find_files
+from train.data.chunks import Malformed, RecordChunk, chunks, find_input, records
 from train.data.samples import SampleMaker, SampleOptions, load_tokenizer
 from wedlm_jax.errors import InputError
 from wedlm_jax.packing import TokenisedSample
@@ -22,10 +22,15 @@ MAKER = SampleMaker(SampleOptions(str(EMBEDDED), ROW))
 END = MAKER.tokenizer.token_to_id("<|endoftext|>")
 
 
+def chunks_of(path: Path) -> list[RecordChunk]:
+    (file,) = find_input([str(path)]).files
+    return list(chunks(file))
+
+
 def made_of(
     path: Path, maker: SampleMaker = MAKER
 ) -> tuple[list[TokenisedSample], list[Malformed], int]:
-    results = [maker.make(chunk) for chunk in chunks(path)]
+    results = [maker.make(chunk) for chunk in chunks_of(path)]
     samples = [sample for result in results for sample in result.samples]
     malformed = [what for result in results for what in result.malformed]
     return samples, malformed, sum(result.records for result in results)
@@ -116,7 +121,7 @@ def test_every_malformed_record_is_named_and_the_good_ones_between_are_kept(
 def test_lines_that_are_no_json_or_no_text_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train.data.records, "LARGEST_RECORD", 3000)
+    monkeypatch.setattr(wedlm_jax.records.jsonl, "LARGEST_LINE", 3000)
     lines = [
         b"\xef\xbb\xbf" + b'{"text": "with a mark"}',
         b"{",
@@ -137,7 +142,7 @@ def test_lines_that_are_no_json_or_no_text_are_named(
         (3, "not JSON"),
         (4, "not UTF-8"),
         (5, "not JSON"),
-        (8, "too long to read"),
+        (8, "too long"),
         (9, "not JSON"),
         (10, "unknown token"),
     ]
@@ -178,7 +183,7 @@ def test_compressed_lines_and_records_of_a_file_are_read_alike(tmp_path: Path) -
         assert [int(sample.tokens[0]) for sample in samples] == [n % 50 for n in range(1300)]
         assert (malformed, records) == ([], 1300)
         size = (tmp_path / name).stat().st_size
-        assert sum(chunk.bytes_read for chunk in chunks(tmp_path / name)) == size
+        assert sum(chunk.bytes_read for chunk in chunks_of(tmp_path / name)) == size
 
 
 def test_parquet_rows_are_read_where_pyarrow_is_installed(tmp_path: Path) -> None:
@@ -238,7 +243,7 @@ def test_parquet_makes_the_rows_that_jsonl_makes(tmp_path: Path) -> None:
         tmp_path / "a.parquet",
         row_group_size=3,
     )
-    opened = (train.data.records.records(chunk) for chunk in chunks(tmp_path / "a.parquet"))
+    opened = (records(chunk) for chunk in chunks_of(tmp_path / "a.parquet"))
     read = [record for chunk in opened for _, record in chunk]
     assert read == [*given[:-1], {}]
     (samples, malformed, count), (table, table_malformed, table_count) = (
@@ -253,37 +258,6 @@ def test_parquet_makes_the_rows_that_jsonl_makes(tmp_path: Path) -> None:
         == [(bad.line, bad.reason) for bad in malformed]
         == [(6, "empty"), (7, "missing key")]
     )
-
-
-def test_parquet_without_pyarrow_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(InputError, match=r"need pyarrow.*pip install 'wedlm-jax\[data\]'"):
-        find_files([str(tmp_path)])
-
-
-def test_folders_are_searched_in_order_and_what_is_no_input_is_refused(tmp_path: Path) -> None:
-    for name in ("b/2.jsonl", "a.txt", "b/1.jsonl.gz", "b/readme.md", ".cache/c.jsonl"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("x")
-    files, other = find_files([str(tmp_path / "b" / "2.jsonl"), str(tmp_path)])
-    assert [str(path.relative_to(tmp_path)) for path in files] == [
-        "b/2.jsonl",
-        "a.txt",
-        "b/1.jsonl.gz",
-        "b/2.jsonl",
-    ]
-    assert [path.name for path in other] == ["readme.md"]
-    for name, reason in (
-        ("none.jsonl", "no such file"),
-        ("b/readme.md", "expected a .jsonl"),
-        ("d", "file is in"),
-    ):
-        (tmp_path / "d").mkdir(exist_ok=True)
-        with pytest.raises(InputError, match=reason):
-            find_files([str(tmp_path / name)])
 
 
 def test_a_format_that_is_asked_for_reads_that_key_only(tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ from tokenizers import Tokenizer
 
 from tests.data_examples import BLOCK, EMBEDDED, ROW, documents, tokenised, write_jsonl
 from train.config import DataSection, TrainConfig, load_config
-from train.corpus import generate
 from train.data.batches import TrainBatches
 from train.data.manifest import read_manifest, tokenizer_fingerprint
 from train.data.row_codec import decode_row, encode_row
 from train.data.shards import ShardRows
 from train.data.show import read_rows
 from train.data.sources import open_sources
+from train.embedded.corpus import generate
 from train.tokenizer import train_tokenizer
 from wedlm_jax.errors import InputError
 from wedlm_jax.packing import TokenisedSample, row_arrays

@@ -10,7 +10,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from train.config import DataSection, TrainConfig
-from train.corpus import generate
 from train.data.synthetic import (
     PackedDataset,
     build_dataset,
@@ -18,6 +17,7 @@ from train.data.synthetic import (
     save_dataset,
     tokenise,
 )
+from train.embedded.corpus import generate
 from train.tokenizer import train_tokenizer
 from wedlm_jax.errors import InputError
 

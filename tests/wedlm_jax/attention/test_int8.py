@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from tests.decode_examples import TINY, Row, requests_of, run, small_engine
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.attention.int8 import Int8Rows, to_float, to_int8
-from wedlm_jax.attention.ragged_pages import check_ragged_backend
+from wedlm_jax.attention.ragged import check_ragged_backend
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer
+from wedlm_jax.model.quantization import quantize_weights
 from wedlm_jax.params import SamplingParams
-from wedlm_jax.quantization import quantize_weights
 
 PROMPTS = [(5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16), (3,), (4, 9), (2, 3, 4, 5, 6, 7, 8)]
 
@@ -147,5 +147,5 @@ def test_a_checkpoint_is_decoded_with_both(tmp_path_factory: pytest.TempPathFact
         LLM(folder, quantization="int3")
     with pytest.raises(InputError, match="kv_cache_dtype: expected None or 'int8', not 'fp8'"):
         LLM(folder, kv_cache_dtype="fp8")
-    with pytest.raises(InputError, match="'rpa' reads no int8 cache"):
+    with pytest.raises(InputError, match="'rpa' cannot read an int8 cache"):
         check_ragged_backend("rpa", "tpu", TINY, int8=True)

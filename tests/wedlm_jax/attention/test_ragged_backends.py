@@ -17,7 +17,7 @@ from tests.decode_examples import TINY
 from tests.ragged_examples import LAYER, LAYERS, Example, make_example, run_xla
 from wedlm_jax.attention.int8 import Int8Rows
 from wedlm_jax.attention.pages import Spans
-from wedlm_jax.attention.ragged_pages import (
+from wedlm_jax.attention.ragged import (
     allocate_pages,
     attend_pages,
     attention_plan,
@@ -44,8 +44,8 @@ def test_platforms_have_their_own_backend() -> None:
     [
         ("dense", "cpu", WIDE, False, "expected one of xla, rpa, not 'dense'"),
         ("rpa", "cpu", WIDE, False, "'rpa' is for TPUs, not for 'cpu'"),
-        ("rpa", "tpu", WIDE, True, "'rpa' reads no int8 cache"),
-        ("rpa", "tpu", TINY, False, "head_dim of a multiple of 128, not"),
+        ("rpa", "tpu", WIDE, True, "'rpa' cannot read an int8 cache"),
+        ("rpa", "tpu", TINY, False, "head_dim that is a multiple of 128, not"),
     ],
 )
 def test_backends_that_cannot_run_are_refused(

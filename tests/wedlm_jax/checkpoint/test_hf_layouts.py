@@ -18,9 +18,9 @@ from wedlm_jax.checkpoint import hf
 from wedlm_jax.checkpoint.hf import arrays_from_model, load_checkpoint, save_checkpoint
 from wedlm_jax.checkpoint.names import parameter_entries
 from wedlm_jax.errors import InputError
-from wedlm_jax.layer_layout import is_on_columns, with_layers_apart
 from wedlm_jax.model import Transformer
-from wedlm_jax.quantization import INPUT_AXES, quantize_weights
+from wedlm_jax.model.layer_layout import is_on_columns, with_layers_apart
+from wedlm_jax.model.quantization import INPUT_AXES, quantize_weights
 from wedlm_jax.sharding import make_mesh, tree_shardings
 
 LAYOUTS = {
@@ -160,7 +160,7 @@ def test_the_layout_goes_by_the_size_of_matrices(
     folder = folder_of(tmp_path)
     assert not is_on_columns(load_checkpoint(folder, stacked=False))
     matrix = 16 * 12 * 2
-    monkeypatch.setattr("wedlm_jax.layers.CACHED_BYTES", matrix)
+    monkeypatch.setattr("wedlm_jax.model.layers.CACHED_BYTES", matrix)
     assert not is_on_columns(load_checkpoint(folder, stacked=False))
     assert is_on_columns(load_checkpoint(folder, stacked=False, dtype=jnp.float32))
     assert not is_on_columns(load_checkpoint(folder, stacked=True, dtype=jnp.float32))

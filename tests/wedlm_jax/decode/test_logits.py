@@ -27,11 +27,9 @@ from tests.window_examples import (
     sequences,
     state_of,
 )
-from wedlm_jax.decode.head_rows import HeadRows
-from wedlm_jax.decode.logits import adjusted_logits
+from wedlm_jax.decode.logits import adjusted_logits, token_use, with_committed
 from wedlm_jax.decode.options import Traits, idle_options
-from wedlm_jax.decode.penalties import token_use, with_committed
-from wedlm_jax.decode.state import DecodeState, idle_state
+from wedlm_jax.decode.state import DecodeState, HeadRows, idle_state
 from wedlm_jax.params import SamplingParams
 
 LARGEST_ROWS = 40

@@ -202,12 +202,12 @@ def test_endless_numbers_are_cut_to_what_the_device_counts() -> None:
         ({"logit_bias": {24: 1}}, "logit_bias: 24 is outside the vocabulary of 24"),
         ({"bad_words": [[3, 30]]}, "bad_words: 30 is outside the vocabulary of 24"),
         ({"bad_words": ["text"]}, "bad_words: the engine takes token ids"),
-        ({"bad_words": [[3]] * 257}, "bad_words: expected 256 at most"),
-        ({"bad_words": [[3] * 17]}, "bad_words: expected 16 tokens a word at most, not 17"),
-        ({"bad_words": [[i] for i in range(23)]}, "bad_words: they leave no token"),
+        ({"bad_words": [[3]] * 257}, "bad_words: expected at most 256"),
+        ({"bad_words": [[3] * 17]}, "bad_words: expected at most 16 tokens in a word, not 17"),
+        ({"bad_words": [[i] for i in range(23)]}, "bad_words: they forbid all "),
         (
             {"bad_words": [[i] for i in range(2, 23)], "min_tokens": 1},
-            "bad_words: they leave no token",
+            "bad_words: they forbid all ",
         ),
         ({"logit_bias": dict.fromkeys(range(600), 1)}, "logit_bias: 599 is outside"),
     ],
@@ -221,7 +221,7 @@ def test_options_that_a_model_cannot_have_are_refused(
 
 def test_too_many_biases_or_alternatives_are_refused() -> None:
     biases = dataclasses.replace(PLAIN, logit_bias=dict.fromkeys(range(513), 1.0))
-    with pytest.raises(InputError, match="logit_bias: expected 512 tokens at most, not 513"):
+    with pytest.raises(InputError, match="logit_bias: expected at most 512 tokens, not 513"):
         check_options(biases, (), 1000)
     with pytest.raises(InputError, match="logprobs: expected fewer than the vocabulary of 4"):
         check_options(dataclasses.replace(PLAIN, logprobs=4), (), 4)

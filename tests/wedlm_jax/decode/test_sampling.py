@@ -26,9 +26,16 @@ from tests.window_examples import (
     state_of,
 )
 from wedlm_jax.decode import sampling
-from wedlm_jax.decode.noise import gumbel, random_key
 from wedlm_jax.decode.options import Traits, idle_options
-from wedlm_jax.decode.sampling import Limits, choose_tokens, entropy, largest, truncate
+from wedlm_jax.decode.sampling import (
+    Limits,
+    choose_tokens,
+    entropy,
+    gumbel,
+    largest,
+    random_key,
+    truncate,
+)
 from wedlm_jax.params import SamplingParams
 
 seeds = st.integers(0, 2**16)

@@ -16,9 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.window_examples import VOCAB, Decoding, options_of, rows_of, sequences, state_of
 from wedlm_jax.decode import sampling
-from wedlm_jax.decode.logits import adjusted_logits
+from wedlm_jax.decode.logits import adjusted_logits, token_use
 from wedlm_jax.decode.logprobs import token_logprobs
-from wedlm_jax.decode.penalties import token_use
 from wedlm_jax.sharding import make_mesh, on_replicas
 
 ROWS = 40

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from jax import Array
 from scipy import stats
 
-from infer.evaluate import chat_prompt
 from infer.heldout import read_questions
 from tests.decode_examples import (
     TINY,
@@ -251,7 +250,7 @@ def test_a_paper_sequence_goes_on_token_by_token_from_what_it_has_committed(
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     llm, regimes = LLM(window_size=0), read_questions(EMBEDDED_MODEL / "heldout.jsonl")
-    return [chat_prompt(llm, question) for some in regimes.values() for question in some[:3]]
+    return [list(question.encode(llm)) for some in regimes.values() for question in some[:3]]
 
 
 @pytest.fixture(scope="module")

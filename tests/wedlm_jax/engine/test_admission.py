@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from wedlm_jax.engine.admission import SHORTEST_REUSE, AdmissionRound, Admitter, common_length
+from wedlm_jax.engine.arrival_queue import ArrivalQueue
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.replica import Replica
 from wedlm_jax.engine.sequence import SequenceState
-from wedlm_jax.engine.waiting import Waiting
 from wedlm_jax.params import SamplingParams
 
 PAGE = 4
@@ -31,7 +31,7 @@ class Queue:
             )
             for number in range(replicas)
         ]
-        self.waiting = Waiting()
+        self.waiting = ArrivalQueue()
         self.admitter = Admitter(self.replicas, lambda request: 0)
 
     def put(self, *tokens: int) -> SequenceState:

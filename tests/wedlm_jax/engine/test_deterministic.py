@@ -8,9 +8,9 @@ import pytest
 from flax import nnx
 
 from tests.decode_examples import Row, in_mode, requests_of, run, say_the_same, small_engine
+from wedlm_jax.completion import Completion
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.events import Finished
-from wedlm_jax.engine.results import SequenceResult
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 
@@ -70,7 +70,7 @@ def test_neither_arrival_nor_aborts_change_a_token(engine: Engine) -> None:
     expected = run(engine, batch)
     rng = np.random.default_rng(2)
     waiting = requests_of(batch)
-    results: dict[int, SequenceResult] = {}
+    results: dict[int, Completion] = {}
     aborted: set[int] = set()
     while waiting or engine.has_work:
         count = int(rng.integers(0, 4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,10 @@ from tests.decode_examples import (
     run,
     small_engine,
 )
+from wedlm_jax.completion import Completion
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.events import Failed, Finished, TokenDelta
-from wedlm_jax.engine.results import SequenceResult
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
@@ -96,12 +97,12 @@ def test_pages_chunks_and_the_engine_s_window_change_nothing(
 # --- burst by burst ----------------------------------------------------------------------
 
 
-def finish(engine: Engine, results: dict[int, SequenceResult]) -> None:
+def finish(engine: Engine, results: dict[int, Completion]) -> None:
     while engine.has_work:
         take(engine.step(), results)
 
 
-def take(events: list[Any], results: dict[int, SequenceResult]) -> None:
+def take(events: list[Any], results: dict[int, Completion]) -> None:
     for event in events:
         assert not isinstance(event, Failed)
         if isinstance(event, Finished):
@@ -113,7 +114,7 @@ def test_short_bursts_equal_all_at_once(
     streaming_engine: Engine, batch: list[Row], slices: list[int]
 ) -> None:
     expected = run(streaming_engine, batch)
-    results: dict[int, SequenceResult] = {}
+    results: dict[int, Completion] = {}
     deltas: dict[int, list[TokenDelta]] = {i: [] for i in range(len(batch))}
     submitted, turn, spent = requests_of(batch), 0, 0
     while submitted or streaming_engine.has_work:
@@ -154,7 +155,7 @@ def test_an_abort_ends_one_sequence_and_no_other(streaming_engine: Engine) -> No
     slow = dataclasses.replace(PLAIN, entropy_threshold=None)
     batch = [Row((3 + i, 9), slow, 4) for i in range(4)]
     expected = run(streaming_engine, batch)
-    results: dict[int, SequenceResult] = {}
+    results: dict[int, Completion] = {}
     take(streaming_engine.step(requests_of(batch), max_forwards=2), results)
     take(streaming_engine.step(aborted=[1]), results)
     finish(streaming_engine, results)
@@ -189,7 +190,7 @@ def test_a_request_with_options_among_those_without(
     biased = dataclasses.replace(PLAIN, logit_bias={7: 100})
     batch = [Row((3 + i, 9), biased if i == 3 else PLAIN, 4) for i in range(6)]
     first, rest = requests_of(batch[:2]), requests_of(batch[2:], first=2)
-    results: dict[int, SequenceResult] = {}
+    results: dict[int, Completion] = {}
     take(one_size_engine.step(first, max_forwards=3), results)
     take(one_size_engine.step(rest, max_forwards=1), results)
     finish(one_size_engine, results)
@@ -247,7 +248,88 @@ def test_other_weights_give_other_tokens_and_none_are_left_of_the_old(
     assert one_size_engine.decode(requests_of(batch)) == before, "nothing was cached"
 
 
+def test_a_program_is_compiled_while_others_decode(tiny_model: Transformer) -> None:
+    """What it serves, others may use that want less."""
+    engine = small_engine(tiny_model, [], window_size=4, deterministic=True)
+    plain = Request(0, (3, 9, 4), dataclasses.replace(PLAIN, mode="verified"))
+    drawn = Request(1, (3, 9, 4), dataclasses.replace(plain.params, temperature=0.7))
+    assert engine.compiled_for(engine.traits_with([plain])) is None
+    (expected,) = engine.decode([plain])
+    narrow = engine.compiled_for(engine.traits_with([plain]))
+    assert narrow == engine.traits_with([plain])
+    engine.step([dataclasses.replace(plain, number=2)], max_forwards=1)
+    assert engine.compiled_for(engine.traits_with([drawn])) is None
+    thread = threading.Thread(target=engine.compile_program, args=[engine.traits_with([drawn])])
+    thread.start()
+    results: dict[int, Completion] = {}
+    finish(engine, results)
+    thread.join()
+    assert as_if_first(results[2]) == as_if_first(expected)
+    programs = engine.num_programs
+    wide = engine.compiled_for(engine.traits_with([drawn]))
+    assert wide is not None
+    take(engine.step([drawn, plain], program=wide), results)
+    finish(engine, results)
+    assert as_if_first(results[0]) == as_if_first(expected)
+    # Only room was made for what the state of the other program does not have: nothing here.
+    assert engine.num_programs == programs
+    assert engine.compiled_for(engine.traits_with([plain])) == narrow
+
+
+def test_an_engine_begins_anew_after_a_step_that_failed(
+    tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = small_engine(tiny_model, [], deterministic=True)
+    request = Request(0, (3, 9, 4), PLAIN)
+    (expected,) = engine.decode([request])
+    run = engine.device.run
+
+    def failing(burst: Any) -> Any:
+        run(burst)
+        raise RuntimeError("lost")
+
+    monkeypatch.setattr(engine.device, "run", failing)
+    with pytest.raises(RuntimeError, match="lost"):
+        engine.step([request, dataclasses.replace(request, number=1)])
+    monkeypatch.undo()
+    engine.restart()
+    assert not engine.has_work
+    assert engine.counters.pages_free == engine.counters.pages
+    assert engine.decode([request]) == [expected]
+
+
+def test_drafts_are_counted(streaming_engine: Engine) -> None:
+    before = streaming_engine.device.drafts.copy()
+    params = SamplingParams(max_tokens=20, draft_budget=1e6, ignore_eos=True)
+    (result,) = streaming_engine.decode([Request(0, (3, 9, 4), params, 4)])
+    drafts, accepted = (streaming_engine.device.drafts - before).tolist()
+    # Each forward commits its drafts and one choice; the last ones may be cut.
+    assert accepted == len(result.token_ids) - result.num_forwards > 0
+    assert accepted <= drafts <= 3 * result.num_forwards
+    before = streaming_engine.device.drafts.copy()
+    streaming_engine.decode([Request(0, (3, 9, 4), dataclasses.replace(params, mode="ar"))])
+    assert (streaming_engine.device.drafts == before).all()
+
+
 # --- refused -----------------------------------------------------------------------------
+
+
+def test_the_most_tokens_that_fit_do_and_one_more_does_not(tiny_model: Transformer) -> None:
+    for limit in (None, 10):
+        engine = Engine(tiny_model, max_model_len=limit)
+        most = engine.most_tokens(Request(-1, [3] * 5, PLAIN))
+        assert most == (limit or 48) - 5
+        engine.check([3] * 5, dataclasses.replace(PLAIN, max_tokens=most))
+        with pytest.raises(InputError, match=f"max_tokens {most + 1}"):
+            engine.check([3] * 5, dataclasses.replace(PLAIN, max_tokens=most + 1))
+
+
+def test_a_window_wider_than_the_engine_s_is_refused(streaming_engine: Engine) -> None:
+    widest = streaming_engine.settings.window
+    streaming_engine.check_window(widest)
+    for window in (-1, widest + 1):
+        with pytest.raises(InputError, match=f"window_size: expected 0 to {widest}"):
+            streaming_engine.check_window(window)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +356,7 @@ def test_a_prompt_that_is_too_long_fails_alone(streaming_engine: Engine) -> None
     failed, *events = streaming_engine.step(requests)
     assert isinstance(failed, Failed)
     assert isinstance(failed.error, InputError)
-    results: dict[int, SequenceResult] = {}
+    results: dict[int, Completion] = {}
     take(events, results)
     finish(streaming_engine, results)
     assert results == {1: run(streaming_engine, [row])[0]}
@@ -293,10 +375,10 @@ def test_a_prompt_that_just_fits_is_not_refused(streaming_engine: Engine) -> Non
         ({"logit_bias": {24: 1}}, "logit_bias: 24 is outside the vocabulary of 24"),
         ({"bad_words": [[3, 30]]}, "bad_words: 30 is outside the vocabulary of 24"),
         ({"bad_words": ["text"]}, "bad_words: the engine takes token ids"),
-        ({"bad_words": [[i] for i in range(23)]}, "bad_words: they leave no token"),
+        ({"bad_words": [[i] for i in range(23)]}, "bad_words: they forbid all "),
         (
             {"bad_words": [[i] for i in range(2, 23)], "min_tokens": 1, "stop_token_ids": (0,)},
-            "bad_words: they leave no token",
+            "bad_words: they forbid all ",
         ),
     ],
 )

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from tests.decode_examples import TINY, say_the_same, small_engine
+from wedlm_jax.completion import Completion
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.events import Finished, TokenDelta
-from wedlm_jax.engine.results import SequenceResult
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 
@@ -40,7 +40,7 @@ class Machine(RuleBasedStateMachine):
 
     small: Engine
     alone: Engine
-    known: dict[Any, SequenceResult]
+    known: dict[Any, Completion]
 
     def __init__(self) -> None:
         super().__init__()

@@ -19,11 +19,11 @@ from tests.decode_examples import (
     small_engine,
 )
 from tests.training_examples import tiny_transformer
+from wedlm_jax.completion import Completion
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.results import SequenceResult
 from wedlm_jax.model import Transformer
+from wedlm_jax.model.quantization import quantize_weights
 from wedlm_jax.params import SamplingParams
-from wedlm_jax.quantization import quantize_weights
 from wedlm_jax.sharding import make_mesh, tree_shardings
 
 MODEL = tiny_transformer(
@@ -76,18 +76,18 @@ def engine_of(model: Transformer, mesh: Mesh | None = None, **options: object) -
     return small_engine(model, PARAMS, mesh=mesh, **{**usual, **options})
 
 
-def without_logprobs(results: list[SequenceResult]) -> list[SequenceResult]:
+def without_logprobs(results: list[Completion]) -> list[Completion]:
     return [dataclasses.replace(result, logprobs=None) for result in results]
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[SequenceResult]:
+def expected() -> list[Completion]:
     return run(engine_of(MODEL), ROWS)
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_tokens_and_counts_equal_those_of_one_device(
-    sizes: dict[str, int], expected: list[SequenceResult]
+    sizes: dict[str, int], expected: list[Completion]
 ) -> None:
     """Each replica takes over what its own sequences hold."""
     mesh = mesh_of(sizes)

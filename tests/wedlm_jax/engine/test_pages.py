@@ -54,12 +54,12 @@ def test_check_finds_leaks_and_unknown_holders() -> None:
     pages = Pages(4, 4)
     one, two = pages.take(2)
     pages.check({one: 1, two: 1})
-    with pytest.raises(PageError, match=f"page {two} counts 1 holders, and 0 are there"):
+    with pytest.raises(PageError, match=f"page {two} has 0 holders, and 1 are counted"):
         pages.check({one: 1})
-    with pytest.raises(PageError, match=f"page {one} counts 1 holders, and 2 are there"):
+    with pytest.raises(PageError, match=f"page {one} has 2 holders, and 1 are counted"):
         pages.check({one: 2, two: 1})
     pages._free.pop()  # a page that nobody has
-    with pytest.raises(PageError, match="not all the pages"):
+    with pytest.raises(PageError, match="do not make up all pages"):
         pages.check({one: 1, two: 1})
 
 

@@ -82,7 +82,7 @@ def test_a_window_of_its_own() -> None:
     [
         ([], 1, "the prompt has no tokens"),
         ([1] * 91, 10, "a prompt of 91 tokens and max_tokens 10 exceed max_model_len 100"),
-        ([1] * 70, 20, "take 96 places with their window, and the cache has 92"),
+        ([1] * 70, 20, "need a cache of 96 tokens with their window, and it has 92"),
     ],
 )
 def test_what_could_never_be_decoded_is_refused(
@@ -108,7 +108,7 @@ def test_the_longest_that_fits_is_decoded() -> None:
 def test_a_number_is_under_way_once() -> None:
     scheduler, _ = new(longest_burst=1)
     scheduler.step([request(1, [1])])
-    with pytest.raises(ValueError, match="request 1 is under way already"):
+    with pytest.raises(ValueError, match="request 1 is running or waiting already"):
         scheduler.step([request(1, [2])])
 
 
@@ -205,7 +205,7 @@ def test_a_device_that_does_nothing_is_not_asked_for_ever() -> None:
     scheduler = faulty(
         num_computed=nothing, num_output=nothing, num_forwards=nothing, tokens=[None] * 4
     )
-    with pytest.raises(RuntimeError, match="brought no sequence on"):
+    with pytest.raises(RuntimeError, match="advanced no sequence"):
         scheduler.step([request(1, [1, 2])])
 
 

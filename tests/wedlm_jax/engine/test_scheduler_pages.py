@@ -72,7 +72,7 @@ def test_old_prefixes_make_way() -> None:
 def test_other_weights_forget_all_prefixes() -> None:
     scheduler, _ = new(longest_burst=1)
     events = scheduler.step([request(1, range(20))])
-    with pytest.raises(RuntimeError, match="while no request is under way"):
+    with pytest.raises(RuntimeError, match="while no request runs or waits"):
         scheduler.forget_prefixes()
     drain(scheduler, events)
     scheduler.forget_prefixes()

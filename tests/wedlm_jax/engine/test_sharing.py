@@ -21,10 +21,10 @@ from tests.decode_examples import (
     say_the_same,
     small_engine,
 )
+from wedlm_jax.completion import Completion
 from wedlm_jax.engine import admission
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.events import Finished
-from wedlm_jax.engine.results import SequenceResult
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 
@@ -96,7 +96,7 @@ def test_whenever_it_comes_a_request_gets_what_it_gets_alone(
     engine: Engine, requests: list[Row], gaps: list[int]
 ) -> None:
     alone = [run(engine, [row])[0] for row in requests]
-    results: dict[int, SequenceResult] = {}
+    results: dict[int, Completion] = {}
     waiting, turn = requests_of(requests), 0
     while waiting or engine.has_work:
         now, waiting = waiting[:1], waiting[1:]

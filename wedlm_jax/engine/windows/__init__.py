@@ -1,1 +1,1 @@
-"""How wide the window of each sequence is: as asked for, or by load."""
+"""Chooses the window of each sequence: as requested, or by load."""

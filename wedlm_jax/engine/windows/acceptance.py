@@ -1,13 +1,14 @@
-"""How many tokens a forward of a window commits: of a sequence, and of others like it.
+"""Predicts how many tokens a forward of a window commits, from the sequence and others like it.
 
 A sequence is of one of a few *types*, easy to hard. With a window of W, a forward of type m
 commits
 
     E_m(W) = Σ S_m(k), k = 0 .. W - 1,    S_m(k) = q_m ** (k ** SHAPE),
 
-S being how probable a run is to go on behind its k-th token. One number a type tells all widths,
-so what a window of 16 has committed says what one of 4 would. SHAPE is such that the family holds
-on the embedded model's texts, easy and hard, in both modes, within 3 % for most widths.
+where S_m(k) is the probability that a run continues after its k-th token. One number per type
+predicts all widths, so what a window of 16 has committed tells what one of 4 would. With this SHAPE
+the family fits the embedded model's texts, easy and hard, in both modes, within 3 % for most
+widths.
 """
 
 from __future__ import annotations
@@ -20,34 +21,34 @@ Floats = np.ndarray
 SHAPE = 1.2
 NUM_TYPES = 16
 MOST_TOKENS = 40.0
-"""Tokens a forward of the easiest type, with a window without end."""
+"""Tokens that a forward of the easiest type commits, with an unlimited window."""
 HOPE = 0.5
-"""Sequences of the easiest types that the population starts with, and that it comes back to while
-nothing is seen. So windows are tried before they are given up, and again later."""
+"""Prior weight, in sequences, of the easiest types; the population returns to it while nothing is
+observed. So windows are tried before they are given up, and again later."""
 MEMORY = 40.0
-"""Sequences that the population remembers, at most."""
+"""The most sequences that the population remembers."""
 FADING = 0.99
-"""What is left of that from one burst to the next: texts change."""
+"""The share of that memory that is kept from one burst to the next: texts change."""
 WHOLE_SEQUENCE, MOST_AT_ONCE = 48.0, 2.0
-"""Tokens of a sequence that count as one for the population, and as how many those of one burst
-count at most. Tokens, not forwards: hard sequences take more of these."""
+"""Tokens of a sequence that count as one sequence for the population, and the most that one burst
+counts. Tokens, not forwards: hard sequences take more of these."""
 OWN_MEMORY = 48.0
-"""Forwards of a sequence that its own evidence remembers."""
+"""Forwards after which a sequence's own evidence has decayed."""
 INFLATION = 1.5
-"""Runs of a sequence are not independent: easy and hard places come in clusters."""
+"""Widens the variance: runs of a sequence are not independent, hard places come in clusters."""
 
 
 class Acceptance:
-    """What is known of the sequences of one kind, such as those of mode "verified".
+    """Learns how the sequences of one kind, such as those of mode "verified", commit.
 
-    Their own evidence is an array ``[n, M]`` of log-likelihoods that the caller keeps, a row a
-    sequence; zeros where nothing was seen.
+    The evidence of each sequence is an array ``[n, M]`` of log-likelihoods that the caller keeps,
+    zeros before anything is observed.
 
     Args:
-      widths: int ``[K]``, those that may be chosen, 0 first, ascending.
+      widths: int ``[K]``, the windows that may be chosen, 0 first, ascending.
 
     Attributes:
-      expected_by_type: ``[M, K]``, tokens a forward of each type commits with each width.
+      expected_by_type: ``[M, K]``, tokens that a forward of each type commits with each width.
     """
 
     def __init__(self, widths: np.ndarray):
@@ -66,34 +67,33 @@ class Acceptance:
         self._seen = np.zeros(NUM_TYPES)
 
     def expected(self, own: Floats) -> Floats:
-        """Returns tokens that a forward of each sequence commits, ``[n, K]``, for each width.
+        """Returns the tokens that a forward of each sequence commits with each width, ``[n, K]``.
 
-        That is the inverse of the forwards that a token is expected to take: a sequence has so many
-        tokens to commit, and if it turns out to be hard it takes the longer.
+        A harmonic mean over types, the inverse of the expected forwards per token: a sequence has a
+        fixed number of tokens to commit, and spends more forwards if it turns out to be hard.
         """
         tokens: Floats = 1 / (self._types(own) @ (1 / self.expected_by_type))
         return tokens
 
     def filled(self, committed: Floats) -> Floats:
-        """Returns filled slots of windows that commit so many tokens a forward, ``[n, K]``: the
-        wider a window, the more of what it fills turns out to be wrong."""
+        """Returns the filled slots of windows that commit so many tokens a forward, ``[n, K]``: the
+        wider a window, the more of its drafts turn out to be wrong."""
         filled: Floats = np.minimum(self._filled * self._wasted * committed, self._widths)
         return filled
 
     def fade(self) -> None:
-        """Lets a burst pass."""
+        """Forgets a little, once a burst."""
         self._seen *= FADING
 
     def learn(
         self, own: Floats, columns: np.ndarray, tokens: Floats, forwards: Floats, slots: Floats
     ) -> None:
-        """Learns from a burst, and updates what is known of each sequence in place.
+        """Learns from a burst, and updates the evidence of each sequence in place.
 
         Args:
-          own: ``[n, M]``.
-          columns: int ``[n]``, which of the widths each had, not 0.
-          tokens, forwards, slots: ``[n]``, what it committed, in how many forwards, at least 1,
-            with how many active slots.
+          own: ``[n, M]``, their evidence.
+          columns: int ``[n]``, the column of the width that each had, not 0.
+          tokens, forwards, slots: ``[n]``, tokens committed, forwards (at least 1), active slots.
         """
         expected = self.expected_by_type.T[columns]
         variance = self._variance.T[columns] / forwards[:, None]
@@ -107,7 +107,7 @@ class Acceptance:
         self._filled += tokens.sum() / (tokens.sum() + 200) * (ratio - self._filled)
 
     def _types(self, own: Floats) -> Floats:
-        """``[n, M]``: how probable it is that each sequence is of each type."""
+        """Returns the probability that each sequence is of each type, ``[n, M]``."""
         scores = own + np.log(self._seen + self._hope + 1e-3)
         scores = np.exp(scores - scores.max(axis=1, keepdims=True))
         types: Floats = scores / scores.sum(axis=1, keepdims=True)
@@ -115,7 +115,7 @@ class Acceptance:
 
 
 def _continuing(limit: float, places: np.ndarray) -> float:
-    """The q whose runs are ``limit`` long on average."""
+    """Returns the q whose runs are ``limit`` tokens long on average."""
     low, high = 0.0, 1.0
     for _ in range(50):
         q = (low + high) / 2

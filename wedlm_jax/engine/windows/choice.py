@@ -1,4 +1,4 @@
-"""How wide the window of each sequence is in the next burst."""
+"""The window of each sequence in the next burst: the interface, and fixed windows."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ class WindowChoice(Protocol):
     """Chooses windows from burst to burst."""
 
     def widest(self, request: Request) -> int:
-        """Returns the widest window that a request may ever get: room is kept for it."""
+        """Returns the widest window that a request may ever get, for which room is kept."""
 
     def choose(self, running: Sequence[SequenceState]) -> Sequence[int]:
         """Returns the window of each sequence in the next burst, no wider than `widest`."""
 
     def observe(self, burst: Burst, report: Report, seconds: float) -> None:
-        """Learns what a burst has done, and how long it took."""
+        """Learns from the report of a burst, and from how long it took."""
 
 
 class FixedWindows:
-    """Each request's own window, or the engine's.
+    """Gives each request its own window, or else the engine's.
 
     Args:
       window: W of requests that name none; 0 decodes autoregressively.

@@ -1,8 +1,8 @@
 """Times forwards of a wanted number of tokens, with the engine's own program.
 
-Sequences that are not there decode made-up texts: each has its last token and a window of masks,
-never drafts anything (a draft budget of 0), and so runs as many tokens in every forward. Their
-pages are anybody's, so this is done before there is anybody.
+Made-up sequences decode made-up texts: each has its last token and a window of masks, never drafts
+(its draft budget is 0), and so runs the same number of tokens in every forward. They write into
+arbitrary pages, so this is done before the first real sequence.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from wedlm_jax.engine.device import Device
 from wedlm_jax.params import SamplingParams
 
 TEXT = 160
-"""Tokens of the made-up texts, where the engine allows so many."""
+"""Tokens of the made-up texts, if the engine allows so many."""
 FEW, MANY, SOME = 2, 34, 8
-"""Forwards of the two bursts whose difference is timed: a burst costs something itself, often as
-much as several small forwards. ``SOME`` instead of ``MANY`` where forwards are slow."""
+"""Forwards of the two bursts whose difference is timed: a burst itself often costs as much as
+several small forwards. ``SOME`` instead of ``MANY`` if forwards are slow."""
 SLOW = 0.03
-"""Seconds of the first burst from which on forwards are slow."""
+"""Seconds of the first burst above which forwards count as slow."""
 
 
 class ForwardProbe:
-    """Times forwards on a device that nobody uses yet.
+    """Times forwards on a device that is not in use yet.
 
     Args:
       device: prepared for all traits that its programs will have.
@@ -44,10 +44,15 @@ class ForwardProbe:
         """Tokens of the largest forward that can be timed."""
         return self._settings.sequences_each * (1 + self._settings.window)
 
-    def time_forward(self, tokens: int) -> float:
-        """Seconds of a forward of so many tokens, of each replica, without what a burst costs
-        beside its forwards."""
-        windows = self._windows(min(tokens, self.most_tokens))
+    def time_forward(self, tokens: int, *, windowless: bool = False) -> float:
+        """Returns the seconds of a forward of so many tokens of each replica, without what a burst
+        costs beside its forwards.
+
+        Args:
+          windowless: whether no sequence has a window; ``tokens`` are then sequences. Else at least
+            one of them has, where there are two tokens or more.
+        """
+        windows = self._windows(min(tokens, self.most_tokens), windowless)
         settings = self._settings
         running = np.flatnonzero(windows >= 0)
         admissions = [self._admission(int(index)) for index in running]
@@ -60,10 +65,10 @@ class ForwardProbe:
             seconds = (long - short) / (many - few)
             self._overheads.append(max(short - few * seconds, 0.0))
             return seconds
-        return long / max(many, 1)  # other work on the machine has come between
+        return long / max(many, 1)  # other work of the machine disturbed the timing
 
     def overhead(self) -> float:
-        """Seconds that the bursts took beside their forwards, as a rule."""
+        """Returns the median seconds that bursts took beside their forwards."""
         return float(np.median(self._overheads)) if self._overheads else 0.0
 
     def _time_burst(self, windows: np.ndarray, forwards: int) -> tuple[float, int]:
@@ -71,11 +76,11 @@ class ForwardProbe:
         report = self._device.run(self._burst(windows, [], forwards))
         return time.perf_counter() - started, report.num_run
 
-    def _windows(self, tokens: int) -> np.ndarray:
-        """W of each sequence so that they run so many tokens together, as many sequences as
-        possible: each of them costs attention to its text. −1 for no sequence."""
+    def _windows(self, tokens: int, windowless: bool) -> np.ndarray:
+        """Returns windows with which as many sequences as possible run so many tokens together, −1
+        for no sequence. Many sequences, because each also costs the attention to its text."""
         each = self._settings.sequences_each
-        count = min(max(tokens, 1), each)
+        count = min(max(tokens - (not windowless), 1), each)
         own = np.full(each, -1, np.int32)
         base, more = divmod(tokens, count)
         own[:count] = base - 1

@@ -189,3 +189,29 @@ def test_the_time_to_compile_changes_nothing() -> None:
     before = ratio(bursts.table, 32, 8)
     bursts.table.observe(32.0, 0.0, 0.0, 0.0, 32, 20.0)
     assert ratio(bursts.table, 32, 8) == pytest.approx(before, rel=0.05)
+
+
+def test_forwards_without_windows_are_measured_beside_and_followed() -> None:
+    """Their program is faster by a share: measured, kept in a file, corrected while decoding."""
+    true = dict(zip(SIZES, SECONDS, strict=True))
+
+    def time_windowless() -> float:
+        return 0.8 * true[8]
+
+    table = measure(
+        lambda tokens: 0.8 * true[1] if tokens == 1 else true[tokens],
+        SIZES,
+        clock=lambda: 0.0,
+        windowless=time_windowless,
+        beside=8,
+    )
+    assert table.windowless == pytest.approx(0.8)
+    # One token never has a window: what was timed of it was the faster program.
+    plain = measure(true.__getitem__, SIZES, clock=lambda: 0.0)
+    assert table.measured == pytest.approx(plain.measured)
+    for _ in range(200):
+        table.observe(8, 0.0, 0, 0, 100, OVERHEAD + 100 * 0.9 * true[8], windowless=True)
+        table.observe(16, 0.0, 0, 0, 100, OVERHEAD + 100 * true[16])
+    assert ratio(table, 16, 8) / table.windowless == pytest.approx(
+        true[16] / true[8] / 0.9, rel=0.06
+    )

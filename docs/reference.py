@@ -1,0 +1,320 @@
+"""Writes docs/reference.md from the code: `python -m docs.reference`.
+
+What the page says of an option is what `--help` says, what a field of `SamplingParams` or of a
+recipe says of itself, or a docstring. So it is changed there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+from unittest import mock
+
+from wedlm_jax.__main__ import SUBCOMMANDS
+
+PAGE = Path(__file__).with_name("reference.md")
+
+MODULES = ("train.bench", "train.embedded", "train.embedded.corpus")
+"""What `python -m` runs beside the subcommands."""
+
+CLASSES = {
+    "wedlm_jax": ("LLM", "Completion", "Chunk"),
+    "wedlm_jax.decode.logprobs": ("TokenLogprob",),
+    "wedlm_jax.engine.engine": ("Engine",),
+    "wedlm_jax.engine.burst": ("Request",),
+    "wedlm_jax.engine.events": ("TokenDelta", "Finished", "Failed"),
+}
+FUNCTIONS = {
+    "wedlm_jax.checkpoint.hf": ("load_checkpoint", "save_checkpoint"),
+    "wedlm_jax.sharding": ("make_mesh",),
+}
+SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises")
+
+HEAD = """\
+# Reference
+
+All options, in one place. This page is made from the code by `python -m docs.reference`; what is
+wrong here is wrong in `--help` or in a docstring, too.
+"""
+
+
+class Caught(Exception):
+    """Carries the parser that was about to parse."""
+
+
+def parser_of(main: Callable[[list[str]], Any]) -> argparse.ArgumentParser:
+    """Returns the parser with which a command's `main` begins; nothing of the command is run."""
+
+    def catch(parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        raise Caught(parser)
+
+    try:
+        with mock.patch.object(argparse.ArgumentParser, "parse_args", catch):
+            main([])
+    except Caught as caught:
+        (parser,) = caught.args
+        return parser
+    raise AssertionError(f"{main.__module__} parses no arguments")
+
+
+def subcommand_parser(name: str) -> argparse.ArgumentParser:
+    """Returns the parser of `wedlm NAME`."""
+    return parser_of(importlib.import_module(SUBCOMMANDS[name][0]).main)
+
+
+def module_parser(name: str) -> argparse.ArgumentParser:
+    """Returns the parser of `python -m NAME`."""
+    module = importlib.import_module(name)
+    if hasattr(module, "__path__"):
+        module = importlib.import_module(f"{name}.__main__")
+    return parser_of(module.main)
+
+
+def page() -> str:
+    """Returns the whole page."""
+    parts = [HEAD, "## Commands\n"]
+    parts += [command(f"wedlm {name}", subcommand_parser(name)) for name in SUBCOMMANDS]
+    parts += [command(f"python -m {name}", module_parser(name)) for name in MODULES]
+    parts += ["## Sampling parameters\n", sampling_table(), "## Recipes\n", recipe_table()]
+    parts += ["## Python\n"]
+    parts += [described_class(getattr(importlib.import_module(m), n)) for m, n in pairs(CLASSES)]
+    functions = [getattr(importlib.import_module(m), n) for m, n in pairs(FUNCTIONS)]
+    parts += [described_function(f, f"### {f.__name__}", f.__module__) for f in functions]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
+
+
+def pairs(names: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
+    return [(module, name) for module, some in names.items() for name in some]
+
+
+# --- commands -------------------------------------------------------------------------------
+
+
+def command(name: str, parser: argparse.ArgumentParser) -> str:
+    """Returns the section of a command: what it does and its options."""
+    said = textwrap.dedent(str(parser.description or "")).strip()
+    is_list = re.search(r"^ {2}", said, re.MULTILINE)
+    lines = [f"### {name}\n", f"```text\n{said}\n```" if is_list else as_markdown(said), ""]
+    rows = []
+    for action in parser._actions:
+        if action.help == argparse.SUPPRESS or isinstance(action, argparse._HelpAction):
+            continue
+        shown = action.help or ""
+        shown = shown % {**vars(action), "prog": parser.prog} if "%" in shown else shown
+        rows.append((f"`{invocation(action)}`", shown))
+    return "\n".join([*lines, table(("option", "meaning [default]"), rows), ""])
+
+
+def invocation(action: argparse.Action) -> str:
+    """Returns an option as one types it."""
+    if action.choices is not None:
+        value = " or ".join(map(str, action.choices))
+    else:
+        value = str(action.metavar or action.dest.upper()).replace("|", " or ")
+    if not action.option_strings:
+        return value + " ..." * (action.nargs in ("+", "*"))
+    if action.nargs == 0:
+        return action.option_strings[-1]
+    return f"{action.option_strings[-1]} {value}" + " ..." * (action.nargs in ("+", "*"))
+
+
+# --- fields ---------------------------------------------------------------------------------
+
+
+def sampling_table() -> str:
+    """Returns the fields of `SamplingParams`."""
+    from wedlm_jax.params import OPTIONS, SamplingParams
+
+    defaults = {field.name: field for field in dataclasses.fields(SamplingParams)}
+    rows = []
+    for name, option in OPTIONS.items():
+        field = defaults[name]
+        factory = field.default_factory
+        default = factory() if callable(factory) else field.default
+        meaning = option.help + (f"; None: {option.none}" if option.none else "")
+        rows.append((f"`{name}`", f"`{default!r}`", sampling_bounds(option), meaning))
+    head = (
+        "`SamplingParams(...)` in Python, a flag of `wedlm generate`, or a key of "
+        "`sampling` in a record of a [batch job](batch.md). What they mean where masks are filled "
+        "out of order is in [How it works](how-it-works.md#sampling-options).\n\n"
+    )
+    return head + table(("field", "default", "values", "meaning"), rows) + "\n"
+
+
+def sampling_bounds(option: Any) -> str:
+    if option.choices:
+        return ", ".join(f"`{choice}`" for choice in option.choices)
+    if option.low is None:
+        return "true or false" if option.flag else ""
+    low = f"above {option.low:g}" if option.above else f"{option.low:g}"
+    high = (
+        ""
+        if option.high >= 1e6
+        else f"{option.high:,.0f}"
+        if option.integer
+        else f"{option.high:g}"
+    )
+    bounds = f"{low} to {high}" if high else low if option.above else f"at least {low}"
+    return bounds.replace("above 0 to", "above 0, to")
+
+
+def recipe_table() -> str:
+    """Returns the fields of a training recipe."""
+    from train.config import TrainConfig
+
+    rows: list[tuple[str, str, str, str]] = []
+
+    def walk(section: type, prefix: str) -> None:
+        hints = get_type_hints(section)
+        for field in dataclasses.fields(section):
+            if dataclasses.is_dataclass(hints[field.name]):
+                walk(hints[field.name], f"{prefix}{field.name}.")
+                continue
+            factory = field.default_factory
+            default = factory() if callable(factory) else field.default
+            shown = (
+                "null"
+                if default is None
+                else str(default).lower()
+                if isinstance(default, bool)
+                else default
+            )
+            rows.append(
+                (
+                    f"`{prefix}{field.name}`",
+                    f"`{shown}`",
+                    recipe_bounds(field.metadata),
+                    field.metadata["help"],
+                )
+            )
+
+    walk(TrainConfig, "")
+    head = (
+        "A YAML file for `wedlm train --config`; on the command line, `key=value` replaces a field "
+        "and `+key=value` adds to a mapping. Recipes that are there: `configs/`.\n\n"
+    )
+    return head + table(("field", "default", "values", "meaning"), rows) + "\n"
+
+
+def recipe_bounds(said: Any) -> str:
+    if said["choices"]:
+        return ", ".join(f"`{choice}`" for choice in said["choices"])
+    if said["above"] is not None:
+        return f"above {said['above']:g}"
+    if said["least"] is None:
+        return ""
+    if said["most"] != float("inf"):
+        return f"{said['least']:g} to {said['most']:g}"
+    below = "" if said["below"] == float("inf") else f", below {said['below']:g}"
+    return f"at least {said['least']:g}{below}"
+
+
+# --- Python ---------------------------------------------------------------------------------
+
+
+def described_class(cls: type) -> str:
+    """Returns the section of a class: its docstring, and its public methods and properties."""
+    lines = [f"### {cls.__name__}\n", f"`from {home(cls)} import {cls.__name__}`\n"]
+    if "__init__" in vars(cls) and not dataclasses.is_dataclass(cls):
+        lines += [f"```python\n{signature(cls.__name__, cls)}\n```\n"]
+    lines += [docstring(cls), ""]
+    for name, member in vars(cls).items():
+        if name.startswith("_"):
+            continue
+        if isinstance(member, property) and member.__doc__:
+            lines += [f"**`{name}`**: {docstring(member)}", ""]
+        elif inspect.isfunction(member):
+            lines += [described_function(member, f"#### {cls.__name__}.{name}"), ""]
+    return "\n".join(lines)
+
+
+def described_function(function: Any, title: str, module: str | None = None) -> str:
+    """Returns the section of a function: its signature and its docstring."""
+    lines = [f"{title}\n"]
+    if module is not None:
+        lines += [f"`from {module} import {function.__name__}`\n"]
+    shown = signature(function.__name__, function)
+    return "\n".join([*lines, f"```python\n{shown}\n```\n", docstring(function)])
+
+
+def home(cls: type) -> str:
+    import wedlm_jax
+
+    return "wedlm_jax" if cls.__name__ in wedlm_jax.__all__ else cls.__module__
+
+
+def signature(name: str, function: Any) -> str:
+    """Returns a signature, in one line or a parameter a line."""
+    found = inspect.signature(function)
+    parameters = [p for p in found.parameters.values() if p.name != "self"]
+    returns = found.return_annotation
+    result = "" if returns in (inspect.Signature.empty, "None") else f" -> {returns}"
+    words = [parameter(p) for p in parameters]
+    kinds = [p.kind for p in parameters]
+    if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        words.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
+    line = f"{name}({', '.join(words)}){result}"
+    if len(line) <= 96:
+        return line
+    return "\n".join([f"{name}(", *(f"    {word}," for word in words), f"){result}"])
+
+
+def parameter(found: inspect.Parameter) -> str:
+    """Returns a parameter as it is written; annotations are texts, which Python would quote."""
+    stars = {found.VAR_POSITIONAL: "*", found.VAR_KEYWORD: "**"}.get(found.kind, "")
+    annotation = "" if found.annotation is found.empty else f": {found.annotation}"
+    default = "" if found.default is found.empty else f" = {found.default!r}"
+    return f"{stars}{found.name}{annotation}{default}"
+
+
+def docstring(item: Any) -> str:
+    """Returns a docstring as Markdown; what it says of arguments and the like as lists."""
+    text = inspect.cleandoc(item.__doc__ or "")
+    parts = re.split(rf"^({'|'.join(SECTIONS)}):\n", text, flags=re.MULTILINE)
+    lines = [as_markdown(parts[0].strip()), ""]
+    for title, body in zip(parts[1::2], parts[2::2], strict=True):
+        entries = textwrap.dedent(body).strip()
+        if title in ("Returns", "Yields"):
+            lines += [f"{title}: {as_markdown(entries)}\n"]
+        else:
+            lines += [f"{title}:\n", *(f"- {entry}" for entry in as_entries(entries)), ""]
+    return "\n".join(lines).strip() + "\n"
+
+
+def as_entries(text: str) -> Iterable[str]:
+    """Splits a section of a docstring into its entries, ``name: what it is``."""
+    for entry in re.split(r"\n(?=\S)", text):
+        named = re.match(r"(\w[\w, ]*): (.*)", entry, re.DOTALL)
+        if named is None:
+            yield as_markdown(entry)
+        else:
+            names = ", ".join(f"`{name.strip()}`" for name in named[1].split(","))
+            yield f"{names}: {as_markdown(named[2])}"
+
+
+def as_markdown(text: str) -> str:
+    """Returns text of a docstring or a help, a paragraph a line, double backticks made single."""
+    paragraphs = re.split(r"\n\s*\n", text.strip())
+    joined = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    pieces = re.split(r"(`[^`]*`)", joined.replace("``", "`"))
+    return "".join(p if p.startswith("`") else p.replace("<", "&lt;") for p in pieces)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table; no cell may have a bar inside of backticks."""
+    cells = [[as_markdown(cell).replace("|", "&#124;") for cell in row] for row in rows]
+    lines = [list(head), ["---"] * len(head), *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE}", file=sys.stderr)

@@ -1,0 +1,149 @@
+"""Verified decoding against autoregressive decoding: how many completions are not the same.
+
+Where one is not, how close AR's two best tokens were at the first place that differs says why:
+only ties within rounding may go another way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from infer.bench.subject import Subject, forget_programs
+from infer.bench.windows import name_of
+from infer.bench.work import Regimes, Work
+from wedlm_jax.generation import Generation, Router
+from wedlm_jax.params import SamplingParams
+
+if TYPE_CHECKING:
+    from infer.heldout import Question
+    from wedlm_jax.benchmark import Bar
+    from wedlm_jax.completion import Completion
+    from wedlm_jax.engine.engine import Engine
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """Completions of one way of decoding beside those of AR.
+
+    Attributes:
+      way: AR, or a window in mode verified.
+      dtype: of weights and cache.
+      prompts, tokens: that were completed, and of the completions.
+      tokens_per_forward: of them.
+      differ: completions that are not those of AR.
+      median_margin, largest_margin: nats between AR's two best tokens where completions first
+        differ; of AR itself at all places. None where there is no such place.
+    """
+
+    way: str
+    dtype: str
+    prompts: int
+    tokens: int
+    tokens_per_forward: float
+    differ: int
+    median_margin: float | None
+    largest_margin: float | None
+
+
+def compare_identity(
+    subject: Subject,
+    regimes: Regimes,
+    *,
+    rows: int,
+    windows: Sequence[int | str],
+    prompts: int | None,
+    temperature: float,
+    max_tokens: int,
+    bar: Bar,
+) -> Iterator[Agreement]:
+    """Decodes the same prompts by AR and then with each window; yields AR's own figures first.
+
+    Args:
+      rows: sequences that decode together.
+      prompts: of all regimes by turns; all by default.
+      temperature: 0 is greedy; above it, each prompt has a seed of its own, the same every time.
+      max_tokens: of a completion.
+    """
+
+    def decode(window: int | str, mode: str) -> list[Completion]:
+        engine = subject.engine(window, rows)
+        bar.begin(name_of(window, mode))
+        work = _work(subject, asked, SamplingParams(mode=mode, logprobs=2, **sampling))
+        completions = _completions(subject, engine, work)
+        del engine
+        forget_programs()
+        return completions
+
+    asked = list(itertools.islice(_all_by_turns(regimes), prompts))
+    sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens}
+    bar.expect(1 + len(windows))
+    expected = decode(0, "ar")
+    margins = [_margin(one, place) for one in expected for place in range(len(one.token_ids))]
+    yield _agreement(name_of(0, "ar"), subject.dtype, expected, 0, margins)
+    for window in windows:
+        found = decode(window, "verified")
+        places = first_differences(expected, found)
+        margins = [_margin(expected[number], place) for number, place in places.items()]
+        yield _agreement(name_of(window, "verified"), subject.dtype, found, len(places), margins)
+
+
+def first_differences(
+    expected: Sequence[Completion], found: Sequence[Completion]
+) -> dict[int, int]:
+    """By the number of each completion that differs, the first place where it does."""
+    places = {}
+    for number, (one, other) in enumerate(zip(expected, found, strict=True)):
+        pairs = itertools.zip_longest(one.token_ids, other.token_ids)
+        place = next((place for place, (a, b) in enumerate(pairs) if a != b), None)
+        if place is not None:
+            places[number] = place
+    return places
+
+
+def _margin(completion: Completion, place: int) -> float:
+    """Nats between the two most probable tokens of a place."""
+    assert completion.logprobs is not None
+    (_, best), (_, second) = completion.logprobs[place].top[:2]
+    return best - second
+
+
+def _agreement(
+    way: str,
+    dtype: str,
+    completions: Sequence[Completion],
+    differ: int,
+    margins: Sequence[float],
+) -> Agreement:
+    tokens = sum(len(one.token_ids) for one in completions)
+    return Agreement(
+        way,
+        dtype,
+        prompts=len(completions),
+        tokens=tokens,
+        tokens_per_forward=tokens / max(sum(one.num_forwards for one in completions), 1),
+        differ=differ,
+        median_margin=statistics.median(margins) if margins else None,
+        largest_margin=max(margins, default=None),
+    )
+
+
+def _all_by_turns(regimes: Regimes) -> Iterator[Question]:
+    """The first question of every regime, then the second of every one, and so on; none twice."""
+    for some in itertools.zip_longest(*regimes.values()):
+        yield from (question for question in some if question is not None)
+
+
+def _work(subject: Subject, questions: Sequence[Question], params: SamplingParams) -> Work:
+    return [
+        (subject.chat_prompt(question.prompt), dataclasses.replace(params, seed=number))
+        for number, question in enumerate(questions)
+    ]
+
+
+def _completions(subject: Subject, engine: Engine, work: Work) -> list[Completion]:
+    found = dict(item for some in Generation(Router(engine), subject.codec, work) for item in some)
+    return [found[number] for number in range(len(work))]

@@ -1,0 +1,229 @@
+"""The command line of `wedlm bench`: which comparison has which options, and their defaults."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from infer.bench.rival import RIVALS
+from infer.bench.subject import SHAPES
+from infer.bench.work import MAX_TOKENS, Regimes
+from infer.evaluate import EMBEDDED_QUESTIONS
+from infer.heldout import read_questions
+from infer.plots import check_plot
+from wedlm_jax.benchmark import BenchmarkParser
+from wedlm_jax.errors import InputError
+
+COMPARISONS = {
+    "windows": "tokens a second of the held-out questions, by window and by sequences that\n"
+    "decode together, against AR; with --rival, against another library",
+    "floor": "milliseconds of a forward against its linear layers and head alone at the\n"
+    "same number of real tokens, and what a prompt costs beside its forwards",
+    "pages": "with lengths mixed: real tokens among those computed, places in use in\n"
+    "allocated pages, sequences that fit where rectangles of the longest would",
+    "chunks": "a prompt of 16k tokens: its last chunk against its first, and the time\n"
+    "between the tokens of others meanwhile",
+    "identity": "completions of mode verified against AR's: how many are not the same, and\n"
+    "how close AR's two best tokens were where they first differ",
+    "soak": "prompts of random lengths for an hour: fails where a program is compiled on\n"
+    "the way, or memory grows after the first quarter",
+}
+ON_QUESTIONS = ("windows", "pages", "identity")
+"""Cannot be measured with random weights."""
+OF_A_MODEL = ("windows", "floor", "pages", "identity", "soak")
+
+ROWS = {
+    "windows": [1, 8, 32, 128],
+    "floor": [1, 8, 32],
+    "pages": [32],
+    "identity": [64],
+    "soak": [16],
+}
+WINDOWS: dict[str, list[int | str]] = {
+    "windows": [0, 4, 8, 16, "auto"],
+    "floor": [0, 16],
+    "pages": [0, 16],
+    "identity": [1, 2, 4, 8, 16, 32],
+    "soak": [16],
+}
+MODES = {
+    "windows": ["paper", "verified"],
+    "floor": ["paper", "verified"],
+    "pages": ["verified"],
+    "soak": ["verified"],
+}
+PASSES, MINUTES, LONG_PROMPT = 3, 60.0, 16_384
+
+EXAMPLES = (
+    "wedlm bench --compare windows --rows 1 32 --window-size 0 16 auto --plot speeds.svg",
+    "wedlm bench --compare windows --window-size 0 --rival transformers",
+    "wedlm bench --compare floor --rows 1 8 32 --output floor.json",
+    "wedlm bench --compare pages chunks",
+    "wedlm bench --compare identity --dtype bfloat16 --window-size 4 16 --deterministic",
+    "wedlm bench --compare soak --minutes 60 --output soak.json",
+    "wedlm bench --shape qwen3-0.6b --dtype float32 --rival transformers",
+)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parses and checks the command line; ``compare`` is a list, ``window_size`` of windows.
+
+    Raises:
+      InputError: naming the first option that cannot be.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    options.compare = options.compare or ["windows" if options.shape is None else "floor"]
+    _check_subject(options)
+    parser.check(options)
+    counts = [*(options.rows or []), options.passes, options.prompts, options.max_tokens]
+    if any(count is not None and count < 1 for count in counts):
+        raise InputError("--rows, --prompts, --max-tokens and --passes: expected at least 1")
+    if options.minutes is not None and not options.minutes > 0:
+        raise InputError(f"--minutes: expected a number above 0, not {options.minutes:g}")
+    if options.temperature is not None and not options.temperature >= 0:
+        raise InputError(f"--temperature: expected at least 0, not {options.temperature:g}")
+    if options.window_size is not None:
+        options.window_size = [_window(text) for text in options.window_size]
+    if "identity" in options.compare and options.window_size == [0]:
+        raise InputError("--window-size 0 is AR, which identity compares others with: name one")
+    if options.plot is not None:
+        check_plot(options.plot)
+    return options
+
+
+def _parser() -> BenchmarkParser:
+    parser = BenchmarkParser(
+        "wedlm bench",
+        COMPARISONS,
+        default="windows; floor with --shape",
+        closing="Everything runs once untimed, which compiles; figures are medians over the "
+        "passes.",
+        examples=EXAMPLES,
+    )
+    timed = ("windows", "floor", "chunks")
+    _add_subject_options(parser)
+    add = parser.add
+    add(
+        "--rows",
+        "sequences at a time, one or more [windows 1 8 32 128, floor 1 8 32, or 1 with --shape, "
+        "pages 32, identity 64, soak 16]",
+        of=OF_A_MODEL,
+        type=int,
+        nargs="+",
+        metavar="N",
+    )
+    add(
+        "--window-size",
+        "one or more, 0 is AR [windows 0 4 8 16 auto, floor and pages 0 16, identity "
+        "1 2 4 8 16 32, soak 16]",
+        of=OF_A_MODEL,
+        nargs="+",
+        metavar="W",
+    )
+    add(
+        "--mode",
+        "of the windows, one or more [windows and floor both, else verified]",
+        of=tuple(MODES),
+        nargs="+",
+        choices=("paper", "verified"),
+    )
+    add(
+        "--rival",
+        "another library's AR on the same weights",
+        of=("windows", "floor"),
+        choices=RIVALS,
+    )
+    add(
+        "--prompts",
+        "of a regime in windows [2 for each sequence, at least 24], of all in identity [all]",
+        of=("windows", "identity"),
+        type=int,
+        metavar="N",
+    )
+    add(
+        "--prompt-tokens",
+        f"of the long prompt [{LONG_PROMPT}]",
+        of=("chunks",),
+        type=int,
+        metavar="N",
+    )
+    add("--temperature", "0 is greedy [0]", of=("identity",), type=float, metavar="X")
+    add("--max-tokens", f"[{MAX_TOKENS}]", of=("identity",), type=int, metavar="N")
+    add("--minutes", f"for each window [{MINUTES:g}]", of=("soak",), type=float, metavar="X")
+    add("--passes", f"timed passes [{PASSES}]", of=timed, type=int, metavar="N")
+    add(
+        "--plot",
+        "also draw the speeds (.svg, .png or .pdf; needs matplotlib)",
+        of=("windows",),
+        metavar="FILE",
+    )
+    return parser
+
+
+def _add_subject_options(parser: BenchmarkParser) -> None:
+    """Adds the options that say which model decodes which questions, and how it is held."""
+    add = parser.add
+    add("--model", "checkpoint folder [the embedded model]", of=OF_A_MODEL, metavar="DIR")
+    add(
+        "--shape",
+        "random weights of this shape instead, and random prompts "
+        "[chunks: embedded, with a long context]",
+        of=("floor", "chunks", "soak"),
+        choices=tuple(SHAPES),
+    )
+    add("--dtype", "[float32 on a CPU, else bfloat16]", choices=("float32", "bfloat16"))
+    add("--quantization", "round the weights to 8 bits", of=OF_A_MODEL, choices=("int8",))
+    add(
+        "--kv-cache-dtype",
+        "round keys and values to 8 bits",
+        of=OF_A_MODEL,
+        choices=("int8",),
+    )
+    add("--deterministic", "every forward in one shape", of=OF_A_MODEL, action="store_true")
+    on_questions = ("windows", "floor", "pages", "identity")
+    add("--questions", "JSONL [those of the embedded model]", of=on_questions, metavar="FILE")
+    add("--regime", "of the questions, one or more [all]", of=on_questions, nargs="+", metavar="N")
+
+
+def _check_subject(options: argparse.Namespace) -> None:
+    if options.quantization is not None:
+        from wedlm_jax.quantization import check_quantization
+
+        check_quantization(options.quantization)
+    if options.shape is not None:
+        if wanting := [name for name in ON_QUESTIONS if name in options.compare]:
+            raise InputError(
+                f"--shape: {' and '.join(wanting)} decode questions, which random weights cannot; "
+                "floor, chunks and soak can do with them"
+            )
+        if options.model is not None:
+            raise InputError("--model and --shape: expected one of them")
+    if options.rival is not None and options.quantization is not None:
+        raise InputError("--rival and --quantization: the other library's weights are not rounded")
+
+
+def _window(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        window = int(text)
+    except ValueError:
+        window = -1
+    if window < 0:
+        raise InputError(f"--window-size: expected integers of at least 0 or 'auto', not {text!r}")
+    return window
+
+
+def regimes_of(options: argparse.Namespace) -> Regimes:
+    """Reads the questions that the options name.
+
+    Raises:
+      InputError: there is no such file, or no such regime in it.
+    """
+    regimes = read_questions(Path(options.questions or EMBEDDED_QUESTIONS))
+    for name in options.regime or []:
+        if name not in regimes:
+            raise InputError(f"--regime: expected one of {', '.join(regimes)}, not {name!r}")
+    return {name: regimes[name] for name in options.regime or regimes}

@@ -1,0 +1,32 @@
+"""`python -m infer.harness`: the command `lm_eval`, which then knows the model `wedlm`.
+
+For versions of lm_eval that do not look for models of other packages, as 0.4.13 does not.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from infer.harness.command import NEEDED, TASKS
+from wedlm_jax.errors import InputError
+
+
+def main(arguments: list[str]) -> None:
+    try:
+        from lm_eval.__main__ import cli_evaluate
+    except ImportError as error:
+        raise InputError(f"{NEEDED} ({error})") from None
+    import infer.harness.model  # noqa: F401  (registers the model)
+
+    if "--model" in arguments and "--include_path" not in arguments:
+        arguments = [*arguments, "--include_path", str(TASKS)]
+    sys.argv = ["lm_eval", *arguments]
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except InputError as error:
+        print(f"lm_eval: {error}", file=sys.stderr)
+        sys.exit(2)

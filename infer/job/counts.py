@@ -1,0 +1,118 @@
+"""Sums over a job's records, and where it stands."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from wedlm_jax.progress import ProgressBar
+
+
+@dataclasses.dataclass
+class Counts:
+    """Sums over records of the output; the numbers of decoding are of records without an error,
+    all samples of each. Manifests and `stats.json` hold them under these names.
+
+    Attributes:
+      rows: records.
+      error_rows: of these, records with an error in the place of a result.
+    """
+
+    rows: int = 0
+    error_rows: int = 0
+    tokens: int = 0
+    num_forwards: int = 0
+    num_token_instances: int = 0
+
+    def count(self, record: dict[str, Any]) -> None:
+        self.rows += 1
+        if "error" in record:
+            self.error_rows += 1
+            return
+        for sample in record.get("samples", [record]):
+            self.tokens += len(sample["token_ids"])
+            self.num_forwards += sample["num_forwards"]
+            self.num_token_instances += sample["num_token_instances"]
+
+    def __add__(self, other: Counts) -> Counts:
+        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
+        return Counts(*(a + b for a, b in zip(mine, theirs, strict=True)))
+
+    def as_json(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        return self.tokens / max(self.num_forwards, 1)
+
+    @property
+    def p_cache(self) -> float:
+        return self.tokens / max(self.num_token_instances, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class JobProgress:
+    """A job at one moment; all but ``done`` and ``earlier`` are of this run alone.
+
+    Attributes:
+      done: records finished, those of earlier runs included.
+      earlier: finished by earlier runs.
+      total: records that this process has to see to.
+      tokens, forwards: of finished and running sequences.
+      finished: sums over finished records.
+      seconds: wall-clock since decoding began, without compilation.
+      compile_seconds: that.
+    """
+
+    done: int
+    earlier: int
+    total: int
+    tokens: int
+    forwards: int
+    finished: Counts
+    seconds: float
+    compile_seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / max(self.seconds, 1e-9)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        return self.tokens / max(self.forwards, 1)
+
+    @property
+    def seconds_left(self) -> float:
+        """If the remaining records take as long as those of this run; infinite before the first."""
+        finished = self.done - self.earlier
+        return self.seconds * (self.total - self.done) / finished if finished else math.inf
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns what `stats.json` says of a run."""
+        return {
+            **self.finished.as_json(),
+            "seconds": round(self.seconds, 2),
+            "compile_seconds": round(self.compile_seconds, 2),
+            "tokens_per_second": round(self.tokens_per_second, 1),
+        }
+
+    def speed(self) -> str:
+        """Returns the speed in words; p_cache is of finished records, and absent before the
+        first."""
+        known = self.finished.num_token_instances > 0
+        return (
+            f"{self.tokens_per_second:,.0f} tokens/s, "
+            f"{self.tokens_per_forward:.2f} tokens per forward"
+            + (f", p_cache {self.finished.p_cache:.2f}" if known else "")
+        )
+
+    def show(self, bar: ProgressBar) -> None:
+        """Moves the bar of the job here."""
+        bad = self.finished.error_rows
+        bar.update(
+            self.done,
+            total=self.total,
+            text=f"{bad:,} bad, {self.speed()}" if bad else self.speed(),
+            seconds_left=self.seconds_left,
+        )

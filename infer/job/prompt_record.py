@@ -1,0 +1,193 @@
+"""Checks one record: its fields, its id, its seed, and what the engine gets of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from infer.job.input import KEYS, PROMPT_KINDS, Content
+from wedlm_jax.errors import InputError, did_you_mean, shortened
+from wedlm_jax.params import SamplingParams
+from wedlm_jax.records.jsonl import parse_object
+
+if TYPE_CHECKING:
+    from wedlm_jax.generation import Prepared
+    from wedlm_jax.llm import LLM
+
+SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+
+RecordId = str | int
+
+
+@dataclasses.dataclass(slots=True)
+class PromptRecord:
+    """A record that is valid as far as can be told without the model.
+
+    Attributes:
+      id: of the result.
+      kind: which of `PROMPT_KINDS` it has.
+      prompt: its value.
+      params: how it is decoded.
+    """
+
+    id: RecordId
+    kind: str
+    prompt: Any
+    params: SamplingParams
+
+
+def record_fields(content: Content) -> Mapping[str, Any]:
+    """Returns the keys and values of a record.
+
+    Raises:
+      InputError: it is not JSON, or no object.
+    """
+    return content if isinstance(content, dict) else parse_object(content)
+
+
+def record_id(fields: Mapping[str, Any], number: int) -> RecordId:
+    """Returns the id of a record, or else its number in the whole input, from 0.
+
+    Raises:
+      InputError: it has an id that is neither text nor integer.
+    """
+    name = fields.get("id", number)
+    if isinstance(name, bool) or not isinstance(name, str | int):
+        raise InputError(f"id: expected a text or an integer, not {shown_value(name)}")
+    return name
+
+
+def checked_record(
+    fields: Mapping[str, Any], name: RecordId, params: SamplingParams
+) -> PromptRecord:
+    """Checks a record, and derives its seed from its id unless it has one.
+
+    Args:
+      params: of records that do not have their own; the seed is the job's.
+
+    Raises:
+      InputError: which field is wrong, and what was expected.
+    """
+    refuse_unknown(fields, KEYS, "key")
+    kinds = [kind for kind in PROMPT_KINDS if kind in fields]
+    if len(kinds) != 1:
+        have = " and ".join(kinds) or "none"
+        raise InputError(f"expected exactly one of {', '.join(PROMPT_KINDS)}, not {have}")
+    _CHECKS[kinds[0]](fields[kinds[0]])
+    if params.seed is not None:
+        params = dataclasses.replace(params, seed=record_seed(params.seed, name))
+    if "sampling" in fields:
+        params = _overridden(params, fields["sampling"])
+    if params.seed is None:
+        raise InputError("seed: expected a number, so that a restart gives the same result")
+    return PromptRecord(name, kinds[0], fields[kinds[0]], params)
+
+
+def record_seed(seed: int, name: RecordId) -> int:
+    """Returns a record's seed, 32 bits, from the job's seed and the record's id and nothing else,
+    so that it does not depend on where and with which others it is decoded."""
+    text = json.dumps([seed, name])
+    return int.from_bytes(hashlib.sha256(text.encode("ascii")).digest()[:4], "big")
+
+
+def prepared_record(llm: LLM, record: PromptRecord, *, chat: bool) -> Prepared:
+    """Returns the token ids and parameters of a record, checked against the model.
+
+    Args:
+      chat: whether a text is a user's message, for the chat template.
+
+    Raises:
+      InputError: the model cannot decode it, and why.
+    """
+    prompt = record.prompt
+    try:
+        if record.kind == "prompt" and chat:
+            prompt = llm.chat_prompt([{"role": "user", "content": prompt}])
+        elif record.kind == "messages":
+            prompt = llm.chat_prompt(prompt)
+        token_ids, params = llm.prepare_one(prompt, record.params, many_samples=True)
+    except InputError:
+        raise
+    except Exception as error:
+        # Tokenizers and templates are foreign programs: what one record makes them do must not end
+        # a job of millions.
+        reason = shortened(f"{type(error).__name__}: {error}")
+        raise InputError(f"the prompt could not be turned into tokens ({reason})") from error
+    return array("i", token_ids), params  # a list would take nine times the memory
+
+
+def refuse_unknown(fields: Mapping[str, Any], known: Sequence[str], what: str) -> None:
+    """Refuses a name that is not one of ``known``, with a hint."""
+    for name in fields:
+        if name not in known:
+            shown = shortened(name, 60)
+            raise InputError(f"unknown {what} {shown!r}; {did_you_mean(shown, known)}")
+
+
+def check_text(value: Any) -> None:
+    """Refuses a ``prompt`` that is no text."""
+    if not isinstance(value, str):
+        raise InputError(f"prompt: expected a text, not {shown_value(value)}")
+
+
+def _check_token_ids(value: Any) -> None:
+    if not _is_list_of_integers(value):
+        raise InputError(f"prompt_token_ids: expected a list of integers, not {shown_value(value)}")
+
+
+def check_messages(value: Any) -> None:
+    """Refuses ``messages`` that are no conversation, whatever its roles."""
+    if not isinstance(value, list) or not value:
+        shown = shown_value(value)
+        raise InputError(f"messages: expected a list of at least one message, not {shown}")
+    for i, message in enumerate(value):
+        if not isinstance(message, dict):
+            raise InputError(f"messages[{i}]: expected an object, not {shown_value(message)}")
+        for name in ("role", "content"):
+            if not isinstance(message.get(name), str):
+                raise InputError(f"messages[{i}]: expected a text as {name!r}")
+
+
+_CHECKS = {
+    "prompt": check_text,
+    "prompt_token_ids": _check_token_ids,
+    "messages": check_messages,
+}
+
+
+def _overridden(params: SamplingParams, fields: Any) -> SamplingParams:
+    """Returns ``params`` with a record's own values."""
+    if not isinstance(fields, dict):
+        raise InputError(f"sampling: expected an object, not {shown_value(fields)}")
+    refuse_unknown(fields, SAMPLING_FIELDS, "sampling field")
+    stop, stop_ids = fields.get("stop", []), fields.get("stop_token_ids", [])
+    if not isinstance(stop, str | list):
+        shown = shown_value(stop)
+        raise InputError(f"sampling.stop: expected a text or a list of texts, not {shown}")
+    if not _is_list_of_integers(stop_ids):
+        raise InputError(
+            f"sampling.stop_token_ids: expected a list of integers, not {shown_value(stop_ids)}"
+        )
+    try:
+        return dataclasses.replace(params, **fields)
+    except InputError as error:
+        raise InputError(f"sampling.{error}") from None
+
+
+def _is_list_of_integers(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(item, int) and not isinstance(item, bool) for item in value
+    )
+
+
+def shown_value(value: Any) -> str:
+    """Formats a value for a message, shortened."""
+    try:
+        # Parquet has values that JSON does not have, such as dates.
+        return shortened(json.dumps(value, ensure_ascii=False, default=repr), 60)
+    except RecursionError:
+        return f"a deeply nested {type(value).__name__}"

@@ -1,0 +1,148 @@
+"""Indexes a job's input in a first pass: counts records, notes where each shard starts, finds
+repeated ids, and computes a digest. It takes 8 bytes of memory per record, and a little per
+shard."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from infer.job.input import Content, Place, read_for_ids
+from infer.job.prompt_record import record_fields, record_id
+from wedlm_jax.errors import InputError
+from wedlm_jax.records.files import RecordFile, file_size
+from wedlm_jax.records.jsonl import Digest
+
+TELL_EVERY = 2**18
+"""Records between two reports of progress."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """Consecutive records that are written as one file.
+
+    Attributes:
+      number: from 0.
+      first: number of its first record in the whole input.
+      records: how many it has.
+      place: where its first record starts.
+    """
+
+    number: int
+    first: int
+    records: int
+    place: Place
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordIndex:
+    """What the first pass found.
+
+    Attributes:
+      records: how many there are.
+      digest: of the files' contents, and of their names if there are several.
+      sizes: of the files, in bytes.
+      shard_size: records of a shard; the last may have fewer.
+      shards: in order.
+      repeated: int64 ``[R]``, sorted: numbers of records whose id an earlier one has.
+      originals: int64 ``[R]``: the numbers of these earlier ones.
+    """
+
+    records: int
+    digest: str
+    sizes: tuple[int, ...]
+    shard_size: int
+    shards: tuple[Shard, ...]
+    repeated: np.ndarray
+    originals: np.ndarray
+
+    def original(self, number: int) -> int | None:
+        """Returns the number of the first record with the same id, None if it is this one."""
+        place = int(np.searchsorted(self.repeated, number))
+        if place < len(self.repeated) and self.repeated[place] == number:
+            return int(self.originals[place])
+        return None
+
+
+def build_index(
+    files: Sequence[RecordFile], shard_size: int, tell: Callable[[int], None] = lambda _: None
+) -> RecordIndex:
+    """Reads the whole input once.
+
+    Args:
+      files: in the order of their records.
+      shard_size: records of a shard.
+      tell: called now and then with how many records have been read.
+
+    Raises:
+      InputError: a file cannot be read.
+    """
+    begins: list[Place] = []
+    ids = array("Q")
+    contents: list[list[str]] = []
+    sizes: list[int] = []
+    for number, file in enumerate(files):
+        digest = hashlib.sha256()
+        sizes.append(file_size(file))
+        for at, line, claim in _claims(file, digest, ids):
+            if len(ids) % shard_size == 0:
+                begins.append(Place(number, at, line))
+            ids.append(_id_digest(claim))
+            if len(ids) % TELL_EVERY == 0:
+                tell(len(ids))
+        name = file.name if len(files) > 1 else ""
+        contents.append([name, file.kind, digest.hexdigest()])
+    shards = tuple(
+        Shard(k, k * shard_size, min(shard_size, len(ids) - k * shard_size), place)
+        for k, place in enumerate(begins)
+    )
+    whole = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
+    repeated, originals = _repeated(np.array(ids, np.uint64))
+    return RecordIndex(len(ids), whole, tuple(sizes), shard_size, shards, repeated, originals)
+
+
+def _claims(
+    file: RecordFile, digest: Digest, ids: Sequence[int]
+) -> Iterator[tuple[int, int, tuple[str, Any]]]:
+    """Yields offset, line and claimed id of each record.
+
+    A record claims the id that it has, or its number if it is an object without one, whatever else
+    may be wrong with it. Anything else claims an id that no other record can have.
+    """
+
+    def claim(content: Content) -> tuple[str, Any]:
+        number = len(ids)
+        try:
+            return "id", record_id(record_fields(content), number)
+        except InputError:
+            return "none", number
+
+    for at, line, content in read_for_ids(file, digest):
+        yield at, line, claim(content)
+
+
+def _id_digest(claim: tuple[str, Any]) -> int:
+    """Hashes an id to 64 bits: among ten million ids two collide once in 370,000 jobs."""
+    text = json.dumps(claim).encode("ascii")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def _repeated(digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the sorted numbers of records whose digest an earlier one has, and the numbers of the
+    first of these."""
+    order = np.argsort(digests, kind="stable")
+    ranked = digests[order]
+    again = np.zeros(len(order), bool)
+    again[1:] = ranked[1:] == ranked[:-1]
+    # A stable sort keeps equal digests in the order of their records, so each run of equal ones
+    # starts with the first.
+    run = np.maximum.accumulate(np.where(again, 0, np.arange(len(order))))
+    repeated, originals = order[again], order[run[again]]
+    by_row = np.argsort(repeated)
+    return repeated[by_row], originals[by_row]

@@ -1,0 +1,1 @@
+"""`wedlm serve`: the OpenAI API over the engine."""

@@ -1,0 +1,177 @@
+"""One call of the API on its way: its sequences' events, gathered as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+from infer.serve.capacity import Capacity
+from infer.serve.engine_thread import EngineThread
+from infer.serve.metrics import Metrics, SequenceTimes
+from wedlm_jax.completion import Chunk, Completion
+from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.events import Event, Failed, TokenDelta
+from wedlm_jax.generation import CompletionStream, Prepared, sample_params
+
+if TYPE_CHECKING:
+    from wedlm_jax.text import TextCodec
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a call of the API asks for, all checked.
+
+    Attributes:
+      prompts: token ids and sampling of each, of which ``n`` samples are wanted.
+      window: W of all; None lets the engine choose.
+      streamed: whether pieces are wanted as they come.
+      with_usage: whether a stream ends with its usage.
+      with_token_ids: whether ids are sent beside texts.
+    """
+
+    prompts: Sequence[Prepared]
+    window: int | None = None
+    streamed: bool = False
+    with_usage: bool = False
+    with_token_ids: bool = False
+
+    @property
+    def num_choices(self) -> int:
+        return sum(params.n for _, params in self.prompts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What has come of one choice: its place among all, and the news."""
+
+    index: int
+    chunk: Chunk
+
+
+@dataclasses.dataclass(eq=False)
+class _Choice:
+    """A sequence under way.
+
+    Attributes:
+      watched: whether its text is followed token by token, for a stream or a stop string.
+    """
+
+    index: int
+    watched: bool
+    stream: CompletionStream
+    times: SequenceTimes
+
+
+class Answer:
+    """Decodes what a call asks for.
+
+    Args:
+      codec: the tokenizer; None where there is none.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        engine: EngineThread,
+        codec: TextCodec | None,
+        capacity: Capacity,
+        metrics: Metrics,
+    ):
+        self._call, self._engine, self._codec = call, engine, codec
+        self._capacity, self._metrics = capacity, metrics
+        self._events: asyncio.Queue[list[Event]] = asyncio.Queue()
+        self._under_way: dict[int, _Choice] = {}
+        self._choices: list[_Choice] = []
+
+    def begin(self) -> None:
+        """Lets all sequences in.
+
+        Raises:
+          ApiError: there is no room for them.
+        """
+        call = self._call
+        self._capacity.enter(call.num_choices)
+        requests = []
+        for token_ids, params in call.prompts:
+            for own in sample_params(params):
+                request = Request(self._engine.new_number(), token_ids, own, call.window)
+                requests.append(request)
+                choice = _Choice(
+                    len(self._choices),
+                    call.streamed or bool(own.stop),
+                    CompletionStream(self._codec, own),
+                    self._metrics.sequence(),
+                )
+                self._choices.append(choice)
+                self._under_way[request.number] = choice
+        self._engine.submit(requests, self._events.put_nowait)
+
+    def end(self) -> None:
+        """Aborts what nobody wants any more; does nothing where all is over."""
+        numbers = list(self._under_way)
+        if numbers:
+            self._metrics.aborted.inc(len(numbers))
+            self._engine.abort(numbers)
+            self._capacity.leave(len(numbers))
+            self._under_way.clear()
+
+    async def pieces(self, patience: float) -> AsyncIterator[list[Piece]]:
+        """Yields what has come, once for every step of the engine that brought something; nothing
+        at all after so many seconds without.
+
+        Raises:
+          Exception: what a sequence failed with.
+        """
+        while self._under_way:
+            try:
+                events = await asyncio.wait_for(self._events.get(), patience)
+            except TimeoutError:
+                yield []
+                continue
+            touched = self._take(events)
+            chunks = ((choice.index, choice.stream.piece()) for choice in touched)
+            yield [Piece(index, chunk) for index, chunk in chunks if chunk is not None]
+
+    async def completions(self) -> list[Completion]:
+        """Waits for all of them.
+
+        Raises:
+          Exception: what a sequence failed with.
+        """
+        while self._under_way:
+            self._take(await self._events.get())
+        return [choice.stream.completion for choice in self._choices]
+
+    @property
+    def so_far(self) -> list[Completion]:
+        """What has come of each choice."""
+        return [choice.stream.completion for choice in self._choices]
+
+    def _take(self, events: Sequence[Event]) -> list[_Choice]:
+        touched: dict[int, _Choice] = {}
+        for event in events:
+            choice = self._under_way.get(event.number)
+            if choice is None:
+                continue
+            if isinstance(event, Failed):
+                self._over(event.number)
+                raise event.error
+            if isinstance(event, TokenDelta):
+                choice.times.note(event)
+                if not choice.watched:
+                    continue
+            choice.stream.take(event)
+            touched[choice.index] = choice
+            if choice.stream.finished:
+                self._over(event.number)
+                choice.times.end(choice.stream.completion)
+                if isinstance(event, TokenDelta):
+                    # A stop string, of which the engine knows nothing.
+                    self._engine.abort([event.number])
+        return list(touched.values())
+
+    def _over(self, number: int) -> None:
+        del self._under_way[number]
+        self._capacity.leave(1)

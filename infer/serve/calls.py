@@ -1,0 +1,132 @@
+"""From the body of a request to what the engine decodes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from infer.serve.answer import Call
+from infer.serve.capacity import Capacity
+from infer.serve.errors import CONTEXT_LENGTH, ApiError, bad_request
+from infer.serve.fields import check_refused, sampling_given, sampling_of
+from wedlm_jax.engine.burst import Request
+from wedlm_jax.errors import InputError
+from wedlm_jax.params import OPTIONS
+from wedlm_jax.text import as_list
+
+if TYPE_CHECKING:
+    from wedlm_jax.generation import Prepared
+    from wedlm_jax.llm import LLM
+    from wedlm_jax.params import SamplingParams
+    from wedlm_jax.text import Prompt
+
+FIELDS = {*OPTIONS, "window_size"}
+"""With which the library's sentences may begin."""
+
+
+class Calls:
+    """Checks bodies, and turns their texts into token ids.
+
+    Args:
+      model: the name that requests know it by.
+      defaults: of sampling.
+      chat_limit: completion tokens of a chat that says nothing of them; None for all that its
+        prompt leaves of the context.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        model: str,
+        defaults: SamplingParams,
+        capacity: Capacity,
+        chat_limit: int | None = None,
+    ):
+        self._llm, self._model, self._defaults = llm, model, defaults
+        self._capacity, self._chat_limit = capacity, chat_limit
+        # Tokenizers work through megabytes here while the event loop goes on. One at a time:
+        # they are not said to be safe for several threads.
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+
+    async def of_completion(self, body: Any) -> Call:
+        """What a body of /v1/completions asks for.
+
+        Raises:
+          ApiError: naming the field.
+        """
+        prompts = as_list(body.prompt)
+        if not prompts:
+            raise ApiError(400, "prompt: expected at least one", param="prompt")
+        return await self._call(body, "prompt", lambda: prompts, self._defaults.max_tokens)
+
+    async def of_chat(self, body: Any) -> Call:
+        """What a body of /v1/chat/completions asks for.
+
+        Raises:
+          ApiError: naming the field.
+        """
+        messages = [message.as_given() for message in body.messages]
+        return await self._call(
+            body, "messages", lambda: [self._llm.chat_prompt(messages)], self._chat_limit
+        )
+
+    async def _call(
+        self, body: Any, name: str, read: Callable[[], Sequence[Prompt]], limit: int | None
+    ) -> Call:
+        if body.model not in (None, self._model):
+            message = f"there is no model {body.model!r} here, but {self._model!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        check_refused(body)
+        if body.stream_options is not None and not body.stream:
+            message = "stream_options: expected stream to be true"
+            raise ApiError(400, message, param="stream_options")
+        given = sampling_given(body)
+        params = sampling_of(given, self._defaults, self._llm.engine.max_model_len)
+        limit = params.max_tokens if "max_tokens" in given else limit
+        exact = "max_tokens" in given
+
+        def prepare() -> list[Prepared]:
+            try:
+                if body.window_size is not None:
+                    self._llm.engine.check_window(body.window_size)
+                prompts = read()
+                self._capacity.check(len(prompts) * params.n)
+                return [
+                    self._prepared(prompt, params, limit, exact, body.window_size, name)
+                    for prompt in prompts
+                ]
+            except InputError as error:
+                raise bad_request(error, FIELDS, name) from None
+
+        return Call(
+            await asyncio.get_running_loop().run_in_executor(self._worker, prepare),
+            body.window_size,
+            streamed=bool(body.stream),
+            with_usage=bool(body.stream_options and body.stream_options.include_usage),
+            with_token_ids=bool(body.return_token_ids),
+        )
+
+    def _prepared(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        limit: int | None,
+        exact: bool,
+        window: int | None,
+        name: str,
+    ) -> Prepared:
+        ids = self._llm.as_ids(prompt)
+        most = self._llm.engine.most_tokens(Request(-1, ids, params, window))
+        if not exact:
+            least = max(params.min_tokens, 1)
+            limit = max(most if limit is None else min(most, limit), least)
+            params = dataclasses.replace(params, max_tokens=limit)
+        try:
+            return self._llm.prepare_one(ids, params, many_samples=True)
+        except InputError as error:
+            if params.max_tokens <= most:
+                raise
+            raise ApiError(400, str(error), param=name, code=CONTEXT_LENGTH) from None

@@ -1,0 +1,212 @@
+"""`wedlm serve`: a model behind the OpenAI API."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import socket
+import sys
+from typing import TYPE_CHECKING, Any
+
+from infer.generate import add_decoding_options, add_model_options, load
+from infer.sampling_options import sampling_params
+from infer.serve.settings import FILE, PREFIX, TABLE, layered
+from wedlm_jax.errors import InputError
+from wedlm_jax.signals import StopRequest
+
+if TYPE_CHECKING:
+    from infer.serve.app import Service
+    from wedlm_jax.llm import LLM
+    from wedlm_jax.params import SamplingParams
+
+DESCRIPTION = """\
+Serves a model to programs that speak the OpenAI API: /v1/completions, /v1/chat/completions and
+/v1/models, with /health and /metrics beside them, and a page on /.
+"""
+
+NOTES = f"""\
+Sampling options are what requests get that say nothing else; a chat gets --max-tokens only if it
+is given here, else all that its prompt leaves of the context.
+
+Every option may also be an environment variable ({PREFIX}PORT=8080 is --port 8080), or a line of
+the table [{TABLE}] in {FILE} (port = 8080), in the working directory or where --config says. Flags
+override variables, and variables the file. The key is best given as {PREFIX}API_KEY: others on
+this machine see command lines.
+
+SIGTERM ends the server when the answers under way are finished, or after --grace seconds.
+
+examples:
+  wedlm serve
+  wedlm serve --model DIR --port 8080 --batch-size 64
+  {PREFIX}API_KEY=secret wedlm serve --model DIR --host 0.0.0.0
+  curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
+    -d '{{"prompt": "Once upon a time", "max_tokens": 32}}'
+"""
+
+GRACE, CLIENT_TIMEOUT = 20.0, 30.0
+
+EMBEDDED_NAME = "wedlm-embedded"
+
+NEEDED = "wedlm serve needs FastAPI, uvicorn and prometheus_client: pip install 'wedlm-jax[serve]'"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options without a value are absent from what it parses."""
+    result = argparse.ArgumentParser(
+        prog="wedlm serve",
+        usage="wedlm serve [--model DIR] [--host HOST] [--port N] [options]",
+        description=DESCRIPTION,
+        epilog=NOTES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    _add_server(result.add_argument_group("server"))
+    _add_limits(result.add_argument_group("limits"))
+    add_model_options(result.add_argument_group("model"))
+    add_decoding_options(result.add_argument_group("decoding, of requests that do not say"))
+    return result
+
+
+def _add_server(group: Any) -> None:
+    add = group.add_argument
+    add("--host", metavar="HOST", help="address to listen at; 0.0.0.0 is all [127.0.0.1]")
+    add("--port", type=int, metavar="N", help="0 takes any that is free [8000]")
+    add("--served-model-name", metavar="NAME", help=f"[as --model; {EMBEDDED_NAME}]")
+    add("--api-key", metavar="KEY", help="that callers must have [none]")
+    add(
+        "--cors-origin",
+        nargs="+",
+        action="extend",
+        metavar="URL",
+        help="whose pages may call from browsers; * is all [none]",
+    )
+    add("--no-warmup", action="store_true", help="listen at once, and compile when prompts come")
+    add("--access-log", action="store_true", help="a line on standard error for each call [not]")
+    add("--config", metavar="FILE", help=f"see below [{FILE}, if it is there]")
+
+
+def _add_limits(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--max-waiting",
+        type=int,
+        metavar="N",
+        help="completions that wait behind those that decode; more are told 429 [1024]",
+    )
+    add("--max-body", type=int, metavar="N", help="bytes of a request [8388608]")
+    add(
+        "--client-timeout",
+        type=float,
+        metavar="X",
+        help="seconds for a request to come, and that a client may leave an answer unread [30]",
+    )
+    add(
+        "--burst-seconds",
+        type=float,
+        metavar="X",
+        help="of decoding between two looks at new requests; streams come in pieces as long [0.05]",
+    )
+    add("--grace", type=float, metavar="X", help="seconds after SIGTERM for answers [20]")
+
+
+def main(arguments: list[str]) -> int:
+    options = layered(parser(), arguments, os.environ)
+    _check(options)
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise InputError(f"{NEEDED} ({error})") from None
+    params = sampling_params(options)
+    # Before the model, which may take minutes to load.
+    with listening_socket(options.get("host", "127.0.0.1"), options.get("port", 8000)) as sock:
+        return serve(make_service(load_warm(options), options, params), sock, options)
+
+
+def _check(options: dict[str, Any]) -> None:
+    for name in ("max_waiting", "max_body", "client_timeout", "burst_seconds", "grace"):
+        flag = f"--{name.replace('_', '-')}"
+        least = 0 if name == "max_waiting" else 1e-6
+        if not options.get(name, 1) >= least:
+            raise InputError(f"{flag}: expected a number above 0, not {options[name]!r}")
+    if not 0 <= options.get("port", 0) < 2**16:
+        raise InputError(f"--port: expected 0 to 65535, not {options['port']}")
+    if options.get("n", 1) > 1:
+        raise InputError("--n: requests say how many samples they want")
+    if options.get("api_key", "x").strip() in ("",):
+        raise InputError("--api-key: expected a key, not an empty text")
+
+
+def load_warm(options: dict[str, Any]) -> LLM:
+    """The model, with all compiled that requests need which ask for nothing special."""
+    return load({**options, "warmup": not options.get("no_warmup", False)})
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A socket that has its address, and does not listen yet.
+
+    Raises:
+      InputError: the address cannot be had.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+        except OSError:
+            sock.close()
+            raise
+    except OSError as error:
+        raise InputError(f"--host {host} --port {port}: {error.strerror or error}") from None
+    return sock
+
+
+def make_service(llm: LLM, options: dict[str, Any], params: SamplingParams) -> Service:
+    """The service that options describe."""
+    from infer.serve.app import Options, Service
+
+    # A seed is part of a request, unless the command line has one for all.
+    params = params if "seed" in options else dataclasses.replace(params, seed=None)
+    names = ("api_key", "max_waiting", "max_body", "burst_seconds")
+    return Service(
+        llm,
+        Options(
+            model=options.get("served_model_name", options.get("model", EMBEDDED_NAME)),
+            defaults=params,
+            chat_limit=options.get("max_tokens"),
+            cors_origins=tuple(options.get("cors_origin", ())),
+            body_seconds=options.get("client_timeout", CLIENT_TIMEOUT),
+            **{name: options[name] for name in names if name in options},
+        ),
+    )
+
+
+def serve(service: Service, sock: socket.socket, options: dict[str, Any]) -> int:
+    """Answers until the process is asked to end."""
+    from infer.serve.http_server import make_server
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if options.get("access_log"):
+        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    host, port, *_ = sock.getsockname()
+    shown = f"[{host}]" if ":" in host else host
+    server = make_server(
+        service,
+        grace=options.get("grace", GRACE),
+        client_timeout=options.get("client_timeout", CLIENT_TIMEOUT),
+        on_ready=lambda: print(
+            f"wedlm serve: {service.options.model} at http://{shown}:{port}/v1", flush=True
+        ),
+    )
+    with StopRequest():  # uvicorn hands the signal on when it is done
+        server.run(sockets=[sock])
+    if service.engine.is_compiling:
+        # XLA does not survive that the interpreter ends under it.
+        sys.stdout.flush()
+        os._exit(0)
+    return 0

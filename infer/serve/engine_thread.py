@@ -1,0 +1,263 @@
+"""The engine in a thread of its own: requests and aborts in, events out to asyncio.
+
+Everything else of the server runs in one event loop; the two meet in the inbox here and in
+`call_soon_threadsafe`, once a step each way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from wedlm_jax.decode.options import Traits
+from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.events import Counters, Event, Failed, Finished
+
+LOG = logging.getLogger("wedlm.serve")
+
+LONGEST_BURST = 64
+"""Forwards of a step at most."""
+
+Deliver: TypeAlias = Callable[[list[Event]], None]
+"""Takes the events of one caller's requests in a step, in the event loop."""
+
+
+class EngineFailure(RuntimeError):
+    """The engine failed while a request was under way."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """Where the engine stands after a step.
+
+    Attributes:
+      counters: of the scheduler.
+      forwards: of the device so far.
+      drafts, accepted: tokens that rows have checked so far, and those they agreed with.
+      compile_seconds: so far.
+      held: requests that wait for a program to be compiled.
+      restarts: how often the engine began anew after an exception.
+      broken: whether it could not.
+    """
+
+    counters: Counters
+    forwards: int = 0
+    drafts: int = 0
+    accepted: int = 0
+    compile_seconds: float = 0.0
+    held: int = 0
+    restarts: int = 0
+    broken: bool = False
+
+
+@dataclasses.dataclass
+class _Turn:
+    """What came in since the last step."""
+
+    submitted: list[tuple[Request, Deliver]] = dataclasses.field(default_factory=list)
+    aborted: list[int] = dataclasses.field(default_factory=list)
+
+
+class EngineThread:
+    """Steps an engine for callers in an event loop.
+
+    A request that the present program cannot decode waits until one that can is compiled, in
+    another thread; all others go on meanwhile.
+
+    Args:
+      engine: which nobody else steps.
+      burst_seconds: of decoding between two looks at what came in.
+    """
+
+    def __init__(self, engine: Engine, *, burst_seconds: float):
+        self._engine, self._burst_seconds = engine, burst_seconds
+        self._numbers = itertools.count()
+        self._inbox, self._arrived = _Turn(), threading.Condition()
+        self._closing = False
+        self._deliver: dict[int, Deliver] = {}
+        self._held: list[Request] = []
+        self._compiling: threading.Thread | None = None
+        self._compile_error: Exception | None = None
+        self._forward_seconds = burst_seconds
+        self._restarts, self._broken = 0, False
+        self.status = Status(engine.counters)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # --- called in the event loop -------------------------------------------------------
+
+    def start(self) -> None:
+        """Begins; events are delivered in the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def close(self) -> None:
+        """Ends after the present step, whatever is under way."""
+        with self._arrived:
+            self._closing = True
+            self._arrived.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    def new_number(self) -> int:
+        """Names a request."""
+        return next(self._numbers)
+
+    def submit(self, requests: Sequence[Request], deliver: Deliver) -> None:
+        """Lets checked requests in at the next step."""
+        with self._arrived:
+            self._inbox.submitted += [(request, deliver) for request in requests]
+            self._arrived.notify()
+
+    def abort(self, numbers: Sequence[int]) -> None:
+        """Ends requests at the next step, whose pages are free then; unknown ones do not matter."""
+        with self._arrived:
+            self._inbox.aborted += numbers
+            self._arrived.notify()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is under way, or in the inbox."""
+        with self._arrived:
+            inbox = self._inbox.submitted or self._inbox.aborted
+        return bool(inbox or self._deliver)
+
+    @property
+    def is_compiling(self) -> bool:
+        return self._compiling is not None
+
+    # --- the thread -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (turn := self._next_turn()) is not None:
+            try:
+                events = self._step(turn)
+            except Exception as error:
+                LOG.exception("the engine failed; it begins anew without what was under way")
+                events = self._begin_anew(error)
+            self._send(events)
+
+    def _next_turn(self) -> _Turn | None:
+        """What came in; waits where there is nothing else to do. None at the end."""
+        with self._arrived:
+            self._arrived.wait_for(
+                lambda: (
+                    self._closing
+                    or self._inbox.submitted
+                    or self._inbox.aborted
+                    or self._engine.has_work
+                    or (self._held and self._compiling is None)
+                )
+            )
+            turn, self._inbox = self._inbox, _Turn()
+            return None if self._closing else turn
+
+    def _step(self, turn: _Turn) -> list[Event]:
+        engine = self._engine
+        for request, deliver in turn.submitted:
+            self._deliver[request.number] = deliver
+        if self._broken:
+            error = EngineFailure("the engine could not be started anew")
+            return [Failed(number, error) for number in self._deliver]
+        for number in turn.aborted:
+            self._deliver.pop(number, None)
+        gone = set(turn.aborted)
+        waiting = [*self._held, *(request for request, _ in turn.submitted)]
+        ready, program, failed = self._admit([r for r in waiting if r.number not in gone])
+        before, started = int(engine.device.counters[0]), time.perf_counter()
+        forwards = max(1, min(LONGEST_BURST, int(self._burst_seconds / self._forward_seconds)))
+        events = engine.step(ready, turn.aborted, max_forwards=forwards, program=program)
+        ran = int(engine.device.counters[0]) - before
+        if ran:
+            seconds = (time.perf_counter() - started) / ran
+            self._forward_seconds += 0.2 * (seconds - self._forward_seconds)
+        self._note()
+        return failed + events
+
+    def _admit(self, waiting: list[Request]) -> tuple[list[Request], Traits | None, list[Event]]:
+        """Who can join now, the program for all, and who cannot be decoded at all."""
+        engine, ready, failed = self._engine, list[Request](), list[Event]()
+        program, traits = None, engine.traits_with([])
+        wanted, self._held = traits, []
+        compiling, error = self._compiling is not None, self._compile_error
+        for request in waiting:
+            try:
+                own = engine.traits_of(request)
+            except Exception as fault:
+                failed.append(Failed(request.number, fault))
+                continue
+            found = engine.compiled_for(traits.union(own))
+            if found is not None:
+                ready.append(request)
+                program, traits = found, traits.union(own)
+            elif error is not None and not compiling:
+                failed.append(Failed(request.number, error))
+            else:
+                self._held.append(request)
+                wanted = wanted.union(own)
+        if not compiling:
+            self._compile_error = None
+        if self._held and not compiling:
+            self._compiling = threading.Thread(
+                target=self._compile, args=[wanted.union(traits)], daemon=True
+            )
+            self._compiling.start()
+        return ready, program, failed
+
+    def _compile(self, traits: Traits) -> None:
+        error = None
+        try:
+            self._engine.compile_program(traits)
+        except Exception as fault:
+            LOG.exception("a program could not be compiled")
+            error = fault
+        with self._arrived:
+            self._compile_error, self._compiling = error, None
+            self._arrived.notify()
+
+    def _begin_anew(self, error: Exception) -> list[Event]:
+        """Fails all that was under way. Which request it was, if any, cannot be known."""
+        self._restarts += 1
+        self._held = []
+        try:
+            self._engine.restart()
+        except Exception:
+            LOG.exception("the engine cannot be started anew")
+            self._broken = True
+        self._note()
+        failure = EngineFailure(f"the engine failed ({type(error).__name__})")
+        return [Failed(number, failure) for number in self._deliver]
+
+    def _note(self) -> None:
+        device = self._engine.device
+        self.status = Status(
+            self._engine.counters,
+            int(device.counters[0]),
+            int(device.drafts[0]),
+            int(device.drafts[1]),
+            self._engine.compile_seconds,
+            len(self._held),
+            self._restarts,
+            self._broken,
+        )
+
+    def _send(self, events: Sequence[Event]) -> None:
+        """Delivers events to those who wait for them, all of a caller at once."""
+        parcels: dict[Deliver, list[Event]] = {}
+        for event in events:
+            over = isinstance(event, Finished | Failed)
+            deliver = (self._deliver.pop if over else self._deliver.get)(event.number, None)
+            if deliver is not None:
+                parcels.setdefault(deliver, []).append(event)
+        if parcels:
+            self._loop.call_soon_threadsafe(_hand_out, parcels)
+
+
+def _hand_out(parcels: dict[Deliver, list[Event]]) -> None:
+    for deliver, events in parcels.items():
+        deliver(events)

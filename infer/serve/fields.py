@@ -1,0 +1,230 @@
+"""The fields of a request's body, from what `SamplingParams` says of its own.
+
+Types and names are checked here; bounds, and what goes together, by `SamplingParams`, which alone
+knows them. The API's description has them from the same place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import create_model as make_model
+
+from infer.serve.errors import ApiError, bad_request
+from wedlm_jax.errors import InputError
+from wedlm_jax.params import OPTIONS, UNBOUNDED, Option, SamplingParams
+
+LISTS: Mapping[str, Any] = {
+    "stop": StrictStr | list[StrictStr],
+    "stop_token_ids": list[StrictInt],
+    "logit_bias": dict[str, StrictFloat],
+    "bad_words": list[StrictStr | list[StrictInt]],
+}
+"""Types of the fields that are neither a number, nor a truth, nor one of a few texts."""
+
+IGNORED = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "parallel_tool_calls",
+)
+"""Fields of OpenAI's that change nothing of an answer."""
+
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""Fields of OpenAI's that this server cannot follow, and the values that ask for nothing."""
+
+
+class Body(BaseModel):
+    """What every request's body has in common."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    """What a stream tells beside its text."""
+
+    include_usage: StrictBool = Field(False, description="a last event with the usage of tokens")
+    include_obfuscation: StrictBool = Field(False, description="has no effect")
+
+
+class TextPart(Body):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: StrictStr
+
+
+class Message(Body):
+    """A message of a conversation. What the API sends with an answer's message may come back."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: StrictStr | list[TextPart] = Field(description="its text, or parts of it")
+    name: StrictStr | None = Field(None, description="for templates that know it")
+    refusal: None = None
+    annotations: list[Any] | None = Field(None, max_length=0)
+    audio: None = None
+    function_call: None = None
+    tool_calls: list[Any] | None = Field(None, max_length=0)
+
+    def as_given(self) -> dict[str, str]:
+        """The message as chat templates take it."""
+        content = self.content
+        if not isinstance(content, str):
+            content = "".join(part.text for part in content)
+        # OpenAI's newer name; templates know the older one.
+        role = "system" if self.role == "developer" else self.role
+        own = {"role": role, "content": content}
+        return own if self.name is None else own | {"name": self.name}
+
+
+def _type_of(name: str, option: Option) -> Any:
+    if option.low is not None:
+        return StrictInt if option.integer else StrictFloat
+    if option.flag:
+        return StrictBool
+    if option.choices:
+        return Literal[option.choices]
+    return LISTS[name]
+
+
+def _schema_of(option: Option) -> dict[str, Any]:
+    """Bounds, for the description: null means "not given"."""
+    if option.low is None:
+        return {}
+    least = "exclusiveMinimum" if option.above else "minimum"
+    most = {} if option.high == UNBOUNDED else {"maximum": option.high}
+    return {least: option.low, **most}
+
+
+def _sampling_fields(*left_out: str) -> dict[str, Any]:
+    return {
+        name: (
+            _type_of(name, option) | None,
+            Field(None, description=option.help, json_schema_extra=_schema_of(option)),
+        )
+        for name, option in OPTIONS.items()
+        if name not in left_out
+    }
+
+
+def _optional(kind: Any, description: str) -> Any:
+    return kind | None, Field(None, description=description)
+
+
+def _shared_fields() -> dict[str, Any]:
+    return {
+        "model": _optional(StrictStr, "as /v1/models names it"),
+        "stream": _optional(StrictBool, "send the answer as it comes, by server-sent events"),
+        "stream_options": _optional(StreamOptions, "of a stream"),
+        "window_size": _optional(
+            StrictInt, "W, masks decoded in parallel, at most the server's; 0 is autoregressive"
+        ),
+        "return_token_ids": _optional(StrictBool, "also send the ids of the answer's tokens"),
+        **{name: _optional(Any, "has no effect here") for name in IGNORED},
+        **{name: _optional(Any, "not supported") for name in REFUSED},
+    }
+
+
+CompletionRequest = make_model(
+    "CompletionRequest",
+    __base__=Body,
+    __doc__="A text, or several, to complete.",
+    prompt=(
+        StrictStr | list[StrictInt] | list[StrictStr] | list[list[StrictInt]],
+        Field(description="a text, or token ids; or several of either"),
+    ),
+    **_sampling_fields(),
+    **_shared_fields(),
+)
+ChatRequest = make_model(
+    "ChatRequest",
+    __base__=Body,
+    __doc__="A conversation whose next message is wanted.",
+    messages=(list[Message], Field(min_length=1)),
+    max_completion_tokens=_optional(StrictInt, "OpenAI's newer name of max_tokens"),
+    logprobs=_optional(StrictBool, "each token's log-probability"),
+    top_logprobs=_optional(StrictInt, "so many of the most probable tokens in its place"),
+    **_sampling_fields("logprobs"),
+    **_shared_fields(),
+)
+
+
+def sampling_given(body: BaseModel) -> dict[str, Any]:
+    """The fields of `SamplingParams` that a body gives. Null stands for "not given", where it means
+    nothing to the field itself."""
+    defaults = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+    given = {name: getattr(body, name) for name in body.model_fields_set if name in OPTIONS}
+    if isinstance(body, ChatRequest):
+        given.pop("logprobs", None)
+        _take_in_chat_names(body, given)
+    return {
+        name: value
+        for name, value in given.items()
+        if value is not None or (OPTIONS[name].none is not None and defaults[name] != ())
+    }
+
+
+def _take_in_chat_names(body: Any, given: dict[str, Any]) -> None:
+    if body.max_completion_tokens is not None:
+        if given.get("max_tokens") is not None:
+            raise ApiError(
+                400,
+                "max_completion_tokens: it is another name of max_tokens, which is given too",
+                param="max_completion_tokens",
+            )
+        given["max_tokens"] = body.max_completion_tokens
+    if body.logprobs:
+        given["logprobs"] = body.top_logprobs or 0
+    elif body.top_logprobs:
+        raise ApiError(400, "top_logprobs: expected logprobs to be true", param="top_logprobs")
+
+
+def check_refused(body: BaseModel) -> None:
+    """Refuses fields that ask for what this server does not do.
+
+    Raises:
+      ApiError: naming the field.
+    """
+    for name, neutral in REFUSED.items():
+        value = getattr(body, name, None)
+        if value is not None and value not in neutral:
+            raise ApiError(400, f"{name}: not supported by this server", param=name)
+
+
+def sampling_of(given: Mapping[str, Any], defaults: SamplingParams, context: int) -> SamplingParams:
+    """Sampling parameters from what a request gives and the server's defaults; ``max_tokens`` is
+    all of the context where the request does not give it.
+
+    Raises:
+      ApiError: naming the field.
+    """
+    fields = {"max_tokens": context} | dict(given)
+    if fields.get("n", 1) > 1 and "temperature" not in fields and defaults.temperature == 0:
+        fields["temperature"] = 1.0  # as in OpenAI's API: at 0 all samples would be equal
+    try:
+        return dataclasses.replace(defaults, **fields)
+    except InputError as error:
+        raise bad_request(error, OPTIONS) from None

@@ -1,0 +1,72 @@
+"""Log-probabilities as OpenAI's API has them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from wedlm_jax.decode.logprobs import TokenLogprob
+from wedlm_jax.text import INCOMPLETE, TextCodec
+
+IMPOSSIBLE = -9999.0
+"""What the API has for a probability of 0: JSON has no −∞."""
+
+
+class LogprobShapes:
+    """Names tokens as texts; without a tokenizer, by their ids."""
+
+    def __init__(self, codec: TextCodec | None):
+        @functools.lru_cache(maxsize=2**16)
+        def token_text(token_id: int) -> str:
+            if codec is None:
+                return str(token_id)
+            return str(codec.tokenizer.decode([token_id], skip_special_tokens=False))
+
+        self._text = token_text
+        self._special = frozenset(() if codec is None else codec.tokenizer.all_special_ids)
+
+    def of_chat(self, token_ids: Sequence[int], said: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Of a piece of a chat's answer."""
+        content = [
+            self._entry(token_id, one.logprob)
+            | {"top_logprobs": [self._entry(*other) for other in one.top]}
+            for token_id, one in zip(token_ids, said, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    def of_text(
+        self, token_ids: Sequence[int], said: Sequence[TokenLogprob], offset: int
+    ) -> dict[str, Any]:
+        """Of a piece of a text's completion, whose tokens begin ``offset`` characters into it."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(offset)
+            offset += self._length(token_id)
+        return {
+            "tokens": [self._text(token_id) for token_id in token_ids],
+            "token_logprobs": [_finite(one.logprob) for one in said],
+            "top_logprobs": [
+                {self._text(other): _finite(value) for other, value in reversed(one.top)}
+                for one in said
+            ],
+            "text_offset": offsets,
+        }
+
+    def length(self, token_ids: Sequence[int]) -> int:
+        """Characters of a text that tokens are; special ones stand in none."""
+        return sum(map(self._length, token_ids))
+
+    def _length(self, token_id: int) -> int:
+        return 0 if token_id in self._special else len(self._text(token_id))
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self._text(token_id)
+        # Part of a character has no text, and the tokenizer does not tell its bytes.
+        whole = INCOMPLETE not in text
+        data = list(text.encode()) if whole else None
+        return {"token": text, "logprob": _finite(logprob), "bytes": data}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, IMPOSSIBLE)

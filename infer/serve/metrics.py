@@ -1,0 +1,203 @@
+"""What Prometheus reads: counts and times of calls here, and where the engine stands."""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from infer.serve.engine_thread import Status
+from wedlm_jax.completion import Completion
+from wedlm_jax.engine.events import TokenDelta
+
+FIRST_TOKEN = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+BETWEEN_TOKENS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
+WHOLE = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+"""Upper bounds of histograms, in seconds."""
+
+RECENT_SECONDS = 60.0
+RECENT = {
+    "tokens_per_second": "Tokens of completions a second",
+    "tokens_per_forward": "Tokens over decode forwards of their sequences",
+    "p_cache": "Tokens over window slots that were run",
+    "draft_acceptance": "Drafts committed over drafts checked",
+}
+"""Figures of the last minute."""
+
+
+class Totals(NamedTuple):
+    """Counts since the server began: of completions, and of drafts."""
+
+    tokens: float
+    forwards: float
+    instances: float
+    drafts: float
+    accepted: float
+
+
+class Metrics:
+    """Counts what calls do.
+
+    Args:
+      status: says where the engine stands.
+    """
+
+    def __init__(self, status: Callable[[], Status]):
+        self._registry = CollectorRegistry()
+
+        def counter(name: str, what: str, *labels: str) -> Counter:
+            return Counter(f"wedlm_{name}", what, labels, registry=self._registry)
+
+        def histogram(name: str, what: str, bounds: tuple[float, ...]) -> Histogram:
+            return Histogram(f"wedlm_{name}", what, buckets=bounds, registry=self._registry)
+
+        self.calls = counter("calls", "Answered calls of the API", "path", "status")
+        self.finished = counter("sequences_finished", "Whole completions", "reason")
+        self.aborted = counter("sequences_aborted", "Completions that nobody waited for")
+        self.errors = counter("errors", "Calls that an exception ended")
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
+        self.completion_tokens = counter("completion_tokens", "Tokens of completions")
+        self.sequence_forwards = counter(
+            "sequence_forwards", "Decode forwards, counted for each sequence in them"
+        )
+        self.token_instances = counter("token_instances", "Window slots that these forwards ran")
+        self.first_token = histogram(
+            "time_to_first_token_seconds", "From the call to a sequence's first token", FIRST_TOKEN
+        )
+        self.between_tokens = histogram(
+            "inter_token_seconds",
+            "From tokens to the next ones of the sequence, over how many came",
+            BETWEEN_TOKENS,
+        )
+        self.whole = histogram("sequence_seconds", "From the call to the last token", WHOLE)
+        self._status, self._recent = status, Recent()
+        self._registry.register(_Engine(status, self._recent))
+
+    def sequence(self) -> SequenceTimes:
+        """Begins to time a sequence."""
+        return SequenceTimes(self)
+
+    def text(self) -> bytes:
+        """Everything, in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def note_totals(self) -> None:
+        """Notes where all stands, for the figures of the last minute: once a second."""
+        status = self._status()
+        self._recent.note(
+            Totals(
+                tokens=_value(self.completion_tokens),
+                forwards=_value(self.sequence_forwards),
+                instances=_value(self.token_instances),
+                drafts=status.drafts,
+                accepted=status.accepted,
+            )
+        )
+
+
+def _value(counter: Counter) -> float:
+    return next(s.value for m in counter.collect() for s in m.samples if s.name.endswith("_total"))
+
+
+class SequenceTimes:
+    """Notes when the tokens of a sequence come."""
+
+    def __init__(self, metrics: Metrics):
+        self._metrics = metrics
+        self._begun = self._last = time.perf_counter()
+        self._forwards = self._instances = 0
+
+    def note(self, delta: TokenDelta) -> None:
+        """Takes in tokens that have come now."""
+        metrics, now = self._metrics, time.perf_counter()
+        count = len(delta.token_ids)
+        if delta.num_output == count:
+            metrics.first_token.observe(now - self._begun)
+        else:
+            metrics.between_tokens.observe((now - self._last) / count)
+        self._last = now
+        metrics.completion_tokens.inc(count)
+        metrics.sequence_forwards.inc(delta.num_forwards - self._forwards)
+        metrics.token_instances.inc(delta.num_token_instances - self._instances)
+        self._forwards, self._instances = delta.num_forwards, delta.num_token_instances
+
+    def end(self, completion: Completion) -> None:
+        """Takes in that the sequence is over."""
+        self._metrics.whole.observe(time.perf_counter() - self._begun)
+        self._metrics.finished.labels(str(completion.finish_reason)).inc()
+
+
+class Recent:
+    """Figures of the last minute: differences of totals that are noted once a second."""
+
+    def __init__(self) -> None:
+        self._notes: collections.deque[tuple[float, Totals]] = collections.deque()
+
+    def note(self, totals: Totals) -> None:
+        """Takes in where the totals stand now."""
+        now = time.monotonic()
+        self._notes.append((now, totals))
+        while now - self._notes[0][0] > RECENT_SECONDS:
+            self._notes.popleft()
+
+    def figures(self) -> dict[str, float]:
+        """The gauges; 0 where nothing has happened."""
+        if len(self._notes) < 2:
+            return dict.fromkeys(RECENT, 0.0)
+        (start, before), *_, (end, after) = self._notes
+        new = Totals(*(b - a for a, b in zip(before, after, strict=True)))
+
+        def over(part: float, whole: float) -> float:
+            return part / whole if whole else 0.0
+
+        return {
+            "tokens_per_second": over(new.tokens, end - start),
+            "tokens_per_forward": over(new.tokens, new.forwards),
+            "p_cache": over(new.tokens, new.instances),
+            "draft_acceptance": over(new.accepted, new.drafts),
+        }
+
+
+class _Engine(Collector):
+    """Where the engine stands, when somebody asks."""
+
+    def __init__(self, status: Callable[[], Status], recent: Recent):
+        self._status, self._recent = status, recent
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._status()
+        counters = status.counters
+        waiting = counters.waiting + status.held
+        yield _gauge("sequences_running", "Sequences that decode", counters.running)
+        yield _gauge("sequences_waiting", "Sequences that wait in the queue", waiting)
+        pages = GaugeMetricFamily(
+            "wedlm_pages", "Pages of the cache: of running sequences, prefixes, free", labels=["of"]
+        )
+        pages.add_metric(["running"], counters.pages_used)
+        pages.add_metric(["prefixes"], counters.pages_cached)
+        pages.add_metric(["free"], counters.pages_free)
+        yield pages
+        yield _gauge("engine_up", "1 while the engine can decode", not status.broken)
+        yield _counter("forwards", "Forwards of the device", status.forwards)
+        yield _counter("drafts", "Drafts that were checked", status.drafts)
+        yield _counter("drafts_accepted", "Drafts that were committed", status.accepted)
+        yield _counter("prefix_hit_tokens", "Tokens found in the cache", counters.prefix_tokens)
+        yield _counter("prefix_miss_tokens", "Tokens of prompts to compute", counters.prompt_tokens)
+        yield _counter("preemptions", "Sequences put back for want of pages", counters.preemptions)
+        yield _counter("compile_seconds", "Spent on compiling", status.compile_seconds)
+        yield _counter("engine_restarts", "After an exception in a step", status.restarts)
+        for name, value in self._recent.figures().items():
+            yield _gauge(name, f"{RECENT[name]}, in the last minute", value)
+
+
+def _gauge(name: str, what: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"wedlm_{name}", what, value=value)
+
+
+def _counter(name: str, what: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(f"wedlm_{name}", what, value=value)

@@ -1,0 +1,72 @@
+"""Errors of FastAPI and Starlette in the shape of OpenAI's API: what is wrong with a body."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from infer.serve.errors import ApiError
+from infer.serve.fields import ChatRequest, CompletionRequest
+from wedlm_jax.errors import did_you_mean
+
+KNOWN_FIELDS = {**CompletionRequest.model_fields, **ChatRequest.model_fields}
+
+
+def add_error_answers(app: FastAPI) -> None:
+    """Makes every error of ``app`` answer in the API's shape."""
+
+    @app.exception_handler(ApiError)
+    async def of_api(_: Request, error: ApiError) -> JSONResponse:
+        return error.response
+
+    @app.exception_handler(RequestValidationError)
+    async def of_validation(_: Request, error: RequestValidationError) -> JSONResponse:
+        return _of_validation(error.errors()).response
+
+    @app.exception_handler(HTTPException)
+    async def of_http(request: Request, error: HTTPException) -> JSONResponse:
+        message = str(error.detail)
+        if error.status_code in (404, 405) and message == HTTPStatus(error.status_code).phrase:
+            message = f"{message}: {request.method} {request.url.path}"
+        return ApiError(error.status_code, message, headers=error.headers).response
+
+
+def _of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first field that is wrong. Where it may be of several types, each has said no."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON ({first.get('ctx', {}).get('error')})")
+    path = _path(first["loc"])
+    if not path:
+        return ApiError(400, "expected an object of JSON as the body, with content type JSON")
+    if first["type"] == "extra_forbidden":
+        *_, name = first["loc"]
+        hint = did_you_mean(str(name), KNOWN_FIELDS)
+        return ApiError(400, f"unknown field {path!r}; {hint}", param=path)
+    said = [_sentence(error) for error in errors if _path(error["loc"]) == path]
+    return ApiError(400, f"{path}: {', or '.join(dict.fromkeys(said))}", param=path)
+
+
+def _path(loc: Sequence[Any]) -> str:
+    """The field, without the names of the types that it was tried as."""
+    _, *parts = loc
+    names = [part for part in parts if isinstance(part, int) or _is_field(part)]
+    return ".".join(map(str, names))
+
+
+def _is_field(part: str) -> bool:
+    types = ("str", "int", "float", "bool", "dict", "list")
+    return part.replace("_", "").islower() and part.isidentifier() and part not in types
+
+
+def _sentence(error: Mapping[str, Any]) -> str:
+    if error["type"] == "missing":
+        return "required"
+    message = str(error["msg"])
+    return message[:1].lower() + message[1:]

@@ -1,0 +1,83 @@
+"""The pages of the project: their blocks of code, links and headings."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "wedlm_jax" / "embedded" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+LANGUAGES = ("bash", "python", "yaml", "json", "text")
+
+FENCE = re.compile(r"^( *)```(\S*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"!?\[([^\]]*)\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
+COMMENT = re.compile(r"<!-- ([^>]*) -->\s*\Z")
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A fenced block.
+
+    Attributes:
+      page: its file.
+      line: of the opening fence, from 1.
+      language: the word behind the opening fence.
+      text: without the fences and their indentation.
+      comment: what an HTML comment right before it says, or "".
+    """
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    comment: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(*languages: str, pages: list[Path] = PAGES) -> list[Block]:
+    """Returns the fenced blocks in these languages, or all of them."""
+    found = [block for page in pages for block in _blocks(page)]
+    return [block for block in found if not languages or block.language in languages]
+
+
+def _blocks(page: Path) -> Iterator[Block]:
+    text = page.read_text(encoding="utf-8")
+    for match in FENCE.finditer(text):
+        indent, language, body = match.groups()
+        before = text[: match.start()]
+        comment = COMMENT.search(before)
+        lines = (line.removeprefix(indent) for line in body.splitlines(keepends=True))
+        line = before.count("\n") + 1
+        yield Block(page, line, language, "".join(lines), comment[1] if comment else "")
+
+
+def prose(page: Path) -> str:
+    """Returns a page without its blocks."""
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def links(page: Path) -> list[tuple[str, str]]:
+    """Returns the links and images of a page: what they show, and where they lead."""
+    return LINK.findall(prose(page))
+
+
+def anchors(page: Path) -> set[str]:
+    """Returns the anchors of a page's headings, as GitHub and the site make them."""
+    found: set[str] = set()
+    for heading in HEADING.findall(prose(page)):
+        shown = LINK.sub(r"\1", heading).strip().lower()
+        anchor = re.sub(r"[^\w\- ]", "", shown).replace(" ", "-")
+        assert anchor not in found, f"{page}: two headings make the anchor {anchor}"
+        found.add(anchor)
+    return found

@@ -1,0 +1,75 @@
+"""Links between pages, to files and to functions lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import LANGUAGES, PAGES, ROOT, anchors, blocks, links
+
+NAME = re.compile(r"`([A-Za-z_][\w.]*)`")
+
+
+def target_of(page: Path, link: str) -> Path:
+    return (page.parent / link.partition("#")[0]).resolve() if link[0] != "#" else page
+
+
+def names_in(file: Path) -> set[str]:
+    """What a Python file defines: functions, classes, methods as `Class.method`, constants."""
+    found = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{m.name}" for m in node.body if isinstance(m, ast.FunctionDef)}
+        if isinstance(node, ast.Assign):
+            found |= {name.id for name in node.targets if isinstance(name, ast.Name)}
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+    return found
+
+
+def broken_links(page: Path) -> list[str]:
+    """Links to no file, to no heading, and with a name that the linked Python file has not."""
+    wrong = []
+    for shown, link in links(page):
+        if link.startswith(("http://", "https://")):
+            continue
+        target, anchor = target_of(page, link), link.partition("#")[2]
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            wrong.append(link)
+        elif target.suffix == ".py" and not set(NAME.findall(shown)) <= names_in(target):
+            wrong.append(f"{shown} in {link}")
+    return wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_headings_of_a_page_are_distinct(page: Path) -> None:
+    assert anchors(page)
+
+
+def test_every_page_is_in_the_site_and_is_linked_to() -> None:
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    linked = {target_of(page, link) for page in PAGES for _, link in links(page)}
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f": {page.name}\n" in site, page.name
+        assert page in linked, page.name
+
+
+def test_every_block_says_what_language_it_is_in() -> None:
+    assert [block.name for block in blocks() if block.language not in LANGUAGES] == []
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One\n\n[a](#two) [`nothing`](there.py) ![b](gone.svg) [c](#one)\n")
+    (tmp_path / "there.py").write_text("something = 1\n")
+    assert broken_links(page) == ["#two", "`nothing` in there.py", "gone.svg"]

@@ -1,0 +1,66 @@
+"""Python in the documents runs; what claims to be of a file is in it; JSON is JSON."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import PAGES, ROOT, Block, blocks
+from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL
+
+WRITTEN = [page for page in PAGES if page.name != "reference.md"]
+"""The signatures of the reference are no programs."""
+PYTHON = blocks("python", pages=WRITTEN)
+EXCERPTS = [block for block in PYTHON if block.comment.startswith("from ")]
+PROGRAMS = [block for block in PYTHON if not block.comment]
+
+
+def test_every_block_is_an_excerpt_or_runs_or_says_why_not() -> None:
+    rest = [block for block in PYTHON if block not in EXCERPTS + PROGRAMS]
+    assert [block.name for block in rest if not block.comment.startswith("not run: ")] == []
+    assert EXCERPTS
+    assert PROGRAMS
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.name)
+def test_python_compiles(block: Block) -> None:
+    ast.parse(block.text)
+
+
+def code_lines(text: str) -> list[str]:
+    return [re.sub(r"\s+# .*", "", line).strip() for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("block", EXCERPTS, ids=lambda block: block.name)
+def test_excerpts_are_in_their_file(block: Block) -> None:
+    """Lines of ``...`` stand for what is left out; indentation and comments may differ."""
+    source = (ROOT / block.comment.removeprefix("from ")).read_text(encoding="utf-8")
+    lines = code_lines(source)
+    start = 0
+    for part in re.split(r"^ *\.\.\.\n", block.text, flags=re.MULTILINE):
+        wanted = code_lines(part.strip())
+        places = range(start, len(lines) - len(wanted) + 1)
+        found = [i for i in places if lines[i : i + len(wanted)] == wanted]
+        assert found, f"not in {block.comment}: {part}"
+        start = found[0] + len(wanted)
+
+
+@pytest.mark.parametrize("block", PROGRAMS, ids=lambda block: block.name)
+def test_programs_run(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the embedded model in the place of any other."""
+    monkeypatch.chdir(tmp_path)
+    program = re.sub(r'"path/to/[^"]*"', repr(str(EMBEDDED_MODEL)), block.text)
+    exec(compile(program, block.name, "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("block", blocks("json"), ids=lambda block: block.name)
+def test_json_is_json(block: Block) -> None:
+    try:
+        json.loads(block.text)
+    except json.JSONDecodeError:
+        for line in block.text.splitlines():
+            json.loads(line)

@@ -1,0 +1,70 @@
+"""docs/reference.md is what the code says."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from docs.reference import PAGE, docstring, page, parser_of, signature, table
+from train.config import TrainConfig
+from wedlm_jax.__main__ import SUBCOMMANDS
+from wedlm_jax.params import OPTIONS
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run `python -m docs.reference`"
+
+
+def test_every_command_and_field_is_there() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    names = [field.name for field in dataclasses.fields(TrainConfig)]
+    plain = [name for name in names if f"| `{name}` |" in text or f"| `{name}." in text]
+    assert plain == names
+    assert all(f"| `{name}` |" in text for name in OPTIONS)
+    assert all(f"### wedlm {name}\n" in text for name in SUBCOMMANDS)
+
+
+def test_a_parser_is_caught_before_anything_runs() -> None:
+    def main(arguments: list[str]) -> int:
+        parser = argparse.ArgumentParser(prog="it")
+        parser.add_argument("--x")
+        parser.parse_args(arguments)
+        raise AssertionError("it ran on")
+
+    assert parser_of(main).prog == "it"
+
+
+def test_docstrings_become_lists() -> None:
+    def function(one: int, *, other: str | None = "x") -> int:
+        """Adds.
+
+        Not ``much``.
+
+        Args:
+          one: the first,
+            which is long.
+          other: the second.
+
+        Returns:
+          their sum.
+        """
+        raise NotImplementedError(one, other)
+
+    assert docstring(function).split("\n") == [
+        "Adds.",
+        "",
+        "Not `much`.",
+        "",
+        "Args:",
+        "",
+        "- `one`: the first, which is long.",
+        "- `other`: the second.",
+        "",
+        "Returns: their sum.",
+        "",
+    ]
+    assert signature("f", function) == "f(one: int, *, other: str | None = 'x') -> int"
+
+
+def test_a_bar_does_not_end_a_cell() -> None:
+    assert table(("a",), [("<|x|>",)]).splitlines()[-1] == "| &lt;&#124;x&#124;> |"

@@ -1,0 +1,185 @@
+"""The commands of the documents are ones that the program takes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from docs.reference import module_parser, subcommand_parser
+from infer.sampling_options import sampling_params
+from tests.docs.pages import PAGES, ROOT, Block, blocks, prose
+from tests.docs.shell import commands
+from train.config import load_config
+from wedlm_jax.__main__ import SUBCOMMANDS
+from wedlm_jax.errors import InputError
+
+OTHERS = (
+    *("bash", "cat", "cd", "curl", "diff", "docker", "done", "echo", "for", "gcloud", "git"),
+    *("head", "hf", "kill", "lm_eval", "mkdir", "sbatch", "source", "srun", "tail", "wait"),
+    *("wc", "zcat"),
+)
+"""Commands that are not ours, and that documents may use."""
+NO_OPTIONS = ("build", "infer.harness", "pip", "pytest", "venv")
+"""What `python -m` runs with options that are not ours."""
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+TARGETS = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+class Refused(Exception):
+    """Says what is wrong with a command."""
+
+
+def check_all(script: str) -> int:
+    """Checks every command of a script; returns how many there are."""
+    found = list(commands(script))
+    for words in found:
+        check(words)
+    return len(found)
+
+
+def check(words: list[str]) -> None:
+    """Refuses a command that does not exist, or that does not take these arguments."""
+    name = Path(words[0]).name
+    if name == "wedlm":
+        check_wedlm(words[1:])
+    elif re.fullmatch(r"python[\d.]*", name):
+        assert words[1] == "-m", words
+        if words[2] not in NO_OPTIONS:
+            parser(f"python -m {words[2]}").parse_args(words[3:])
+    elif name == "make":
+        unknown = {word for word in words[1:] if "=" not in word} - set(TARGETS)
+        assert not unknown, unknown
+    elif name == "pip":
+        asked = re.findall(r"\[(.*?)\]", " ".join(words))
+        unknown = {e for some in asked for e in some.split(",")} - {
+            *PROJECT["optional-dependencies"]
+        }
+        assert not unknown, unknown
+    else:
+        assert name in OTHERS, name
+
+
+def check_wedlm(words: list[str]) -> None:
+    if words in (["--version"], ["--help"], [*words[:1], "--help"]):
+        assert words[0] in (*SUBCOMMANDS, "--version", "--help")
+        return
+    assert words[0] in SUBCOMMANDS, words[0]
+    options = parser(f"wedlm {words[0]}").parse_args(words[1:])
+    if words[0] == "generate":
+        sampling_params(vars(options))
+    if words[0] == "train":
+        load_config(ROOT / options.config, options.overrides)
+
+
+@cache
+def parser(command: str) -> argparse.ArgumentParser:
+    name = command.split()[-1]
+    made = subcommand_parser(name) if command.startswith("wedlm") else module_parser(name)
+
+    def refuse(message: str) -> None:
+        raise Refused(f"{command}: {message}")
+
+    made.error = refuse  # type: ignore[method-assign,assignment]
+    return made
+
+
+def container_commands(manifest: Any) -> list[list[str]]:
+    """The commands of all containers anywhere in a Kubernetes manifest."""
+    if isinstance(manifest, list):
+        return [found for item in manifest for found in container_commands(item)]
+    if not isinstance(manifest, dict):
+        return []
+    if "command" in manifest:
+        return [[*manifest["command"], *manifest.get("args", [])]]
+    return [found for item in manifest.values() for found in container_commands(item)]
+
+
+@pytest.mark.parametrize("block", blocks("bash"), ids=lambda block: block.name)
+def test_commands_are_taken(block: Block) -> None:
+    assert check_all(block.text)
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=lambda block: block.name)
+def test_yaml_is_a_recipe_or_a_manifest(block: Block, tmp_path: Path) -> None:
+    if "apiVersion" not in block.text:
+        (tmp_path / "recipe.yaml").write_text(block.text, encoding="utf-8")
+        load_config(tmp_path / "recipe.yaml", ["data.tokenizer=DIR"])
+        return
+    found = container_commands(yaml.safe_load(block.text))
+    assert found
+    for words in found:
+        check(words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_options_that_the_text_names_exist(page: Path) -> None:
+    spans = re.findall(r"`([^`\n]+)`", prose(page))
+    assert page.name != "batch.md" or len(spans) > 20
+    flags = {name: set(parser(f"wedlm {name}")._option_string_actions) for name in SUBCOMMANDS}
+    every = set().union(*flags.values()) | module_flags()
+    for span in spans:
+        words = span.split()
+        if words[0] == "wedlm" and len(words) > 1 and words[1].islower():
+            assert words[1] in SUBCOMMANDS, span
+        if words[0] == "make" and len(words) > 1:
+            assert words[1] in TARGETS, span
+        known = flags[words[1]] if words[0] == "wedlm" and len(words) > 1 else every
+        if words[0] == "wedlm" or words[0].startswith("--"):
+            named = {word.partition("=")[0] for word in words if word.startswith("--")}
+            # Options with an underscore are those of lm_eval.
+            assert {name for name in named if "_" not in name} <= known, span
+
+
+def module_flags() -> set[str]:
+    from docs.reference import MODULES
+
+    return {flag for name in MODULES for flag in module_parser(name)._option_string_actions}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "wedlm generate --promt x",
+        "wedlm genrate",
+        "wedlm generate --model DIR --prompt x --max-tokens many",
+        "wedlm generate --model DIR --prompt x --top-p 3",
+        "wedlm train --config configs/wedlm_8b.yaml optimizer.learning_rat=1",
+        "wedlm train --config configs/none.yaml",
+        "X=1 make no-such-target",
+        'pip install "path/to/wedlm-jax[no-such-extra]"',
+        "gcloud ssh --command 'cd x && .venv/bin/wedlm tokenize'",
+        "frobnicate",
+    ],
+)
+def test_a_wrong_command_is_found(line: str) -> None:
+    with pytest.raises((Refused, AssertionError, InputError)):
+        check_all(line)
+
+
+def test_a_script_is_cut_into_commands() -> None:
+    script = """\
+for chip in 0 1; do
+  A=$chip wedlm info \\
+    "a b"  # a comment
+done; wait
+zcat x | wedlm generate --host-id $((4 * I + chip)) > out 2>&1 &
+gcloud --command 'git clone X && wedlm demo'
+"""
+    assert list(commands(script)) == [
+        ["for", "chip", "in", "0", "1"],
+        ["wedlm", "info", "a b"],
+        ["done"],
+        ["wait"],
+        ["zcat", "x"],
+        ["wedlm", "generate", "--host-id", "1"],
+        ["gcloud", "--command", "git clone X && wedlm demo"],
+        ["git", "clone", "X"],
+        ["wedlm", "demo"],
+    ]

@@ -1,0 +1,45 @@
+"""What `wedlm bench --compare identity` counts as different, and that it finds none on a tiny
+model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from infer.bench.command import main
+from infer.bench.identity import first_differences
+from infer.bench.options import EMBEDDED_QUESTIONS
+from wedlm_jax.completion import Completion
+
+ONE = Completion("", [0, 1, 2], "length", 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "place"), [([0, 9, 9], 1), ([0, 1], 2), ([0, 1, 2, 3], 3), ([0, 1, 2], None)]
+)
+def test_the_first_place_that_differs(token_ids: list[int], place: int | None) -> None:
+    other = dataclasses.replace(ONE, token_ids=token_ids)
+    expected = {} if place is None else {1: place}
+    assert first_differences([ONE, ONE], [ONE, other]) == expected
+
+
+@pytest.mark.parametrize("temperature", [0, pytest.param(0.8, marks=pytest.mark.full)])
+def test_verified_is_autoregressive_on_a_tiny_model(
+    checkpoint: Path, tmp_path: Path, temperature: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "figures.json"
+    arguments = f"--compare identity --model {checkpoint} --questions {EMBEDDED_QUESTIONS} "
+    arguments += f"--prompts 6 --window-size 0 2 --max-tokens 8 --rows 4 --output {output} "
+    arguments += f"--temperature {temperature} --regime reasoning prose"
+    assert main(arguments.split()) == 0
+    ar, verified = json.loads(output.read_text(encoding="utf-8"))["identity"]
+    assert (ar["way"], verified["way"]) == ("AR", "W = 2, verified")
+    assert ar["median_margin"] > 0
+    assert ar["prompts"] == verified["prompts"] == 6
+    assert ar["tokens"] == verified["tokens"]
+    assert verified["differ"] == 0
+    assert verified["median_margin"] is verified["largest_margin"] is None
+    assert "W = 2, verified" in capsys.readouterr().out

@@ -1,0 +1,160 @@
+"""`wedlm evaluate --tasks` and lm_eval's own command, on tasks that lie here."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.evaluate import main
+from infer.harness.model import HarnessModel
+from tests.infer.harness.conftest import TEXTS
+from wedlm_jax.errors import InputError
+from wedlm_jax.llm import LLM
+from wedlm_jax.params import SamplingParams
+
+ROOT = Path(__file__).parents[3]
+
+
+def evaluated(tmp_path: Path, *arguments: object) -> dict[str, Any]:
+    output = tmp_path / "results.json"
+    assert main([*map(str, arguments), "--output", str(output)]) == 0
+    results: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+    return results
+
+
+def test_a_task_of_each_kind(
+    checkpoint: Path,
+    tasks: Path,
+    tmp_path: Path,
+    model: HarnessModel,
+    one_at_a_time: LLM,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    results = evaluated(
+        tmp_path,
+        *("--model", checkpoint, "--window-size", 4, "--max-model-len", 64, "--batch-size", 4),
+        *("--tasks", "write,choose", tasks / "read.yaml", "--include-path", tasks),
+        *("--log-samples", "--mode", "ar"),
+    )
+    said = {s["doc"]["text"]: s["resps"][0][0] for s in results["samples"]["write"]}
+    params = SamplingParams(mode="ar", max_tokens=12, stop=("\n",))
+    assert said == {text: one_at_a_time.generate(text, params)[0].text for text in TEXTS}
+    assert results["results"]["write"]["exact_match,none"] == 0
+    chosen = [s["filtered_resps"] for s in results["samples"]["choose"]]
+    right = [max(range(3), key=lambda i: float(some[i][0])) == 1 for some in chosen]
+    assert results["results"]["choose"]["acc,none"] == sum(right) / len(TEXTS)
+    assert results["results"]["read"]["word_perplexity,none"] > 1
+    assert results["config"]["mode"] == "ar"
+    assert results["config"]["window_size"] == 4
+    printed = capsys.readouterr()
+    assert "exact_match" in printed.out
+    assert "tokens per forward" in printed.err
+
+
+def test_answers_may_be_bounded_and_documents_left_out(
+    checkpoint: Path, tasks: Path, tmp_path: Path
+) -> None:
+    results = evaluated(
+        tmp_path,
+        *("--model", checkpoint, "--tasks", "write", "--include-path", tasks, "--limit", 2),
+        *("--window-size", 2, "--max-tokens", 3, "--log-samples", "--apply-chat-template"),
+    )
+    samples = results["samples"]["write"]
+    assert len(samples) == 2
+    llm = LLM(checkpoint, window_size=2)
+    for sample in samples:
+        chat = [{"role": "user", "content": sample["doc"]["text"]}]
+        params = SamplingParams(max_tokens=3, stop=("\n",))
+        assert sample["resps"][0][0] == llm.chat([chat], params)[0].text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--tasks writ --include-path TASKS", "no task 'writ'; did you mean 'write'"),
+        ("--tasks TASKS/none.yaml", "none.yaml: no such file"),
+        ("--tasks write --include-path TASKS/none", "no such folder"),
+        ("--tasks TASKS/broken.yaml", "cannot be loaded"),
+        ("--tasks write --include-path TASKS --model no/such/dir", "no/such/dir"),
+        ("--tasks write --include-path TASKS --entropy-threshold 0.2 0.4", "expected one"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_in_a_sentence(
+    checkpoint: Path, tasks: Path, tmp_path: Path, arguments: str, says: str
+) -> None:
+    shutil.copytree(tasks, here := tmp_path / "tasks")
+    text = (tasks / "write.yaml").read_text(encoding="utf-8")
+    text = text.replace("task: write", "task: broken").replace("texts.jsonl", "none.jsonl")
+    (here / "broken.yaml").write_text(text, encoding="utf-8")
+    words = arguments.replace("TASKS", str(here)).split()
+    if "--model" not in words:
+        words += ["--model", str(checkpoint)]
+    with pytest.raises(InputError, match=says) as refused:
+        main(words)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.slow
+def test_human_eval_is_answered_once_a_problem_and_in_company_as_alone(tmp_path: Path) -> None:
+    """By the embedded model, which knows no Python; nothing is run."""
+    arguments = ("--tasks", "human_eval", "--max-tokens", 16, "--log-samples")
+    together = evaluated(tmp_path, *arguments, "--batch-size", 16)
+    alone = evaluated(tmp_path, *arguments, "--batch-size", 1)
+    answers = {s["doc"]["task_id"]: s["resps"] for s in together["samples"]["human_eval"]}
+    assert len(answers) == len(together["samples"]["human_eval"]) == 164
+    assert all(len(resps) == len(resps[0]) == 1 for resps in answers.values())
+    assert len({resps[0][0] for resps in answers.values()}) > 20
+    assert answers == {s["doc"]["task_id"]: s["resps"] for s in alone["samples"]["human_eval"]}
+    assert together["results"]["human_eval"].keys() >= {"parses,none"}
+    assert "pass@1,none" not in together["results"]["human_eval"]
+
+
+@pytest.mark.slow
+def test_programs_are_run_when_it_is_asked_for(checkpoint: Path, tmp_path: Path) -> None:
+    results = evaluated(
+        tmp_path,
+        *("--model", checkpoint, "--window-size", 2, "--max-model-len", 320, "--max-tokens", 4),
+        *("--tasks", "human_eval", "human_eval_chat", "--limit", 2, "--run-code"),
+        "--apply-chat-template",
+    )
+    for task in ("human_eval", "human_eval_chat"):
+        assert results["results"][task]["pass@1,none"] == 0
+        assert results["n-samples"][task]["effective"] == 2
+
+
+def test_lm_eval_is_told_of_the_model_by_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    module, _, name = project["entry-points"]["lm_eval.models"]["wedlm"].partition(":")
+    assert getattr(importlib.import_module(module), name) is HarnessModel
+
+
+@pytest.mark.slow
+def test_the_command_of_lm_eval_knows_the_model(
+    checkpoint: Path, tasks: Path, tmp_path: Path
+) -> None:
+    command = (
+        f"{sys.executable} -m infer.harness --model wedlm --model_args "
+        f"pretrained={checkpoint},window_size=2,mode=paper --tasks write --include_path {tasks} "
+        f"--batch_size auto --output_path {tmp_path / 'out'} --log_samples"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command.split(), env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (file,) = (tmp_path / "out").rglob("results_*.json")
+    results = json.loads(file.read_text(encoding="utf-8"))
+    assert results["config"]["mode"] == "paper"
+    assert results["n-samples"]["write"]["effective"] == len(TEXTS)
+    wrong = command.replace("window_size", "windowsize")
+    done = subprocess.run(wrong.split(), env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "unknown model argument 'windowsize'" in done.stderr
+    assert "Traceback" not in done.stderr

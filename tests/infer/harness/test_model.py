@@ -1,0 +1,249 @@
+"""The model that `lm_eval` sees, against a plain forward and against `LLM` itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model
+
+from infer.harness.model import HarnessModel
+from tests.infer.harness.conftest import TEXTS
+from tests.tiny_checkpoint import CONTEXT, EOS, write_tiny_checkpoint
+from wedlm_jax.checkpoint.hf import load_checkpoint
+from wedlm_jax.errors import InputError
+from wedlm_jax.llm import LLM
+from wedlm_jax.masks import CausalMask
+from wedlm_jax.params import SamplingParams, sample_seed
+
+Rows = Callable[[Sequence[int]], np.ndarray]
+
+
+def asked(kind: Any, *arguments: tuple[Any, ...]) -> list[Instance]:
+    return [Instance(kind, {}, one, i) for i, one in enumerate(arguments)]
+
+
+@pytest.fixture(scope="module")
+def log_probabilities(checkpoint: Path) -> Rows:
+    """Log-probabilities ``[T, V]`` of what follows each token, by one forward without a cache."""
+    model = load_checkpoint(checkpoint, dtype=jnp.float32)
+
+    def forward(ids: Sequence[int]) -> np.ndarray:
+        padded = jnp.zeros((1, CONTEXT), jnp.int32).at[0, : len(ids)].set(jnp.asarray(ids))
+        hidden = model(padded, jnp.arange(CONTEXT)[None], CausalMask())
+        return np.asarray(jax.nn.log_softmax(model.logits(hidden)))[0, : len(ids)]
+
+    return forward
+
+
+def by_hand(rows: Rows, context: Sequence[int], tokens: Sequence[int]) -> tuple[float, bool]:
+    found = rows([*context, *tokens])[len(context) - 1 : -1]
+    chosen = found[np.arange(len(tokens)), list(tokens)]
+    return float(chosen.sum()), bool((found.argmax(-1) == tokens).all())
+
+
+def test_the_harness_finds_it_by_name() -> None:
+    assert get_model("wedlm") is HarnessModel
+
+
+def test_log_probabilities_are_those_of_a_plain_forward(
+    model: HarnessModel, log_probabilities: Rows
+) -> None:
+    pairs = [(context, other) for context in TEXTS for other in (" one", " cat", TEXTS[2])]
+    likely = model.llm.generate(TEXTS[0], SamplingParams(mode="ar", max_tokens=3))[0]
+    assert likely.text
+    pairs.append((TEXTS[0], likely.text))
+    found = model.loglikelihood(asked("loglikelihood", *pairs), disable_tqdm=True)
+    for (context, continuation), (value, greedy) in zip(pairs, found, strict=True):
+        whole, ids = model.tok_encode(context + continuation), model.tok_encode(context)
+        expected = by_hand(log_probabilities, ids, whole[len(ids) :])
+        assert value == pytest.approx(expected[0], abs=1e-4)
+        assert greedy == expected[1]
+    assert {greedy for _, greedy in found} == {True, False}
+
+
+def test_an_empty_context_is_the_end_of_text(model: HarnessModel, log_probabilities: Rows) -> None:
+    assert model.eot_token_id == model.prefix_token_id == EOS
+    ((value, _),) = model.loglikelihood(asked("loglikelihood", ("", "one two")), True)
+    expected, _ = by_hand(log_probabilities, [EOS], model.tok_encode("one two"))
+    assert value == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_context_that_is_too_long_loses_its_beginning(
+    model: HarnessModel, log_probabilities: Rows, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = " ".join(TEXTS[1] for _ in range(40))
+    with caplog.at_level(logging.WARNING):
+        ((value, _),) = model.loglikelihood(asked("loglikelihood", (context, " one")), True)
+    whole, ids = model.tok_encode(context + " one"), model.tok_encode(context)
+    tokens = whole[len(ids) :]
+    assert len(ids) > model.max_length == 64
+    expected, _ = by_hand(log_probabilities, ids[-(64 - len(tokens)) :], tokens)
+    assert value == pytest.approx(expected, abs=1e-4)
+    assert "1 of 1 texts" in caplog.text
+    with pytest.raises(InputError, match="does not fit"):
+        model.loglikelihood(asked("loglikelihood", ("a", context)), True)
+
+
+def test_every_token_of_a_long_text_is_read_once(
+    model: HarnessModel, log_probabilities: Rows
+) -> None:
+    long = " ".join(TEXTS[i % 3] for i in range(24))
+    found = model.loglikelihood_rolling(
+        asked("loglikelihood_rolling", (long,), ("one",), ("",)), True
+    )
+    ids = model.tok_encode(long)
+    assert len(ids) > 2 * 63
+    # The first 63 behind the end of text; then as many tokens again, each time with what is left
+    # of the context before them.
+    expected, _ = by_hand(log_probabilities, [EOS], ids[:63])
+    for start in range(63, len(ids), 63):
+        part = ids[start : start + 63]
+        expected += by_hand(log_probabilities, ids[start - 64 + len(part) : start], part)[0]
+    assert found[0] == pytest.approx(expected, abs=1e-3)
+    assert found[1] == pytest.approx(
+        by_hand(log_probabilities, [EOS], model.tok_encode("one"))[0], abs=1e-4
+    )
+    assert found[2] == 0
+
+
+def test_answers_are_those_of_prompts_decoded_alone(
+    model: HarnessModel, one_at_a_time: LLM
+) -> None:
+    arguments = {"until": ["e", "\n"], "max_gen_toks": 20, "do_sample": False}
+    requests = asked("generate_until", *((text, arguments) for text in (*TEXTS, *TEXTS)))
+    answers = model.generate_until(requests, True)
+    params = SamplingParams(max_tokens=20, stop=("e", "\n"))
+    alone = [one_at_a_time.generate(text, params)[0] for text in TEXTS]
+    assert answers == [completion.text for completion in alone] * 2
+    assert any(completion.finish_reason == "stop" for completion in alone)
+    assert not any("e" in answer for answer in answers)
+
+
+def test_repeated_requests_draw_other_numbers(model: HarnessModel, one_at_a_time: LLM) -> None:
+    arguments = {"until": [], "max_gen_toks": 16, "do_sample": True, "temperature": 0.9, "seed": 5}
+    answers = model.generate_until(asked("generate_until", *[(TEXTS[0], arguments)] * 3), True)
+    expected = [
+        one_at_a_time.generate(
+            TEXTS[0], SamplingParams(max_tokens=16, temperature=0.9, seed=sample_seed(5, i))
+        )[0].text
+        for i in range(3)
+    ]
+    assert answers == expected
+    assert len(set(answers)) > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, {"max_tokens": 256}),
+        ({"until": "x", "max_new_tokens": 9}, {"stop": ("x",), "max_tokens": 9}),
+        ({"until": ["a", ""], "stop": ["b"]}, {"stop": ("a", "b"), "max_tokens": 256}),
+        ({"stop": "end"}, {"stop": ("end",), "max_tokens": 256}),
+        ({"do_sample": True}, {"temperature": 1.0, "max_tokens": 256}),
+        ({"do_sample": False, "temperature": 0.7}, {"max_tokens": 256}),
+        ({"temperature": 0.7, "top_p": 0.9, "top_k": 5}, None),
+        ({"mode": "paper", "entropy_threshold": 0.2}, None),
+    ],
+)
+def test_generation_arguments_in_the_words_of_the_harness(
+    model: HarnessModel, arguments: dict[str, Any], expected: dict[str, Any] | None
+) -> None:
+    wanted = SamplingParams(**(arguments | {"max_tokens": 256} if expected is None else expected))
+    assert model._sampling(arguments, 0) == wanted
+
+
+def test_arguments_that_are_not_used_are_told(
+    model: HarnessModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        model._sampling({"num_beams": 4}, 0)
+    assert "num_beams=4 is not used" in caplog.text
+
+
+def test_a_prompt_that_is_too_long_loses_its_beginning(
+    model: HarnessModel, one_at_a_time: LLM
+) -> None:
+    prompt = " ".join(TEXTS[1] for _ in range(40))
+    arguments = {"until": [], "max_gen_toks": 10}
+    (answer,) = model.generate_until(asked("generate_until", (prompt, arguments)), True)
+    kept = model.tok_encode(prompt)[-54:]
+    assert answer == one_at_a_time.generate([kept], SamplingParams(max_tokens=10))[0].text
+    with pytest.raises(InputError, match="max_gen_toks"):
+        model.generate_until(asked("generate_until", ("a", {"max_gen_toks": 64})), True)
+
+
+def test_finished_answers_are_kept_for_a_restart(model: HarnessModel) -> None:
+    kept: list[tuple[str, Any, Any]] = []
+
+    class Hook:
+        def add_partial(self, kind: str, arguments: Any, result: Any) -> None:
+            kept.append((kind, arguments, result))
+
+    arguments = {"until": [], "max_gen_toks": 4}
+    before, model.cache_hook = model.cache_hook, Hook()  # type: ignore[assignment]
+    try:
+        answers = model.generate_until(asked("generate_until", *((t, arguments) for t in TEXTS)))
+        (scored,) = model.loglikelihood(asked("loglikelihood", ("a", " one")))
+        (read,) = model.loglikelihood_rolling(asked("loglikelihood_rolling", ("one",)))
+    finally:
+        model.cache_hook = before
+    for text, answer in zip(TEXTS, answers, strict=True):
+        assert ("generate_until", (text, arguments), answer) in kept
+    assert kept[len(TEXTS) :] == [
+        ("loglikelihood", ("a", " one"), scored),
+        ("loglikelihood_rolling", ("one",), read),
+    ]
+
+
+def test_a_chat_is_asked_or_its_last_message_continued(model: HarnessModel) -> None:
+    user = {"role": "user", "content": "one"}
+    text = model.apply_chat_template([user])
+    assert model.tok_encode(text) == model.llm.chat_prompt([user])
+    begun = [user, {"role": "assistant", "content": "two"}]
+    assert model.apply_chat_template(begun, add_generation_prompt=False) == text + "two"
+
+
+def test_the_results_say_how_it_was_decoded(checkpoint: Path) -> None:
+    model = HarnessModel(checkpoint, window_size=4, max_model_len=64, mode="paper")
+    assert model.llm.max_batch_size == 16
+    model.generate_until(asked("generate_until", (TEXTS[0], {"max_gen_toks": 8})), True)
+    params = SamplingParams(mode="paper", max_tokens=8)
+    completion = model.llm.generate(TEXTS[0], params)[0]
+    info = model.get_model_info()
+    assert info["mode"] == "paper"
+    assert info["tokens_per_forward"] == completion.tokens_per_forward
+    assert info["p_cache"] == completion.p_cache
+    assert info["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"windowsize": 4}, "unknown model argument 'windowsize'; did you mean 'window_size'"),
+        ({"dtype": "float8"}, "dtype"),
+        ({"mode": "fast"}, "mode"),
+        ({"batch_size": "many"}, "batch_size"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"tensor_parallel_size": 1000}, "mesh"),
+        ({"pretrained": "no/such/folder/here"}, "no/such/folder"),
+    ],
+)
+def test_bad_model_arguments_are_refused(
+    checkpoint: Path, arguments: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(InputError, match=says):
+        HarnessModel(**({"pretrained": checkpoint} | arguments))
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "bare", tokenizer=False)
+    with pytest.raises(InputError, match="has no tokenizer"):
+        HarnessModel(folder)

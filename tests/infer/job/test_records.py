@@ -1,0 +1,251 @@
+"""Records in, results out: what a record may have, and what becomes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.job.part_file import FORMAT
+from infer.job.prompt_record import record_seed
+from infer.job.result_record import encoded, result_record
+from tests.infer.job.job_examples import (
+    GREEDY,
+    KEYS,
+    WORDS,
+    as_record,
+    read_json,
+    results,
+    run,
+    words,
+    write,
+)
+from tests.tiny_checkpoint import write_tiny_checkpoint
+from wedlm_jax.completion import Completion
+from wedlm_jax.decode.logprobs import TokenLogprob
+from wedlm_jax.llm import LLM
+from wedlm_jax.params import SamplingParams
+
+
+def test_rows_come_back_in_order_with_their_fields(
+    work: Path, model: Path, llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conversation = [{"role": "user", "content": "hi"}]
+    ends = (270, 280, 290)
+    write(
+        [
+            {"prompt": "a"},
+            {"id": "ids", "prompt_token_ids": [70, 80, 90]},
+            {"id": 77, "messages": conversation},
+            {"prompt": WORDS[1], "sampling": {"max_tokens": 5}},
+            {"id": "ends", "prompt": "mat", "sampling": {"stop_token_ids": ends}},
+            {"id": "one", "prompt": "mat", "sampling": {"entropy_threshold": None}},
+            {"prompt": WORDS[2]},
+            {"prompt": WORDS[3], "sampling": {"max_tokens": 20}},
+        ]
+    )
+    assert run(model) == 0
+    prompts = [
+        "a",
+        [70, 80, 90],
+        llm.chat_prompt(conversation),
+        WORDS[1],
+        "mat",
+        "mat",
+        *WORDS[2:4],
+    ]
+    changes: list[dict[str, Any]] = [
+        {},
+        {},
+        {},
+        {"max_tokens": 5},
+        {"stop_token_ids": ends},
+        {"entropy_threshold": None},
+        {},
+        {"max_tokens": 20},
+    ]
+    completions = llm.generate(prompts, [dataclasses.replace(GREEDY, **c) for c in changes])
+    names = [0, "ids", 77, 3, "ends", "one", 6, 7]
+    expected = [as_record(*pair) for pair in zip(names, completions, strict=True)]
+    assert results() == expected
+    assert all(list(record) == KEYS for record in results())
+    out, err = capsys.readouterr()
+    assert out == ""
+    tokens = sum(len(record["token_ids"]) for record in expected)
+    per_forward = tokens / sum(record["num_forwards"] for record in expected)
+    p_cache = tokens / sum(record["num_token_instances"] for record in expected)
+    summary = err.splitlines()[-1]
+    assert summary.startswith(f"out.jsonl: 8 records, {tokens} tokens in ")
+    assert f"{per_forward:.2f} tokens per forward, p_cache {p_cache:.2f})" in summary
+    assert summary.endswith("s of compiling")
+
+
+def test_a_file_leaves_its_facts_and_no_shards(work: Path, model: Path) -> None:
+    write(words(8))
+    assert run(model, "--shard-size", "3") == 0
+    assert sorted(os.listdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.shards"]
+    assert sorted(os.listdir("out.jsonl.shards")) == ["job.json", "stats.json"]
+    stats = read_json("out.jsonl.shards/stats.json")
+    records = results()
+    assert (stats["rows"], stats["error_rows"], stats["shards"]) == (8, 0, 3)
+    assert stats["tokens"] == sum(len(record["token_ids"]) for record in records)
+    assert stats["num_forwards"] == sum(record["num_forwards"] for record in records)
+    assert stats["num_token_instances"] == sum(record["num_token_instances"] for record in records)
+    assert stats["tokens_per_forward"] == round(stats["tokens"] / stats["num_forwards"], 4)
+    assert stats["p_cache"] == round(stats["tokens"] / stats["num_token_instances"], 4)
+    assert stats["output"]["bytes"] == Path("out.jsonl").stat().st_size
+    assert stats["last_run"]["tokens"] == stats["tokens"]
+
+
+def test_a_folder_has_shards_with_manifests(work: Path, model: Path) -> None:
+    write(words(8))
+    assert run(model) == 0
+    assert run(model, "--shard-size", "3", output="out") == 0
+    names = [f"rows-0000{k}-of-00003" for k in range(3)]
+    ends = (".jsonl", ".manifest.json")
+    assert sorted(os.listdir("out")) == sorted(
+        ["job.json", "stats.json", *(name + end for name in names for end in ends)]
+    )
+    assert [len(results(f"out/{name}.jsonl")) for name in names] == [3, 3, 2]
+    assert results("out") == results()
+    job = read_json("out/job.json")
+    assert job["settings"]["params"]["max_tokens"] == 24
+    for k, name in enumerate(names):
+        manifest, records = read_json(f"out/{name}.manifest.json"), results(f"out/{name}.jsonl")
+        assert (manifest["shard"], manifest["first_row"]) == (k, 3 * k)
+        assert manifest["counts"]["rows"] == len(records)
+        assert manifest["counts"]["tokens"] == sum(len(record["token_ids"]) for record in records)
+        assert {"wedlm_generate": FORMAT, **manifest["job"]} == job
+        assert {"input", "checkpoint", "settings"} <= set(manifest["job"])
+
+
+def test_command_line_and_row_parameters_combine(work: Path, model: Path, llm: LLM) -> None:
+    write(
+        [
+            *words(2),
+            {"prompt": WORDS[0], "sampling": {"seed": 3, "top_k": 0}},
+            *words(1),
+            {"id": "x", "prompt": WORDS[0]},
+        ]
+    )
+    options = "--temperature 1 --top-k 9 --seed 4294967295 --entropy-threshold 3"
+    assert run(model, *options.split()) == 0
+    base = SamplingParams(max_tokens=24, temperature=1.0, top_k=9, entropy_threshold=3.0)
+    names: list[str | int] = [0, 1, 2, 3, "x"]
+    seeds = [record_seed(2**32 - 1, name) for name in names]
+    seeds[2] = 3  # a record may have its own
+    params = [dataclasses.replace(base, seed=seed) for seed in seeds]
+    params[2] = dataclasses.replace(params[2], top_k=0)
+    expected = llm.generate([WORDS[0], WORDS[1], *[WORDS[0]] * 3], params)
+    assert results() == [as_record(*pair) for pair in zip(names, expected, strict=True)]
+    assert len({record["text"] for record in results()}) == 5, (
+        "equal prompts are sampled differently"
+    )
+
+
+def test_a_row_draws_the_same_wherever_it_stands(work: Path, model: Path) -> None:
+    records = [{"id": f"row {i}", "prompt": WORDS[i % 3]} for i in range(9)]
+    options = ["--temperature", "1", "--entropy-threshold", "3"]
+    write(records)
+    assert run(model, *options) == 0
+    write([{"prompt": "one more"}, *records[::-1]], "other.jsonl")
+    assert run(model, *options, "--shard-size", "2", input="other.jsonl", output="other") == 0
+    assert results("other")[1:] == results()[::-1]
+
+
+def test_logprobs_and_samples_are_those_of_the_library(
+    work: Path, model: Path, llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(
+        [
+            {"prompt": "a"},
+            {"prompt": "mat", "sampling": {"logprobs": None, "seed": 4}},
+            {"id": "x", "prompt": WORDS[1], "sampling": {"n": 3, "seed": 5}},
+            {"prompt": WORDS[2], "sampling": {"n": 2, "logprobs": 0, "stop": ["a"]}},
+            {"prompt": "a", "sampling": {"n": 2, "logprobs": None}},
+        ]
+    )
+    options = ["--temperature", "1", "--entropy-threshold", "3", "--logprobs", "2"]
+    assert run(model, *options, "--shard-size", "2") == 0
+    base = SamplingParams(max_tokens=24, temperature=1.0, entropy_threshold=3.0, logprobs=2)
+    names: list[str | int] = [0, 1, "x", 3, 4]
+    changes: list[dict[str, Any]] = [
+        {},
+        {"logprobs": None, "seed": 4},
+        {"n": 3, "seed": 5},
+        {"n": 2, "logprobs": 0, "stop": "a"},
+        {"n": 2, "logprobs": None},
+    ]
+    params = [
+        dataclasses.replace(base, **({"seed": record_seed(0, name)} | change))
+        for name, change in zip(names, changes, strict=True)
+    ]
+    completions = llm.generate(["a", "mat", WORDS[1], WORDS[2], "a"], params)
+    records = results()
+    assert records == [as_record(*pair) for pair in zip(names, completions, strict=True)]
+    more = [["logprobs"], [], ["logprobs", "samples"], ["logprobs", "samples"], ["samples"]]
+    assert [list(record) for record in records] == [KEYS + keys for keys in more]
+    samples = [sample for record in records for sample in record.get("samples", [record])]
+    assert len(samples) == 1 + 1 + 3 + 2 + 2
+    for sample in samples:
+        assert len(sample.get("logprobs", sample["token_ids"])) == len(sample["token_ids"])
+    stats = read_json("out.jsonl.shards/stats.json")
+    assert (stats["rows"], stats["last_run"]["tokens"]) == (5, stats["tokens"])
+    assert stats["tokens"] == sum(len(sample["token_ids"]) for sample in samples)
+    for name in ("num_forwards", "num_token_instances"):
+        assert stats[name] == sum(sample[name] for sample in samples)
+    summary = capsys.readouterr().err.splitlines()[-1]
+    assert summary.startswith(f"out.jsonl: 5 records, {stats['tokens']} tokens in ")
+
+
+def test_a_row_holds_no_number_that_json_has_not() -> None:
+    impossible = float("-inf")
+    logprobs = [TokenLogprob(-0.5, [(7, -0.5), (8, impossible)]), TokenLogprob(impossible, [])]
+    line = encoded(result_record("x", Completion("ab", [7, 9], "length", 2, 8, logprobs)))
+    assert line.endswith(
+        b'"logprobs": [{"logprob": -0.5, "top": [[7, -0.5], [8, null]]}, '
+        b'{"logprob": null, "top": []}]}'
+    )
+
+
+def test_seeds_tell_ids_apart() -> None:
+    names: list[str | int] = [*range(5000), *map(str, range(5000)), "", "é"]
+    seeds = [record_seed(0, name) for name in names]
+    assert all(0 <= seed < 2**32 for seed in seeds)
+    assert len(set(seeds)) >= len(names) - 1, "32 bits: a collision is expected once in 90 runs"
+    assert record_seed(1, 0) != record_seed(0, 0) == record_seed(0, 0) != record_seed(0, "0")
+
+
+def test_chat_option_applies_to_texts(work: Path, model: Path) -> None:
+    write([{"prompt": "hi"}, {"messages": [{"role": "user", "content": "hi"}]}] * 2)
+    assert run(model, "--chat") == 0
+    first, *others = results()
+    assert others == [{**first, "id": i} for i in (1, 2, 3)]
+
+
+def test_window_of_zero_is_autoregressive(work: Path, model: Path) -> None:
+    write(words(4))
+    assert run(model, "--window-size", "0") == 0
+    for record in results():
+        assert (
+            record["num_forwards"] == record["num_token_instances"] == len(record["token_ids"]) - 1
+        )
+
+
+def test_without_tokenizer_token_ids_in_and_no_text_out(work: Path, model: Path, llm: LLM) -> None:
+    bare = write_tiny_checkpoint(work / "bare", tokenizer=False)
+    messages = [{"role": "user", "content": "hi"}]
+    records = [{"prompt_token_ids": [70, 80, n]} for n in range(4)]
+    write([*records, {"prompt": "a"}, {"messages": messages}])
+    assert run(bare) == 0
+    completions = llm.generate([[70, 80, n] for n in range(4)], GREEDY)
+    *good, text, chat = results()
+    assert good == [
+        as_record(i, dataclasses.replace(c, text=None)) for i, c in enumerate(completions)
+    ]
+    for number, record in ((4, text), (5, chat)):
+        assert (record["id"], record["line"]) == (number, number + 1)
+        assert "bare has no tokenizer" in record["error"]

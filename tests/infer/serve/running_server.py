@@ -1,0 +1,79 @@
+"""A server in a thread of the test's process."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from infer.serve.app import Options, Service
+from infer.serve.command import listening_socket
+from infer.serve.http_server import make_server
+from wedlm_jax.llm import LLM
+
+MODEL = "the-model"
+
+
+class RunningServer:
+    """What a test needs of a server.
+
+    Attributes:
+      port, url: where it listens.
+      service: behind it.
+    """
+
+    def __init__(self, port: int, service: Service):
+        self.port, self.service = port, service
+        self.url = f"http://127.0.0.1:{port}"
+
+    def wait(self, holds: Callable[[], bool], seconds: float = 20) -> None:
+        """Waits until something holds."""
+        deadline = time.monotonic() + seconds
+        while not holds():
+            assert time.monotonic() < deadline, "it does not come to hold"
+            time.sleep(0.01)
+
+    def wait_until_idle(self) -> None:
+        """Waits until nothing is under way, and asserts that no page is held."""
+        engine = self.service.engine
+
+        def idle() -> bool:
+            now = engine.status.counters
+            return now.running == now.waiting == now.pages_used == 0 and not engine.is_busy
+
+        self.wait(idle)
+
+
+@contextlib.contextmanager
+def running_server(
+    llm: LLM,
+    *,
+    grace: float = 10,
+    client_timeout: float = 10,
+    send_buffer: int | None = None,
+    **options: Any,
+) -> Iterator[RunningServer]:
+    """Serves ``llm`` at a free port of the loopback.
+
+    Args:
+      send_buffer: bytes that the system keeps for a client that does not read.
+    """
+    service = Service(llm, Options(MODEL, **options))
+    ready = threading.Event()
+    server = make_server(service, grace=grace, client_timeout=client_timeout, on_ready=ready.set)
+    with listening_socket("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+        if send_buffer is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        try:
+            assert ready.wait(30), "the server does not listen"
+            yield RunningServer(port, service)
+        finally:
+            server.should_exit = True
+            thread.join(30)
+            assert not thread.is_alive(), "the server does not end"

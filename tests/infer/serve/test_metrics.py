@@ -1,0 +1,87 @@
+"""What Prometheus is told."""
+
+from __future__ import annotations
+
+import httpx2
+import pytest
+from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
+
+from infer.serve import metrics
+from infer.serve.metrics import Recent, Totals
+from tests.infer.serve.running_server import MODEL, RunningServer
+
+
+def scraped(server: RunningServer) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Every sample, by its name and labels."""
+    answer = httpx2.get(f"{server.url}/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    families = list(text_string_to_metric_families(answer.text))
+    assert len({family.name for family in families}) == len(families) > 25
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_counts_are_those_of_what_was_asked(server: RunningServer, client: OpenAI) -> None:
+    before = scraped(server)
+    said = client.completions.create(
+        model=MODEL, prompt=["Once upon", "One day"], max_tokens=12, n=2, temperature=0.7
+    )
+    with pytest.raises(Exception, match="top_p"):
+        client.completions.create(model=MODEL, prompt="x", top_p=9)
+    after = scraped(server)
+
+    def new(name: str, **labels: str) -> float:
+        key = (f"wedlm_{name}", tuple(sorted(labels.items())))
+        return after[key] - before.get(key, 0)
+
+    assert said.usage is not None
+    own = said.usage.model_extra or {}
+    assert new("completion_tokens_total") == said.usage.completion_tokens
+    assert new("prompt_tokens_total") == said.usage.prompt_tokens
+    assert new("sequence_forwards_total") == own["num_forwards"]
+    assert new("token_instances_total") == own["num_token_instances"]
+    assert new("time_to_first_token_seconds_count") == new("sequence_seconds_count") == 4
+    assert new("inter_token_seconds_count") > 0
+    assert new("forwards_total") > 0
+    assert new("drafts_total") >= new("drafts_accepted_total") >= 0
+    assert new("calls_total", path="/v1/completions", status="200") == 1
+    assert new("calls_total", path="/v1/completions", status="400") == 1
+    assert new("errors_total") == 0
+    assert after[("wedlm_engine_up", ())] == 1
+    assert after[("wedlm_sequences_running", ())] == after[("wedlm_sequences_waiting", ())] == 0
+    pages = [after[("wedlm_pages", (("of", kind),))] for kind in ("running", "prefixes", "free")]
+    assert pages[0] == 0
+    assert sum(pages) == server.service.engine.status.counters.pages
+    assert server.service.engine.status.counters.pages > 0
+
+
+def test_paths_that_are_not_there_are_counted_together(server: RunningServer) -> None:
+    for number in range(3):
+        httpx2.get(f"{server.url}/{number}")
+    paths = {dict(labels).get("path") for _, labels in scraped(server)}
+    assert "other" in paths
+    assert not {"/0", "/1", "/2"} & paths
+
+
+def test_figures_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
+    recent = Recent()
+    assert set(recent.figures().values()) == {0.0}
+    for second in range(200):
+        now = float(second)
+        recent.note(Totals(6.0 * second, 2.0 * second, 12.0 * second, 8.0 * second, 4.0 * second))
+    assert recent.figures() == {
+        "tokens_per_second": 6,
+        "tokens_per_forward": 3,
+        "p_cache": 0.5,
+        "draft_acceptance": 0.5,
+    }
+    for second in range(200, 300):
+        now = float(second)
+        recent.note(Totals(*[1e4] * 5))
+    assert set(recent.figures().values()) == {0.0}

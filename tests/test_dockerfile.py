@@ -1,0 +1,206 @@
+"""The container's recipe: linted, and its steps followed in a folder that stands for the image.
+
+No container runtime is needed: a step's absolute paths are led into the folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import http.server
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILE = ROOT / "Dockerfile"
+HEALTH = "/health"
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """An instruction and what stands behind it, its lines joined."""
+
+    name: str
+    text: str
+
+
+def steps() -> list[Step]:
+    lines = [line for line in FILE.read_text(encoding="utf-8").splitlines() if line[:1] != "#"]
+    joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
+    return [Step(*line.split(maxsplit=1)) for line in joined.splitlines() if line.strip()]
+
+
+def last(name: str) -> str:
+    return [step.text for step in steps() if step.name == name][-1]
+
+
+def copies() -> list[tuple[list[str], str]]:
+    """What is copied from the project, and whereto."""
+    some = [step.text.split() for step in steps() if step.name == "COPY"]
+    return [(words[:-1], words[-1]) for words in some if not words[0].startswith("--from")]
+
+
+def test_the_linter_finds_nothing() -> None:
+    linter = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if linter is None:
+        pytest.skip("hadolint is not installed")
+    done = subprocess.run([linter, str(FILE)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout
+
+
+def test_it_runs_as_no_root_serves_by_default_and_names_no_package_index() -> None:
+    assert last("USER") == "1000"
+    assert json.loads(last("ENTRYPOINT")) == ["wedlm"]
+    assert json.loads(last("CMD")) == ["serve"]
+    text = FILE.read_text(encoding="utf-8")
+    assert re.findall(r"https?://[^'\s]+", text) == ["http://127.0.0.1:"]
+    assert "index" not in text
+
+
+def test_what_is_copied_is_there_and_nothing_else_is_sent_to_the_builder() -> None:
+    wanted = {path for sources, _ in copies() for path in sources}
+    assert all((ROOT / path).exists() for path in wanted)
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert "*" in ignored
+    assert {line[1:] for line in ignored if line.startswith("!")} == wanted
+
+
+def test_its_extras_are_those_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (run,) = [step.text for step in steps() if "pip install" in step.text]
+    named = re.search(r'"\.\[([\w,]+)\$\{extras\}\]"', run)
+    accelerators = re.search(r"(\w+) \| (\w+)\)", run)
+    assert named is not None
+    assert accelerators is not None
+    asked = {*named[1].split(","), *accelerators.groups()}
+    assert asked <= project["optional-dependencies"].keys()
+
+
+class Healthy(http.server.BaseHTTPRequestHandler):
+    status = 200
+
+    def do_GET(self) -> None:
+        self.send_response(self.status if self.path == HEALTH else 404)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with http.server.HTTPServer(("127.0.0.1", 0), Healthy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
+def healthy(port: int) -> bool:
+    check = json.loads(last("HEALTHCHECK").partition("CMD")[2])
+    assert check[0] == "python"
+    environment = os.environ | {"WEDLM_PORT": str(port)}
+    command = [sys.executable, *check[1:]]
+    return subprocess.run(command, env=environment, capture_output=True).returncode == 0
+
+
+def test_the_health_check_asks_the_server(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert healthy(port)
+    monkeypatch.setattr(Healthy, "status", 503)
+    assert not healthy(port)
+    assert not healthy(9)
+
+
+class Image:
+    """A folder in the place of an image, in which steps are followed as a builder would.
+
+    All stages have the same one: what a stage copies from an earlier one has that place already.
+    """
+
+    def __init__(self, folder: Path, arguments: dict[str, str]):
+        self.folder, self.given = folder, arguments
+        self.workdir = folder
+        self.called = folder / "useradd-called"
+        programs = folder / "base" / "bin"
+        programs.mkdir(parents=True)
+        base = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
+        (programs / "python").symlink_to(base)
+        (programs / "useradd").write_text(f'#!/bin/sh\necho "$@" >> {self.called}\n')
+        (programs / "useradd").chmod(0o755)
+        kept = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+        self.environment = kept | {"HOME": str(folder), "PATH": f"{programs}:{os.defpath}"}
+
+    def inside(self, text: str) -> str:
+        """Returns a text whose absolute paths lead into the folder."""
+        return re.sub(r"(?<![\w./])/(?=(?:opt|src|home)\b)", f"{self.folder}/", text)
+
+    def follow(self, step: Step) -> None:
+        if step.name == "ARG" and "=" in step.text:
+            name, _, default = step.text.partition("=")
+            self.environment[name] = self.given.get(name, default)
+        elif step.name == "WORKDIR":
+            self.workdir = Path(self.inside(step.text))
+            self.workdir.mkdir(parents=True, exist_ok=True)
+        elif step.name == "ENV":
+            for name, value in re.findall(r"(\w+)=(\S+)", step.text):
+                value = value.replace("$PATH", self.environment["PATH"])
+                self.environment[name] = self.inside(value)
+        elif step.name == "COPY" and not step.text.startswith("--from"):
+            *sources, target = step.text.split()
+            for source in sources:
+                self.copy(ROOT / source, self.workdir / target)
+        elif step.name == "RUN":
+            done = self.run("/bin/sh", "-c", self.inside(step.text))
+            assert done.returncode == 0, done.stderr
+
+    def copy(self, source: Path, target: Path) -> None:
+        if source.is_dir():
+            without = shutil.ignore_patterns("__pycache__", "*.pyc")
+            shutil.copytree(source, target, ignore=without)
+        else:
+            shutil.copy(source, target / source.name)
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, cwd=self.workdir, env=self.environment, capture_output=True, text=True
+        )
+
+
+def test_an_accelerator_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    image = Image(tmp_path, {"ACCELERATOR": "gpu"})
+    image.follow(Step("ARG", "ACCELERATOR=cpu"))
+    (install,) = [step for step in steps() if "pip install" in step.text]
+    with pytest.raises(AssertionError, match="expected cpu, tpu or cuda, not gpu"):
+        image.follow(install)
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_its_steps_make_an_image_that_decodes(tmp_path: Path) -> None:
+    image = Image(tmp_path, {})
+    for step in steps():
+        image.follow(step)
+    assert image.called.read_text(encoding="utf-8").split()[-1] == "wedlm"
+    assert image.workdir == tmp_path / "home" / "wedlm"
+    assert (image.workdir / "configs" / "wedlm_8b.yaml").is_file()
+    command = image.run("/bin/sh", "-c", "command -v wedlm").stdout.strip()
+    assert command == str(tmp_path / "opt" / "wedlm" / "bin" / "wedlm")
+    done = image.run("wedlm", "generate", "--chat", "--prompt", "Count from 3 to 9.")
+    assert done.returncode == 0, done.stderr
+    assert "3, 4, 5" in done.stdout
+    for name in ("serve", "train", "evaluate", "tokenize"):
+        done = image.run("wedlm", name, "--help")
+        assert done.returncode == 0, done.stderr
+    where = image.run("python", "-c", "import infer.harness.command as c; print(c.TASKS)").stdout
+    assert sorted(path.name for path in Path(where.strip()).iterdir()) == [
+        "human_eval.yaml",
+        "human_eval_chat.yaml",
+    ]

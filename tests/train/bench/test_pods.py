@@ -1,0 +1,76 @@
+"""Recipes on pods: which programs are compiled, and what is told of those that are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.train.test_compile_only import STEP
+from train.bench import pods
+from train.bench.pods import PodStep, compare_pods
+from train.bench.tables import pod_table
+from train.compile_only import CompiledStep
+from train.config import TrainConfig
+from wedlm_jax.benchmark import Bar
+from wedlm_jax.errors import InputError
+
+RECIPE = str(Path(__file__).parents[3] / "configs" / "wedlm_8b.yaml")
+
+
+def test_every_pod_takes_as_many_tokens_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[tuple[str, int, int, int]] = []
+
+    def compile_step(config: TrainConfig, topology: str) -> CompiledStep:
+        compiled.append((topology, config.row_length, config.rows, config.mesh.data))
+        if config.row_length == 8192:
+            raise InputError("it does not fit")
+        return STEP
+
+    monkeypatch.setattr(pods, "compile_step", compile_step)
+    found = list(compare_pods([RECIPE], ["v5p:4x4x4", "v5p:8x8x8*2"], [4096, 8192], bar=Bar()))
+    assert compiled == [
+        ("v5p:4x4x4", 4096, 512, 1),
+        ("v5p:4x4x4", 8192, 256, 1),
+        ("v5p:8x8x8*2", 4096, 1024, 2),
+        ("v5p:8x8x8*2", 8192, 512, 2),
+    ]
+    assert [(pod.step, pod.error) for pod in found] == [(STEP, None), (None, "it does not fit")] * 2
+    assert {(pod.recipe, pod.rows * pod.row_length) for pod in found} == {
+        ("wedlm_8b", 512 * 4096),
+        ("wedlm_8b", 1024 * 4096),
+    }
+
+
+@pytest.mark.parametrize(
+    ("recipe", "topology", "says"),
+    [("no.yaml", "v5p:4x4x4", "no.yaml"), (RECIPE, "v5p-128", "v5p-128")],
+)
+def test_nothing_is_compiled_where_one_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, topology: str, says: str
+) -> None:
+    monkeypatch.setattr(pods, "compile_step", lambda *_: pytest.fail("compiled"))
+    with pytest.raises(InputError, match=says):
+        list(compare_pods([RECIPE, recipe], ["v5p:4x4x4", topology], [4096], bar=Bar()))
+
+
+def test_the_table_is_markdown() -> None:
+    pods = [
+        PodStep("wedlm_8b", "v5p:2x2x1", 4096, 512, STEP),
+        PodStep("wedlm_7b", "v5e:2x4", 4096, 512, None, "it does not fit"),
+    ]
+    lines = pod_table(pods).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[0][:4] == ["recipe", "topology", "mesh", "L"]
+    assert set("".join(cells[1])) <= set("-:")
+    assert cells[2][:7] == [
+        "wedlm_8b",
+        "v5p:2x2x1",
+        "fsdp 4",
+        "4,096",
+        "512",
+        "90.0 of 100 GiB",
+        "10%",
+    ]
+    assert "2.00 s (compute)" in cells[2]
+    assert "it does not fit" in cells[3]

@@ -1,0 +1,187 @@
+"""The synthetic corpus: reproducible, split by prompt, and right in every sum."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import operator
+import re
+from collections import Counter
+from functools import cache
+from itertools import pairwise
+
+import pytest
+
+from train.embedded.corpus import (
+    DEFAULT_WEIGHTS,
+    KINDS,
+    REGIMES,
+    Sample,
+    check,
+    generate,
+    is_heldout,
+)
+
+EQUATION = re.compile(r"(\d+) ([-+x/]) (\d+) = (\d+)")
+APPLY = {"+": operator.add, "-": operator.sub, "x": operator.mul, "/": operator.truediv}
+
+
+@cache
+def samples(seed: int = 0, count: int = 3000, split: str = "train") -> tuple[Sample, ...]:
+    return tuple(generate(seed, count, split=split))  # type: ignore[arg-type]
+
+
+def of_regime(regime: str) -> list[Sample]:
+    return [sample for sample in samples() if sample.regime == regime]
+
+
+def test_the_same_arguments_give_the_same_samples() -> None:
+    again = tuple(generate(0, 3000, split="train"))
+    assert again == samples()
+    assert tuple(generate(0, 100, split="train")) == samples()[:100]
+    assert tuple(generate(1, 100, split="train")) != samples()[:100]
+
+
+def test_samples_are_those_that_trained_models_saw() -> None:
+    """A changed sample would change every trained model's data: this is on purpose exact."""
+    text = json.dumps([dataclasses.astuple(sample) for sample in samples(seed=7, count=200)])
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "8796d464a9a3e516"
+
+
+def test_splits_share_no_prompt_whatever_the_seed() -> None:
+    train = {sample.prompt for sample in (*samples(), *samples(seed=5))}
+    heldout = {sample.prompt for sample in samples(seed=5, count=300, split="heldout")}
+    assert not train & heldout
+    assert not any(map(is_heldout, train))
+    assert all(map(is_heldout, heldout))
+
+
+def test_one_prompt_in_twenty_is_held_out() -> None:
+    share = sum(is_heldout(f"prompt {i}") for i in range(20_000)) / 20_000
+    # Five standard deviations.
+    assert abs(share - 1 / 20) < 0.008
+
+
+def test_regimes_come_in_their_shares_and_every_kind_occurs() -> None:
+    counts = Counter(sample.regime for sample in samples())
+    for regime in REGIMES:
+        assert abs(counts[regime] / 3000 - DEFAULT_WEIGHTS[regime]) < 0.05
+    seen = {(sample.regime, sample.kind) for sample in samples()}
+    assert seen == {(regime, kind) for regime in REGIMES for kind in KINDS[regime]}
+
+
+def test_a_regime_left_out_of_the_weights_does_not_occur() -> None:
+    only = list(generate(0, 50, split="train", weights={"prose": 2.0}))
+    assert {sample.regime for sample in only} == {"prose"}
+    both = {"prose": 0.5, "reasoning": 0.5}
+    backwards = dict(reversed(both.items()))
+    assert list(generate(0, 50, split="train", weights=both)) == list(
+        generate(0, 50, split="train", weights=backwards)
+    )
+
+
+def test_every_equation_of_a_solution_holds() -> None:
+    for sample in of_regime("reasoning"):
+        equations = EQUATION.findall(sample.answer)
+        assert len(equations) == sample.answer.count("="), sample
+        assert len(equations) >= 2, sample
+        for left, sign, right, result in equations:
+            assert APPLY[sign](int(left), int(right)) == int(result), sample
+        marked = re.fullmatch(r".*\nAnswer: (\d+)", sample.answer, re.DOTALL)
+        assert marked, sample
+        assert marked.group(1) == equations[-1][-1] == sample.expected, sample
+
+
+def test_solutions_use_numbers_of_the_question_or_computed_before() -> None:
+    for sample in of_regime("reasoning"):
+        # Words such as "perimeter" or "both" stand for 2, averages divide by how many there are.
+        known = {int(n) for n in re.findall(r"\d+", sample.prompt)} | {2, 3}
+        for left, _, right, result in EQUATION.findall(sample.answer):
+            assert {int(left), int(right)} <= known, sample
+            known.add(int(result))
+
+
+def test_tables_and_sums_hold() -> None:
+    checked = 0
+    for sample in of_regime("low_entropy"):
+        if sample.kind in ("times_table", "sum_table"):
+            for line in sample.answer.splitlines():
+                match = EQUATION.fullmatch(line)
+                assert match, sample
+                left, sign, right, result = match.groups()
+                assert APPLY[sign](int(left), int(right)) == int(result), sample
+                checked += 1
+    assert checked > 100
+
+
+def test_counts_go_in_equal_steps_from_first_to_last() -> None:
+    for sample in (s for s in samples() if s.kind == "count"):
+        first, last, step = map(int, re.findall(r"\d+", sample.prompt))
+        values = list(map(int, sample.answer.split(", ")))
+        assert (values[0], values[-1]) == (first, last), sample
+        assert {abs(b - a) for a, b in pairwise(values)} == {step}, sample
+        assert len(values) == 15, sample
+
+
+def test_letters_run_from_first_to_last_in_the_alphabets_order() -> None:
+    runs = [s for s in samples() if s.kind == "letters"]
+    assert len(runs) > 20
+    for sample in runs:
+        letters = re.findall(r"[A-Za-z]", sample.answer)
+        assert f" {letters[0]} to {letters[-1]}" in sample.prompt, sample
+        steps = {ord(b) - ord(a) for a, b in pairwise(letters)}
+        assert steps in ({1}, {-1}), sample
+        assert len(letters) == 12, sample
+
+
+def test_json_answers_are_json() -> None:
+    answers = [json.loads(s.answer) for s in samples() if s.kind == "json_records"]
+    assert len(answers) > 20
+    assert all("name" in answer for answer in answers)
+
+
+def test_check_accepts_a_samples_own_answer() -> None:
+    for sample in samples():
+        expected = None if sample.regime == "prose" else True
+        assert check(sample, sample.answer) is expected, sample
+        assert check(sample, f"\n{sample.answer} \n") is expected, sample
+
+
+def test_check_rejects_a_changed_answer() -> None:
+    for sample in samples():
+        if sample.regime == "low_entropy":
+            middle = len(sample.answer) // 2
+            assert check(sample, sample.answer[:-1]) is False, sample
+            assert check(sample, sample.answer + " x") is False, sample
+            changed = f"{sample.answer[:middle]}#{sample.answer[middle + 1 :]}"
+            assert check(sample, changed) is False, sample
+        elif sample.regime == "reasoning":
+            assert sample.expected is not None
+            steps, _ = sample.answer.rsplit("Answer: ", 1)
+            assert check(sample, steps) is False, sample
+            for wrong in (int(sample.expected) + 1, f"{sample.expected}0", f"-{sample.expected}"):
+                assert check(sample, f"{steps}Answer: {wrong}") is False, sample
+
+
+def test_reasoning_is_judged_by_its_first_marked_answer() -> None:
+    sample = of_regime("reasoning")[0]
+    assert check(sample, f"Answer: {sample.expected}.\nAnswer: 1000") is True
+    assert check(sample, f"Answer: 1000\nAnswer: {sample.expected}") is False
+    assert check(sample, f"the Answer: {sample.expected} or so") is False
+    assert check(sample, "") is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"split": "test"}, "'test'"),
+        ({"count": -1}, "negative"),
+        ({"weights": {"poems": 1.0}}, "poems.*low_entropy"),
+        ({"weights": {"prose": -1.0}}, "non-negative"),
+        ({"weights": {}}, "positive sum"),
+    ],
+)
+def test_bad_arguments_are_refused_at_the_call(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(**{"seed": 0, "count": 1, "split": "train", **arguments})

@@ -1,0 +1,114 @@
+"""Several processes in one run, on this machine; and the options that start them."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from tokenizers import Tokenizer
+
+from tests.checkpoints import hf_values
+from tests.tiny_run import metric_lines, start_command, tiny_recipe, write_recipe
+from train.config import EvaluationSection, TrainConfig
+from train.evaluation import Evaluation
+from train.program import objective_of
+from train.start import held_out_rows
+from wedlm_jax.__main__ import main
+from wedlm_jax.checkpoint.hf import load_checkpoint
+from wedlm_jax.processes import LAUNCHERS
+from wedlm_jax.sharding import make_mesh
+
+LIMIT_S = 300
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return int(listener.getsockname()[1])
+
+
+def evaluation_of(run: Path, config: TrainConfig) -> dict[str, float]:
+    """What evaluation finds of a finished run's model, in this process alone."""
+    mesh = make_mesh({}, jax.devices()[:1])
+    model = load_checkpoint(run / "hf", mesh=mesh)
+    tokenizer = Tokenizer.from_file(str(run / "hf" / "tokenizer.json"))
+    held = held_out_rows(config, tokenizer, model.config.pad_token_id or 0)
+    graph, parameters = nnx.split(model)
+    with jax.set_mesh(mesh):
+        objective = objective_of(config, model.config)
+        return Evaluation(config, mesh, graph, model.config, objective, held).run(parameters)
+
+
+@pytest.mark.slow
+def test_two_processes_train_together_what_one_trains_alone(
+    finished: Path, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    section = EvaluationSection(every=4, rows=4, prompts=3, max_tokens=6)
+    config = tiny_recipe(tmp_path / "run", tokenizer_folder, checkpoint_every=2, evaluation=section)
+    recipe, address = write_recipe(config, tmp_path), f"localhost:{free_port()}"
+    common = ["--config", str(recipe), "--coordinator", address, "--num-processes", "2"]
+    children = [
+        start_command([*common, "--process-id", str(i)], tmp_path / f"{i}.txt") for i in range(2)
+    ]
+    for child in children:
+        child.join(LIMIT_S)
+    said = [(tmp_path / f"{i}.txt").read_text() for i in range(2)]
+    assert [child.exitcode for child in children] == [0, 0], said
+    together, alone = metric_lines(tmp_path / "run"), metric_lines(finished)
+    assert [line["step"] for line in together] == [line["step"] for line in alone]
+    for one, two in zip(alone, together, strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+        assert two["gradient_norm"] == pytest.approx(one["gradient_norm"], rel=1e-3)
+    # Held-out losses are taken together, and each process decodes its share of the prompts.
+    [evaluated] = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "evaluation.jsonl").read_text().splitlines()
+    ]
+    assert evaluated.pop("step") == 4
+    expected_figures = evaluation_of(tmp_path / "run", config)
+    assert expected_figures["tokens_per_forward"] > 0
+    assert evaluated == pytest.approx(expected_figures, rel=1e-4)
+    # One process speaks for all.
+    assert "4 of 4 steps" in said[0]
+    assert "step" not in said[1]
+    values, expected = hf_values(tmp_path / "run" / "hf"), hf_values(finished / "hf")
+    assert values.keys() == expected.keys()
+    for name, value in values.items():
+        # Adam divides small differences of the sums by small numbers.
+        np.testing.assert_allclose(value, expected[name], atol=2e-3, err_msg=name)
+    config_file = json.loads((tmp_path / "run" / "hf" / "config.json").read_text())
+    assert config_file["model_type"] == "wedlm"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--coordinator", "localhost:1"], "--num-processes auto: none of JAX_NUM_PROCESSES, "),
+        (["--coordinator", "localhost:1", "--distributed"], "leave --coordinator out"),
+        (["--num-processes", "2"], "go with --coordinator"),
+        (
+            ["--coordinator", "localhost:1", "--num-processes", "2", "--process-id", "2"],
+            "--process-id: expected 0 to 1, not 2",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    options: list[str],
+    message: str,
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for names in LAUNCHERS.values():
+        for variable in filter(None, names):
+            monkeypatch.delenv(variable, raising=False)
+    recipe = write_recipe(tiny_recipe(tmp_path / "run", tokenizer_folder), tmp_path)
+    assert main(["train", "--config", str(recipe), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,106 @@
+"""Skipped steps: which gradients are refused, what stays as it was, and when a run gives up."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.tiny_run import ARCHITECTURE, metric_lines, on_devices, tiny_recipe
+from train.config import ModelSection, OptimizerSection, TrainConfig
+from train.data.order import global_order
+from train.data.synthetic import load_dataset
+from train.loop import train as run_training
+from train.skipped_steps import NORM_DECAY, Guard, GuardState, judge
+from wedlm_jax.errors import InputError
+
+
+def after(
+    norms: list[float], guard: Guard, first_step: int = 100
+) -> tuple[list[bool], list[int], GuardState]:
+    """What becomes of steps with these gradient norms, one after another."""
+    state, taken, skipped = GuardState.first(), [], []
+    for step, norm in enumerate(norms, first_step):
+        ok, state = judge(guard, state, jnp.int32(step), jnp.float32(norm))
+        taken.append(bool(ok))
+        skipped.append(int(state.skipped))
+    return taken, skipped, state
+
+
+def test_what_is_not_finite_is_skipped_and_counted() -> None:
+    taken, skipped, state = after([1.0, np.nan, np.inf, 1.0], Guard())
+    assert taken == [True, False, False, True]
+    assert skipped == [0, 1, 2, 0]
+    assert float(state.mean_norm) == pytest.approx(1.0)
+
+
+def test_a_spike_is_a_multiple_of_the_running_mean() -> None:
+    taken, _, state = after([1.0, 9.0, 12.0, 11.0], Guard(spike_factor=10.0))
+    # After a norm of 9 the mean is 1.16: 12 is above ten times that, 11 below.
+    assert taken == [True, True, False, True]
+    mean = NORM_DECAY + (1 - NORM_DECAY) * 9
+    assert float(state.mean_norm) == pytest.approx(NORM_DECAY * mean + (1 - NORM_DECAY) * 11)
+
+
+def test_spikes_are_not_looked_for_before_the_norms_have_settled() -> None:
+    guard = Guard(spike_factor=10.0, settle=50)
+    assert after([1.0, 100.0], guard, first_step=0)[0] == [True, True]
+    assert after([1.0, 100.0], guard, first_step=50)[0] == [True, False]
+    assert after([1.0, 100.0], Guard(spike_factor=0.0))[0] == [True, True]
+
+
+def broken(output: Path, tokenizer: Path, **changes: object) -> TrainConfig:
+    """A recipe whose weights are so large that no loss is finite."""
+    model = ModelSection(architecture={**ARCHITECTURE, "initializer_range": 1e30})
+    return tiny_recipe(output, tokenizer, model=model, **changes)
+
+
+def test_a_run_whose_loss_is_no_number_stops_and_names_the_batches(
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    on_devices(monkeypatch, 1)
+    optimizer = OptimizerSection(learning_rate=0.01, warmup_steps=1, max_skipped=3)
+    config = broken(tmp_path, tokenizer_folder, optimizer=optimizer)
+    with pytest.raises(InputError, match=r"step 3: 3 steps in a row were skipped.*skipped\.jsonl"):
+        run_training(config)
+    said = capsys.readouterr().out
+    assert "step 1 skipped: loss" in said
+    assert "gradient_norm nan" in said
+    lines = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["batch"]) for line in lines] == [(1, 0), (2, 1), (3, 2)]
+    assert {line["gradient_norm"] for line in lines} == {None}
+    rows = load_dataset(tmp_path / "rows.npz").row_sets()
+    order = global_order(rows, seed=config.seed, batch_rows=4)
+    for batch, line in enumerate(lines):
+        [files] = line["rows"]  # one process
+        assert list(files) == [str(tmp_path / "rows.npz")]
+        read = sorted(order[4 * batch + i]["tokens"].tolist() for i in range(4))
+        named = files[str(tmp_path / "rows.npz")]
+        assert sorted(rows[0][0][number]["tokens"].tolist() for number in named) == read
+    assert [line["step"] for line in metric_lines(tmp_path)] == [1, 2]
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_skipped_step_changes_nothing_but_the_count() -> None:
+    from tests.train.test_step import KEY, fresh_state, named, training_rows, wedlm_step
+
+    spoilt = fresh_state()
+    scale = spoilt.parameters["norm"]["scale"]
+    scale[...] = scale[...].at[0].set(jnp.inf)
+    before = jax.tree.map(np.asarray, spoilt)
+    after_it, metrics = wedlm_step(spoilt, training_rows(), KEY)
+    assert int(after_it.step) == 1
+    assert int(metrics["skipped"]) == int(after_it.guard.skipped) == 1
+    for part in ("parameters", "optimizer"):
+        old, new = named(getattr(before, part)), named(getattr(after_it, part))
+        for name, value in new.items():
+            np.testing.assert_array_equal(value, old[name], err_msg=name)
+    assert dataclasses.asdict(after_it.guard)["mean_norm"] == 0

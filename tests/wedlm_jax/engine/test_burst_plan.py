@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.burst_plan import (
+    PREFILL_FORWARDS,
+    SHORT_OF_PAGES_FORWARDS,
+    WAITING_FORWARDS,
+    WATCHED_FORWARDS,
+    burst_length,
+    chunk_tokens,
+    expected_rate,
+    give_pages,
+    prefill_forwards,
+)
+from wedlm_jax.engine.replica import Replica
+from wedlm_jax.engine.sequence import SequenceState
+from wedlm_jax.params import SamplingParams
+
+
+def new_sequence(length: int = 9, *, window: int = 0, stop: str = "") -> SequenceState:
+    params = SamplingParams(max_tokens=40, stop=(stop,) if stop else ())
+    sequence = SequenceState(Request(0, range(length), params), 0)
+    sequence.window = window
+    return sequence
+
+
+def running_replica(*sequences: SequenceState, num_pages: int = 40) -> Replica:
+    table = np.zeros((len(sequences), 40), np.int32)
+    replica = Replica(
+        0, num_sequences=len(sequences), num_pages=num_pages, page_size=4, table=table
+    )
+    for sequence in sequences:
+        replica.admit(sequence, [], len(sequence.text) + 2 * sequence.window + 1)
+        sequence.num_computed = len(sequence.text) - 1
+    return replica
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (64, 16)),
+        ({"num_waiting": 1}, (WAITING_FORWARDS, 2)),
+        ({"num_waiting": 1, "pages_are_short": True}, (SHORT_OF_PAGES_FORWARDS, 2)),
+        ({"prefill_forwards": 1}, (64, 16)),
+        ({"prefill_forwards": 20}, (PREFILL_FORWARDS, 16)),
+        ({"num_waiting": 3, "num_deferred": 3, "prefill_forwards": 1}, (1, 2)),
+        ({"num_waiting": 3, "num_deferred": 3, "prefill_forwards": 5}, (5, 2)),
+        ({"longest": 4, "num_waiting": 1}, (4, 2)),
+    ],
+)
+def test_bursts_are_short_while_somebody_waits(
+    changes: dict[str, int], expected: tuple[int, int]
+) -> None:
+    usual = {
+        "longest": 64,
+        "prefill_forwards": 0,
+        "num_waiting": 0,
+        "num_deferred": 0,
+        "pages_are_short": False,
+    }
+    length = burst_length([new_sequence()] * 16, **{**usual, **changes})  # type: ignore[arg-type]
+    assert (length.forwards, length.until_finished) == expected
+
+
+def test_a_text_that_may_stop_is_watched() -> None:
+    length = burst_length(
+        [new_sequence(), new_sequence(stop="x")],
+        longest=64,
+        prefill_forwards=0,
+        num_waiting=0,
+        num_deferred=0,
+        pages_are_short=False,
+    )
+    assert length.forwards == WATCHED_FORWARDS
+
+
+def test_forwards_until_all_prompts_are_computed() -> None:
+    one, two, ready = new_sequence(9), new_sequence(24), new_sequence(30)
+    replica = running_replica(one, two, ready)
+    one.num_computed, two.num_computed = 0, 8
+    assert prefill_forwards(replica, 16) == 2
+    one.num_computed = 8
+    assert prefill_forwards(replica, 16) == 1
+    two.num_computed = 23  # the last token is the window's
+    assert prefill_forwards(replica, 16) == 0
+
+
+def test_pages_last_for_the_burst_where_there_are_enough() -> None:
+    sequence = new_sequence(9)  # 8 computed, and a token a forward
+    replica = running_replica(sequence)
+    assert give_pages(replica, 16) == 16
+    assert replica.capacity(sequence) == 24
+    replica.check()
+
+
+def test_no_pages_behind_the_last_token_that_may_come() -> None:
+    sequence = new_sequence(9)
+    replica = running_replica(sequence)
+    give_pages(replica, 1000)
+    assert replica.capacity(sequence) == 52  # 9 + 40 tokens
+
+
+def test_all_get_pages_for_fewer_forwards_where_they_are_short() -> None:
+    sequences = [new_sequence(9) for _ in range(3)]
+    replica = running_replica(*sequences, num_pages=13)
+    assert give_pages(replica, 64) == 8
+    assert [replica.capacity(sequence) for sequence in sequences] == [16, 16, 16]
+    replica.check()
+
+
+def test_pages_for_later_forwards_are_given_back_to_those_who_need_them_now() -> None:
+    rich, poor = new_sequence(9), new_sequence(9)
+    replica = running_replica(rich, poor, num_pages=9)
+    replica.grow(rich, 20)
+    poor.text.extend(range(4))
+    poor.num_computed = 12
+    assert give_pages(replica, 64) == 4
+    assert (replica.capacity(rich), replica.capacity(poor)) == (12, 16)
+
+
+def test_the_rate_is_learnt_from_the_sequence() -> None:
+    sequence = new_sequence(9, window=8)
+    assert expected_rate(sequence) == 3
+    sequence.text.extend(range(20))
+    sequence.num_forwards = 10
+    assert expected_rate(sequence) == 2.5
+    sequence.window = 0
+    assert expected_rate(sequence) == 1
+
+
+def prefilling(length: int, *, cached: int = 0) -> SequenceState:
+    sequence = new_sequence(length)
+    sequence.num_cached_tokens = cached
+    return sequence
+
+
+def test_a_long_prompt_gets_as_many_tokens_as_double_the_forward_of_those_that_decode() -> None:
+    decoding = [new_sequence() for _ in range(4)]
+    replica = running_replica(*decoding, num_pages=400)
+    long, short = prefilling(300), prefilling(200)
+
+    def budget(*others: SequenceState, balanced: int = 16) -> int:
+        replica.running = [*decoding, *others]
+        for one in others:
+            one.text_length_admitted = len(one.text)
+        return chunk_tokens([replica], 256, balanced)
+
+    assert budget(short) == 256
+    assert budget(long) == 16 - 5, "the prompt's own window may stand behind its last chunk"
+    assert budget(prefilling(300, cached=100)) == 256
+    assert budget(long, balanced=4) == 5, "at least as many as all windows run"
+    for one in decoding:
+        one.window = 16
+    assert budget(long) == 4 * 17 + 1
+    replica.running = [long]
+    assert chunk_tokens([replica], 256, 16) == 256

@@ -1,0 +1,111 @@
+"""Engines whose windows vary have a program without windows: going from one to the other changes no
+token and compiles nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from tests.decode_examples import say_the_same, small_engine
+from wedlm_jax.completion import Completion
+from wedlm_jax.engine.burst import Burst, Report, Request
+from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.events import Failed, Finished
+from wedlm_jax.engine.sequence import SequenceState
+from wedlm_jax.model import Transformer
+from wedlm_jax.params import SamplingParams
+
+
+class ComeAndGo:
+    """Windows for some bursts, for everybody or for some, and then for nobody."""
+
+    def __init__(self, widest: int):
+        self._widest, self._bursts = widest, 0
+
+    def widest(self, request: Request) -> int:
+        return 0 if request.params.mode == "ar" else self._widest
+
+    def choose(self, running: Sequence[SequenceState]) -> Sequence[int]:
+        self._bursts += 1
+        if self._bursts % 6 < 3:
+            return [0] * len(running)
+        turn = self._bursts + np.arange(len(running))
+        wide = (turn % 3) * self._widest // 2
+        return [
+            min(int(width), self.widest(one.request))
+            for width, one in zip(wide, running, strict=True)
+        ]
+
+    def observe(self, burst: Burst, report: Report, seconds: float) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Transformer) -> Engine:
+    """Few pages: sequences are put back, with windows and without."""
+    expected = [SamplingParams(mode=mode, temperature=1.0) for mode in ("paper", "verified")]
+    engine = small_engine(
+        tiny_model, expected, window_size="auto", num_pages=26, max_model_len=48, deterministic=True
+    )
+    engine.windows = ComeAndGo(4)
+    engine.release()
+    engine.update(tiny_model)
+    engine.compile()
+    return engine
+
+
+def decode(engine: Engine, requests: list[Request]) -> tuple[list[Completion], set[int]]:
+    """Results in order, and the windows that the device had room for."""
+    results: dict[int, Completion] = {}
+    rooms: set[int] = set()
+    waiting = list(requests)
+    while waiting or engine.has_work:
+        for event in engine.step(waiting[:2], max_forwards=2):
+            assert not isinstance(event, Failed)
+            if isinstance(event, Finished):
+                results[event.number] = event.result
+        waiting = waiting[2:]
+        rooms.add(engine.device._room.window)
+    return [results[request.number] for request in requests], rooms
+
+
+def test_windows_that_come_and_go_change_no_token_and_compile_nothing(
+    engine: Engine, autoregressive_engine: Engine
+) -> None:
+    rng = np.random.default_rng(3)
+    requests = [
+        Request(
+            i,
+            tuple(rng.integers(2, 22, rng.integers(1, 20)).tolist()),
+            SamplingParams(
+                mode=("verified", "verified", "ar")[i % 3],
+                max_tokens=20,
+                temperature=0.8 * (i % 2),
+                seed=i,
+                draft_budget=4.0,
+            ),
+        )
+        for i in range(12)
+    ]
+    programs = engine.num_programs
+    results, rooms = decode(engine, requests)
+    assert rooms == {0, engine.settings.window}
+    assert engine.num_programs == programs
+    plain = [
+        dataclasses.replace(one, params=dataclasses.replace(one.params, mode="ar"))
+        for one in requests
+    ]
+    for ours, theirs in zip(results, autoregressive_engine.decode(plain), strict=True):
+        assert say_the_same(ours, theirs)
+
+
+def test_windows_of_the_paper_that_are_closed_leave_whole_texts(engine: Engine) -> None:
+    """What they had filled is forgotten where autoregressive decoding goes on."""
+    params = SamplingParams(mode="paper", max_tokens=20, entropy_threshold=1.6, ignore_eos=True)
+    requests = [Request(i, (5, 6, 7 + i), params) for i in range(6)]
+    results, rooms = decode(engine, requests)
+    assert rooms == {0, engine.settings.window}
+    assert [len(result.token_ids) for result in results] == [20] * 6

@@ -1,0 +1,259 @@
+"""Layers stacked or apart, on rows or on columns: the same model, and the same forward."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.training_examples import TINY, tiny_transformer
+from wedlm_jax.config import ModelConfig
+from wedlm_jax.masks import CausalMask
+from wedlm_jax.model import Transformer
+from wedlm_jax.model.layer_layout import (
+    are_stacked,
+    is_on_columns,
+    with_layers_apart,
+    with_layers_stacked,
+)
+from wedlm_jax.model.layers import columns_are_faster
+from wedlm_jax.model.quantization import quantize_weights
+from wedlm_jax.sharding import make_mesh, tree_shardings
+
+TIED = dataclasses.replace(TINY, tie_word_embeddings=True, attention_bias=False, qk_norm=False)
+TOKENS = jnp.array([[5, 17, 96, 3, 3, 41, 60, 9], [1, 2, 3, 4, 5, 6, 7, 8]])
+POSITIONS = jnp.array([[0, 1, 2, 3, 6, 4, 7, 5], [3, 4, 5, 6, 7, 8, 9, 10]])
+
+both_ways = pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
+both_heads = pytest.mark.parametrize("config", [TINY, TIED], ids=["untied", "tied"])
+
+
+def models(config: ModelConfig, columns: bool) -> tuple[Transformer, Transformer]:
+    """The same weights stacked and apart."""
+    stacked = Transformer(config, rngs=nnx.Rngs(5))
+    return stacked, with_layers_apart(stacked, columns=columns)
+
+
+def assert_same_leaves(one: nnx.Module, other: nnx.Module) -> None:
+    a, b = (jax.tree_util.tree_leaves_with_path(nnx.state(model)) for model in (one, other))
+    for (path, x), (other_path, y) in zip(a, b, strict=True):
+        assert path == other_path
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y, err_msg=str(path))
+
+
+# --- one made of the other ---------------------------------------------------------------
+
+
+@both_heads
+@both_ways
+def test_apart_and_back_is_the_same_model(config: ModelConfig, columns: bool) -> None:
+    stacked, apart = models(config, columns)
+    assert (are_stacked(stacked), are_stacked(apart)) == (True, False)
+    assert (is_on_columns(stacked), is_on_columns(apart)) == (False, columns)
+    assert_same_leaves(with_layers_stacked(apart), stacked)
+    made_so = Transformer(config, rngs=nnx.Rngs(5), stacked=False, columns=columns)
+    assert_same_leaves(apart, made_so)
+
+
+@both_ways
+def test_matrices_lie_as_they_are_multiplied(columns: bool) -> None:
+    _, apart = models(TINY, columns)
+    linear = apart.layers[1].mlp.up_proj
+    matrix = (linear.weight if columns else linear.kernel)[...]
+    sizes = (TINY.hidden_size, TINY.intermediate_size)
+    assert matrix.shape == (sizes[::-1] if columns else sizes)
+    assert apart.head_weight[...].shape == (TINY.vocab_size, TINY.hidden_size)
+
+
+def test_a_layout_that_is_there_already_is_kept() -> None:
+    stacked, apart = models(TINY, True)
+    assert with_layers_stacked(stacked) is stacked
+    assert with_layers_apart(apart) is apart
+
+
+def test_large_matrices_go_to_columns() -> None:
+    large = dataclasses.replace(TINY, hidden_size=1024, intermediate_size=1024)
+    assert [columns_are_faster(c, "float32") for c in (TINY, large)] == [False, True]
+    assert not columns_are_faster(large, "bfloat16")
+
+
+@both_ways
+def test_rounded_matrices_move_along(columns: bool) -> None:
+    stacked = tiny_transformer()
+    moved = with_layers_apart(quantize_weights(stacked), columns=columns)
+    assert_same_leaves(moved, quantize_weights(with_layers_apart(stacked, columns=columns)))
+    assert_same_leaves(with_layers_stacked(moved), quantize_weights(stacked))
+
+
+@both_ways
+def test_shapes_are_told_without_arrays(columns: bool) -> None:
+    def apart() -> Transformer:
+        return with_layers_apart(Transformer(TINY, rngs=nnx.Rngs(0)), columns=columns)
+
+    told = nnx.state(nnx.eval_shape(apart))
+    made = nnx.state(apart())
+    assert jax.tree.structure(told) == jax.tree.structure(made)
+    assert [x.shape for x in jax.tree.leaves(told)] == [x.shape for x in jax.tree.leaves(made)]
+
+
+@both_ways
+def test_what_is_consumed_is_let_go(columns: bool) -> None:
+    stacked, expected = models(TINY, columns)
+    before = jax.tree.leaves(nnx.state(stacked.layers))
+    apart = with_layers_apart(stacked, columns=columns, consume=True)
+    assert all(x.is_deleted() for x in before)
+    assert_same_leaves(apart, expected)
+    own = jax.tree.leaves(nnx.state(apart.layers))
+    back = with_layers_stacked(apart, consume=True)
+    assert all(x.is_deleted() for x in own)
+    assert_same_leaves(back, tiny_transformer())
+
+
+@both_ways
+def test_on_a_mesh_each_layer_lies_as_the_rules_say(columns: bool) -> None:
+    config = dataclasses.replace(TINY, vocab_size=96, mask_token_id=95)
+    mesh = make_mesh({"fsdp": 2, "tensor": 4})
+    graph, state = nnx.split(Transformer(config, rngs=nnx.Rngs(5)))
+    placed = nnx.merge(graph, jax.device_put(state, tree_shardings(mesh, state)))
+    apart = with_layers_apart(placed, columns=columns)
+    for model in (apart, with_layers_stacked(apart)):
+        state = nnx.state(model)
+        wanted = jax.tree.leaves(tree_shardings(mesh, state))
+        for leaf, sharding in zip(jax.tree.leaves(state), wanted, strict=True):
+            assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (leaf.shape, sharding)
+    assert_same_leaves(with_layers_stacked(apart), nnx.merge(graph, nnx.state(placed)))
+
+
+# --- the same forward --------------------------------------------------------------------
+
+
+@both_heads
+@both_ways
+def test_rectangles(config: ModelConfig, columns: bool) -> None:
+    @jax.jit
+    def outputs(model: Transformer) -> tuple[jax.Array, jax.Array]:
+        hidden = model(TOKENS, POSITIONS, CausalMask())
+        return hidden, model.logits(hidden)
+
+    expected, found = (outputs(model) for model in models(config, columns))
+    for a, b in zip(found, expected, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize(("columns", "policy"), [(False, "dots"), (True, "full")])
+def test_gradients(columns: bool, policy: str) -> None:
+    @jax.jit
+    def gradient(model: Transformer) -> nnx.State:
+        def total(model: Transformer) -> jax.Array:
+            hidden = model(TOKENS, POSITIONS, CausalMask(), remat=policy)
+            return (model.logits(hidden) ** 2).mean()
+
+        return nnx.grad(total)(model)
+
+    stacked, apart = models(TINY, columns)
+    expected = nnx.merge(nnx.graphdef(stacked), gradient(stacked))
+    found = with_layers_stacked(nnx.merge(nnx.graphdef(apart), gradient(apart)))
+    leaves = zip(*(jax.tree.leaves(nnx.state(x)) for x in (found, expected)), strict=True)
+    for a, b in leaves:
+        scale = float(jnp.abs(b).max())
+        np.testing.assert_allclose(a / scale, b / scale, atol=1e-5)
+
+
+# --- flat tokens -------------------------------------------------------------------------
+
+LENGTHS = (5, 1, 7)
+
+
+def flat_example() -> tuple[jax.Array, jax.Array]:
+    """Three sequences behind one another, and padding; positions are not places."""
+    random = np.random.default_rng(3)
+    tokens = random.integers(0, TIED.vocab_size, sum(LENGTHS) + 3)
+    positions = [random.permutation(length) + 2 for length in LENGTHS] + [np.zeros(3, int)]
+    return jnp.array(tokens), jnp.array(np.concatenate(positions))
+
+
+def dense(
+    kept: jax.Array, layer: jax.Array | int, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Causal attention within each sequence, by a matrix over all flat tokens. ``kept [2, T]``
+    counts the layers and notes which came last."""
+    size, group = q.shape[0], q.shape[1] // k.shape[1]
+    owner = np.repeat(np.arange(len(LENGTHS) + 1), (*LENGTHS, 3))
+    seen = (owner[:, None] == owner) & np.tri(size, dtype=bool)
+    k, v = (jnp.repeat(x, group, axis=1) for x in (k, v))
+    scores = jnp.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
+    after = jnp.stack([kept[0] + 1, jnp.full_like(kept[1], layer)])
+    return jnp.einsum("hqk,khd->qhd", weights, v), after
+
+
+@both_heads
+@pytest.mark.parametrize("layout", ["stacked", "rows", "columns"])
+def test_flat_tokens_are_computed_as_each_sequence_alone(config: ModelConfig, layout: str) -> None:
+    stacked, apart = models(config, layout == "columns")
+    model = stacked if layout == "stacked" else apart
+    tokens, positions = flat_example()
+    start = jnp.zeros((2, len(tokens)), jnp.int32)
+    hidden, kept = jax.jit(lambda model: model.run(tokens, positions, dense, start))(model)
+    assert hidden.shape == (len(tokens), config.hidden_size)
+    np.testing.assert_array_equal(kept[0], config.num_hidden_layers)
+    np.testing.assert_array_equal(kept[1], config.num_hidden_layers - 1)
+    place = 0
+    for length in LENGTHS:
+        own = slice(place, place + length)
+        alone = stacked(tokens[None, own], positions[None, own], CausalMask())[0]
+        np.testing.assert_allclose(hidden[own], alone, atol=1e-5)
+        place += length
+
+
+@both_ways
+def test_flat_tokens_in_bfloat16_stay_so(columns: bool) -> None:
+    stacked, apart = models(TINY, columns)
+    tokens, positions = flat_example()
+    start = jnp.zeros((2, len(tokens)), jnp.int32)
+
+    def run(model: Transformer, dtype: jnp.dtype) -> jax.Array:
+        return model.run(tokens, positions, dense, start, dtype=dtype)[0]
+
+    rounded = run(apart, jnp.bfloat16)
+    assert rounded.dtype == jnp.bfloat16
+    difference = jnp.abs(rounded.astype(jnp.float32) - run(stacked, jnp.float32))
+    assert 0 < float(difference.mean()) < 0.05
+    assert apart.logits(rounded).dtype == jnp.float32
+    alone = apart.logits(rounded[:1])
+    np.testing.assert_allclose(alone, apart.logits(rounded)[:1], atol=1e-5)
+
+
+@both_ways
+@pytest.mark.parametrize("count", [1, 16])
+def test_matrices_are_multiplied_as_they_are_stored(columns: bool, count: int) -> None:
+    """As compiled for bfloat16 on a CPU: no product is turned round, so that a matrix would be
+    packed, and no matrix is cast. Rows show that the test sees both."""
+    config = dataclasses.replace(TINY, hidden_size=64, intermediate_size=80)
+    _, apart = models(config, columns)
+    apart = jax.tree.map(lambda x: x.astype(jnp.bfloat16), apart)
+    tokens = jnp.arange(count)
+
+    def same(_: None, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple:
+        return q + jnp.concatenate([k, v], axis=1), None
+
+    @jax.jit
+    def logits(model: Transformer) -> jax.Array:
+        return model.logits(model.run(tokens, tokens, same, None)[0])
+
+    text = logits.lower(apart).compile().as_text()
+    shapes = set(re.findall(r"= \w+\[([\d,]*)\]\S* dot\(", text))
+    cast = re.findall(r"= f32\[(?:97,64|80,64|64,80)\]\S* convert\(", text)
+    width = max(count, 4)
+    assert f"97,{width}" in shapes
+    assert (f"80,{width}" in shapes) == columns
+    assert (f"{count},80" in shapes) == (not columns)
+    # Older XLA computes no product in bfloat16 on a CPU.
+    assert not cast or not columns or jax.__version_info__ < (0, 11)

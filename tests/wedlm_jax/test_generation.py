@@ -1,0 +1,131 @@
+"""Events of a sequence add up to its completion, in whatever pieces they come."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.wedlm_jax.test_text import TEXTS, byte_tokenizer, write_tokenizer
+from wedlm_jax.completion import Completion
+from wedlm_jax.engine.events import Finished, TokenDelta
+from wedlm_jax.generation import CompletionStream, complete
+from wedlm_jax.params import SamplingParams
+from wedlm_jax.text import SETTLED_BEHIND, GrowingText, TextCodec
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    tokenizer = byte_tokenizer([("a", "b"), ("b", "c"), ("ab", "ab")])
+    codec = TextCodec.load(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), tokenizer))
+    assert codec is not None
+    return codec
+
+
+def result_of(token_ids: list[int], reason: str | None = "length") -> Completion:
+    counts = list(range(1, len(token_ids) + 1))
+    ends = len(token_ids)
+    return Completion(None, token_ids, reason, ends, ends, None, (), 7, counts, counts)
+
+
+def deltas(result: Completion, cuts: list[int]) -> list[TokenDelta]:
+    """The result in pieces of these sizes, over and over."""
+    found, start, turn = [], 0, 0
+    while start < len(result.token_ids):
+        end = min(start + cuts[turn % len(cuts)], len(result.token_ids))
+        part = slice(start, end)
+        at = (result.forwards_at[part], result.instances_at[part])
+        found.append(TokenDelta(0, result.token_ids[part], None, end, end, end, *at, 7))
+        start, turn = end, turn + 1
+    return found
+
+
+long_ids = st.builds(
+    lambda seed, count: random.Random(seed).choices(range(258), k=count),
+    st.integers(0, 2**32),
+    st.integers(1, 6 * SETTLED_BEHIND),
+)
+"""Bytes that are seldom characters, and specials."""
+long_texts = st.lists(st.sampled_from(TEXTS), min_size=1, max_size=40).map("".join)
+
+
+@given(data=st.data(), cuts=st.lists(st.integers(1, 9), min_size=1, max_size=5))
+def test_growing_text_is_the_text_of_all_tokens(
+    codec: TextCodec, data: st.DataObject, cuts: list[int]
+) -> None:
+    ids = data.draw(long_ids | long_texts.map(codec.encode))
+    growing, start = GrowingText(codec), 0
+    for turn in range(len(ids)):
+        end = start + cuts[turn % len(cuts)]
+        assert growing.add(ids[start:end]) == codec.complete_text(ids[: min(end, len(ids))])
+        start = end
+        if start >= len(ids):
+            break
+
+
+def test_growing_text_decodes_its_end_alone(
+    codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest, decode = 0, codec.decode
+
+    def watched(ids: list[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return decode(ids)
+
+    monkeypatch.setattr(codec, "decode", watched)
+    growing = GrowingText(codec)
+    for token in codec.encode("naïve 日本 " * 200):
+        growing.add([token])
+    assert longest <= 4 * SETTLED_BEHIND
+
+
+@given(
+    data=st.data(),
+    cuts=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    stop=st.lists(st.sampled_from(["ab", "ï", "plain", "�", "\n\n", "zzz"]), max_size=3),
+    early=st.integers(0, 40),
+    ended=st.booleans(),
+)
+def test_pieces_add_up_to_the_completion(
+    codec: TextCodec, data: st.DataObject, cuts: list[int], stop: list[str], early: int, ended: bool
+) -> None:
+    ids = data.draw(long_ids | long_texts.map(codec.encode))
+    end = [257] if ended else []  # <|im_end|>
+    params = SamplingParams(stop=tuple(stop), min_tokens=early, max_tokens=10_000)
+    result = result_of(ids + end, "stop" if ended else "length")
+    whole = complete(codec, result, params)
+    stream, pieces = CompletionStream(codec, params), []
+    parts = deltas(result, cuts)
+    for number, delta in enumerate(parts):
+        stream.take(delta)
+        if number == len(parts) - 1:
+            stream.take(Finished(0, result))
+        piece = stream.piece()
+        if piece is not None:
+            pieces.append(piece)
+        if stream.finished:
+            break
+    assert stream.completion == whole
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
+    assert [piece.completion.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert whole.num_cached_tokens == 7
+
+
+def test_without_a_tokenizer_there_are_tokens_alone() -> None:
+    result = result_of([3, 4, 5])
+    stream = CompletionStream(None, SamplingParams())
+    stream.take(deltas(result, [2])[0])
+    piece = stream.piece()
+    assert piece is not None
+    assert (piece.text, piece.token_ids) == ("", [3, 4])
+    assert stream.piece() is None
+    stream.take(Finished(0, result))
+    assert stream.completion == dataclasses.replace(stream.completion, text=None)
+    piece = stream.piece()
+    assert piece is not None
+    assert (piece.token_ids, piece.completion.finish_reason) == ([5], "length")

@@ -1,0 +1,92 @@
+"""The bar of all commands: what it says in a terminal, and where there is none."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+
+import pytest
+from rich.console import Console
+
+from wedlm_jax.progress import ProgressBar, clock
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr("wedlm_jax.progress.time.monotonic", lambda: now[0])
+    return now
+
+
+def plain() -> Console:
+    return Console(file=io.StringIO(), width=40, force_terminal=False)
+
+
+def said(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (math.inf, "?"),
+        (0, "0:00"),
+        (7.4, "0:07"),
+        (59.6, "1:00"),
+        (754, "12:34"),
+        (3723, "1:02:03"),
+    ],
+)
+def test_clock(seconds: float, shown: str) -> None:
+    assert clock(seconds) == shown
+
+
+def test_rate_and_time_left_count_what_this_bar_has_seen(now: list[float]) -> None:
+    bar = ProgressBar("records", total=100, done=20, console=plain())
+    assert bar.line() == "20 of 100 records, 0.0 records/s, ? left"
+    with bar:
+        now[0] += 16
+        bar.update(60)
+    assert bar.line() == "60 of 100 records, 2.5 records/s, 0:16 left"
+    assert bar.line("10 tokens/s", 3) == "60 of 100 records, 10 tokens/s, 0:03 left"
+    bar.update(100)
+    assert bar.line() == "100 of 100 records, 5.0 records/s"
+
+
+def test_a_total_may_come_later_and_a_share_be_shown() -> None:
+    bar = ProgressBar("bytes", percent=True, console=plain())
+    assert bar.line("x") == "0 bytes, x, ? left"
+    bar.update(1, total=3, seconds_left=5)
+    assert bar.line("x", 5) == "33.3%, x, 0:05 left"
+
+
+def test_without_a_terminal_a_line_now_and_then(now: list[float]) -> None:
+    console = plain()
+    with ProgressBar("steps", total=20, console=console, every=5.0) as bar:
+        for step in range(1, 13):
+            now[0] += 1
+            bar.update(step, text="a [bold]text[/] that is far longer than the console is wide")
+    lines = said(console).splitlines()
+    assert [line.partition(",")[0] for line in lines] == ["5 of 20 steps", "10 of 20 steps"]
+    assert all("a [bold]text[/] that is far longer" in line for line in lines)
+
+
+def test_every_update_is_a_line_or_none_is(now: list[float]) -> None:
+    for every, count in ((0.0, 3), (None, 0)):
+        console = plain()
+        with ProgressBar("steps", total=3, console=console, every=every) as bar:
+            for _ in range(3):
+                bar.advance()
+        assert len(said(console).splitlines()) == count
+
+
+def test_in_a_terminal_a_bar_with_its_title() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    with ProgressBar("steps", total=4, title="before", console=console) as bar:
+        bar.update(3, text="fast", title="after", seconds_left=7)
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", said(console))
+    assert "3 of 4 steps, fast, 0:07 left" in shown
+    assert "after" in shown
+    assert "━" in shown

@@ -1,0 +1,235 @@
+"""The dual-stream step in PyTorch, as one would write it there at its best: fused norms, a mask
+of all pairs made once, `scaled_dot_product_attention`.
+
+It computes what `train.step` does from the same weights and the same batch; `StepInputs` has what
+both need, made beforehand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from wedlm_jax.config import ModelConfig
+from wedlm_jax.corruption import DualStreamBatch
+from wedlm_jax.errors import InputError
+from wedlm_jax.loss import LossConfig, masked_weights
+from wedlm_jax.model.rope import rope_tables
+
+STACKED = "layers."
+"""How the paths of stacked parameters begin."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepInputs:
+    """R dual-stream rows in NumPy: memory stream, then prediction stream.
+
+    Attributes:
+      tokens, targets: int ``[R, 2L]``: the input, and what each row is to say.
+      weights: float32 ``[R, 2L]``: the loss is the sum of weights times cross entropy.
+      visible: bool ``[R, 2L, 2L]``: who sees whom; padding sees itself, or it would see nobody.
+      cos, sin: float32 ``[R, 2L, head_dim]``.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+    visible: np.ndarray
+    cos: np.ndarray
+    sin: np.ndarray
+
+
+def step_inputs(
+    config: ModelConfig,
+    batch: DualStreamBatch,
+    denominators: Mapping[str, jax.Array],
+    loss: LossConfig,
+) -> StepInputs:
+    """What a batch and the loss say, with no more to be worked out within the step."""
+    share = 1 / (1 + loss.ar_weight)
+    mlm = masked_weights(batch.masked, batch.mask_ratio, loss.weighting)
+    weights = [
+        batch.next_valid * (loss.ar_weight * share / denominators["ar"]),
+        mlm * (share / denominators["mlm"]),
+    ]
+    visible = np.array(batch.mask.dense())
+    visible |= np.eye(visible.shape[-1], dtype=bool)
+    tables = rope_tables(config, batch.positions)
+    cos, sin = (np.concatenate([table, table], axis=-1) for table in tables)
+    return StepInputs(
+        tokens=np.asarray(batch.token_ids),
+        targets=np.concatenate([batch.next_targets, batch.targets], axis=1),
+        weights=np.concatenate(weights, axis=1).astype(np.float32),
+        visible=visible,
+        cos=cos,
+        sin=sin,
+    )
+
+
+def check_torch() -> None:
+    """Refuses a comparison that cannot be made, before anything is measured.
+
+    Raises:
+      InputError: PyTorch is not installed.
+    """
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        raise InputError(
+            'step compares with PyTorch, which is not installed: pip install "wedlm-jax[rival]"'
+        ) from None
+
+
+class TorchStep:
+    """Forward and backward pass in float32.
+
+    Args:
+      config: Qwen3's or Qwen2's shape; a tied head or one of its own.
+      parameters: by the dotted paths of `wedlm_jax.checkpoint.hf.arrays_from_model`, layers
+        stacked.
+      inputs: the batch.
+      compiled: whether `torch.compile` makes the forward and the backward pass of it.
+      threads: that PyTorch uses on a CPU.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parameters: Mapping[str, np.ndarray],
+        inputs: StepInputs,
+        *,
+        compiled: bool = False,
+        threads: int | None = None,
+    ):
+        import torch
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        device = "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
+        self._device = device
+
+        def leaf(name: str, value: np.ndarray) -> Any:
+            return torch.tensor(_as_torch(name, value), device=device).requires_grad_()
+
+        self._layers: list[dict[str, Any]] = [{} for _ in range(config.num_hidden_layers)]
+        self._others: dict[str, Any] = {}
+        for name, value in parameters.items():
+            if name.startswith(STACKED):
+                for layer, own in zip(self._layers, value, strict=True):
+                    layer[name.removeprefix(STACKED)] = leaf(name, own)
+            else:
+                self._others[name] = leaf(name, value)
+        visible = torch.tensor(inputs.visible, device=device)
+        # SDPA would make floats of booleans in every layer.
+        added = torch.zeros(visible.shape, device=device).masked_fill(~visible, -torch.inf)
+        self._arguments = (
+            torch.tensor(inputs.tokens, device=device).long(),
+            torch.tensor(inputs.cos, device=device)[:, :, None],
+            torch.tensor(inputs.sin, device=device)[:, :, None],
+            added[:, None],
+            torch.tensor(inputs.targets, device=device).long().flatten(),
+            torch.tensor(inputs.weights, device=device).flatten(),
+        )
+        self._loss: Callable[..., Any] = _loss_of(config)
+        if compiled:
+            self._loss = torch.compile(self._loss, dynamic=False)
+
+    def run(self) -> float:
+        """Computes loss and gradients; returns the loss once both are there."""
+        import torch
+
+        for weights in (self._others, *self._layers):
+            for weight in weights.values():
+                weight.grad = None
+        try:
+            loss = self._loss(self._others, self._layers, *self._arguments)
+            loss.backward()
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            reason = next(iter(str(error.inner_exception).splitlines()), "")
+            raise InputError(
+                f"torch.compile does not work here ({reason}); --rival torch leaves it out"
+            ) from None
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+        return float(loss.item())
+
+    def gradients(self) -> dict[str, np.ndarray]:
+        """Those of the last `run`, as the parameters were given."""
+
+        def own(name: str, weight: Any) -> np.ndarray:
+            return _as_torch(name, weight.grad.cpu().numpy())
+
+        others = {name: own(name, weight) for name, weight in self._others.items()}
+        stacked = {
+            STACKED + name: np.stack([own(name, layer[name]) for layer in self._layers])
+            for name in self._layers[0]
+        }
+        return others | stacked
+
+
+def _as_torch(name: str, value: np.ndarray) -> np.ndarray:
+    """A matrix ``[in, out]`` as ``[out, in]``, and back; all else as it is."""
+    is_matrix = name.endswith(".kernel") or name == "lm_head"
+    return np.ascontiguousarray(value.T) if is_matrix else np.asarray(value)
+
+
+def _loss_of(config: ModelConfig) -> Callable[..., Any]:
+    import torch.nn.functional as F
+
+    width, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+    epsilon = config.rms_norm_eps
+
+    def norm(x: Any, scale: Any) -> Any:
+        return F.rms_norm(x, scale.shape, scale, epsilon)
+
+    def rotated(x: Any, cos: Any, sin: Any) -> Any:
+        import torch
+
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat([-second, first], -1) * sin
+
+    def layer(w: dict[str, Any], x: Any, cos: Any, sin: Any, mask: Any) -> Any:
+        rows, length, _ = x.shape
+        normed = norm(x, w["input_layernorm.scale"])
+
+        def projected(name: str, count: int) -> Any:
+            matrix, bias = w[f"self_attn.{name}.kernel"], w.get(f"self_attn.{name}.bias")
+            return F.linear(normed, matrix, bias).view(rows, length, count, width)
+
+        q, k = projected("q_proj", heads), projected("k_proj", kv_heads)
+        v = projected("v_proj", kv_heads)
+        if config.qk_norm:
+            q, k = norm(q, w["self_attn.q_norm.scale"]), norm(k, w["self_attn.k_norm.scale"])
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        attended = attended.transpose(1, 2).reshape(rows, length, heads * width)
+        x = x + F.linear(attended, w["self_attn.o_proj.kernel"])
+        normed = norm(x, w["post_attention_layernorm.scale"])
+        gate = F.silu(F.linear(normed, w["mlp.gate_proj.kernel"]))
+        gated = gate * F.linear(normed, w["mlp.up_proj.kernel"])
+        return x + F.linear(gated, w["mlp.down_proj.kernel"])
+
+    def loss(
+        others: dict[str, Any],
+        layers: list[dict[str, Any]],
+        tokens: Any,
+        cos: Any,
+        sin: Any,
+        mask: Any,
+        targets: Any,
+        share: Any,
+    ) -> Any:
+        x = F.embedding(tokens, others["embed_tokens"])
+        for own in layers:
+            x = layer(own, x, cos, sin, mask)
+        head = others["embed_tokens" if config.tie_word_embeddings else "lm_head"]
+        logits = F.linear(norm(x, others["norm.scale"]), head)
+        nll = F.cross_entropy(logits.flatten(0, 1), targets, reduction="none")
+        return (nll * share).sum()
+
+    return loss

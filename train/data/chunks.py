@@ -1,0 +1,213 @@
+"""Input files as a stream of chunks of records, read with bounded memory, in a fixed order.
+
+A chunk is small and travels to a worker process, which opens it into records. What cannot be
+read becomes a `Malformed` in its place, so that nothing is dropped without a name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from wedlm_jax.errors import shortened
+from wedlm_jax.records.files import JSONL, PARQUET, FoundFiles, RecordFile, find_files
+from wedlm_jax.records.jsonl import LARGEST_LINE, BadRecord, parse_object, read_lines
+from wedlm_jax.records.parquet import NotParquet, read_rows, rows_of_groups
+
+CHUNK_BYTES = 2**18
+CHUNK_RECORDS = 512
+
+TEXT, ARRAYRECORD = "text", "arrayrecord"
+ENDINGS = {
+    ".jsonl": JSONL,
+    ".jsonl.gz": JSONL,
+    ".txt": TEXT,
+    ".parquet": PARQUET,
+    ".arrayrecord": ARRAYRECORD,
+    ".array_record": ARRAYRECORD,
+}
+COLUMNS = ("text", "messages", "token_ids", "trainable")
+
+
+@dataclasses.dataclass(frozen=True)
+class Malformed:
+    """A record that is left out, and why.
+
+    Attributes:
+      file: as the caller named it.
+      line: its line or row, from 1; 0 is the file as a whole.
+      reason: of a small set, to count by.
+      detail: what is particular to this record; may be empty.
+    """
+
+    file: str
+    line: int
+    reason: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}" if self.line else self.file
+        return f"{place}: {self.reason}" + (f" ({self.detail})" if self.detail else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordChunk:
+    """Some records of one file.
+
+    Attributes:
+      file: which.
+      first: row of the first record, from 1, where the file is Parquet or ArrayRecord.
+      lines: numbers and contents of lines where the file is JSONL; None for one that is too long.
+      count: rows of this chunk there.
+      problem: reason and detail, if the file can be read no further than this.
+      bytes_read: of the file on disk since the chunk before, for a progress bar.
+    """
+
+    file: RecordFile
+    first: int = 1
+    lines: tuple[tuple[int, bytes | None], ...] = ()
+    count: int = 0
+    problem: tuple[str, str] | None = None
+    bytes_read: int = 0
+
+
+def find_input(names: Sequence[str]) -> FoundFiles:
+    """Finds the files to read, in folders too; raises as `wedlm_jax.records.files.find_files`."""
+    return find_files(names, ENDINGS)
+
+
+def chunks(file: RecordFile) -> Iterator[RecordChunk]:
+    """Yields the chunks of one file in order; their sizes do not depend on anything but it."""
+    reader = {
+        JSONL: _line_chunks,
+        TEXT: _text_chunks,
+        PARQUET: _parquet_chunks,
+        ARRAYRECORD: _arrayrecord_chunks,
+    }[file.kind]
+    try:
+        size = file.path.stat().st_size
+        if size == 0:
+            yield RecordChunk(file, problem=("the file is empty", ""))
+            return
+        yield from reader(file, size)
+    except OSError as error:
+        yield RecordChunk(file, problem=("cannot be read", error.strerror or str(error)))
+
+
+def records(chunk: RecordChunk) -> Iterator[tuple[int, dict[str, Any] | str | Malformed]]:
+    """Yields line or row number and content: a JSON object, or the text of a text file."""
+    file = chunk.file
+    if file.kind == JSONL:
+        for number, line in chunk.lines:
+            yield number, _parsed(line, file, number)
+    elif chunk.problem is None and file.kind == TEXT:
+        yield 0, _text(file)
+    elif chunk.problem is None:
+        try:
+            rows = _rows(chunk)
+        except Exception as error:
+            # The libraries have error types of their own, for all that may be damaged.
+            detail = error.detail if isinstance(error, NotParquet) else shortened(str(error))
+            detail = f"{chunk.count} rows from here on: {detail}"
+            yield chunk.first, Malformed(file.shown, chunk.first, "cannot be read", detail)
+        else:
+            yield from enumerate(rows, chunk.first)
+    if chunk.problem is not None:
+        yield 0, Malformed(file.shown, 0, *chunk.problem)
+
+
+def _line_chunks(file: RecordFile, size: int) -> Iterator[RecordChunk]:
+    lines: list[tuple[int, bytes | None]] = []
+    held, told, problem = 0, 0, None
+    with file.path.open("rb") as raw:
+        packed = file.path.name.lower().endswith(".gz")
+        stream: Any = gzip.GzipFile(fileobj=raw) if packed else raw
+        number = 0
+        try:
+            for _, number, content in read_lines(stream):
+                lines.append((number, content))
+                held += len(content or b"")
+                if held >= CHUNK_BYTES or len(lines) == CHUNK_RECORDS:
+                    here = min(raw.tell(), size)
+                    yield RecordChunk(file, lines=tuple(lines), bytes_read=here - told)
+                    lines, held, told = [], 0, here
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            problem = ("the compressed data is damaged", f"after line {number}: {error}")
+    left = max(size - told, 0)
+    yield RecordChunk(file, lines=tuple(lines), problem=problem, bytes_read=left)
+
+
+def _text_chunks(file: RecordFile, size: int) -> Iterator[RecordChunk]:
+    problem = None
+    if size > LARGEST_LINE:
+        problem = ("too long", f"more than {LARGEST_LINE // 2**20} MiB in a text file")
+    yield RecordChunk(file, problem=problem, bytes_read=size)
+
+
+def _parquet_chunks(file: RecordFile, size: int) -> Iterator[RecordChunk]:
+    first, told = 1, 0
+    try:
+        groups = rows_of_groups(file.path, file.shown)
+    except NotParquet as error:
+        yield RecordChunk(file, problem=("not a Parquet file", error.detail))
+        return
+    for group, rows in enumerate(groups):
+        here = size * (group + 1) // len(groups)
+        yield RecordChunk(file, first, count=rows, bytes_read=here - told)
+        first, told = first + rows, here
+
+
+def _arrayrecord_chunks(file: RecordFile, size: int) -> Iterator[RecordChunk]:
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    try:
+        reader = ArrayRecordReader(str(file.path))
+        if not reader.ok():  # as of a small file that was cut off, which else has no records
+            raise ValueError("it has no ending")
+        count = int(reader.num_records())
+        reader.close()
+    except (OSError, RuntimeError, ValueError) as error:
+        yield RecordChunk(file, problem=("not an ArrayRecord file", shortened(str(error))))
+        return
+    told = 0
+    for start in range(0, count, CHUNK_RECORDS):
+        rows = min(CHUNK_RECORDS, count - start)
+        here = size * (start + rows) // count
+        yield RecordChunk(file, start + 1, count=rows, bytes_read=here - told)
+        told = here
+
+
+def _rows(chunk: RecordChunk) -> list[dict[str, Any] | Malformed]:
+    file, start = chunk.file, chunk.first - 1
+    if file.kind == PARQUET:
+        return list(read_rows(file.path, file.shown, COLUMNS, start, chunk.count))
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    reader = ArrayRecordReader(str(file.path))
+    try:
+        rows = reader.read(list(range(start, start + chunk.count)))
+    finally:
+        reader.close()
+    return [_parsed(row, file, number) for number, row in enumerate(rows, chunk.first)]
+
+
+def _parsed(line: bytes | None, file: RecordFile, number: int) -> dict[str, Any] | Malformed:
+    try:
+        return parse_object(line)
+    except BadRecord as bad:
+        return Malformed(file.shown, number, bad.reason, bad.detail)
+
+
+def _text(file: RecordFile) -> str | Malformed:
+    try:
+        text = file.path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        return Malformed(file.shown, 0, "not UTF-8", f"byte {error.start}")
+    except OSError as error:
+        return Malformed(file.shown, 0, "cannot be read", error.strerror or "")
+    if "\0" in text:
+        return Malformed(file.shown, 0, "not a text", "it holds zero bytes")
+    return text

@@ -1,0 +1,117 @@
+"""Several processes in one run: how they find one another, stop together, and compute apart.
+
+What else they do together is `wedlm_jax.processes`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+
+from wedlm_jax.errors import InputError
+from wedlm_jax.processes import AUTO, connect, find_host, jax_processes
+from wedlm_jax.sharding import tree_shardings
+from wedlm_jax.signals import StopRequest
+
+EXAMPLE = "--coordinator HOST:PORT --num-processes N --process-id I"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "several hosts", "one process a host, each started with the same command"
+    )
+    group.add_argument(
+        "--distributed",
+        action="store_true",
+        help="find the other processes through the cluster: TPU pod, GKE, Slurm, Open MPI",
+    )
+    group.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="find them through process 0, listening there"
+    )
+    group.add_argument(
+        "--num-processes", type=int, metavar="N", help="with --coordinator [asks what launched it]"
+    )
+    group.add_argument(
+        "--process-id",
+        type=int,
+        metavar="I",
+        help="with --coordinator, from 0 [asks what launched it]",
+    )
+
+
+def join(options: argparse.Namespace) -> None:
+    """Joins the processes of the run, where the options ask for it. Must be called before
+    JAX's devices are.
+
+    Raises:
+      InputError: options that do not go together, or a cluster that is not recognised.
+    """
+    numbers = (options.num_processes, options.process_id)
+    if options.coordinator is None:
+        if any(number is not None for number in numbers):
+            raise InputError(f"--num-processes and --process-id go with --coordinator: {EXAMPLE}")
+        if options.distributed:
+            connect()
+        return
+    if options.distributed:
+        raise InputError("--distributed finds the coordinator itself; leave --coordinator out")
+    count = AUTO if options.num_processes is None else str(options.num_processes)
+    flags = ("--num-processes", "--process-id")
+    connect(options.coordinator, find_host(count, options.process_id, flags=flags))
+
+
+class AgreedStop(StopRequest):
+    """Stops all processes of a run after the same step, when SIGTERM has come to one of them.
+
+    They agree through the coordinator that `jax.distributed` started.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alone = jax_processes().count == 1
+        self._handles &= self._alone  # the coordinator handles the signal of several
+
+    def after(self, step: int) -> bool:
+        """Returns whether the run shall stop after ``step`` completed steps. Every process asks
+        once after every step."""
+        if self._alone:
+            return self.requested
+        return multihost_utils.reached_preemption_sync_point(step)
+
+
+def mesh_of_processes(mesh: Mesh) -> Mesh:
+    """The devices of ``mesh``, ``data`` over the processes and ``fsdp`` over the devices of each;
+    its ``local_mesh`` is a process's own."""
+    devices = sorted(mesh.devices.flat, key=lambda device: device.process_index)
+    processes = len({device.process_index for device in devices})
+    shape = (processes, len(devices) // processes, *[1] * (len(mesh.axis_names) - 2))
+    return Mesh(np.array(devices).reshape(shape), mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def own_copy(processes: Mesh, tree: Any) -> Any:
+    """Parameters copied whole to each process's own devices. All processes call this together;
+    none holds more than its copy.
+
+    What processes compute together they must compute in step, but a decode loop ends when its
+    sequences do. So the processes of a run decode apart: each its own prompts, on its own devices.
+
+    Args:
+      processes: from `mesh_of_processes`; a process's devices divide the hidden axis.
+      tree: arrays on the same devices, laid out in any way, with the names that
+        `wedlm_jax.sharding` knows.
+
+    Returns:
+      the tree, of arrays on ``processes.local_mesh``.
+    """
+
+    def as_own(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        pieces = [shard.data for shard in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces)
+
+    copies = jax.device_put(tree, tree_shardings(processes, tree))
+    return jax.tree.map(as_own, copies, tree_shardings(processes.local_mesh, tree))

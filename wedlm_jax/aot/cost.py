@@ -1,0 +1,173 @@
+"""What a compiled program will do, read from its HLO text, loops counted as often as they run.
+
+XLA's own cost analysis counts the body of a loop once. Here each computation's cost is
+multiplied by the trip count of the loop that calls it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+from wedlm_jax.aot.hlo import Computation, HloProgram, Instruction, parse, trip_count
+from wedlm_jax.aot.traffic import COLLECTIVES, hbm_bytes
+
+_CONTRACTED = re.compile(r"\blhs_contracting_dims=\{([0-9,]*)\}")
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+_BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+# What these call combines two numbers.
+_SCALAR_CALLERS = (*COLLECTIVES, "reduce", "scatter", "sort", "reduce-window", "map")
+_LISTED_GROUPS = re.compile(r"\breplica_groups=\{\{([0-9,]*)\}")
+_IOTA_GROUPS = re.compile(r"\breplica_groups=\[(?:[0-9,]+,)?([0-9]+)\]<=\[")
+_MESH_GROUPS = re.compile(r"\breplica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}")
+
+
+@dataclasses.dataclass
+class ProgramCost:
+    """Totals of one run of a program, per device.
+
+    Attributes:
+      dot_flops: of matrix products; a multiply-add is two. Programs for TPUs write them as
+        convolutions, and kernels hide them: neither is counted.
+      hbm_bytes: read and written in main memory, as `wedlm_jax.aot.traffic` counts them.
+      collective_bytes: by kind, the bytes that its results take; collectives between slices
+        are kinds of their own.
+      collective_count: by kind, how often it runs.
+      sent_bytes: that leave a device in collectives within a slice, each done as a ring.
+      slice_bytes: likewise, in collectives between slices.
+      unknown_loops: loops whose trip count is not known, counted once.
+    """
+
+    dot_flops: int = 0
+    hbm_bytes: int = 0
+    collective_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    collective_count: dict[str, int] = dataclasses.field(default_factory=dict)
+    sent_bytes: float = 0.0
+    slice_bytes: float = 0.0
+    unknown_loops: int = 0
+
+
+def program_cost(hlo: str, *, devices: int = 0, slices: int = 1) -> ProgramCost:
+    """Costs of the entry computation of ``compiled.as_text()``; of a conditional, of all branches.
+
+    Args:
+      hlo: the text.
+      devices: of a slice, for collectives that name no groups.
+      slices: that run the program together.
+
+    Raises:
+      ValueError: there is no entry computation in the text.
+    """
+    program = parse(hlo)
+    counter = _Counter(program, devices, slices)
+    counter.add(program.entry, 1, fused=False, seen=set())
+    cost = counter.cost
+    cost.sent_bytes, cost.slice_bytes = int(cost.sent_bytes), int(cost.slice_bytes)
+    return cost
+
+
+@dataclasses.dataclass
+class _Counter:
+    """Sums over the computations of a program."""
+
+    program: HloProgram
+    devices: int
+    slices: int
+    cost: ProgramCost = dataclasses.field(default_factory=ProgramCost)
+
+    def add(self, name: str, times: int, *, fused: bool, seen: set[str]) -> None:
+        """Adds ``times`` runs of a computation. Within a fusion nothing goes through HBM;
+        ``seen`` are the channels of collectives that are under way."""
+        computation = self.program.computations[name]
+        for own in computation.values():
+            kind = own.opcode.removesuffix("-start")
+            if own.opcode == "dot":
+                self.cost.dot_flops += times * _dot_flops(own, computation)
+            elif own.opcode == "send":
+                self._add_transfer(own, computation, times)
+            elif kind in COLLECTIVES and not (fused and _is_seen(own, seen)):
+                # In a fusion named so, each device keeps its share of the sum only.
+                scattered = kind == "all-reduce" and name.startswith("all-reduce-scatter")
+                kind = "reduce-scatter" if scattered else kind
+                self._add_collective(own, kind, computation, times, fused=fused)
+            if not fused:
+                self.cost.hbm_bytes += times * hbm_bytes(own, computation, self.program)
+            if kind in _SCALAR_CALLERS or own.opcode in ("async-update", "async-done"):
+                continue
+            trips = trip_count(own, computation, self.program) if own.opcode == "while" else 1
+            self.cost.unknown_loops += trips is None
+            inside = fused or own.opcode == "fusion"
+            for callee in own.callees:
+                if callee in self.program.computations:
+                    runs = times * (1 if trips is None else trips)
+                    self.add(callee, runs, fused=inside, seen=seen if inside else set())
+
+    def _add_collective(
+        self, own: Instruction, kind: str, computation: Computation, times: int, *, fused: bool
+    ) -> None:
+        members = group_size(own.attributes, self.devices)
+        share = (members - 1) / members if members else 1.0
+        read = sum(computation[name].bytes for name in own.operands if name in computation)
+        result = own.bytes
+        if own.opcode.endswith("-start"):
+            # What a start yields holds its operands, too.
+            result = max(result - read, 0) or result
+        if kind == "reduce-scatter" and own.opcode.startswith("all-reduce"):
+            result = result // members if members else result
+        sent = {
+            "all-gather": share * result,
+            "all-reduce": 2 * share * result,
+            "reduce-scatter": share * read,
+            "all-to-all": share * result,
+            "collective-permute": result,
+        }[kind]
+        self._count(kind, times, result)
+        self.cost.sent_bytes += times * sent
+        if fused:
+            self.cost.hbm_bytes += times * (read + result)
+
+    def _add_transfer(self, own: Instruction, computation: Computation, times: int) -> None:
+        """A collective between slices: each device hands its share to its host's network."""
+        if found := _BETWEEN_SLICES.search(own.attributes):
+            size = computation[own.operands[0]].bytes
+            kind = f"{found.group(1).lower().replace('_', '-')} between slices"
+            ring = 2 * (self.slices - 1) / self.slices if "ALL_REDUCE" in found.group(1) else 1
+            self._count(kind, times, size)
+            self.cost.slice_bytes += times * ring * size
+
+    def _count(self, kind: str, times: int, size: int) -> None:
+        count, moved = self.cost.collective_count, self.cost.collective_bytes
+        count[kind] = count.get(kind, 0) + times
+        moved[kind] = moved.get(kind, 0) + times * size
+
+
+def _is_seen(own: Instruction, seen: set[str]) -> bool:
+    """Whether a collective was met before: TPUs take one through several fusions that compute
+    meanwhile."""
+    channel = _CHANNEL.search(own.attributes)
+    known = channel is not None and channel.group(1) in seen
+    seen.update(channel.groups() if channel else ())
+    return known
+
+
+def _dot_flops(own: Instruction, computation: Computation) -> int:
+    contracted = _CONTRACTED.search(own.attributes)
+    if contracted is None or not own.operands:
+        return 0
+    left = computation[own.operands[0]].arrays[0].sizes
+    width = math.prod(left[int(axis)] for axis in contracted.group(1).split(",") if axis)
+    return 2 * math.prod(own.arrays[0].sizes) * width
+
+
+def group_size(attributes: str, devices: int) -> int:
+    """Devices of a collective's first group, the others being like it. Without groups in the
+    text, or with empty ones, all ``devices``."""
+    if found := _LISTED_GROUPS.search(attributes):
+        return len(found.group(1).split(","))
+    if found := _IOTA_GROUPS.search(attributes):
+        return int(found.group(1))
+    if found := _MESH_GROUPS.search(attributes):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found.group(1)))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", found.group(2)))
+    return devices

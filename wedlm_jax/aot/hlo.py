@@ -1,0 +1,166 @@
+"""The text of a compiled program, taken apart: computations of instructions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
+_ARRAY = re.compile(r"\b([a-z]+)(\d*)[a-z0-9]*\[([0-9,]*)\](\{[^}]*\})?")
+_NAME = re.compile(r"%([\w.\-]+)")
+_CALLEES = re.compile(
+    r"\b(?:calls|body|to_apply|called_computations|branch_computations|(?:true|false)_computation)"
+    r"=(\{[^}]*\}|%?[\w.\-]+)"
+)
+_CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
+_INDEX = re.compile(r"\bindex=(\d+)")
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+# A layout that names a memory space, such as S(1), is of an array that is not in HBM.
+_ELSEWHERE = re.compile(r"S\([1-9]\d*\)")
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayShape:
+    """One array of a shape: its sizes and bytes, and whether it lies in the chip's main memory."""
+
+    sizes: tuple[int, ...]
+    bytes: int
+    in_hbm: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """``name = shape opcode(operands), attributes``.
+
+    Attributes:
+      arrays: of its shape, tuples flattened.
+      operands: names, in order.
+      number: which parameter this is, or what an integer constant is; None for others.
+      attributes: the text behind the operands.
+      is_root: whether it is what its computation returns.
+    """
+
+    name: str
+    opcode: str
+    arrays: tuple[ArrayShape, ...]
+    operands: tuple[str, ...]
+    number: int | None
+    attributes: str
+    is_root: bool
+
+    @property
+    def bytes(self) -> int:
+        """Of all its arrays."""
+        return sum(array.bytes for array in self.arrays)
+
+    @property
+    def callees(self) -> list[str]:
+        """Computations that it runs; of a conditional all branches, since which is not known."""
+        found = _CALLEES.findall(self.attributes)
+        return [name for names in found for name in re.findall(r"[\w.\-]+", names)]
+
+
+Computation = Mapping[str, Instruction]
+
+
+@dataclasses.dataclass(frozen=True)
+class HloProgram:
+    """Computations by name, and the name of the one that runs first."""
+
+    computations: Mapping[str, Computation]
+    entry: str
+
+
+def parse(hlo: str) -> HloProgram:
+    """The program of ``compiled.as_text()``.
+
+    Raises:
+      ValueError: there is no entry computation in the text.
+    """
+    computations: dict[str, dict[str, Instruction]] = {}
+    entry = None
+    current: dict[str, Instruction] | None = None
+    for line in hlo.splitlines():
+        if current is None:
+            if found := _COMPUTATION.match(line):
+                current = computations.setdefault(found.group(2), {})
+                entry = found.group(2) if found.group(1) else entry
+        elif line.rstrip() == "}":  # a kernel's attributes go over lines that begin so, too
+            current = None
+        elif found := _INSTRUCTION.match(line):
+            root, name, shape, opcode, rest = found.groups()
+            operands, attributes = _split_operands(rest)
+            numbered = opcode in ("parameter", "constant") and operands.isdigit()
+            current[name] = Instruction(
+                name,
+                opcode,
+                _arrays(shape),
+                tuple(_NAME.findall(operands)),
+                int(operands) if numbered else None,
+                attributes,
+                bool(root),
+            )
+    if entry is None:
+        raise ValueError("not the text of a compiled program: it has no ENTRY computation")
+    return HloProgram(computations, entry)
+
+
+def _arrays(shape: str) -> tuple[ArrayShape, ...]:
+    arrays = []
+    for kind, bits, listed, layout in _ARRAY.findall(shape):
+        sizes = tuple(int(size) for size in listed.split(",") if size)
+        each = 1 if kind == "pred" else max(int(bits or 32) // 8, 1)
+        in_hbm = not (layout and _ELSEWHERE.search(layout))
+        arrays.append(ArrayShape(sizes, each * math.prod(sizes), in_hbm))
+    return tuple(arrays)
+
+
+def _split_operands(rest: str) -> tuple[str, str]:
+    """What stands within the parenthesis that was opened, and what behind it."""
+    depth = 1
+    for place, letter in enumerate(rest):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return rest[:place], rest[place + 1 :]
+    return rest, ""
+
+
+def root_of(computation: Computation) -> Instruction | None:
+    """What a computation returns."""
+    return next((own for own in computation.values() if own.is_root), None)
+
+
+def trip_count(loop: Instruction, around: Computation, program: HloProgram) -> int | None:
+    """How often a while loop runs, where that is known.
+
+    Compilers for CPUs write it beside the loop. Those for TPUs leave it to be seen: the condition
+    compares a counter, which goes up by one from a constant of the computation ``around``, with a
+    constant.
+    """
+    if found := _TRIP_COUNT.search(loop.attributes):
+        return int(found.group(1))
+    found = _CONDITION.search(loop.attributes)
+    condition = program.computations.get(found.group(1), {}) if found else {}
+    root = root_of(condition)
+    if root is None or "direction=LT" not in root.attributes:
+        return None
+    sides = [condition[name] for name in root.operands if name in condition]
+    limits = [own.number for own in sides if own.opcode == "constant"]
+    counters = [own for own in sides if own.opcode == "get-tuple-element"]
+    if len(limits) != 1 or limits[0] is None or len(counters) != 1:
+        return None
+    return limits[0] - _first_value(loop, counters[0], around)
+
+
+def _first_value(loop: Instruction, counter: Instruction, around: Computation) -> int:
+    """What a loop's counter begins with; 0 where that is not seen."""
+    index, state = _INDEX.search(counter.attributes), around.get(loop.operands[0])
+    if index is None or state is None or state.opcode != "tuple":
+        return 0
+    first = around.get(state.operands[int(index.group(1))])
+    while first is not None and first.opcode in ("copy", "bitcast") and first.operands:
+        first = around.get(first.operands[0])
+    return first.number or 0 if first is not None and first.opcode == "constant" else 0

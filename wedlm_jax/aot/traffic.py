@@ -1,0 +1,118 @@
+"""Bytes that a compiled program moves through a chip's main memory.
+
+A fusion reads its operands and writes its result, each once; what it computes in between
+stays on the chip. Of an operand that it only slices, the slice counts; of a result that it
+only updates in place, the update. So does a kernel, whose own repeated reading is not seen,
+unless it says itself how many bytes it reads and writes.
+Arrays that the compiler holds in the chip's vector memory do not count, nor does what a fusion
+hands on of a collective that is under way: who counts the collective counts its bytes.
+"""
+
+from __future__ import annotations
+
+import re
+
+from wedlm_jax.aot.hlo import Computation, HloProgram, Instruction, root_of
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+# What moves nothing, or is counted where it calls.
+_FREE = re.compile(
+    "parameter|constant|tuple|get-tuple-element|bitcast|iota|partition-id|replica-id|while|call|"
+    "conditional|async-start|async-update|send|recv|after-all|add-dependency|opt-barrier|.*-done"
+)
+_SLICES = ("dynamic-slice", "slice", "gather")
+_VIEWS = ("bitcast", "copy", "reshape", "convert")
+_PASSED_ON = ("bitcast", "get-tuple-element", "dynamic-slice")
+_SAID_BY_KERNEL = re.compile(r'"cost_estimate":\{[^}]*"bytes_accessed":"?(\d+)')
+
+
+def hbm_bytes(own: Instruction, computation: Computation, program: HloProgram) -> int:
+    """What one run of an instruction reads and writes; computations that it calls apart, but
+    for a fusion's."""
+    if _FREE.fullmatch(own.opcode):
+        return 0
+    if own.opcode == "fusion":
+        body = program.computations[own.callees[0]]
+        read = sum(
+            min(_in_hbm(computation.get(name)), _read(place, body, program))
+            for place, name in enumerate(own.operands)
+        )
+        return read + _written(own, body)
+    if own.opcode == "custom-call" and (said := _SAID_BY_KERNEL.search(own.attributes)):
+        return int(said.group(1))
+    if own.opcode in _SLICES:
+        return 2 * _in_hbm(own)
+    if own.opcode == "slice-start":  # yields its operand, the slice, and a flag
+        whole, part = own.arrays[:2]
+        return part.bytes * (whole.in_hbm + part.in_hbm)
+    if own.opcode == "dynamic-update-slice":
+        return 2 * _in_hbm(computation.get(own.operands[1]))
+    read = sum(_in_hbm(computation.get(name)) for name in own.operands)
+    # What a start yields holds its operands, too, and in part in other memory.
+    return read + max(_in_hbm(own) - (read if own.opcode.endswith("-start") else 0), 0)
+
+
+def _in_hbm(own: Instruction | None) -> int:
+    """Bytes of what an instruction yields that lie in main memory."""
+    return sum(array.bytes for array in own.arrays if array.in_hbm) if own else 0
+
+
+_ALL = 1 << 62
+"""Bytes read of an operand, or written of a result, that is used as a whole."""
+
+
+def _read(place: int, body: Computation, program: HloProgram) -> int:
+    """What a fusion reads of its operand number ``place``."""
+    inputs = (own for own in body.values() if own.opcode == "parameter")
+    parameter = next((own for own in inputs if own.number == place), None)
+    return _ALL if parameter is None else _used(parameter, body, program)
+
+
+def _used(own: Instruction, body: Computation, program: HloProgram) -> int:
+    """What the instructions of a fusion use of one of them."""
+    uses = [
+        (user, place)
+        for user in body.values()
+        for place, name in enumerate(user.operands)
+        if name == own.name
+    ]
+    total = 0
+    for user, place in uses:
+        if user.opcode in _VIEWS and not user.is_root:
+            total += _used(user, body, program)
+        elif user.opcode == "fusion":
+            total += _read(place, program.computations[user.callees[0]], program)
+        elif user.opcode in _SLICES and place == 0:
+            total += user.bytes
+        elif not (_is_under_way(user) or (user.opcode == "dynamic-update-slice" and place == 0)):
+            return _ALL
+    return total
+
+
+def _is_under_way(own: Instruction) -> bool:
+    """Whether it is a collective, or hands one on."""
+    asynchronous = own.opcode == "custom-call" and "AsyncCollective" in own.attributes
+    return own.opcode in COLLECTIVES or asynchronous
+
+
+def _written(own: Instruction, body: Computation) -> int:
+    """What a fusion writes: of an update in place, the update."""
+    root = root_of(body)
+    if root is None or _is_under_way(root):
+        return 0
+    parts = [body[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    if len(parts) != len(own.arrays):
+        return _in_hbm(own)
+    return sum(
+        min(array.bytes, _written_by(part, body))
+        for part, array in zip(parts, own.arrays, strict=True)
+        if array.in_hbm
+    )
+
+
+def _written_by(part: Instruction, body: Computation) -> int:
+    while part.opcode in _PASSED_ON and part.operands[0] in body:
+        part = body[part.operands[0]]
+    if _is_under_way(part):
+        return 0
+    return body[part.operands[1]].bytes if part.opcode == "dynamic-update-slice" else _ALL

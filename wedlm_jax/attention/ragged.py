@@ -1,0 +1,215 @@
+"""Attention of spans over pages: one dispatch, two backends.
+
+A span is a prompt chunk, an autoregressive token or a window: causal in physical order after what
+its sequence has computed. Keys and values are written first, so that tokens attend to themselves
+through the pages, with the rounding of the cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from wedlm_jax.attention.int8 import Int8Rows
+from wedlm_jax.attention.pages import Pages, Spans, allocate_pages, token_places
+from wedlm_jax.attention.pages import write_pages as _write_own
+from wedlm_jax.attention.ragged_xla import Tiles, attend_xla, make_tiles
+from wedlm_jax.config import ModelConfig
+from wedlm_jax.errors import InputError
+from wedlm_jax.sharding import AXIS_RULES
+
+__all__ = [
+    "RAGGED_BACKENDS",
+    "Pages",
+    "Plan",
+    "Spans",
+    "allocate_pages",
+    "attend_pages",
+    "attention_plan",
+    "check_ragged_backend",
+    "token_places",
+    "write_pages",
+]
+
+RAGGED_BACKENDS = {
+    "xla": "plain XLA, for any device: the reference",
+    "rpa": "a kernel for TPUs that comes with JAX",
+}
+"""The backends by name, and what each is for."""
+
+KV_PAGES_PER_BLOCK = 4
+QUERIES_PER_BLOCK = 32
+VMEM_LIMIT = 64 * 2**20
+"""Bytes."""
+
+Plan = Tiles
+"""What a forward computes once for all layers."""
+
+
+def check_ragged_backend(
+    name: str | None, platform: str, config: ModelConfig, *, int8: bool = False
+) -> str:
+    """Returns the backend to use, and refuses one that cannot run.
+
+    Args:
+      name: in `RAGGED_BACKENDS`; None for the platform's own.
+      platform: of the devices, as JAX names it.
+      config: of the model.
+      int8: whether the pages hold 8-bit integers.
+
+    Raises:
+      InputError: an unknown name, or a kernel that does not fit devices, heads or pages.
+    """
+    fits = config.head_dim % 128 == 0 and not int8
+    if name is None:
+        return "rpa" if platform == "tpu" and fits else "xla"
+    if name not in RAGGED_BACKENDS:
+        names = ", ".join(RAGGED_BACKENDS)
+        raise InputError(f"attention: expected one of {names}, not {name!r}")
+    if name == "rpa":
+        if platform != "tpu":
+            raise InputError(f"attention 'rpa' is for TPUs, not for {platform!r}: use 'xla'")
+        if int8:
+            raise InputError("attention 'rpa' cannot read an int8 cache: use 'xla'")
+        if not fits:
+            raise InputError(
+                f"attention 'rpa' needs a head_dim that is a multiple of 128, not {config.head_dim}"
+            )
+    return name
+
+
+def attention_plan(
+    spans: Spans,
+    num_tokens: int,
+    page_size: int,
+    *,
+    tile: int | None = None,
+    deterministic: bool = False,
+) -> Plan:
+    """Returns what attention of T flat tokens computes once for all layers.
+
+    Args:
+      spans: of this forward.
+      num_tokens: T.
+      page_size: tokens of a page.
+      tile: tokens of a span that are computed together.
+      deterministic: compute all spans alike, so that the result for a token does not depend, to
+        the bit, on how its sequence is divided into spans.
+    """
+    return make_tiles(spans, num_tokens, page_size, tile=tile, deterministic=deterministic)
+
+
+def write_pages(
+    pages: Pages, keys: Array, values: Array, places: Array, layer: Array | int, num_pages: int
+) -> Pages:
+    """Writes keys and values ``[T, K, head_dim]`` of flat tokens into a layer's pages, in place.
+
+    Args:
+      pages: the pool, of one replica.
+      keys, values: ``[T, K, head_dim]``.
+      places: int32 ``[T]``, from `token_places`.
+      layer: its number, from 0.
+      num_pages: of each layer.
+    """
+
+    def own(pages: Pages, keys: Array, values: Array, places: Array, layer: Array) -> Pages:
+        return _write_own(pages, keys, values, places, layer, num_pages)
+
+    of_heads = [_pool_spec(pages), _HEADS, _HEADS, PartitionSpec(), PartitionSpec()]
+    run = _on_own_heads(own, of_heads, of_heads[0])
+    return run(pages, keys, values, places, layer)  # type: ignore[no-any-return]
+
+
+def attend_pages(
+    queries: Array,
+    pages: Pages,
+    spans: Spans,
+    plan: Plan,
+    layer: Array | int,
+    num_pages: int,
+    *,
+    implementation: str,
+    scale: float | None = None,
+) -> Array:
+    """Computes causal softmax attention of flat tokens over the pages of their sequences.
+
+    A token that is j tokens before the end of the span of sequence i sees the places before
+    ``kv_lengths[i] - j``. Scores, softmax and sums are float32.
+
+    Args:
+      queries: ``[T, H, head_dim]``; heads ``k * G`` to ``k * G + G - 1`` read KV head k.
+      pages: the pool of one replica, into which these tokens are written.
+      spans: of this forward.
+      plan: from `attention_plan`.
+      layer: its number, from 0.
+      num_pages: of each layer.
+      implementation: a name in `RAGGED_BACKENDS`.
+      scale: of the scores; ``head_dim ** -0.5`` by default.
+
+    Returns:
+      ``[T, H, head_dim]`` in the dtype of ``queries``; arbitrary finite numbers for padding.
+    """
+    if implementation not in RAGGED_BACKENDS:
+        raise ValueError(f"attention {implementation!r}: not in {list(RAGGED_BACKENDS)}")
+    by = queries.shape[-1] ** -0.5 if scale is None else scale
+    if implementation == "rpa" and isinstance(pages, Int8Rows):
+        raise ValueError("attention 'rpa' cannot read an int8 cache")
+
+    def own(queries: Array, pages: Pages, spans: Spans, plan: Plan, layer: Array) -> Array:
+        if implementation == "rpa":
+            assert not isinstance(pages, Int8Rows)
+            return attend_rpa(queries, pages, spans, layer, num_pages, by)
+        return attend_xla(queries, pages, plan, layer, num_pages, by)
+
+    whole = PartitionSpec()
+    run = _on_own_heads(own, [_HEADS, _pool_spec(pages), whole, whole, whole], _HEADS)
+    return run(queries, pages, spans, plan, layer)  # type: ignore[no-any-return]
+
+
+def attend_rpa(
+    queries: Array, pages: Array, spans: Spans, layer: Array | int, num_pages: int, scale: float
+) -> Array:
+    """Computes `attend_pages` with the ragged paged attention kernel for TPUs that JAX ships."""
+    # Pallas takes a while to import, and only TPUs need it.
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+    table = spans.page_table + layer * num_pages
+    out: Any = ragged_paged_attention(
+        queries,
+        pages,
+        spans.kv_lengths,
+        table,
+        spans.query_starts,
+        jnp.full((1,), spans.num_sequences, jnp.int32),
+        sm_scale=scale,
+        num_kv_pages_per_block=min(KV_PAGES_PER_BLOCK, table.shape[1]),
+        num_queries_per_block=min(QUERIES_PER_BLOCK, queries.shape[0]),
+        vmem_limit_bytes=VMEM_LIMIT,
+    )
+    return out  # type: ignore[no-any-return]
+
+
+_HEADS = PartitionSpec(None, AXIS_RULES["attention_heads"])
+
+
+def _pool_spec(pages: Pages) -> Any:
+    spec = PartitionSpec(None, None, AXIS_RULES["attention_heads"])
+    return jax.tree.map(lambda _: spec, pages)
+
+
+def _on_own_heads(function: Callable[..., Any], specs: list[Any], out: Any) -> Callable[..., Any]:
+    """Makes each device run ``function`` on its own heads: the compiler does not partition a
+    kernel, and must not gather a pool. Returns ``function`` itself if heads are not sharded."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or math.prod(mesh.shape[axis] for axis in AXIS_RULES["attention_heads"]) == 1:
+        return function
+    free = set(mesh.axis_names) - set(mesh.manual_axes)
+    return jax.shard_map(
+        function, in_specs=tuple(specs), out_specs=out, axis_names=free, check_vma=False
+    )

@@ -1,0 +1,136 @@
+"""Plans a burst: how many forwards it runs, and the pages that its sequences get for them.
+
+A long burst saves round trips to the host; a short one lets waiting requests in, and notices stop
+strings, earlier.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from wedlm_jax.engine.replica import Replica
+from wedlm_jax.engine.sequence import SequenceState
+
+WAITING_FORWARDS = 32
+"""The most forwards of a burst while a sequence waits for a place; it also ends when one is
+free."""
+PREFILL_FORWARDS = 8
+"""The same while a long prompt is computed chunk by chunk."""
+SHORT_OF_PAGES_FORWARDS = 8
+"""The same while a sequence waits for pages only: no pages are given for later forwards then."""
+WATCHED_FORWARDS = 16
+"""The same while a stop string, which only the host sees, may end a sequence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BurstLength:
+    """The end of a burst: after so many forwards, or when so many sequences have finished."""
+
+    forwards: int
+    until_finished: int
+
+
+def burst_length(
+    running: Sequence[SequenceState],
+    *,
+    longest: int,
+    prefill_forwards: int,
+    num_waiting: int,
+    num_deferred: int,
+    pages_are_short: bool,
+) -> BurstLength:
+    """Decides when the next burst ends.
+
+    Args:
+      longest: forwards if no sequence waits.
+      prefill_forwards: forwards until all prompts are computed.
+      num_waiting, num_deferred: sequences that wait, and how many of them for another's prompt.
+      pages_are_short: whether some of them wait although an index is free.
+    """
+    forwards, until = longest, len(running)
+    if any(sequence.request.params.stop for sequence in running):
+        forwards = min(forwards, WATCHED_FORWARDS)
+    if num_waiting:
+        # An eighth of the sequences finish before new ones enter, whose prompts then share
+        # forwards.
+        forwards, until = min(forwards, WAITING_FORWARDS), max(len(running) // 8, 1)
+    if pages_are_short:
+        forwards = min(forwards, SHORT_OF_PAGES_FORWARDS)
+    if num_deferred:
+        forwards = min(forwards, max(prefill_forwards, 1))
+    if prefill_forwards > 1:
+        forwards = min(forwards, PREFILL_FORWARDS)
+    return BurstLength(forwards, until)
+
+
+def chunk_tokens(replicas: Sequence[Replica], most: int, balanced: int) -> int:
+    """Returns how many prompt tokens a forward may compute beside its windows.
+
+    That is ``most``, unless a longer prompt is computed while other sequences decode: then as many
+    as roughly double the time between their tokens. (If the model is small and the prompt so long
+    that attention to it is most of the work, even these take longer.)
+
+    Args:
+      balanced: tokens of a forward that takes about twice as long as a forward of one token.
+    """
+    budget = most
+    for replica in replicas:
+        prefilling = [one for one in replica.running if one.is_prefilling]
+        others_decode = len(prefilling) < len(replica.running)
+        if others_decode and any(_is_long(one, most) for one in prefilling):
+            slots = sum(1 + one.window for one in replica.running)
+            budget = min(budget, max(balanced - slots, slots))
+    return budget
+
+
+def _is_long(sequence: SequenceState, most: int) -> bool:
+    return sequence.text_length_admitted - max(sequence.num_cached_tokens, 0) > most
+
+
+def prefill_forwards(replica: Replica, chunk_tokens: int) -> int:
+    """Returns the forwards until the prompts of a replica are computed."""
+    left = sum(
+        sequence.text_length_admitted - sequence.num_computed
+        for sequence in replica.running
+        if sequence.is_prefilling
+    )
+    return -(-left // chunk_tokens)
+
+
+def give_pages(replica: Replica, forwards: int) -> int:
+    """Gives every sequence pages for the forwards of a burst, or for fewer if there are not enough.
+    There must be enough for the next forward.
+
+    Returns:
+      how many forwards the pages will probably last.
+    """
+    sequences = [
+        (sequence, sequence.room_needed, expected_rate(sequence), sequence.longest_room)
+        for sequence in replica.running
+    ]
+    while True:
+        rooms = [
+            (one, max(room, min(room + math.ceil(rate * (forwards - 1)), longest)))
+            for one, room, rate, longest in sequences
+        ]
+        lacking = sum(replica.lacks(one, room) for one, room in rooms)
+        if forwards == 1 or lacking <= replica.num_available:
+            break
+        forwards //= 2
+        for one, room, rate, _ in sequences:
+            replica.trim(one, room + math.ceil(rate * (forwards - 1)))
+    for one, room in rooms:
+        replica.grow(one, room)
+    return forwards
+
+
+def expected_rate(sequence: SequenceState) -> float:
+    """Returns a generous estimate of the tokens that a forward commits."""
+    window = sequence.window
+    if window == 0:
+        return 1.0
+    if sequence.num_forwards < 4:
+        return 1 + window / 4
+    return 1.25 * sequence.num_output / sequence.num_forwards

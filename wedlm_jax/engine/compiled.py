@@ -1,0 +1,127 @@
+"""Compiled programs of a device, each for some traits, and kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import permutations
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from wedlm_jax.config import ModelConfig
+from wedlm_jax.decode.options import Traits
+from wedlm_jax.engine import device_programs
+from wedlm_jax.engine.device_programs import abstract_state, lower_burst
+from wedlm_jax.engine.entering import make_entrants
+from wedlm_jax.engine.settings import EngineSettings
+from wedlm_jax.model import Transformer
+
+
+class CompiledPrograms:
+    """Compiles programs when they are first wanted, in any thread.
+
+    Compilation is kept apart from running so that its time is known and never counted as decoding.
+
+    Args:
+      graph: of the model.
+      mesh: of the model; None for one device.
+
+    Attributes:
+      seconds: spent on compiling so far.
+    """
+
+    def __init__(
+        self,
+        graph: nnx.GraphDef[Transformer],
+        config: ModelConfig,
+        settings: EngineSettings,
+        mesh: Mesh | None,
+    ):
+        self._graph, self._config, self._settings, self._mesh = graph, config, settings, mesh
+        self._compiled: dict[Any, jax.stages.Compiled] = {}
+        self.seconds = 0.0
+
+    def __len__(self) -> int:
+        return len(self._compiled)
+
+    def clear(self) -> None:
+        """Drops compiled programs; they are compiled again on demand."""
+        self._compiled.clear()
+
+    @property
+    def traits(self) -> list[Traits]:
+        """Those whose sequences can be decoded without compiling."""
+        return [key[1] for key in list(self._compiled) if key[0] is device_programs.burst]
+
+    def compile(self, parameters: Any, kinds: list[Traits]) -> Iterator[tuple[int, int]]:
+        """Compiles all that sequences of these kinds need, which may follow one another; yields how
+        many programs are done, of how many.
+
+        Args:
+          parameters: of the model, or their shapes.
+        """
+        for old, new in permutations(kinds, 2):
+            self.resize(old, new)
+        for number, traits in enumerate(kinds):
+            self.entry(traits)
+            yield 2 * number + 1, 2 * len(kinds)
+            self.burst(parameters, traits)
+            yield 2 * number + 2, 2 * len(kinds)
+
+    def burst(self, parameters: Any, traits: Traits) -> jax.stages.Compiled:
+        """A burst of forwards."""
+
+        def lower() -> jax.stages.Lowered:
+            arguments = (self._graph, parameters, self._config, self._settings, traits, self._mesh)
+            return lower_burst(*arguments)
+
+        return self._kept((device_programs.burst, traits), lower)
+
+    def entry(self, traits: Traits) -> jax.stages.Compiled:
+        """Sequences that enter and leave."""
+
+        def lower() -> jax.stages.Lowered:
+            settings = self._settings
+            state = abstract_state(settings, traits, self._mesh)
+            nobody = np.zeros(settings.sequences, bool)
+            windows = np.zeros(settings.sequences, np.int32)
+            entrants = make_entrants(settings, traits, [], windows)
+            return device_programs.enter.lower(state, entrants, nobody)
+
+        return self._kept((device_programs.enter, *slot_sizes(traits).values()), lower)
+
+    def resize(self, old: Traits, new: Traits) -> jax.stages.Compiled:
+        """The state of one kind with the slots of another."""
+
+        def lower() -> jax.stages.Lowered:
+            state = abstract_state(self._settings, old, self._mesh)
+            return device_programs.resize.lower(state, **slot_sizes(new))
+
+        sizes = (*slot_sizes(old).values(), *slot_sizes(new).values())
+        return self._kept((device_programs.resize, *sizes), lower)
+
+    def of_model(
+        self, function: Any, parameters: Any, *arguments: Any, **static: Any
+    ) -> jax.stages.Compiled:
+        """A jitted function of graph, parameters and arguments of these shapes."""
+        shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves((parameters, arguments)))
+        key = (function, shapes, jax.tree.structure(arguments), tuple(static.items()))
+        return self._kept(
+            key, lambda: function.lower(self._graph, parameters, *arguments, **static)
+        )
+
+    def _kept(self, key: Any, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+        if key not in self._compiled:
+            started = time.monotonic()
+            self._compiled[key] = lower().compile()
+            self.seconds += time.monotonic() - started
+        return self._compiled[key]
+
+
+def slot_sizes(traits: Traits) -> dict[str, Any]:
+    """What of the traits the shape of a state depends on."""
+    return {"window": traits.window, "num_logprobs": traits.num_logprobs}

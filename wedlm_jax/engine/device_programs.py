@@ -1,0 +1,193 @@
+"""The compiled programs of an engine: a burst of forwards, sequences that enter and leave, resized
+slot arrays; and the shapes of their arguments, to compile for present and absent devices.
+
+Each replica of the mesh's ``data`` axis runs them on its own sequences and pages; within a replica
+the compiler shards heads, MLP and vocabulary over ``tensor``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from wedlm_jax.attention.ragged import Pages, allocate_pages
+from wedlm_jax.config import ModelConfig
+from wedlm_jax.decode.exchange import Entrants, admit, pack_for_host, resize_slots
+from wedlm_jax.decode.forward import Program
+from wedlm_jax.decode.logprobs import Logprobs
+from wedlm_jax.decode.loop import BurstCounters, run_burst
+from wedlm_jax.decode.options import Options, Traits, abstract_options
+from wedlm_jax.decode.spans import Allowance
+from wedlm_jax.decode.state import DecodeState, idle_state
+from wedlm_jax.engine.settings import EngineSettings
+from wedlm_jax.model import Transformer
+from wedlm_jax.sharding import AXIS_RULES, constrain, on_replicas
+
+Graph = nnx.GraphDef[Transformer]
+
+
+class BurstResult(NamedTuple):
+    """What a burst returns.
+
+    Attributes:
+      state, pages: on the device, for the next burst.
+      numbers: int32 ``[N, 7 + 3 E]`` for the host; see `wedlm_jax.decode.exchange.pack_for_host`.
+      logprobs: ``[N, E]`` of the emitted tokens; None where no sequence asks for them.
+      counters: int32 ``[R]`` each, one a replica.
+    """
+
+    state: DecodeState
+    pages: Pages
+    numbers: Array
+    logprobs: Logprobs | None
+    counters: BurstCounters
+
+
+@partial(jax.jit, static_argnames=("graph", "program"), donate_argnames=("state", "pages"))
+def burst(
+    graph: Graph,
+    parameters: nnx.State,
+    state: DecodeState,
+    pages: Pages,
+    options: Options,
+    allowance: Allowance,
+    changed: Array,
+    *,
+    program: Program,
+) -> BurstResult:
+    """Runs a burst of forwards; see `wedlm_jax.decode.loop.run_burst`."""
+
+    def on_replica(
+        parameters: nnx.State,
+        state: DecodeState,
+        pages: Pages,
+        options: Options,
+        allowance: Allowance,
+        changed: Array,
+    ) -> BurstResult:
+        model = nnx.merge(graph, parameters)
+        after, pages, counters = run_burst(
+            model, state, pages, options, allowance, changed, program
+        )
+        counters = jax.tree.map(lambda x: x[None], counters)
+        return BurstResult(after, pages, pack_for_host(after), after.emitted.logprobs, counters)
+
+    return on_replicas(on_replica)(parameters, state, pages, options, allowance, changed)
+
+
+@partial(jax.jit, donate_argnames="state")
+def enter(state: DecodeState, entrants: Entrants, released: Array) -> DecodeState:
+    """Puts sequences in and out; see `wedlm_jax.decode.exchange.admit`. Every replica gets all
+    entrants, and takes its own."""
+
+    def on_replica(
+        state: DecodeState, entrants: Entrants, released: Array, indices: Array
+    ) -> DecodeState:
+        count = indices.shape[0]
+        own = entrants.index - indices[0]
+        own = jnp.where((own >= 0) & (own < count), own, count)
+        return admit(state, dataclasses.replace(entrants, index=own), released)
+
+    indices = jnp.arange(released.shape[0], dtype=jnp.int32)
+    return on_replicas(on_replica, whole=(1,))(state, entrants, released, indices)
+
+
+@partial(jax.jit, static_argnames=("window", "num_logprobs"))
+def resize(state: DecodeState, *, window: int, num_logprobs: int | None) -> DecodeState:
+    """Grows or shrinks each sequence's slot arrays; see
+    `wedlm_jax.decode.exchange.resize_slots`."""
+    resized = resize_slots(state, window, num_logprobs)
+    return jax.tree.map(lambda x: constrain(x, "sequences"), resized)
+
+
+# --- shapes of the arguments ----------------------------------------------------------------
+
+
+def lower_burst(
+    graph: nnx.GraphDef[Transformer],
+    parameters: Any,
+    config: ModelConfig,
+    settings: EngineSettings,
+    traits: Traits,
+    mesh: Mesh | None = None,
+) -> jax.stages.Lowered:
+    """Lowers the burst of an engine, under its mesh.
+
+    Args:
+      graph, parameters: of the model; the parameters may be shapes.
+      traits: of the sequences.
+      mesh: of the devices; None for one device.
+    """
+    arguments = burst_arguments(config, settings, traits, mesh)
+    return burst.lower(graph, parameters, *arguments, program=settings.program(traits))
+
+
+def burst_arguments(
+    config: ModelConfig, settings: EngineSettings, traits: Traits, mesh: Mesh | None
+) -> tuple[Any, ...]:
+    """Returns the shapes of what `burst` takes after the parameters: the state, the pages, the
+    options, the allowance, and which windows have changed."""
+    pages = jax.eval_shape(
+        partial(
+            allocate_pages,
+            config,
+            settings.num_pages,
+            settings.page_size,
+            settings.cache_dtype,
+            replicas=settings.replicas,
+        )
+    )
+    sequences = settings.sequences
+
+    def integers(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    allowance = Allowance(
+        integers(sequences, settings.max_pages),
+        integers(sequences),
+        integers(sequences),
+        integers(),
+        integers(),
+        integers(),
+    )
+    changed = jax.ShapeDtypeStruct((sequences,), jnp.bool)
+    others = (abstract_options(sequences, traits), allowance, changed)
+    options, allowance, changed = _placed(mesh, others, ())
+    state = abstract_state(settings, traits, mesh)
+    return state, _placed(mesh, pages, (None, "attention_heads")), options, allowance, changed
+
+
+def abstract_state(settings: EngineSettings, traits: Traits, mesh: Mesh | None) -> Any:
+    """Returns the shapes of the state, each where the mesh has it."""
+    return _placed(mesh, jax.eval_shape(partial(empty_state, settings, traits)), ())
+
+
+def empty_state(settings: EngineSettings, traits: Traits) -> Any:
+    """Allocates the state of an engine without any sequence."""
+    return idle_state(
+        settings.sequences,
+        window=traits.window,
+        text=settings.max_text,
+        emitted=settings.emitted,
+        num_logprobs=traits.num_logprobs,
+    )
+
+
+def _placed(mesh: Mesh | AbstractMesh | None, tree: Any, behind: tuple[str | None, ...]) -> Any:
+    """Returns shapes with a sharding: the first axis over replicas, those after it as named."""
+    if mesh is None:
+        return tree
+    axes = [AXIS_RULES[axis] if axis else None for axis in behind]
+
+    def place(leaf: Any) -> Any:
+        spec = PartitionSpec("data", *axes) if leaf.ndim else PartitionSpec()
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(place, tree)

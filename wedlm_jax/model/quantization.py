@@ -1,0 +1,132 @@
+"""Weights as 8-bit integers, by qwix, with a scale for each output of each matrix.
+
+The matrices of the layers and an untied output projection are rounded; embeddings, norms, biases
+and a tied output projection are not. Products run in the compute dtype with the integers cast to
+it: this saves memory, and the time to read it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from wedlm_jax.errors import InputError
+
+QUANTIZATIONS = ("int8",)
+
+Model = TypeVar("Model", bound=nnx.Module)
+
+
+def check_quantization(name: str | None) -> None:
+    """Refuses a name that is not in `QUANTIZATIONS`; None stands for no quantization.
+
+    Raises:
+      InputError: the name is unknown, or qwix is not installed.
+    """
+    if name is None:
+        return
+    if name not in QUANTIZATIONS:
+        raise InputError(f"quantization: expected one of {', '.join(QUANTIZATIONS)}, not {name!r}")
+    try:
+        import qwix  # noqa: F401
+    except ImportError:
+        raise InputError(
+            'quantization needs qwix, which is not installed: pip install "wedlm-jax[int8]"'
+        ) from None
+
+
+def is_quantized(matrix: Any) -> bool:
+    return hasattr(matrix, "qvalue")
+
+
+def product(x: Array, matrix: Any) -> Array:
+    """Returns ``x [..., in] @ matrix [in, out]`` in the dtype of ``x``; the matrix may be
+    quantized."""
+    if not is_quantized(matrix):
+        return x @ matrix.astype(x.dtype)
+    import qwix
+
+    contracted = (((x.ndim - 1,), (0,)), ((), ()))
+    return qwix.dot_general(x, matrix.astype(x.dtype), contracted)
+
+
+def left_product(matrix: Any, x: Array, dtype: Any = None) -> Array:
+    """Returns ``matrix [out, in] @ x [in, T]``, computed in the dtype of ``x``, accumulated and
+    returned in ``dtype``; the matrix may be quantized.
+
+    For CPUs, whose matrix product repacks its right operand at each call. The few columns of ``x``
+    are cheap to repack; a large matrix takes as long to repack as to multiply.
+    """
+    columns = x.shape[1]
+    if x.dtype != jnp.float32 and columns < FEWEST_COLUMNS:
+        x = jnp.pad(x, ((0, 0), (0, FEWEST_COLUMNS - columns)))
+    if is_quantized(matrix):
+        import qwix
+
+        y = qwix.dot_general(matrix.astype(x.dtype), x, (((1,), (0,)), ((), ())))
+        y = y if dtype is None else y.astype(dtype)
+    else:
+        y = jnp.matmul(matrix.astype(x.dtype), x, preferred_element_type=dtype)
+    # Without the barrier XLA merges this product with a transposition after it, which puts the
+    # matrix on the right again, and in bfloat16 with a cast, for which it casts the whole matrix.
+    return jax.lax.optimization_barrier(y)[:, :columns]
+
+
+FEWEST_COLUMNS = 4
+"""For a single column in bfloat16 XLA casts the whole matrix to float32 first, at each call."""
+
+
+INPUT_AXES = {"kernel": -2, "lm_head": -2, "weight": -1, "head_weight": -1}
+"""The axis that a product sums over, for each of the matrices that are rounded."""
+
+
+def rounded(matrix: Array, name: str) -> Any:
+    """Rounds a matrix to integers with a scale for each output.
+
+    Args:
+      matrix: its two axes may follow an axis of layers.
+      name: of the parameter, in `INPUT_AXES`.
+    """
+    import qwix
+
+    summed = INPUT_AXES[name] % matrix.ndim
+    apart = [axis for axis in range(matrix.ndim) if axis != summed]
+    return qwix.quantize(matrix, jnp.int8, channelwise_axes=apart)
+
+
+_rounded = jax.jit(rounded, static_argnums=1)
+
+
+def rounded_alone(value: Array, name: str) -> Any:
+    """Rounds a parameter and deletes the original, if its name is in `INPUT_AXES`; else returns it
+    unchanged."""
+    if name not in INPUT_AXES:
+        return value
+    result = jax.block_until_ready(_rounded(value, name))
+    value.delete()
+    return result
+
+
+def quantize_weights(model: Model) -> Model:
+    """Returns the model with its matrices rounded; ``model`` itself is not changed.
+
+    Args:
+      model: a `wedlm_jax.model.Transformer`, on one device or on a mesh.
+    """
+    graph, parameters = nnx.split(model)
+
+    @jax.jit
+    def all_rounded(parameters: nnx.State) -> nnx.State:
+        def one(path: tuple[Any, ...], parameter: Any) -> Any:
+            if path[-1] not in INPUT_AXES:
+                return parameter
+            return parameter.replace(rounded(parameter[...], path[-1]))
+
+        flat = parameters.flat_state()
+        return nnx.State.from_flat_path({path: one(path, leaf) for path, leaf in flat})
+
+    return nnx.merge(graph, all_rounded(parameters))

@@ -1,0 +1,262 @@
+"""The causal transformer: Qwen2.5 and Qwen3 shapes, with explicit logical positions.
+
+The layers know nothing of masks, caches and pages: each passes its queries, keys and values to
+a function and gets back what the queries attended to. `Transformer.__call__` runs batches ``[B,
+T]`` under a mask, for training; `Transformer.run` runs flat tokens ``[T]`` of many sequences, for
+decoding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from wedlm_jax.attention import attend
+from wedlm_jax.attention.int8 import to_float, to_int8
+from wedlm_jax.config import ModelConfig
+from wedlm_jax.masks import Mask
+from wedlm_jax.model.layers import (
+    COLUMNS,
+    ROWS,
+    DecoderLayer,
+    RMSNorm,
+    columns_are_faster,
+    laid_out,
+    normal,
+)
+from wedlm_jax.model.quantization import is_quantized, left_product, product
+from wedlm_jax.model.rope import held, rope_tables
+from wedlm_jax.sharding import constrain
+
+Carry = TypeVar("Carry")
+Attend = Callable[..., tuple[Array, Any]]
+"""Maps a carry, the number of a layer, its queries ``[..., H, head_dim]`` and its keys and values
+``[..., K, head_dim]`` to what the queries attended to, and the next carry."""
+
+REMAT_POLICIES: dict[str, Callable | None] = {
+    "none": None,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _ChosenLayer:
+    """Runs one layer of a list, chosen on the device by its index.
+
+    Only products, norms and RoPE are compiled once per layer; attention, the larger part of a
+    program, is compiled once for all layers.
+    """
+
+    layers: Sequence[DecoderLayer]
+    index: Array
+
+    def before_attention(self, x: Array, rope: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        return self._run([layer.before_attention for layer in self.layers], x, rope)
+
+    def after_attention(self, x: Array, attended: Array) -> Array:
+        return self._run([layer.after_attention for layer in self.layers], x, attended)
+
+    def _run(self, functions: list[Callable[..., Any]], *inputs: Any) -> Any:
+        return jax.lax.switch(self.index, functions, *inputs)
+
+
+class Transformer(nnx.Module):
+    """The decoder.
+
+    Its layers are stacked, every parameter with a leading ``[num_hidden_layers]`` axis, or apart, a
+    list of `DecoderLayer`. A scan runs through either. On a CPU a scan copies each layer's weights
+    out of the stack, which costs more than reading them. `wedlm_jax.model.layer_layout` converts
+    one into the other.
+
+    Parameters are held in ``dtype``; computation runs in the dtype passed to the call.
+
+    Args:
+      stacked: whether the layers are.
+      columns: whether layers that are apart compute on columns ``[D, T]``; by default where
+        `columns_are_faster`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: jnp.dtype = jnp.dtype("float32"),
+        stacked: bool = True,
+        columns: bool | None = None,
+    ):
+        if columns is None:
+            columns = not stacked and columns_are_faster(config, dtype)
+        assert not (stacked and columns), "stacked layers compute on rows"
+        axis = COLUMNS if columns else ROWS
+        self.config, self.axis = config, axis
+        d, scale = config.hidden_size, config.initializer_range
+        self.embed_tokens = nnx.Param(normal(rngs, (config.vocab_size, d), scale, dtype))
+        layer_keys = jax.random.split(rngs.params(), config.num_hidden_layers)
+
+        def layer(key: Array) -> DecoderLayer:
+            return DecoderLayer(config, dtype, nnx.Rngs(params=key), axis)
+
+        self.layers: Any = (
+            nnx.vmap(layer)(layer_keys) if stacked else nnx.List([layer(key) for key in layer_keys])
+        )
+        self.norm = RMSNorm(d, config.rms_norm_eps, dtype, axis)
+        tied, head_shape = config.tie_word_embeddings, (d, config.vocab_size)
+        head = None if tied else normal(rngs, head_shape, scale, dtype)
+        self.lm_head = None if head is None or not stacked else nnx.Param(head)
+        self.head_weight = None if head is None or stacked else nnx.Param(head.T)
+
+    def __call__(
+        self,
+        token_ids: Array,
+        positions: Array,
+        mask: Mask,
+        *,
+        int8_kv: bool = False,
+        dtype: jnp.dtype | None = None,
+        remat: str = "none",
+        attention: str = "streams",
+        unroll: int = 1,
+    ) -> Array:
+        """Runs the layers over a batch of rows of equal length.
+
+        Args:
+          token_ids: int32 ``[B, T]`` in physical order.
+          positions: int32 ``[B, T]``, their logical positions, which RoPE sees.
+          mask: which tokens see which.
+          int8_kv: whether keys and values are rounded to 8 bits, as in an int8 cache.
+          dtype: compute dtype; that of the parameters by default.
+          remat: a name in `REMAT_POLICIES`.
+          attention: a name in `wedlm_jax.attention.IMPLEMENTATIONS`.
+          unroll: stacked layers per iteration of the scan; more of them take longer to compile.
+
+        Returns:
+          Normalised hidden states ``[B, T, D]`` (see `logits`).
+        """
+        shape = token_ids.shape
+        if self.axis == COLUMNS:
+            token_ids, positions = token_ids.reshape(-1), positions.reshape(-1)
+
+        def attend_to_sequences(_: None, __: Any, *qkv: Array) -> tuple[Array, None]:
+            q, k, v = (x.reshape(*shape, *x.shape[-2:]) for x in qkv)
+            return _attend(q, k, v, mask, attention, int8_kv).reshape(qkv[0].shape), None
+
+        rope = rope_tables(self.config, positions, self.axis)
+        x = self._embedded(token_ids, dtype)
+        policy = REMAT_POLICIES[remat]
+        x, _ = self._through_layers(x, rope, attend_to_sequences, None, policy, unroll)
+        return self._normalised(x).reshape(*shape, -1)
+
+    def run(
+        self,
+        tokens: Array,
+        positions: Array,
+        attend: Callable[[Carry, Any, Array, Array, Array], tuple[Array, Carry]],
+        carry: Carry,
+        *,
+        dtype: jnp.dtype | None = None,
+    ) -> tuple[Array, Carry]:
+        """Runs the layers over flat tokens of many sequences.
+
+        Args:
+          tokens: int32 ``[T]``.
+          positions: int32 ``[T]``, their logical positions, which RoPE sees.
+          attend: ``attend(carry, layer, q, k, v)`` stores the keys and values
+            ``[T, K, head_dim]`` of a layer and returns what its queries ``[T, H, head_dim]``
+            attended to, and the carry. ``layer`` is an int32 scalar.
+          carry: passed through all layers: the pages of keys and values, updated in place.
+          dtype: compute dtype; that of the parameters by default.
+
+        Returns:
+          Normalised hidden states ``[T, D]`` (see `logits`), and the carry.
+        """
+        rope = held(rope_tables(self.config, positions, self.axis), self.axis)
+
+        def attend_flat(carry: Carry, index: Array, *qkv: Array) -> tuple[Array, Carry]:
+            q, k, v = (constrain(x, "tokens", "heads") for x in qkv)
+            attended, after = attend(carry, index, q, k, v)
+            return constrain(attended, "tokens", "heads"), after
+
+        x = self._embedded(tokens, dtype)
+        x, carry = self._through_layers(x, rope, attend_flat, carry)
+        return self._normalised(x), carry
+
+    def _embedded(self, tokens: Array, dtype: jnp.dtype | None) -> Array:
+        # Each device looks up whole rows in its share of the vocabulary.
+        x = constrain(self.embed_tokens[...], "vocab", None)[tokens]
+        x = x if self.axis == ROWS else x.T
+        return laid_out(x if dtype is None else x.astype(dtype))
+
+    def _normalised(self, x: Array) -> Array:
+        """Returns the last layer's hidden states, normalised, as rows."""
+        x = self.norm(x)
+        return x if self.axis == ROWS else x.T
+
+    def _through_layers(
+        self,
+        x: Array,
+        rope: tuple[Array, Array],
+        attend: Attend,
+        carry: Any,
+        policy: Callable | None = None,
+        unroll: int = 1,
+    ) -> tuple[Array, Any]:
+        """Scans ``x`` and the carry of ``attend`` through the layers. Under a policy of
+        `REMAT_POLICIES` the backward pass recomputes their activations."""
+        apart = isinstance(self.layers, nnx.List)
+        graph: Any = None
+        stacked: Any = None
+        if not apart:
+            graph, stacked = nnx.split(self.layers)
+
+        def turn(inner: tuple[Array, Any], inputs: tuple[Any, Array]) -> tuple[Any, None]:
+            (x, carry), (parameters, index) = inner, inputs
+            layer = _ChosenLayer(self.layers, index) if apart else nnx.merge(graph, parameters)
+            q, k, v = layer.before_attention(x, rope)
+            attended, carry = attend(carry, index, q, k, v)
+            return (layer.after_attention(x, attended), carry), None
+
+        if policy is not None:
+            turn = jax.checkpoint(turn, policy=policy, prevent_cse=False)
+        indices = jnp.arange(self.config.num_hidden_layers)
+        return jax.lax.scan(turn, (x, carry), (stacked, indices), unroll=unroll)[0]
+
+    def head_matrix(self) -> Array:
+        """Returns the output projection ``[D, V]``: its own, or the embedding transposed."""
+        return self._head_weight().T if self.lm_head is None else self.lm_head[...]
+
+    def _head_weight(self) -> Any:
+        """Returns the output projection of a model without `lm_head`, ``[V, D]``."""
+        return (self.embed_tokens if self.head_weight is None else self.head_weight)[...]
+
+    def logits(self, hidden: Array) -> Array:
+        """Returns float32 logits ``[..., V]`` of hidden states ``[..., D]``."""
+        if isinstance(self.layers, nnx.List):
+            columns = hidden.reshape(-1, hidden.shape[-1]).T
+            logits = left_product(self._head_weight(), columns, jnp.float32)
+            # The barriers make XLA transpose once. Otherwise it does so in every pass over the
+            # logits that follows: 16 rows of 1,024 features and 152k tokens then take 270 ms on two
+            # cores instead of 160.
+            hold = jax.lax.optimization_barrier
+            return hold(hold(logits).T).reshape(*hidden.shape[:-1], -1)
+        head = self.head_matrix()
+        if is_quantized(head):
+            return product(hidden, head).astype(jnp.float32)
+        head = head.astype(hidden.dtype)
+        return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+
+
+def _attend(q: Array, k: Array, v: Array, mask: Mask, implementation: str, int8_kv: bool) -> Array:
+    """Returns what ``q [B, T, H, head_dim]`` attends to of ``k`` and ``v [B, T, K, head_dim]``."""
+    q = constrain(q, "batch", None, "attention_heads")
+    k, v = (constrain(x.swapaxes(1, 2), "batch", "attention_heads") for x in (k, v))
+    if int8_kv:
+        k, v = (to_float(to_int8(x), q.dtype) for x in (k, v))
+    return attend(q, k, v, mask, implementation=implementation)

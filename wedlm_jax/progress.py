@@ -1,0 +1,153 @@
+"""How far some work is: where a call that decodes stands, and the one bar that commands show."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Where a call that decodes many prompts stands, counted over finished and running sequences.
+
+    Attributes:
+      finished: prompts.
+      total: None where prompts come from an iterator.
+      tokens, forwards, instances: completion tokens, decode forwards and active window slots.
+    """
+
+    finished: int
+    total: int | None
+    tokens: int
+    forwards: int
+    instances: int
+
+
+class ProgressBar:
+    """Shows how much is done, how fast, and how long the rest takes: a bar in a terminal, a line
+    now and then elsewhere. A context manager.
+
+    Args:
+      unit: what is counted, such as "records".
+      total: None while that is not known.
+      done: before this bar began; it says nothing about the speed.
+      title: stands before the bar.
+      console: where it is shown; by default on standard error.
+      every: seconds between two lines where there is no terminal; None for no lines.
+      percent: whether the share that is done is shown, instead of a count.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        *,
+        total: int | None = None,
+        done: int = 0,
+        title: str = "",
+        console: Console | None = None,
+        every: float | None = 5.0,
+        percent: bool = False,
+    ):
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._unit, self._every, self._percent = unit, every, percent
+        self._total, self._first, self._done = total, done, done
+        self._console = console or Console(stderr=True)
+        self._rich = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[line]}", markup=False),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._rich.add_task(title, total=total, completed=done, line="")
+        self._started = self._told = time.monotonic()
+
+    def start(self) -> None:
+        """Shows the bar; the clock runs from now on."""
+        self._rich.start()
+        self._started = self._told = time.monotonic()
+
+    def stop(self) -> None:
+        """Leaves the bar as it stands."""
+        self._rich.stop()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def update(
+        self,
+        done: int,
+        *,
+        total: int | None = None,
+        text: str | None = None,
+        title: str | None = None,
+        seconds_left: float | None = None,
+    ) -> None:
+        """Says where the work stands, as often as one likes.
+
+        Args:
+          done: so far, what was done before included.
+          total: if it was not known, or has changed.
+          text: what else is shown; by default the rate.
+          title: in the place of the one before.
+          seconds_left: if the caller knows better than the rate so far; infinite for "not known".
+        """
+        self._done, self._total = done, self._total if total is None else total
+        line = self.line(text, seconds_left)
+        self._rich.update(
+            self._task, completed=done, total=self._total, line=line, description=title
+        )
+        now = time.monotonic()
+        if not self._rich.disable or self._every is None or now - self._told < self._every:
+            return
+        self._told = now
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def advance(self, *, title: str | None = None) -> None:
+        """Says that one more is done."""
+        self.update(self._done + 1, title=title)
+
+    def line(self, text: str | None = None, seconds_left: float | None = None) -> str:
+        """Returns what stands beside the bar: "60 of 100 records, 2.5 records/s, 0:16 left"."""
+        elapsed = time.monotonic() - self._started
+        new = self._done - self._first
+        if seconds_left is None:
+            known = self._total is not None and new > 0
+            seconds_left = elapsed * ((self._total or 0) - self._done) / new if known else math.inf
+        parts = [self._count(), text or f"{new / max(elapsed, 1e-9):,.1f} {self._unit}/s"]
+        if self._done != self._total:
+            parts.append(f"{clock(seconds_left)} left")
+        return ", ".join(parts)
+
+    def _count(self) -> str:
+        if self._total is None:
+            return f"{self._done:,} {self._unit}"
+        if self._percent:
+            return f"{self._done / max(self._total, 1):.1%}"
+        return f"{self._done:,} of {self._total:,} {self._unit}"
+
+
+def clock(seconds: float) -> str:
+    """Returns a duration as 0:07, 12:34 or 1:02:03; "?" where it is infinite: not known yet."""
+    if math.isinf(seconds):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

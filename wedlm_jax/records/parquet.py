@@ -1,0 +1,124 @@
+"""Rows of Parquet files, a few at a time: the one place that knows pyarrow, an optional
+dependency."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from wedlm_jax.errors import InputError, shortened
+
+ROWS_AT_A_TIME = 256
+READ_BUFFER = 2**20
+
+
+class NotParquet(InputError):
+    """A file that pyarrow cannot read, wholly or in part.
+
+    Attributes:
+      detail: what pyarrow says of it.
+    """
+
+    def __init__(self, shown: str, detail: str):
+        super().__init__(f"{shown}: cannot be read as Parquet ({detail})")
+        self.detail = detail
+
+
+def require_pyarrow() -> Any:
+    """Returns the module `pyarrow.parquet`.
+
+    Raises:
+      InputError: it is not installed.
+    """
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise InputError(
+            "Parquet files need pyarrow, which is not installed: pip install 'wedlm-jax[data]'"
+        ) from None
+    return pyarrow.parquet
+
+
+def column_names(path: Path, shown: str) -> list[str]:
+    """Returns the names of a file's columns; raises as `read_rows` does."""
+    with _opened(path, shown) as file:
+        return list(file.schema_arrow.names)
+
+
+def rows_of_groups(path: Path, shown: str) -> list[int]:
+    """Returns how many rows each row group has; raises as `read_rows` does."""
+    with _opened(path, shown) as file:
+        return [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+
+
+def read_rows(
+    path: Path, shown: str, columns: Collection[str], start: int = 0, count: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yields rows without their nulls: in a table every row has all columns, and every struct all
+    fields, so a null cannot be told from what is not there.
+
+    Args:
+      path: of the file.
+      shown: what messages call it.
+      columns: to read; of these, those that the file has.
+      start: number of the first row, from 0.
+      count: of rows; None for all from there on.
+
+    Raises:
+      NotParquet: the file is damaged.
+      InputError: pyarrow is not installed.
+    """
+    with _opened(path, shown) as file:
+        names = [name for name in file.schema_arrow.names if name in columns]
+        total = file.metadata.num_rows
+        stop = total if count is None else min(start + count, total)
+        if not names:
+            for _ in range(start, stop):
+                yield {}
+            return
+        first = 0
+        for group in range(file.num_row_groups):
+            size = file.metadata.row_group(group).num_rows
+            if first < stop and first + size > start:
+                yield from _rows_of_group(file, group, names, start - first, stop - first)
+            first += size
+
+
+def _rows_of_group(
+    file: Any, group: int, names: list[str], start: int, stop: int
+) -> Iterator[dict[str, Any]]:
+    here = 0
+    for batch in file.iter_batches(ROWS_AT_A_TIME, row_groups=[group], columns=names):
+        for row in batch.slice(max(start - here, 0), max(stop - max(here, start), 0)).to_pylist():
+            yield _without_nulls(row)
+        here += batch.num_rows
+        if here >= stop:
+            return
+
+
+@contextlib.contextmanager
+def _opened(path: Path, shown: str) -> Iterator[Any]:
+    try:
+        # Buffered, a column of a row group is read a little at a time.
+        with require_pyarrow().ParquetFile(path, buffer_size=READ_BUFFER) as file:
+            yield file
+    except InputError:
+        raise
+    except Exception as error:
+        # pyarrow has error types of its own, for all that may be damaged.
+        raise NotParquet(shown, shortened(str(error))) from None
+
+
+def _without_nulls(struct: dict[str, Any]) -> dict[str, Any]:
+    """Returns a struct without its nulls, nor structs in it that hold nothing else."""
+    kept = {}
+    for key, value in struct.items():
+        if isinstance(value, dict):
+            value = _without_nulls(value) or None
+        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            value = [_without_nulls(item) if isinstance(item, dict) else item for item in value]
+        if value is not None:
+            kept[key] = value
+    return kept
