@@ -189,7 +189,7 @@ def _add_subject_options(parser: BenchmarkParser) -> None:
 
 def _check_subject(options: argparse.Namespace) -> None:
     if options.quantization is not None:
-        from wedlm_jax.quantization import check_quantization
+        from wedlm_jax.model.quantization import check_quantization
 
         check_quantization(options.quantization)
     if options.shape is not None:

@@ -151,7 +151,7 @@ def random_subject(
     from flax import nnx
 
     from wedlm_jax.model import Transformer
-    from wedlm_jax.quantization import quantize_weights
+    from wedlm_jax.model.quantization import quantize_weights
 
     name = _dtype(dtype)
     model = Transformer(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(name), stacked=not _on_cpu())

@@ -14,7 +14,7 @@ PAGES = [
     ROOT / "wedlm_jax" / "embedded" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-LANGUAGES = ("bash", "python", "yaml", "json", "text")
+LANGUAGES = ("bash", "python", "yaml", "json", "toml", "text")
 
 FENCE = re.compile(r"^( *)```(\S*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[([^\]]*)\]\(([^)\s]+)\)")

@@ -8,7 +8,7 @@ import pytest
 
 import infer.demo
 import infer.evaluate
-from infer.evaluate import MAX_TOKENS, decoders_at, evaluate
+from infer.evaluate import decoders_at, evaluate
 from infer.heldout import Question
 from wedlm_jax.checkpoint.convert import main as convert
 from wedlm_jax.completion import Completion
@@ -83,7 +83,7 @@ def test_the_command_writes_what_it_prints(
     plot = tmp_path / "scores.svg"
     arguments = f"--model {checkpoint} --questions {questions_file} --output {output} "
     arguments += f"--samples 2 --passes 1 --entropy-threshold 0.4 --batch-size 2 --plot {plot} "
-    arguments += "--window-size 2"
+    arguments += "--window-size 2 --max-tokens 96"
     assert infer.evaluate.main(arguments.split()) == 0
     scores = json.loads(output.read_text(encoding="utf-8"))
     assert [(s["regime"], s["decoder"]) for s in scores] == [
@@ -92,7 +92,7 @@ def test_the_command_writes_what_it_prints(
         for decoder in ("AR", "block-wise τ=0.4", "WeDLM τ=0.4", "verified")
     ]
     assert [s["accuracy"] for s in scores[4:]] == [None] * 4
-    assert all(s["questions"] == 2 and s["tokens"] <= 2 * MAX_TOKENS for s in scores)
+    assert all(s["questions"] == 2 and s["tokens"] <= 2 * 96 for s in scores)
     printed = capsys.readouterr().out
     assert all(f"{s['tokens_per_forward']:.2f}" in printed for s in scores)
     drawn = plot.read_text(encoding="utf-8")

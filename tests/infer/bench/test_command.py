@@ -41,7 +41,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("questions") / "heldout.jsonl"
     rows = [
         {"regime": regime, "kind": "k", "prompt": f"{i} +", "answer": "2", "match": match}
-        for regime, match in (("prose", None), ("reasoning", "text"))
+        for regime, match in (("prose", None), ("reasoning", "contains"))
         for i in range(8)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -16,7 +16,7 @@ from lm_eval.api.registry import get_model
 
 from infer.harness.model import HarnessModel
 from tests.infer.harness.conftest import TEXTS
-from tests.tiny_checkpoint import CONTEXT, EOS, write_tiny_checkpoint
+from tests.tiny_checkpoint import CONTEXT, EOS, MASK, write_tiny_checkpoint
 from wedlm_jax.checkpoint.hf import load_checkpoint
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
@@ -38,7 +38,9 @@ def log_probabilities(checkpoint: Path) -> Rows:
     def forward(ids: Sequence[int]) -> np.ndarray:
         padded = jnp.zeros((1, CONTEXT), jnp.int32).at[0, : len(ids)].set(jnp.asarray(ids))
         hidden = model(padded, jnp.arange(CONTEXT)[None], CausalMask())
-        return np.asarray(jax.nn.log_softmax(model.logits(hidden)))[0, : len(ids)]
+        # A mask is never an answer.
+        logits = model.logits(hidden).at[..., MASK].set(-jnp.inf)
+        return np.asarray(jax.nn.log_softmax(logits))[0, : len(ids)]
 
     return forward
 

@@ -11,6 +11,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from tests.docs.pages import ROOT, blocks
 from tests.infer.serve.running_server import MODEL, RunningServer
 from wedlm_jax.completion import Completion
 from wedlm_jax.llm import LLM
@@ -50,6 +51,16 @@ def test_a_chat(client: OpenAI, offline: LLM, answer: Completion) -> None:
         "num_forwards": answer.num_forwards,
         "num_token_instances": answer.num_token_instances,
     }
+
+
+def test_the_program_of_the_docs(
+    server: RunningServer, answer: Completion, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = blocks("python", pages=[ROOT / "docs" / "serve.md"])
+    program = block.text.replace("http://localhost:8000", server.url)
+    assert '"wedlm-embedded"' in program
+    exec(compile(program.replace("wedlm-embedded", MODEL), block.name, "exec"), {})
+    assert capsys.readouterr().out.strip() == answer.text
 
 
 def test_a_streamed_chat(client: OpenAI, answer: Completion) -> None:
