@@ -11,7 +11,7 @@ from infer.bench.options import (
     MINUTES,
     MODES,
     PASSES,
-    ROWS,
+    BATCH_SIZES,
     WINDOWS,
     parse,
     regimes_of,
@@ -82,7 +82,7 @@ def _windows(
     for speeds in compare_windows(
         subject,
         regimes,
-        rows=options.rows or ROWS["windows"],
+        batch_sizes=options.batch_size or BATCH_SIZES["windows"],
         windows=options.window_size or WINDOWS["windows"],
         modes=options.mode or MODES["windows"],
         prompts=options.prompts,
@@ -105,7 +105,7 @@ def _pages(
     for uses in compare_pages(
         subject,
         regimes,
-        rows=options.rows or ROWS["pages"],
+        batch_sizes=options.batch_size or BATCH_SIZES["pages"],
         windows=_fixed(options, "pages"),
         modes=options.mode or MODES["pages"],
         bar=bar,
@@ -120,12 +120,12 @@ def _identity(
     from infer.bench.tables import identity_table
     from infer.bench.work import MAX_TOKENS
 
-    for rows in options.rows or ROWS["identity"]:
+    for batch_size in options.batch_size or BATCH_SIZES["identity"]:
         agreements = []
         for agreement in compare_identity(
             subject,
             regimes,
-            rows=rows,
+            batch_size=batch_size,
             windows=[w for w in options.window_size or WINDOWS["identity"] if w],
             prompts=options.prompts,
             temperature=options.temperature or 0.0,
@@ -143,11 +143,13 @@ def _soak(options: argparse.Namespace, subject: Subject, bar: Bar) -> Iterator[O
     from infer.bench.windows import ways_of
 
     windows, modes = options.window_size or WINDOWS["soak"], options.mode or MODES["soak"]
-    for rows in options.rows or ROWS["soak"]:
+    for batch_size in options.batch_size or BATCH_SIZES["soak"]:
         for window, mode in ways_of(windows, modes):
             samples = []
             minutes = MINUTES if options.minutes is None else options.minutes
-            for sample in soak(subject, window, mode, rows=rows, minutes=minutes, bar=bar):
+            for sample in soak(
+                subject, window, mode, batch_size=batch_size, minutes=minutes, bar=bar
+            ):
                 samples.append(sample)
                 yield Outcome("soak", [sample])
             yield Outcome("soak", [], soak_table(samples), failure_of(samples))
@@ -166,7 +168,7 @@ def _floor(
     for costs in compare_floor(
         subject,
         regimes,
-        rows=options.rows or ([1] if regimes is None else ROWS["floor"]),
+        batch_sizes=options.batch_size or ([1] if regimes is None else BATCH_SIZES["floor"]),
         windows=_fixed(options, "floor"),
         modes=options.mode or MODES["floor"],
         passes=options.passes or PASSES,

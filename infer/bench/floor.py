@@ -103,7 +103,7 @@ def compare_floor(
     subject: Subject,
     regimes: Regimes | None,
     *,
-    rows: Sequence[int],
+    batch_sizes: Sequence[int],
     windows: Sequence[int | str],
     modes: Sequence[str],
     passes: int,
@@ -116,7 +116,7 @@ def compare_floor(
       regimes: whose questions are asked; None for random prompts.
     """
     alone: dict[str, float] = {}
-    for sequences in rows:
+    for sequences in batch_sizes:
         # Many prompts pass at once: else the first answers would end before the last begin.
         chunk = PROMPT_ROOM * sequences if sequences > 1 else None
         engines = {

@@ -53,7 +53,7 @@ def compare_identity(
     subject: Subject,
     regimes: Regimes,
     *,
-    rows: int,
+    batch_size: int,
     windows: Sequence[int | str],
     prompts: int | None,
     temperature: float,
@@ -63,14 +63,14 @@ def compare_identity(
     """Decodes the same prompts by AR and then with each window; yields AR's own figures first.
 
     Args:
-      rows: sequences that decode together.
+      batch_size: sequences that decode together.
       prompts: of all regimes by turns; all by default.
       temperature: 0 is greedy; above it, each prompt has a seed of its own, the same every time.
       max_tokens: of a completion.
     """
 
     def decode(window: int | str, mode: str) -> list[Completion]:
-        engine = subject.engine(window, rows)
+        engine = subject.engine(window, batch_size)
         bar.begin(name_of(window, mode))
         work = _work(subject, asked, SamplingParams(mode=mode, logprobs=2, **sampling))
         completions = _completions(subject, engine, work)

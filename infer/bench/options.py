@@ -33,7 +33,7 @@ ON_QUESTIONS = ("windows", "pages", "identity")
 """Cannot be measured with random weights."""
 OF_A_MODEL = ("windows", "floor", "pages", "identity", "soak")
 
-ROWS = {
+BATCH_SIZES = {
     "windows": [1, 8, 32, 128],
     "floor": [1, 8, 32],
     "pages": [32],
@@ -56,9 +56,9 @@ MODES = {
 PASSES, MINUTES, LONG_PROMPT = 3, 60.0, 16_384
 
 EXAMPLES = (
-    "wedlm bench --compare windows --rows 1 32 --window-size 0 16 auto --plot speeds.svg",
+    "wedlm bench --compare windows --batch-size 1 32 --window-size 0 16 auto --plot speeds.svg",
     "wedlm bench --compare windows --window-size 0 --rival transformers",
-    "wedlm bench --compare floor --rows 1 8 32 --output floor.json",
+    "wedlm bench --compare floor --batch-size 1 8 32 --output floor.json",
     "wedlm bench --compare pages chunks",
     "wedlm bench --compare identity --dtype bfloat16 --window-size 4 16 --deterministic",
     "wedlm bench --compare soak --minutes 60 --output soak.json",
@@ -77,9 +77,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.compare = options.compare or ["windows" if options.shape is None else "floor"]
     _check_subject(options)
     parser.check(options)
-    counts = [*(options.rows or []), options.passes, options.prompts, options.max_tokens]
+    counts = [*(options.batch_size or []), options.passes, options.prompts, options.max_tokens]
     if any(count is not None and count < 1 for count in counts):
-        raise InputError("--rows, --prompts, --max-tokens and --passes: expected at least 1")
+        raise InputError("--batch-size, --prompts, --max-tokens and --passes: expected at least 1")
     if options.minutes is not None and not options.minutes > 0:
         raise InputError(f"--minutes: expected a number above 0, not {options.minutes:g}")
     if options.temperature is not None and not options.temperature >= 0:
@@ -106,9 +106,9 @@ def _parser() -> BenchmarkParser:
     _add_subject_options(parser)
     add = parser.add
     add(
-        "--rows",
-        "sequences at a time, one or more [windows 1 8 32 128, floor 1 8 32, or 1 with --shape, "
-        "pages 32, identity 64, soak 16]",
+        "--batch-size",
+        "sequences that decode together, one or more [windows 1 8 32 128, floor 1 8 32, or 1 "
+        "with --shape, pages 32, identity 64, soak 16]",
         of=OF_A_MODEL,
         type=int,
         nargs="+",

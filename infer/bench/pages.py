@@ -68,13 +68,13 @@ def compare_pages(
     subject: Subject,
     regimes: Regimes,
     *,
-    rows: Sequence[int],
+    batch_sizes: Sequence[int],
     windows: Sequence[int],
     modes: Sequence[str],
     bar: Bar,
 ) -> Iterator[list[PageUse]]:
     """Measures each way at each number of sequences."""
-    for sequences in rows:
+    for sequences in batch_sizes:
         ways = ways_of(windows, modes)
         bar.expect(2 * len(ways))
         made = []

@@ -47,12 +47,12 @@ class SoakSample:
 
 
 def soak(
-    subject: Subject, window: int | str, mode: str, *, rows: int, minutes: float, bar: Bar
+    subject: Subject, window: int | str, mode: str, *, batch_size: int, minutes: float, bar: Bar
 ) -> Iterator[SoakSample]:
     """Decodes random prompts; looks at the beginning, once a minute, and at the end.
 
     Args:
-      rows: sequences that decode together.
+      batch_size: sequences that decode together.
 
     Raises:
       InputError: not a prompt was done in that time.
@@ -60,7 +60,7 @@ def soak(
     way = name_of(window, mode)
     bar.expect(2 + int(minutes))
     bar.begin(f"{way} · warming up")
-    engine = subject.engine(window, rows)
+    engine = subject.engine(window, batch_size)
     params = SamplingParams(mode=mode, max_tokens=MAX_TOKENS)
     engine.expect([params])
     engine.compile()

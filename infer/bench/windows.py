@@ -45,7 +45,7 @@ def compare_windows(
     subject: Subject,
     regimes: Regimes,
     *,
-    rows: Sequence[int],
+    batch_sizes: Sequence[int],
     windows: Sequence[int | str],
     modes: Sequence[str],
     prompts: int | None,
@@ -59,7 +59,7 @@ def compare_windows(
       prompts: of a regime, at most; by default twice as many as sequences, at least 24.
       rival: what to compare with, if anything.
     """
-    for sequences in rows:
+    for sequences in batch_sizes:
         engines = {window: subject.engine(window, sequences) for window in windows}
         for regime, questions in regimes.items():
             count = prompts or max(2 * sequences, 24)

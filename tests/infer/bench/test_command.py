@@ -91,7 +91,9 @@ def test_windows_are_compared_and_drawn(
 ) -> None:
     monkeypatch.setattr(infer.bench.work, "MAX_TOKENS", 8)
     output, plot = tmp_path / "speeds.json", tmp_path / "speeds.svg"
-    arguments = f"--model {checkpoint} --questions {questions} --rows 2 --prompts 5 --passes 2 "
+    arguments = (
+        f"--model {checkpoint} --questions {questions} --batch-size 2 --prompts 5 --passes 2 "
+    )
     arguments += f"--window-size 0 2 --output {output} --plot {plot}"
     assert main(arguments.split()) == 0
     speeds = [Speed(**record) for record in figures(output)["windows"]]
@@ -115,7 +117,7 @@ def test_a_forward_is_compared_with_its_products(
     monkeypatch.setattr(infer.bench.floor, "FORWARDS_OF_MANY", 2)
     monkeypatch.setattr(infer.bench.floor, "PROMPTS", 2)
     output = tmp_path / "floor.json"
-    arguments = f"--compare floor --model {checkpoint} --questions {questions} --rows 1 2 "
+    arguments = f"--compare floor --model {checkpoint} --questions {questions} --batch-size 1 2 "
     arguments += f"--window-size 0 2 --mode verified --passes 2 --output {output}"
     assert main(arguments.split()) == 0
     read = figures(output)
@@ -174,7 +176,7 @@ def test_the_products_are_those_of_the_layers(subject: Subject) -> None:
 @pytest.mark.slow
 def test_pages_and_memory(checkpoint: Path, questions: Path, tmp_path: Path) -> None:
     output = tmp_path / "pages.json"
-    arguments = f"--compare pages --model {checkpoint} --questions {questions} --rows 4 "
+    arguments = f"--compare pages --model {checkpoint} --questions {questions} --batch-size 4 "
     arguments += f"--window-size 0 --output {output}"
     assert main(arguments.split()) == 0
     (use,) = [PageUse(**record) for record in figures(output)["pages"]]
@@ -257,7 +259,7 @@ def test_a_shape_that_transformers_has_not() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("--rows 0", "--rows"),
+        ("--batch-size 0", "--batch-size"),
         ("--passes 0", "--passes"),
         ("--prompts 0", "--prompts"),
         ("--prompts -3", "--prompts"),

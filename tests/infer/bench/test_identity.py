@@ -32,7 +32,7 @@ def test_verified_is_autoregressive_on_a_tiny_model(
 ) -> None:
     output = tmp_path / "figures.json"
     arguments = f"--compare identity --model {checkpoint} --questions {EMBEDDED_QUESTIONS} "
-    arguments += f"--prompts 6 --window-size 0 2 --max-tokens 8 --rows 4 --output {output} "
+    arguments += f"--prompts 6 --window-size 0 2 --max-tokens 8 --batch-size 4 --output {output} "
     arguments += f"--temperature {temperature} --regime reasoning prose"
     assert main(arguments.split()) == 0
     ar, verified = json.loads(output.read_text(encoding="utf-8"))["identity"]

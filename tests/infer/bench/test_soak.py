@@ -65,7 +65,7 @@ def test_a_short_run_ends_with_what_it_did(
     monkeypatch.setattr(infer.bench.soak, "MAX_TOKENS", 4)
     monkeypatch.setattr(infer.bench.soak, "GROWTH_ALLOWED", 9.0)  # nothing is warm yet
     output = tmp_path / "soak.json"
-    arguments = f"--compare soak --model {checkpoint} --rows 2 --window-size 2 --minutes 0.02"
+    arguments = f"--compare soak --model {checkpoint} --batch-size 2 --window-size 2 --minutes 0.02"
     assert main([*arguments.split(), "--output", str(output)]) == 0
     samples = json.loads(output.read_text(encoding="utf-8"))["soak"]
     assert samples[-1]["way"] == "W = 2, verified"
