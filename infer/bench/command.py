@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from infer.bench.options import (
+    BATCH_SIZES,
     LONG_PROMPT,
     MINUTES,
     MODES,
     PASSES,
-    BATCH_SIZES,
     WINDOWS,
     parse,
     regimes_of,
