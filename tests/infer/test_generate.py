@@ -26,6 +26,8 @@ from wedlm_jax.llm import LLM
 from wedlm_jax.params import MODES, SamplingParams
 
 SHAPE = ["--window-size", "4", "--max-tokens", "24"]
+ONE_SIZE = "--deterministic"
+"""Little is compiled."""
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +37,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def llm(model: str) -> LLM:
-    return LLM(model, window_size=4)
+    return LLM(model, window_size=4, deterministic=True)
 
 
 def run(model: str, *arguments: str) -> int:
-    return main(["generate", "--model", model, *SHAPE, *arguments])
+    return main(["generate", "--model", model, ONE_SIZE, *SHAPE, *arguments])
 
 
 # --- the text and the summary ------------------------------------------------------------
@@ -176,12 +178,13 @@ def test_log_probabilities_of_a_prompt_a_line_a_token(
     assert [line.split()[0] for line in lines] == [f"{x.logprob:.3f}" for x in expected.logprobs]
 
 
-@pytest.mark.parametrize("options", ["--mesh data=2", "--deterministic"])
-def test_neither_devices_nor_one_shape_change_what_is_said(
+@pytest.mark.parametrize("options", ["--mesh data=2 --deterministic", ""])
+def test_neither_devices_nor_many_sizes_change_what_is_said(
     model: str, llm: LLM, options: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (expected,) = llm.generate("the cat", SamplingParams(max_tokens=24))
-    assert run(model, "--prompt", "the cat", *options.split()) == 0
+    arguments = ["--model", model, *SHAPE, "--prompt", "the cat", *options.split()]
+    assert main(["generate", *arguments]) == 0
     assert capsys.readouterr().out == f"{expected.text}\n"
 
 

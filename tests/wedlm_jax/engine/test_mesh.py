@@ -50,7 +50,14 @@ PARAMS = [
     )
 ]
 ROWS = [Row(tuple(prompt), PARAMS[i % 4], 2) for i, prompt in enumerate(PROMPTS)]
-MESHES = [{"tensor": 2}, {"data": 4}, {"data": 2, "tensor": 2}, {"data": 2, "tensor": 4}]
+MESHES = [
+    {"data": 2, "tensor": 4},
+    {"data": 4},
+    *(
+        pytest.param(sizes, marks=pytest.mark.full)
+        for sizes in ({"tensor": 2}, {"data": 2, "tensor": 2})
+    ),
+]
 
 
 def mesh_of(sizes: dict[str, int]) -> Mesh:
