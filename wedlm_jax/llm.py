@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from wedlm_jax.checkpoint.hf import load_checkpoint
 from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL
 from wedlm_jax.completion import Chunk, Completion
+from wedlm_jax.config import ModelConfig
 from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import DEFAULT_WINDOW, Engine, runs_apart
@@ -22,6 +23,7 @@ from wedlm_jax.engine.events import Failed, TokenDelta
 from wedlm_jax.engine.scoring import score
 from wedlm_jax.errors import InputError
 from wedlm_jax.generation import CompletionStream, Generation, Prepared, Router
+from wedlm_jax.grammar.guidance import TokenizerGrammars
 from wedlm_jax.model.quantization import check_quantization
 from wedlm_jax.params import MOST_LOGPROBS, SamplingParams
 from wedlm_jax.progress import Progress
@@ -111,6 +113,7 @@ class LLM:
             kv_cache_dtype=kv_cache_dtype,
             deterministic=deterministic,
             mesh=devices,
+            grammars=self._grammars(weights.config),
         )
         self._router = Router(self.engine)
 
@@ -336,6 +339,11 @@ class LLM:
           InputError: it is neither, or a text without a tokenizer.
         """
         return self._encode(prompt) if isinstance(prompt, str) else as_token_ids(prompt)
+
+    def _grammars(self, config: ModelConfig) -> TokenizerGrammars | None:
+        if self.tokenizer is None:
+            return None
+        return TokenizerGrammars(self.tokenizer, config.vocab_size, config.eos_token_ids)
 
     def _with_bad_words_as_ids(self, params: SamplingParams) -> SamplingParams:
         words: list[tuple[int, ...]] = []

@@ -171,7 +171,7 @@ def burst_arguments(
         integers(),
     )
     changed = jax.ShapeDtypeStruct((sequences,), jnp.bool)
-    others = (abstract_options(sequences, traits), allowance, changed)
+    others = (abstract_options(sequences, traits, config.vocab_size), allowance, changed)
     options, allowance, changed = _placed(mesh, others, ())
     state = abstract_state(settings, traits, mesh)
     return state, _placed(mesh, pages, (None, "attention_heads")), options, allowance, changed
