@@ -11,6 +11,7 @@ from wedlm_jax.errors import InputError
 SUBCOMMANDS = {
     "demo": ("infer.demo", "watch the embedded model decode, with numbers"),
     "generate": ("infer.generate", "complete a prompt, or a JSONL file of prompts"),
+    "chat": ("infer.chat.command", "talk with a model in the terminal"),
     "serve": ("infer.serve.command", "answer programs that speak the OpenAI API"),
     "evaluate": ("infer.evaluate", "accuracy and speed of the decoders on held-out prompts"),
     "bench": ("infer.bench.command", "speed: windows against AR, forwards against their products"),
@@ -32,6 +33,7 @@ commands:
 
 examples:
   wedlm demo
+  wedlm chat
   wedlm generate --chat --prompt "Count from 12 to 40 in steps of 2."
   wedlm generate --model DIR --input prompts.jsonl --output completions.jsonl
 """

@@ -263,19 +263,32 @@ class LLM:
                 texts.append((first, second))
         return score(self.engine, texts, top)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        window: int | None = None,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Chunk]:
         """Completes one prompt, yielding whenever tokens are committed.
 
         The texts of the chunks join to the text that `generate` returns: none contains part of a
         character, of a stop string, or of a stop token.
+
+        Args:
+          window: W, if it is not that of the engine; at most that.
+          stopping: once it returns True, nothing more is decoded.
         """
         token_ids, sampling = self.prepare([prompt], params)[0]
+        if window is not None:
+            self.engine.check_window(window)
         caller = object()
         number = self._router.new_number(caller)
-        submitted = [Request(number, token_ids, sampling)]
+        submitted = [Request(number, token_ids, sampling, window)]
         stream, running = CompletionStream(self.codec, sampling), True
         try:
-            while not stream.finished:
+            while not (stream.finished or stopping()):
                 for event in self._router.step(caller, submitted, max_forwards=1):
                     running &= isinstance(event, TokenDelta)
                     if isinstance(event, Failed):

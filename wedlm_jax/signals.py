@@ -1,4 +1,5 @@
-"""SIGTERM: the one place that handles it."""
+"""SIGTERM, and Ctrl-C where it ends something smaller than the program: the one place that
+handles them."""
 
 from __future__ import annotations
 
@@ -15,21 +16,24 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 class StopRequest:
-    """Notes SIGTERM while it is open.
+    """Notes a signal while it is open.
+
+    Args:
+      number: of the signal.
 
     Attributes:
       requested: whether it has come.
     """
 
-    def __init__(self) -> None:
-        self.requested = False
+    def __init__(self, number: signal.Signals = signal.SIGTERM) -> None:
+        self.requested, self._number = False, number
         # Only the main thread can handle signals; elsewhere, as in a Ray actor, the host program
         # does.
         self._handles = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> Self:
         if self._handles:
-            self._before = signal.signal(signal.SIGTERM, self._handle)
+            self._before = signal.signal(self._number, self._handle)
         return self
 
     def __exit__(
@@ -39,11 +43,11 @@ class StopRequest:
         trace: TracebackType | None,
     ) -> None:
         if self._handles:
-            signal.signal(signal.SIGTERM, self._before)
+            signal.signal(self._number, self._before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.note()
 
     def note(self) -> None:
-        """Notes that SIGTERM has arrived."""
+        """Notes that the signal has arrived."""
         self.requested = True

@@ -74,6 +74,10 @@ class TextCodec:
         token = self.tokenizer.eos_token_id
         return None if token is None else int(token)
 
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text)["input_ids"])
 
@@ -104,7 +108,7 @@ class TextCodec:
         for message in messages:
             if not isinstance(message, dict) or not {"role", "content"} <= set(message):
                 raise InputError("messages: expected objects with 'role' and 'content'")
-        if not getattr(self.tokenizer, "chat_template", None):
+        if not self.has_chat_template:
             raise InputError("this checkpoint's tokenizer has no chat template")
         try:
             text = self.tokenizer.apply_chat_template(
