@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wedlm_jax.decode.option_values import as_schema
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, shortened
 from wedlm_jax.params import OPTIONS, Option, SamplingParams
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
@@ -44,7 +44,7 @@ def add_sampling_options(group: Any) -> None:
             group.add_argument(
                 flag(name),
                 type=_schema_in if of_file else str,
-                metavar="FILE" if of_file else "S",
+                metavar="FILE|JSON" if of_file else "S",
                 help=help_text,
             )
         elif isinstance(DEFAULTS[name], tuple):
@@ -97,16 +97,17 @@ def _default(name: str, option: Option) -> str:
     return str(value)
 
 
-def _schema_in(file: str) -> str:
-    """Reads the text of a schema, for argparse."""
+def _schema_in(given: str) -> str:
+    """Returns the text of a schema for argparse: that in a file, or what is given itself."""
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        in_line = given.lstrip().startswith("{")
+        text = given if in_line else Path(given).read_text(encoding="utf-8")
         as_schema(text)
     except (OSError, UnicodeDecodeError) as error:
-        raise argparse.ArgumentTypeError(f"{file} cannot be read ({error})") from None
+        raise argparse.ArgumentTypeError(f"{given} cannot be read ({error})") from None
     except InputError as error:
         reason = str(error).partition(": ")[2]
-        raise argparse.ArgumentTypeError(f"{file}: {reason}") from None
+        raise argparse.ArgumentTypeError(f"{shortened(given, 60)}: {reason}") from None
     return text
 
 

@@ -35,7 +35,7 @@ completes each message by itself.
 examples:
   wedlm chat
   wedlm chat --model DIR --system "Answer in one sentence." --temperature 0.7
-  printf 'Count from 12 to 40 in steps of 2.\\nAnd back.\\n' | wedlm chat
+  echo "Count from 12 to 40 in steps of 2." | wedlm chat
 """
 
 WELCOME = "/help lists what you can say besides; Ctrl-D ends."

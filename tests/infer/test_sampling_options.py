@@ -59,9 +59,8 @@ def words(name: str, value: object) -> list[str]:
 
 
 def test_every_field_has_a_flag_that_gives_its_value() -> None:
-    assert {*GIVEN, *NOT_FLAGS, "json_schema", "regex"} == {
-        field.name for field in dataclasses.fields(SamplingParams)
-    }
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert {*GIVEN, *NOT_FLAGS, "json_schema", "regex"} == fields
     arguments = [word for name, value in GIVEN.items() for word in words(name, value)]
     assert sampling_params(parsed(*arguments)) == SamplingParams(**GIVEN)  # type: ignore[arg-type]
 
@@ -70,8 +69,9 @@ def test_grammars_have_flags(tmp_path: Path) -> None:
     assert sampling_params(parsed("--regex", "a+")) == SamplingParams(regex="a+")
     file = tmp_path / "schema.json"
     file.write_text('{"type": "object"}')
-    given = sampling_params(parsed("--json-schema", str(file)))
-    assert given == SamplingParams(json_schema='{"type": "object"}')
+    for schema in (str(file), '{"type": "object"}'):
+        given = sampling_params(parsed("--json-schema", schema))
+        assert given == SamplingParams(json_schema='{"type": "object"}')
 
 
 @pytest.mark.parametrize(

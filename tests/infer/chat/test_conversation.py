@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from infer.chat.conversation import Conversation
 from infer.chat.orders import ORDERS, follow, is_order
 from tests.tiny_checkpoint import CONTEXT
-from wedlm_jax.completion import Completion
+from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
@@ -94,13 +93,16 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_came(
     whole = ask(conversation, "the cat")
     assert len(whole.token_ids) > 2
     conversation.reset()
-    parts, texts = list[int](), ""
-    for chunk in conversation.answer("the cat", stopping=lambda: bool(parts)):
-        parts += chunk.token_ids
-        texts += chunk.text
-    assert 0 < len(parts) < len(whole.token_ids)
+    chunks = list[Chunk]()
+    for chunk in conversation.answer("the cat", stopping=lambda: bool(chunks)):
+        chunks.append(chunk)
+    last = chunks[-1].completion
+    assert 0 < len(last.token_ids) < len(whole.token_ids)
     assert not llm.engine.has_work
-    assert conversation._messages[-1] == {"role": "assistant", "content": texts}
+    assert conversation._messages[-1] == {
+        "role": "assistant",
+        "content": chunks[-1].completion.text,
+    }
     assert ask(conversation, "and?").num_forwards > 0
 
 
@@ -121,9 +123,9 @@ def test_an_answer_may_fill_the_context_unless_told(llm: LLM) -> None:
 
 
 @pytest.fixture
-def without_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Conversation]:
+def without_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Conversation:
     monkeypatch.setattr(llm.tokenizer, "chat_template", None)
-    yield Conversation(llm, PARAMS, limited=True)
+    return Conversation(llm, PARAMS, limited=True)
 
 
 def test_without_a_template_messages_are_completed(

@@ -128,10 +128,7 @@ def test_formats_by_the_names_of_others(fields: Any, expected: Any) -> None:
             "response_format: it says the same as json_schema",
         ),
         ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex: expected none"),
-        (
-            {"response_format": {"type": "json_object"}, "mode": "paper"},
-            "json_schema: expected mode",
-        ),
+        ({"structured_outputs": {"json": SCHEMA}, "mode": "paper"}, "json_schema: expected mode"),
         ({"regex": "a", "min_tokens": 3}, "min_tokens: expected none beside regex"),
     ],
 )

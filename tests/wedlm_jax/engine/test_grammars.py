@@ -164,6 +164,6 @@ def test_a_grammar_that_cannot_be_followed_is_refused_before_anything_runs(
     engine: Engine, autoregressive_engine: Engine
 ) -> None:
     with pytest.raises(InputError, match=r"^regex: wrong$"):
-        engine.check((3, 4), SamplingParams(regex="wrong"))
+        engine.check((3, 4), SamplingParams(max_tokens=4, regex="wrong"))
     with pytest.raises(InputError, match=r"^json_schema: needs a tokenizer"):
-        autoregressive_engine.check((3, 4), SamplingParams(json_schema={}))
+        autoregressive_engine.check((3, 4), SamplingParams(max_tokens=4, json_schema={}))
