@@ -107,7 +107,8 @@ def _schema_in(given: str) -> str:
         raise argparse.ArgumentTypeError(f"{given} cannot be read ({error})") from None
     except InputError as error:
         reason = str(error).partition(": ")[2]
-        raise argparse.ArgumentTypeError(f"{shortened(given, 60)}: {reason}") from None
+        what = shortened(given, 60) if in_line else given
+        raise argparse.ArgumentTypeError(f"{what}: {reason}") from None
     return text
 
 

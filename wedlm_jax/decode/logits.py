@@ -2,8 +2,7 @@
 chosen or an entropy taken.
 
 In this order: bias, penalties, then −inf for forbidden tokens and for those outside a grammar. A
-program whose sequences do not use
-an option (None in `Options`) contains no code for it.
+program whose sequences do not use an option (None in `Options`) contains no code for it.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class Device:
         allowance = _allowance(burst, self.settings.chunk_tokens)
         options = self._options.options(self._room)
         if self._room.grammar:
-            allowed: Any = self._grammars.allowed(self._room.window, self._drafts())
+            allowed: Any = self._grammars.allowed(self._room.window, self._drafts)
             options = dataclasses.replace(options, allowed=allowed)
         program = self.programs.burst(self._parameters, self._room)
         self._lay_out()

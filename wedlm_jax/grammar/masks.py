@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -45,20 +45,21 @@ class GrammarMasks:
         if self._matchers.pop(index, None) is not None:
             self._masks[index] = ~np.uint32(0)
 
-    def allowed(self, window: int, drafts: Sequence[list[int]]) -> np.ndarray:
+    def allowed(self, window: int, drafts: Callable[[], list[list[int]]]) -> np.ndarray:
         """Returns the masks of the next forward, as `wedlm_jax.decode.allowed_tokens` has them.
 
         Args:
           window: W of the program.
-          drafts: in the window of each sequence, in order.
+          drafts: returns those in the window of each sequence, in order.
         """
         rows = max(window, 1)
         if self._masks.shape[1] != rows:
             self._masks = all_allowed(self._sequences, window, self._vocab)
         if self._matchers:
             assert self._grammars is not None
+            there = drafts()
             places = [
-                (matcher, index * rows, drafts[index][: rows - 1])
+                (matcher, index * rows, there[index][: rows - 1])
                 for index, (matcher, _) in self._matchers.items()
             ]
             self._grammars.fill(places, self._masks.reshape(-1, self._masks.shape[2]))
@@ -80,6 +81,6 @@ class GrammarMasks:
         text = list(tokens[:-1] if stopped else tokens)
         if matcher.consume_tokens(text) and (not stopped or matcher.is_accepting()):
             return None
-        reason = shortened(matcher.get_error() or "no token continues it")
+        reason = shortened(matcher.get_error().partition("\n")[0] or "no token continues it")
         self.leave(index)
         return InputError(f"{name}: the completion cannot be continued within it ({reason})")

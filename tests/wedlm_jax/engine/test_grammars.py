@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,6 +36,7 @@ from wedlm_jax.engine.events import Failed, Finished
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
+from wedlm_jax.sharding import make_mesh, tree_shardings
 
 EXPECTED = [
     SamplingParams(mode="paper", temperature=1.0, top_k=3),
@@ -167,3 +170,33 @@ def test_a_grammar_that_cannot_be_followed_is_refused_before_anything_runs(
         engine.check((3, 4), SamplingParams(max_tokens=4, regex="wrong"))
     with pytest.raises(InputError, match=r"^json_schema: needs a tokenizer"):
         autoregressive_engine.check((3, 4), SamplingParams(max_tokens=4, json_schema={}))
+
+
+def test_preempted_sequences_go_on_within_their_grammar(engine: Engine) -> None:
+    params = SamplingParams(mode="verified", draft_budget=100.0, max_tokens=20)
+    batch = [
+        Row(tuple(range(2, 22)), dataclasses.replace(params, regex=str(i)), 4) for i in range(9)
+    ]
+    before = engine.counters.preemptions
+    together = run(engine, batch)
+    assert engine.counters.preemptions > before
+    assert together == [run(engine, [row])[0] for row in batch]
+    for row, result in zip(batch, together, strict=True):
+        assert_in_grammar(result, row)
+
+
+@pytest.mark.full
+def test_on_a_mesh_they_are_what_they_are_on_one_device() -> None:
+    config = dataclasses.replace(TINY, num_attention_heads=4, num_key_value_heads=2)
+    model = Transformer(config, rngs=nnx.Rngs(7))
+    mesh = make_mesh({"data": 2, "tensor": 2}, jax.devices()[:4])
+    graph, parameters = nnx.split(model)
+    on_mesh = nnx.merge(graph, jax.device_put(parameters, tree_shardings(mesh, parameters)))
+    options: dict[str, Any] = {"deterministic": True, "grammars": RandomAutomata()}
+    batch = [
+        Row((3 + i, 5, 9), SamplingParams(mode=mode, regex=str(i), max_tokens=12), 4)
+        for i, mode in enumerate(["verified", "ar", "verified"] * 3)
+    ]
+    expected = run(small_engine(model, EXPECTED[1:], **options), batch)
+    sharded = run(small_engine(on_mesh, EXPECTED[1:], mesh=mesh, **options), batch)
+    assert all(map(say_the_same, sharded, expected))

@@ -87,7 +87,7 @@ def test_behind_drafts_stands_what_stands_there_step_by_step(
     grammars: TokenizerGrammars, codec: TextCodec
 ) -> None:
     params = SamplingParams(json_schema={"type": "object", "required": ["a"]})
-    drafts = codec.encode('{"a": [1, "x"]} ')
+    drafts = codec.encode('{"a": [1, "x"]}')
     matcher, alone = grammars.matcher(params), grammars.matcher(params)
     together = allowed(grammars, matcher, drafts)
     for draft, tokens in zip(drafts, together, strict=False):
