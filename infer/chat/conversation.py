@@ -129,7 +129,7 @@ class Conversation:
         if completion.finish_reason == "stop":
             ids = ids[:-1]  # the template writes the end of an answer itself
         self._messages = [*asked, {"role": "assistant", "content": answer}]
-        whole = self._codec.decode(ids) == answer
+        whole = self._codec.complete_text(ids) == answer  # else a stop string cut it
         self._past = _Past([*prompt, *ids], text + answer) if whole else None
 
 

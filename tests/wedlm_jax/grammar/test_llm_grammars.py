@@ -81,7 +81,7 @@ def test_five_hundred_random_schemas_are_followed(llm: LLM) -> None:
 
 def test_schemas_expressions_and_neither_side_by_side(llm: LLM) -> None:
     schema: Any = {"type": "array", "items": {"enum": ["one", 2]}, "minItems": 3, "maxItems": 3}
-    regex = "(cat|dog) [0-9]{4}(, é+){2}"
+    regex = "(cat|dog) [0-9]{4}(, é{1,3}){2}"
     params = [
         SamplingParams(max_tokens=60, json_schema=schema, temperature=1.0),
         SamplingParams(max_tokens=12),
@@ -91,8 +91,9 @@ def test_schemas_expressions_and_neither_side_by_side(llm: LLM) -> None:
     listed, plain, matched, drawn = llm.generate(TEXTS, params)
     assert fits(listed.text or "", schema)
     for sample in matched.samples:
-        assert sample.finish_reason != "stop" or re.fullmatch(regex, sample.text or "")
-    assert len({sample.text for sample in matched.samples}) == 3
+        assert sample.finish_reason == "stop"
+        assert re.fullmatch(regex, sample.text or "")
+    assert len({sample.text for sample in matched.samples}) > 1
     assert plain.token_ids == llm.generate(TEXTS[1], params[1])[0].token_ids
     assert drawn.token_ids == llm.generate(TEXTS[3], params[3])[0].token_ids
 
