@@ -86,7 +86,7 @@ class TokenizerGrammars:
             from llguidance import LLMatcher
         except ImportError as error:
             raise InputError(
-                f"{name} needs llguidance: pip install 'wedlm-jax[grammar]' ({error})"
+                f"{name}: needs llguidance: pip install 'wedlm-jax[grammar]' ({error})"
             ) from None
         if not self._eos_token_ids:
             raise InputError(f"{name}: this model has no end of text, with which to end")

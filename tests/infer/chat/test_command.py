@@ -133,6 +133,15 @@ def test_what_an_answer_took() -> None:
 # --- at a terminal ------------------------------------------------------------------------
 
 
+AT_ITS_TERMINAL = """
+import fcntl, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from wedlm_jax.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""`wedlm` with the terminal as its own, so that Ctrl-C reaches it as it does a person's."""
+
+
 class Terminal:
     """A program at a pseudo-terminal."""
 
@@ -140,14 +149,12 @@ class Terminal:
         self._own, other = pty.openpty()
         environment = {**os.environ, "XDG_STATE_HOME": str(state), "TERM": "xterm"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "wedlm_jax", *arguments],
+            [sys.executable, "-c", AT_ITS_TERMINAL, *arguments],
             stdin=other,
             stdout=other,
             stderr=other,
             env=environment,
             start_new_session=True,
-            # The terminal is the program's own, so that Ctrl-C reaches it as it does a person's.
-            preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
         )
         os.close(other)
         self._seen = ""

@@ -38,7 +38,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 def in_both_modes(llm: LLM, params: list[SamplingParams]) -> list[Completion]:
     """Decodes in mode "verified", and holds the tokens against those of "ar"."""
-    prompts = [TEXTS[i % len(TEXTS)] for i in range(len(params))]
+    prompts = [f"{TEXTS[i % len(TEXTS)]} {i}" for i in range(len(params))]
     ours = llm.generate(prompts, params)
     as_ar = [SamplingParams(**{**_fields(one), "mode": "ar"}) for one in params]
     theirs = llm.generate(prompts, as_ar)
