@@ -269,7 +269,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         window: int | None = None,
-        stopping: Callable[[], bool] = lambda: False,
+        stopping: Callable[[], bool] | None = None,
     ) -> Iterator[Chunk]:
         """Completes one prompt, yielding whenever tokens are committed.
 
@@ -288,7 +288,7 @@ class LLM:
         submitted = [Request(number, token_ids, sampling, window)]
         stream, running = CompletionStream(self.codec, sampling), True
         try:
-            while not (stream.finished or stopping()):
+            while not (stream.finished or (stopping is not None and stopping())):
                 for event in self._router.step(caller, submitted, max_forwards=1):
                     running &= isinstance(event, TokenDelta)
                     if isinstance(event, Failed):

@@ -74,7 +74,7 @@ class Conversation:
         """Forgets all messages but the system's."""
         self._messages, self._past = [], None
 
-    def answer(self, message: str, stopping: Callable[[], bool] = lambda: False) -> Iterator[Chunk]:
+    def answer(self, message: str, stopping: Callable[[], bool] | None = None) -> Iterator[Chunk]:
         """Answers a message as `wedlm_jax.llm.LLM.stream` does. What has come when nobody asks for
         more, or when ``stopping`` says so, is the answer that the conversation goes on from.
 
@@ -97,7 +97,7 @@ class Conversation:
             if completion is not None:
                 self._remember(asked, text, prompt, completion)
 
-    def _stream(self, prompt: list[int], stopping: Callable[[], bool]) -> Iterator[Chunk]:
+    def _stream(self, prompt: list[int], stopping: Callable[[], bool] | None) -> Iterator[Chunk]:
         params = self.params
         room = self._llm.engine.most_tokens(Request(-1, prompt, params, self.window))
         if room < 1:
