@@ -18,7 +18,7 @@ from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import DEFAULT_WINDOW, Engine, runs_apart
-from wedlm_jax.engine.events import Failed, TokenDelta
+from wedlm_jax.engine.events import Failed, Finished, Traced
 from wedlm_jax.engine.scoring import score
 from wedlm_jax.errors import InputError
 from wedlm_jax.generation import CompletionStream, Generation, Prepared, Router
@@ -260,24 +260,35 @@ class LLM:
                 texts.append((first, second))
         return score(self.engine, texts, top)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        on_forward: Callable[[Traced], None] | None = None,
+    ) -> Iterator[Chunk]:
         """Completes one prompt, yielding whenever tokens are committed.
 
         The texts of the chunks join to the text that `generate` returns: none contains part of a
         character, of a stop string, or of a stop token.
+
+        Args:
+          on_forward: called with each forward, which a program of its own then tells of.
         """
         token_ids, sampling = self.prepare([prompt], params)[0]
         caller = object()
         number = self._router.new_number(caller)
-        submitted = [Request(number, token_ids, sampling)]
+        submitted = [Request(number, token_ids, sampling, traced=on_forward is not None)]
         stream, running = CompletionStream(self.codec, sampling), True
         try:
             while not stream.finished:
                 for event in self._router.step(caller, submitted, max_forwards=1):
-                    running &= isinstance(event, TokenDelta)
+                    running &= not isinstance(event, Failed | Finished)
                     if isinstance(event, Failed):
                         raise event.error
-                    stream.take(event)
+                    if not isinstance(event, Traced):
+                        stream.take(event)
+                    elif on_forward is not None:
+                        on_forward(event)
                 submitted = []
                 chunk = stream.piece()
                 if chunk is not None:

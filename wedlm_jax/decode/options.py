@@ -43,6 +43,7 @@ class Traits:
       num_bad_words, longest_bad_word: most bad words of a sequence, and most tokens of a word.
       num_logprobs: alternatives beside each token's log-probability; None for neither.
       num_stops: most stop tokens of a sequence.
+      traced: whether each forward says what it saw and decided.
     """
 
     window: int = 0
@@ -58,6 +59,7 @@ class Traits:
     longest_bad_word: int = 0
     num_logprobs: int | None = None
     num_stops: int = 4
+    traced: bool = False
 
     @staticmethod
     def of(params: SamplingParams, window: int, num_stops: int = 0) -> Traits:

@@ -3,6 +3,7 @@ takes bursts from the scheduler and returns reports."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,12 +17,13 @@ from wedlm_jax.decode.logprobs import Logprobs, as_list
 from wedlm_jax.decode.options import HostOptions, Traits
 from wedlm_jax.decode.spans import Allowance
 from wedlm_jax.decode.state import DecodeState
-from wedlm_jax.engine.burst import Burst, NewTokens, Report
+from wedlm_jax.engine.burst import Burst, NewTokens, Report, WindowForward
 from wedlm_jax.engine.compiled import CompiledPrograms, slot_sizes
 from wedlm_jax.engine.device_programs import empty_state
 from wedlm_jax.engine.entering import ENTRANTS_AT_ONCE, SavedWindow, make_entrants
 from wedlm_jax.engine.events import WindowView
 from wedlm_jax.engine.settings import EngineSettings
+from wedlm_jax.engine.tracing import window_forwards
 from wedlm_jax.model import Transformer
 from wedlm_jax.sharding import constrain
 
@@ -57,6 +59,7 @@ class Device:
         self._options = HostOptions(settings.sequences, self.traits)
         self._windows = np.full(settings.sequences, -1, np.int32)
         self._num_logprobs: dict[int, int] = {}
+        self._traced: set[int] = set()
         self.counters = np.zeros(3, np.int64)
         """Forwards, real tokens and computed tokens so far, all replicas together."""
         self.drafts = np.zeros(2, np.int64)
@@ -114,6 +117,7 @@ class Device:
     def run(self, burst: Burst) -> Report:
         """Runs a burst of forwards and reports where every sequence stands."""
         assert self._state is not None
+        started = time.perf_counter()
         for gone in burst.released:
             self._options.clear(gone)
         for admission in burst.admissions:
@@ -124,6 +128,9 @@ class Device:
                 stops=self.settings.stop_ids(admission.request.params),
             )
             self._num_logprobs[admission.index] = admission.request.params.logprobs or 0
+            (self._traced.add if admission.request.traced else self._traced.discard)(
+                admission.index
+            )
         self._make_room(self._traits_for(burst))
         self._enter(burst)
         changed = burst.windows != self._windows
@@ -135,13 +142,14 @@ class Device:
             self._parameters, self._state, self._pages, options, allowance, changed
         )
         self._state, self._pages = result.state, result.pages
-        numbers, logprobs, counters = jax.device_get(
-            (result.numbers, result.logprobs, result.counters)
+        numbers, logprobs, counters, last = jax.device_get(
+            (result.numbers, result.logprobs, result.counters, result.last)
         )
         counted = [int(x.sum()) for x in jax.tree.leaves(counters)]
         self.counters += counted[:3]
         self.drafts += counted[3:]
-        report = self._report(numbers, logprobs, int(counters.forwards.max()))
+        traced = {} if last is None else window_forwards(last, self._traced, started)
+        report = self._report(numbers, logprobs, int(counters.forwards.max()), traced)
         for index in np.flatnonzero(report.finished):
             self._options.clear(int(index))
         return report
@@ -221,7 +229,13 @@ class Device:
             self._state = self.programs.entry(self._room)(self._state, entrants, released)
             released = np.zeros_like(released)
 
-    def _report(self, numbers: np.ndarray, logprobs: Logprobs | None, num_run: int) -> Report:
+    def _report(
+        self,
+        numbers: np.ndarray,
+        logprobs: Logprobs | None,
+        num_run: int,
+        traced: dict[int, WindowForward],
+    ) -> Report:
         computed, output, running, stopped, forwards, instances, count = numbers[:, :7].T
         emitted = np.split(numbers[:, 7:], 3, axis=1)
         tokens: list[NewTokens | None] = [None] * len(numbers)
@@ -241,6 +255,7 @@ class Device:
             num_token_instances=instances,
             tokens=tokens,
             num_run=num_run,
+            traced=traced,
         )
 
     def _laid_out(self, state: DecodeState) -> DecodeState:
