@@ -19,6 +19,8 @@ completion from its first token, so that −1 is the prompt's last::
         "out_of_order": [],        those of them behind a mask that stays one
         "rejected": [],            slots whose drafts verification threw out
         "committed": [16],         ids that it added to the completion
+        "text": "1",               and what they add to its text: whole characters, no special
+                                   tokens; null without a tokenizer
         "num_forwards": 1, "num_token_instances": 17       of the sequence so far
       }]}]}
 
@@ -34,8 +36,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wedlm_jax.atomic import write_json
+from wedlm_jax.atomic import written_beside
 from wedlm_jax.errors import InputError
+from wedlm_jax.text import GrowingText
 
 if TYPE_CHECKING:
     from wedlm_jax.engine.events import Traced
@@ -68,6 +71,8 @@ class SequenceTrace:
         **known: str,
     ):
         self._codec = codec
+        self._growing = None if codec is None else GrowingText(codec)
+        self._shown = 0
         self._began: float | None = None
         self._prompt, self._length = prompt_tokens, prompt_tokens
         self._head: dict[str, Any] = {
@@ -107,10 +112,18 @@ class SequenceTrace:
                 "out_of_order": [slot for slot, _ in filled if stay and stay[0] < slot],
                 "rejected": seen.rejected,
                 "committed": event.committed,
+                "text": self._new_text(event.committed),
                 "num_forwards": event.num_forwards,
                 "num_token_instances": event.num_token_instances,
             }
         )
+
+    def _new_text(self, token_ids: list[int]) -> str | None:
+        if self._growing is None:
+            return None
+        text = self._growing.add(token_ids)
+        new, self._shown = text[self._shown :], max(len(text), self._shown)
+        return new
 
     def news(self) -> dict[str, Any] | None:
         """What is new since the last call, None for nothing: "forwards" and "tokens" are to be
@@ -134,7 +147,9 @@ class SequenceTrace:
 
 def write_trace(path: Path, sequences: Sequence[dict[str, Any]]) -> None:
     """Writes a file of traces."""
-    write_json(path, {"format": FORMAT, "version": VERSION, "sequences": list(sequences)})
+    whole = {"format": FORMAT, "version": VERSION, "sequences": list(sequences)}
+    with written_beside(path) as file:
+        file.write(json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
 
 
 def check_writable(path: Path) -> None:
@@ -159,13 +174,14 @@ class _Kind:
     def holds(self, value: Any) -> bool:
         if not isinstance(value, self.types) or isinstance(value, bool):
             return False
+        if self.of is None:
+            return True
         parts = value.values() if isinstance(value, dict) else value
-        return self.of is None or all(
-            isinstance(one, self.of) and not isinstance(one, bool) for one in parts
-        )
+        return all(isinstance(one, self.of) and not isinstance(one, bool) for one in parts)
 
 
 _INTEGER, _NUMBER = _Kind("an integer", (int,)), _Kind("a number", (int, float))
+_TEXT_OR_NULL = _Kind("a text or null", (str, type(None)))
 _INTEGERS = _Kind("a list of integers", (list,), (int,))
 SEQUENCE_FIELDS = {
     "mode": _Kind("a text", (str,)),
@@ -182,6 +198,7 @@ FORWARD_FIELDS = {
     "out_of_order": _INTEGERS,
     "rejected": _INTEGERS,
     "committed": _INTEGERS,
+    "text": _TEXT_OR_NULL,
     "num_forwards": _INTEGER,
     "num_token_instances": _INTEGER,
 }

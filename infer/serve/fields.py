@@ -143,6 +143,10 @@ def _shared_fields() -> dict[str, Any]:
             StrictInt, "W, masks decoded in parallel, at most the server's; 0 is autoregressive"
         ),
         "return_token_ids": _optional(StrictBool, "also send the ids of the answer's tokens"),
+        "return_trace": _optional(
+            StrictBool,
+            "also send what every forward saw and did; all forwards are then sent one by one",
+        ),
         **{name: _optional(Any, "has no effect here") for name in IGNORED},
         **{name: _optional(Any, "not supported") for name in REFUSED},
     }

@@ -117,7 +117,6 @@ class Device:
     def run(self, burst: Burst) -> Report:
         """Runs a burst of forwards and reports where every sequence stands."""
         assert self._state is not None
-        started = time.perf_counter()
         for gone in burst.released:
             self._options.clear(gone)
         for admission in burst.admissions:
@@ -138,9 +137,9 @@ class Device:
         self._options.set_windows(self._windows)
         allowance = _allowance(burst, self.settings.chunk_tokens)
         options = self._options.options(self._room)
-        result = self.programs.burst(self._parameters, self._room)(
-            self._parameters, self._state, self._pages, options, allowance, changed
-        )
+        program = self.programs.burst(self._parameters, self._room)
+        started = time.perf_counter()
+        result = program(self._parameters, self._state, self._pages, options, allowance, changed)
         self._state, self._pages = result.state, result.pages
         numbers, logprobs, counters, last = jax.device_get(
             (result.numbers, result.logprobs, result.counters, result.last)
