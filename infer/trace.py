@@ -91,13 +91,15 @@ class SequenceTrace:
         seen = event.forward
         if self._began is None:
             self._began = seen.ended - seen.seconds
-        self._length += len(event.committed)
         filled = [(slot, id_) for slot, id_ in enumerate(seen.drafted) if id_ is not None]
-        stay = [
+        # A window that begins with the text's last token drafts in order.
+        in_order = seen.start < self._length
+        masked = [
             slot
             for slot, id_ in enumerate(seen.held)
-            if id_ is None and seen.drafted[slot] is None and seen.start + slot >= self._length
+            if id_ is None and seen.drafted[slot] is None and not in_order
         ]
+        self._length += len(event.committed)
         for id_ in {*seen.held, *seen.drafted, *event.committed} - {None}:
             assert id_ is not None
             if str(id_) not in self._tokens:
@@ -109,7 +111,7 @@ class SequenceTrace:
                 "slots": seen.held,
                 "entropies": [None if h is None else round(h, 4) for h in seen.entropies],
                 "filled": filled,
-                "out_of_order": [slot for slot, _ in filled if stay and stay[0] < slot],
+                "out_of_order": [slot for slot, _ in filled if masked and masked[0] < slot],
                 "rejected": seen.rejected,
                 "committed": event.committed,
                 "text": self._new_text(event.committed),

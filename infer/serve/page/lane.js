@@ -3,6 +3,7 @@
 class Lane {
   constructor(name, detail, first) {
     this.trace = new Trace();
+    this.name = name;
     this.node = document.getElementById("lane").content.firstElementChild.cloneNode(true);
     this.node.classList.toggle("first", first);
     this.node.querySelector("h2").id = `lane-${first ? "first" : "second"}`;
@@ -39,7 +40,7 @@ class Lane {
     const answer = this.part(".answer");
     const text = this.trace.totals[count].text;
     const known = this.trace.totals[Math.max(count - 1, 0)].text;
-    if (count !== this.shown + 1) answer.replaceChildren(known);
+    if (count !== this.shown + 1) answer.replaceChildren(...(known ? [known] : []));
     else answer.querySelector(".new")?.classList.remove("new");
     this.shown = count;
     if (text.length > known.length) {

@@ -1,6 +1,6 @@
 // The map: a row a forward, a column a place of the answer. AR is a long thin staircase.
 
-// Draws the first `count` forwards of a trace on a scale that all lanes share.
+// Draws a trace on a scale that all lanes share; what comes after `count` forwards is faint.
 function drawMap(canvas, trace, count, scale) {
   const {width, height} = canvas.getBoundingClientRect(), ratio = devicePixelRatio || 1;
   canvas.width = Math.round(width * ratio);
@@ -9,11 +9,11 @@ function drawMap(canvas, trace, count, scale) {
   const x = canvas.width / Math.max(scale.places, 1);
   const y = canvas.height / Math.max(scale.forwards, 1);
   const box = (place, row, colour, alpha) => {
-    draw.globalAlpha = alpha;
+    draw.globalAlpha = row < count ? alpha : alpha / 4;
     draw.fillStyle = colour;
     draw.fillRect(place * x, row * y, Math.max(x - (x > 4), 1), Math.max(y - (y > 4), 1));
   };
-  for (let row = 0; row < count; row++) {
+  for (let row = 0; row < trace.length; row++) {
     for (const {kind, place, entropy} of trace.slots(row)) {
       if (place < 0 || kind === "text") continue;
       if (kind === "commit") box(place, row, paint.accent, 1);

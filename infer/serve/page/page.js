@@ -53,17 +53,18 @@ function finish() {
 // The race in a sentence.
 function summary() {
   const [first, second] = race.lanes.map(({trace}) => trace);
+  const [name, rival] = race.lanes.map((lane) => lane.name);
   if (!first?.length) return "";
   const {tokens, forwards} = first.figures(first.length);
-  const own = `${tokens} tokens in ${forwards} forwards`;
-  if (!second?.length) return `${own}.`;
+  const own = `${name}: ${tokens} tokens in ${forwards} forwards.`;
+  if (!second?.length) return own;
   const other = second.figures(second.length);
   const [ids, theirs] = [first.ids, second.ids];
   const differs = ids.findIndex((id, place) => id !== theirs[place]);
   const same = differs < 0 && ids.length === theirs.length;
-  const cut = same ? "The same tokens as AR"
-    : `Differs from AR from token ${(differs < 0 ? Math.min(ids.length, theirs.length) : differs) + 1} on`;
-  return `${own}; AR took ${other.forwards} for ${other.tokens}. ${cut}.`;
+  const from = (differs < 0 ? Math.min(ids.length, theirs.length) : differs) + 1;
+  const verdict = same ? "The same tokens." : `The texts differ from token ${from} on.`;
+  return `${own} ${rival}: ${other.tokens} in ${other.forwards}. ${verdict}`;
 }
 
 function say(text, wrong = false) {
@@ -164,7 +165,7 @@ async function open(file) {
     race.running?.abort();
     setLanes(traces.slice(0, 2).map((trace, place) => {
       const {mode, model} = trace.data;
-      const lane = new Lane(mode === "ar" ? "AR" : "WeDLM", [`mode ${mode}`, model].filter(Boolean).join(", "), !place);
+      const lane = new Lane(mode === "ar" ? "AR" : `WeDLM, ${mode}`, model ?? "", !place);
       lane.trace = trace;
       return lane;
     }));
@@ -200,9 +201,11 @@ async function begin() {
   let model;
   try {
     $("model").textContent = model = await modelName($("key").value);
+    say("");
   } catch (error) {
     if (error.status === 401) $("key-row").hidden = false;
-    say(error.status === 401 ? "This server asks for its API key." : error.message);
+    const asks = $("key").value ? "This is not the server's API key." : "This server asks for its API key.";
+    say(error.status === 401 ? asks : error.message, Boolean($("key").value));
     return;
   }
   const warm = {route: "text", key: $("key").value, body: {model, prompt: "a", max_tokens: 1}};

@@ -13,7 +13,6 @@ function drawStrip(strip, cells) {
     item.style.setProperty("--sure", sureness(cell.entropy));
     item.title = [
       KINDS[cell.kind] + (cell.early ? ", out of order" : ""),
-      cell.instead === null || cell.instead === undefined ? "" : `instead of “${cell.instead}”`,
       cell.entropy === null ? "" : `${cell.entropy.toFixed(2)} nats`,
     ].filter(Boolean).join(", ");
     return item;

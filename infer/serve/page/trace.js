@@ -1,7 +1,7 @@
 // Traces as infer/trace.py describes them: kept while they come, saved, opened.
 
 const FORMAT = "wedlm-trace", VERSION = 1;
-const PALE = 3; // nats; what is less certain looks no paler
+const PALE = 2; // nats; what is less certain looks no paler
 
 class Trace {
   constructor(known = {}) {
@@ -32,18 +32,21 @@ class Trace {
 
   get length() { return this.data.forwards.length; }
   get ids() { return this.data.forwards.flatMap((forward) => forward.committed); }
-  text(id) { return this.data.tokens[id] || (this.data.tokens[id] === "" ? "⏹" : `#${id}`); }
+  // Special tokens have no text; those that a model writes end it.
+  text(id) { return this.data.tokens[id] || (this.data.tokens[id] === "" ? "end" : `#${id}`); }
 
-  // The counters after so many forwards.
+  // The counters after so many forwards. A token that the prompt's own forward gave is no decode
+  // forward's, so it counts for none of the ratios.
   figures(count) {
     const {tokens} = this.totals[count];
     if (!count) return {tokens, forwards: 0};
     const {num_forwards: forwards, num_token_instances: instances, seconds} =
       this.data.forwards[count - 1];
+    const given = this.data.forwards[0].num_forwards ? 0 : this.totals[1].tokens;
     return {
       tokens, forwards, speed: tokens / seconds,
-      rate: forwards ? tokens / forwards : undefined,
-      cached: instances ? tokens / instances : undefined,
+      rate: forwards ? (tokens - given) / forwards : undefined,
+      cached: instances ? (tokens - given) / instances : undefined,
     };
   }
 
@@ -54,13 +57,13 @@ class Trace {
     const filled = new Map(forward.filled), early = new Set(forward.out_of_order);
     const rejected = new Set(forward.rejected);
     const show = Math.max(forward.slots.length, after - forward.start);
-    return Array.from({length: show}, (_, slot) => {
+    return Array.from({length: show}, (_, slot) => slot).flatMap((slot) => {
       const place = forward.start + slot, id = forward.slots[slot] ?? null;
       const entropy = forward.entropies[slot] ?? null;
       const cell = (kind, text) => ({kind, text, entropy, place, early: early.has(slot)});
       if (place >= before && place < after) {
-        return {...cell("commit", this.text(forward.committed[place - before])),
-          instead: rejected.has(slot) ? this.text(id) : null};
+        const commit = cell("commit", this.text(forward.committed[place - before]));
+        return rejected.has(slot) ? [cell("reject", this.text(id)), commit] : commit;
       }
       if (place < before) return cell("text", this.text(id));
       if (rejected.has(slot)) return cell("reject", this.text(id));
@@ -71,7 +74,9 @@ class Trace {
 }
 
 // 1 where the model is certain, 0 where it is not at all.
-const sureness = (entropy) => entropy === null ? 0.5 : 1 - Math.min(entropy, PALE) / PALE;
+// The root spreads the small entropies apart, which most are.
+const sureness = (entropy) =>
+  entropy === null ? 0.5 : 1 - Math.sqrt(Math.min(entropy, PALE) / PALE);
 
 const asFile = (traces) => JSON.stringify(
   {format: FORMAT, version: VERSION, sequences: traces.map((trace) => trace.data)});
