@@ -22,7 +22,7 @@ PROMPT, LENGTH = 5, 12
 
 
 def generate(checkpoint: Path, *arguments: str) -> int:
-    shape = "--window-size 4 --max-tokens 12 --deterministic".split()
+    shape = ["--window-size", "4", "--max-tokens", str(LENGTH), "--deterministic"]
     return main(["generate", "--model", str(checkpoint), *shape, *arguments])
 
 
@@ -169,7 +169,7 @@ def test_a_missing_field_is_named(written: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"\x00\xff", b"[1, 2", b"null", b"[]"])
 def test_what_is_no_trace(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_bytes(content)
-    with pytest.raises(InputError, match="x.json: expected"):
+    with pytest.raises(InputError, match=r"x\.json: expected"):
         read_trace(tmp_path / "x.json")
 
 
