@@ -5,7 +5,7 @@ completion from its first token, so that −1 is the prompt's last::
 
     {"format": "wedlm-trace", "version": 1, "sequences": [{
       "model": "WeDLM-8B", "prompt": "Count to ten.",      absent where they are not known
-      "mode": "verified", "window_size": 16,               null: chosen while decoding
+      "mode": "verified", "window_size": 16,               0: AR; null: chosen
       "prompt_tokens": 12, "finish_reason": "stop",
       "options": {"temperature": 0.0, ...},                that differ from the mode's own
       "tokens": {"15": "0", ...},                          the text of each id below
@@ -75,10 +75,11 @@ class SequenceTrace:
         self._shown = 0
         self._began: float | None = None
         self._prompt, self._length = prompt_tokens, prompt_tokens
+        autoregressive = params.mode == "ar" or window_size == 0
         self._head: dict[str, Any] = {
             **known,
-            "mode": params.mode if window_size != 0 else "ar",
-            "window_size": window_size,
+            "mode": "ar" if autoregressive else params.mode,
+            "window_size": 0 if autoregressive else window_size,
             "prompt_tokens": prompt_tokens,
             "options": {name: getattr(params, name) for name in TOLD},
         }

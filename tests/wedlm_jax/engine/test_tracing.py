@@ -36,7 +36,7 @@ def decode_traced(
         events = engine.step()
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(st.lists(st.tuples(rows(), MODES), min_size=BATCH, max_size=BATCH))
 def test_a_trace_explains_itself(one_size_engine: Engine, batch: list[tuple[Row, str]]) -> None:
     cases = [in_mode(row, mode) for row, mode in batch]
@@ -55,7 +55,7 @@ def test_a_trace_explains_itself(one_size_engine: Engine, batch: list[tuple[Row,
         assert last.num_token_instances == result.num_token_instances
         ends = [one.forward.ended for one in trace]
         assert ends == sorted(ends)
-        window = request.window or 0
+        window = 0 if request.params.mode == "ar" else request.window or 0
         length = len(request.prompt)
         for number, one in enumerate(trace):
             if request.params.mode == "paper" and window:
