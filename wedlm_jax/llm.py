@@ -19,7 +19,7 @@ from wedlm_jax.config import ModelConfig
 from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import DEFAULT_WINDOW, Engine, runs_apart
-from wedlm_jax.engine.events import Failed, TokenDelta
+from wedlm_jax.engine.events import Failed, Finished, Traced
 from wedlm_jax.engine.scoring import score
 from wedlm_jax.errors import InputError
 from wedlm_jax.generation import CompletionStream, Generation, Prepared, Router
@@ -270,6 +270,7 @@ class LLM:
         *,
         window: int | None = None,
         stopping: Callable[[], bool] | None = None,
+        on_forward: Callable[[Traced], None] | None = None,
     ) -> Iterator[Chunk]:
         """Completes one prompt, yielding whenever tokens are committed.
 
@@ -279,21 +280,26 @@ class LLM:
         Args:
           window: W, if it is not that of the engine; at most that.
           stopping: once it returns True, nothing more is decoded.
+          on_forward: called with each forward, which a program of its own then tells of.
         """
         token_ids, sampling = self.prepare([prompt], params)[0]
         if window is not None:
             self.engine.check_window(window)
         caller = object()
         number = self._router.new_number(caller)
-        submitted = [Request(number, token_ids, sampling, window)]
+        traced = on_forward is not None
+        submitted = [Request(number, token_ids, sampling, window, traced=traced)]
         stream, running = CompletionStream(self.codec, sampling), True
         try:
             while not (stream.finished or (stopping is not None and stopping())):
                 for event in self._router.step(caller, submitted, max_forwards=1):
-                    running &= isinstance(event, TokenDelta)
+                    running &= not isinstance(event, Failed | Finished)
                     if isinstance(event, Failed):
                         raise event.error
-                    stream.take(event)
+                    if not isinstance(event, Traced):
+                        stream.take(event)
+                    elif on_forward is not None:
+                        on_forward(event)
                 submitted = []
                 chunk = stream.piece()
                 if chunk is not None:

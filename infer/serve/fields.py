@@ -169,6 +169,10 @@ def _shared_fields() -> dict[str, Any]:
         "response_format": _optional(ResponseFormat, "of the text: JSON, or by a JSON schema"),
         "structured_outputs": _optional(StructuredOutputs, "the same, as vLLM names it"),
         "return_token_ids": _optional(StrictBool, "also send the ids of the answer's tokens"),
+        "return_trace": _optional(
+            StrictBool,
+            "also send what every forward saw and did; all forwards are then sent one by one",
+        ),
         **{name: _optional(Any, "has no effect here") for name in IGNORED},
         **{name: _optional(Any, "not supported") for name in REFUSED},
     }

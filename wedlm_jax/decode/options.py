@@ -45,6 +45,7 @@ class Traits:
       num_logprobs: alternatives beside each token's log-probability; None for neither.
       num_stops: most stop tokens of a sequence.
       grammar: whether sequences may have a grammar.
+      traced: whether each forward says what it saw and decided.
     """
 
     window: int = 0
@@ -61,6 +62,7 @@ class Traits:
     num_logprobs: int | None = None
     num_stops: int = 4
     grammar: bool = False
+    traced: bool = False
 
     @staticmethod
     def of(params: SamplingParams, window: int, num_stops: int = 0) -> Traits:

@@ -64,6 +64,8 @@ def burst_length(
         forwards = min(forwards, max(prefill_forwards, 1))
     if prefill_forwards > 1:
         forwards = min(forwards, PREFILL_FORWARDS)
+    if any(sequence.request.traced for sequence in running):
+        forwards = 1
     return BurstLength(forwards, until)
 
 

@@ -4,6 +4,7 @@ takes bursts from the scheduler and returns reports."""
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,12 +18,13 @@ from wedlm_jax.decode.logprobs import Logprobs, as_list
 from wedlm_jax.decode.options import HostOptions, Traits
 from wedlm_jax.decode.spans import Allowance
 from wedlm_jax.decode.state import DecodeState
-from wedlm_jax.engine.burst import Admission, Burst, NewTokens, Report
+from wedlm_jax.engine.burst import Admission, Burst, NewTokens, Report, WindowForward
 from wedlm_jax.engine.compiled import CompiledPrograms, slot_sizes
 from wedlm_jax.engine.device_programs import empty_state
 from wedlm_jax.engine.entering import ENTRANTS_AT_ONCE, SavedWindow, make_entrants
 from wedlm_jax.engine.events import WindowView
 from wedlm_jax.engine.settings import EngineSettings
+from wedlm_jax.engine.tracing import window_forwards
 from wedlm_jax.grammar.interface import Grammars
 from wedlm_jax.grammar.masks import GrammarMasks
 from wedlm_jax.model import Transformer
@@ -67,6 +69,7 @@ class Device:
         self._grammars = GrammarMasks(grammars, settings.sequences, model.config.vocab_size)
         self._failed: list[int] = []
         """Sequences that the state has still, although the last report told of their error."""
+        self._traced: set[int] = set()
         self.counters = np.zeros(3, np.int64)
         """Forwards, real tokens and computed tokens so far, all replicas together."""
         self.drafts = np.zeros(2, np.int64)
@@ -143,15 +146,17 @@ class Device:
             options = dataclasses.replace(options, allowed=allowed)
         program = self.programs.burst(self._parameters, self._room)
         self._lay_out()
+        started = time.perf_counter()
         result = program(self._parameters, self._state, self._pages, options, allowance, changed)
         self._state, self._pages = result.state, result.pages
-        numbers, logprobs, counters = jax.device_get(
-            (result.numbers, result.logprobs, result.counters)
+        numbers, logprobs, counters, last = jax.device_get(
+            (result.numbers, result.logprobs, result.counters, result.last)
         )
         counted = [int(x.sum()) for x in jax.tree.leaves(counters)]
         self.counters += counted[:3]
         self.drafts += counted[3:]
-        report = self._report(numbers, logprobs, int(counters.forwards.max()))
+        traced = {} if last is None else window_forwards(last, self._traced, started)
+        report = self._report(numbers, logprobs, int(counters.forwards.max()), traced)
         for index in [*np.flatnonzero(report.finished), *report.errors]:
             self._forget(int(index))
         self._failed = list(report.errors)
@@ -210,6 +215,7 @@ class Device:
         index, params = admission.index, admission.request.params
         self._options.set(index, params, window=window, stops=self.settings.stop_ids(params))
         self._num_logprobs[index] = params.logprobs or 0
+        (self._traced.add if admission.request.traced else self._traced.discard)(index)
         completion = admission.text[len(admission.request.prompt) :]
         self._grammars.enter(index, params, completion.tolist())
 
@@ -261,7 +267,13 @@ class Device:
             self._state = self.programs.entry(self._room)(self._state, entrants, released)
             released = np.zeros_like(released)
 
-    def _report(self, numbers: np.ndarray, logprobs: Logprobs | None, num_run: int) -> Report:
+    def _report(
+        self,
+        numbers: np.ndarray,
+        logprobs: Logprobs | None,
+        num_run: int,
+        traced: dict[int, WindowForward],
+    ) -> Report:
         computed, output, running, stopped, forwards, instances, count = numbers[:, :7].T
         emitted = np.split(numbers[:, 7:], 3, axis=1)
         tokens: list[NewTokens | None] = [None] * len(numbers)
@@ -286,6 +298,7 @@ class Device:
             tokens=tokens,
             errors=errors,
             num_run=num_run,
+            traced=traced,
         )
 
     def _laid_out(self, state: DecodeState) -> DecodeState:

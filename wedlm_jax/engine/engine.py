@@ -237,7 +237,14 @@ class Engine:
         traits = Traits.of(request.params, window, len(stops))
         if self.window_size == "auto" and window:
             traits = traits.union(Traits(autoregressive=True))
-        return traits
+        return traits.union(self._watched()) if request.traced else traits
+
+    def _watched(self) -> Traits:
+        """Returns the traits of a program for traced requests. Who watches one mode watches the
+        others next: they share a program, whatever the window."""
+        window = self.settings.window
+        masks = window > 0
+        return Traits(window, paper=masks, verified=masks, autoregressive=True, traced=True)
 
     # --- programs and weights -----------------------------------------------------------
 
