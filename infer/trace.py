@@ -175,7 +175,7 @@ class _Kind:
     of: tuple[type, ...] | None = None
 
     def holds(self, value: Any) -> bool:
-        if isinstance(value, bool) or type(value) not in self.types:
+        if type(value) not in self.types:
             return False
         if self.of is None:
             return True
