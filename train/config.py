@@ -53,8 +53,14 @@ def _field(
 
 @dataclasses.dataclass
 class ModelSection:
-    init_from: str | None = _field(None, "HF checkpoint folder to start from; null: from scratch")
+    init_from: str | None = _field(
+        None, "checkpoint folder to start from, Hugging Face or orbax; null: from scratch"
+    )
     architecture: dict[str, Any] = _field({}, "from scratch: the fields of an HF config.json")
+    mask_token: str | None = _field(
+        None,
+        "text or id of the mask token; null: the checkpoint's, or else one that no text has",
+    )
 
 
 @dataclasses.dataclass
@@ -65,7 +71,7 @@ class DataSection:
     tokenizer: str | None = _field(None, "folder of the tokenizer; null: train one")
     vocab_size: int = _field(2048, "size of the tokenizer, where one is trained", least=1)
     train_on_prompt: bool = _field(False, "whether prompt tokens are targets, too")
-    end_tokens: int = _field(0, "trainable end tokens behind each answer, beside its own", least=0)
+    end_tokens: int = _field(0, "trainable end tokens after each answer, beside its own", least=0)
     sources: dict[str, float] = _field(
         {},
         "folders of `wedlm tokenize` and their shares of a batch; empty: the synthetic corpus",
@@ -242,12 +248,12 @@ def _override(config: Any, item: str) -> None:
 
 
 def _is_mapping(node: Any) -> bool:
-    """Whether a node of the configuration has keys that the user chooses."""
+    """Tells whether a node of the configuration has keys that the user chooses."""
     return OmegaConf.is_dict(node) and OmegaConf.get_type(node) is dict
 
 
 def _parsed(text: str, item: str) -> Any:
-    """What an override's value means, references to other fields (``${seed}``) unresolved."""
+    """Parses an override's value, references to other fields (``${seed}``) unresolved."""
     try:
         given = OmegaConf.from_dotlist([f"value={text}"])
     except Exception as error:
@@ -260,7 +266,7 @@ def _parsed(text: str, item: str) -> Any:
 
 
 def _as_pair(key: Any, value: Any) -> tuple[Any, Any]:
-    """YAML takes ``{a:1}``, without a space, for the key ``a:1`` without a value."""
+    """Splits a key such as ``a:1``, for which YAML takes ``{a:1}`` without a space."""
     name, colon, number = str(key).rpartition(":")
     if value is None and colon:
         return name, _parsed(number, f"{key}")
@@ -273,7 +279,7 @@ def save_config(config: TrainConfig, path: Path) -> None:
 
 
 def describe() -> list[tuple[str, str, str]]:
-    """Every field as (dotted name, default, meaning), for ``--help``."""
+    """Lists every field as (dotted name, default, meaning), for ``--help``."""
 
     def walk(cls: type, prefix: str) -> list[tuple[str, str, str]]:
         lines = []

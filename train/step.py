@@ -112,8 +112,10 @@ def make_train_step(
         gradients, metrics = accumulate(graph, state.parameters, batches, denominators, loss)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
         parameters = optax.apply_updates(state.parameters, updates)
+        # Before clipping: a spike must be seen.
         norm = optax.global_norm(gradients)
         taken, guard_state = judge(guard or Guard(), state.guard, state.step, norm)
+        # Both branches exist in the program, and a skipped step keeps the old state bit for bit.
         parameters, optimizer_state = jax.tree.map(
             partial(jnp.where, taken),
             (parameters, optimizer_state),
@@ -155,7 +157,8 @@ LossFn = Callable[[Transformer, Any, dict[str, Array]], tuple[Array, Metrics]]
 def prepare(
     objective: Objective, rows: PackedRows, key: Array
 ) -> tuple[PackedRows | DualStreamBatch, dict[str, Array], LossFn]:
-    """The model's batches ``[A, R, ...]``, the global denominators, and the loss to share them."""
+    """Makes the model's batches ``[A, R, ...]``, the global denominators, and the loss to share
+    them."""
     if objective.kind == "ar":
         totals = jax.tree.map(jnp.sum, jax.vmap(ar_denominators)(rows))
         return rows, totals, partial(_call, ar_loss, objective.loss)
@@ -170,7 +173,7 @@ def prepare(
 def prepare_given(
     objective: Objective, rows: PackedRows, masked: Array, mask_ratio: Array
 ) -> tuple[DualStreamBatch, dict[str, Array], LossFn]:
-    """As `prepare`, with masks and ratios ``[A, R, L]`` (logical order) given."""
+    """Does what `prepare` does, with masks and ratios ``[A, R, L]`` (logical order) given."""
     if objective.mask_token_id is None:
         raise ValueError("WeDLM training needs a mask_token_id")
     build = partial(
@@ -178,6 +181,8 @@ def prepare_given(
     )
     batches = jax.vmap(build)(rows, masked, mask_ratio)
     per_step = jax.vmap(partial(wedlm_denominators, config=objective.loss))(batches)
+    # Denominators of the whole global batch, before any gradient: each micro-batch then adds its
+    # share of one mean, and accumulation changes nothing.
     totals = jax.tree.map(partial(jnp.sum, axis=0), per_step)
     return batches, totals, partial(_call, wedlm_loss, objective.loss)
 

@@ -83,8 +83,8 @@ class RopeConfig:
 class ModelConfig:
     """Architecture of a Qwen2.5-, Qwen3- or WeDLM-shaped decoder.
 
-    ``mask_token_id`` is None if the vocabulary has no token for it: such a model only decodes
-    autoregressively.
+    ``mask_token_id`` is None if none has been chosen yet, as in Qwen's own checkpoints (see
+    `wedlm_jax.checkpoint.mask_token`): such a model only decodes autoregressively.
     """
 
     vocab_size: int
@@ -127,6 +127,11 @@ class ModelConfig:
                 raise InputError(
                     f"model config: {name} {value} lies outside the vocabulary of {self.vocab_size}"
                 )
+        if self.mask_token_id is not None and self.mask_token_id in self.eos_token_ids:
+            raise InputError(
+                f"model config: mask_token_id {self.mask_token_id} is an eos_token_id, too; a mask "
+                "must be no token that texts have"
+            )
 
     @property
     def group_size(self) -> int:
@@ -142,7 +147,7 @@ class ModelConfig:
         if self.mask_token_id is None:
             raise InputError(
                 "this model has no mask_token_id, which masked decoding and WeDLM training need: "
-                "set it in config.json, or decode autoregressively with a window of 0"
+                "`wedlm train` chooses one; decode autoregressively, with a window of 0, until then"
             )
         return self.mask_token_id
 
@@ -232,7 +237,8 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
         width = _require_size("hidden_size", raw["hidden_size"])
         mask = raw.get("mask_token_id")
         # A vocab_size that is no number is refused below, by ModelConfig.
-        if mask is None and isinstance(vocab_size, int) and vocab_size > PUBLISHED_MASK_TOKEN_ID:
+        padded = isinstance(vocab_size, int) and vocab_size > PUBLISHED_MASK_TOKEN_ID
+        if mask is None and model_type == "wedlm" and padded:
             mask = PUBLISHED_MASK_TOKEN_ID
         return ModelConfig(
             vocab_size=vocab_size,
@@ -280,15 +286,21 @@ def config_to_hf(config: ModelConfig, *, dtype: str = "float32") -> dict[str, An
     return raw
 
 
-def with_model_type(raw: dict[str, Any], model_type: str) -> dict[str, Any]:
+def with_model_type(raw: dict[str, Any], model_type: str, config: ModelConfig) -> dict[str, Any]:
     """Returns the content of a ``config.json`` under another ``model_type``: the weights of a WeDLM
     are those of a Qwen, which other programs know.
+
+    Args:
+      raw: the content as it stands.
+      model_type: one of `MODEL_TYPES`, or "qwen": qwen3 or qwen2, whichever has the parameters.
+      config: the architecture; ``raw`` may be silent where tensors tell.
 
     Raises:
       InputError: models of that type have other parameters.
     """
-    config = config_from_hf(raw)
     parts = (config.qk_norm, config.attention_bias)
+    if model_type == "qwen":
+        model_type = "qwen2" if config.attention_bias else "qwen3"
     if model_type != "wedlm" and parts != (model_type == "qwen3", model_type == "qwen2"):
         has = f"qk_norm is {parts[0]} and attention_bias {parts[1]} here"
         raise InputError(f"--model-type {model_type}: its models have other parameters; {has}")

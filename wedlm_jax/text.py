@@ -78,6 +78,13 @@ class TextCodec:
     def has_chat_template(self) -> bool:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
+    @property
+    def chat_end(self) -> str | None:
+        """The token that ends both a turn of the chat template and a completion, as in models that
+        were tuned to answer; None if there is no such token."""
+        eos, template = self.tokenizer.eos_token, getattr(self.tokenizer, "chat_template", None)
+        return str(eos) if eos and template and str(eos) in str(template) else None
+
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text)["input_ids"])
 
@@ -194,7 +201,7 @@ class StopStrings:
         return low, text[: min(self._places(text, early))]
 
     def stands_in(self, text: str, start: int) -> bool:
-        """Says whether any stop string ends behind character ``start`` of ``text``."""
+        """Says whether any stop string ends after character ``start`` of ``text``."""
         return any(text.find(stop, max(start - len(stop) + 1, 0)) >= 0 for stop in self._stop)
 
     def _places(self, text: str, early: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Conversations as samples: the chat template's text, the assistant's turns marked.
 
 A turn that is trained on begins where the template, asked for the assistant's turn, stops: so
-it is what the model will have to write behind a prompt. It ends with the special token that the
+it is what the model will have to write after a prompt. It ends with the special token that the
 template puts after the turn's content.
 """
 
@@ -59,7 +59,8 @@ class ChatFormat:
             ) from None
 
     def turns(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """The whole text, and ``[start, stop)`` of each assistant's turn in it, end token included.
+        """Returns the whole text, and ``[start, stop)`` of each assistant's turn in it, end token
+        included.
 
         Raises:
           TurnsNotFound: the template writes this conversation in a way that hides them.
@@ -76,7 +77,7 @@ class ChatFormat:
                     "it writes what stands before an assistant's turn differently once the turn "
                     "is there"
                 )
-            # Whatever else the turn says, the text behind it stays as it is.
+            # Whatever else the turn says, the text after it stays as it is.
             other = {**message, "content": _unlike(message["content"])}
             varied = self._render([*messages[:number], other, *messages[number + 1 :]], False)
             behind = _common_ending(whole[len(prompt) :], varied[len(prompt) :])
@@ -88,7 +89,7 @@ class ChatFormat:
 
     def sample(self, messages: Sequence[Message], *, train_on_prompt: bool) -> TokenisedSample:
         """Token ids of a conversation; only the assistant's turns are trainable, unless
-        ``train_on_prompt``. What stands behind the last trainable token is left out.
+        ``train_on_prompt``. What stands after the last trainable token is left out.
 
         Turns and what is between them are tokenised apart, as a prompt and its answer are.
 
@@ -118,12 +119,12 @@ class ChatFormat:
 
 
 def _unlike(content: str) -> str:
-    """A text whose last character is not that of ``content``, trimmed or not."""
+    """Returns a text whose last character is not that of ``content``, trimmed or not."""
     taken = content[-1:] + content.rstrip()[-1:]
     return next(letter for letter in "xyz" if letter not in taken)
 
 
 def _common_ending(one: str, other: str) -> int:
-    """How many characters at the end of two texts are the same."""
+    """Counts the characters at the end of two texts that are the same."""
     longest = min(len(one), len(other))
     return next((n for n in range(longest) if one[-1 - n] != other[-1 - n]), longest)

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from wedlm_jax.errors import InputError
 from wedlm_jax.progress import ProgressBar
+
+if TYPE_CHECKING:
+    from train.data.manifest import Manifest
 
 EPILOG = """\
 input, by ending; folders are searched, several may be given:
@@ -17,7 +23,7 @@ input, by ending; folders are searched, several may be given:
   .parquet            columns of these names (pip install 'wedlm-jax[data]')
   .arrayrecord        a JSON object, as above, a record
 
-A document is trained on whole, with an end-of-text token behind it; what is longer than a
+A document is trained on whole, with an end-of-text token after it; what is longer than a
 row is cut into rows. Of a conversation, put through the tokenizer's chat template, the
 assistant's turns are trained on, their end token included; one that is longer than a row is
 left out. token_ids without trainable are a document, with it a finished sample.
@@ -70,13 +76,13 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="K",
-        help="further end tokens behind each assistant's turn, trained on: teaches what "
-        "to fill behind an end [%(default)s]",
+        help="further end tokens after each assistant's turn, trained on: teaches what "
+        "to fill after an end [%(default)s]",
     )
     add(
         "--document-end",
         metavar="TOKEN",
-        help="token behind each document [<|endoftext|>, or else the eos_token]",
+        help="token after each document [<|endoftext|>, or else the eos_token]",
     )
     add(
         "--workers",
@@ -138,6 +144,8 @@ def main(arguments: list[str]) -> int:
         f"{made.tokens:,} tokens ({made.trainable_tokens:,} trainable), "
         f"{made.tokens / seconds:,.0f} tokens/s"
     )
+    if line := _mask_tokens(options.tokenizer, made):
+        print(line)
     if made.malformed:
         print(f"{made.malformed:,} records left out, all named in {job.output}/{MALFORMED}:")
         for reason, examples in made.reasons.items():
@@ -145,6 +153,27 @@ def main(arguments: list[str]) -> int:
             named = ", ".join(examples["first"][:3]) + (" ..." if count > 3 else "")
             print(f"  {count:,} {reason}: {named}")
     return 0
+
+
+def _mask_tokens(folder: str, made: Manifest) -> str | None:
+    """Returns what is to be said of mask tokens in the text, if the tokenizer's folder is that of a
+    model, which decides its mask token."""
+    from tokenizers import Tokenizer
+
+    from train.data.manifest import mask_token_in
+    from wedlm_jax.checkpoint.mask_token import choose_mask_token, special_tokens
+    from wedlm_jax.config import config_from_hf, read_config_json
+
+    path = Path(folder)
+    if not (path / "config.json").exists():
+        return None
+    try:
+        config = config_from_hf(read_config_json(path))
+        tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+        token = choose_mask_token(tokenizer, config, own=special_tokens(path).mask)
+    except InputError:
+        return None  # no model to train: its tokenizer may serve another
+    return mask_token_in(made, "input", token)
 
 
 class TokensBar:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from wedlm_jax.checkpoint.model_folder import FORMATS, ORBAX, format_of, run_model_folder
-from wedlm_jax.config import MODEL_TYPES, with_model_type
+from wedlm_jax.config import MODEL_TYPES, ModelConfig, with_model_type
 from wedlm_jax.errors import InputError
 from wedlm_jax.progress import ProgressBar
 
@@ -64,9 +64,9 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument(
         "--model-type",
-        choices=MODEL_TYPES,
-        help="what config.json calls the model: qwen3 or qwen2 for programs that do not know wedlm "
-        "and decode it autoregressively [as it is]",
+        choices=(*MODEL_TYPES, "qwen"),
+        help="what config.json calls the model: qwen3 or qwen2, or qwen for the one that fits, for "
+        "programs that do not know wedlm and decode it autoregressively [as it is]",
     )
     parser.add_argument(
         "--force", action="store_true", help="replace the checkpoint that DESTINATION holds"
@@ -76,7 +76,11 @@ def main(arguments: list[str]) -> int:
         metavar="DIR",
         help="SOURCE is a training run: take config.json and the tokenizer from DIR [its model/]",
     )
-    options = parser.parse_args(arguments)
+    return run(parser.parse_args(arguments))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Converts as ``options`` say, and tells what was written."""
     # Nothing here is computed on a device, and one that is in use should be left alone.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     start = time.monotonic()
@@ -117,7 +121,8 @@ def convert(
       destination: must be absent or empty, or a checkpoint with ``force``.
       to: "hf" or "orbax"; by default the format that the source has not, "hf" for a run.
       dtype: "float32", "bfloat16" or "float16"; as it is by default.
-      model_type: "wedlm", "qwen2" or "qwen3", written into ``config.json``; as it is by default.
+      model_type: "wedlm", "qwen2" or "qwen3", written into ``config.json``; "qwen" for the one of
+        the latter that fits; as it is by default.
       force: replace a checkpoint at the destination.
       config_from: where a run's ``config.json`` and tokenizer are, if not in the run's own
         ``model`` folder: the checkpoint that it started from, or any of the same shape.
@@ -147,16 +152,17 @@ def convert(
         with replacing(destination) as beside, _bar() as bar:
             opened = _open(source, described, found, np_dtype)
             if model_type is not None:
-                with_model_type(opened.raw_config, model_type)  # refused before a value is read
+                # Refused before a value is read.
+                with_model_type(opened.raw_config, model_type, opened.config)
             write = _write_orbax if target == "orbax" else _write_hf
             result = write(opened, beside, bar)
             if dtype is None and model_type is None and found != RUN:
                 shutil.copyfile(source / "config.json", beside / "config.json")
             else:
                 raw = opened.raw_config if dtype is None else _with_dtype(opened.raw_config, dtype)
-                write_config(
-                    beside, raw if model_type is None else with_model_type(raw, model_type)
-                )
+                if model_type is not None:
+                    raw = with_model_type(raw, model_type, opened.config)
+                write_config(beside, raw)
             copy_tokenizer(described or source, beside)
     except OSError as error:
         raise InputError(f"{destination}: writing failed ({error.strerror or error})") from None
@@ -184,24 +190,27 @@ def _check_destination(source: Path, destination: Path, force: bool) -> None:
 
 
 def _with_dtype(raw: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """``config.json`` as it stands, but for the field that names a dtype."""
+    """Returns ``config.json`` as it stands, but for the field that names a dtype."""
     field = "torch_dtype" if "torch_dtype" in raw and "dtype" not in raw else "dtype"
     return {**raw, field: dtype}
 
 
-class _Source(Protocol):
+class _OpenedSource(Protocol):
     """A checkpoint, opened and checked; no values are read before they are asked for."""
 
     raw_config: dict[str, Any]
+    config: ModelConfig
 
     def parameters(self) -> dict[str, DeferredArray]:
-        """The parameters by dotted path, as an orbax checkpoint holds them."""
+        """Returns the parameters by dotted path, as an orbax checkpoint holds them."""
 
     def tensors(self) -> list[Tensor]:
-        """The tensors of a Hugging Face checkpoint."""
+        """Returns the tensors of a Hugging Face checkpoint."""
 
 
-def _open(source: Path, described: Path | None, found: str, dtype: np.dtype | None) -> _Source:
+def _open(
+    source: Path, described: Path | None, found: str, dtype: np.dtype | None
+) -> _OpenedSource:
     if found == "hf":
         return _HuggingFace(source, dtype)
     if described is None:
@@ -221,7 +230,7 @@ class _HuggingFace:
         self._checkpoint = HFCheckpoint(folder)
         self._entries = check_tensors(self._checkpoint)
         self._dtype = dtype
-        self.raw_config = self._checkpoint.raw_config
+        self.raw_config, self.config = self._checkpoint.raw_config, self._checkpoint.config
 
     def parameters(self) -> dict[str, DeferredArray]:
         from wedlm_jax.checkpoint.hf_import import entry_dtype, read_parameter
@@ -249,13 +258,11 @@ class _Orbax:
     """An orbax checkpoint or a run's state."""
 
     def __init__(self, checkpoint: StoredParameters, dtype: np.dtype | None):
-        from wedlm_jax.checkpoint.model_folder import check_arrays
+        from wedlm_jax.checkpoint.opened import OrbaxTensors
 
-        self._checkpoint = checkpoint
-        self._entries = check_arrays(checkpoint)
+        self._checkpoint, self._tensors = checkpoint, OrbaxTensors(checkpoint)
         self._dtype = dtype
-        self._newest: tuple[str, np.ndarray] | None = None
-        self.raw_config = checkpoint.raw_config
+        self.raw_config, self.config = checkpoint.raw_config, checkpoint.config
 
     def parameters(self) -> dict[str, DeferredArray]:
         from wedlm_jax.checkpoint.dtypes import cast
@@ -268,35 +275,21 @@ class _Orbax:
                 shape, dtype, lambda: cast(path, self._checkpoint.read(path), dtype)
             )
 
-        return {entry.path: deferred(entry.path) for entry in self._entries}
+        return {path: deferred(path) for path in self._checkpoint.arrays}
 
     def tensors(self) -> list[Tensor]:
         from wedlm_jax.checkpoint.hf_export import Tensor
 
-        def tensor(entry: Entry, layer: int, name: str) -> Tensor:
-            def read() -> np.ndarray:
-                values = self._read(entry.path)
-                values = values[layer] if entry.stacked else values
-                return values.T if entry.transposed else values
+        stored = self._tensors
 
-            dtype = self._dtype or np.dtype(self._checkpoint.arrays[entry.path][1])
-            return Tensor(name, entry.hf_shape, dtype, read)
+        def tensor(name: str) -> Tensor:
+            dtype = self._dtype or np.dtype(stored.dtype(name))
+            return Tensor(name, stored.shape(name), dtype, lambda: stored.read(name))
 
-        return [
-            tensor(entry, layer, name)
-            for entry in self._entries
-            for layer, name in enumerate(entry.hf_names)
-        ]
-
-    def _read(self, path: str) -> np.ndarray:
-        """One parameter, kept until another is asked for: its layers are written in turn."""
-        if self._newest is None or self._newest[0] != path:
-            self._newest = None
-            self._newest = (path, self._checkpoint.read(path))
-        return self._newest[1]
+        return [tensor(name) for name in stored.tensors]
 
 
-def _write_orbax(source: _Source, folder: Path, bar: ProgressBar) -> Converted:
+def _write_orbax(source: _OpenedSource, folder: Path, bar: ProgressBar) -> Converted:
     from wedlm_jax.checkpoint.orbax_io import write_arrays
 
     arrays = source.parameters()
@@ -305,7 +298,7 @@ def _write_orbax(source: _Source, folder: Path, bar: ProgressBar) -> Converted:
     return _converted("orbax", list(arrays.values()))
 
 
-def _write_hf(source: _Source, folder: Path, bar: ProgressBar) -> Converted:
+def _write_hf(source: _OpenedSource, folder: Path, bar: ProgressBar) -> Converted:
     from wedlm_jax.checkpoint.hf_export import plan_files, write_weights
 
     tensors = source.tensors()

@@ -53,7 +53,7 @@ class StepFolders:
             self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
 
     def steps(self) -> list[int]:
-        """The steps whose states were written completely, newest first."""
+        """Lists the steps whose states were written completely, newest first."""
         return sorted(self._manager.all_steps(), reverse=True)
 
     def save(self, step: int, state: dict[str, jax.Array]) -> None:
@@ -61,7 +61,7 @@ class StepFolders:
         self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
 
     def restore(self, step: int, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The state of a step, with the shapes, dtypes and placement of ``like``.
+        """Reads the state of a step, with the shapes, dtypes and placement of ``like``.
 
         Raises:
           DamagedCheckpoint: it cannot be read.
@@ -96,7 +96,7 @@ class StepFolders:
 
 
 def step_tree(step_folder: Path) -> Path:
-    """Where a numbered state keeps its arrays."""
+    """Tells where a numbered state keeps its arrays."""
     return step_folder / "default"
 
 
@@ -163,14 +163,15 @@ def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray | DeferredArray])
         else array
         for path, array in arrays.items()
     }
-    registry = type_handlers.create_type_handler_registry((DeferredArray, _OneAtATime()))
-    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-    with _quiet(), ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(folder.resolve(), args=ocp.args.PyTreeSave(_nested(deferred)))
+    with _quiet():
+        registry = type_handlers.create_type_handler_registry((DeferredArray, _OneAtATime()))
+        handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(folder.resolve(), args=ocp.args.PyTreeSave(_nested(deferred)))
 
 
 def array_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype name of each array by dotted path; no values are read.
+    """Returns the shape and dtype name of each array by dotted path; no values are read.
 
     Raises:
       InputError: the folder is no orbax checkpoint, or parts of it are missing.

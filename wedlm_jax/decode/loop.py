@@ -167,6 +167,7 @@ def decide(
         count = jnp.where(anchored, checked.run, count)
         fills = jnp.where(anchored[:, None], checked.drafts, fills)
         kept = jnp.where(anchored[:, None], checked.kept, kept)
+    # A sequence that only computed a chunk of its prompt has predictions of no meaning.
     ran = plan.window & state.running
     run, count = jnp.where(ran, run, 0), jnp.where(ran, count, 0)
     return Decision(*new, count, run, fills & ran[:, None], kept, ran)
@@ -182,6 +183,8 @@ def advance(
 ) -> DecodeState:
     """Returns the state after a forward: tokens committed, masks filled, windows moved."""
     run, fills, ran = decided.run, decided.fills, decided.ran
+    # Keys and values that are final: the chunk of the prompt, and the run. Those of other slots are
+    # in the pages, too, and are overwritten by the next forward, as nothing counts them.
     reached = state.num_computed + plan.chunk + run
     state = append(state, options, decided.tokens, decided.logprobs, decided.committed)
     state = dataclasses.replace(
