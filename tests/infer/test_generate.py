@@ -18,6 +18,7 @@ import pytest
 from infer import generate
 from infer.job.graceful_stop import GRACE_SECONDS
 from infer.job.job import SHARD_SIZE
+from tests.decode_examples import EVERYTHING
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.__main__ import main
 from wedlm_jax.attention.ragged import RAGGED_BACKENDS
@@ -37,10 +38,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def llm(model: str) -> LLM:
-    return LLM(model, window_size=4, deterministic=True)
+    llm = LLM(model, window_size=4, deterministic=True)
+    llm.engine.expect(EVERYTHING)
+    return llm
 
 
 def run(model: str, *arguments: str) -> int:
+    """Runs the command; one program is compiled for whatever the tests ask for."""
+    load = generate.load
+
+    def expecting_everything(options: dict[str, Any]) -> LLM:
+        llm = load(options)
+        llm.engine.expect(EVERYTHING)
+        return llm
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate, "load", expecting_everything)
+        return run_as_it_is(model, *arguments)
+
+
+def run_as_it_is(model: str, *arguments: str) -> int:
     return main(["generate", "--model", model, ONE_SIZE, *SHAPE, *arguments])
 
 
@@ -79,7 +96,7 @@ def test_a_jobs_warm_up_compiles_what_its_other_options_need(
     monkeypatch.setattr(generate, "load", counting)
     arguments = f"--input {source} --output {output} --max-model-len 64 --batch-size 2"
     options = "--mode paper --logprobs 1 --warmup"
-    assert run(model, *arguments.split(), *options.split()) == 0
+    assert run_as_it_is(model, *arguments.split(), *options.split()) == 0
     [(llm, programs)] = loaded
     assert '"logprobs"' in output.read_text(encoding="utf-8")
     assert llm.engine.num_programs == programs
