@@ -16,7 +16,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # of what the tests do. The folder lives as long as this run of them.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="wedlm-tests-")
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 # LLVM's expensive passes make little faster what runs for milliseconds, and take half the time; of
@@ -64,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("tests")
 
 
-MOST_MAPS = 20_000
+MOST_MAPS = 30_000
 """Memory maps of a process after which its compiled programs are let go, to be read from the disk
 again when they are wanted. Each has dozens, Linux allows 65,530, and LLVM crashes without a word
 when none are left."""

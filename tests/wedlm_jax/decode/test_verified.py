@@ -262,6 +262,7 @@ def completions(
     llm: LLM, prompts: list[list[int]], temperature: float, mode: str
 ) -> tuple[list[list[int]], int]:
     """Token ids, and the forwards of all together."""
+    llm.engine.expect([SamplingParams(mode=mode, temperature=0.8)])  # for both temperatures
     params = SamplingParams(mode=mode, temperature=temperature, max_tokens=48)
     results = llm.generate(prompts, params)
     return [r.token_ids for r in results], sum(r.num_forwards for r in results)

@@ -52,10 +52,9 @@ PARAMS = [
 ROWS = [Row(tuple(prompt), PARAMS[i % 4], 2) for i, prompt in enumerate(PROMPTS)]
 MESHES = [
     {"data": 2, "tensor": 4},
-    {"data": 4},
     *(
         pytest.param(sizes, marks=pytest.mark.full)
-        for sizes in ({"tensor": 2}, {"data": 2, "tensor": 2})
+        for sizes in ({"data": 4}, {"tensor": 2}, {"data": 2, "tensor": 2})
     ),
 ]
 
