@@ -19,6 +19,7 @@ from infer import generate
 from infer.job.graceful_stop import GRACE_SECONDS
 from infer.job.job import SHARD_SIZE
 from tests.decode_examples import EVERYTHING
+from tests.forward_sizes import two_sizes
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.__main__ import main
 from wedlm_jax.attention.ragged import RAGGED_BACKENDS
@@ -38,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def llm(model: str) -> LLM:
-    llm = LLM(model, window_size=4, deterministic=True)
+    llm = LLM(model, window_size=4, max_batch_size=1, deterministic=True)
     llm.engine.expect(EVERYTHING)
     return llm
 
@@ -137,13 +138,13 @@ def test_penalties_and_bad_words_reach_the_decoder(
         repetition_penalty=1.5,
         presence_penalty=0.5,
         frequency_penalty=1.0,
-        bad_words=(plain.text[:1], "never"),
+        bad_words=(plain.text[:1], "no"),
     )
     (expected,) = llm.generate("the cat", params)
     assert expected.text != plain.text
     options = "--min-tokens 24 --repetition-penalty 1.5 --presence-penalty 0.5"
     options += " --frequency-penalty 1.0"
-    words = ["--bad-words", plain.text[:1], "never"]
+    words = ["--bad-words", plain.text[:1], "no"]
     assert run(model, "--prompt", "the cat", *options.split(), *words) == 0
     assert capsys.readouterr().out == f"{expected.text}\n"
 
@@ -201,7 +202,8 @@ def test_neither_devices_nor_many_sizes_change_what_is_said(
 ) -> None:
     (expected,) = llm.generate("the cat", SamplingParams(max_tokens=24))
     arguments = ["--model", model, *SHAPE, "--prompt", "the cat", *options.split()]
-    assert main(["generate", *arguments]) == 0
+    with two_sizes():
+        assert main(["generate", *arguments]) == 0
     assert capsys.readouterr().out == f"{expected.text}\n"
 
 
