@@ -1,4 +1,7 @@
-"""`wedlm plot`: draws a trace, slots against forwards."""
+"""`wedlm plot`: draws a trace, slots against forwards.
+
+Tested by tests/infer/test_trace.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Reads values of sampling options that may be given in several ways."""
+"""Reads values of sampling options that may be given in several ways.
+
+Tested by tests/wedlm_jax/test_params.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Follows the sequences of a device through their grammars."""
+"""Follows the sequences of a device through their grammars.
+
+Tested by tests/wedlm_jax/engine/test_grammars.py.
+"""
 
 from __future__ import annotations
 
