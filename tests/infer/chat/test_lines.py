@@ -1,0 +1,88 @@
+"""Messages from a pipe and from somebody at a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from infer.chat.lines import line_reader
+from tests.infer.chat.terminal import Terminal
+from wedlm_jax.errors import InputError
+
+READS = """
+import sys
+from infer.chat.lines import line_reader
+read = line_reader(sys.stdin)
+while True:
+    try:
+        print("GOT", repr(read()))
+    except KeyboardInterrupt:
+        print("GIVEN UP")
+    except EOFError:
+        print("THE END")
+        break
+"""
+
+
+def test_each_line_of_a_pipe_is_a_message() -> None:
+    read = line_reader(io.StringIO("one\r\n\ntwo\\\nthree\nlast"))
+    assert [read() for _ in range(4)] == ["one", "", "two\nthree", "last"]
+    with pytest.raises(EOFError):
+        read()
+
+
+def test_a_pipe_may_end_within_a_message() -> None:
+    assert line_reader(io.StringIO("one\\\n"))() == "one\n"
+
+
+def test_bytes_that_are_no_text_are_told() -> None:
+    read = line_reader(io.TextIOWrapper(io.BytesIO(b"a\n\xff\n"), encoding="utf-8"))
+    with pytest.raises(InputError, match="expected UTF-8 text on standard input"):
+        read()
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
+    with contextlib.closing(Terminal(["-c", READS], tmp_path)) as terminal:
+        terminal.wait_for(">")
+        yield terminal
+
+
+def test_what_is_pasted_is_one_message_and_lines_are_kept(
+    terminal: Terminal, tmp_path: Path
+) -> None:
+    terminal.type("\x1b[200~the cat\nsat\x1b[201~\r")
+    terminal.wait_for(r"GOT 'the cat\\nsat'")
+    terminal.wait_for(">")
+    terminal.type("one\x1b\rtwo\r")  # Alt-Enter
+    terminal.wait_for(r"GOT 'one\\ntwo'")
+    terminal.wait_for(">")
+    terminal.type("\x1b[A\r")  # the line before, by the arrow key
+    terminal.wait_for(r"GOT 'one\\ntwo'")
+    terminal.wait_for(">")
+    terminal.type("\x04")
+    terminal.wait_for("THE END")
+    assert terminal.end() == 0
+    history = tmp_path / "wedlm-jax" / "chat-history"
+    assert "+the cat\n+sat\n" in history.read_text()
+    assert history.stat().st_mode & 0o077 == 0
+
+
+def test_ctrl_c_gives_a_line_up(terminal: Terminal) -> None:
+    terminal.type("a line\x03")
+    terminal.wait_for("GIVEN UP")
+    terminal.wait_for(">")
+    terminal.type("another\r")
+    terminal.wait_for("GOT 'another'")
+
+
+def test_history_that_cannot_be_kept_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / "wedlm-jax").write_text("a file where the folder would be")
+    with contextlib.closing(Terminal(["-c", READS], tmp_path)) as terminal:
+        terminal.wait_for(">")
+        terminal.type("one\r")
+        terminal.wait_for("GOT 'one'")
