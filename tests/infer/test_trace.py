@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infer.trace import SequenceTrace, read_trace, write_trace
+from infer.trace_plot import EARLY, FILLED, REJECTED
 from wedlm_jax.__main__ import main
 from wedlm_jax.engine.burst import WindowForward
 from wedlm_jax.engine.events import Traced
@@ -26,16 +28,17 @@ def generate(checkpoint: Path, *arguments: str) -> int:
     return main(["generate", "--model", str(checkpoint), *shape, *arguments])
 
 
-def forward(*, start: int, held: list[int | None], drafted: list[int | None]) -> Traced:
+def forward(
+    *,
+    start: int,
+    held: list[int | None],
+    drafted: list[int | None],
+    rejected: Sequence[int] = (),
+    committed: Sequence[int] = (),
+) -> Traced:
     entropies: list[float | None] = [None if token else 0.51239 for token in [*held, 1]]
-    seen = WindowForward(start, held, entropies, drafted, [], 0.25, 100.25 + start)
-    return Traced(
-        0,
-        seen,
-        [],
-        1,
-        len(held),
-    )
+    seen = WindowForward(start, held, entropies, drafted, [*rejected], 0.25, 100.25 + start)
+    return Traced(0, seen, [*committed], 1, len(held))
 
 
 @pytest.fixture(scope="module")
@@ -176,24 +179,33 @@ def test_what_is_no_trace(content: bytes, tmp_path: Path) -> None:
 # --- the drawing -------------------------------------------------------------------------
 
 
-def test_plot_draws_what_happened(
-    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (trace,) = read_trace(written)
-    two = tmp_path / "two.json"
-    write_trace(two, [trace, trace | {"mode": "ar"}])
-    assert main(["plot", str(two)]) == 0
+def test_plot_draws_what_happened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    verified = SequenceTrace(None, SamplingParams(), PROMPT, 2)
+    drafted = forward(
+        start=PROMPT - 1, held=[3, None, None], drafted=[None, None, 8], committed=[7]
+    )
+    verified.take(drafted)
+    verified.take(
+        forward(
+            start=PROMPT,
+            held=[7, 8, None, None],
+            drafted=[None] * 4,
+            rejected=[1],
+            committed=[9],
+        )
+    )
+    paper = SequenceTrace(None, SamplingParams(mode="paper"), PROMPT, 3)
+    paper.take(forward(start=PROMPT, held=[None] * 3, drafted=[8, None, 9]))
+    file = tmp_path / "two.json"
+    write_trace(file, [verified.whole("length"), paper.whole("length")])
+    assert main(["plot", str(file)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'two.svg'}\n"
     drawing = (tmp_path / "two.svg").read_text(encoding="utf-8")
-    forwards = trace["forwards"][-1]["num_forwards"]
-    for mode in ("verified", "ar"):
-        assert f"{mode}: {LENGTH} tokens in {forwards} forwards" in drawing
-    rejected = sum(len(one["rejected"]) for one in trace["forwards"])
-    filled = sum(len(one["filled"]) for one in trace["forwards"])
-    assert rejected
-    assert filled
-    assert drawing.count("stroke: #c0341d") == 2 * rejected + 1  # and one in the legend
-    assert drawing.count("stroke: #5c7cfa") == 2 * filled + 1
+    assert "verified: 2 tokens in 1 forwards" in drawing
+    assert "paper: 0 tokens in 1 forwards" in drawing
+    # An outline each, and one in the legend: filled in order, out of order, rejected.
+    strokes = [drawing.count(f"stroke: {colour}") for colour in (FILLED, EARLY, REJECTED)]
+    assert strokes == [2 + 1, 1 + 1, 1 + 1]
 
 
 def test_plot_refuses(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,8 @@ def document() -> tuple[str, str]:
     page = _read("index.html").replace("/* style */", style).replace("/* script */", script)
     policy = (
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
     )
     return page, policy
 
