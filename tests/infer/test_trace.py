@@ -84,7 +84,7 @@ def test_the_news_of_a_stream_join_to_the_whole(checkpoint: Path) -> None:
     params = SamplingParams(max_tokens=LENGTH, mode="paper")
     prompt = llm.as_ids("one two")
     trace, news = SequenceTrace(llm.codec, params, len(prompt), 4), []
-    for _ in llm.stream(prompt, params, trace.take):
+    for _ in llm.stream(prompt, params, on_forward=trace.take):
         news.append(trace.news())
     assert trace.news() is None
     first, *others = [one for one in news if one is not None]
