@@ -7,15 +7,10 @@ it, its collectives, and from these and the chip's figures the shortest time a s
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
-from typing import Any
-
-import jax
-from flax import nnx
 
 from train.config import TrainConfig
-from train.program import abstract_rows, abstract_state, objective_of, optimizer_of
-from train.step import make_train_step
+from train.program import TrainProgram, make_program
+from train.start import recipe_model
 from train.step_cost import forward_flops, program_flops
 from wedlm_jax.aot.cost import ProgramCost, program_cost
 from wedlm_jax.aot.topology import (
@@ -27,10 +22,7 @@ from wedlm_jax.aot.topology import (
     describe_topology,
     local_bytes,
 )
-from wedlm_jax.attention import check_runs_on
-from wedlm_jax.config import ModelConfig, config_from_hf, read_config_json
-from wedlm_jax.model import Transformer
-from wedlm_jax.sharding import check_fits, make_mesh
+from wedlm_jax.sharding import make_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,39 +75,12 @@ def compile_step(config: TrainConfig, topology_name: str) -> CompiledStep:
     model = recipe_model(config)
     topology = describe_topology(topology_name)
     mesh = make_mesh(dataclasses.asdict(config.mesh), topology.devices)
-    check_fits(mesh, model, rows=config.rows, row_length=config.row_length)
-    check_runs_on(config.loss.attention, topology.devices[0].platform)
-    shapes = nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0)))
-    graph, parameters = nnx.split(shapes)
-    optimizer = optimizer_of(config)
-    state: Any = abstract_state(mesh, parameters, optimizer)
-    step = make_train_step(graph, optimizer, objective_of(config, model))
-    inputs = state, abstract_rows(config, mesh), _key(mesh)
-    compiled = compile_for(topology, mesh, lambda: step.lower(*inputs), "step")
-    return _report(config, model, topology, mesh, compiled, local_bytes(state))
+    program = make_program(config, model, mesh)
+    return _report(program, topology, compile_for(topology, mesh, program.lower, "step"))
 
 
-def recipe_model(config: TrainConfig) -> ModelConfig:
-    """The model of a recipe, from its architecture or from the checkpoint's config.json."""
-    if config.model.init_from is None:
-        return config_from_hf({"model_type": "wedlm", **config.model.architecture})
-    return config_from_hf(read_config_json(Path(config.model.init_from)))
-
-
-def _key(mesh: jax.sharding.Mesh) -> Any:
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
-
-
-def _report(
-    config: TrainConfig,
-    model: ModelConfig,
-    topology: Topology,
-    mesh: jax.sharding.Mesh,
-    compiled: CompiledProgram,
-    state_bytes: int,
-) -> CompiledStep:
+def _report(program: TrainProgram, topology: Topology, compiled: CompiledProgram) -> CompiledStep:
+    config, model = program.config, program.model
     devices, slices = topology.devices, topology.slices
     cost = program_cost(compiled.text, devices=len(devices) // slices, slices=slices)
     rows = config.rows * config.accumulation
@@ -130,10 +95,10 @@ def _report(
     return CompiledStep(
         topology=topology.name,
         devices=len(devices),
-        mesh=dict(mesh.shape),
+        mesh=dict(program.mesh.shape),
         parameters=model.num_parameters(),
         tokens=rows * config.row_length,
-        state_bytes=state_bytes,
+        state_bytes=local_bytes(program.state),
         peak_bytes=compiled.peak_bytes,
         hbm_limit=topology.chip.hbm_bytes,
         model_flops=model_flops,

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
 from train.checkpoint import Checkpoints
@@ -26,26 +25,25 @@ from train.metrics import (
     Wandb,
     cut_back,
 )
-from train.program import (
-    abstract_rows,
-    abstract_state,
-    guard_of,
-    objective_of,
-    optimizer_of,
-    placed_state,
-    schedule_of,
-)
+from train.program import TrainProgram, make_program, schedule_of
 from train.resume import begin_or_resume
 from train.skipped_steps import SKIPPED, PendingMetrics
-from train.start import held_out_rows, initial_model, tokenizer_folder, training_rows
-from train.step import TrainState, make_train_step
+from train.start import (
+    check_start,
+    held_out_rows,
+    recipe_model,
+    starting_state,
+    tokenizer_folder,
+    training_rows,
+)
+from train.step import TrainState
 from train.step_cost import describe_budget, model_flops, peak_flops
 from wedlm_jax.attention import check_runs_on
 from wedlm_jax.checkpoint.hf import save_checkpoint
-from wedlm_jax.checkpoint.run_folder import describe_run
-from wedlm_jax.config import ModelConfig
+from wedlm_jax.checkpoint.model_folder import RUN_STATES
+from wedlm_jax.checkpoint.run_folder import describe_run, is_described
 from wedlm_jax.processes import is_first, say, wait_for_all
-from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh
+from wedlm_jax.sharding import batch_sharding, make_mesh
 
 
 class RunStopped(Exception):
@@ -78,18 +76,24 @@ def train(config: TrainConfig) -> Path:
     if is_first():
         output.mkdir(parents=True, exist_ok=True)
     wait_for_all("output")
-    folder = tokenizer_folder(config, output)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    begin_or_resume(config, tokenizer, output)
-    model = initial_model(config, tokenizer, mesh)
-    check_fits(mesh, model.config, rows=config.rows, row_length=config.row_length)
-    describe_run(output, model.config, folder)
-    graph, parameters = nnx.split(model)
-    with jax.set_mesh(mesh):
-        run = TrainingRun(config, mesh, graph, model.config, tokenizer, output)
-        parameters = run.run(parameters).parameters  # the moments are not kept for the export
-    exported = dataclasses.replace(model.config, model_type="wedlm")
-    trained = nnx.merge(graph, parameters)
+    checkpoints = Checkpoints(output / RUN_STATES, config.keep_checkpoints, config.keep_every)
+    try:
+        resumes = bool(checkpoints.steps())
+        folder = tokenizer_folder(config, output, resumes=resumes)
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        if not resumes:
+            check_start(config)
+        model = recipe_model(config, tokenizer, output if resumes else None)
+        program = make_program(config, model, mesh)
+        begin_or_resume(config, tokenizer, output, resumes=resumes)
+        if not (resumes and is_described(output, model)):
+            describe_run(output, model, folder)
+        with jax.set_mesh(mesh):
+            parameters = TrainingRun(program, tokenizer, output).run(checkpoints)
+    finally:
+        checkpoints.close()
+    exported = dataclasses.replace(model, model_type="wedlm")
+    trained = nnx.merge(program.graph, parameters)
     save_checkpoint(trained, exported, output / "hf", dtype="float32", tokenizer_from=folder)
     return output / "hf"
 
@@ -98,61 +102,37 @@ class TrainingRun:
     """One attempt at a run: from its newest checkpoint to its last step.
 
     Args:
-      config: the recipe.
-      mesh: already set.
-      graph, model: of the model.
+      program: of the recipe; its mesh is already set.
       tokenizer: for the synthetic corpus.
       output: the run's folder.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        mesh: Mesh,
-        graph: nnx.GraphDef,
-        model: ModelConfig,
-        tokenizer: Tokenizer,
-        output: Path,
-    ):
-        self._config, self._mesh, self._output = config, mesh, output
+    def __init__(self, program: TrainProgram, tokenizer: Tokenizer, output: Path):
+        config, model = program.config, program.model
+        self._program, self._config, self._output = program, config, output
+        self._mesh = program.mesh
         pad = model.pad_token_id or 0
         self._data = training_rows(config, output, tokenizer, pad)
-        self._optimizer, objective = optimizer_of(config), objective_of(config, model)
-        self._step = make_train_step(
-            graph, self._optimizer, objective, schedule=schedule_of(config), guard=guard_of(config)
-        )
         self._flops = model_flops(config, model)
         self._tokens = config.accumulation * config.rows * config.row_length
         self._evaluation = None
         if config.evaluation.every:
             held = held_out_rows(config, tokenizer, pad)
-            self._evaluation = Evaluation(config, mesh, graph, model, objective, held)
+            self._evaluation = Evaluation(
+                config, program.mesh, program.graph, model, program.objective, held
+            )
 
-    def run(self, parameters: nnx.State) -> TrainState:
-        """Trains from these parameters, or from the newest checkpoint; they are used up."""
-        config = self._config
-        like = abstract_state(self._mesh, parameters, self._optimizer)
-        checkpoints = Checkpoints(
-            self._output / "checkpoints", config.keep_checkpoints, config.keep_every
-        )
-        try:
-            state = checkpoints.restore(like, say)
-            if state is None:
-                state = placed_state(self._mesh, parameters, self._optimizer)
-            else:
-                say(f"resumed from step {int(state.step)}")
-                for leaf in jax.tree.leaves(parameters):
-                    leaf.delete()  # the state has its own
-            if int(state.step) < config.steps:
-                state = self._train(state, checkpoints)
-        finally:
-            checkpoints.close()
-        return state
+    def run(self, checkpoints: Checkpoints) -> nnx.State:
+        """Trains to the last step; returns the parameters. The moments are not kept."""
+        compiled = self._compile()
+        state = starting_state(self._program, checkpoints)
+        if int(state.step) < self._config.steps:
+            state = self._train(compiled, state, checkpoints)
+        return state.parameters
 
-    def _train(self, state: TrainState, checkpoints: Checkpoints) -> TrainState:
+    def _train(self, compiled: Any, state: TrainState, checkpoints: Checkpoints) -> TrainState:
         config, done = self._config, int(state.step)
-        key = jax.random.key(config.seed)
-        compiled = self._compile(state, key)
+        key = self._program.mask_key()
         batches = TrainBatches(self._data, config, batch_sharding(self._mesh), start=done)
         clock = StepClock()
         pending = PendingMetrics(self._output, config.optimizer.max_skipped, batches.read_from)
@@ -182,14 +162,12 @@ class TrainingRun:
                 log.close()
         return state
 
-    def _compile(self, state: TrainState, key: jax.Array) -> Any:
-        """The step, compiled before the clock runs, and what it takes of the memory."""
-        if not hasattr(self._step, "lower"):
-            return self._step
+    def _compile(self) -> Any:
+        """The step, compiled before a weight is read, and what it takes of the memory."""
         started = time.monotonic()
-        rows = abstract_rows(self._config, self._mesh)
-        compiled = self._step.lower(state, rows, key).compile()
-        say(f"compiled in {time.monotonic() - started:.0f} s; {describe_budget(state, compiled)}")
+        compiled = self._program.lower().compile()
+        budget = describe_budget(self._program.state, compiled)
+        say(f"compiled in {time.monotonic() - started:.0f} s; {budget}")
         return compiled
 
     def _open_log(self, done: int) -> MetricsLog | None:

@@ -19,7 +19,6 @@ from tokenizers import Tokenizer
 from train.config import TrainConfig, describe, save_config
 from train.data.manifest import read_manifest
 from train.data.synthetic import rows_recipe
-from wedlm_jax.checkpoint.model_folder import RUN_STATES
 from wedlm_jax.errors import InputError
 from wedlm_jax.processes import is_first, say, wait_for_all
 
@@ -90,19 +89,23 @@ def row_order(config: TrainConfig, tokenizer: Tokenizer) -> RowOrder:
     )
 
 
-def begin_or_resume(config: TrainConfig, tokenizer: Tokenizer, output: Path) -> None:
+def begin_or_resume(
+    config: TrainConfig, tokenizer: Tokenizer, output: Path, *, resumes: bool
+) -> None:
     """Tells what has changed since a run's states were written, and writes down the recipe.
 
     Every process of the run calls this.
+
+    Args:
+      resumes: whether there are states.
 
     Raises:
       InputError: the run has states, and would go on with other rows than they were trained
         on, or in another order; ``allow_other_data`` allows it.
     """
     order = row_order(config, tokenizer)
-    has_states = any(path.name.isdigit() for path in (output / RUN_STATES).glob("*"))
-    changes = _changed_fields(config, output / CONFIG) if has_states else []
-    before = _saved_order(output / ORDER) if has_states else None
+    changes = _changed_fields(config, output / CONFIG) if resumes else []
+    before = _saved_order(output / ORDER) if resumes else None
     differences = order.differences(before) if before else []
     if differences and not config.allow_other_data:
         raise InputError(
@@ -111,7 +114,7 @@ def begin_or_resume(config: TrainConfig, tokenizer: Tokenizer, output: Path) -> 
         )
     for line in [*changes, *differences]:
         say(f"not as before: {line}")
-    if has_states and before is None:
+    if resumes and before is None:
         say(f"{output / ORDER} is not there: whether the data is as before is not known")
     wait_for_all("recipe compared")  # before the first writes, all have read
     if is_first():

@@ -50,7 +50,7 @@ class RunModel:
         state = newest_state(Path(folder))
         self.step = int(state.name)
         self.array_folder = step_tree(state)
-        self.config = dataclasses.replace(_config(Path(config_from)), model_type="wedlm")
+        self.config = dataclasses.replace(described_model(Path(config_from)), model_type="wedlm")
         leaves = array_shapes(self.array_folder)
         paths = _paths(self.config)
         names = list(leaves)[LEAVES_BEFORE_PARAMETERS:][: len(paths)]
@@ -82,6 +82,13 @@ def describe_run(run: Path, config: ModelConfig, tokenizer_from: Path) -> None:
             copy_tokenizer(tokenizer_from, beside)
 
 
+def is_described(run: Path, config: ModelConfig) -> bool:
+    """Whether `describe_run` has written that the run's model is ``config``."""
+    folder = run / RUN_MODEL
+    described = (folder / "config.json").exists() and (folder / "tokenizer.json").exists()
+    return described and described_model(folder) == dataclasses.replace(config, model_type="wedlm")
+
+
 def newest_state(folder: Path) -> Path:
     """The newest complete state of a run: given its folder, its ``checkpoints``, or itself.
 
@@ -102,8 +109,9 @@ def _is_state(folder: Path) -> bool:
     return step_tree(folder).is_dir()
 
 
-def _config(folder: Path) -> ModelConfig:
-    """From headers where there are weights: a config.json may be silent where tensors tell."""
+def described_model(folder: Path) -> ModelConfig:
+    """The architecture that a folder's ``config.json`` describes, and the weights' headers where
+    there are weights: a config.json may be silent where tensors tell."""
     if (folder / ORBAX).is_dir():
         return OrbaxCheckpoint(folder).config
     if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
