@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from train.config import describe, load_config
 from train.distributed import add_options, join
 from wedlm_jax.processes import say
+from wedlm_jax.storage import as_path
 
 
 def main(arguments: list[str]) -> int:
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
     join(options)
     from wedlm_jax.compiled_cache import keep_compiled
 
-    keep_compiled(Path(config.output) / "compiled")
+    keep_compiled(as_path(config.output) / "compiled")
     try:
         folder = train(config)
     except RunStopped as stopped:

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig
 from train.data.batches import TrainBatches
+from train.data.samples import load_tokenizer
 from train.distributed import AgreedStop
 from train.evaluation import EVALUATION, Evaluation, append_record
 from train.metrics import (
@@ -27,7 +28,8 @@ from train.metrics import (
 )
 from train.program import TrainProgram, make_program, schedule_of
 from train.resume import begin_or_resume
-from train.skipped_steps import SKIPPED, PendingMetrics
+from train.run_files import RunFiles, open_output
+from train.skipped_steps import SKIPPED, PendingMetrics, TooManySkipped
 from train.start import (
     check_start,
     held_out_rows,
@@ -36,13 +38,13 @@ from train.start import (
     tokenizer_folder,
     training_rows,
 )
-from train.step import TrainState
+from train.step import TrainState, forgiven
 from train.step_cost import describe_budget, model_flops, peak_flops
 from wedlm_jax.attention import check_runs_on
 from wedlm_jax.checkpoint.hf import save_checkpoint
 from wedlm_jax.checkpoint.model_folder import RUN_STATES
 from wedlm_jax.checkpoint.run_folder import describe_run, is_described
-from wedlm_jax.processes import is_first, say, wait_for_all
+from wedlm_jax.processes import is_first, say
 from wedlm_jax.sharding import batch_sharding, make_mesh
 
 
@@ -66,21 +68,19 @@ def train(config: TrainConfig) -> Path:
 
     Raises:
       InputError: something in the recipe or its files is not right, or too many steps in a row
-        had to be skipped.
+        had to be skipped; then the state is saved.
       RunStopped: SIGTERM came; the state is saved, and the same call goes on from it.
     """
     schedule_of(config)  # refused before anything is made
     mesh = make_mesh(dataclasses.asdict(config.mesh))
     check_runs_on(config.loss.attention, mesh.devices.flat[0].platform)
-    output = Path(config.output)
-    if is_first():
-        output.mkdir(parents=True, exist_ok=True)
-    wait_for_all("output")
+    output = open_output(config.output)
+    files = RunFiles(output)
     checkpoints = Checkpoints(output / RUN_STATES, config.keep_checkpoints, config.keep_every)
     try:
         resumes = bool(checkpoints.steps())
         folder = tokenizer_folder(config, output, resumes=resumes)
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer = load_tokenizer(folder)
         if not resumes:
             check_start(config)
         model = recipe_model(config, tokenizer, output if resumes else None)
@@ -89,9 +89,10 @@ def train(config: TrainConfig) -> Path:
         if not (resumes and is_described(output, model)):
             describe_run(output, model, folder)
         with jax.set_mesh(mesh):
-            parameters = TrainingRun(program, tokenizer, output).run(checkpoints)
+            parameters = TrainingRun(program, tokenizer, output, files).run(checkpoints)
     finally:
         checkpoints.close()
+        files.close()
     exported = dataclasses.replace(model, model_type="wedlm")
     trained = nnx.merge(program.graph, parameters)
     save_checkpoint(trained, exported, output / "hf", dtype="float32", tokenizer_from=folder)
@@ -105,11 +106,13 @@ class TrainingRun:
       program: of the recipe; its mesh is already set.
       tokenizer: for the synthetic corpus.
       output: the run's folder.
+      files: where its logs are written.
     """
 
-    def __init__(self, program: TrainProgram, tokenizer: Tokenizer, output: Path):
+    def __init__(self, program: TrainProgram, tokenizer: Tokenizer, output: Path, files: RunFiles):
         config, model = program.config, program.model
-        self._program, self._config, self._output = program, config, output
+        self._program, self._config = program, config
+        self._files, self._output = files, files.folder
         self._mesh = program.mesh
         pad = model.pad_token_id or 0
         self._data = training_rows(config, output, tokenizer, pad)
@@ -152,15 +155,23 @@ class TrainingRun:
                     ends = stop.after(step + 1)
                     if last or ends or (step + 1) % config.checkpoint_every == 0:
                         pending.read()  # what was skipped is on record before the state is
-                        checkpoints.save(state)
+                        self._save(checkpoints, state)
                     self._evaluate(step + 1, state, clock)
                     if ends and not last:
                         raise RunStopped(step + 1)
+        except TooManySkipped:
+            # Behind the steps that were skipped: a restart does not come to the same end.
+            self._save(checkpoints, forgiven(state))
+            raise
         finally:
             batches.close()
             if log is not None:
                 log.close()
         return state
+
+    def _save(self, checkpoints: Checkpoints, state: TrainState) -> None:
+        self._files.publish()  # what is logged up to a state is there when the state is
+        checkpoints.save(state)
 
     def _compile(self) -> Any:
         """The step, compiled before a weight is read, and what it takes of the memory."""

@@ -19,8 +19,10 @@ from tokenizers import Tokenizer
 from train.config import TrainConfig, describe, save_config
 from train.data.manifest import read_manifest
 from train.data.synthetic import rows_recipe
+from wedlm_jax.atomic import write_json
 from wedlm_jax.errors import InputError
 from wedlm_jax.processes import is_first, say, wait_for_all
+from wedlm_jax.storage import folder_of_this_machine
 
 CONFIG = "config.yaml"
 ORDER = "order.json"
@@ -73,10 +75,10 @@ def row_order(config: TrainConfig, tokenizer: Tokenizer) -> RowOrder:
     Raises:
       InputError: a folder of ``data.sources`` cannot be read.
     """
-    sources: list[dict[str, Any]] = [
-        {"name": folder, "content": read_manifest(Path(folder)).content[:16], "weight": weight}
-        for folder, weight in config.data.sources.items()
-    ]
+    sources: list[dict[str, Any]] = []
+    for name, weight in config.data.sources.items():
+        manifest = read_manifest(folder_of_this_machine(name, "data.sources"))
+        sources.append({"name": name, "content": manifest.content[:16], "weight": weight})
     if not sources:
         digest = hashlib.sha256(rows_recipe(config, tokenizer).encode()).hexdigest()[:16]
         sources = [{"name": "the synthetic corpus", "content": digest, "weight": 1.0}]
@@ -119,9 +121,7 @@ def begin_or_resume(
     wait_for_all("recipe compared")  # before the first writes, all have read
     if is_first():
         save_config(config, output / CONFIG)
-        beside = output / f".{ORDER}.part"
-        beside.write_text(json.dumps(dataclasses.asdict(order), indent=2) + "\n", encoding="utf-8")
-        beside.replace(output / ORDER)
+        write_json(output / ORDER, dataclasses.asdict(order))
 
 
 def _saved_order(path: Path) -> RowOrder | None:
@@ -137,7 +137,7 @@ def _saved_order(path: Path) -> RowOrder | None:
 def _changed_fields(config: TrainConfig, path: Path) -> list[str]:
     """A line for each field whose value is not the saved one."""
     try:
-        saved = OmegaConf.to_container(OmegaConf.load(path))
+        saved = OmegaConf.to_container(OmegaConf.create(path.read_text(encoding="utf-8")))
     except Exception as error:
         # A YAML parser has many error types of its own.
         return [f"what, is not known: {path} cannot be read ({str(error).splitlines()[0]})"]

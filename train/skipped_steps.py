@@ -70,6 +70,10 @@ def judge(guard: Guard, state: GuardState, step: Array, norm: Array) -> tuple[Ar
     )
 
 
+class TooManySkipped(InputError):
+    """So many steps in a row were skipped that the run stops."""
+
+
 class PendingMetrics:
     """Metrics of the steps since the last record, still on the devices.
 
@@ -97,7 +101,7 @@ class PendingMetrics:
         """The newest step's metrics; waits for it.
 
         Raises:
-          InputError: more steps in a row were skipped than allowed.
+          TooManySkipped: as many steps in a row were skipped as are allowed.
         """
         record: Record = {}
         for step, metrics in self._waiting:
@@ -115,7 +119,8 @@ class PendingMetrics:
                 rows = self._read_from(step - 1)
                 file.write(as_json(step, {"batch": step - 1, **why}, rows=rows))
         if record["skipped"] >= self._max:
-            raise InputError(
+            raise TooManySkipped(
                 f"step {step}: {record['skipped']:.0f} steps in a row were skipped, which is as "
-                f"many as optimizer.max_skipped allows; {self._path} names their batches and rows"
+                f"many as optimizer.max_skipped allows; {SKIPPED} in the run's folder names their "
+                "batches and rows, and the same command goes on behind them"
             )

@@ -36,6 +36,7 @@ from wedlm_jax.checkpoint.run_folder import described_model
 from wedlm_jax.config import CONFIG_FIELDS, SIZES, ModelConfig, config_from_hf, config_to_hf
 from wedlm_jax.errors import InputError, did_you_mean
 from wedlm_jax.processes import is_first, say, wait_for_all
+from wedlm_jax.storage import as_path
 
 TOKENIZER_SAMPLES = 20_000
 PARAMETERS = (*SIZES, "attention_bias", "qk_norm", "tie_word_embeddings")
@@ -56,7 +57,7 @@ def tokenizer_folder(config: TrainConfig, output: Path, *, resumes: bool = False
         if given is not None:
             if not _has_tokenizer(given):
                 raise InputError(f"{given}: no tokenizer.json in this folder")
-            return Path(given)
+            return as_path(given)
     folder = output / "tokenizer"
     if is_first() and not _has_tokenizer(folder):
         say(f"training a tokenizer of {config.data.vocab_size} tokens")
@@ -71,7 +72,7 @@ def tokenizer_folder(config: TrainConfig, output: Path, *, resumes: bool = False
 
 
 def _has_tokenizer(folder: str | Path | None) -> bool:
-    return folder is not None and (Path(folder) / "tokenizer.json").exists()
+    return folder is not None and (as_path(folder) / "tokenizer.json").exists()
 
 
 def recipe_model(
@@ -93,7 +94,7 @@ def recipe_model(
     if run is not None and (run / RUN_MODEL / "config.json").exists():
         return _with_architecture(described_model(run / RUN_MODEL), stated, run / RUN_MODEL)
     if config.model.init_from is not None:
-        folder = Path(config.model.init_from)
+        folder = as_path(config.model.init_from)
         return _with_architecture(described_model(folder), stated, folder)
     told: dict[str, Any] = {"model_type": "wedlm"}
     if tokenizer is not None:
@@ -137,7 +138,7 @@ def check_start(config: TrainConfig) -> None:
     """Refuses a checkpoint to start from whose tensors are not its model's: by its headers, before
     anything is compiled."""
     if config.model.init_from is not None:
-        check_tensors(HFCheckpoint(Path(config.model.init_from)))
+        check_tensors(HFCheckpoint(config.model.init_from))
 
 
 def starting_state(program: TrainProgram, checkpoints: Checkpoints) -> TrainState:
@@ -155,7 +156,7 @@ def starting_state(program: TrainProgram, checkpoints: Checkpoints) -> TrainStat
     folder = program.config.model.init_from
     if folder is None:
         return program.first_state(program.random_parameters())
-    loaded = load_checkpoint(Path(folder), dtype=jnp.float32, mesh=program.mesh)
+    loaded = load_checkpoint(folder, dtype=jnp.float32, mesh=program.mesh)
     return program.first_state(nnx.state(loaded))
 
 

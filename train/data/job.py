@@ -30,6 +30,7 @@ from wedlm_jax.atomic import replacing
 from wedlm_jax.errors import InputError
 from wedlm_jax.packing import TokenisedSample, pack
 from wedlm_jax.records.files import RecordFile, file_size
+from wedlm_jax.storage import folder_of_this_machine
 
 MALFORMED = "malformed.jsonl"
 SORTED_SAMPLES = 1024
@@ -149,7 +150,7 @@ def check_options(options: TokeniseOptions) -> None:
             f"--row-length {options.samples.row_length} is not a multiple of "
             f"--block-size {options.block_size}"
         )
-    output = Path(options.output)
+    output = folder_of_this_machine(options.output, "what is tokenised")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InputError(f"{output}: is there already; remove it, or name another folder")
 

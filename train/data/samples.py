@@ -206,10 +206,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
       InputError: naming the file that is missing or malformed.
     """
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    if not path.exists():
         raise InputError(f"{folder}: no tokenizer.json in this folder")
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:
         # The parser raises a bare Exception.
         reason = shortened(str(error))

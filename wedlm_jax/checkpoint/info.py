@@ -12,6 +12,7 @@ from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL, HFCheckpoint
 from wedlm_jax.checkpoint.model_folder import OrbaxCheckpoint, format_of
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
+from wedlm_jax.storage import ByteRanges, as_path
 
 CACHE_BYTES = {"bfloat16": 2, "float32": 4}
 
@@ -54,7 +55,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
     Raises:
       InputError: naming the file that is missing, cut off or not what it should be.
     """
-    folder = Path(folder)
+    folder = as_path(folder)
     found = format_of(folder)
     checkpoint = OrbaxCheckpoint(folder) if found == "orbax" else HFCheckpoint(folder)
     config, raw, shapes = checkpoint.config, checkpoint.raw_config, _shapes(checkpoint)
@@ -107,7 +108,7 @@ def _dtype_counts(shapes: Shapes) -> dict[str, int]:
 
 def _files(folder: Path) -> dict[str, int]:
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {"count": len(paths), "bytes": sum(path.stat().st_size for path in paths)}
+    return {"count": len(paths), "bytes": sum(ByteRanges(path).size for path in paths)}
 
 
 def _architecture(config: ModelConfig) -> dict[str, Any]:
