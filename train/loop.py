@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,6 @@ from train.config import TrainConfig
 from train.data.batches import TrainBatches
 from train.distributed import AgreedStop
 from train.evaluation import EVALUATION, Evaluation, append_record
-from train.metrics import (
-    MetricsLog,
-    Record,
-    Sink,
-    StepClock,
-    TensorBoard,
-    Wandb,
-    cut_back,
-)
 from train.program import (
     abstract_rows,
     abstract_state,
@@ -36,16 +26,23 @@ from train.program import (
     schedule_of,
 )
 from train.resume import begin_or_resume
-from train.skipped_steps import SKIPPED, PendingMetrics
 from train.start import held_out_rows, initial_model, tokenizer_folder, training_rows
 from train.step import TrainState, make_train_step
 from train.step_cost import describe_budget, model_flops, peak_flops
+from train.watch.boards import check_boards, open_boards
+from train.watch.log import MetricsLog
+from train.watch.pending import SKIPPED, PendingMetrics, TooManySkipped
+from train.watch.profile import Profiler
+from train.watch.records import Record, cut_back
+from train.watch.run_time import RunTime
+from train.watch.stall import StallWatch
 from wedlm_jax.attention import check_runs_on
 from wedlm_jax.checkpoint.hf import save_checkpoint
 from wedlm_jax.checkpoint.run_folder import describe_run
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.processes import is_first, say, wait_for_all
 from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh
+from wedlm_jax.signals import TERMINATED
 
 
 class RunStopped(Exception):
@@ -53,11 +50,12 @@ class RunStopped(Exception):
 
     Attributes:
       step: completed steps.
+      status: for the process to exit with.
     """
 
-    def __init__(self, step: int):
+    def __init__(self, step: int, status: int = TERMINATED):
         super().__init__(f"stopped after step {step}")
-        self.step = step
+        self.step, self.status = step, status
 
 
 def train(config: TrainConfig) -> Path:
@@ -69,9 +67,11 @@ def train(config: TrainConfig) -> Path:
     Raises:
       InputError: something in the recipe or its files is not right, or too many steps in a row
         had to be skipped.
-      RunStopped: SIGTERM came; the state is saved, and the same call goes on from it.
+      RunStopped: SIGTERM or Ctrl-C came; the state is saved, and the same call goes on from it.
     """
+    time = RunTime()
     schedule_of(config)  # refused before anything is made
+    check_boards(config.metrics)
     mesh = make_mesh(dataclasses.asdict(config.mesh))
     check_runs_on(config.loss.attention, mesh.devices.flat[0].platform)
     output = Path(config.output)
@@ -86,7 +86,7 @@ def train(config: TrainConfig) -> Path:
     describe_run(output, model.config, folder)
     graph, parameters = nnx.split(model)
     with jax.set_mesh(mesh):
-        run = TrainingRun(config, mesh, graph, model.config, tokenizer, output)
+        run = TrainingRun(config, mesh, graph, model.config, tokenizer, output, time)
         parameters = run.run(parameters).parameters  # the moments are not kept for the export
     exported = dataclasses.replace(model.config, model_type="wedlm")
     trained = nnx.merge(graph, parameters)
@@ -103,6 +103,7 @@ class TrainingRun:
       graph, model: of the model.
       tokenizer: for the synthetic corpus.
       output: the run's folder.
+      time: the clock of this attempt.
     """
 
     def __init__(
@@ -113,13 +114,19 @@ class TrainingRun:
         model: ModelConfig,
         tokenizer: Tokenizer,
         output: Path,
+        time: RunTime,
     ):
-        self._config, self._mesh, self._output = config, mesh, output
+        self._config, self._mesh, self._output, self._time = config, mesh, output, time
         pad = model.pad_token_id or 0
         self._data = training_rows(config, output, tokenizer, pad)
         self._optimizer, objective = optimizer_of(config), objective_of(config, model)
         self._step = make_train_step(
-            graph, self._optimizer, objective, schedule=schedule_of(config), guard=guard_of(config)
+            graph,
+            self._optimizer,
+            objective,
+            schedule=schedule_of(config),
+            guard=guard_of(config),
+            norms=config.metrics.norms,
         )
         self._flops = model_flops(config, model)
         self._tokens = config.accumulation * config.rows * config.row_length
@@ -150,63 +157,83 @@ class TrainingRun:
         return state
 
     def _train(self, state: TrainState, checkpoints: Checkpoints) -> TrainState:
-        config, done = self._config, int(state.step)
+        config, done, time = self._config, int(state.step), self._time
         key = jax.random.key(config.seed)
         compiled = self._compile(state, key)
         batches = TrainBatches(self._data, config, batch_sharding(self._mesh), start=done)
-        clock = StepClock()
-        pending = PendingMetrics(self._output, config.optimizer.max_skipped, batches.read_from)
+        pending = self._pending(batches, done)
         log = self._open_log(done)
+        time.begin(self._output, done)
+        stop, watch = AgreedStop(), StallWatch(config.metrics.stall_factor)
         try:
-            with AgreedStop() as stop:
-                for step in range(done, config.steps):
-                    self._profile(step)
-                    waited = batches.input_wait
-                    state, metrics = compiled(state, next(batches), key)
-                    clock.count(batches.input_wait - waited)
-                    pending.add(step + 1, metrics)
-                    last = step + 1 == config.steps
-                    if last or (step + 1) % config.log_every == 0:
-                        record = pending.read()
-                        self._log(log, step + 1, record, clock)
-                    ends = stop.after(step + 1)
-                    if last or ends or (step + 1) % config.checkpoint_every == 0:
-                        pending.read()  # what was skipped is on record before the state is
-                        checkpoints.save(state)
-                    self._evaluate(step + 1, state, clock)
+            with stop, watch, self._profiler() as profiler:
+                for step in range(done + 1, config.steps + 1):
+                    profiler.before(step - 1, state.step)
+                    watch.step()
+                    with time.spent("input"):
+                        rows = next(batches)
+                    state, metrics = compiled(state, rows, key)
+                    pending.add(step, metrics)
+                    time.step(step)
+                    last, ends = step == config.steps, stop.after(step)
+                    try:
+                        if last or step % config.log_every == 0:
+                            self._log(log, step, pending.record())
+                        if saves := last or ends or step % config.checkpoint_every == 0:
+                            pending.keep(step)
+                    except TooManySkipped:
+                        checkpoints.save(state)  # from there a restart goes on behind them
+                        raise
+                    if saves:
+                        watch.pause()
+                        with time.spent("checkpoint"):
+                            checkpoints.save(state)
+                    self._evaluate(step, state, watch)
                     if ends and not last:
-                        raise RunStopped(step + 1)
+                        raise RunStopped(step, stop.status)
+                profiler.end(config.steps, state.step)
         finally:
             batches.close()
             if log is not None:
                 log.close()
+            time.close()
         return state
+
+    def _pending(self, batches: TrainBatches, done: int) -> PendingMetrics:
+        return PendingMetrics(
+            self._output,
+            self._config.optimizer.max_skipped,
+            batches.read_from,
+            ar_weight=self._config.loss.ar_weight,
+            done=done,
+        )
+
+    def _profiler(self) -> Profiler:
+        metrics = self._config.metrics
+        return Profiler(self._output, metrics.profile_from, metrics.profile_steps)
 
     def _compile(self, state: TrainState, key: jax.Array) -> Any:
         """The step, compiled before the clock runs, and what it takes of the memory."""
         if not hasattr(self._step, "lower"):
             return self._step
-        started = time.monotonic()
-        rows = abstract_rows(self._config, self._mesh)
-        compiled = self._step.lower(state, rows, key).compile()
-        say(f"compiled in {time.monotonic() - started:.0f} s; {describe_budget(state, compiled)}")
+        with self._time.spent("compile"):
+            rows = abstract_rows(self._config, self._mesh)
+            compiled = self._step.lower(state, rows, key).compile()
+        seconds = self._time.seconds["compile"]
+        say(f"compiled in {seconds:.0f} s; {describe_budget(state, compiled)}")
         return compiled
 
     def _open_log(self, done: int) -> MetricsLog | None:
         if not is_first():
             return None
-        config, sinks = self._config, list[Sink]()
+        config = self._config
         for name in (SKIPPED, EVALUATION):  # what is done again is told again
             cut_back(self._output / name, done)
-        if config.metrics.tensorboard:
-            sinks.append(TensorBoard(self._output / "tensorboard", done))
-        if config.metrics.wandb:
-            settings = dataclasses.asdict(config)
-            sinks.append(Wandb(config.metrics.wandb, self._output, settings))
-        return MetricsLog(self._output, config.steps, done, config.objective, sinks)
+        boards = open_boards(config, self._output, done)
+        return MetricsLog(self._output, config.steps, done, config.objective, boards)
 
-    def _log(self, log: MetricsLog | None, step: int, record: Record, clock: StepClock) -> None:
-        speed = clock.read(self._tokens)
+    def _log(self, log: MetricsLog | None, step: int, record: Record) -> None:
+        speed = self._time.read(self._tokens)
         devices = self._mesh.devices.flat
         if (peak := peak_flops(devices[0])) is not None:
             record["mfu"] = self._flops / speed["step_seconds"] / (peak * len(devices))
@@ -215,19 +242,12 @@ class TrainingRun:
         if log is not None:
             log.write(step, record | speed)
 
-    def _evaluate(self, step: int, state: TrainState, clock: StepClock) -> None:
+    def _evaluate(self, step: int, state: TrainState, watch: StallWatch) -> None:
         every = self._config.evaluation.every
         if self._evaluation is None or (step % every and step != self._config.steps):
             return
-        record = self._evaluation.run(state.parameters)
+        watch.pause()
+        with self._time.spent("evaluation"):
+            record = self._evaluation.run(state.parameters)
         append_record(self._output, step, record)
         say(f"held out, step {step}: " + " ".join(f"{k} {v:.4g}" for k, v in record.items()))
-        clock.restart()
-
-    def _profile(self, step: int) -> None:
-        first, count = self._config.metrics.profile_from, self._config.metrics.profile_steps
-        if count and step == first:
-            jax.profiler.start_trace(str(self._output / "profile"))
-        if count and step == first + count:
-            jax.profiler.stop_trace()
-            say(f"profile of steps {first} to {step - 1} in {self._output / 'profile'}")
