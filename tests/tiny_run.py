@@ -41,7 +41,7 @@ ARCHITECTURE = {
 }
 
 
-WALL_CLOCK = {"tokens_per_second", "step_seconds", "input_wait"}
+WALL_CLOCK = {"tokens_per_second", "step_seconds", "input_wait", "goodput"}
 """Numbers that no run repeats."""
 
 

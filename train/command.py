@@ -51,7 +51,6 @@ def main(arguments: list[str]) -> int:
         return 0
 
     from train.loop import RunStopped, train
-    from wedlm_jax.signals import TERMINATED
 
     join(options)
     from wedlm_jax.compiled_cache import keep_compiled
@@ -62,6 +61,6 @@ def main(arguments: list[str]) -> int:
     except RunStopped as stopped:
         text = f"wedlm train: {stopped}; the same command goes on from there"
         print(text, file=sys.stderr, flush=True)
-        return TERMINATED
+        return stopped.status
     say(f"exported {folder}")
     return 0

@@ -137,6 +137,10 @@ class MetricsSection:
     wandb: str | None = _field(None, "project at Weights & Biases to log to; null: none")
     profile_from: int = _field(0, "first step of a profile for xprof, in <output>/profile", least=0)
     profile_steps: int = _field(0, "steps profiled; 0: no profile", least=0)
+    norms: bool = _field(True, "measure norms of parameters and updates, by group")
+    stall_factor: float = _field(
+        10.0, "write all stacks when a step takes so many times the median; 0: never", least=0
+    )
 
 
 @dataclasses.dataclass
@@ -149,6 +153,7 @@ class EvaluationSection:
         "folder of `wedlm tokenize` to evaluate on; null: held-out part of the corpus",
     )
     rows: int = _field(64, "held-out packed rows to take losses over", least=1)
+    seed: int = _field(0, "of the order in which these rows, and prefixes, are drawn")
     prompts: int = _field(8, "of these rows, how many prefixes to decode", least=0)
     max_tokens: int = _field(64, "completion tokens of each", least=1)
 

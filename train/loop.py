@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,9 @@ from train.data.batches import TrainBatches
 from train.data.samples import load_tokenizer
 from train.distributed import AgreedStop
 from train.evaluation import EVALUATION, Evaluation, append_record
-from train.metrics import (
-    MetricsLog,
-    Record,
-    Sink,
-    StepClock,
-    TensorBoard,
-    Wandb,
-    cut_back,
-)
 from train.program import TrainProgram, make_program, schedule_of
 from train.resume import begin_or_resume
 from train.run_files import RunFiles, open_output
-from train.skipped_steps import SKIPPED, PendingMetrics, TooManySkipped
 from train.start import (
     check_start,
     held_out_rows,
@@ -40,12 +29,20 @@ from train.start import (
 )
 from train.step import TrainState, forgiven
 from train.step_cost import describe_budget, model_flops, peak_flops
+from train.watch.boards import check_boards, open_boards
+from train.watch.log import MetricsLog
+from train.watch.pending import SKIPPED, PendingMetrics, TooManySkipped
+from train.watch.profile import Profiler
+from train.watch.records import Record, cut_back
+from train.watch.run_time import RunTime
+from train.watch.stall import StallWatch
 from wedlm_jax.attention import check_runs_on
 from wedlm_jax.checkpoint.hf import save_checkpoint
 from wedlm_jax.checkpoint.model_folder import RUN_STATES
 from wedlm_jax.checkpoint.run_folder import describe_run, is_described
 from wedlm_jax.processes import is_first, say
 from wedlm_jax.sharding import batch_sharding, make_mesh
+from wedlm_jax.signals import TERMINATED
 
 
 class RunStopped(Exception):
@@ -53,11 +50,12 @@ class RunStopped(Exception):
 
     Attributes:
       step: completed steps.
+      status: for the process to exit with.
     """
 
-    def __init__(self, step: int):
+    def __init__(self, step: int, status: int = TERMINATED):
         super().__init__(f"stopped after step {step}")
-        self.step = step
+        self.step, self.status = step, status
 
 
 def train(config: TrainConfig) -> Path:
@@ -69,9 +67,11 @@ def train(config: TrainConfig) -> Path:
     Raises:
       InputError: something in the recipe or its files is not right, or too many steps in a row
         had to be skipped; then the state is saved.
-      RunStopped: SIGTERM came; the state is saved, and the same call goes on from it.
+      RunStopped: SIGTERM or Ctrl-C came; the state is saved, and the same call goes on from it.
     """
+    time = RunTime()
     schedule_of(config)  # refused before anything is made
+    check_boards(config.metrics)
     mesh = make_mesh(dataclasses.asdict(config.mesh))
     check_runs_on(config.loss.attention, mesh.devices.flat[0].platform)
     output = open_output(config.output)
@@ -89,7 +89,8 @@ def train(config: TrainConfig) -> Path:
         if not (resumes and is_described(output, model)):
             describe_run(output, model, folder)
         with jax.set_mesh(mesh):
-            parameters = TrainingRun(program, tokenizer, output, files).run(checkpoints)
+            run = TrainingRun(program, tokenizer, output, files, time)
+            parameters = run.run(checkpoints)
     finally:
         checkpoints.close()
         files.close()
@@ -107,13 +108,20 @@ class TrainingRun:
       tokenizer: for the synthetic corpus.
       output: the run's folder.
       files: where its logs are written.
+      time: the clock of this attempt.
     """
 
-    def __init__(self, program: TrainProgram, tokenizer: Tokenizer, output: Path, files: RunFiles):
+    def __init__(
+        self,
+        program: TrainProgram,
+        tokenizer: Tokenizer,
+        output: Path,
+        files: RunFiles,
+        time: RunTime,
+    ):
         config, model = program.config, program.model
-        self._program, self._config = program, config
-        self._files, self._output = files, files.folder
-        self._mesh = program.mesh
+        self._program, self._config, self._mesh = program, config, program.mesh
+        self._files, self._output, self._time = files, files.folder, time
         pad = model.pad_token_id or 0
         self._data = training_rows(config, output, tokenizer, pad)
         self._flops = model_flops(config, model)
@@ -134,40 +142,60 @@ class TrainingRun:
         return state.parameters
 
     def _train(self, compiled: Any, state: TrainState, checkpoints: Checkpoints) -> TrainState:
-        config, done = self._config, int(state.step)
+        config, done, time = self._config, int(state.step), self._time
         key = self._program.mask_key()
         batches = TrainBatches(self._data, config, batch_sharding(self._mesh), start=done)
-        clock = StepClock()
-        pending = PendingMetrics(self._output, config.optimizer.max_skipped, batches.read_from)
+        pending = self._pending(batches, done)
         log = self._open_log(done)
+        time.begin(self._output, done)
+        stop, watch = AgreedStop(), StallWatch(config.metrics.stall_factor)
         try:
-            with AgreedStop() as stop:
-                for step in range(done, config.steps):
-                    self._profile(step)
-                    waited = batches.input_wait
-                    state, metrics = compiled(state, next(batches), key)
-                    clock.count(batches.input_wait - waited)
-                    pending.add(step + 1, metrics)
-                    last = step + 1 == config.steps
-                    if last or (step + 1) % config.log_every == 0:
-                        record = pending.read()
-                        self._log(log, step + 1, record, clock)
-                    ends = stop.after(step + 1)
-                    if last or ends or (step + 1) % config.checkpoint_every == 0:
-                        pending.read()  # what was skipped is on record before the state is
-                        self._save(checkpoints, state)
-                    self._evaluate(step + 1, state, clock)
+            with stop, watch, self._profiler() as profiler:
+                for step in range(done + 1, config.steps + 1):
+                    profiler.before(step - 1, state.step)
+                    watch.step()
+                    with time.spent("input"):
+                        rows = next(batches)
+                    state, metrics = compiled(state, rows, key)
+                    pending.add(step, metrics)
+                    time.step(step)
+                    last, ends = step == config.steps, stop.after(step)
+                    try:
+                        if last or step % config.log_every == 0:
+                            self._log(log, step, pending.record())
+                        if saves := last or ends or step % config.checkpoint_every == 0:
+                            pending.keep(step)
+                    except TooManySkipped:
+                        # From there a restart goes on behind them, and does not count them.
+                        self._save(checkpoints, forgiven(state))
+                        raise
+                    if saves:
+                        watch.pause()
+                        with time.spent("checkpoint"):
+                            self._save(checkpoints, state)
+                    self._evaluate(step, state, watch)
                     if ends and not last:
-                        raise RunStopped(step + 1)
-        except TooManySkipped:
-            # Behind the steps that were skipped: a restart does not come to the same end.
-            self._save(checkpoints, forgiven(state))
-            raise
+                        raise RunStopped(step, stop.status)
+                profiler.end(config.steps, state.step)
         finally:
             batches.close()
             if log is not None:
                 log.close()
+            time.close()
         return state
+
+    def _pending(self, batches: TrainBatches, done: int) -> PendingMetrics:
+        return PendingMetrics(
+            self._output,
+            self._config.optimizer.max_skipped,
+            batches.read_from,
+            ar_weight=self._config.loss.ar_weight,
+            done=done,
+        )
+
+    def _profiler(self) -> Profiler:
+        metrics = self._config.metrics
+        return Profiler(self._output, metrics.profile_from, metrics.profile_steps)
 
     def _save(self, checkpoints: Checkpoints, state: TrainState) -> None:
         self._files.publish()  # what is logged up to a state is there when the state is
@@ -175,27 +203,23 @@ class TrainingRun:
 
     def _compile(self) -> Any:
         """The step, compiled before a weight is read, and what it takes of the memory."""
-        started = time.monotonic()
-        compiled = self._program.lower().compile()
+        with self._time.spent("compile"):
+            compiled = self._program.lower().compile()
         budget = describe_budget(self._program.state, compiled)
-        say(f"compiled in {time.monotonic() - started:.0f} s; {budget}")
+        say(f"compiled in {self._time.seconds['compile']:.0f} s; {budget}")
         return compiled
 
     def _open_log(self, done: int) -> MetricsLog | None:
         if not is_first():
             return None
-        config, sinks = self._config, list[Sink]()
+        config = self._config
         for name in (SKIPPED, EVALUATION):  # what is done again is told again
             cut_back(self._output / name, done)
-        if config.metrics.tensorboard:
-            sinks.append(TensorBoard(self._output / "tensorboard", done))
-        if config.metrics.wandb:
-            settings = dataclasses.asdict(config)
-            sinks.append(Wandb(config.metrics.wandb, self._output, settings))
-        return MetricsLog(self._output, config.steps, done, config.objective, sinks)
+        boards = open_boards(config, self._output, done)
+        return MetricsLog(self._output, config.steps, done, config.objective, boards)
 
-    def _log(self, log: MetricsLog | None, step: int, record: Record, clock: StepClock) -> None:
-        speed = clock.read(self._tokens)
+    def _log(self, log: MetricsLog | None, step: int, record: Record) -> None:
+        speed = self._time.read(self._tokens)
         devices = self._mesh.devices.flat
         if (peak := peak_flops(devices[0])) is not None:
             record["mfu"] = self._flops / speed["step_seconds"] / (peak * len(devices))
@@ -204,19 +228,12 @@ class TrainingRun:
         if log is not None:
             log.write(step, record | speed)
 
-    def _evaluate(self, step: int, state: TrainState, clock: StepClock) -> None:
+    def _evaluate(self, step: int, state: TrainState, watch: StallWatch) -> None:
         every = self._config.evaluation.every
         if self._evaluation is None or (step % every and step != self._config.steps):
             return
-        record = self._evaluation.run(state.parameters)
+        watch.pause()
+        with self._time.spent("evaluation"):
+            record = self._evaluation.run(state.parameters)
         append_record(self._output, step, record)
         say(f"held out, step {step}: " + " ".join(f"{k} {v:.4g}" for k, v in record.items()))
-        clock.restart()
-
-    def _profile(self, step: int) -> None:
-        first, count = self._config.metrics.profile_from, self._config.metrics.profile_steps
-        if count and step == first:
-            jax.profiler.start_trace(str(self._output / "profile"))
-        if count and step == first + count:
-            jax.profiler.stop_trace()
-            say(f"profile of steps {first} to {step - 1} in {self._output / 'profile'}")

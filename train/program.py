@@ -167,7 +167,12 @@ def make_program(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> TrainPr
     graph, parameters = nnx.split(nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0))))
     optimizer, objective = optimizer_of(config), objective_of(config, model)
     step = make_train_step(
-        graph, optimizer, objective, schedule=schedule_of(config), guard=guard_of(config)
+        graph,
+        optimizer,
+        objective,
+        schedule=schedule_of(config),
+        guard=guard_of(config),
+        norms=config.metrics.norms,
     )
     return TrainProgram(
         config=config,

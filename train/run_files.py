@@ -24,6 +24,9 @@ from wedlm_jax.storage import as_path, is_remote, upload
 SEEN_WITHIN_S = 60.0
 """How long a host looks for what another has written: some file systems tell of it late."""
 
+GROWING = ("*.jsonl", "time.json", "wandb.id")
+"""The files of a run that its next attempt goes on with."""
+
 
 def open_output(name: str) -> Path:
     """Makes a run's folder and finds out that every host sees it.
@@ -125,10 +128,11 @@ class RunFiles:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _fetch(self) -> None:
-        for path in self._output.glob("*.jsonl"):
-            copy = self.folder / path.name
-            copy.write_bytes(path.read_bytes())
-            self._copied[path.name] = _state(copy)
+        for pattern in GROWING:
+            for path in self._output.glob(pattern):
+                copy = self.folder / path.name
+                copy.write_bytes(path.read_bytes())
+                self._copied[path.name] = _state(copy)
 
 
 def _state(path: Path) -> tuple[int, int]:

@@ -172,21 +172,27 @@ def training_rows(
 def held_out_rows(
     config: TrainConfig, tokenizer: Tokenizer, pad_token_id: int
 ) -> dict[str, np.ndarray]:
-    """The rows to evaluate on, arrays ``[N, L]``: the first of the evaluation's source, or of the
-    corpus's held-out part."""
+    """The rows to evaluate on, arrays ``[N, L]``, drawn by the evaluation's seed: from its source,
+    or from the corpus's held-out part. The first would be no sample: packing begins with the
+    longest texts."""
     count, data = config.evaluation.rows, config.data
+
+    def order(rows: int) -> np.ndarray:
+        return np.random.default_rng(config.evaluation.seed).permutation(rows)[:count]
+
     if config.evaluation.source is not None:
         source = dataclasses.replace(data, sources={config.evaluation.source: 1.0})
         opened = open_sources(dataclasses.replace(config, data=source), tokenizer, pad_token_id)
-        first = [opened.rows[0][i] for i in range(min(count, len(opened.rows[0])))]
-        return {name: np.stack([row[name] for row in first]) for name in first[0]}
+        drawn = [opened.rows[0][i] for i in order(len(opened.rows[0]))]
+        return {name: np.stack([row[name] for row in drawn]) for name in drawn[0]}
     if data.sources:
         raise InputError("evaluation.source: data.sources need a folder of held-out rows beside")
     # As many samples as fill the rows amply.
     amply = dataclasses.replace(data, samples=count * config.row_length // 16)
     recipe = dataclasses.replace(config, data=amply)
     rows = build_dataset(recipe, tokenizer, pad_token_id, lambda _: None, "heldout")
-    return {name: x[:count] for name, x in rows.arrays.items()}
+    picked = order(len(rows.arrays["tokens"]))
+    return {name: x[picked] for name, x in rows.arrays.items()}
 
 
 def packed_dataset(

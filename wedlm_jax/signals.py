@@ -1,11 +1,11 @@
-"""SIGTERM: the one place that handles it."""
+"""Signals that end a program well: the one place that handles them."""
 
 from __future__ import annotations
 
 import signal
 import threading
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 TERMINATED = 128 + signal.SIGTERM
 """Exit status after SIGTERM: not 0, so that a script that waits for the process does not
@@ -17,19 +17,24 @@ INTERRUPTED = 128 + signal.SIGINT
 class StopRequest:
     """Notes SIGTERM while it is open.
 
+    Args:
+      signals: others to note instead. Ctrl-C (SIGINT) is noted once; a second one interrupts.
+
     Attributes:
-      requested: whether it has come.
+      requested: whether one has come.
+      status: the exit status that tells which: 128 and its number.
     """
 
-    def __init__(self) -> None:
-        self.requested = False
+    def __init__(self, *signals: signal.Signals) -> None:
+        self.requested, self.status = False, TERMINATED
         # Only the main thread can handle signals; elsewhere, as in a Ray actor, the host program
         # does.
-        self._handles = threading.current_thread() is threading.main_thread()
+        main = threading.current_thread() is threading.main_thread()
+        self._signals = (signals or (signal.SIGTERM,)) if main else ()
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        if self._handles:
-            self._before = signal.signal(signal.SIGTERM, self._handle)
+        self._before = {one: signal.signal(one, self._handle) for one in self._signals}
         return self
 
     def __exit__(
@@ -38,12 +43,15 @@ class StopRequest:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._handles:
-            signal.signal(signal.SIGTERM, self._before)
+        for one, before in self._before.items():
+            signal.signal(one, before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.status = 128 + number
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
         self.note()
 
     def note(self) -> None:
-        """Notes that SIGTERM has arrived."""
+        """Notes that a signal has arrived."""
         self.requested = True
