@@ -50,7 +50,7 @@ def on_devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(train.loop, "make_mesh", lambda sizes: make_mesh(sizes, devices))
 
 
-def tiny_recipe(output: Path, tokenizer: Path | None, **changes: object) -> TrainConfig:
+def tiny_recipe(output: Path | str, tokenizer: Path | None, **changes: object) -> TrainConfig:
     config = TrainConfig(
         steps=4,
         rows=2,

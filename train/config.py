@@ -53,8 +53,12 @@ def _field(
 
 @dataclasses.dataclass
 class ModelSection:
-    init_from: str | None = _field(None, "HF checkpoint folder to start from; null: from scratch")
-    architecture: dict[str, Any] = _field({}, "from scratch: the fields of an HF config.json")
+    init_from: str | None = _field(
+        None, "HF checkpoint to start from, a folder or gs://; null: from scratch"
+    )
+    architecture: dict[str, Any] = _field(
+        {}, "fields of an HF config.json: of a model from scratch, or laid over init_from's"
+    )
 
 
 @dataclasses.dataclass
@@ -177,7 +181,10 @@ class TrainConfig:
         most=1,
     )
     seed: int = _field(0, "of initial parameters, data order and masks")
-    output: str = _field("runs/train", "folder for checkpoints, logs and the exported model")
+    output: str = _field(
+        "runs/train",
+        "folder for checkpoints, logs and the exported model; all hosts see it; or gs://",
+    )
     checkpoint_every: int = _field(200, "steps between checkpoints", least=1)
     keep_checkpoints: int = _field(2, "newest checkpoints kept", least=1)
     keep_every: int = _field(

@@ -20,6 +20,7 @@ from train.program import TrainProgram, make_program, schedule_of
 from train.resume import begin_or_resume
 from train.run_files import RunFiles, open_output
 from train.start import (
+    check_paths,
     check_start,
     held_out_rows,
     recipe_model,
@@ -72,6 +73,7 @@ def train(config: TrainConfig) -> Path:
     time = RunTime()
     schedule_of(config)  # refused before anything is made
     check_boards(config.metrics)
+    check_paths(config)
     mesh = make_mesh(dataclasses.asdict(config.mesh))
     check_runs_on(config.loss.attention, mesh.devices.flat[0].platform)
     output = open_output(config.output)

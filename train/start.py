@@ -36,7 +36,7 @@ from wedlm_jax.checkpoint.run_folder import described_model
 from wedlm_jax.config import CONFIG_FIELDS, SIZES, ModelConfig, config_from_hf, config_to_hf
 from wedlm_jax.errors import InputError, did_you_mean
 from wedlm_jax.processes import is_first, say, wait_for_all
-from wedlm_jax.storage import as_path
+from wedlm_jax.storage import as_path, folder_of_this_machine
 
 TOKENIZER_SAMPLES = 20_000
 PARAMETERS = (*SIZES, "attention_bias", "qk_norm", "tie_word_embeddings")
@@ -132,6 +132,21 @@ def _with_architecture(found: ModelConfig, stated: dict[str, Any], folder: Path)
         if ours != theirs:
             say(f"model.architecture: {field.name} is {ours} by the recipe, {theirs} in {folder}")
     return model
+
+
+def check_paths(config: TrainConfig) -> None:
+    """Refuses what a recipe names and cannot be read or written where it lies.
+
+    Raises:
+      InputError: a scheme that is not supported, or rows that are in a bucket.
+    """
+    for name in (config.output, config.model.init_from, config.data.tokenizer):
+        if name is not None:
+            as_path(name)
+    for name in config.data.sources:
+        folder_of_this_machine(name, "data.sources")
+    if config.evaluation.source is not None:
+        folder_of_this_machine(config.evaluation.source, "evaluation.source")
 
 
 def check_start(config: TrainConfig) -> None:

@@ -103,7 +103,8 @@ def upload(path: Path, content: bytes) -> None:
         _files().pipe_file(str(path), content)
     except Exception as error:
         # The client's errors are of many types, its credentials' among them.
-        raise InputError(f"{path}: cannot be written ({_reason(error)})") from None
+        reason = shortened(str(error) or type(error).__name__)
+        raise InputError(f"{path}: cannot be written ({reason})") from None
 
 
 def copy_file(source: Path, destination: Path) -> None:
@@ -171,7 +172,3 @@ def _files() -> Any:
 
 def _without_scheme(path: Path) -> str:
     return str(path).removeprefix(f"{REMOTE}://").rstrip("/")
-
-
-def _reason(error: Exception) -> str:
-    return shortened(str(error) or type(error).__name__)

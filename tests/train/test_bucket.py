@@ -51,7 +51,7 @@ def test_a_run_in_a_bucket_stopped_and_resumed_is_the_run_on_a_disk(
     on_devices(monkeypatch, 1)
     monkeypatch.chdir(tmp_path)
     run = f"{bucket}/runs/stopped"
-    config = tiny_recipe(Path("unused"), tokenizer_folder, output=run, checkpoint_every=2)
+    config = tiny_recipe(run, tokenizer_folder, checkpoint_every=2)
     with monkeypatch.context() as patch:
         stop_before_step(patch, 3)
         with pytest.raises(Killed):
@@ -87,9 +87,7 @@ def test_two_processes_killed_at_random_are_those_that_were_never_killed(
     runs = {name: f"{bucket}/runs/{name}-{kills}" for name in ("whole", "killed")}
     recipes = {
         name: write_recipe(
-            tiny_recipe(
-                Path("unused"), tokenizer_folder, output=run, steps=steps, checkpoint_every=2
-            ),
+            tiny_recipe(run, tokenizer_folder, steps=steps, checkpoint_every=2),
             tmp_path / name,
         )
         for name, run in runs.items()
