@@ -13,9 +13,11 @@ from tokenizers import Tokenizer
 
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig
-from train.data.batches import TrainBatches
+from train.data.phased import PhasedBatches
 from train.distributed import AgreedStop
 from train.evaluation import EVALUATION, Evaluation, append_record
+from train.optimizer import averaged_parameters
+from train.phases import phases_of
 from train.program import (
     abstract_rows,
     abstract_state,
@@ -23,9 +25,9 @@ from train.program import (
     objective_of,
     optimizer_of,
     placed_state,
-    schedule_of,
 )
 from train.resume import begin_or_resume
+from train.schedule import schedule_of
 from train.start import held_out_rows, initial_model, tokenizer_folder, training_rows
 from train.step import TrainState, make_train_step
 from train.step_cost import describe_budget, model_flops, peak_flops
@@ -87,11 +89,16 @@ def train(config: TrainConfig) -> Path:
     graph, parameters = nnx.split(model)
     with jax.set_mesh(mesh):
         run = TrainingRun(config, mesh, graph, model.config, tokenizer, output, time)
-        parameters = run.run(parameters).parameters  # the moments are not kept for the export
+        parameters = to_export(run.run(parameters))  # the moments are not kept for it
     exported = dataclasses.replace(model.config, model_type="wedlm")
     trained = nnx.merge(graph, parameters)
     save_checkpoint(trained, exported, output / "hf", dtype="float32", tokenizer_from=folder)
     return output / "hf"
+
+
+def to_export(state: TrainState) -> nnx.State:
+    """The average of the parameters where the recipe has one, else the newest."""
+    return averaged_parameters(state.optimizer, state.parameters)
 
 
 class TrainingRun:
@@ -118,7 +125,11 @@ class TrainingRun:
     ):
         self._config, self._mesh, self._output, self._time = config, mesh, output, time
         pad = model.pad_token_id or 0
-        self._data = training_rows(config, output, tokenizer, pad)
+        self._phases = phases_of(config)
+        for phase in self._phases:
+            own = phase.config
+            check_fits(mesh, model, rows=own.rows, row_length=own.row_length)
+        self._data = [training_rows(phase.config, output, tokenizer, pad) for phase in self._phases]
         self._optimizer, objective = optimizer_of(config), objective_of(config, model)
         self._step = make_train_step(
             graph,
@@ -128,8 +139,9 @@ class TrainingRun:
             guard=guard_of(config),
             norms=config.metrics.norms,
         )
-        self._flops = model_flops(config, model)
-        self._tokens = config.accumulation * config.rows * config.row_length
+        self._flops: dict[tuple[int, ...], float] = {
+            phase.batch_shape: model_flops(phase.config, model) for phase in self._phases
+        }
         self._evaluation = None
         if config.evaluation.every:
             held = held_out_rows(config, tokenizer, pad)
@@ -160,7 +172,7 @@ class TrainingRun:
         config, done, time = self._config, int(state.step), self._time
         key = jax.random.key(config.seed)
         compiled = self._compile(state, key)
-        batches = TrainBatches(self._data, config, batch_sharding(self._mesh), start=done)
+        batches = PhasedBatches(self._phases, self._data, batch_sharding(self._mesh), start=done)
         pending = self._pending(batches, done)
         log = self._open_log(done)
         time.begin(self._output, done)
@@ -172,9 +184,10 @@ class TrainingRun:
                     watch.step()
                     with time.spent("input"):
                         rows = next(batches)
-                    state, metrics = compiled(state, rows, key)
+                    shape = rows.tokens.shape
+                    state, metrics = compiled[shape](state, rows, key)
                     pending.add(step, metrics)
-                    time.step(step)
+                    time.step(step, rows.tokens.size, self._flops[shape])
                     last, ends = step == config.steps, stop.after(step)
                     try:
                         if last or step % config.log_every == 0:
@@ -199,7 +212,7 @@ class TrainingRun:
             time.close()
         return state
 
-    def _pending(self, batches: TrainBatches, done: int) -> PendingMetrics:
+    def _pending(self, batches: PhasedBatches, done: int) -> PendingMetrics:
         return PendingMetrics(
             self._output,
             self._config.optimizer.max_skipped,
@@ -212,15 +225,19 @@ class TrainingRun:
         metrics = self._config.metrics
         return Profiler(self._output, metrics.profile_from, metrics.profile_steps)
 
-    def _compile(self, state: TrainState, key: jax.Array) -> Any:
-        """The step, compiled before the clock runs, and what it takes of the memory."""
-        if not hasattr(self._step, "lower"):
-            return self._step
-        with self._time.spent("compile"):
-            rows = abstract_rows(self._config, self._mesh)
-            compiled = self._step.lower(state, rows, key).compile()
-        seconds = self._time.seconds["compile"]
-        say(f"compiled in {seconds:.0f} s; {describe_budget(state, compiled)}")
+    def _compile(self, state: TrainState, key: jax.Array) -> dict[tuple[int, ...], Any]:
+        """The step for every shape of a batch that is still to come, compiled before the first,
+        and what it takes of the memory."""
+        done, compiled = int(state.step), dict[tuple[int, ...], Any]()
+        for phase in self._phases:
+            shape = phase.batch_shape
+            if phase.stop <= done or shape in compiled:
+                continue
+            with self._time.spent("compile"):
+                rows = abstract_rows(phase.config, self._mesh)
+                compiled[shape] = self._step.lower(state, rows, key).compile()
+            budget = describe_budget(state, compiled[shape])
+            say(f"compiled {self._time.seconds['compile']:.0f} s; {budget}")
         return compiled
 
     def _open_log(self, done: int) -> MetricsLog | None:
@@ -233,10 +250,9 @@ class TrainingRun:
         return MetricsLog(self._output, config.steps, done, config.objective, boards)
 
     def _log(self, log: MetricsLog | None, step: int, record: Record) -> None:
-        speed = self._time.read(self._tokens)
         devices = self._mesh.devices.flat
-        if (peak := peak_flops(devices[0])) is not None:
-            record["mfu"] = self._flops / speed["step_seconds"] / (peak * len(devices))
+        peak = peak_flops(devices[0])
+        speed = self._time.read(None if peak is None else peak * len(devices))
         if used := (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"):
             record["memory_peak_bytes"] = used
         if log is not None:
@@ -248,6 +264,6 @@ class TrainingRun:
             return
         watch.pause()
         with self._time.spent("evaluation"):
-            record = self._evaluation.run(state.parameters)
+            record = self._evaluation.run(to_export(state))
         append_record(self._output, step, record)
         say(f"held out, step {step}: " + " ".join(f"{k} {v:.4g}" for k, v in record.items()))

@@ -13,30 +13,13 @@ from jax.sharding import Mesh
 
 from train.config import TrainConfig
 from train.optimizer import make_optimizer
+from train.schedule import schedule_of
 from train.skipped_steps import Guard, GuardState
 from train.step import Objective, TrainState
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.corruption import PackedRows
-from wedlm_jax.errors import InputError
 from wedlm_jax.loss import LossConfig
 from wedlm_jax.sharding import batch_sharding, tree_shardings
-
-
-def schedule_of(config: TrainConfig) -> optax.Schedule:
-    """Learning rate by step: a linear warm-up, then a cosine over the rest of the run.
-
-    Raises:
-      InputError: the warm-up leaves no step for the cosine.
-    """
-    o = config.optimizer
-    if not 0 <= o.warmup_steps < config.steps:
-        raise InputError(
-            f"optimizer.warmup_steps must be 0 to {config.steps - 1}, below steps, "
-            f"not {o.warmup_steps}"
-        )
-    return optax.warmup_cosine_decay_schedule(
-        0.0, o.learning_rate, o.warmup_steps, config.steps, o.final_learning_rate
-    )
 
 
 def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
@@ -50,6 +33,8 @@ def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
         eps=o.eps,
         weight_decay=o.weight_decay,
         clip_norm=o.clip_norm,
+        first_moment_dtype=o.first_moment_dtype,
+        average=o.average,
     )
 
 
