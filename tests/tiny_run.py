@@ -96,7 +96,7 @@ def call_before_step(
     monkeypatch: pytest.MonkeyPatch, step: int, function: Callable[[], None]
 ) -> None:
     """``function`` is called when a run asks for the batch of ``step``."""
-    real = train.loop.TrainBatches
+    real = train.loop.PhasedBatches
 
     class Watched(real):  # type: ignore[misc, valid-type]
         def __init__(self, *arguments: object, start: int):
@@ -109,7 +109,7 @@ def call_before_step(
             self.step += 1
             return super().__next__()
 
-    monkeypatch.setattr(train.loop, "TrainBatches", Watched)
+    monkeypatch.setattr(train.loop, "PhasedBatches", Watched)
 
 
 def command_in_child(

@@ -46,8 +46,8 @@ def _field(
         "above": above,
         "below": below,
     }
-    if isinstance(default, dict):
-        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
+    if isinstance(default, dict | list):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -85,10 +85,27 @@ class OptimizerSection:
         "adamw", "adamw, or muon (layers' matrices; AdamW for the rest)", choices=("adamw", "muon")
     )
     learning_rate: float = _field(3e-4, "peak", least=0)
-    final_learning_rate: float = _field(3e-5, "end of the cosine", least=0)
+    final_learning_rate: float = _field(3e-5, "at the last step", least=0)
     warmup_steps: int = _field(100, "linear warm-up from 0", least=0)
+    schedule: str = _field(
+        "cosine",
+        "behind the warm-up: cosine, or wsd (the peak, then a linear decay)",
+        choices=("cosine", "wsd"),
+    )
+    decay_steps: int = _field(0, "with wsd: the last steps, which decay", least=0)
     b1: float = _field(0.9, "AdamW's first moment decay", least=0, below=1)
     b2: float = _field(0.95, "AdamW's second moment decay", least=0, below=1)
+    first_moment_dtype: str = _field(
+        "float32",
+        "of first moments: float32, or bfloat16 for 2 bytes a parameter less",
+        choices=("float32", "bfloat16"),
+    )
+    average: float = _field(
+        0.0,
+        "decay of a moving average of the parameters, which is evaluated and exported; 0: none",
+        least=0,
+        below=1,
+    )
     eps: float = _field(1e-8, "epsilon of AdamW and of Muon", above=0)
     weight_decay: float = _field(0.1, "on matrices only", least=0)
     clip_norm: float = _field(1.0, "global gradient norm is clipped to this", above=0)
@@ -163,6 +180,20 @@ class EvaluationSection:
 
 
 @dataclasses.dataclass
+class PhaseSection:
+    from_step: int = _field(1, "completed steps at which it begins", least=1)
+    sources: dict[str, float] = _field(
+        {}, "in the place of data.sources; empty: as before", above=0
+    )
+    learning_rate: float | None = _field(
+        None, "peak that the schedule is scaled to; null: as before", above=0
+    )
+    row_length: int | None = _field(None, "of the new sources' rows; null: as before", least=1)
+    rows: int | None = _field(None, "in a micro-batch; null: as before", least=1)
+    accumulation: int | None = _field(None, "micro-batches in a step; null: as before", least=1)
+
+
+@dataclasses.dataclass
 class TrainConfig:
     objective: str = _field(
         "wedlm",
@@ -193,6 +224,11 @@ class TrainConfig:
     log_every: int = _field(10, "steps between metric lines", least=1)
     allow_other_data: bool = _field(
         False, "resume although seed, sizes or sources of the data are not as before"
+    )
+    phases: list[PhaseSection] = _field(
+        [],
+        "changes at given steps: [{from_step: N, ...}] with "
+        + ", ".join(field.name for field in dataclasses.fields(PhaseSection)[1:]),
     )
     model: ModelSection = dataclasses.field(default_factory=ModelSection)
     data: DataSection = dataclasses.field(default_factory=DataSection)
@@ -327,6 +363,10 @@ def _check_fields(section: Any, path: str | Path, prefix: str = "") -> None:
         if dataclasses.is_dataclass(value):
             _check_fields(value, path, f"{name}.")
             continue
+        if isinstance(value, list):
+            for number, one in enumerate(value):
+                _check_fields(one, path, f"{name}[{number}].")
+            continue
         if said["choices"] and value not in said["choices"]:
             raise InputError(f"{path}: {name} must be {_one_of(said['choices'])}, not {value!r}")
         for key, number in value.items() if isinstance(value, dict) else [("", value)]:
@@ -337,6 +377,8 @@ def _check_fields(section: Any, path: str | Path, prefix: str = "") -> None:
 
 def _broken_bound(said: Mapping[str, Any], number: Any) -> str | None:
     """Returns what a field says that a number must be, where it is not; None where it is."""
+    if number is None:  # of a field that may be left out
+        return None
     if said["above"] is not None:
         return None if said["above"] < number < math.inf else f"above {said['above']:g}"
     if said["least"] is None:

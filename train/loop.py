@@ -12,13 +12,16 @@ from tokenizers import Tokenizer
 
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig
-from train.data.batches import TrainBatches
+from train.data.phased import PhasedBatches
 from train.data.samples import load_tokenizer
 from train.distributed import AgreedStop
 from train.evaluation import EVALUATION, Evaluation, append_record
-from train.program import TrainProgram, make_program, schedule_of
+from train.optimizer import averaged_parameters
+from train.phases import phases_of
+from train.program import TrainProgram, abstract_rows, make_program
 from train.resume import begin_or_resume
 from train.run_files import RunFiles, open_output
+from train.schedule import schedule_of
 from train.start import (
     check_paths,
     check_start,
@@ -42,7 +45,7 @@ from wedlm_jax.checkpoint.hf import save_checkpoint
 from wedlm_jax.checkpoint.model_folder import RUN_STATES
 from wedlm_jax.checkpoint.run_folder import describe_run, is_described
 from wedlm_jax.processes import is_first, say
-from wedlm_jax.sharding import batch_sharding, make_mesh
+from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh
 from wedlm_jax.signals import TERMINATED
 
 
@@ -73,26 +76,26 @@ def train(config: TrainConfig) -> Path:
     time = RunTime()
     schedule_of(config)  # refused before anything is made
     check_boards(config.metrics)
-    check_paths(config)
     mesh = make_mesh(dataclasses.asdict(config.mesh))
     check_runs_on(config.loss.attention, mesh.devices.flat[0].platform)
+    check_paths(config)
     output = open_output(config.output)
     files = RunFiles(output)
     checkpoints = Checkpoints(output / RUN_STATES, config.keep_checkpoints, config.keep_every)
     try:
-        resumes = bool(checkpoints.steps())
-        folder = tokenizer_folder(config, output, resumes=resumes)
+        begun = checkpoints.steps()
+        folder = tokenizer_folder(config, output, resumes=bool(begun))
         tokenizer = load_tokenizer(folder)
-        if not resumes:
+        if not begun:
             check_start(config)
-        model = recipe_model(config, tokenizer, output if resumes else None)
+        model = recipe_model(config, tokenizer, output if begun else None)
         program = make_program(config, model, mesh)
-        begin_or_resume(config, tokenizer, output, resumes=resumes)
-        if not (resumes and is_described(output, model)):
+        begin_or_resume(config, tokenizer, output, begun)
+        if not (begun and is_described(output, model)):
             describe_run(output, model, folder)
         with jax.set_mesh(mesh):
             run = TrainingRun(program, tokenizer, output, files, time)
-            parameters = run.run(checkpoints)
+            parameters = to_export(run.run(checkpoints))  # the moments are not kept for it
     finally:
         checkpoints.close()
         files.close()
@@ -100,6 +103,11 @@ def train(config: TrainConfig) -> Path:
     trained = nnx.merge(program.graph, parameters)
     save_checkpoint(trained, exported, output / "hf", dtype="float32", tokenizer_from=folder)
     return output / "hf"
+
+
+def to_export(state: TrainState) -> nnx.State:
+    """The average of the parameters where the recipe has one, else the newest."""
+    return averaged_parameters(state.optimizer, state.parameters)
 
 
 class TrainingRun:
@@ -125,9 +133,14 @@ class TrainingRun:
         self._program, self._config, self._mesh = program, config, program.mesh
         self._files, self._output, self._time = files, files.folder, time
         pad = model.pad_token_id or 0
-        self._data = training_rows(config, output, tokenizer, pad)
-        self._flops = model_flops(config, model)
-        self._tokens = config.accumulation * config.rows * config.row_length
+        self._phases = phases_of(config)
+        for phase in self._phases:
+            own = phase.config
+            check_fits(self._mesh, model, rows=own.rows, row_length=own.row_length)
+        self._data = [training_rows(phase.config, output, tokenizer, pad) for phase in self._phases]
+        self._flops: dict[tuple[int, ...], float] = {
+            phase.batch_shape: model_flops(phase.config, model) for phase in self._phases
+        }
         self._evaluation = None
         if config.evaluation.every:
             held = held_out_rows(config, tokenizer, pad)
@@ -135,18 +148,20 @@ class TrainingRun:
                 config, program.mesh, program.graph, model, program.objective, held
             )
 
-    def run(self, checkpoints: Checkpoints) -> nnx.State:
-        """Trains to the last step; returns the parameters. The moments are not kept."""
-        compiled = self._compile()
+    def run(self, checkpoints: Checkpoints) -> TrainState:
+        """Trains from the newest checkpoint, or from where the recipe starts, to the last step."""
+        compiled = self._compile(min(checkpoints.steps(), default=0))
         state = starting_state(self._program, checkpoints)
         if int(state.step) < self._config.steps:
             state = self._train(compiled, state, checkpoints)
-        return state.parameters
+        return state
 
-    def _train(self, compiled: Any, state: TrainState, checkpoints: Checkpoints) -> TrainState:
+    def _train(
+        self, compiled: dict[tuple[int, ...], Any], state: TrainState, checkpoints: Checkpoints
+    ) -> TrainState:
         config, done, time = self._config, int(state.step), self._time
         key = self._program.mask_key()
-        batches = TrainBatches(self._data, config, batch_sharding(self._mesh), start=done)
+        batches = PhasedBatches(self._phases, self._data, batch_sharding(self._mesh), start=done)
         pending = self._pending(batches, done)
         log = self._open_log(done)
         time.begin(self._output, done)
@@ -158,9 +173,10 @@ class TrainingRun:
                     watch.step()
                     with time.spent("input"):
                         rows = next(batches)
-                    state, metrics = compiled(state, rows, key)
+                    shape = rows.tokens.shape
+                    state, metrics = compiled[shape](state, rows, key)
                     pending.add(step, metrics)
-                    time.step(step)
+                    time.step(step, rows.tokens.size, self._flops[shape])
                     last, ends = step == config.steps, stop.after(step)
                     try:
                         if last or step % config.log_every == 0:
@@ -186,7 +202,7 @@ class TrainingRun:
             time.close()
         return state
 
-    def _pending(self, batches: TrainBatches, done: int) -> PendingMetrics:
+    def _pending(self, batches: PhasedBatches, done: int) -> PendingMetrics:
         return PendingMetrics(
             self._output,
             self._config.optimizer.max_skipped,
@@ -203,12 +219,19 @@ class TrainingRun:
         self._files.publish()  # what is logged up to a state is there when the state is
         checkpoints.save(state)
 
-    def _compile(self) -> Any:
-        """The step, compiled before a weight is read, and what it takes of the memory."""
-        with self._time.spent("compile"):
-            compiled = self._program.lower().compile()
-        budget = describe_budget(self._program.state, compiled)
-        say(f"compiled in {self._time.seconds['compile']:.0f} s; {budget}")
+    def _compile(self, done: int) -> dict[tuple[int, ...], Any]:
+        """The step for every shape of a batch that comes behind step ``done``, compiled before a
+        weight is read, and what it takes of the memory."""
+        compiled = dict[tuple[int, ...], Any]()
+        for phase in self._phases:
+            shape = phase.batch_shape
+            if phase.stop <= done or shape in compiled:
+                continue
+            with self._time.spent("compile"):
+                rows = abstract_rows(phase.config, self._mesh)
+                compiled[shape] = self._program.lower(rows).compile()
+            budget = describe_budget(self._program.state, compiled[shape])
+            say(f"compiled {self._time.seconds['compile']:.0f} s; {budget}")
         return compiled
 
     def _open_log(self, done: int) -> MetricsLog | None:
@@ -221,10 +244,9 @@ class TrainingRun:
         return MetricsLog(self._output, config.steps, done, config.objective, boards)
 
     def _log(self, log: MetricsLog | None, step: int, record: Record) -> None:
-        speed = self._time.read(self._tokens)
         devices = self._mesh.devices.flat
-        if (peak := peak_flops(devices[0])) is not None:
-            record["mfu"] = self._flops / speed["step_seconds"] / (peak * len(devices))
+        peak = peak_flops(devices[0])
+        speed = self._time.read(None if peak is None else peak * len(devices))
         if used := (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"):
             record["memory_peak_bytes"] = used
         if log is not None:
@@ -236,6 +258,6 @@ class TrainingRun:
             return
         watch.pause()
         with self._time.spent("evaluation"):
-            record = self._evaluation.run(state.parameters)
+            record = self._evaluation.run(to_export(state))
         append_record(self._output, step, record)
         say(f"held out, step {step}: " + " ".join(f"{k} {v:.4g}" for k, v in record.items()))

@@ -17,32 +17,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from train.config import TrainConfig
 from train.optimizer import make_optimizer
+from train.schedule import schedule_of
 from train.skipped_steps import Guard, GuardState
 from train.step import Objective, TrainState, TrainStep, make_train_step
 from wedlm_jax.attention import check_runs_on
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.corruption import PackedRows
-from wedlm_jax.errors import InputError
 from wedlm_jax.loss import LossConfig
 from wedlm_jax.model import Transformer
 from wedlm_jax.sharding import batch_sharding, check_fits, tree_shardings
-
-
-def schedule_of(config: TrainConfig) -> optax.Schedule:
-    """Learning rate by step: a linear warm-up, then a cosine over the rest of the run.
-
-    Raises:
-      InputError: the warm-up leaves no step for the cosine.
-    """
-    o = config.optimizer
-    if not 0 <= o.warmup_steps < config.steps:
-        raise InputError(
-            f"optimizer.warmup_steps must be 0 to {config.steps - 1}, below steps, "
-            f"not {o.warmup_steps}"
-        )
-    return optax.warmup_cosine_decay_schedule(
-        0.0, o.learning_rate, o.warmup_steps, config.steps, o.final_learning_rate
-    )
 
 
 def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
@@ -56,6 +39,8 @@ def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
         eps=o.eps,
         weight_decay=o.weight_decay,
         clip_norm=o.clip_norm,
+        first_moment_dtype=o.first_moment_dtype,
+        average=o.average,
     )
 
 
@@ -122,9 +107,13 @@ class TrainProgram:
     rows: PackedRows
     key: Any
 
-    def lower(self) -> jax.stages.Lowered:
-        """Traces the step. Called under ``jax.set_mesh(mesh)``."""
-        return self.step.lower(self.state, self.rows, self.key)
+    def lower(self, rows: PackedRows | None = None) -> jax.stages.Lowered:
+        """Traces the step. Called under ``jax.set_mesh(mesh)``.
+
+        Args:
+          rows: those of a phase with batches of another shape; from `abstract_rows`.
+        """
+        return self.step.lower(self.state, rows or self.rows, self.key)
 
     def mask_key(self) -> jax.Array:
         """The key from which the masks of all steps are drawn, on every device."""

@@ -80,7 +80,8 @@ class RunTime:
         self._before: list[Attempt] = []
         self._path: Path | None = None
         self._written = self._read = 0.0
-        self._steps, self._at_reading = 0, dict(self._attempt.seconds)
+        self._steps, self._tokens, self._flops = 0, 0, 0.0
+        self._at_reading = dict(self._attempt.seconds)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -105,25 +106,34 @@ class RunTime:
         self._path, self._before = output / FILE, read_attempts(output / FILE)
         self._read, self._at_reading = self._now(), dict(attempt.seconds)
 
-    def step(self, step: int) -> None:
-        """``step`` steps are completed, or on their way."""
-        self._steps += 1
+    def step(self, step: int, tokens: int, flops: float = 0.0) -> None:
+        """``step`` steps are completed, or on their way; the newest has so many tokens, and so
+        many products of the model."""
+        self._steps, self._tokens, self._flops = (
+            self._steps + 1,
+            self._tokens + tokens,
+            self._flops + flops,
+        )
         self._attempt.last = step
 
-    def read(self, tokens_per_step: int) -> Record:
+    def read(self, peak_flops: float | None = None) -> Record:
         """``step_seconds``, ``tokens_per_second`` and ``input_wait`` (share of the time) since the
-        last reading, without checkpoints, evaluations and compiling; ``goodput`` of the run."""
+        last reading, without checkpoints, evaluations and compiling; ``goodput`` of the run; and
+        ``mfu`` where the devices' peak is known."""
         now, seconds = self._now(), self._attempt.seconds
         since = {kind: seconds[kind] - self._at_reading[kind] for kind in KINDS}
         trained = max(now - self._read - sum(since.values()) + since["input"], 1e-9)
-        steps, self._steps = self._steps, 0
-        self._read, self._at_reading = now, dict(seconds)
-        return {
-            "step_seconds": round(trained / max(steps, 1), 6),
-            "tokens_per_second": round(steps * tokens_per_step / trained, 1),
+        record = {
+            "step_seconds": round(trained / max(self._steps, 1), 6),
+            "tokens_per_second": round(self._tokens / trained, 1),
             "input_wait": round(since["input"] / trained, 4),
             "goodput": round(self.shares()["steps"], 4),
         }
+        if peak_flops is not None:
+            record["mfu"] = self._flops / trained / peak_flops
+        self._steps, self._tokens, self._flops = 0, 0, 0.0
+        self._read, self._at_reading = now, dict(seconds)
+        return record
 
     def shares(self) -> Record:
         """`shares` of the run until now; written to its folder now and then."""

@@ -36,17 +36,20 @@ def test_speed_leaves_out_what_is_no_step(tmp_path: Path) -> None:
         with time.spent("input"):
             clock.tick(0.5)
         clock.tick(4.5)
-        time.step(step)
+        time.step(step, 1000, 3.0)
         with time.spent("checkpoint"):
             clock.tick(100)
-    record = time.read(1000)
+    record = time.read(peak_flops=2.0)
     assert record["step_seconds"] == 5.0
     assert record["tokens_per_second"] == 200.0
     assert record["input_wait"] == 0.1
+    assert record["mfu"] == 6 / 10 / 2
     assert record["goodput"] == pytest.approx(9 / 277, abs=1e-4)
     clock.tick(4)
-    time.step(13)
-    assert time.read(1000)["step_seconds"] == 4.0
+    time.step(13, 500)
+    later = time.read()
+    assert (later["step_seconds"], later["tokens_per_second"]) == (4.0, 125.0)
+    assert "mfu" not in later
     time.close()
     [written] = read_attempts(tmp_path / "time.json")
     assert (written.first, written.last) == (10, 13)
@@ -94,7 +97,7 @@ def test_a_second_attempt_goes_on_with_the_file(
         time = RunTime(clock)
         time.begin(tmp_path, begins)
         clock.tick(10)
-        time.step(begins + 2)
+        time.step(begins + 2, 1)
         time.close()
     assert [a["first"] for a in json.loads((tmp_path / "time.json").read_text())] == [0, 2]
     said = capsys.readouterr().out.splitlines()
