@@ -19,6 +19,7 @@ from train.evaluation import EVALUATION, Evaluation, append_record
 from train.optimizer import averaged_parameters
 from train.phases import phases_of
 from train.program import TrainProgram, abstract_rows, make_program
+from train.remat import settled_here
 from train.resume import begin_or_resume
 from train.run_files import RunFiles, open_output
 from train.schedule import schedule_of
@@ -94,6 +95,7 @@ def train(config: TrainConfig) -> Path:
         if not (begun and is_described(output, model)):
             describe_run(output, model, folder)
         with jax.set_mesh(mesh):
+            program = settled_here(program)
             run = TrainingRun(program, tokenizer, output, files, time)
             parameters = to_export(run.run(checkpoints))  # the moments are not kept for it
     finally:
@@ -229,7 +231,7 @@ class TrainingRun:
                 continue
             with self._time.spent("compile"):
                 rows = abstract_rows(phase.config, self._mesh)
-                compiled[shape] = self._program.lower(rows).compile()
+                compiled[shape] = self._program.compile(rows)
             budget = describe_budget(self._program.state, compiled[shape])
             say(f"compiled {self._time.seconds['compile']:.0f} s; {budget}")
         return compiled

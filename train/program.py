@@ -20,6 +20,7 @@ from train.optimizer import make_optimizer
 from train.schedule import schedule_of
 from train.skipped_steps import Guard, GuardState
 from train.step import Objective, TrainState, TrainStep, make_train_step
+from wedlm_jax.aot.topology import compiler_options
 from wedlm_jax.attention import check_runs_on
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.corruption import PackedRows
@@ -114,6 +115,11 @@ class TrainProgram:
           rows: those of a phase with batches of another shape; from `abstract_rows`.
         """
         return self.step.lower(self.state, rows or self.rows, self.key)
+
+    def compile(self, rows: PackedRows | None = None) -> jax.stages.Compiled:
+        """Compiles `lower` for the mesh's own devices, with the flags that suit them."""
+        options = compiler_options(self.mesh.devices.flat[0].device_kind)
+        return self.lower(rows).compile(compiler_options=options or None)
 
     def mask_key(self) -> jax.Array:
         """The key from which the masks of all steps are drawn, on every device."""
