@@ -32,6 +32,7 @@ class CompiledPrograms:
 
     Attributes:
       seconds: spent on compiling so far.
+      on_compile: called before a program is compiled, with its number, from 1.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class CompiledPrograms:
         self._graph, self._config, self._settings, self._mesh = graph, config, settings, mesh
         self._compiled: dict[Any, jax.stages.Compiled] = {}
         self.seconds = 0.0
+        self.on_compile: Callable[[int], None] = lambda _: None
 
     def __len__(self) -> int:
         return len(self._compiled)
@@ -116,6 +118,7 @@ class CompiledPrograms:
 
     def _kept(self, key: Any, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         if key not in self._compiled:
+            self.on_compile(len(self._compiled) + 1)
             started = time.monotonic()
             self._compiled[key] = lower().compile()
             self.seconds += time.monotonic() - started
