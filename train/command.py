@@ -7,6 +7,7 @@ import sys
 
 from train.config import describe, load_config
 from train.distributed import add_options, join
+from wedlm_jax.errors import require_extra
 from wedlm_jax.processes import say
 from wedlm_jax.storage import as_path
 
@@ -50,6 +51,8 @@ def main(arguments: list[str]) -> int:
         print(describe_step(compile_step(config, options.topology)))
         return 0
 
+    if config.metrics.tensorboard:
+        require_extra("metrics.tensorboard", "tensorboard", "tensorboardX")
     from train.loop import RunStopped, train
 
     join(options)

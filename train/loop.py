@@ -89,7 +89,7 @@ def train(config: TrainConfig) -> Path:
         tokenizer = load_tokenizer(folder)
         if not begun:
             check_start(config)
-        model = recipe_model(config, tokenizer, output if begun else None)
+        model = recipe_model(config, folder, output if begun else None)
         program = make_program(config, model, mesh)
         begin_or_resume(config, tokenizer, output, begun)
         if not (begun and is_described(output, model)):

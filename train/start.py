@@ -17,6 +17,8 @@ from tokenizers import Tokenizer
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig
 from train.data.batches import TrainingRows
+from train.data.manifest import mask_token_in, read_manifest
+from train.data.samples import load_tokenizer
 from train.data.sources import open_sources
 from train.data.synthetic import (
     PackedDataset,
@@ -25,15 +27,27 @@ from train.data.synthetic import (
     rows_recipe,
     save_dataset,
 )
+from train.data.tokenizer import save_tokenizer, train_tokenizer
 from train.embedded.corpus import generate
 from train.program import TrainProgram
 from train.step import TrainState
-from train.tokenizer import save_tokenizer, train_tokenizer
 from wedlm_jax.checkpoint.hf import check_tensors, load_checkpoint
-from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
+from wedlm_jax.checkpoint.mask_token import (
+    choose_mask_token,
+    describe_mask_token,
+    special_tokens,
+)
 from wedlm_jax.checkpoint.model_folder import RUN_MODEL
+from wedlm_jax.checkpoint.opened import open_checkpoint
 from wedlm_jax.checkpoint.run_folder import described_model
-from wedlm_jax.config import CONFIG_FIELDS, SIZES, ModelConfig, config_from_hf, config_to_hf
+from wedlm_jax.config import (
+    CONFIG_FIELDS,
+    PUBLISHED_MASK_TOKEN_ID,
+    SIZES,
+    ModelConfig,
+    config_from_hf,
+    config_to_hf,
+)
 from wedlm_jax.errors import InputError, did_you_mean
 from wedlm_jax.processes import is_first, say, wait_for_all
 from wedlm_jax.storage import as_path, folder_of_this_machine
@@ -76,35 +90,90 @@ def _has_tokenizer(folder: str | Path | None) -> bool:
 
 
 def recipe_model(
-    config: TrainConfig, tokenizer: Tokenizer | None = None, run: Path | None = None
+    config: TrainConfig, tokenizer_from: Path | None = None, run: Path | None = None
 ) -> ModelConfig:
-    """The architecture that a recipe trains; no weight is read.
+    """Returns the architecture that a recipe trains; no weight is read.
 
     Args:
       config: the recipe. Beside a checkpoint, what ``model.architecture`` says of the parameters
         has to be so there, and the rest of it is taken instead of the checkpoint's, aloud.
-      tokenizer: tells the vocabulary of a model from scratch.
+      tokenizer_from: the tokenizer's folder. It tells the vocabulary of a model from scratch, and
+        which token can be the mask; without it, to compile, any token is.
       run: the folder of a run that goes on: its own model, wherever that started from.
 
     Raises:
-      InputError: a field that is none of an architecture, or that is not as in the checkpoint.
+      InputError: a field that is none of an architecture, or that is not as in the checkpoint; or
+        no token can be the mask.
     """
+    tokenizer = None if tokenizer_from is None else load_tokenizer(tokenizer_from)
+    model = _architecture(config, tokenizer, run)
+    if tokenizer is None or tokenizer_from is None:
+        any_token = model.vocab_size - 1
+        return dataclasses.replace(model, mask_token_id=model.mask_token_id or any_token)
+    own = special_tokens(tokenizer_from).mask
+    return dataclasses.replace(model, mask_token_id=mask_token(config, tokenizer, model, own))
+
+
+def _architecture(
+    config: TrainConfig, tokenizer: Tokenizer | None, run: Path | None
+) -> ModelConfig:
+    """Returns a recipe's architecture; its mask token is that of the checkpoint, if it has one."""
     stated = config.model.architecture
     _refuse_unknown(stated)
     if run is not None and (run / RUN_MODEL / "config.json").exists():
         return _with_architecture(described_model(run / RUN_MODEL), stated, run / RUN_MODEL)
     if config.model.init_from is not None:
         folder = as_path(config.model.init_from)
-        return _with_architecture(described_model(folder), stated, folder)
+        model = _with_architecture(described_model(folder), stated, folder)
+        if run is not None and model.mask_token_id is None:
+            # Earlier versions took the published id for every model, and did not write it down.
+            published = model.vocab_size > PUBLISHED_MASK_TOKEN_ID
+            mask = PUBLISHED_MASK_TOKEN_ID if published else None
+            model = dataclasses.replace(model, mask_token_id=mask)
+        return model
     told: dict[str, Any] = {"model_type": "wedlm"}
     if tokenizer is not None:
         told |= {
             "vocab_size": tokenizer.get_vocab_size(),
-            "mask_token_id": tokenizer.token_to_id("<|mask|>"),
             "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
             "pad_token_id": tokenizer.token_to_id("<|endoftext|>"),
         }
-    return config_from_hf({**told, **stated})
+    made = config_from_hf({**told, **stated})
+    # Where the recipe names none it is chosen as for an AR checkpoint.
+    return dataclasses.replace(made, mask_token_id=stated.get("mask_token_id"))
+
+
+def mask_token(
+    config: TrainConfig, tokenizer: Tokenizer, model: ModelConfig, own: str | None = None
+) -> int | None:
+    """Returns the id of the run's mask token, and says which it is and whether the data has it.
+
+    Args:
+      config: the recipe, which may name another than the model has.
+      tokenizer: the model's.
+      model: the architecture; that of a run which goes on has the run's mask token.
+      own: the mask token that the tokenizer's folder names.
+
+    Returns:
+      None for the objective "ar" alone, which needs no mask.
+
+    Raises:
+      InputError: it cannot be the recipe's, or there is none (`choose_mask_token`).
+    """
+    stated = config.model.architecture.get("mask_token_id")
+    wanted = config.model.mask_token or (None if stated is None else str(stated))
+    try:
+        chosen = choose_mask_token(tokenizer, model, wanted, own=own)
+    except InputError:
+        if config.objective == "ar" and wanted is None:
+            return None
+        raise
+    say(f"mask token {describe_mask_token(tokenizer, chosen)}")
+    for name in config.data.sources:
+        manifest = read_manifest(folder_of_this_machine(name, "data.sources"))
+        if line := mask_token_in(manifest, name, chosen):
+            say(line)
+    return chosen
 
 
 def _refuse_unknown(stated: dict[str, Any]) -> None:
@@ -125,7 +194,8 @@ def _with_architecture(found: ModelConfig, stated: dict[str, Any], folder: Path)
                 f"model.architecture.{name} is {stated[name]!r} in the recipe, and {value!r} "
                 f"in {folder}, where the model starts from"
             )
-    laid = {k: v for k, v in stated.items() if k not in ("model_type", *PARAMETERS)}
+    elsewhere = ("model_type", "mask_token_id", *PARAMETERS)
+    laid = {name: value for name, value in stated.items() if name not in elsewhere}
     model = config_from_hf({**config_to_hf(found), **laid})
     for field in dataclasses.fields(model):
         ours, theirs = getattr(model, field.name), getattr(found, field.name)
@@ -153,7 +223,7 @@ def check_start(config: TrainConfig) -> None:
     """Refuses a checkpoint to start from whose tensors are not its model's: by its headers, before
     anything is compiled."""
     if config.model.init_from is not None:
-        check_tensors(HFCheckpoint(config.model.init_from))
+        check_tensors(open_checkpoint(config.model.init_from))
 
 
 def starting_state(program: TrainProgram, checkpoints: Checkpoints) -> TrainState:

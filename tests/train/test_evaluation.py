@@ -51,7 +51,7 @@ def test_eight_devices_decode_what_one_decodes(tokenizer_folder: Path) -> None:
     tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     held = held_out_rows(config, tokenizer, 0)
     one = make_mesh({}, jax.devices()[:1])
-    program = make_program(config, recipe_model(config, tokenizer), one)
+    program = make_program(config, recipe_model(config, tokenizer_folder), one)
     first = program.random_parameters()
 
     def decoded(sizes: dict[str, int], devices: list[jax.Device]) -> list[dict[str, float]]:

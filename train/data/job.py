@@ -21,6 +21,9 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+import numpy as np
+from tokenizers import Tokenizer
+
 from train.data.chunks import Malformed, RecordChunk, chunks, find_input
 from train.data.manifest import Manifest, tokenizer_fingerprint, write_manifest
 from train.data.row_codec import encode_row
@@ -73,10 +76,32 @@ class Watcher(Protocol):
     def progress(self, bytes_read: int, bytes_total: int, tokens: int) -> None: ...
 
 
+class AddedTokens:
+    """Counts the tokens that ordinary text is not made of: those added to a tokenizer, and ids that
+    it does not have."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        ordinary = set(tokenizer.get_vocab(with_added_tokens=True).values())
+        ordinary -= set(tokenizer.get_added_tokens_decoder())
+        self._ordinary = np.zeros(max(ordinary, default=0) + 2, bool)  # the last: ids beyond
+        self._ordinary[list(ordinary)] = True
+        self._counts: collections.Counter[int] = collections.Counter()
+
+    def count(self, tokens: np.ndarray) -> None:
+        """Takes in the tokens ``[L]`` of a sample."""
+        ordinary = self._ordinary[np.minimum(tokens, len(self._ordinary) - 1)]
+        self._counts.update(tokens[~ordinary].tolist())
+
+    def by_id(self) -> dict[str, int]:
+        """Returns the counts, the smallest id first."""
+        return {str(token): count for token, count in sorted(self._counts.items())}
+
+
 @dataclasses.dataclass
 class _Counts:
     """Grows while samples stream into rows."""
 
+    added: AddedTokens
     records: int = 0
     samples: int = 0
     rows: int = 0
@@ -99,8 +124,9 @@ def tokenise(options: TokeniseOptions, watcher: Watcher) -> Manifest:
     """
     check_options(options)
     files = find_input(options.inputs).files
-    fingerprint = tokenizer_fingerprint(load_tokenizer(Path(options.samples.tokenizer)))
-    counts, row_length = _Counts(), options.samples.row_length
+    tokenizer = load_tokenizer(Path(options.samples.tokenizer))
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    counts, row_length = _Counts(AddedTokens(tokenizer)), options.samples.row_length
     with replacing(options.output) as folder:
         writer = ShardWriter(folder, options.shard_rows)
         with (folder / MALFORMED).open("w", encoding="utf-8") as named:
@@ -126,6 +152,7 @@ def tokenise(options: TokeniseOptions, watcher: Watcher) -> Manifest:
             malformed=counts.malformed,
             reasons=dict(sorted(counts.reasons.items())),
             made_with=_made_with(options),
+            added_tokens=counts.added.by_id(),
             content=content,
             shards=shards,
         )
@@ -162,7 +189,7 @@ def _samples(
     named: IO[str],
     watcher: Watcher,
 ) -> Iterator[TokenisedSample]:
-    """All samples in order; what is malformed is written down on the way."""
+    """Yields all samples in order, and writes down what is malformed on the way."""
     total = sum(map(file_size, files))
     stream = (chunk for file in files for chunk in chunks(file))
     for chunk, result in _results(options, stream):
@@ -175,6 +202,7 @@ def _samples(
             counts.samples += 1
             counts.tokens += len(sample.tokens)
             counts.trainable += int(sample.trainable.sum())
+            counts.added.count(sample.tokens)
             yield sample
         counts.bytes_read += chunk.bytes_read
         watcher.progress(counts.bytes_read, total, counts.tokens)
@@ -188,7 +216,7 @@ def _longest_first(samples: Iterator[TokenisedSample]) -> Iterator[TokenisedSamp
 def _results(
     options: TokeniseOptions, stream: Iterator[RecordChunk]
 ) -> Iterator[tuple[RecordChunk, ChunkSamples]]:
-    """Each chunk with what became of it, in order; few chunks are under way at a time."""
+    """Yields each chunk with its samples, in order; few chunks are under way at a time."""
     if not options.workers:
         maker = SampleMaker(options.samples)
         for chunk in stream:
@@ -222,7 +250,7 @@ def _maker(options: SampleOptions) -> SampleMaker:
 
 
 def _make(options: SampleOptions, chunk: RecordChunk) -> ChunkSamples:
-    """What a worker process does; it makes its tokenizer once."""
+    """Makes samples in a worker process, which makes its tokenizer once."""
     return _maker(options).make(chunk)
 
 
@@ -259,7 +287,7 @@ def _nothing(counts: _Counts) -> str:
 
 
 def _made_with(options: TokeniseOptions) -> dict[str, Any]:
-    """The settings that decided the rows; not the folders' names, which may change."""
+    """Returns the settings that decided the rows; not the folders' names, which may change."""
     settings = dataclasses.asdict(options.samples)
     for name in ("tokenizer", "row_length"):
         del settings[name]

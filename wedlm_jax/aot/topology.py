@@ -43,7 +43,7 @@ class Chip:
     def bounds(
         self, *, flops: float, hbm_bytes: float, sent_bytes: float, slice_bytes: float = 0.0
     ) -> Roofline:
-        """Shortest times for what the chip does.
+        """Returns the shortest times for what the chip does.
 
         Args:
           flops: of products.
@@ -146,7 +146,7 @@ class Topology:
 
 
 def parse_topology(name: str) -> tuple[str, tuple[int, ...], int]:
-    """``v5p:8x8x8*2`` as ("v5p", (8, 8, 8), 2).
+    """Splits ``v5p:8x8x8*2`` into ("v5p", (8, 8, 8), 2).
 
     Raises:
       InputError: the name is not of this form, or the generation is unknown.
@@ -155,14 +155,14 @@ def parse_topology(name: str) -> tuple[str, tuple[int, ...], int]:
     if not found or found.group(1) not in CHIPS:
         raise InputError(
             f"topology {name!r}: expected a chip ({', '.join(CHIPS)}) and its shape, as in "
-            f"{EXAMPLE}, and *N behind it for N slices"
+            f"{EXAMPLE}, followed by *N for N slices"
         )
     shape = tuple(int(size) for size in found.group(2).split("x"))
     return found.group(1), shape, int(found.group(3) or 1)
 
 
 def describe_topology(name: str) -> Topology:
-    """The compiler's devices of a topology; no TPU is touched.
+    """Returns the compiler's devices of a topology; no TPU is touched.
 
     Raises:
       InputError: a malformed name, no libtpu, or a shape that the chip does not come in.
@@ -244,6 +244,6 @@ def compile_for(
 
 
 def local_bytes(tree: Any) -> int:
-    """What one device holds of a tree of arrays or their shapes."""
+    """Returns the bytes that one device holds of a tree of arrays or their shapes."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)

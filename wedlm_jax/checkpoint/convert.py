@@ -184,7 +184,7 @@ def _check_destination(source: Path, destination: Path, force: bool) -> None:
 
 
 def _with_dtype(raw: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """``config.json`` as it stands, but for the field that names a dtype."""
+    """Returns ``config.json`` as it stands, but for the field that names a dtype."""
     field = "torch_dtype" if "torch_dtype" in raw and "dtype" not in raw else "dtype"
     return {**raw, field: dtype}
 
@@ -195,10 +195,10 @@ class _Source(Protocol):
     raw_config: dict[str, Any]
 
     def parameters(self) -> dict[str, DeferredArray]:
-        """The parameters by dotted path, as an orbax checkpoint holds them."""
+        """Returns the parameters by dotted path, as an orbax checkpoint holds them."""
 
     def tensors(self) -> list[Tensor]:
-        """The tensors of a Hugging Face checkpoint."""
+        """Returns the tensors of a Hugging Face checkpoint."""
 
 
 def _open(source: Path, described: Path | None, found: str, dtype: np.dtype | None) -> _Source:
@@ -249,12 +249,10 @@ class _Orbax:
     """An orbax checkpoint or a run's state."""
 
     def __init__(self, checkpoint: StoredParameters, dtype: np.dtype | None):
-        from wedlm_jax.checkpoint.model_folder import check_arrays
+        from wedlm_jax.checkpoint.opened import OrbaxTensors
 
-        self._checkpoint = checkpoint
-        self._entries = check_arrays(checkpoint)
+        self._checkpoint, self._tensors = checkpoint, OrbaxTensors(checkpoint)
         self._dtype = dtype
-        self._newest: tuple[str, np.ndarray] | None = None
         self.raw_config = checkpoint.raw_config
 
     def parameters(self) -> dict[str, DeferredArray]:
@@ -268,32 +266,18 @@ class _Orbax:
                 shape, dtype, lambda: cast(path, self._checkpoint.read(path), dtype)
             )
 
-        return {entry.path: deferred(entry.path) for entry in self._entries}
+        return {path: deferred(path) for path in self._checkpoint.arrays}
 
     def tensors(self) -> list[Tensor]:
         from wedlm_jax.checkpoint.hf_export import Tensor
 
-        def tensor(entry: Entry, layer: int, name: str) -> Tensor:
-            def read() -> np.ndarray:
-                values = self._read(entry.path)
-                values = values[layer] if entry.stacked else values
-                return values.T if entry.transposed else values
+        stored = self._tensors
 
-            dtype = self._dtype or np.dtype(self._checkpoint.arrays[entry.path][1])
-            return Tensor(name, entry.hf_shape, dtype, read)
+        def tensor(name: str) -> Tensor:
+            dtype = self._dtype or np.dtype(stored.dtype(name))
+            return Tensor(name, stored.shape(name), dtype, lambda: stored.read(name))
 
-        return [
-            tensor(entry, layer, name)
-            for entry in self._entries
-            for layer, name in enumerate(entry.hf_names)
-        ]
-
-    def _read(self, path: str) -> np.ndarray:
-        """One parameter, kept until another is asked for: its layers are written in turn."""
-        if self._newest is None or self._newest[0] != path:
-            self._newest = None
-            self._newest = (path, self._checkpoint.read(path))
-        return self._newest[1]
+        return [tensor(name) for name in stored.tensors]
 
 
 def _write_orbax(source: _Source, folder: Path, bar: ProgressBar) -> Converted:

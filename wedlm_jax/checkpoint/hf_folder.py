@@ -57,7 +57,7 @@ class HFCheckpoint:
         self.config = model_config(self.folder, self.raw_config, self.tensors)
 
     def _open(self) -> tuple[dict[str, SafetensorsFile], dict[str, SafetensorsFile]]:
-        """As in transformers, a single file goes before an index."""
+        """Opens the files. As in transformers, a single file goes before an index."""
         if (self.folder / WEIGHTS).exists():
             file = SafetensorsFile(self.folder / WEIGHTS)
             return {WEIGHTS: file}, dict.fromkeys(file.names(), file)
@@ -89,20 +89,18 @@ class HFCheckpoint:
         return {file.dtype(name) for name, file in self.tensors.items()}
 
     def read(self, name: str) -> np.ndarray:
-        """The values of one tensor, in the shape and dtype of the file."""
+        """Reads the values of one tensor, in the shape and dtype of the file."""
         return self.tensors[name].read(name)
 
 
 def _why_no_weights(folder: Path) -> str:
-    if (folder / "orbax").is_dir():
-        return "an orbax checkpoint; `wedlm convert` makes a Hugging Face one of it"
     if list(folder.glob("pytorch_model*.bin")):
         return "holds PyTorch's pytorch_model.bin; only safetensors files are read"
     return f"neither {WEIGHTS} nor {INDEX} is here"
 
 
 def model_config(folder: Path, raw: dict[str, Any], tensors: Collection[str]) -> ModelConfig:
-    """The architecture that ``raw`` describes.
+    """Returns the architecture that ``raw`` describes.
 
     Args:
       folder: named in errors.

@@ -22,8 +22,8 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.sharding import parameter_axes, spec
 
 if TYPE_CHECKING:
-    from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
     from wedlm_jax.checkpoint.names import Entry
+    from wedlm_jax.checkpoint.opened import OpenedCheckpoint
 
 Span = tuple[int, int]
 """From the first to before the last."""
@@ -40,9 +40,9 @@ class Part(NamedTuple):
 
 
 def load_parameter(
-    checkpoint: HFCheckpoint, entry: Entry, dtype: Any, mesh: Mesh | None
+    checkpoint: OpenedCheckpoint, entry: Entry, dtype: Any, mesh: Mesh | None
 ) -> jax.Array:
-    """One parameter on its devices.
+    """Reads one parameter onto its devices.
 
     Args:
       checkpoint: an opened folder, its tensors checked.
@@ -92,7 +92,7 @@ def _axis_names(axis: Any) -> tuple[str, ...]:
 
 
 def _read_onto(
-    checkpoint: HFCheckpoint, entry: Entry, dtype: Any, sharding: NamedSharding
+    checkpoint: OpenedCheckpoint, entry: Entry, dtype: Any, sharding: NamedSharding
 ) -> jax.Array:
     """One parameter, each process reading what its own devices hold."""
     indices = {
@@ -110,7 +110,7 @@ def _read_onto(
 
 
 def parameter_sharding(mesh: Mesh, entry: Entry) -> NamedSharding:
-    """Where a parameter lies on a mesh.
+    """Tells where a parameter lies on a mesh.
 
     Raises:
       InputError: the mesh does not divide its shape.
@@ -128,16 +128,16 @@ def parameter_sharding(mesh: Mesh, entry: Entry) -> NamedSharding:
     return sharding
 
 
-def read_parameter(checkpoint: HFCheckpoint, entry: Entry, dtype: Any = None) -> np.ndarray:
-    """One parameter, whole, in host memory; see `read_slices`."""
+def read_parameter(checkpoint: OpenedCheckpoint, entry: Entry, dtype: Any = None) -> np.ndarray:
+    """Reads one parameter, whole, into host memory; see `read_slices`."""
     whole = tuple((0, size) for size in entry.shape)
     return read_slices(checkpoint, entry, dtype, [whole])[whole]
 
 
 def read_slices(
-    checkpoint: HFCheckpoint, entry: Entry, dtype: Any, indices: Iterable[Index]
+    checkpoint: OpenedCheckpoint, entry: Entry, dtype: Any, indices: Iterable[Index]
 ) -> dict[Index, np.ndarray]:
-    """Some slices of one parameter, in our shape, each value read once.
+    """Reads some slices of one parameter, in our shape, each value once.
 
     Args:
       checkpoint: an opened folder, its tensors checked.
@@ -155,9 +155,9 @@ def read_slices(
     return slices
 
 
-def entry_dtype(checkpoint: HFCheckpoint, entry: Entry, dtype: Any = None) -> np.dtype:
-    """The dtype that a parameter is read in: ``dtype``; by default that of the file, and where
-    the layers' tensors differ, the narrowest that holds all their values."""
+def entry_dtype(checkpoint: OpenedCheckpoint, entry: Entry, dtype: Any = None) -> np.dtype:
+    """Returns the dtype that a parameter is read in: ``dtype``; by default that of the file, and
+    where the layers' tensors differ, the narrowest that holds all their values."""
     if dtype is not None:
         return np.dtype(dtype)
     kinds = {np.dtype(checkpoint.tensors[name].dtype(name)) for name in entry.hf_names}
@@ -165,7 +165,7 @@ def entry_dtype(checkpoint: HFCheckpoint, entry: Entry, dtype: Any = None) -> np
 
 
 def _parts(entry: Entry, layer: int, slices: dict[Index, np.ndarray]) -> Iterable[Part]:
-    """What the slices hold of one Hugging Face tensor, as that is stored."""
+    """Returns what the slices hold of one Hugging Face tensor, as that is stored."""
     for index, values in slices.items():
         if entry.stacked:
             (start, end), *spans = index
@@ -182,7 +182,7 @@ def _parts(entry: Entry, layer: int, slices: dict[Index, np.ndarray]) -> Iterabl
             yield Part(spans[0], spans[1], matrix)
 
 
-def _read_tensor(checkpoint: HFCheckpoint, name: str, parts: Sequence[Part]) -> None:
+def _read_tensor(checkpoint: OpenedCheckpoint, name: str, parts: Sequence[Part]) -> None:
     """Fills the parts from the rows that any of them wants, each read once."""
     file = checkpoint.tensors[name]
     for wanted in _joined(part.rows for part in parts):

@@ -66,7 +66,7 @@ class RunModel:
         self.raw_config: dict[str, Any] = config_to_hf(self.config, dtype=min(dtypes))
 
     def read(self, path: str) -> np.ndarray:
-        """One parameter in host memory; the others and the optimizer stay on disk."""
+        """Reads one parameter into host memory; the others and the optimizer stay on disk."""
         name = self._names[path]
         return read_arrays(self.array_folder, [name])[name]
 
@@ -91,7 +91,7 @@ def is_described(run: Path, config: ModelConfig) -> bool:
 
 
 def newest_state(folder: Path) -> Path:
-    """The newest complete state of a run: given its folder, its ``checkpoints``, or itself.
+    """Finds the newest complete state of a run: given its folder, its ``checkpoints``, or itself.
 
     Raises:
       InputError: there is none.
@@ -116,6 +116,6 @@ def described_model(folder: Path) -> ModelConfig:
 
 
 def _paths(config: ModelConfig) -> list[str]:
-    """Dotted paths of the parameters, in the order of `jax.tree.leaves`."""
+    """Lists the dotted paths of the parameters, in the order of `jax.tree.leaves`."""
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     return [hf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(nnx.state(model))]

@@ -67,11 +67,11 @@ class SafetensorsFile:
         return tuple(self._header[name]["shape"])
 
     def dtype(self, name: str) -> str:
-        """The dtype's NumPy name: "float32", "float16" or "bfloat16"."""
+        """Returns the dtype's NumPy name: "float32", "float16" or "bfloat16"."""
         return np.dtype(DTYPES[self._header[name]["dtype"]]).name
 
     def read(self, name: str) -> np.ndarray:
-        """All values of a tensor."""
+        """Reads all values of a tensor."""
         shape = self.shape(name)
         values = np.empty(shape, self.dtype(name))
         for start, part in self.read_rows(name):
