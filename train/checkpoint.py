@@ -35,7 +35,7 @@ class Checkpoints:
         self._folders = StepFolders(folder, keep, keep_every)
 
     def steps(self) -> list[int]:
-        """Those whose states were written completely, newest first."""
+        """Lists the steps whose states were written completely, newest first."""
         return self._folders.steps()
 
     def save(self, state: TrainState) -> None:

@@ -122,11 +122,11 @@ class TrainProgram:
         return self.lower(rows).compile(compiler_options=options or None)
 
     def mask_key(self) -> jax.Array:
-        """The key from which the masks of all steps are drawn, on every device."""
+        """Makes the key from which the masks of all steps are drawn, on every device."""
         return jax.jit(lambda: jax.random.key(self.config.seed), out_shardings=self.key.sharding)()
 
     def random_parameters(self) -> nnx.State:
-        """Parameters drawn from the recipe's seed, each made where it lies."""
+        """Draws parameters from the recipe's seed, each where it lies."""
 
         def make() -> nnx.State:
             key = jax.random.key(self.config.seed)
@@ -136,8 +136,8 @@ class TrainProgram:
         return jax.jit(make, out_shardings=layout)()
 
     def first_state(self, parameters: nnx.State) -> TrainState:
-        """The state before the first step, around parameters that are placed already; the rest is
-        made where it lies."""
+        """Makes the state before the first step around parameters that are placed already, the rest
+        where it lies."""
         layout = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         moments = jax.jit(self.optimizer.init, out_shardings=layout.optimizer)(parameters)
         step = jax.device_put(jnp.zeros((), jnp.int32), layout.step)

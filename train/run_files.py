@@ -75,7 +75,7 @@ def _appears(path: Path, token: str) -> bool:
 
 
 def _same_everywhere(text: str, size: int = 400) -> str:
-    """The first process's text, in every process."""
+    """Returns the first process's text, in every process."""
     if jax.process_count() == 1:
         return text
     content = np.frombuffer(text.encode()[:size].ljust(size, b"\0"), np.uint8)
@@ -136,6 +136,6 @@ class RunFiles:
 
 
 def _state(path: Path) -> tuple[int, int]:
-    """What is another when a file has been written to."""
+    """Returns what is another when a file has been written to."""
     found = path.stat()
     return found.st_size, found.st_mtime_ns

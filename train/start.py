@@ -186,7 +186,7 @@ def _refuse_unknown(stated: dict[str, Any]) -> None:
 
 
 def _with_architecture(found: ModelConfig, stated: dict[str, Any], folder: Path) -> ModelConfig:
-    """What a recipe says of its model laid over what a checkpoint says of itself."""
+    """Lays what a recipe says of its model over what a checkpoint says of itself."""
     for name in PARAMETERS:
         value = getattr(found, name)
         if stated.get(name, value) not in (value, None):
@@ -227,7 +227,7 @@ def check_start(config: TrainConfig) -> None:
 
 
 def starting_state(program: TrainProgram, checkpoints: Checkpoints) -> TrainState:
-    """The state to train from: restored, or imported, or drawn; in the program's places.
+    """Restores the state to train from, or imports it, or draws it: in the program's places.
 
     A run that has states reads the newest whole one and nothing else. All processes call this.
 

@@ -55,7 +55,7 @@ class TrainState:
 
 
 def forgiven(state: TrainState) -> TrainState:
-    """The same state with no steps skipped in a row."""
+    """Returns the same state with no steps skipped in a row."""
     none = jax.device_put(np.zeros((), np.int32), state.guard.skipped.sharding)
     return dataclasses.replace(state, guard=dataclasses.replace(state.guard, skipped=none))
 

@@ -58,7 +58,7 @@ def as_path(name: str | os.PathLike[str]) -> Path:
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether a path from `as_path` is in a bucket."""
+    """Tells whether a path from `as_path` is in a bucket."""
     return os.fspath(path).startswith(f"{REMOTE}:/")
 
 
@@ -81,7 +81,7 @@ def folder_of_this_machine(name: str | os.PathLike[str], what: str) -> Path:
 
 
 def absolute(path: Path) -> Path:
-    """The same path from the root of where it lies."""
+    """Returns the same path from the root of where it lies."""
     return path if is_remote(path) else path.resolve()
 
 

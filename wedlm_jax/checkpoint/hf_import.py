@@ -60,14 +60,16 @@ def load_parameter(
 
 
 def spans_processes(mesh: Mesh) -> bool:
-    """Whether the devices of a mesh belong to several processes."""
+    """Tells whether the devices of a mesh belong to several processes."""
     return len({device.process_index for device in mesh.devices.flat}) > 1
 
 
 def rows_first(sharding: NamedSharding, entry: Entry) -> NamedSharding:
-    """A layout of a parameter that cuts the Hugging Face tensor along its rows alone, over as many
-    devices as divide them: so each process reads its own rows, whole and once, and the devices
-    exchange what belongs elsewhere. A file cut along its columns is all of it read by everybody.
+    """Returns a layout of a parameter that cuts the Hugging Face tensor along its rows alone, over
+    as many devices as divide them.
+
+    So each process reads its own rows, whole and once, and the devices exchange what belongs
+    elsewhere. Of a tensor cut along its columns every process would read all.
     """
     axes = [_axis_names(axis) for axis in sharding.spec]
     axes += [()] * (len(entry.shape) - len(axes))
@@ -87,14 +89,14 @@ def rows_first(sharding: NamedSharding, entry: Entry) -> NamedSharding:
 
 
 def _axis_names(axis: Any) -> tuple[str, ...]:
-    """The mesh axes that cut an array's axis, as a tuple."""
+    """Returns the mesh axes that cut an array's axis, as a tuple."""
     return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
 
 def _read_onto(
     checkpoint: OpenedCheckpoint, entry: Entry, dtype: Any, sharding: NamedSharding
 ) -> jax.Array:
-    """One parameter, each process reading what its own devices hold."""
+    """Reads one parameter, each process what its own devices hold."""
     indices = {
         device: _spans(index, entry.shape)
         for device, index in sharding.addressable_devices_indices_map(entry.shape).items()

@@ -107,7 +107,7 @@ def step_tree(step_folder: Path) -> Path:
 
 
 def is_whole(step_folder: Path) -> bool:
-    """Whether a numbered state was written completely."""
+    """Tells whether a numbered state was written completely."""
     if is_remote(step_folder):
         return (step_folder / COMMITTED).exists()
     # On a file system a state that is still being written stands under another name.

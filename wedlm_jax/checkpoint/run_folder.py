@@ -84,7 +84,7 @@ def describe_run(run: Path, config: ModelConfig, tokenizer_from: Path) -> None:
 
 
 def is_described(run: Path, config: ModelConfig) -> bool:
-    """Whether `describe_run` has written that the run's model is ``config``."""
+    """Tells whether `describe_run` has written that the run's model is ``config``."""
     folder = run / RUN_MODEL
     described = (folder / "config.json").exists() and (folder / "tokenizer.json").exists()
     return described and described_model(folder) == dataclasses.replace(config, model_type="wedlm")
@@ -106,7 +106,7 @@ def newest_state(folder: Path) -> Path:
 
 
 def described_model(folder: Path) -> ModelConfig:
-    """The architecture that a folder's ``config.json`` describes, and the weights' headers where
+    """Reads the architecture from a folder's ``config.json``, and from the weights' headers where
     there are weights: a config.json may be silent where tensors tell."""
     if (folder / ORBAX).is_dir():
         return OrbaxCheckpoint(folder).config

@@ -79,7 +79,7 @@ class SafetensorsFile:
         return values
 
     def read_rows(self, name: str, rows: slice = slice(None)) -> Iterator[tuple[int, np.ndarray]]:
-        """Some rows of a tensor, whole and one after the other, as many at a time as fit a buffer.
+        """Reads rows of a tensor, whole and in order, as many at a time as fit a buffer.
 
         Rows are always read whole, even where few of their columns are wanted: a few large reads
         of all of it take less time than a read of some bytes for every row.
@@ -114,7 +114,7 @@ class SafetensorsFile:
 
 
 def _sound_header(path: Path, file: ByteRanges) -> tuple[int, dict[str, dict]]:
-    """Where a file's values begin, and what its header says.
+    """Finds where a file's values begin, and what its header says.
 
     Raises:
       ValueError, KeyError, TypeError, SafetensorError: the header is not sound, or says more than
