@@ -26,12 +26,12 @@ def clients() -> dict[str, str]:
 @pytest.fixture(scope="session")
 def bucket() -> Iterator[str]:
     """An empty bucket, told to every process that is started from here on."""
-    pytest.importorskip("gcsfs")
     server = pytest.importorskip("gcp_storage_emulator.server")
     emulator = server.create_server("localhost", 0, in_memory=True, default_bucket="bucket")
     emulator.start()
     before = dict(os.environ)
     os.environ.update(variables(emulator._api._httpd.socket.getsockname()[1]))
+    pytest.importorskip("gcsfs")  # reads its variables when it is imported
     try:
         yield "gs://bucket"
     finally:

@@ -11,14 +11,13 @@ place with one file last, without which readers take it for absent (`move_tree`)
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import weakref
 from pathlib import Path
 from typing import IO, Any, cast
 
-from wedlm_jax.errors import InputError, shortened
+from wedlm_jax.errors import InputError, require_extra, shortened
 
 REMOTE = "gs"
 READ_BYTES = 32 * 1024**2
@@ -44,10 +43,7 @@ def as_path(name: str | os.PathLike[str]) -> Path:
             f"{text}: {scheme.group(1)}:// is not supported; give a folder, which may be a "
             f"mounted bucket, or {REMOTE}://BUCKET/NAME"
         )
-    if importlib.util.find_spec("gcsfs") is None:
-        raise InputError(
-            f'{text}: needs gcsfs, which is not installed: pip install "wedlm-jax[gcs]"'
-        )
+    require_extra(f"{REMOTE}://", "gcs", "gcsfs")
     import fsspec
     from etils import epath
 
