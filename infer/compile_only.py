@@ -174,7 +174,7 @@ def compile_decoder(
     compiled = compile_for(
         topology,
         mesh,
-        lambda: lower_burst(graph, parameters, model, settings, traits, mesh),
+        lambda: lower_burst(graph, parameters, model, settings, traits, mesh, choose_layouts=True),
         "decoder",
     )
     return CompiledDecoder(
