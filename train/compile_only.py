@@ -98,8 +98,13 @@ def compile_step(config: TrainConfig, topology_name: str) -> CompiledStep:
 def recipe_model(config: TrainConfig) -> ModelConfig:
     """The model of a recipe, from its architecture or from the checkpoint's config.json."""
     if config.model.init_from is None:
-        return config_from_hf({"model_type": "wedlm", **config.model.architecture})
-    return config_from_hf(read_config_json(Path(config.model.init_from)))
+        model = config_from_hf({"model_type": "wedlm", **config.model.architecture})
+    else:
+        model = config_from_hf(read_config_json(Path(config.model.init_from)))
+    if model.mask_token_id is None:
+        # Training chooses one by the tokenizer; the program is the same with any.
+        model = dataclasses.replace(model, mask_token_id=model.vocab_size - 1)
+    return model
 
 
 def _key(mesh: jax.sharding.Mesh) -> Any:

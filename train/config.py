@@ -53,8 +53,14 @@ def _field(
 
 @dataclasses.dataclass
 class ModelSection:
-    init_from: str | None = _field(None, "HF checkpoint folder to start from; null: from scratch")
+    init_from: str | None = _field(
+        None, "checkpoint folder to start from, Hugging Face or orbax; null: from scratch"
+    )
     architecture: dict[str, Any] = _field({}, "from scratch: the fields of an HF config.json")
+    mask_token: str | None = _field(
+        None,
+        "text or id of the mask token; null: the checkpoint's, or else one that no text has",
+    )
 
 
 @dataclasses.dataclass

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from train.config import TrainConfig
 from train.data.batches import TrainingRows
+from train.data.manifest import mask_token_in, read_manifest
 from train.data.sources import open_sources
 from train.data.synthetic import (
     PackedDataset,
@@ -26,10 +27,23 @@ from train.data.synthetic import (
     rows_recipe,
     save_dataset,
 )
+from train.data.tokenizer import save_tokenizer, train_tokenizer
 from train.embedded.corpus import generate
-from train.tokenizer import save_tokenizer, train_tokenizer
 from wedlm_jax.checkpoint.hf import load_checkpoint
-from wedlm_jax.config import SIZES, ModelConfig, config_from_hf, read_config_json
+from wedlm_jax.checkpoint.mask_token import (
+    choose_mask_token,
+    describe_mask_token,
+    special_tokens,
+)
+from wedlm_jax.checkpoint.model_folder import RUN_STATES, run_model_folder
+from wedlm_jax.checkpoint.opened import open_checkpoint
+from wedlm_jax.config import (
+    PUBLISHED_MASK_TOKEN_ID,
+    SIZES,
+    ModelConfig,
+    config_from_hf,
+    read_config_json,
+)
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
 from wedlm_jax.processes import is_first, say, wait_for_all
@@ -63,9 +77,15 @@ def tokenizer_folder(config: TrainConfig, output: Path) -> Path:
 def initial_model(config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh) -> Transformer:
     """The model to start from, float32, each parameter on the devices that the rules give it."""
     if config.model.init_from is not None:
-        _check_architecture(config.model.architecture, Path(config.model.init_from))
-        return load_checkpoint(Path(config.model.init_from), dtype=jnp.float32, mesh=mesh)
+        folder = Path(config.model.init_from)
+        _check_architecture(config.model.architecture, folder)
+        mask = mask_token(config, tokenizer, open_checkpoint(folder).config)
+        model = load_checkpoint(folder, dtype=jnp.float32, mesh=mesh)
+        model.config = dataclasses.replace(model.config, mask_token_id=mask)
+        return model
     model_config = _new_model_config(config, tokenizer)
+    mask = mask_token(config, tokenizer, model_config)
+    model_config = dataclasses.replace(model_config, mask_token_id=mask)
 
     def make() -> nnx.State:
         key = jax.random.key(config.seed)
@@ -92,14 +112,53 @@ def _check_architecture(stated: dict[str, Any], folder: Path) -> None:
             )
 
 
+def mask_token(config: TrainConfig, tokenizer: Tokenizer, model: ModelConfig) -> int | None:
+    """Returns the id of the run's mask token, and says which it is and whether the data has it.
+
+    A run that goes on keeps its own. None is for the objective "ar" alone, which needs no mask.
+
+    Raises:
+      InputError: it cannot be the recipe's, or there is none (`choose_mask_token`).
+    """
+    stated = config.model.architecture.get("mask_token_id")
+    wanted = config.model.mask_token or (None if stated is None else str(stated))
+    if wanted is None and (begun := _mask_token_of_run(Path(config.output), model)) is not None:
+        model = dataclasses.replace(model, mask_token_id=begun)
+    own = special_tokens(tokenizer_folder(config, Path(config.output))).mask
+    try:
+        chosen = choose_mask_token(tokenizer, model, wanted, own=own)
+    except InputError:
+        if config.objective == "ar" and wanted is None:
+            return None
+        raise
+    say(f"mask token {describe_mask_token(tokenizer, chosen)}")
+    for name in config.data.sources:
+        if line := mask_token_in(read_manifest(Path(name)), name, chosen):
+            say(line)
+    return chosen
+
+
+def _mask_token_of_run(output: Path, model: ModelConfig) -> int | None:
+    """Returns the mask token that a run was trained with so far; None if it has no state yet."""
+    if not any(path.name.isdigit() for path in (output / RUN_STATES).glob("*")):
+        return None
+    if (described := run_model_folder(output)) is not None:
+        return config_from_hf(read_config_json(described)).mask_token_id
+    # Earlier versions took the published id for every model, and did not write it down.
+    return PUBLISHED_MASK_TOKEN_ID if model.vocab_size > PUBLISHED_MASK_TOKEN_ID else None
+
+
 def _new_model_config(config: TrainConfig, tokenizer: Tokenizer) -> ModelConfig:
-    special = {
-        "mask_token_id": tokenizer.token_to_id("<|mask|>"),
+    # A mask token that is null in the recipe is chosen later, as for an AR checkpoint.
+    architecture = {
+        "model_type": "wedlm",
+        "vocab_size": tokenizer.get_vocab_size(),
         "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
         "pad_token_id": tokenizer.token_to_id("<|endoftext|>"),
+        **config.model.architecture,
     }
-    architecture = {"model_type": "wedlm", "vocab_size": tokenizer.get_vocab_size(), **special}
-    return config_from_hf({**architecture, **config.model.architecture})
+    made = config_from_hf(architecture)
+    return dataclasses.replace(made, mask_token_id=architecture.get("mask_token_id"))
 
 
 def training_rows(

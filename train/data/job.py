@@ -21,6 +21,9 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+import numpy as np
+from tokenizers import Tokenizer
+
 from train.data.chunks import Malformed, RecordChunk, chunks, find_input
 from train.data.manifest import Manifest, tokenizer_fingerprint, write_manifest
 from train.data.row_codec import encode_row
@@ -72,10 +75,32 @@ class Watcher(Protocol):
     def progress(self, bytes_read: int, bytes_total: int, tokens: int) -> None: ...
 
 
+class AddedTokens:
+    """Counts the tokens that ordinary text is not made of: those added to a tokenizer, and ids that
+    it does not have."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        ordinary = set(tokenizer.get_vocab(with_added_tokens=True).values())
+        ordinary -= set(tokenizer.get_added_tokens_decoder())
+        self._ordinary = np.zeros(max(ordinary, default=0) + 2, bool)  # the last: ids beyond
+        self._ordinary[list(ordinary)] = True
+        self._counts: collections.Counter[int] = collections.Counter()
+
+    def count(self, tokens: np.ndarray) -> None:
+        """Takes in the tokens ``[L]`` of a sample."""
+        ordinary = self._ordinary[np.minimum(tokens, len(self._ordinary) - 1)]
+        self._counts.update(tokens[~ordinary].tolist())
+
+    def by_id(self) -> dict[str, int]:
+        """Returns the counts, the smallest id first."""
+        return {str(token): count for token, count in sorted(self._counts.items())}
+
+
 @dataclasses.dataclass
 class _Counts:
     """Grows while samples stream into rows."""
 
+    added: AddedTokens
     records: int = 0
     samples: int = 0
     rows: int = 0
@@ -98,8 +123,9 @@ def tokenise(options: TokeniseOptions, watcher: Watcher) -> Manifest:
     """
     check_options(options)
     files = find_input(options.inputs).files
-    fingerprint = tokenizer_fingerprint(load_tokenizer(Path(options.samples.tokenizer)))
-    counts, row_length = _Counts(), options.samples.row_length
+    tokenizer = load_tokenizer(Path(options.samples.tokenizer))
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    counts, row_length = _Counts(AddedTokens(tokenizer)), options.samples.row_length
     with replacing(options.output) as folder:
         writer = ShardWriter(folder, options.shard_rows)
         with (folder / MALFORMED).open("w", encoding="utf-8") as named:
@@ -125,6 +151,7 @@ def tokenise(options: TokeniseOptions, watcher: Watcher) -> Manifest:
             malformed=counts.malformed,
             reasons=dict(sorted(counts.reasons.items())),
             made_with=_made_with(options),
+            added_tokens=counts.added.by_id(),
             content=content,
             shards=shards,
         )
@@ -174,6 +201,7 @@ def _samples(
             counts.samples += 1
             counts.tokens += len(sample.tokens)
             counts.trainable += int(sample.trainable.sum())
+            counts.added.count(sample.tokens)
             yield sample
         counts.bytes_read += chunk.bytes_read
         watcher.progress(counts.bytes_read, total, counts.tokens)

@@ -249,12 +249,10 @@ class _Orbax:
     """An orbax checkpoint or a run's state."""
 
     def __init__(self, checkpoint: StoredParameters, dtype: np.dtype | None):
-        from wedlm_jax.checkpoint.model_folder import check_arrays
+        from wedlm_jax.checkpoint.opened import OrbaxTensors
 
-        self._checkpoint = checkpoint
-        self._entries = check_arrays(checkpoint)
+        self._checkpoint, self._tensors = checkpoint, OrbaxTensors(checkpoint)
         self._dtype = dtype
-        self._newest: tuple[str, np.ndarray] | None = None
         self.raw_config = checkpoint.raw_config
 
     def parameters(self) -> dict[str, DeferredArray]:
@@ -268,32 +266,18 @@ class _Orbax:
                 shape, dtype, lambda: cast(path, self._checkpoint.read(path), dtype)
             )
 
-        return {entry.path: deferred(entry.path) for entry in self._entries}
+        return {path: deferred(path) for path in self._checkpoint.arrays}
 
     def tensors(self) -> list[Tensor]:
         from wedlm_jax.checkpoint.hf_export import Tensor
 
-        def tensor(entry: Entry, layer: int, name: str) -> Tensor:
-            def read() -> np.ndarray:
-                values = self._read(entry.path)
-                values = values[layer] if entry.stacked else values
-                return values.T if entry.transposed else values
+        stored = self._tensors
 
-            dtype = self._dtype or np.dtype(self._checkpoint.arrays[entry.path][1])
-            return Tensor(name, entry.hf_shape, dtype, read)
+        def tensor(name: str) -> Tensor:
+            dtype = self._dtype or np.dtype(stored.dtype(name))
+            return Tensor(name, stored.shape(name), dtype, lambda: stored.read(name))
 
-        return [
-            tensor(entry, layer, name)
-            for entry in self._entries
-            for layer, name in enumerate(entry.hf_names)
-        ]
-
-    def _read(self, path: str) -> np.ndarray:
-        """One parameter, kept until another is asked for: its layers are written in turn."""
-        if self._newest is None or self._newest[0] != path:
-            self._newest = None
-            self._newest = (path, self._checkpoint.read(path))
-        return self._newest[1]
+        return [tensor(name) for name in stored.tensors]
 
 
 def _write_orbax(source: _Source, folder: Path, bar: ProgressBar) -> Converted:

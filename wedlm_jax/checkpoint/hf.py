@@ -25,9 +25,10 @@ from wedlm_jax.checkpoint.hf_export import (
     plan_files,
     write_weights,
 )
-from wedlm_jax.checkpoint.hf_folder import TOKENIZER_FILES, HFCheckpoint
+from wedlm_jax.checkpoint.hf_folder import TOKENIZER_FILES
 from wedlm_jax.checkpoint.hf_import import load_parameter, parameter_sharding
 from wedlm_jax.checkpoint.names import Entry, abstract_model, hf_path, parameter_entries
+from wedlm_jax.checkpoint.opened import OpenedCheckpoint, open_checkpoint
 from wedlm_jax.config import ModelConfig, config_to_hf
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
@@ -38,7 +39,7 @@ from wedlm_jax.processes import Processes, jax_processes, replacing_together
 
 
 def check_tensors(
-    checkpoint: HFCheckpoint, *, stacked: bool = True, columns: bool = False
+    checkpoint: OpenedCheckpoint, *, stacked: bool = True, columns: bool = False
 ) -> list[Entry]:
     """Verifies that the tensors of a folder are exactly the model's; returns the table, as
     `parameter_entries`.
@@ -74,13 +75,14 @@ def load_checkpoint(
     columns: bool | None = None,
     quantization: str | None = None,
 ) -> Transformer:
-    """Reads a Hugging Face checkpoint (wedlm, qwen2 or qwen3) into a model.
+    """Reads a checkpoint (wedlm, qwen2 or qwen3) into a model.
 
     Names, shapes and sizes are checked before any values are read. Beyond the parameters
     themselves a host holds its slices of one of them; see `wedlm_jax.checkpoint.hf_import`.
 
     Args:
-      folder: holds ``config.json`` and one or several safetensors files.
+      folder: holds ``config.json`` and one or several safetensors files, or ``orbax/``, as `wedlm
+        convert` makes it; of that each host reads whole parameters, one at a time.
       dtype: of the parameters; that of the file by default.
       mesh: lays each parameter out as `wedlm_jax.sharding` says, and each host reads only the
         slices that its devices hold; the default device holds all without one.
@@ -95,7 +97,7 @@ def load_checkpoint(
         or the parameter that the mesh does not divide.
     """
     check_quantization(quantization)
-    checkpoint = HFCheckpoint(folder)
+    checkpoint = open_checkpoint(folder)
     if columns is None:
         kinds = [dtype] if dtype is not None else checkpoint.dtypes()
         widest = max((jnp.dtype(kind) for kind in kinds), key=lambda kind: kind.itemsize)

@@ -93,8 +93,6 @@ class HFCheckpoint:
 
 
 def _why_no_weights(folder: Path) -> str:
-    if (folder / "orbax").is_dir():
-        return "an orbax checkpoint; `wedlm convert` makes a Hugging Face one of it"
     if list(folder.glob("pytorch_model*.bin")):
         return "holds PyTorch's pytorch_model.bin; only safetensors files are read"
     return f"neither {WEIGHTS} nor {INDEX} is here"

@@ -20,8 +20,8 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.sharding import parameter_axes, spec
 
 if TYPE_CHECKING:
-    from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
     from wedlm_jax.checkpoint.names import Entry
+    from wedlm_jax.checkpoint.opened import OpenedCheckpoint
 
 Span = tuple[int, int]
 """From the first to before the last."""
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 
 def load_parameter(
-    checkpoint: HFCheckpoint, entry: Entry, dtype: Any, mesh: Mesh | None
+    checkpoint: OpenedCheckpoint, entry: Entry, dtype: Any, mesh: Mesh | None
 ) -> jax.Array:
     """One parameter on its devices.
 
@@ -84,14 +84,14 @@ def parameter_sharding(mesh: Mesh, entry: Entry) -> NamedSharding:
     return sharding
 
 
-def read_parameter(checkpoint: HFCheckpoint, entry: Entry, dtype: Any = None) -> np.ndarray:
+def read_parameter(checkpoint: OpenedCheckpoint, entry: Entry, dtype: Any = None) -> np.ndarray:
     """One parameter, whole, in host memory; see `read_slices`."""
     whole = tuple((0, size) for size in entry.shape)
     return read_slices(checkpoint, entry, dtype, [whole])[whole]
 
 
 def read_slices(
-    checkpoint: HFCheckpoint, entry: Entry, dtype: Any, indices: Iterable[Index]
+    checkpoint: OpenedCheckpoint, entry: Entry, dtype: Any, indices: Iterable[Index]
 ) -> dict[Index, np.ndarray]:
     """Some slices of one parameter, in our shape, each value read once.
 
@@ -111,7 +111,7 @@ def read_slices(
     return slices
 
 
-def entry_dtype(checkpoint: HFCheckpoint, entry: Entry, dtype: Any = None) -> np.dtype:
+def entry_dtype(checkpoint: OpenedCheckpoint, entry: Entry, dtype: Any = None) -> np.dtype:
     """The dtype that a parameter is read in: ``dtype``; by default that of the file, and where
     the layers' tensors differ, the narrowest that holds all their values."""
     if dtype is not None:
@@ -138,7 +138,7 @@ def _parts(entry: Entry, layer: int, slices: dict[Index, np.ndarray]) -> Iterabl
             yield Part(spans[0], spans[1], matrix)
 
 
-def _read_tensor(checkpoint: HFCheckpoint, name: str, parts: Sequence[Part]) -> None:
+def _read_tensor(checkpoint: OpenedCheckpoint, name: str, parts: Sequence[Part]) -> None:
     """Fills the parts: those of the same rows together, in one reading of their columns."""
     file = checkpoint.tensors[name]
     for rows in sorted({part.rows for part in parts}):

@@ -149,8 +149,6 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
         return {"decodes": ["wedlm", "ar"], "role": "WeDLM model"}
     if config.model_type == "wedlm":
         role = "no mask_token_id in config.json: set it for WeDLM decoding"
-    elif config.mask_token_id is None:
-        role = "starting point of training, once config.json has a mask_token_id"
     else:
         role = "starting point of WeDLM training"
     return {"decodes": ["ar"], "role": role}
