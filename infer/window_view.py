@@ -13,7 +13,7 @@ MASK = "░"
 TAIL = 40
 """Characters of committed text that a plain line keeps, to stay one line."""
 
-FILLED_STYLE = "black on green"
+FILLED_STYLE = "#101010 on #8fbf6f"
 MASK_STYLE = "bright_black"
 LEGEND = Text.assemble(
     "committed  ", (" filled ", FILLED_STYLE), "  ", (MASK + " masked", MASK_STYLE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
@@ -38,6 +39,7 @@ from wedlm_jax.text import (
 )
 
 DTYPES = ("float32", "bfloat16")
+_log = logging.getLogger(__name__)
 MESH_AXES = ("data", "tensor")
 
 
@@ -45,7 +47,8 @@ class LLM:
     """Decodes with a checkpoint.
 
     Args:
-      model: a folder in Hugging Face format, or a hub id; the embedded model by default.
+      model: a folder in Hugging Face format, an orbax folder of `wedlm convert`, or a hub id; the
+        embedded model by default.
       window_size: W, the masked slots decoded in parallel; 0 decodes autoregressively; "auto"
         chooses for each sequence while it decodes, by what forwards cost and commit: the tokens of
         mode "paper" may then depend on the machine. By default 16, and 0 for a model that was not
@@ -113,6 +116,7 @@ class LLM:
             mesh=devices,
         )
         self._router = Router(self.engine)
+        self._told_of_chat = False
 
     def __repr__(self) -> str:
         engine = self.engine
@@ -353,6 +357,14 @@ class LLM:
         except UnicodeEncodeError:
             # A lone surrogate, half a character, which no tokenizer accepts.
             raise InputError("the prompt has half of a surrogate pair: not UTF-8") from None
+        end = codec.chat_end
+        if not self._told_of_chat and end is not None and end not in text:
+            self._told_of_chat = True
+            _log.warning(
+                "%s answers conversations, and a text is completed as it stands: LLM.chat, --chat "
+                "and records with messages use its chat template",
+                self.folder,
+            )
         return codec.encode(text)
 
     def _require_codec(self, what: str) -> TextCodec:
