@@ -131,7 +131,7 @@ class View(NamedTuple):
 def _show(
     console: Console, decoder: Decoder, question: Question, seconds: float, *, trace: bool
 ) -> None:
-    """Shows one prompt: its forwards one after the other in a terminal; elsewhere the answer, behind
+    """Shows one prompt: its forwards one after the other in a terminal; elsewhere its answer, after
     a line for each forward if ``trace``."""
     from infer.window_view import plain, styled
 
@@ -251,5 +251,5 @@ def _measure(console: Console, decoders: list[Decoder], regimes: list[list[Quest
     console.print(
         f"\n{len(regimes[0])} held-out questions of each kind, one at a time, by turns; times are "
         f"with the prompt and without compiling ({compiling:.0f} s in all). WeDLM is mode paper, "
-        "which commits what masks were filled with; verified commits only what AR would have chosen."
+        "which commits what masks were filled with; verified commits only what AR would choose."
     )

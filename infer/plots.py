@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, require_extra
 
 if TYPE_CHECKING:
     from infer.score import Score
@@ -26,12 +26,7 @@ def check_plot(path: str | Path) -> None:
         raise InputError(f"{path}: a plot's name ends with one of {', '.join(FORMATS)}")
     if not Path(path).resolve().parent.is_dir():
         raise InputError(f"{path}: no such folder to write it in")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise InputError(
-            'a plot needs matplotlib, which is not installed: pip install "wedlm-jax[plot]"'
-        ) from None
+    require_extra("a plot", "plot", "matplotlib")
 
 
 def _figure(width: float, height: float) -> Any:

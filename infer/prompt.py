@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
-    from wedlm_jax.completion import Completion
+    from wedlm_jax.completion import Chunk, Completion
     from wedlm_jax.llm import LLM
     from wedlm_jax.params import SamplingParams
     from wedlm_jax.text import Prompt
@@ -62,13 +63,34 @@ def complete_prompt(llm: LLM, text: str, params: SamplingParams, *, chat: bool) 
 
 def _stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> Completion:
     completion = None
-    for chunk in llm.stream(prompt, params):
+    for chunk in _with_compiling_told(llm, llm.stream(prompt, params)):
         sys.stdout.write(chunk.text)
         sys.stdout.flush()
         completion = chunk.completion
     print(flush=True)
     assert completion is not None, "a completion has at least one token"
     return completion
+
+
+def _with_compiling_told(llm: LLM, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    """Passes chunks on; while a program is compiled, a terminal's standard error says so."""
+    from rich.console import Console
+
+    status = Console(stderr=True).status("")
+    programs = llm.engine.device.programs
+
+    def compiling(number: int) -> None:
+        status.update(f"compiling program {number}; the next time it comes from the disk ...")
+        status.start()
+
+    programs.on_compile = compiling
+    try:
+        for chunk in chunks:
+            status.stop()  # before text is written to the same terminal
+            yield chunk
+    finally:
+        status.stop()
+        programs.on_compile = lambda _: None
 
 
 def _print_logprobs(llm: LLM, completion: Completion) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from train.config import describe, load_config
 from train.distributed import add_options, join
+from wedlm_jax.errors import require_extra
 from wedlm_jax.processes import say
 
 
@@ -50,6 +51,8 @@ def main(arguments: list[str]) -> int:
         print(describe_step(compile_step(config, options.topology)))
         return 0
 
+    if config.metrics.tensorboard:
+        require_extra("metrics.tensorboard", "tensorboard", "tensorboardX")
     from train.loop import RunStopped, train
     from wedlm_jax.signals import TERMINATED
 

@@ -83,8 +83,8 @@ class RopeConfig:
 class ModelConfig:
     """Architecture of a Qwen2.5-, Qwen3- or WeDLM-shaped decoder.
 
-    ``mask_token_id`` is None if none has been chosen yet, as in Qwen's own checkpoints: such a model
-    only decodes autoregressively (see `wedlm_jax.checkpoint.mask_token`).
+    ``mask_token_id`` is None if none has been chosen yet, as in Qwen's own checkpoints (see
+    `wedlm_jax.checkpoint.mask_token`): such a model only decodes autoregressively.
     """
 
     vocab_size: int

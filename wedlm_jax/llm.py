@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from wedlm_jax.checkpoint.find_model import find_model
 from wedlm_jax.checkpoint.hf import load_checkpoint
-from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL
 from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.engine.burst import Request
@@ -90,7 +90,7 @@ class LLM:
         if not is_integer(max_batch_size) or max_batch_size < 1:
             raise InputError(f"max_batch_size: expected 1 or more, not {max_batch_size!r}")
         check_quantization(quantization)
-        self.folder = resolve_model(model)
+        self.folder = find_model(model)
         self.codec = TextCodec.load(self.folder)
         self.dtype, self.quantization = dtype, quantization
         self.max_batch_size = max_batch_size
@@ -321,6 +321,7 @@ class LLM:
                 "give several samples"
             )
         token_ids = self.as_ids(prompt)
+        self._tell_of_chat(prompt)
         if params.stop:
             self._require_codec("stop strings")
         if params.seed is None:
@@ -341,6 +342,18 @@ class LLM:
         """
         return self._encode(prompt) if isinstance(prompt, str) else as_token_ids(prompt)
 
+    def _tell_of_chat(self, prompt: Prompt) -> None:
+        """Says once that a model tuned to answer is given a text without its chat template."""
+        end = self.codec and self.codec.chat_end
+        if self._told_of_chat or not end or not isinstance(prompt, str) or end in prompt:
+            return
+        self._told_of_chat = True
+        _log.warning(
+            "%s was tuned on conversations, and this text is completed without its chat template; "
+            "LLM.chat, --chat and records with messages use it",
+            self.folder,
+        )
+
     def _with_bad_words_as_ids(self, params: SamplingParams) -> SamplingParams:
         words: list[tuple[int, ...]] = []
         for word in params.bad_words:
@@ -357,14 +370,6 @@ class LLM:
         except UnicodeEncodeError:
             # A lone surrogate, half a character, which no tokenizer accepts.
             raise InputError("the prompt has half of a surrogate pair: not UTF-8") from None
-        end = codec.chat_end
-        if not self._told_of_chat and end is not None and end not in text:
-            self._told_of_chat = True
-            _log.warning(
-                "%s answers conversations, and a text is completed as it stands: LLM.chat, --chat "
-                "and records with messages use its chat template",
-                self.folder,
-            )
         return codec.encode(text)
 
     def _require_codec(self, what: str) -> TextCodec:
@@ -387,29 +392,3 @@ def _mesh_of(sizes: Mapping[str, int] | None) -> Mesh | None:
     if not 0 < count <= len(devices):
         raise InputError(f"mesh: {dict(sizes)} needs {count} devices, and there are {len(devices)}")
     return make_mesh(dict(sizes), devices[:count])
-
-
-def resolve_model(model: str | Path | None) -> Path:
-    """The folder of a checkpoint: given, the embedded one, or fetched from the hub.
-
-    Raises:
-      InputError: it is neither a folder nor a hub id that can be reached.
-    """
-    if model is None:
-        if not EMBEDDED_MODEL.is_dir():
-            raise InputError("no model is embedded in this installation; name a checkpoint folder")
-        return EMBEDDED_MODEL
-    folder = Path(model)
-    if folder.exists() or str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
-        return folder
-    from huggingface_hub import snapshot_download
-
-    wanted = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
-    try:
-        return Path(snapshot_download(str(model), allow_patterns=wanted))
-    except Exception as error:
-        # The hub's client raises many types; to a user all mean: not a folder, not fetched.
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(
-            f"{model!r} is not a folder here and could not be fetched from the hub ({reason})"
-        ) from None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wedlm_jax.config import ModelConfig, config_to_hf
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, require_extra
 
 if TYPE_CHECKING:
     from infer.bench.subject import Subject
@@ -25,13 +25,7 @@ def check_rival() -> None:
     Raises:
       InputError: PyTorch is not installed.
     """
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        raise InputError(
-            "--rival transformers needs PyTorch, which is not installed: "
-            'pip install "wedlm-jax[rival]"'
-        ) from None
+    require_extra("--rival transformers", "rival", "torch")
 
 
 class Rival:

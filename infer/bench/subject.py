@@ -128,11 +128,11 @@ def load_subject(
     """
     import jax.numpy as jnp
 
+    from wedlm_jax.checkpoint.find_model import find_model
     from wedlm_jax.checkpoint.hf import load_checkpoint
-    from wedlm_jax.llm import resolve_model
     from wedlm_jax.text import TextCodec
 
-    folder, name = resolve_model(model), _dtype(dtype)
+    folder, name = find_model(model), _dtype(dtype)
     weights = load_checkpoint(
         folder, dtype=jnp.dtype(name), stacked=not _on_cpu(), quantization=quantization
     )

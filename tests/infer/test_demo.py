@@ -1,4 +1,4 @@
-"""The demo shows every prompt, measures every decoder, explains its columns, and draws a picture."""
+"""The demo shows every prompt, measures decoders, explains its columns, and draws a picture."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def embedded(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ]
     path = tmp_path / "heldout.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    monkeypatch.setattr("wedlm_jax.llm.EMBEDDED_MODEL", checkpoint)
+    monkeypatch.setattr("wedlm_jax.checkpoint.find_model.EMBEDDED_MODEL", checkpoint)
     monkeypatch.setattr("infer.evaluate.EMBEDDED_QUESTIONS", path)
 
 

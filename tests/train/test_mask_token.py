@@ -62,7 +62,9 @@ def test_an_ar_checkpoint_gets_an_unused_row(qwen: Path, tmp_path: Path) -> None
     used = set(tokenizer.get_vocab().values())
     model = initial_model(config, tokenizer, make_mesh({"data": 1}, jax.devices()[:1]))
     mask = model.config.mask_token_id
-    assert mask is not None and mask not in used and mask < model.config.vocab_size
+    assert mask is not None
+    assert mask not in used
+    assert mask < model.config.vocab_size
 
 
 def test_a_recipe_names_another(qwen: Path, tmp_path: Path) -> None:

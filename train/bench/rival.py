@@ -16,7 +16,7 @@ import numpy as np
 
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.corruption import DualStreamBatch
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, require_extra
 from wedlm_jax.loss import LossConfig, masked_weights
 from wedlm_jax.model.rope import rope_tables
 
@@ -76,12 +76,7 @@ def check_torch() -> None:
     Raises:
       InputError: PyTorch is not installed.
     """
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        raise InputError(
-            'step compares with PyTorch, which is not installed: pip install "wedlm-jax[rival]"'
-        ) from None
+    require_extra("the comparison of steps", "rival", "torch")
 
 
 class TorchStep:

@@ -107,8 +107,8 @@ def mask_token_in(manifest: Manifest, folder: str, token_id: int) -> str | None:
     if not count:
         return None
     return (
-        f"{folder}: the text has the mask token {token_id} {count:,} times, and the model will read "
-        "each as a mask; leave those records out, or choose another token as model.mask_token"
+        f"{folder}: the text has the mask token {token_id} {count:,} times, and the model would "
+        "read each as a mask; leave those records out, or name another token as model.mask_token"
     )
 
 

@@ -1,4 +1,4 @@
-"""Makes a tokenizer: byte-level BPE in Hugging Face's files, with a chat template and a mask token."""
+"""Makes tokenizers: byte-level BPE in Hugging Face's files, with a chat template and a mask."""
 
 from __future__ import annotations
 

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from wedlm_jax.records.files import RecordFile
 
 EPILOG = """\
-Input is what `wedlm tokenize` reads: .jsonl and .jsonl.gz with "text" or "messages", .txt, .parquet,
-.arrayrecord; files and folders. A sample of some hundred MB is enough.
+Input is what `wedlm tokenize` reads: .jsonl and .jsonl.gz with "text" or "messages", .txt,
+.parquet, .arrayrecord; files and folders. A sample of some hundred MB is enough.
 
-DIR gets tokenizer.json and tokenizer_config.json, which transformers reads, too: byte-level BPE (any
-text round-trips; a number is cut into at most three digits a token), the chat template of Qwen
-(<|im_start|>ROLE ... <|im_end|>), <|im_end|> as the end of a turn, <|endoftext|> as that of a document
-and as padding, and <|mask|> as the mask token.
+DIR gets tokenizer.json and tokenizer_config.json, which transformers reads, too: byte-level BPE
+(any text round-trips; a token has at most three digits), Qwen's form of conversations
+(<|im_start|>ROLE ... <|im_end|>), <|im_end|> as the end of a turn, <|endoftext|> as that of a
+document and as padding, and <|mask|> as the mask token.
 
 It is for models that are trained from nothing. A checkpoint brings its own tokenizer.
 

@@ -86,7 +86,7 @@ def choose_mask_token(
     if own_id is not None and own_id < config.vocab_size:
         _refuse_meaningful(tokenizer, config, own_id, own_id)
         return own_id
-    used = {*tokenizer.get_vocab(with_added_tokens=True).values(), *config.eos_token_ids}
+    used: set[int | None] = {*tokenizer.get_vocab().values(), *config.eos_token_ids}
     used |= {config.pad_token_id, config.bos_token_id}
     free = next((row for row in range(config.vocab_size) if row not in used), None)
     if free is None:

@@ -35,6 +35,7 @@ class CompiledPrograms:
       formats: how the parameters must lie in memory, as the first burst to be compiled wants them;
         None before that, and where the compiler does not choose.
       seconds: spent on compiling so far.
+      on_compile: called before a program is compiled, with its number, from 1.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class CompiledPrograms:
         self._choosing = threading.Lock()
         self.formats: nnx.State | None = None
         self.seconds = 0.0
+        self.on_compile: Callable[[int], None] = lambda _: None
 
     def __len__(self) -> int:
         return len(self._compiled)
@@ -133,6 +135,7 @@ class CompiledPrograms:
 
     def _kept(self, key: Any, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         if key not in self._compiled:
+            self.on_compile(len(self._compiled) + 1)
             started = time.monotonic()
             self._compiled[key] = lower().compile()
             self.seconds += time.monotonic() - started
