@@ -332,8 +332,8 @@ def _check_combination(options: dict[str, Any]) -> None:
 
 
 def load(options: dict[str, Any]) -> LLM:
-    """The model that options name, with ``warmup`` all compiled that rows with the others' sampling
-    need; a message names the option, not the argument."""
+    """Loads the model that options name, with ``warmup`` all compiled that records with the others'
+    sampling need; a message names the option, not the argument."""
     from wedlm_jax.compiled_cache import keep_compiled
     from wedlm_jax.llm import LLM
 

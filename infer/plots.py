@@ -43,8 +43,8 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def draw_scores(scores: Sequence[Score], path: Path) -> None:
-    """What is right, or is exactly AR's where nothing is to be right or wrong, against tokens a
-    forward and against the speed: a column a regime, a line a kind of decoder."""
+    """Draws what is right, or is exactly AR's where nothing is to be right or wrong, against tokens
+    per forward and against the speed: a column for each regime."""
     regimes = list(dict.fromkeys(score.regime for score in scores))
     figure = _figure(4 * len(regimes), 7)
     panels = figure.subplots(2, len(regimes), squeeze=False)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def read_prompt(argument: str, stdin: TextIO) -> str:
-    """The prompt given as ``--prompt``: itself, or for "-" what ``stdin`` holds.
+    """Returns the prompt given as ``--prompt``: itself, or for "-" what ``stdin`` holds.
 
     A shell ends what it pipes with a line end that nobody meant, so one is dropped.
     """
@@ -94,7 +94,8 @@ def _with_compiling_told(llm: LLM, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
 
 
 def _print_logprobs(llm: LLM, completion: Completion) -> None:
-    """A line a token: its log-probability in nats, itself, and the most probable in its place."""
+    """Prints a line for each token: its log-probability in nats, itself, and the most probable in
+    its place."""
 
     def shown(token_id: int) -> str:
         return repr(llm.codec.decode([token_id])) if llm.codec is not None else str(token_id)

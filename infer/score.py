@@ -54,7 +54,7 @@ class Score:
         return self.tokens / max(self.seconds, 1e-9)
 
     def as_row(self) -> dict[str, object]:
-        """The fields and the ratios made of them, for a JSON file."""
+        """Returns the fields and the ratios made of them, for a JSON file."""
         ratios = ("tokens_per_forward", "p_cache", "tokens_per_second")
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in ratios}
 
@@ -73,7 +73,8 @@ COLUMNS = {
 
 
 def score_table(scores: Sequence[Score]) -> Table:
-    """A row per regime and decoder; the speed-up is against the regime's first decoder."""
+    """Makes a table with a row for each regime and decoder; the speed is against the regime's first
+    decoder."""
     # Narrow enough for a terminal of 80 columns.
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column("regime", no_wrap=True)

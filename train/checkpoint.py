@@ -42,8 +42,8 @@ class Checkpoints:
             self._folders.save(step, arrays | {CHECKSUMS: checksums(arrays)})
 
     def restore(self, like: TrainState, say: Callable[[str], None] = print) -> TrainState | None:
-        """The newest state that is whole, shaped and placed like ``like``; None where there are
-        no states at all. Damaged ones are told through ``say`` and set aside.
+        """Returns the newest state that is whole, shaped and placed like ``like``; None where there
+        are no states at all. Damaged ones are told through ``say`` and set aside.
 
         Args:
           like: arrays, or only their shapes and shardings.

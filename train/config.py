@@ -248,12 +248,12 @@ def _override(config: Any, item: str) -> None:
 
 
 def _is_mapping(node: Any) -> bool:
-    """Whether a node of the configuration has keys that the user chooses."""
+    """Tells whether a node of the configuration has keys that the user chooses."""
     return OmegaConf.is_dict(node) and OmegaConf.get_type(node) is dict
 
 
 def _parsed(text: str, item: str) -> Any:
-    """What an override's value means, references to other fields (``${seed}``) unresolved."""
+    """Parses an override's value, references to other fields (``${seed}``) unresolved."""
     try:
         given = OmegaConf.from_dotlist([f"value={text}"])
     except Exception as error:
@@ -266,7 +266,7 @@ def _parsed(text: str, item: str) -> Any:
 
 
 def _as_pair(key: Any, value: Any) -> tuple[Any, Any]:
-    """YAML takes ``{a:1}``, without a space, for the key ``a:1`` without a value."""
+    """Splits a key such as ``a:1``, for which YAML takes ``{a:1}`` without a space."""
     name, colon, number = str(key).rpartition(":")
     if value is None and colon:
         return name, _parsed(number, f"{key}")
@@ -279,7 +279,7 @@ def save_config(config: TrainConfig, path: Path) -> None:
 
 
 def describe() -> list[tuple[str, str, str]]:
-    """Every field as (dotted name, default, meaning), for ``--help``."""
+    """Lists every field as (dotted name, default, meaning), for ``--help``."""
 
     def walk(cls: type, prefix: str) -> list[tuple[str, str, str]]:
         lines = []

@@ -155,7 +155,8 @@ LossFn = Callable[[Transformer, Any, dict[str, Array]], tuple[Array, Metrics]]
 def prepare(
     objective: Objective, rows: PackedRows, key: Array
 ) -> tuple[PackedRows | DualStreamBatch, dict[str, Array], LossFn]:
-    """The model's batches ``[A, R, ...]``, the global denominators, and the loss to share them."""
+    """Makes the model's batches ``[A, R, ...]``, the global denominators, and the loss to share
+    them."""
     if objective.kind == "ar":
         totals = jax.tree.map(jnp.sum, jax.vmap(ar_denominators)(rows))
         return rows, totals, partial(_call, ar_loss, objective.loss)
@@ -170,7 +171,7 @@ def prepare(
 def prepare_given(
     objective: Objective, rows: PackedRows, masked: Array, mask_ratio: Array
 ) -> tuple[DualStreamBatch, dict[str, Array], LossFn]:
-    """As `prepare`, with masks and ratios ``[A, R, L]`` (logical order) given."""
+    """Does what `prepare` does, with masks and ratios ``[A, R, L]`` (logical order) given."""
     if objective.mask_token_id is None:
         raise ValueError("WeDLM training needs a mask_token_id")
     build = partial(

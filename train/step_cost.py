@@ -89,13 +89,13 @@ def _width(model: ModelConfig) -> int:
 
 
 def peak_flops(device: jax.Device) -> float | None:
-    """bfloat16 FLOP/s of a device; None where it is not known, as for a CPU."""
+    """Returns the bfloat16 FLOP/s of a device; None where it is not known, as for a CPU."""
     kinds = [kind for kind in PEAK_FLOPS if device.device_kind.startswith(kind)]
     return PEAK_FLOPS[max(kinds, key=len)] if kinds else None
 
 
 def describe_budget(state: TrainState, compiled: jax.stages.Compiled) -> str:
-    """Parameters, optimizer, and the compiler's peak, of one device, in a line."""
+    """Says in a line what parameters, optimizer and the compiler's peak take of one device."""
     device = jax.local_devices()[0]
     parameters, optimizer = local_bytes(state.parameters), local_bytes(state.optimizer)
     parts = [f"parameters {_gib(parameters)}", f"optimizer {_gib(optimizer)}"]

@@ -73,7 +73,7 @@ class Rival:
         return answers
 
     def milliseconds_a_token(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
-        """Time of a forward that adds a token to every prompt, the prompts' own apart."""
+        """Measures a forward that adds a token to every prompt, the prompts' own apart."""
         times = []
         for count in (1, tokens + 1):
             started = time.perf_counter()
@@ -113,7 +113,7 @@ def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
 
 
 def config_for_transformers(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The ``config.json`` under which transformers knows a model: it has no type "wedlm".
+    """Returns the ``config.json`` under which transformers knows a model: it has no type "wedlm".
 
     Raises:
       InputError: it knows none of this shape.

@@ -49,7 +49,7 @@ def step_inputs(
     denominators: Mapping[str, jax.Array],
     loss: LossConfig,
 ) -> StepInputs:
-    """What a batch and the loss say, with no more to be worked out within the step."""
+    """Returns what a batch and the loss say, with no more to be worked out within the step."""
     share = 1 / (1 + loss.ar_weight)
     mlm = masked_weights(batch.masked, batch.mask_ratio, loss.weighting)
     weights = [
@@ -153,7 +153,7 @@ class TorchStep:
         return float(loss.item())
 
     def gradients(self) -> dict[str, np.ndarray]:
-        """Those of the last `run`, as the parameters were given."""
+        """Returns the gradients of the last `run`, as the parameters were given."""
 
         def own(name: str, weight: Any) -> np.ndarray:
             return _as_torch(name, weight.grad.cpu().numpy())
@@ -167,7 +167,7 @@ class TorchStep:
 
 
 def _as_torch(name: str, value: np.ndarray) -> np.ndarray:
-    """A matrix ``[in, out]`` as ``[out, in]``, and back; all else as it is."""
+    """Turns a matrix ``[in, out]`` into ``[out, in]``, and back; all else stays as it is."""
     is_matrix = name.endswith(".kernel") or name == "lm_head"
     return np.ascontiguousarray(value.T) if is_matrix else np.asarray(value)
 

@@ -94,7 +94,7 @@ POD_HEADS = (
 
 
 def pod_table(pods: Sequence[PodStep]) -> str:
-    """Compiled steps, in Markdown."""
+    """Writes compiled steps as a Markdown table."""
     rows = [POD_HEADS, ("---",) * len(POD_HEADS), *map(_pod_cells, pods)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 

@@ -188,7 +188,7 @@ def _samples(
     named: IO[str],
     watcher: Watcher,
 ) -> Iterator[TokenisedSample]:
-    """All samples in order; what is malformed is written down on the way."""
+    """Yields all samples in order, and writes down what is malformed on the way."""
     total = sum(map(file_size, files))
     stream = (chunk for file in files for chunk in chunks(file))
     for chunk, result in _results(options, stream):
@@ -215,7 +215,7 @@ def _longest_first(samples: Iterator[TokenisedSample]) -> Iterator[TokenisedSamp
 def _results(
     options: TokeniseOptions, stream: Iterator[RecordChunk]
 ) -> Iterator[tuple[RecordChunk, ChunkSamples]]:
-    """Each chunk with what became of it, in order; few chunks are under way at a time."""
+    """Yields each chunk with its samples, in order; few chunks are under way at a time."""
     if not options.workers:
         maker = SampleMaker(options.samples)
         for chunk in stream:
@@ -249,7 +249,7 @@ def _maker(options: SampleOptions) -> SampleMaker:
 
 
 def _make(options: SampleOptions, chunk: RecordChunk) -> ChunkSamples:
-    """What a worker process does; it makes its tokenizer once."""
+    """Makes samples in a worker process, which makes its tokenizer once."""
     return _maker(options).make(chunk)
 
 
@@ -286,7 +286,7 @@ def _nothing(counts: _Counts) -> str:
 
 
 def _made_with(options: TokeniseOptions) -> dict[str, Any]:
-    """The settings that decided the rows; not the folders' names, which may change."""
+    """Returns the settings that decided the rows; not the folders' names, which may change."""
     settings = dataclasses.asdict(options.samples)
     for name in ("tokenizer", "row_length"):
         del settings[name]

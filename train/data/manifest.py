@@ -72,7 +72,7 @@ def write_manifest(manifest: Manifest, folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder, its shards being there and of their sizes.
+    """Reads the manifest of a folder, and checks that its shards are there and of their sizes.
 
     Raises:
       InputError: naming the folder or the file that is missing, cut off or of another version.

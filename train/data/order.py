@@ -28,7 +28,7 @@ class RowSet(Protocol):
     def __getitem__(self, index: int) -> dict[str, np.ndarray]: ...
 
     def place(self, index: int) -> tuple[str, int]:
-        """The file that row ``index`` stands in, and its number there, from 0."""
+        """Finds the file that holds row ``index``, and its number there, from 0."""
 
 
 class RowPlaces:
@@ -50,7 +50,7 @@ class RowPlaces:
 def global_order(
     row_sets: Sequence[tuple[RowSet | RowPlaces, float]], *, seed: int, batch_rows: int
 ) -> grain.MapDataset:
-    """All rows, each set shuffled anew every epoch of its own, mixed by weight, without end.
+    """Yields all rows, each set shuffled anew every epoch of its own, mixed by weight, without end.
 
     Args:
       row_sets: rows and their share of the order; shares are relative to their sum.
@@ -117,7 +117,7 @@ class HostSteps:
 def step_places(
     row_sets: Sequence[tuple[RowSet, float]], *, seed: int, shape: tuple[int, int], step: int
 ) -> list[list[tuple[str, int]]]:
-    """Where the rows of a step's global batch stand: file and number there, for ``[A][R]``.
+    """Finds the rows of a step's global batch: the file and the number there, for ``[A][R]``.
 
     Args:
       row_sets, seed: as in `global_order`.

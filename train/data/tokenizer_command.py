@@ -140,7 +140,8 @@ def texts_of(record: dict[str, Any] | str) -> list[str]:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether a text is not empty and has no half of a surrogate pair, which JSON can spell."""
+    """Tells whether a text is not empty and has no half of a surrogate pair, which JSON can
+    spell."""
     try:
         return bool(text.encode("utf-8"))
     except UnicodeEncodeError:

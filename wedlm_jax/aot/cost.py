@@ -128,7 +128,7 @@ class _Counter:
             self.cost.hbm_bytes += times * (read + result)
 
     def _add_transfer(self, own: Instruction, computation: Computation, times: int) -> None:
-        """A collective between slices: each device hands its share to its host's network."""
+        """Counts a collective between slices: each device hands its share to its host's network."""
         if found := _BETWEEN_SLICES.search(own.attributes):
             size = computation[own.operands[0]].bytes
             kind = f"{found.group(1).lower().replace('_', '-')} between slices"
@@ -143,7 +143,7 @@ class _Counter:
 
 
 def _is_seen(own: Instruction, seen: set[str]) -> bool:
-    """Whether a collective was met before: TPUs take one through several fusions that compute
+    """Tells whether a collective was met before: TPUs take one through several fusions that compute
     meanwhile."""
     channel = _CHANNEL.search(own.attributes)
     known = channel is not None and channel.group(1) in seen

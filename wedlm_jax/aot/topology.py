@@ -43,7 +43,7 @@ class Chip:
     def bounds(
         self, *, flops: float, hbm_bytes: float, sent_bytes: float, slice_bytes: float = 0.0
     ) -> Roofline:
-        """Shortest times for what the chip does.
+        """Returns the shortest times for what the chip does.
 
         Args:
           flops: of products.
@@ -123,7 +123,7 @@ class Topology:
 
 
 def parse_topology(name: str) -> tuple[str, tuple[int, ...], int]:
-    """``v5p:8x8x8*2`` as ("v5p", (8, 8, 8), 2).
+    """Splits ``v5p:8x8x8*2`` into ("v5p", (8, 8, 8), 2).
 
     Raises:
       InputError: the name is not of this form, or the generation is unknown.
@@ -139,7 +139,7 @@ def parse_topology(name: str) -> tuple[str, tuple[int, ...], int]:
 
 
 def describe_topology(name: str) -> Topology:
-    """The compiler's devices of a topology; no TPU is touched.
+    """Returns the compiler's devices of a topology; no TPU is touched.
 
     Raises:
       InputError: a malformed name, no libtpu, or a shape that the chip does not come in.
@@ -216,6 +216,6 @@ def compile_for(
 
 
 def local_bytes(tree: Any) -> int:
-    """What one device holds of a tree of arrays or their shapes."""
+    """Returns the bytes that one device holds of a tree of arrays or their shapes."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)

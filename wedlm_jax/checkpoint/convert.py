@@ -184,7 +184,7 @@ def _check_destination(source: Path, destination: Path, force: bool) -> None:
 
 
 def _with_dtype(raw: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """``config.json`` as it stands, but for the field that names a dtype."""
+    """Returns ``config.json`` as it stands, but for the field that names a dtype."""
     field = "torch_dtype" if "torch_dtype" in raw and "dtype" not in raw else "dtype"
     return {**raw, field: dtype}
 
@@ -195,10 +195,10 @@ class _Source(Protocol):
     raw_config: dict[str, Any]
 
     def parameters(self) -> dict[str, DeferredArray]:
-        """The parameters by dotted path, as an orbax checkpoint holds them."""
+        """Returns the parameters by dotted path, as an orbax checkpoint holds them."""
 
     def tensors(self) -> list[Tensor]:
-        """The tensors of a Hugging Face checkpoint."""
+        """Returns the tensors of a Hugging Face checkpoint."""
 
 
 def _open(source: Path, described: Path | None, found: str, dtype: np.dtype | None) -> _Source:

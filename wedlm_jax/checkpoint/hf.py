@@ -119,7 +119,7 @@ def load_checkpoint(
 def model_from_arrays(
     config: ModelConfig, values: dict[str, Any], *, stacked: bool = True, columns: bool = False
 ) -> Transformer:
-    """A model whose parameters are ``values``, by dotted path of the table."""
+    """Builds a model whose parameters are ``values``, by dotted path of the table."""
     graph, abstract = abstract_model(config, stacked, columns)
     state = jax.tree_util.tree_map_with_path(
         lambda path, _: jax.tree.map(jnp.asarray, values[hf_path(path)]), abstract
@@ -128,7 +128,7 @@ def model_from_arrays(
 
 
 def arrays_from_model(model: Transformer) -> dict[str, jax.Array]:
-    """The parameters by dotted path of the table."""
+    """Returns the parameters by dotted path of the table."""
     leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model))
     return {hf_path(path): leaf for path, leaf in leaves}
 

@@ -56,7 +56,7 @@ class HFCheckpoint:
         self.config = model_config(self.folder, self.raw_config, self.tensors)
 
     def _open(self) -> tuple[dict[str, SafetensorsFile], dict[str, SafetensorsFile]]:
-        """As in transformers, a single file goes before an index."""
+        """Opens the files. As in transformers, a single file goes before an index."""
         if (self.folder / WEIGHTS).exists():
             file = SafetensorsFile(self.folder / WEIGHTS)
             return {WEIGHTS: file}, dict.fromkeys(file.names(), file)
@@ -88,7 +88,7 @@ class HFCheckpoint:
         return {file.dtype(name) for name, file in self.tensors.items()}
 
     def read(self, name: str) -> np.ndarray:
-        """The values of one tensor, in the shape and dtype of the file."""
+        """Reads the values of one tensor, in the shape and dtype of the file."""
         return self.tensors[name].read(name)
 
 
@@ -99,7 +99,7 @@ def _why_no_weights(folder: Path) -> str:
 
 
 def model_config(folder: Path, raw: dict[str, Any], tensors: Collection[str]) -> ModelConfig:
-    """The architecture that ``raw`` describes.
+    """Returns the architecture that ``raw`` describes.
 
     Args:
       folder: named in errors.

@@ -40,7 +40,7 @@ class Part(NamedTuple):
 def load_parameter(
     checkpoint: OpenedCheckpoint, entry: Entry, dtype: Any, mesh: Mesh | None
 ) -> jax.Array:
-    """One parameter on its devices.
+    """Reads one parameter onto its devices.
 
     Args:
       checkpoint: an opened folder, its tensors checked.
@@ -66,7 +66,7 @@ def load_parameter(
 
 
 def parameter_sharding(mesh: Mesh, entry: Entry) -> NamedSharding:
-    """Where a parameter lies on a mesh.
+    """Tells where a parameter lies on a mesh.
 
     Raises:
       InputError: the mesh does not divide its shape.
@@ -85,7 +85,7 @@ def parameter_sharding(mesh: Mesh, entry: Entry) -> NamedSharding:
 
 
 def read_parameter(checkpoint: OpenedCheckpoint, entry: Entry, dtype: Any = None) -> np.ndarray:
-    """One parameter, whole, in host memory; see `read_slices`."""
+    """Reads one parameter, whole, into host memory; see `read_slices`."""
     whole = tuple((0, size) for size in entry.shape)
     return read_slices(checkpoint, entry, dtype, [whole])[whole]
 
@@ -93,7 +93,7 @@ def read_parameter(checkpoint: OpenedCheckpoint, entry: Entry, dtype: Any = None
 def read_slices(
     checkpoint: OpenedCheckpoint, entry: Entry, dtype: Any, indices: Iterable[Index]
 ) -> dict[Index, np.ndarray]:
-    """Some slices of one parameter, in our shape, each value read once.
+    """Reads some slices of one parameter, in our shape, each value once.
 
     Args:
       checkpoint: an opened folder, its tensors checked.
@@ -112,8 +112,8 @@ def read_slices(
 
 
 def entry_dtype(checkpoint: OpenedCheckpoint, entry: Entry, dtype: Any = None) -> np.dtype:
-    """The dtype that a parameter is read in: ``dtype``; by default that of the file, and where
-    the layers' tensors differ, the narrowest that holds all their values."""
+    """Returns the dtype that a parameter is read in: ``dtype``; by default that of the file, and
+    where the layers' tensors differ, the narrowest that holds all their values."""
     if dtype is not None:
         return np.dtype(dtype)
     kinds = {np.dtype(checkpoint.tensors[name].dtype(name)) for name in entry.hf_names}
@@ -121,7 +121,7 @@ def entry_dtype(checkpoint: OpenedCheckpoint, entry: Entry, dtype: Any = None) -
 
 
 def _parts(entry: Entry, layer: int, slices: dict[Index, np.ndarray]) -> Iterable[Part]:
-    """What the slices hold of one Hugging Face tensor, as that is stored."""
+    """Returns what the slices hold of one Hugging Face tensor, as that is stored."""
     for index, values in slices.items():
         if entry.stacked:
             (start, end), *spans = index

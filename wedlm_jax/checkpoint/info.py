@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
 
 
 def describe(folder: str | Path) -> dict[str, Any]:
-    """The facts about a checkpoint folder, as `wedlm info --json` prints them.
+    """Collects the facts about a checkpoint folder, as `wedlm info --json` prints them.
 
     Args:
       folder: a Hugging Face or an orbax checkpoint.
@@ -130,7 +130,7 @@ def _cache_values(config: ModelConfig) -> int:
 
 
 def _tokenizer(folder: Path) -> dict[str, Any]:
-    """Whether it is there, and whether it has a chat template."""
+    """Tells whether there is a tokenizer, and whether it has a chat template."""
     present = any((folder / name).exists() for name in ("tokenizer.json", "vocab.json"))
     template = (folder / "chat_template.jinja").exists()
     path = folder / "tokenizer_config.json"
@@ -144,7 +144,7 @@ def _tokenizer(folder: Path) -> dict[str, Any]:
 
 
 def _decoding(config: ModelConfig) -> dict[str, Any]:
-    """How it can be decoded: a mask token is needed, and training that used it."""
+    """Tells how a model can be decoded: with masks if it has a mask token and was trained on it."""
     if config.model_type == "wedlm" and config.mask_token_id is not None:
         return {"decodes": ["wedlm", "ar"], "role": "WeDLM model"}
     if config.model_type == "wedlm":
@@ -155,7 +155,7 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
 
 
 def as_text(facts: dict[str, Any]) -> str:
-    """The facts in aligned lines."""
+    """Prints the facts into aligned lines."""
     width = max(len(name) for name, _ in _lines(facts))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in _lines(facts))
 

@@ -104,7 +104,7 @@ def describe_mask_token(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def is_ordinary(tokenizer: Tokenizer, token_id: int) -> bool:
-    """Whether an id is a token that ordinary text is made of: neither added nor unused."""
+    """Tells whether an id is a token that ordinary text is made of: neither added nor unused."""
     added = tokenizer.get_added_tokens_decoder()
     return token_id not in added and tokenizer.id_to_token(token_id) is not None
 

@@ -27,7 +27,7 @@ FORMATS = ("hf", "orbax")
 
 
 def format_of(folder: Path) -> str:
-    """ "hf" or "orbax".
+    """Tells whether a checkpoint folder is "hf" or "orbax".
 
     Raises:
       InputError: there is no such folder, or it is neither or both.
@@ -55,7 +55,7 @@ def format_of(folder: Path) -> str:
 
 
 def run_model_folder(folder: Path) -> Path | None:
-    """The folder in which a training run keeps its model's ``config.json`` and tokenizer.
+    """Returns the folder in which a training run keeps its model's ``config.json`` and tokenizer.
 
     Args:
       folder: the run's, its ``checkpoints``, or one state in there.
@@ -104,7 +104,7 @@ class OrbaxCheckpoint:
         return {name.format(0) for path, name, _ in PARAMETER_TABLE if path in self.arrays}
 
     def read(self, path: str) -> np.ndarray:
-        """One parameter in host memory."""
+        """Reads one parameter into host memory."""
         from wedlm_jax.checkpoint.orbax_io import read_arrays
 
         return read_arrays(self.array_folder, [path])[path]

@@ -53,7 +53,7 @@ class StepFolders:
             self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
 
     def steps(self) -> list[int]:
-        """The steps whose states were written completely, newest first."""
+        """Lists the steps whose states were written completely, newest first."""
         return sorted(self._manager.all_steps(), reverse=True)
 
     def save(self, step: int, state: dict[str, jax.Array]) -> None:
@@ -61,7 +61,7 @@ class StepFolders:
         self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
 
     def restore(self, step: int, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The state of a step, with the shapes, dtypes and placement of ``like``.
+        """Reads the state of a step, with the shapes, dtypes and placement of ``like``.
 
         Raises:
           DamagedCheckpoint: it cannot be read.
@@ -96,7 +96,7 @@ class StepFolders:
 
 
 def step_tree(step_folder: Path) -> Path:
-    """Where a numbered state keeps its arrays."""
+    """Tells where a numbered state keeps its arrays."""
     return step_folder / "default"
 
 
@@ -170,7 +170,7 @@ def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray | DeferredArray])
 
 
 def array_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype name of each array by dotted path; no values are read.
+    """Returns the shape and dtype name of each array by dotted path; no values are read.
 
     Raises:
       InputError: the folder is no orbax checkpoint, or parts of it are missing.

@@ -65,7 +65,7 @@ class RunModel:
         self.raw_config: dict[str, Any] = config_to_hf(self.config, dtype=min(dtypes))
 
     def read(self, path: str) -> np.ndarray:
-        """One parameter in host memory; the others and the optimizer stay on disk."""
+        """Reads one parameter into host memory; the others and the optimizer stay on disk."""
         name = self._names[path]
         return read_arrays(self.array_folder, [name])[name]
 
@@ -83,7 +83,7 @@ def describe_run(run: Path, config: ModelConfig, tokenizer_from: Path) -> None:
 
 
 def newest_state(folder: Path) -> Path:
-    """The newest complete state of a run: given its folder, its ``checkpoints``, or itself.
+    """Finds the newest complete state of a run: given its folder, its ``checkpoints``, or itself.
 
     Raises:
       InputError: there is none.
@@ -103,7 +103,8 @@ def _is_state(folder: Path) -> bool:
 
 
 def _config(folder: Path) -> ModelConfig:
-    """From headers where there are weights: a config.json may be silent where tensors tell."""
+    """Reads the configuration, from headers where there are weights: a config.json may be silent
+    where tensors tell."""
     if (folder / ORBAX).is_dir():
         return OrbaxCheckpoint(folder).config
     if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
@@ -112,6 +113,6 @@ def _config(folder: Path) -> ModelConfig:
 
 
 def _paths(config: ModelConfig) -> list[str]:
-    """Dotted paths of the parameters, in the order of `jax.tree.leaves`."""
+    """Lists the dotted paths of the parameters, in the order of `jax.tree.leaves`."""
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     return [hf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(nnx.state(model))]

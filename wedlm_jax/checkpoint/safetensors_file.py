@@ -76,11 +76,11 @@ class SafetensorsFile:
         return tuple(self._header[name]["shape"])
 
     def dtype(self, name: str) -> str:
-        """The dtype's NumPy name: "float32", "float16" or "bfloat16"."""
+        """Returns the dtype's NumPy name: "float32", "float16" or "bfloat16"."""
         return np.dtype(DTYPES[self._header[name]["dtype"]]).name
 
     def read(self, name: str) -> np.ndarray:
-        """All values of a tensor."""
+        """Reads all values of a tensor."""
         shape = self.shape(name)
         values = np.empty(shape, self.dtype(name))
         for start, part in self.read_rows(name):
@@ -90,7 +90,7 @@ class SafetensorsFile:
     def read_rows(
         self, name: str, rows: slice = slice(None), columns: slice = slice(None)
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """Some rows and columns of a tensor, a few rows at a time; little else is read.
+        """Reads some rows and columns of a tensor, a few rows at a time, and little else.
 
         Args:
           name: of a tensor, taken as a matrix ``[R, C]``; of a vector C is 1.

@@ -80,7 +80,8 @@ class CompiledPrograms:
             yield 2 * number + 2, 2 * len(kinds)
 
     def burst(self, parameters: Any, traits: Traits) -> jax.stages.Compiled:
-        """A burst of forwards. It takes parameters that lie as `formats` says."""
+        """Returns the program of a burst of forwards, which takes parameters that lie as `formats`
+        says."""
 
         def lower(parameters: Any, *, choose: bool = False) -> jax.stages.Lowered:
             arguments = (self._graph, parameters, self._config, self._settings, traits, self._mesh)
@@ -113,7 +114,7 @@ class CompiledPrograms:
         return self._kept((device_programs.enter, *slot_sizes(traits).values()), lower)
 
     def resize(self, old: Traits, new: Traits) -> jax.stages.Compiled:
-        """The state of one kind with the slots of another."""
+        """Returns the program that gives the state of one kind the slots of another."""
 
         def lower() -> jax.stages.Lowered:
             state = abstract_state(self._settings, old, self._mesh)
@@ -125,7 +126,7 @@ class CompiledPrograms:
     def of_model(
         self, function: Any, parameters: Any, *arguments: Any, **static: Any
     ) -> jax.stages.Compiled:
-        """A jitted function of graph, parameters and arguments of these shapes."""
+        """Compiles a jitted function of graph, parameters and arguments of these shapes."""
         shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves((parameters, arguments)))
         layouts = self.formats is None
         key = (function, shapes, layouts, jax.tree.structure(arguments), tuple(static.items()))
@@ -147,5 +148,5 @@ def _abstract(x: Any, wanted: Any) -> jax.ShapeDtypeStruct:
 
 
 def slot_sizes(traits: Traits) -> dict[str, Any]:
-    """What of the traits the shape of a state depends on."""
+    """Returns the traits on which the shape of a state depends."""
     return {"window": traits.window, "num_logprobs": traits.num_logprobs}
