@@ -276,7 +276,7 @@ def test_scores_are_the_log_probabilities_of_autoregressive_decoding(llm: LLM) -
 
 
 def test_what_cannot_be_scored_is_refused(llm: LLM) -> None:
-    with pytest.raises(InputError, match="a completion a prompt"):
+    with pytest.raises(InputError, match="as many completions as prompts"):
         llm.score(["one", "two"], ["three"])
     with pytest.raises(InputError, match=r"pair 1: .*max_model_len"):
         llm.score(["one"] * 2, ["two", [5] * 400])

@@ -132,7 +132,7 @@ def parse_topology(name: str) -> tuple[str, tuple[int, ...], int]:
     if not found or found.group(1) not in CHIPS:
         raise InputError(
             f"topology {name!r}: expected a chip ({', '.join(CHIPS)}) and its shape, as in "
-            f"{EXAMPLE}, and *N behind it for N slices"
+            f"{EXAMPLE}, followed by *N for N slices"
         )
     shape = tuple(int(size) for size in found.group(2).split("x"))
     return found.group(1), shape, int(found.group(3) or 1)
