@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,15 @@ def test_no_recipe_at_all_is_status_2(capsys: pytest.CaptureFixture[str]) -> Non
         main(["train"])
     assert ended.value.code == 2
     assert "--config" in capsys.readouterr().err
+
+
+def test_an_extra_that_is_missing_is_told_before_anything_begins(
+    asked_for: list[TrainConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    assert main(["train", "--config", recipe(tmp_path), "metrics.tensorboard=true"]) == 2
+    assert 'pip install "wedlm-jax[tensorboard]"' in capsys.readouterr().err
+    assert not asked_for

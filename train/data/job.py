@@ -98,7 +98,7 @@ class AddedTokens:
 
 
 @dataclasses.dataclass
-class _Counts:
+class _RunningCounts:
     """Grows while samples stream into rows."""
 
     added: AddedTokens
@@ -126,7 +126,7 @@ def tokenise(options: TokeniseOptions, watcher: Watcher) -> Manifest:
     files = find_input(options.inputs).files
     tokenizer = load_tokenizer(Path(options.samples.tokenizer))
     fingerprint = tokenizer_fingerprint(tokenizer)
-    counts, row_length = _Counts(AddedTokens(tokenizer)), options.samples.row_length
+    counts, row_length = _RunningCounts(AddedTokens(tokenizer)), options.samples.row_length
     with replacing(options.output) as folder:
         writer = ShardWriter(folder, options.shard_rows)
         with (folder / MALFORMED).open("w", encoding="utf-8") as named:
@@ -185,7 +185,7 @@ def check_options(options: TokeniseOptions) -> None:
 def _samples(
     options: TokeniseOptions,
     files: Sequence[RecordFile],
-    counts: _Counts,
+    counts: _RunningCounts,
     named: IO[str],
     watcher: Watcher,
 ) -> Iterator[TokenisedSample]:
@@ -267,7 +267,7 @@ def _start_worker() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _note(what: Malformed, counts: _Counts, named: IO[str]) -> None:
+def _note(what: Malformed, counts: _RunningCounts, named: IO[str]) -> None:
     named.write(json.dumps(dataclasses.asdict(what), ensure_ascii=False) + "\n")
     counts.malformed += 1
     reason = counts.reasons.setdefault(what.reason, {"records": 0, "first": []})
@@ -276,7 +276,7 @@ def _note(what: Malformed, counts: _Counts, named: IO[str]) -> None:
         reason["first"].append(f"{what.file}:{what.line}" if what.line else what.file)
 
 
-def _nothing(counts: _Counts) -> str:
+def _nothing(counts: _RunningCounts) -> str:
     if not counts.malformed:
         return "the input has no records"
     worst = max(counts.reasons, key=lambda reason: counts.reasons[reason]["records"])

@@ -189,7 +189,7 @@ def _with_dtype(raw: dict[str, Any], dtype: str) -> dict[str, Any]:
     return {**raw, field: dtype}
 
 
-class _Source(Protocol):
+class _OpenedSource(Protocol):
     """A checkpoint, opened and checked; no values are read before they are asked for."""
 
     raw_config: dict[str, Any]
@@ -201,7 +201,9 @@ class _Source(Protocol):
         """Returns the tensors of a Hugging Face checkpoint."""
 
 
-def _open(source: Path, described: Path | None, found: str, dtype: np.dtype | None) -> _Source:
+def _open(
+    source: Path, described: Path | None, found: str, dtype: np.dtype | None
+) -> _OpenedSource:
     if found == "hf":
         return _HuggingFace(source, dtype)
     if described is None:
@@ -280,7 +282,7 @@ class _Orbax:
         return [tensor(name) for name in stored.tensors]
 
 
-def _write_orbax(source: _Source, folder: Path, bar: ProgressBar) -> Converted:
+def _write_orbax(source: _OpenedSource, folder: Path, bar: ProgressBar) -> Converted:
     from wedlm_jax.checkpoint.orbax_io import write_arrays
 
     arrays = source.parameters()
@@ -289,7 +291,7 @@ def _write_orbax(source: _Source, folder: Path, bar: ProgressBar) -> Converted:
     return _converted("orbax", list(arrays.values()))
 
 
-def _write_hf(source: _Source, folder: Path, bar: ProgressBar) -> Converted:
+def _write_hf(source: _OpenedSource, folder: Path, bar: ProgressBar) -> Converted:
     from wedlm_jax.checkpoint.hf_export import plan_files, write_weights
 
     tensors = source.tensors()

@@ -26,8 +26,10 @@ def append(
     is_stop = (tokens[:, :, None] == options.stop_ids[:, None, :]).any(axis=-1)
     is_stop &= index < count[:, None]
     stops = is_stop.any(axis=1)
+    # The stop token itself is taken; what follows it is not.
     through = jnp.where(stops, jnp.argmax(is_stop, axis=1) + 1, count)
     taken = jnp.clip(options.max_tokens - state.num_output, 0, through)
+    # max_tokens may cut before the stop token: then the sequence ends by length.
     stopped = stops & (taken == through)
     here = index < taken[:, None]
 

@@ -96,15 +96,19 @@ def plan_spans(state: DecodeState, allowance: Allowance, sizes: ForwardSizes) ->
 
     def granted(budget: Array) -> tuple[Array, Array]:
         chunk = jnp.clip(budget - ahead, 0, left)
+        # A window stands on its whole prompt: it runs only with the prompt's last chunk, or after.
         window = ready & (chunk == left)
         return chunk, window
 
+    # Granted twice: once to see how large the forward becomes, then again with the padding up to
+    # the next size of a forward.
     free = most - slots.sum()
     chunk, window = granted(jnp.minimum(allowance.chunk_tokens, free))
     size = jnp.minimum(sizes.filled_up(chunk.sum() + slots.sum()), most)
     chunk, window = granted(jnp.where(left.sum() > 0, size - slots.sum(), 0))
     lengths = chunk + jnp.where(window, slots, 0)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
+    # starts[i] is where sequence i begins in the flat array, starts[N] how many tokens there are.
     place = physical_place(state.filled, state.active)
     return SpanPlan(starts, chunk, window, place, inverse(place))
 
@@ -181,6 +185,7 @@ def flat_tokens(
     is_window = behind_chunk >= 0
     real = start + jnp.arange(size) < plan.num_tokens
     tokens = jnp.where(is_window, in_window, state.text[sequence, in_text])
+    # A window's token has the logical position of its slot, wherever it is in the flat array.
     positions = computed + jnp.where(is_window, plan.chunk[sequence] + slot, offset)
     return FlatTokens(jnp.where(real, tokens, 0), jnp.where(real, positions, 0))
 

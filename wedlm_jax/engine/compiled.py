@@ -80,7 +80,7 @@ class CompiledPrograms:
             yield 2 * number + 2, 2 * len(kinds)
 
     def burst(self, parameters: Any, traits: Traits) -> jax.stages.Compiled:
-        """Returns the program of a burst of forwards. It takes parameters that lie as `formats`
+        """Returns the program of a burst of forwards, which takes parameters that lie as `formats`
         says."""
 
         def lower(parameters: Any, *, choose: bool = False) -> jax.stages.Lowered:
