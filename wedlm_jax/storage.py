@@ -108,6 +108,13 @@ def copy_file(source: Path, destination: Path) -> None:
     destination.write_bytes(source.read_bytes())
 
 
+def file_sizes(folder: Path) -> list[int]:
+    """Lists the bytes of each file in a folder and in those within it."""
+    if is_remote(folder):
+        return [file["size"] for file in _files().find(str(folder), detail=True).values()]
+    return [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+
+
 def remove_tree(folder: Path) -> None:
     """Removes what is in a bucket under a name, if there is anything."""
     names = _files().find(str(folder))
