@@ -119,7 +119,7 @@ class View(NamedTuple):
 
     Attributes:
       token_ids: committed.
-      window: as the next forward will see it; None behind the last.
+      window: as the next forward will see it; None after the last.
       num_forwards: decode forwards so far.
     """
 
