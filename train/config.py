@@ -75,7 +75,7 @@ class DataSection:
     tokenizer: str | None = _field(None, "folder of the tokenizer; null: train one")
     vocab_size: int = _field(2048, "size of the tokenizer, where one is trained", least=1)
     train_on_prompt: bool = _field(False, "whether prompt tokens are targets, too")
-    end_tokens: int = _field(0, "trainable end tokens behind each answer, beside its own", least=0)
+    end_tokens: int = _field(0, "trainable end tokens after each answer, beside its own", least=0)
     sources: dict[str, float] = _field(
         {},
         "folders of `wedlm tokenize` and their shares of a batch; empty: the synthetic corpus",

@@ -128,7 +128,7 @@ def compare_chunks(
 
 
 def products_of(config: ModelConfig, before: int) -> float:
-    """Multiplications of `CHUNK` tokens that stand behind ``before`` others: of linear layers, and
+    """Multiplications of `CHUNK` tokens that stand after ``before`` others: of linear layers, and
     of attention to the places that each of them sees."""
     linear = config.num_parameters(embeddings=False) * CHUNK
     seen = CHUNK * before + CHUNK * (CHUNK + 1) // 2
@@ -183,7 +183,7 @@ def _long_prompt(engine: Engine, subject: Subject, tokens: int) -> _ChunkPass:
     bursts: list[_TimedBurst] = []
     computed = 0
     while computed < tokens:
-        # No further than the prompt probably goes: forwards behind it are of no interest.
+        # No further than the prompt probably goes: forwards after it are of no interest.
         each = bursts[-1].computed / bursts[-1].forwards if bursts else tokens
         forwards = math.ceil((tokens - computed) / max(each, 1))
         bursts.append(_burst(engine, tokens - computed, forwards))

@@ -23,7 +23,7 @@ input, by ending; folders are searched, several may be given:
   .parquet            columns of these names (pip install 'wedlm-jax[data]')
   .arrayrecord        a JSON object, as above, a record
 
-A document is trained on whole, with an end-of-text token behind it; what is longer than a
+A document is trained on whole, with an end-of-text token after it; what is longer than a
 row is cut into rows. Of a conversation, put through the tokenizer's chat template, the
 assistant's turns are trained on, their end token included; one that is longer than a row is
 left out. token_ids without trainable are a document, with it a finished sample.
@@ -76,13 +76,13 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="K",
-        help="further end tokens behind each assistant's turn, trained on: teaches what "
-        "to fill behind an end [%(default)s]",
+        help="further end tokens after each assistant's turn, trained on: teaches what "
+        "to fill after an end [%(default)s]",
     )
     add(
         "--document-end",
         metavar="TOKEN",
-        help="token behind each document [<|endoftext|>, or else the eos_token]",
+        help="token after each document [<|endoftext|>, or else the eos_token]",
     )
     add(
         "--workers",

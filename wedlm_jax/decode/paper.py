@@ -55,7 +55,7 @@ def committed_run(state: DecodeState) -> Array:
     """Returns the length of the leading filled run, int32 ``[N]``.
 
     In physical order its tokens come first, each after exactly the text before it and nothing else.
-    So their keys and values are final, and can stay in the cache. A filled slot behind a mask saw
+    So their keys and values are final, and can stay in the cache. A filled slot after a mask saw
     an incomplete prefix: it is computed again by the next forward.
     """
     # A running product of 1, 1, 1, 0, 1 is 1, 1, 1, 0, 0; its sum is the length of the run.
