@@ -38,7 +38,7 @@ examples:
   wedlm tokenize --input chats.jsonl --output data/chats --tokenizer Qwen3-8B \\
       --row-length 4096 --block-size 32 --end-tokens 8
   wedlm train --config configs/wedlm_8b.yaml model.init_from=Qwen3-8B \\
-      'data.sources={data/corpus: 0.8, data/chats: 0.2}'
+      'data.sources={data/corpus: 0.8, data/chats: 0.2}' evaluation.source=data/held-out
 """
 
 
