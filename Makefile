@@ -52,6 +52,7 @@ embedded: env ## train the included model anew from configs/, about two and a ha
 	$(BIN)/wedlm train --config configs/embedded_ends.yaml
 	$(BIN)/wedlm train --config configs/embedded_suffixes.yaml
 	$(BIN)/python -m train.embedded runs/embedded_suffixes/hf wedlm_jax/embedded
+	$(BIN)/wedlm demo --record docs/demo.svg
 
 lint: env-test ## ruff check, ruff format --check and mypy; changes nothing
 	$(BIN)/ruff check .

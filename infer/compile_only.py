@@ -108,7 +108,8 @@ class CompiledDecoder:
 
 
 def read_model(source: str) -> ModelConfig:
-    """The model of a folder with a config.json, or of a recipe (.yaml) that states its sizes."""
+    """Reads the model of a folder with a config.json, or of a recipe (.yaml) that states its
+    sizes."""
     path = Path(source)
     if path.suffix not in (".yaml", ".yml"):
         return config_from_hf(read_config_json(path))
@@ -207,8 +208,8 @@ def forward_of(
     bytes_per_token: int,
     chip: Chip,
 ) -> Forward:
-    """What one forward needs on a chip: all sequences of a replica with their last token and W
-    masks, behind texts of full length.
+    """Returns what one forward needs on a chip: all sequences of a replica with their last token
+    and W masks, after texts of full length.
 
     Args:
       sequences: of the replica.
@@ -233,7 +234,7 @@ def forward_of(
 
 
 def describe(decoder: CompiledDecoder) -> str:
-    """The report as lines of text."""
+    """Writes the report as lines of text."""
     sizes, limit, forward = decoder.sizes, decoder.hbm_limit, decoder.forward
     settings, bound = decoder.settings, decoder.forward.bound
     axes = " x ".join(f"{axis} {size}" for axis, size in decoder.mesh.items() if size > 1)
@@ -264,7 +265,7 @@ def describe(decoder: CompiledDecoder) -> str:
 
 
 def main(options: dict[str, Any]) -> int:
-    """For `wedlm generate --compile-only`, with its options."""
+    """Runs `wedlm generate --compile-only`, with its options."""
     if "model" not in options:
         raise InputError("--compile-only needs --model: a folder, or a recipe with its sizes")
     if options.get("window_size") == "auto":

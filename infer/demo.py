@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
+import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from wedlm_jax.errors import InputError
@@ -21,39 +24,53 @@ if TYPE_CHECKING:
     from wedlm_jax.params import SamplingParams
 
 PROMPTS_A_REGIME = 4
+LONGEST_PAUSE = 0.6
+"""Seconds between two forwards, where there are few."""
+PASSES = 3
+PICTURE_WIDTH = 100
+"""Columns of the picture that --record makes."""
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="wedlm demo",
-        description="Decodes held-out prompts of three regimes with the embedded model, shows the\n"
-        "window of masks as it fills, and measures WeDLM against AR decoding with the\n"
-        "same weights and the same engine.",
+        description="Decodes held-out prompts of three kinds with the embedded model, shows the\n"
+        "window of masks as it fills, and measures WeDLM against autoregressive (AR)\n"
+        "decoding with the same weights in the same engine.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--delay",
+        "--seconds",
         type=float,
-        default=0.12,
-        metavar="SECONDS",
-        help="pause after each forward, so that it can be seen; terminal only [0.12]",
+        default=3.0,
+        metavar="X",
+        help="how long the forwards of a prompt are shown, in a terminal [3]",
     )
     parser.add_argument(
         "--samples",
         type=int,
         default=40,
         metavar="N",
-        help="questions a regime that are measured at the end [40]",
+        help="questions of each kind that are measured at the end [40]",
+    )
+    parser.add_argument(
+        "--record",
+        metavar="FILE.svg",
+        help="draw a prompt of two kinds, forward by forward, into a picture, and stop",
     )
     options = parser.parse_args(arguments)
-    if options.samples < PROMPTS_A_REGIME or not 0 <= options.delay <= 10:
-        raise InputError(
-            f"--samples: expected at least {PROMPTS_A_REGIME}; --delay: from 0 to 10 seconds"
-        )
+    if options.samples < PROMPTS_A_REGIME:
+        raise InputError(f"--samples: expected at least {PROMPTS_A_REGIME}, not {options.samples}")
+    if not 0 <= options.seconds <= 60:
+        raise InputError(f"--seconds: expected 0 to 60, not {options.seconds:g}")
+    picture = options.record
+    if picture and not (picture.endswith(".svg") and Path(picture).resolve().parent.is_dir()):
+        raise InputError(f"--record {picture}: expected an .svg file in a folder that exists")
 
     from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=True)
+    # In a terminal lines are wrapped at its width; in a file they are whole.
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     console.print("Loading the embedded model ...")
     from infer.evaluate import EMBEDDED_QUESTIONS, decoders_at
     from infer.heldout import read_questions
@@ -63,11 +80,15 @@ def main(arguments: list[str]) -> int:
         questions[: options.samples] for questions in read_questions(EMBEDDED_QUESTIONS).values()
     ]
     wedlm = decoders[1]
+    if picture:
+        _draw(Path(picture), wedlm, [questions[0] for questions in regimes[:2]])
+        console.print(f"wrote {picture}")
+        return 0
     _introduce(console, wedlm)
     for questions in regimes:
         console.rule(f"[bold]{questions[0].regime.replace('_', ' ')}")
         for number, question in enumerate(questions[:PROMPTS_A_REGIME]):
-            _show(console, wedlm, question, options.delay, trace=number == 0)
+            _show(console, wedlm, question, options.seconds, trace=number == 0)
     _measure(console, decoders, regimes)
     return 0
 
@@ -82,50 +103,15 @@ def _introduce(console: Console, decoder: Decoder) -> None:
     config, device = engine.config, jax.devices()[0]
     console.print(
         f"{engine.num_parameters / 1e6:.1f}M parameters, {config.num_hidden_layers} layers, "
-        f"vocabulary {config.vocab_size}; W = {engine.window_size}, "
+        f"vocabulary {config.vocab_size}; a window of {engine.window_size} masks, "
         f"τ = {decoder.params.entropy_threshold}, λ = {decoder.params.position_penalty}; "
         f"on {device.platform}. Compiling ..."
     )
     # So that what is watched is decoding alone.
     decoder.llm.generate([[0]], dataclasses.replace(decoder.params, max_tokens=1))
-    console.print(f"compiled in {engine.compile_seconds:.1f} s, at most {MAX_TOKENS} tokens each")
+    console.print(f"compiled in {engine.compile_seconds:.1f} s; at most {MAX_TOKENS} tokens each")
     if console.is_terminal:
         console.print(LEGEND)
-
-
-def _show(
-    console: Console, decoder: Decoder, question: Question, delay: float, *, trace: bool
-) -> None:
-    """One prompt: live in a terminal; else the answer, after its forwards if ``trace``."""
-    from infer.window_view import plain, styled
-
-    codec = decoder.llm.codec
-    assert codec is not None
-    console.print(f"\n> {question.prompt}", style="bold", markup=False)
-    views = _views(decoder.llm.engine, question.encode(decoder.llm), decoder.params)
-    view = View([], None, 0)
-    if console.is_terminal:
-        from rich.live import Live
-
-        with Live(console=console, auto_refresh=False) as live:
-            for view in views:
-                live.update(styled(codec, view.token_ids, view.window), refresh=True)
-                time.sleep(delay if view.window else 0)
-    else:
-        for view in views:
-            if view.window and view.num_forwards and trace:
-                console.print(f"  {plain(codec, view.token_ids, view.window)}", markup=False)
-    tokens, forwards = len(view.token_ids), view.num_forwards
-    text = codec.complete_text(view.token_ids)
-    if not console.is_terminal:
-        console.print(text, markup=False)
-    verdicts = {True: ", right", False: f", wrong: expected {question.expected!r}", None: ""}
-    verdict = verdicts[question.is_right(text)]
-    console.print(
-        f"  {tokens} tokens in {forwards} forwards ({tokens / forwards:.1f} a forward){verdict}",
-        style="dim",
-        markup=False,
-    )
 
 
 class View(NamedTuple):
@@ -140,6 +126,46 @@ class View(NamedTuple):
     token_ids: list[int]
     window: WindowView | None
     num_forwards: int
+
+
+def _show(
+    console: Console, decoder: Decoder, question: Question, seconds: float, *, trace: bool
+) -> None:
+    """Shows one prompt: its forwards one after the other in a terminal; elsewhere its answer, after
+    a line for each forward if ``trace``."""
+    from infer.window_view import plain, styled
+
+    codec = decoder.llm.codec
+    assert codec is not None
+    console.print(f"\n> {question.prompt}", style="bold", markup=False)
+    views = list(_views(decoder.llm.engine, question.encode(decoder.llm), decoder.params))
+    last = views[-1]
+    if console.is_terminal:
+        from rich.live import Live
+
+        # Decoding takes milliseconds: what is shown is paced by its forwards.
+        pause = min(LONGEST_PAUSE, seconds / max(last.num_forwards, 1))
+        with Live(console=console, auto_refresh=False) as live:
+            for view in views:
+                live.update(styled(codec, view.token_ids, view.window), refresh=True)
+                time.sleep(pause if view.window else 0)
+    else:
+        for view in views if trace else ():
+            if view.window and view.num_forwards:
+                console.print(f"  {plain(codec, view.token_ids, view.window)}", markup=False)
+        console.print(codec.complete_text(last.token_ids), markup=False)
+    text = codec.complete_text(last.token_ids)
+    console.print(f"  {_result(question, last, text)}", style="dim", markup=False)
+
+
+def _result(question: Question, last: View, text: str) -> str:
+    """Says what a prompt took, and whether its answer is right."""
+    tokens, forwards = len(last.token_ids), last.num_forwards
+    verdicts = {True: "; right", False: f"; wrong: expected {question.expected!r}", None: ""}
+    return (
+        f"{tokens} tokens in {forwards} forwards, where AR takes one for each token"
+        f"{verdicts[question.is_right(text)]}"
+    )
 
 
 def _views(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Iterator[View]:
@@ -163,21 +189,67 @@ def _views(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Ite
         events = engine.step(max_forwards=1)
 
 
+def _draw(file: Path, decoder: Decoder, questions: Sequence[Question]) -> None:
+    """Draws the forwards of prompts, one below the other, as an SVG picture."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from infer.window_view import LEGEND, styled
+    from wedlm_jax.atomic import written_beside
+
+    codec = decoder.llm.codec
+    assert codec is not None
+    console = Console(
+        record=True,
+        file=io.StringIO(),
+        width=PICTURE_WIDTH,
+        force_terminal=True,
+        color_system="truecolor",
+        highlight=False,
+    )
+    console.print(LEGEND)
+    for question in questions:
+        console.print(f"\n> {question.prompt}", style="bold", markup=False)
+        views = list(_views(decoder.llm.engine, question.encode(decoder.llm), decoder.params))
+        table = Table.grid(padding=(0, 2))
+        for number, view in enumerate(views[1:], 1):
+            table.add_row(f"[dim]forward {number}[/]", styled(codec, view.token_ids, view.window))
+        console.print(table)
+        text = codec.complete_text(views[-1].token_ids)
+        console.print(f"{'':11}{_result(question, views[-1], text)}", style="dim", markup=False)
+    # A fixed id: the same answers give the same file.
+    picture = console.export_svg(title="wedlm demo", unique_id="wedlm-demo")
+    with written_beside(file) as opened:
+        opened.write(picture.encode("utf-8"))
+
+
 def _measure(console: Console, decoders: list[Decoder], regimes: list[list[Question]]) -> None:
+    from rich.table import Table
+
     from infer.evaluate import evaluate
-    from infer.score import score_table
+    from infer.score import COLUMNS, score_table
+    from wedlm_jax.progress import ProgressBar
 
     scores: list[Score] = []
     console.rule("[bold]measured")
-    for questions in regimes:
-        with console.status(f"{questions[0].regime}: by turns ..."):
-            scores += evaluate(decoders, questions)
+    passes = len(regimes) * len(decoders) * (PASSES + 1)
+    with ProgressBar("passes", total=passes, console=console) as bar:
+        for questions in regimes:
+
+            def begin(name: str, regime: str = questions[0].regime.replace("_", " ")) -> None:
+                bar.advance(title=f"{regime}, {name:<12}")
+
+            scores += evaluate(decoders, questions, passes=PASSES, on_pass=begin)
     console.print(score_table(scores))
     engines = {id(decoder.llm): decoder.llm.engine for decoder in decoders}
     compiling = sum(engine.compile_seconds for engine in engines.values())
+    explained = Table.grid(padding=(0, 2))
+    console.print()
+    for name, meaning in COLUMNS.items():
+        explained.add_row(name.replace("\n", ""), meaning)
+    console.print(explained)
     console.print(
-        f"{len(regimes[0])} held-out questions a regime, one at a time; the same weights and "
-        f"engine, AR being W = 0.\nVerified commits exactly what AR would. Wall-clock with "
-        f"prefill, without compilation ({compiling:.0f} s in all).\nAccuracy: low entropy by the "
-        "whole text, reasoning by the final answer."
+        f"\n{len(regimes[0])} held-out questions of each kind, one at a time, by turns; times are "
+        f"with the prompt and without compiling ({compiling:.0f} s in all). WeDLM is mode paper, "
+        "which commits what masks were filled with; verified commits only what AR would choose."
     )

@@ -105,7 +105,7 @@ def _score(
     first: Sequence[Completion],
     seconds: float,
 ) -> Score:
-    """The score of completions, ``first`` being those of the first decoder."""
+    """Scores completions; ``first`` are those of the first decoder."""
     pairs = zip(questions, completions, strict=True)
     verdicts = [question.is_right(completion.text or "") for question, completion in pairs]
     known = [verdict for verdict in verdicts if verdict is not None]
@@ -165,7 +165,8 @@ def decoders_at(
     kinds: Sequence[str] = KINDS,
     **others: Any,
 ) -> list[Decoder]:
-    """AR decoding, block-wise and streaming decoding at each threshold, and verified decoding.
+    """Returns AR decoding, block-wise and streaming decoding at each threshold, and verified
+    decoding.
 
     Args:
       kinds: which of these. A model that was not trained on masks decodes AR, whatever they are.
@@ -244,7 +245,7 @@ def _evaluate_all(options: Mapping[str, Any], regimes: Sequence[Sequence[Questio
 
 
 def as_answer(decoder: str, question: Question, completion: Completion) -> dict[str, object]:
-    """A line of ``--answers``."""
+    """Returns a line of ``--answers``."""
     return {
         "decoder": decoder,
         "regime": question.regime,

@@ -16,36 +16,36 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Completes a prompt, printing its text as it is committed; or, as a job that may be killed and
-given again, prompts in files, each of which gives one row of results.
+given again, prompts in files, each of which gives one record of results.
 """
 
 FILES = """\
---input is JSONL or Parquet: a file, several, a folder, or a pipe (-, JSONL). A row has exactly
-one of
+--input is JSONL or Parquet: a file, several, a folder, or a pipe (-, JSONL). A record
+has exactly one of
   "prompt"            a text
   "prompt_token_ids"  a list of token ids; needs no tokenizer
   "messages"          [{"role": ..., "content": ...}, ...], through the chat template
 and may have
-  "id"                a text or an integer, unique; the row's number, from 0, without it
+  "id"                a text or an integer, unique; the record's number, from 0, without it
   "sampling"          {"temperature": 0.7, "stop": ["\\n"], ...}, instead of the command
-                      line's values for this row. Fields:
+                      line's values for this record. Fields:
 {fields}
 In Parquet these are columns, of which a null is no value; "sampling" may be a text of JSON.
 
-a row of the output has
+a record of the output has
   id, text, token_ids, finish_reason, num_forwards, num_token_instances
   logprobs  if asked for: {"logprob": X, "top": [[token_id, X], ...]} for each token
-  samples   with n above 1: a list of all n, each with these fields but the id; the row's own
-            are those of the first
-or, in the place of a row that cannot be decoded,
+  samples   with n above 1: a list of all n, each with these fields but the id; the record's
+            own are those of the first
+or, in the place of a record that cannot be decoded,
   id (if it has one), error, line, and file (if there are several)
 
 --output is a .jsonl file, or a folder of shards (rows-00000-of-00010.jsonl), each with a
-manifest; rows stand in the order of the input. Finished rows are kept, for a .jsonl file in
+manifest, in the order of the input. Finished records are kept, for a .jsonl file in
 OUTPUT.shards: a job that was stopped, even by SIGKILL, goes on when the same command is given
-again, with any --batch-size and --num-hosts, and gives the rows that it would have given.
-SIGTERM finishes the rows under way first. A row draws from a seed made of --seed and its id,
-unless it names its own. docs/batch.md tells more.
+again, with any --batch-size and --num-hosts, and gives the records that it would have given.
+SIGTERM finishes the records under way first. A record draws from a seed made of --seed and its
+id, unless it names its own. docs/batch.md tells more.
 
 examples:
   wedlm generate --chat --prompt "Count from 12 to 40 in steps of 2."
@@ -231,18 +231,18 @@ def _add_job(group: Any) -> None:
         default=False,
         help="compile before the first prompt is decoded",
     )
-    add("--shard-size", type=int, metavar="N", help="rows of a shard [1000]")
+    add("--shard-size", type=int, metavar="N", help="records of a shard [1000]")
     add(
         "--fail-fast",
         action="store_true",
-        help="check all rows first, and stop at a bad one instead of noting its error",
+        help="check all records first, and stop at a bad one instead of noting its error",
     )
-    add("--overwrite", action="store_true", help="drop rows of another job that the output has")
+    add("--overwrite", action="store_true", help="drop records of another job that the output has")
     add(
         "--grace",
         type=float,
         metavar="X",
-        help="seconds after SIGTERM for the rows under way [20.0]",
+        help="seconds after SIGTERM for the records under way [20.0]",
     )
     add(
         "--num-hosts",
@@ -322,7 +322,7 @@ def _check_combination(options: dict[str, Any]) -> None:
     if alone:
         raise InputError(f"--{alone[0].replace('_', '-')} goes with --input")
     if "input" in options and options.get("seed", 0) is None:
-        raise InputError("--seed: expected a number with --input: a restart gives the same rows")
+        raise InputError("--seed: expected a number with --input: a restart gives the same records")
     if "prompt" in options and options["warmup"]:
         raise InputError("--warmup goes with --input; --prompt compiles when it comes")
     if "ray_actors" in options and "ray" not in options:
@@ -332,8 +332,8 @@ def _check_combination(options: dict[str, Any]) -> None:
 
 
 def load(options: dict[str, Any]) -> LLM:
-    """The model that options name, with ``warmup`` all compiled that rows with the others' sampling
-    need; a message names the option, not the argument."""
+    """Loads the model that options name, with ``warmup`` all compiled that records with the others'
+    sampling need; a message names the option, not the argument."""
     from wedlm_jax.compiled_cache import keep_compiled
     from wedlm_jax.llm import LLM
 

@@ -63,7 +63,7 @@ class Question:
         return self._compared(self.answer)
 
     def is_right(self, text: str) -> bool | None:
-        """Whether a completion is right; None where there is no right answer."""
+        """Tells whether a completion is right; None where there is no right answer."""
         if self.match is None:
             return None
         if self.match == "contains":

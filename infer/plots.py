@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, require_extra
 
 if TYPE_CHECKING:
     from infer.score import Score
@@ -26,12 +26,7 @@ def check_plot(path: str | Path) -> None:
         raise InputError(f"{path}: a plot's name ends with one of {', '.join(FORMATS)}")
     if not Path(path).resolve().parent.is_dir():
         raise InputError(f"{path}: no such folder to write it in")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise InputError(
-            'a plot needs matplotlib, which is not installed: pip install "wedlm-jax[plot]"'
-        ) from None
+    require_extra("a plot", "plot", "matplotlib")
 
 
 def _figure(width: float, height: float) -> Any:
@@ -48,8 +43,8 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def draw_scores(scores: Sequence[Score], path: Path) -> None:
-    """What is right, or is exactly AR's where nothing is to be right or wrong, against tokens a
-    forward and against the speed: a column a regime, a line a kind of decoder."""
+    """Draws what is right, or is exactly AR's where nothing is to be right or wrong, against tokens
+    per forward and against the speed: a column for each regime."""
     regimes = list(dict.fromkeys(score.regime for score in scores))
     figure = _figure(4 * len(regimes), 7)
     panels = figure.subplots(2, len(regimes), squeeze=False)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
-    from wedlm_jax.completion import Completion
+    from wedlm_jax.completion import Chunk, Completion
     from wedlm_jax.llm import LLM
     from wedlm_jax.params import SamplingParams
     from wedlm_jax.text import Prompt
 
 
 def read_prompt(argument: str, stdin: TextIO) -> str:
-    """The prompt given as ``--prompt``: itself, or for "-" what ``stdin`` holds.
+    """Returns the prompt given as ``--prompt``: itself, or for "-" what ``stdin`` holds.
 
     A shell ends what it pipes with a line end that nobody meant, so one is dropped.
     """
@@ -62,7 +63,7 @@ def complete_prompt(llm: LLM, text: str, params: SamplingParams, *, chat: bool) 
 
 def _stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> Completion:
     completion = None
-    for chunk in llm.stream(prompt, params):
+    for chunk in _with_compiling_told(llm, llm.stream(prompt, params)):
         sys.stdout.write(chunk.text)
         sys.stdout.flush()
         completion = chunk.completion
@@ -71,8 +72,30 @@ def _stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> Completion:
     return completion
 
 
+def _with_compiling_told(llm: LLM, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    """Passes chunks on; while a program is compiled, a terminal's standard error says so."""
+    from rich.console import Console
+
+    status = Console(stderr=True).status("")
+    programs = llm.engine.device.programs
+
+    def compiling(number: int) -> None:
+        status.update(f"compiling program {number}; the next time it comes from the disk ...")
+        status.start()
+
+    programs.on_compile = compiling
+    try:
+        for chunk in chunks:
+            status.stop()  # before text is written to the same terminal
+            yield chunk
+    finally:
+        status.stop()
+        programs.on_compile = lambda _: None
+
+
 def _print_logprobs(llm: LLM, completion: Completion) -> None:
-    """A line a token: its log-probability in nats, itself, and the most probable in its place."""
+    """Prints a line for each token: its log-probability in nats, itself, and the most probable in
+    its place."""
 
     def shown(token_id: int) -> str:
         return repr(llm.codec.decode([token_id])) if llm.codec is not None else str(token_id)

@@ -13,7 +13,7 @@ MASK = "░"
 TAIL = 40
 """Characters of committed text that a plain line keeps, to stay one line."""
 
-FILLED_STYLE = "black on green"
+FILLED_STYLE = "#101010 on #8fbf6f"
 MASK_STYLE = "bright_black"
 LEGEND = Text.assemble(
     "committed  ", (" filled ", FILLED_STYLE), "  ", (MASK + " masked", MASK_STYLE)
@@ -21,7 +21,7 @@ LEGEND = Text.assemble(
 
 
 def styled(codec: TextCodec, committed: Sequence[int], window: WindowView | None) -> Text:
-    """Committed text as it is, filled slots on a coloured ground, masks as shaded cells."""
+    """Shows committed text as it is, filled slots on a coloured ground, masks as shaded cells."""
     text = Text(codec.complete_text(list(committed)))
     for token in window.tokens if window else ():
         if token is None:
@@ -32,8 +32,8 @@ def styled(codec: TextCodec, committed: Sequence[int], window: WindowView | None
 
 
 def plain(codec: TextCodec, committed: Sequence[int], window: WindowView) -> str:
-    """The same without colours: the end of the committed text, then the window with
-    filled slots in brackets and masks as underscores, in one line."""
+    """Shows the same without colours: the end of the committed text, then the window with filled
+    slots in brackets and masks as underscores, in one line."""
     slots = (
         "_" if token is None else f"[{_visible(codec, token).strip(' ')}]"
         for token in window.tokens

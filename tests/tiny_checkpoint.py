@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flax import nnx
 
-from train.tokenizer import SPECIAL_TOKENS, save_tokenizer, train_tokenizer
+from train.data.tokenizer import SPECIAL_TOKENS, save_tokenizer, train_tokenizer
 from wedlm_jax.checkpoint.hf import save_checkpoint
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.model import Transformer

@@ -34,6 +34,10 @@ class Checkpoints:
         self._folder = folder
         self._folders = StepFolders(folder, keep, keep_every)
 
+    def steps(self) -> list[int]:
+        """Lists the steps whose states were written completely, newest first."""
+        return self._folders.steps()
+
     def save(self, state: TrainState) -> None:
         """Starts to write a state, unless that step is already there."""
         step = int(state.step)
@@ -42,8 +46,8 @@ class Checkpoints:
             self._folders.save(step, arrays | {CHECKSUMS: checksums(arrays)})
 
     def restore(self, like: TrainState, say: Callable[[str], None] = print) -> TrainState | None:
-        """The newest state that is whole, shaped and placed like ``like``; None where there are
-        no states at all. Damaged ones are told through ``say`` and set aside.
+        """Returns the newest state that is whole, shaped and placed like ``like``; None where there
+        are no states at all. Damaged ones are told through ``say`` and set aside.
 
         Args:
           like: arrays, or only their shapes and shardings.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from train.config import describe, load_config
 from train.distributed import add_options, join
+from wedlm_jax.errors import require_extra
 from wedlm_jax.processes import say
+from wedlm_jax.storage import as_path
 
 
 def main(arguments: list[str]) -> int:
@@ -50,12 +51,14 @@ def main(arguments: list[str]) -> int:
         print(describe_step(compile_step(config, options.topology)))
         return 0
 
+    if config.metrics.tensorboard:
+        require_extra("metrics.tensorboard", "tensorboard", "tensorboardX")
     from train.loop import RunStopped, train
 
     join(options)
     from wedlm_jax.compiled_cache import keep_compiled
 
-    keep_compiled(Path(config.output) / "compiled")
+    keep_compiled(as_path(config.output) / "compiled")
     try:
         folder = train(config)
     except RunStopped as stopped:

@@ -18,7 +18,9 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from wedlm_jax.attention import IMPLEMENTATIONS
 from wedlm_jax.errors import InputError
 from wedlm_jax.loss import WEIGHTINGS
-from wedlm_jax.model import REMAT_POLICIES
+from wedlm_jax.model.rematerialisation import POLICIES
+
+AUTO = "auto"
 
 
 def _field(
@@ -53,8 +55,16 @@ def _field(
 
 @dataclasses.dataclass
 class ModelSection:
-    init_from: str | None = _field(None, "HF checkpoint folder to start from; null: from scratch")
-    architecture: dict[str, Any] = _field({}, "from scratch: the fields of an HF config.json")
+    init_from: str | None = _field(
+        None, "checkpoint to start from, Hugging Face or orbax, or gs://; null: from scratch"
+    )
+    architecture: dict[str, Any] = _field(
+        {}, "fields of an HF config.json: of a model from scratch, or laid over init_from's"
+    )
+    mask_token: str | None = _field(
+        None,
+        "text or id of the mask token; null: the checkpoint's, or else one that no text has",
+    )
 
 
 @dataclasses.dataclass
@@ -119,21 +129,25 @@ class LossSection:
         "inverse_ratio", "of masked tokens: inverse_ratio or uniform", choices=WEIGHTINGS
     )
     ar_weight: float = _field(1.0, "a in (MLM + a AR) / (1 + a)", least=0)
-    chunk: int = _field(256, "rows of logits that exist at once, per packed row", least=1)
+    chunk: int = _field(2048, "tokens whose logits a device holds at once", least=1)
     dtype: str = _field(
         "bfloat16",
         "compute dtype, bfloat16 or float32; parameters stay float32",
         choices=("bfloat16", "float32"),
     )
     remat: str = _field(
-        "full",
-        "none, dots or full: what the backward pass recomputes",
-        choices=tuple(REMAT_POLICIES),
+        AUTO,
+        "what the backward pass computes anew, from none to full (and offload: layers' inputs wait "
+        "in the host's memory); auto: the least that leaves 10% of a device's memory",
+        choices=(AUTO, *POLICIES),
     )
     attention: str = _field(
         "streams",
         "attention: dense, streams, blockwise or splash (TPUs)",
         choices=tuple(IMPLEMENTATIONS),
+    )
+    tile: int = _field(
+        0, "side of splash's tiles, a multiple of 128; 0: what suits the chip", least=0
     )
     unroll: int = _field(
         1, "layers in one turn of the scan over layers; more compile longer", least=1
@@ -208,7 +222,10 @@ class TrainConfig:
         most=1,
     )
     seed: int = _field(0, "of initial parameters, data order and masks")
-    output: str = _field("runs/train", "folder for checkpoints, logs and the exported model")
+    output: str = _field(
+        "runs/train",
+        "folder for checkpoints, logs and the exported model; all hosts see it; or gs://",
+    )
     checkpoint_every: int = _field(200, "steps between checkpoints", least=1)
     keep_checkpoints: int = _field(2, "newest checkpoints kept", least=1)
     keep_every: int = _field(
@@ -283,12 +300,12 @@ def _override(config: Any, item: str) -> None:
 
 
 def _is_mapping(node: Any) -> bool:
-    """Whether a node of the configuration has keys that the user chooses."""
+    """Tells whether a node of the configuration has keys that the user chooses."""
     return OmegaConf.is_dict(node) and OmegaConf.get_type(node) is dict
 
 
 def _parsed(text: str, item: str) -> Any:
-    """What an override's value means, references to other fields (``${seed}``) unresolved."""
+    """Parses an override's value, references to other fields (``${seed}``) unresolved."""
     try:
         given = OmegaConf.from_dotlist([f"value={text}"])
     except Exception as error:
@@ -301,7 +318,7 @@ def _parsed(text: str, item: str) -> Any:
 
 
 def _as_pair(key: Any, value: Any) -> tuple[Any, Any]:
-    """YAML takes ``{a:1}``, without a space, for the key ``a:1`` without a value."""
+    """Splits a key such as ``a:1``, for which YAML takes ``{a:1}`` without a space."""
     name, colon, number = str(key).rpartition(":")
     if value is None and colon:
         return name, _parsed(number, f"{key}")
@@ -314,7 +331,7 @@ def save_config(config: TrainConfig, path: Path) -> None:
 
 
 def describe() -> list[tuple[str, str, str]]:
-    """Every field as (dotted name, default, meaning), for ``--help``."""
+    """Lists every field as (dotted name, default, meaning), for ``--help``."""
 
     def walk(cls: type, prefix: str) -> list[tuple[str, str, str]]:
         lines = []

@@ -94,8 +94,8 @@ class AgreedStop(StopRequest):
 
 
 def mesh_of_processes(mesh: Mesh) -> Mesh:
-    """The devices of ``mesh``, ``data`` over the processes and ``fsdp`` over the devices of each;
-    its ``local_mesh`` is a process's own."""
+    """Returns the devices of ``mesh`` with ``data`` over the processes and ``fsdp`` over the
+    devices of each; its ``local_mesh`` is a process's own."""
     devices = sorted(mesh.devices.flat, key=lambda device: device.process_index)
     processes = len({device.process_index for device in devices})
     shape = (processes, len(devices) // processes, *[1] * (len(mesh.axis_names) - 2))

@@ -30,7 +30,7 @@ def make_optimizer(
     first_moment_dtype: str = "float32",
     average: float = 0.0,
 ) -> optax.GradientTransformation:
-    """The optimizer called ``name``, after clipping by the global norm.
+    """Makes the optimizer called ``name``, after clipping by the global norm.
 
     Args:
       schedule: learning rate by step.
@@ -115,15 +115,15 @@ def averaged_parameters(state: Any, parameters: Any) -> Any:
 
 
 def learning_rate(schedule: optax.Schedule, state: Any) -> Array:
-    """What the next update of an optimizer in this state will use: float32 scalar."""
+    """Returns the rate that the next update of an optimizer in this state uses: float32 scalar."""
     counts = optax.tree_utils.tree_get_all_with_path(state, "count")
     # Every part of the optimizer counts the same updates.
     return jnp.asarray(schedule(counts[0][1]), jnp.float32)
 
 
 def decayed(parameters: Any) -> Any:
-    """True for matrices: what weight decay applies to. Norm scales and biases are spared,
-    although stacking the layers gives them two axes."""
+    """Marks what weight decay applies to: matrices. Norm scales and biases are spared, although
+    stacking the layers gives them two axes."""
 
     def is_matrix(path: tuple[Any, ...], _: Array) -> bool:
         return not {"scale", "bias"} & set(_names(path))
@@ -132,8 +132,8 @@ def decayed(parameters: Any) -> Any:
 
 
 def layer_matrices(parameters: Any) -> Any:
-    """For each matrix of a layer, ``[layers, in, out]``, the axes Muon orthogonalises over;
-    None for all else."""
+    """Returns, for each matrix of a layer, ``[layers, in, out]``, the axes Muon orthogonalises
+    over; None for all else."""
 
     def dimensions(path: tuple[Any, ...], _: Array) -> optax.contrib.MuonDimensionNumbers | None:
         stacked = {"layers", "kernel"} <= set(_names(path))

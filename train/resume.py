@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from train.config import TrainConfig, describe, save_config
 from train.data.manifest import read_manifest
 from train.data.synthetic import rows_recipe
 from train.phases import phases_of
-from wedlm_jax.checkpoint.model_folder import RUN_STATES
+from wedlm_jax.atomic import write_json
 from wedlm_jax.errors import InputError
 from wedlm_jax.processes import is_first, say, wait_for_all
+from wedlm_jax.storage import folder_of_this_machine
 
 CONFIG = "config.yaml"
 ORDER = "order.json"
@@ -100,10 +102,10 @@ def row_order(config: TrainConfig, tokenizer: Tokenizer) -> RowOrder:
 
 
 def _of_phase(config: TrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    sources: list[dict[str, Any]] = [
-        {"name": folder, "content": read_manifest(Path(folder)).content[:16], "weight": weight}
-        for folder, weight in config.data.sources.items()
-    ]
+    sources: list[dict[str, Any]] = []
+    for name, weight in config.data.sources.items():
+        manifest = read_manifest(folder_of_this_machine(name, "data.sources"))
+        sources.append({"name": name, "content": manifest.content[:16], "weight": weight})
     if not sources:
         digest = hashlib.sha256(rows_recipe(config, tokenizer).encode()).hexdigest()[:16]
         sources = [{"name": "the synthetic corpus", "content": digest, "weight": 1.0}]
@@ -114,20 +116,23 @@ def _of_phase(config: TrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def begin_or_resume(config: TrainConfig, tokenizer: Tokenizer, output: Path) -> None:
+def begin_or_resume(
+    config: TrainConfig, tokenizer: Tokenizer, output: Path, states: Sequence[int]
+) -> None:
     """Tells what has changed since a run's states were written, and writes down the recipe.
 
     Every process of the run calls this.
+
+    Args:
+      states: the steps of the states that there are.
 
     Raises:
       InputError: the run has states, and would go on with other rows than they were trained
         on, or in another order; ``allow_other_data`` allows it.
     """
     order = row_order(config, tokenizer)
-    states = [int(path.name) for path in (output / RUN_STATES).glob("*") if path.name.isdigit()]
-    has_states = bool(states)
-    changes = _changed_fields(config, output / CONFIG) if has_states else []
-    before = _saved_order(output / ORDER) if has_states else None
+    changes = _changed_fields(config, output / CONFIG) if states else []
+    before = _saved_order(output / ORDER) if states else None
     differences = order.differences(before, max(states)) if before else []
     if differences and not config.allow_other_data:
         raise InputError(
@@ -136,14 +141,12 @@ def begin_or_resume(config: TrainConfig, tokenizer: Tokenizer, output: Path) -> 
         )
     for line in [*changes, *differences]:
         say(f"not as before: {line}")
-    if has_states and before is None:
+    if states and before is None:
         say(f"{output / ORDER} is not there: whether the data is as before is not known")
     wait_for_all("recipe compared")  # before the first writes, all have read
     if is_first():
         save_config(config, output / CONFIG)
-        beside = output / f".{ORDER}.part"
-        beside.write_text(json.dumps(dataclasses.asdict(order), indent=2) + "\n", encoding="utf-8")
-        beside.replace(output / ORDER)
+        write_json(output / ORDER, dataclasses.asdict(order))
 
 
 def _saved_order(path: Path) -> RowOrder | None:
@@ -159,7 +162,7 @@ def _saved_order(path: Path) -> RowOrder | None:
 def _changed_fields(config: TrainConfig, path: Path) -> list[str]:
     """A line for each field whose value is not the saved one."""
     try:
-        saved = OmegaConf.to_container(OmegaConf.load(path))
+        saved = OmegaConf.to_container(OmegaConf.create(path.read_text(encoding="utf-8")))
     except Exception as error:
         # A YAML parser has many error types of its own.
         return [f"what, is not known: {path} cannot be read ({str(error).splitlines()[0]})"]

@@ -50,8 +50,8 @@ class GuardState:
 
 
 def judge(guard: Guard, state: GuardState, step: Array, norm: Array) -> tuple[Array, GuardState]:
-    """Whether step number ``step`` (0 is the first), with this gradient norm, is taken: bool
-    scalar, and what is remembered after it."""
+    """Decides whether step number ``step`` (0 is the first), with this gradient norm, is taken:
+    bool scalar, and what is remembered after it."""
     taken, known = jnp.isfinite(norm), state.mean_norm > 0
     if guard.spike_factor:
         usual = norm <= guard.spike_factor * state.mean_norm

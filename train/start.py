@@ -1,4 +1,4 @@
-"""What a run starts from: its tokenizer, its model on the mesh, its packed rows.
+"""What a run starts from: its tokenizer, its model's architecture and state, its packed rows.
 
 The first process makes what has to be made; the others wait for it and read.
 """
@@ -9,15 +9,16 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
+from train.checkpoint import Checkpoints
 from train.config import TrainConfig
 from train.data.batches import TrainingRows
+from train.data.manifest import mask_token_in, read_manifest
+from train.data.samples import load_tokenizer
 from train.data.sources import open_sources
 from train.data.synthetic import (
     PackedDataset,
@@ -26,29 +27,53 @@ from train.data.synthetic import (
     rows_recipe,
     save_dataset,
 )
+from train.data.tokenizer import save_tokenizer, train_tokenizer
 from train.embedded.corpus import generate
-from train.tokenizer import save_tokenizer, train_tokenizer
-from wedlm_jax.checkpoint.hf import load_checkpoint
-from wedlm_jax.config import SIZES, ModelConfig, config_from_hf, read_config_json
-from wedlm_jax.errors import InputError
-from wedlm_jax.model import Transformer
+from train.program import TrainProgram
+from train.step import TrainState
+from wedlm_jax.checkpoint.hf import check_tensors, load_checkpoint
+from wedlm_jax.checkpoint.mask_token import (
+    choose_mask_token,
+    describe_mask_token,
+    special_tokens,
+)
+from wedlm_jax.checkpoint.model_folder import RUN_MODEL
+from wedlm_jax.checkpoint.opened import open_checkpoint
+from wedlm_jax.checkpoint.run_folder import described_model
+from wedlm_jax.config import (
+    CONFIG_FIELDS,
+    PUBLISHED_MASK_TOKEN_ID,
+    SIZES,
+    ModelConfig,
+    config_from_hf,
+    config_to_hf,
+)
+from wedlm_jax.errors import InputError, did_you_mean
 from wedlm_jax.processes import is_first, say, wait_for_all
-from wedlm_jax.sharding import tree_shardings
+from wedlm_jax.storage import as_path, folder_of_this_machine
 
 TOKENIZER_SAMPLES = 20_000
 PARAMETERS = (*SIZES, "attention_bias", "qk_norm", "tie_word_embeddings")
 """Fields of a ``config.json`` that say which parameters there are, in which shapes."""
 
 
-def tokenizer_folder(config: TrainConfig, output: Path) -> Path:
-    """The tokenizer given, that of the starting checkpoint, or one trained on the corpus."""
+def tokenizer_folder(config: TrainConfig, output: Path, *, resumes: bool = False) -> Path:
+    """The tokenizer given, that of the starting checkpoint, or one trained on the corpus.
+
+    Args:
+      output: the run's folder.
+      resumes: whether it has states; then its own ``model/`` goes before the starting checkpoint,
+        which need not exist any more.
+    """
+    if resumes and not _has_tokenizer(config.data.tokenizer) and _has_tokenizer(output / RUN_MODEL):
+        return output / RUN_MODEL
     for given in (config.data.tokenizer, config.model.init_from):
         if given is not None:
-            if not (Path(given) / "tokenizer.json").exists():
+            if not _has_tokenizer(given):
                 raise InputError(f"{given}: no tokenizer.json in this folder")
-            return Path(given)
+            return as_path(given)
     folder = output / "tokenizer"
-    if is_first() and not (folder / "tokenizer.json").exists():
+    if is_first() and not _has_tokenizer(folder):
         say(f"training a tokenizer of {config.data.vocab_size} tokens")
         weights = config.data.weights or None
         samples = generate(
@@ -60,46 +85,164 @@ def tokenizer_folder(config: TrainConfig, output: Path) -> Path:
     return folder
 
 
-def initial_model(config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh) -> Transformer:
-    """The model to start from, float32, each parameter on the devices that the rules give it."""
-    if config.model.init_from is not None:
-        _check_architecture(config.model.architecture, Path(config.model.init_from))
-        return load_checkpoint(Path(config.model.init_from), dtype=jnp.float32, mesh=mesh)
-    model_config = _new_model_config(config, tokenizer)
-
-    def make() -> nnx.State:
-        key = jax.random.key(config.seed)
-        return nnx.state(Transformer(model_config, rngs=nnx.Rngs(params=key)))
-
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(model_config, rngs=nnx.Rngs(0))))
-    layout = tree_shardings(mesh, jax.eval_shape(make))
-    return nnx.merge(graph, jax.jit(make, out_shardings=layout)())
+def _has_tokenizer(folder: str | Path | None) -> bool:
+    return folder is not None and (as_path(folder) / "tokenizer.json").exists()
 
 
-def _check_architecture(stated: dict[str, Any], folder: Path) -> None:
-    """Compares what a recipe says of its model, for compiling without weights, with a checkpoint.
+def recipe_model(
+    config: TrainConfig, tokenizer_from: Path | None = None, run: Path | None = None
+) -> ModelConfig:
+    """Returns the architecture that a recipe trains; no weight is read.
+
+    Args:
+      config: the recipe. Beside a checkpoint, what ``model.architecture`` says of the parameters
+        has to be so there, and the rest of it is taken instead of the checkpoint's, aloud.
+      tokenizer_from: the tokenizer's folder. It tells the vocabulary of a model from scratch, and
+        which token can be the mask; without it, to compile, any token is.
+      run: the folder of a run that goes on: its own model, wherever that started from.
 
     Raises:
-      InputError: naming the first field that differs.
+      InputError: a field that is none of an architecture, or that is not as in the checkpoint; or
+        no token can be the mask.
     """
-    config = config_from_hf(read_config_json(folder))
-    for name in PARAMETERS:
-        found = getattr(config, name)
-        if stated.get(name, found) not in (found, None):
+    tokenizer = None if tokenizer_from is None else load_tokenizer(tokenizer_from)
+    model = _architecture(config, tokenizer, run)
+    if tokenizer is None or tokenizer_from is None:
+        any_token = model.vocab_size - 1
+        return dataclasses.replace(model, mask_token_id=model.mask_token_id or any_token)
+    own = special_tokens(tokenizer_from).mask
+    return dataclasses.replace(model, mask_token_id=mask_token(config, tokenizer, model, own))
+
+
+def _architecture(
+    config: TrainConfig, tokenizer: Tokenizer | None, run: Path | None
+) -> ModelConfig:
+    """Returns a recipe's architecture; its mask token is that of the checkpoint, if it has one."""
+    stated = config.model.architecture
+    _refuse_unknown(stated)
+    if run is not None and (run / RUN_MODEL / "config.json").exists():
+        return _with_architecture(described_model(run / RUN_MODEL), stated, run / RUN_MODEL)
+    if config.model.init_from is not None:
+        folder = as_path(config.model.init_from)
+        model = _with_architecture(described_model(folder), stated, folder)
+        if run is not None and model.mask_token_id is None:
+            # Earlier versions took the published id for every model, and did not write it down.
+            published = model.vocab_size > PUBLISHED_MASK_TOKEN_ID
+            mask = PUBLISHED_MASK_TOKEN_ID if published else None
+            model = dataclasses.replace(model, mask_token_id=mask)
+        return model
+    told: dict[str, Any] = {"model_type": "wedlm"}
+    if tokenizer is not None:
+        told |= {
+            "vocab_size": tokenizer.get_vocab_size(),
+            "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
+            "pad_token_id": tokenizer.token_to_id("<|endoftext|>"),
+        }
+    made = config_from_hf({**told, **stated})
+    # Where the recipe names none it is chosen as for an AR checkpoint.
+    return dataclasses.replace(made, mask_token_id=stated.get("mask_token_id"))
+
+
+def mask_token(
+    config: TrainConfig, tokenizer: Tokenizer, model: ModelConfig, own: str | None = None
+) -> int | None:
+    """Returns the id of the run's mask token, and says which it is and whether the data has it.
+
+    Args:
+      config: the recipe, which may name another than the model has.
+      tokenizer: the model's.
+      model: the architecture; that of a run which goes on has the run's mask token.
+      own: the mask token that the tokenizer's folder names.
+
+    Returns:
+      None for the objective "ar" alone, which needs no mask.
+
+    Raises:
+      InputError: it cannot be the recipe's, or there is none (`choose_mask_token`).
+    """
+    stated = config.model.architecture.get("mask_token_id")
+    wanted = config.model.mask_token or (None if stated is None else str(stated))
+    try:
+        chosen = choose_mask_token(tokenizer, model, wanted, own=own)
+    except InputError:
+        if config.objective == "ar" and wanted is None:
+            return None
+        raise
+    say(f"mask token {describe_mask_token(tokenizer, chosen)}")
+    for name in config.data.sources:
+        manifest = read_manifest(folder_of_this_machine(name, "data.sources"))
+        if line := mask_token_in(manifest, name, chosen):
+            say(line)
+    return chosen
+
+
+def _refuse_unknown(stated: dict[str, Any]) -> None:
+    for name in stated:
+        if name not in CONFIG_FIELDS:
             raise InputError(
-                f"model.architecture.{name} is {stated[name]!r} in the recipe, and {found!r} "
-                f"in {folder}, where the model starts from"
+                f"model.architecture.{name}: not a field of a model's config.json that is read "
+                f"here; {did_you_mean(name, CONFIG_FIELDS)}"
             )
 
 
-def _new_model_config(config: TrainConfig, tokenizer: Tokenizer) -> ModelConfig:
-    special = {
-        "mask_token_id": tokenizer.token_to_id("<|mask|>"),
-        "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
-        "pad_token_id": tokenizer.token_to_id("<|endoftext|>"),
-    }
-    architecture = {"model_type": "wedlm", "vocab_size": tokenizer.get_vocab_size(), **special}
-    return config_from_hf({**architecture, **config.model.architecture})
+def _with_architecture(found: ModelConfig, stated: dict[str, Any], folder: Path) -> ModelConfig:
+    """Lays what a recipe says of its model over what a checkpoint says of itself."""
+    for name in PARAMETERS:
+        value = getattr(found, name)
+        if stated.get(name, value) not in (value, None):
+            raise InputError(
+                f"model.architecture.{name} is {stated[name]!r} in the recipe, and {value!r} "
+                f"in {folder}, where the model starts from"
+            )
+    elsewhere = ("model_type", "mask_token_id", *PARAMETERS)
+    laid = {name: value for name, value in stated.items() if name not in elsewhere}
+    model = config_from_hf({**config_to_hf(found), **laid})
+    for field in dataclasses.fields(model):
+        ours, theirs = getattr(model, field.name), getattr(found, field.name)
+        if ours != theirs:
+            say(f"model.architecture: {field.name} is {ours} by the recipe, {theirs} in {folder}")
+    return model
+
+
+def check_paths(config: TrainConfig) -> None:
+    """Refuses what a recipe names and cannot be read or written where it lies.
+
+    Raises:
+      InputError: a scheme that is not supported, or rows that are in a bucket.
+    """
+    for name in (config.output, config.model.init_from, config.data.tokenizer):
+        if name is not None:
+            as_path(name)
+    for name in config.data.sources:
+        folder_of_this_machine(name, "data.sources")
+    if config.evaluation.source is not None:
+        folder_of_this_machine(config.evaluation.source, "evaluation.source")
+
+
+def check_start(config: TrainConfig) -> None:
+    """Refuses a checkpoint to start from whose tensors are not its model's: by its headers, before
+    anything is compiled."""
+    if config.model.init_from is not None:
+        check_tensors(open_checkpoint(config.model.init_from))
+
+
+def starting_state(program: TrainProgram, checkpoints: Checkpoints) -> TrainState:
+    """Restores the state to train from, or imports it, or draws it: in the program's places.
+
+    A run that has states reads the newest whole one and nothing else. All processes call this.
+
+    Raises:
+      InputError: all states are damaged, or they are of another model.
+    """
+    state = checkpoints.restore(program.state, say)
+    if state is not None:
+        say(f"resumed from step {int(state.step)}")
+        return state
+    folder = program.config.model.init_from
+    if folder is None:
+        return program.first_state(program.random_parameters())
+    loaded = load_checkpoint(folder, dtype=jnp.float32, mesh=program.mesh)
+    return program.first_state(nnx.state(loaded))
 
 
 def training_rows(

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax import Array
@@ -51,6 +52,12 @@ class TrainState:
     parameters: nnx.State
     optimizer: Any
     guard: GuardState = dataclasses.field(default_factory=GuardState.first)
+
+
+def forgiven(state: TrainState) -> TrainState:
+    """Returns the same state with no steps skipped in a row."""
+    none = jax.device_put(np.zeros((), np.int32), state.guard.skipped.sharding)
+    return dataclasses.replace(state, guard=dataclasses.replace(state.guard, skipped=none))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +169,8 @@ LossFn = Callable[[Transformer, Any, dict[str, Array]], tuple[Array, Metrics]]
 def prepare(
     objective: Objective, rows: PackedRows, key: Array
 ) -> tuple[PackedRows | DualStreamBatch, dict[str, Array], LossFn]:
-    """The model's batches ``[A, R, ...]``, the global denominators, and the loss to share them."""
+    """Makes the model's batches ``[A, R, ...]``, the global denominators, and the loss to share
+    them."""
     if objective.kind == "ar":
         totals = jax.tree.map(jnp.sum, jax.vmap(ar_denominators)(rows))
         return rows, totals, partial(_call, ar_loss, objective.loss)
@@ -177,7 +185,7 @@ def prepare(
 def prepare_given(
     objective: Objective, rows: PackedRows, masked: Array, mask_ratio: Array
 ) -> tuple[DualStreamBatch, dict[str, Array], LossFn]:
-    """As `prepare`, with masks and ratios ``[A, R, L]`` (logical order) given."""
+    """Does what `prepare` does, with masks and ratios ``[A, R, L]`` (logical order) given."""
     if objective.mask_token_id is None:
         raise ValueError("WeDLM training needs a mask_token_id")
     build = partial(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 
 from wedlm_jax import __version__
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, did_you_mean
 
 SUBCOMMANDS = {
     "demo": ("infer.demo", "watch the embedded model decode, with numbers"),
@@ -16,6 +17,7 @@ SUBCOMMANDS = {
     "bench": ("infer.bench.command", "speed: windows against AR, forwards against their products"),
     "train": ("train.command", "train a model from a recipe in configs/"),
     "tokenize": ("train.data.command", "tokenise and pack training data, once"),
+    "tokenizer": ("train.data.tokenizer_command", "make a tokenizer from texts and conversations"),
     "rows": ("train.data.show", "packed training rows as text"),
     "convert": ("wedlm_jax.checkpoint.convert", "Hugging Face checkpoint to orbax, or back"),
     "info": ("wedlm_jax.checkpoint.info", "what a checkpoint folder is"),
@@ -53,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     name, *rest = arguments
     if name not in SUBCOMMANDS:
-        print(f"wedlm: no command {name!r}; there are {', '.join(SUBCOMMANDS)}", file=sys.stderr)
+        print(f"wedlm: no command {name!r}; {did_you_mean(name, SUBCOMMANDS)}", file=sys.stderr)
         return 2
     try:
         return int(importlib.import_module(SUBCOMMANDS[name][0]).main(rest) or 0)
@@ -69,4 +71,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # `python -m` puts the working folder first, where a user may have a train.py or an infer/.
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     sys.exit(main())

@@ -151,7 +151,7 @@ def report(compare: Callable[[Bar], Iterable[Outcome]], output: str | None) -> i
 
 
 def machine() -> dict[str, Any]:
-    """What figures were measured on."""
+    """Describes the machine that figures were measured on."""
     import jax
 
     device = jax.devices()[0]
@@ -166,7 +166,7 @@ def machine() -> dict[str, Any]:
 
 
 def num_cores() -> int:
-    """Processor cores that this process may use, where the system tells."""
+    """Counts the processor cores that this process may use, where the system tells."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -221,7 +221,7 @@ class Stopwatch:
     calls: int = 0
 
     def around(self, function: Callable[..., T]) -> Callable[..., T]:
-        """The same function, timed."""
+        """Returns the same function, timed."""
 
         def timed(*arguments: object, **named: object) -> T:
             started = time.perf_counter()

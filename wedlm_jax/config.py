@@ -83,8 +83,8 @@ class RopeConfig:
 class ModelConfig:
     """Architecture of a Qwen2.5-, Qwen3- or WeDLM-shaped decoder.
 
-    ``mask_token_id`` is None if the vocabulary has no token for it: such a model only decodes
-    autoregressively.
+    ``mask_token_id`` is None if none has been chosen yet, as in Qwen's own checkpoints (see
+    `wedlm_jax.checkpoint.mask_token`): such a model only decodes autoregressively.
     """
 
     vocab_size: int
@@ -127,6 +127,11 @@ class ModelConfig:
                 raise InputError(
                     f"model config: {name} {value} lies outside the vocabulary of {self.vocab_size}"
                 )
+        if self.mask_token_id is not None and self.mask_token_id in self.eos_token_ids:
+            raise InputError(
+                f"model config: mask_token_id {self.mask_token_id} is an eos_token_id, too; a mask "
+                "must be no token that texts have"
+            )
 
     @property
     def group_size(self) -> int:
@@ -142,7 +147,7 @@ class ModelConfig:
         if self.mask_token_id is None:
             raise InputError(
                 "this model has no mask_token_id, which masked decoding and WeDLM training need: "
-                "set it in config.json, or decode autoregressively with a window of 0"
+                "`wedlm train` chooses one; decode autoregressively, with a window of 0, until then"
             )
         return self.mask_token_id
 
@@ -232,7 +237,8 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
         width = _require_size("hidden_size", raw["hidden_size"])
         mask = raw.get("mask_token_id")
         # A vocab_size that is no number is refused below, by ModelConfig.
-        if mask is None and isinstance(vocab_size, int) and vocab_size > PUBLISHED_MASK_TOKEN_ID:
+        padded = isinstance(vocab_size, int) and vocab_size > PUBLISHED_MASK_TOKEN_ID
+        if mask is None and model_type == "wedlm" and padded:
             mask = PUBLISHED_MASK_TOKEN_ID
         return ModelConfig(
             vocab_size=vocab_size,
@@ -278,6 +284,19 @@ def config_to_hf(config: ModelConfig, *, dtype: str = "float32") -> dict[str, An
         if field.name not in ("rope", "eos_token_ids", "model_type"):
             raw[field.name] = getattr(config, field.name)
     return raw
+
+
+CONFIG_FIELDS = [
+    *("hidden_act", "use_sliding_window", "layer_types", "max_window_layers"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
+    *("eos_token_id", "attention_dropout"),
+    *(
+        field.name
+        for field in dataclasses.fields(ModelConfig)
+        if field.name not in ("rope", "eos_token_ids")
+    ),
+]
+"""The names of a ``config.json`` that `config_from_hf` reads, and of what it takes as given."""
 
 
 def with_model_type(raw: dict[str, Any], model_type: str) -> dict[str, Any]:

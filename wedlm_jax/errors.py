@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Iterable
 
 
@@ -19,6 +20,26 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     names = list(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+
+
+def require_extra(what: str, extra: str, *packages: str) -> None:
+    """Refuses to begin what needs packages that are not installed.
+
+    Args:
+      what: needs them; begins the sentence.
+      extra: of this package, which brings them.
+      packages: the names under which they are imported.
+
+    Raises:
+      InputError: naming the missing ones, and the command that installs them.
+    """
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        are = "is" if len(missing) == 1 else "are"
+        raise InputError(
+            f"{what} needs {' and '.join(missing)}, which {are} not installed: "
+            f'pip install "wedlm-jax[{extra}]"'
+        )
 
 
 def shortened(text: str, length: int = 200) -> str:

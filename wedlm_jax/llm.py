@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
@@ -12,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from wedlm_jax.checkpoint.find_model import find_model
 from wedlm_jax.checkpoint.hf import load_checkpoint
-from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL
 from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.engine.burst import Request
@@ -38,6 +39,7 @@ from wedlm_jax.text import (
 )
 
 DTYPES = ("float32", "bfloat16")
+_log = logging.getLogger(__name__)
 MESH_AXES = ("data", "tensor")
 
 
@@ -45,7 +47,8 @@ class LLM:
     """Decodes with a checkpoint.
 
     Args:
-      model: a folder in Hugging Face format, or a hub id; the embedded model by default.
+      model: a folder in Hugging Face format, an orbax folder of `wedlm convert`, or a hub id; the
+        embedded model by default.
       window_size: W, the masked slots decoded in parallel; 0 decodes autoregressively; "auto"
         chooses for each sequence while it decodes, by what forwards cost and commit: the tokens of
         mode "paper" may then depend on the machine. By default 16, and 0 for a model that was not
@@ -87,7 +90,7 @@ class LLM:
         if not is_integer(max_batch_size) or max_batch_size < 1:
             raise InputError(f"max_batch_size: expected 1 or more, not {max_batch_size!r}")
         check_quantization(quantization)
-        self.folder = resolve_model(model)
+        self.folder = find_model(model)
         self.codec = TextCodec.load(self.folder)
         self.dtype, self.quantization = dtype, quantization
         self.max_batch_size = max_batch_size
@@ -113,6 +116,7 @@ class LLM:
             mesh=devices,
         )
         self._router = Router(self.engine)
+        self._told_of_chat = False
 
     def __repr__(self) -> str:
         engine = self.engine
@@ -246,7 +250,7 @@ class LLM:
         """
         if len(prompts) != len(completions):
             raise InputError(
-                f"expected a completion a prompt, not {len(completions)} for {len(prompts)}"
+                f"expected as many completions as prompts, not {len(completions)} for {len(prompts)}"
             )
         if not is_integer(top) or not 0 <= top <= MOST_LOGPROBS:
             raise InputError(f"top: expected an integer from 0 to {MOST_LOGPROBS}, not {top!r}")
@@ -317,6 +321,7 @@ class LLM:
                 "give several samples"
             )
         token_ids = self.as_ids(prompt)
+        self._tell_of_chat(prompt)
         if params.stop:
             self._require_codec("stop strings")
         if params.seed is None:
@@ -336,6 +341,18 @@ class LLM:
           InputError: it is neither, or a text without a tokenizer.
         """
         return self._encode(prompt) if isinstance(prompt, str) else as_token_ids(prompt)
+
+    def _tell_of_chat(self, prompt: Prompt) -> None:
+        """Says once that a model tuned to answer is given a text without its chat template."""
+        end = self.codec and self.codec.chat_end
+        if self._told_of_chat or not end or not isinstance(prompt, str) or end in prompt:
+            return
+        self._told_of_chat = True
+        _log.warning(
+            "%s was tuned on conversations, and this text is completed without its chat template; "
+            "LLM.chat, --chat and records with messages use it",
+            self.folder,
+        )
 
     def _with_bad_words_as_ids(self, params: SamplingParams) -> SamplingParams:
         words: list[tuple[int, ...]] = []
@@ -375,29 +392,3 @@ def _mesh_of(sizes: Mapping[str, int] | None) -> Mesh | None:
     if not 0 < count <= len(devices):
         raise InputError(f"mesh: {dict(sizes)} needs {count} devices, and there are {len(devices)}")
     return make_mesh(dict(sizes), devices[:count])
-
-
-def resolve_model(model: str | Path | None) -> Path:
-    """The folder of a checkpoint: given, the embedded one, or fetched from the hub.
-
-    Raises:
-      InputError: it is neither a folder nor a hub id that can be reached.
-    """
-    if model is None:
-        if not EMBEDDED_MODEL.is_dir():
-            raise InputError("no model is embedded in this installation; name a checkpoint folder")
-        return EMBEDDED_MODEL
-    folder = Path(model)
-    if folder.exists() or str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
-        return folder
-    from huggingface_hub import snapshot_download
-
-    wanted = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
-    try:
-        return Path(snapshot_download(str(model), allow_patterns=wanted))
-    except Exception as error:
-        # The hub's client raises many types; to a user all mean: not a folder, not fetched.
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(
-            f"{model!r} is not a folder here and could not be fetched from the hub ({reason})"
-        ) from None

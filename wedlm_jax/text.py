@@ -74,6 +74,13 @@ class TextCodec:
         token = self.tokenizer.eos_token_id
         return None if token is None else int(token)
 
+    @property
+    def chat_end(self) -> str | None:
+        """The token that ends both a turn of the chat template and a completion, as in models that
+        were tuned to answer; None if there is no such token."""
+        eos, template = self.tokenizer.eos_token, getattr(self.tokenizer, "chat_template", None)
+        return str(eos) if eos and template and str(eos) in str(template) else None
+
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text)["input_ids"])
 

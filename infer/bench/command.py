@@ -184,7 +184,7 @@ def _floor(
 
 
 def _fixed(options: argparse.Namespace, name: str) -> list[int]:
-    """The windows that are numbers."""
+    """Returns the windows that are numbers."""
     windows = options.window_size or WINDOWS[name]
     return [window for window in windows if isinstance(window, int)]
 

@@ -94,7 +94,7 @@ def compare_identity(
 def first_differences(
     expected: Sequence[Completion], found: Sequence[Completion]
 ) -> dict[int, int]:
-    """By the number of each completion that differs, the first place where it does."""
+    """Returns, by the number of each completion that differs, the first place where it does."""
     places = {}
     for number, (one, other) in enumerate(zip(expected, found, strict=True)):
         pairs = itertools.zip_longest(one.token_ids, other.token_ids)
@@ -132,7 +132,8 @@ def _agreement(
 
 
 def _all_by_turns(regimes: Regimes) -> Iterator[Question]:
-    """The first question of every regime, then the second of every one, and so on; none twice."""
+    """Lists the first question of every regime, then the second of every one, and so on; none
+    twice."""
     for some in itertools.zip_longest(*regimes.values()):
         yield from (question for question in some if question is not None)
 

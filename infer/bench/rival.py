@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wedlm_jax.config import ModelConfig, config_to_hf
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, require_extra
 
 if TYPE_CHECKING:
     from infer.bench.subject import Subject
@@ -25,13 +25,7 @@ def check_rival() -> None:
     Raises:
       InputError: PyTorch is not installed.
     """
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        raise InputError(
-            "--rival transformers needs PyTorch, which is not installed: "
-            'pip install "wedlm-jax[rival]"'
-        ) from None
+    require_extra("--rival transformers", "rival", "torch")
 
 
 class Rival:
@@ -79,7 +73,7 @@ class Rival:
         return answers
 
     def milliseconds_a_token(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
-        """Time of a forward that adds a token to every prompt, the prompts' own apart."""
+        """Measures a forward that adds a token to every prompt, the prompts' own apart."""
         times = []
         for count in (1, tokens + 1):
             started = time.perf_counter()
@@ -119,7 +113,7 @@ def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
 
 
 def config_for_transformers(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The ``config.json`` under which transformers knows a model: it has no type "wedlm".
+    """Returns the ``config.json`` under which transformers knows a model: it has no type "wedlm".
 
     Raises:
       InputError: it knows none of this shape.

@@ -185,7 +185,7 @@ def _offline(options: argparse.Namespace) -> Iterator[LLM]:
 
 
 def _decode(llm: LLM, asks: Sequence[Ask]) -> tuple[list[list[int]], float]:
-    """What a job says to the same prompts, and its tokens a second."""
+    """Decodes the same prompts as a job; returns its answers and its tokens a second."""
     from wedlm_jax.params import SamplingParams
 
     prepared = []
@@ -201,7 +201,7 @@ def _decode(llm: LLM, asks: Sequence[Ask]) -> tuple[list[list[int]], float]:
 
 @contextlib.contextmanager
 def _serving(options: argparse.Namespace) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A server process, and its port."""
+    """Starts a server process; yields its port."""
     command = [sys.executable, "-m", "wedlm_jax", "serve", "--port", "0"]
     command += ["--batch-size", str(options.batch_size), "--mode", options.mode]
     command += ["--temperature", "0.7"]  # the program that draws, as offline
@@ -271,7 +271,7 @@ def _go_away(
 
 
 def _resident_bytes(pid: int) -> int:
-    """Memory that a process has in use; Linux only."""
+    """Returns the memory that a process has in use; Linux only."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 

@@ -93,7 +93,7 @@ def soak(
 def random_work(
     vocab_size: int, longest: int, params: SamplingParams, *, until: float
 ) -> Iterator[Prepared]:
-    """Random tokens of random lengths, short ones most often, until the time has come."""
+    """Yields random tokens of random lengths, short ones most often, until the time has come."""
     rng = np.random.default_rng(0)
     number = 0
     while time.monotonic() < until:
@@ -106,18 +106,18 @@ def random_work(
 
 
 def resident_bytes() -> int:
-    """Memory that this process has in use; Linux only."""
+    """Returns the memory that this process has in use; Linux only."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def growth(samples: Sequence[SoakSample]) -> float:
-    """By how much of itself the memory in use has grown since the first quarter."""
+    """Returns by what share the memory in use has grown since the first quarter."""
     return samples[-1].resident_mib / samples[len(samples) // 4].resident_mib - 1
 
 
 def failure_of(samples: Sequence[SoakSample]) -> str | None:
-    """What a run has not held; None where it has held all."""
+    """Says what a run has not held; None where it has held all."""
     last = samples[-1]
     if last.compiled:
         return f"{last.way}: {last.compiled} programs were compiled on the way"

@@ -92,7 +92,7 @@ class Subject:
         return self.model.config
 
     def engine(self, window: int | str, sequences: int, **options: Any) -> Engine:
-        """An engine for so many sequences; ``options`` are those of `Engine`."""
+        """Makes an engine for so many sequences; ``options`` are those of `Engine`."""
         from wedlm_jax.engine.engine import Engine
 
         options = {**self.engine_options, **options}
@@ -101,7 +101,7 @@ class Subject:
         return Engine(self.model, window_size=window, max_batch_size=sequences, **options)
 
     def chat_prompt(self, *said: str) -> list[int]:
-        """Token ids of a conversation, the user's turn first.
+        """Returns the token ids of a conversation, the user's turn first.
 
         Raises:
           InputError: there is no tokenizer.
@@ -120,7 +120,7 @@ def load_subject(
     quantization: str | None = None,
     **engine_options: Any,
 ) -> Subject:
-    """A checkpoint as `wedlm_jax.llm.LLM` loads it.
+    """Loads a checkpoint as `wedlm_jax.llm.LLM` loads it.
 
     Args:
       quantization: as `LLM` takes it.
@@ -128,11 +128,11 @@ def load_subject(
     """
     import jax.numpy as jnp
 
+    from wedlm_jax.checkpoint.find_model import find_model
     from wedlm_jax.checkpoint.hf import load_checkpoint
-    from wedlm_jax.llm import resolve_model
     from wedlm_jax.text import TextCodec
 
-    folder, name = resolve_model(model), _dtype(dtype)
+    folder, name = find_model(model), _dtype(dtype)
     weights = load_checkpoint(
         folder, dtype=jnp.dtype(name), stacked=not _on_cpu(), quantization=quantization
     )
@@ -146,7 +146,7 @@ def random_subject(
     quantization: str | None = None,
     **engine_options: Any,
 ) -> Subject:
-    """Random weights: what a forward costs does not depend on what it says."""
+    """Makes random weights: what a forward costs does not depend on what it says."""
     import jax.numpy as jnp
     from flax import nnx
 

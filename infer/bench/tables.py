@@ -82,7 +82,7 @@ def page_table(uses: Sequence[PageUse]) -> Table:
 
 
 def chunk_table(cost: ChunkCost) -> Table:
-    """A long prompt among others."""
+    """Makes the table of a long prompt among others."""
     table = Table(
         box=box.SIMPLE,
         title=f"a prompt of {cost.tokens:,} tokens, {cost.forward_tokens:.0f} a forward",
@@ -130,7 +130,7 @@ def identity_table(agreements: Sequence[Agreement]) -> Table:
 
 
 def soak_table(samples: Sequence[SoakSample]) -> Table:
-    """A long run: its end beside the end of its first quarter."""
+    """Makes the table of a long run: its end beside the end of its first quarter."""
     last, quarter = samples[-1], samples[len(samples) // 4]
     table = Table(box=box.SIMPLE, title=f"random lengths, {last.way}", show_header=False)
     table.add_column()

@@ -31,12 +31,12 @@ RIVAL = "transformers, AR"
 
 
 def name_of(window: int | str, mode: str) -> str:
-    """What a way of decoding is called in tables."""
+    """Returns the name of a way of decoding in tables."""
     return "AR" if window == 0 else f"W = {window}, {mode}"
 
 
 def ways_of(windows: Sequence[int | str], modes: Sequence[str]) -> list[tuple[int | str, str]]:
-    """Each window in each mode; AR, which knows no modes, once and first."""
+    """Lists each window in each mode; AR, which knows no modes, once and first."""
     ways: list[tuple[int | str, str]] = [(0, "verified")] if 0 in windows else []
     return ways + [(window, mode) for mode in modes for window in windows if window != 0]
 

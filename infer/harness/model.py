@@ -129,7 +129,7 @@ class HarnessModel(TemplateLM):
         """Returns a conversation as text; without ``add_generation_prompt`` its last message, the
         assistant's, is left open to be continued."""
         if not self.tokenizer.chat_template:
-            raise InputError(f"{self.llm.folder} has no chat template; leave it away")
+            raise InputError(f"{self.llm.folder} has no chat template; leave it out")
         return str(
             self.tokenizer.apply_chat_template(
                 chat_history,

@@ -107,12 +107,17 @@ class JobProgress:
             + (f", p_cache {self.finished.p_cache:.2f}" if known else "")
         )
 
-    def show(self, bar: ProgressBar) -> None:
-        """Moves the bar of the job here."""
+    def show(self, bar: ProgressBar, meanwhile: str | None = None) -> None:
+        """Moves the bar of the job here.
+
+        Args:
+          meanwhile: what goes on in the place of decoding, such as compiling.
+        """
         bad = self.finished.error_rows
+        text = meanwhile or self.speed()
         bar.update(
             self.done,
             total=self.total,
-            text=f"{bad:,} bad, {self.speed()}" if bad else self.speed(),
+            text=f"{bad:,} bad, {text}" if bad else text,
             seconds_left=self.seconds_left,
         )

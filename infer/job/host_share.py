@@ -44,7 +44,7 @@ class JobShare:
         if left := self._total - self._folder.kept_records(self._shards):
             console.print(
                 f"{left:,} records to decode, {self._llm.engine.settings.sequences} at a time; "
-                "compiling first",
+                "programs are compiled when they are first needed",
                 markup=False,
             )
         self._compiled, self._started = self._llm.engine.compile_seconds, time.monotonic()
@@ -55,6 +55,10 @@ class JobShare:
                 self._decoding = now
                 self.progress().show(bar)
 
+            def compiling(number: int) -> None:
+                self.progress().show(bar, f"compiling program {number}")
+
+            self._llm.engine.device.programs.on_compile = compiling
             self._decoder.run(self._missing, tell)
 
     def is_short(self) -> bool:

@@ -10,6 +10,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infer.job.counts import Counts, JobProgress
@@ -61,6 +62,7 @@ def run_with_ray(job: Job, load: Callable[[], LLM], cluster: RayCluster) -> int:
         raise InputError("--fail-fast does not work with --ray; check the records without it first")
     if cluster.actors is not None and cluster.actors < 1:
         raise InputError(f"--ray-actors: expected 1 or more, not {cluster.actors}")
+    _check_working_folder()
     mine = not ray.is_initialized()
     try:
         return job.until_stopped(lambda _: _run(ray, job, load, cluster))
@@ -83,6 +85,18 @@ def require_ray() -> Any:
             "--ray needs Ray, which is not installed: pip install 'wedlm-jax[ray]'"
         ) from None
     return ray
+
+
+def _check_working_folder() -> None:
+    """Refuses a working folder with an `infer` of its own: Ray puts that folder in front of what is
+    installed, and its actors would import from there."""
+    ours = Path(__file__).parents[1]
+    for path in (Path("infer"), Path("infer.py")):
+        if path.exists() and path.resolve() != ours:
+            raise InputError(
+                f"--ray: actors would import {path} of this folder in the place of wedlm-jax's; "
+                "start the command in another folder"
+            )
 
 
 def _run(ray: Any, job: Job, load: Callable[[], LLM], cluster: RayCluster) -> int:

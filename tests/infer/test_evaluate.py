@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-import infer.demo
 import infer.evaluate
 from infer.evaluate import decoders_at, evaluate
 from infer.heldout import Question
@@ -158,26 +157,3 @@ def test_a_model_that_knows_no_masks_decodes_ar_alone(
 def test_bad_options_are_refused(arguments: str, says: str) -> None:
     with pytest.raises(InputError, match=says):
         infer.evaluate.main(arguments.split())
-
-
-def test_the_demo_prints_plain_lines_without_a_terminal(
-    checkpoint: Path,
-    questions_file: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("wedlm_jax.llm.EMBEDDED_MODEL", checkpoint)
-    monkeypatch.setattr("infer.evaluate.EMBEDDED_QUESTIONS", questions_file)
-    assert infer.demo.main(["--samples", "4"]) == 0
-    printed = capsys.readouterr().out
-    assert "\x1b" not in printed
-    assert all(f"> {prompt}" in printed for prompt in PROMPTS)
-    assert printed.count(" forwards (") == 2 * len(PROMPTS)
-    assert "WeDLM τ=0.4" in printed
-    assert "compilation" in printed
-
-
-@pytest.mark.parametrize("arguments", ["--samples 1", "--delay -1", "--delay nan"])
-def test_the_demo_refuses_bad_options(arguments: str) -> None:
-    with pytest.raises(InputError, match="--samples"):
-        infer.demo.main(arguments.split())

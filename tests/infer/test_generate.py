@@ -367,10 +367,10 @@ def test_text_needs_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_without_model_the_embedded_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
 ) -> None:
-    monkeypatch.setattr("wedlm_jax.llm.EMBEDDED_MODEL", Path(model))
+    monkeypatch.setattr("wedlm_jax.checkpoint.find_model.EMBEDDED_MODEL", Path(model))
     assert main(["generate", *SHAPE, "--prompt", "the cat"]) == 0
     assert capsys.readouterr().out
-    monkeypatch.setattr("wedlm_jax.llm.EMBEDDED_MODEL", tmp_path / "embedded")
+    monkeypatch.setattr("wedlm_jax.checkpoint.find_model.EMBEDDED_MODEL", tmp_path / "embedded")
     assert main(["generate", *SHAPE, "--prompt", "the cat"]) == 2
     assert "no model is embedded in this installation" in capsys.readouterr().err
 

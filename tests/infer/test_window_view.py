@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from infer.window_view import FILLED_STYLE, MASK, MASK_STYLE, TAIL, plain, styled
-from train.tokenizer import save_tokenizer, train_tokenizer
+from train.data.tokenizer import save_tokenizer, train_tokenizer
 from wedlm_jax.engine.events import WindowView
 from wedlm_jax.text import TextCodec
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 from tokenizers import Tokenizer
 
 from tests.data_examples import EMBEDDED
@@ -20,10 +19,10 @@ from train.data.shards import ShardRows
 from train.distributed import mesh_of_processes
 from train.evaluation import Evaluation, can_decode, prompts_of
 from train.loop import train as run_training
-from train.program import objective_of
-from train.start import held_out_rows, initial_model
+from train.program import make_program
+from train.start import held_out_rows, recipe_model
 from wedlm_jax.__main__ import main
-from wedlm_jax.sharding import make_mesh
+from wedlm_jax.sharding import make_mesh, tree_shardings
 
 
 def test_a_run_evaluates_on_its_way_and_trains_as_without(
@@ -51,15 +50,18 @@ def test_eight_devices_decode_what_one_decodes(tokenizer_folder: Path) -> None:
     config = tiny_recipe(Path("unused"), tokenizer_folder, rows=8, evaluation=section)
     tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     held = held_out_rows(config, tokenizer, 0)
+    one = make_mesh({}, jax.devices()[:1])
+    program = make_program(config, recipe_model(config, tokenizer_folder), one)
+    first = program.random_parameters()
 
     def decoded(sizes: dict[str, int], devices: list[jax.Device]) -> list[dict[str, float]]:
         mesh = make_mesh(sizes, devices)
-        model = initial_model(config, tokenizer, mesh)
-        graph, parameters = nnx.split(model)
+        parameters = jax.device_put(first, tree_shardings(mesh, first))
         assert parameters["embed_tokens"][...].sharding.num_devices == len(devices)
         with jax.set_mesh(mesh):
-            objective = objective_of(config, model.config)
-            evaluation = Evaluation(config, mesh, graph, model.config, objective, held)
+            evaluation = Evaluation(
+                config, mesh, program.graph, program.model, program.objective, held
+            )
             once = evaluation._decode(parameters)
             # Again with others, for which nothing is compiled: so sharp that entropies differ.
             return [once, evaluation._decode(jax.tree.map(lambda x: 16 * x, parameters))]

@@ -107,6 +107,9 @@ def test_a_mask_token_is_assumed_only_where_the_vocabulary_has_its_row():
     assert config_from_hf({**SMALL, "vocab_size": edge + 1}).mask_token_id == edge
     assert config_from_hf({**SMALL, "vocab_size": edge}).mask_token_id is None
     assert config_from_hf({**WEDLM_8B, "mask_token_id": 5}).mask_token_id == 5
+    assert config_from_hf({**WEDLM_8B, "model_type": "qwen3"}).mask_token_id is None
+    with pytest.raises(InputError, match="mask_token_id 151643 is an eos_token_id"):
+        config_from_hf({**WEDLM_8B, "mask_token_id": 151643})
     with pytest.raises(InputError, match="mask_token_id"):
         config_from_hf(SMALL).require_mask_token_id()
 
@@ -153,10 +156,10 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         tie_word_embeddings=draw(st.booleans()),
         rms_norm_eps=draw(st.sampled_from([1e-6, 1e-5])),
         rope=scaling,
-        mask_token_id=draw(optional_id),
+        mask_token_id=draw(st.none() | st.integers(0, 4)),
         pad_token_id=draw(optional_id),
         bos_token_id=draw(optional_id),
-        eos_token_ids=tuple(draw(st.lists(st.integers(0, 9), max_size=3))),
+        eos_token_ids=tuple(draw(st.lists(st.integers(5, 9), max_size=3))),
         model_type=model_type,
     )
 

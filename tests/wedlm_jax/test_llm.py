@@ -56,6 +56,20 @@ def whole(llm: LLM) -> list[Completion]:
     return llm.generate(PROMPTS, GREEDY)
 
 
+def test_a_model_of_conversations_says_once_that_a_text_goes_without_them(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fresh = LLM(folder, window_size=4, **SMALL)
+    fresh.prepare_one([5, 6], GREEDY)
+    fresh.prepare_one("<|im_start|>user\na<|im_end|>\n", GREEDY)
+    fresh.prepare_one(fresh.chat_prompt([{"role": "user", "content": "a"}]), GREEDY)
+    assert not caplog.records
+    fresh.prepare(["a", "b"], GREEDY)
+    assert [record.message.split(";")[0] for record in caplog.records] == [
+        f"{folder} was tuned on conversations, and this text is completed without its chat template"
+    ]
+
+
 def tokens(completions: list[Completion]) -> list[list[int]]:
     return [completion.token_ids for completion in completions]
 
@@ -262,7 +276,7 @@ def test_scores_are_the_log_probabilities_of_autoregressive_decoding(llm: LLM) -
 
 
 def test_what_cannot_be_scored_is_refused(llm: LLM) -> None:
-    with pytest.raises(InputError, match="a completion a prompt"):
+    with pytest.raises(InputError, match="as many completions as prompts"):
         llm.score(["one", "two"], ["three"])
     with pytest.raises(InputError, match=r"pair 1: .*max_model_len"):
         llm.score(["one"] * 2, ["two", [5] * 400])

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from tests.tiny_checkpoint import CONTEXT, VOCAB_SIZE, write_tiny_checkpoint
+from wedlm_jax.checkpoint.find_model import find_model
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.errors import InputError
-from wedlm_jax.llm import LLM, resolve_model
+from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=24)
@@ -104,6 +105,6 @@ def test_refused_settings(folder: Path, arguments: dict[str, Any], message: str)
 def test_missing_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="nowhere: no such model folder"):
         LLM(tmp_path / "nowhere")
-    monkeypatch.setattr("wedlm_jax.llm.EMBEDDED_MODEL", tmp_path / "embedded")
+    monkeypatch.setattr("wedlm_jax.checkpoint.find_model.EMBEDDED_MODEL", tmp_path / "embedded")
     with pytest.raises(InputError, match="no model is embedded"):
-        resolve_model(None)
+        find_model(None)

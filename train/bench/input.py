@@ -103,7 +103,7 @@ def _read(
 
 
 def open_rows(folder: Path) -> Sources:
-    """A folder of `wedlm tokenize`, whatever its tokenizer.
+    """Opens a folder of `wedlm tokenize`, whatever its tokenizer.
 
     Raises:
       InputError: it is none.

@@ -16,7 +16,7 @@ import numpy as np
 
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.corruption import DualStreamBatch
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, require_extra
 from wedlm_jax.loss import LossConfig, masked_weights
 from wedlm_jax.model.rope import rope_tables
 
@@ -49,7 +49,7 @@ def step_inputs(
     denominators: Mapping[str, jax.Array],
     loss: LossConfig,
 ) -> StepInputs:
-    """What a batch and the loss say, with no more to be worked out within the step."""
+    """Returns what a batch and the loss say, with no more to be worked out within the step."""
     share = 1 / (1 + loss.ar_weight)
     mlm = masked_weights(batch.masked, batch.mask_ratio, loss.weighting)
     weights = [
@@ -76,12 +76,7 @@ def check_torch() -> None:
     Raises:
       InputError: PyTorch is not installed.
     """
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        raise InputError(
-            'step compares with PyTorch, which is not installed: pip install "wedlm-jax[rival]"'
-        ) from None
+    require_extra("the comparison of steps", "rival", "torch")
 
 
 class TorchStep:
@@ -158,7 +153,7 @@ class TorchStep:
         return float(loss.item())
 
     def gradients(self) -> dict[str, np.ndarray]:
-        """Those of the last `run`, as the parameters were given."""
+        """Returns the gradients of the last `run`, as the parameters were given."""
 
         def own(name: str, weight: Any) -> np.ndarray:
             return _as_torch(name, weight.grad.cpu().numpy())
@@ -172,7 +167,7 @@ class TorchStep:
 
 
 def _as_torch(name: str, value: np.ndarray) -> np.ndarray:
-    """A matrix ``[in, out]`` as ``[out, in]``, and back; all else as it is."""
+    """Turns a matrix ``[in, out]`` into ``[out, in]``, and back; all else stays as it is."""
     is_matrix = name.endswith(".kernel") or name == "lm_head"
     return np.ascontiguousarray(value.T) if is_matrix else np.asarray(value)
 

@@ -128,7 +128,7 @@ class Step(Protocol):
         """Computes loss and gradients; returns the loss once both are there."""
 
     def gradients(self) -> dict[str, np.ndarray]:
-        """Those of the last run, by the dotted paths of the parameters."""
+        """Returns the gradients of the last run, by the dotted paths of the parameters."""
 
 
 class JaxStep:
@@ -168,7 +168,7 @@ def steps_of(
     *,
     unroll: int,
 ) -> dict[str, Step]:
-    """The step by every backend here and by every rival, by name."""
+    """Returns the step by every backend here and by every rival, by name."""
     steps: dict[str, Step] = {
         f"jax, {name}": JaxStep(model, rows, LossConfig(attention=name, unroll=unroll))
         for name in backends
@@ -193,7 +193,7 @@ def steps_of(
 def _prepared(
     model: ModelConfig, rows: PackedRows, loss: LossConfig
 ) -> tuple[DualStreamBatch, dict[str, jax.Array], LossFn]:
-    """The same batch each time, ``[1, R, ...]``: one micro-batch."""
+    """Returns the same batch each time, ``[1, R, ...]``: one micro-batch."""
     objective = Objective("wedlm", BLOCK_SIZE, model.require_mask_token_id(), loss)
     one = jax.tree.map(lambda x: x[None], rows)
     batches, denominators, share = prepare(objective, one, jax.random.key(1))
@@ -235,7 +235,7 @@ def check_agreement(steps: Mapping[str, Step]) -> None:
 
 
 def _timed(step: Step) -> tuple[float, float]:
-    """Milliseconds, and the loss."""
+    """Measures a step in milliseconds; returns its loss, too."""
     started = time.perf_counter()
     loss = step.run()
     return (time.perf_counter() - started) * 1e3, loss

@@ -8,7 +8,8 @@ The way of a document, once, by `wedlm tokenize`:
     chat          a conversation through the tokenizer's chat template
     parts       the input is cut into parts, made apart by any host, so that a job resumes
     job         samples are packed into rows of one length (`wedlm_jax.packing`)
-    row_codec   a row becomes bytes; shards: bytes become files; manifest: what is in a folder
+    row_codec   a row becomes bytes; shards: bytes become files; manifest: what is in a folder;
+    added_tokens  how often it has tokens that no text should have, the mask token for one
 
 and in every run, by `wedlm train`:
 

@@ -155,7 +155,7 @@ class TrainBatches:
         self._offer(last)
 
     def _offer(self, item: Any) -> bool:
-        """Whether there was room for it before the batches were closed."""
+        """Tells whether there was room for it before the batches were closed."""
         while not self._closed.is_set():
             with contextlib.suppress(queue.Full):
                 self._ready.put(item, timeout=0.05)
@@ -166,7 +166,7 @@ class TrainBatches:
 def host_rows(
     sharding: Sharding, shape: tuple[int, int, int], devices: Collection[jax.Device] | None = None
 ) -> list[int]:
-    """Which of the R rows of an array ``[A, R, L]`` stand on these devices, ascending.
+    """Finds which of the R rows of an array ``[A, R, L]`` are on these devices, ascending.
 
     Args:
       sharding: of the array.
@@ -181,7 +181,7 @@ def host_rows(
 def place_rows(
     local: HostBatch, rows: Sequence[int], shape: tuple[int, int, int], sharding: Sharding
 ) -> PackedRows:
-    """The global batch of which this host has ``rows``.
+    """Makes the global batch of which this host has ``rows``.
 
     Args:
       local: arrays ``[A, len(rows), L]``.

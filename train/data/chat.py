@@ -59,7 +59,8 @@ class ChatFormat:
             ) from None
 
     def turns(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """The whole text, and ``[start, stop)`` of each assistant's turn in it, end token included.
+        """Returns the whole text, and ``[start, stop)`` of each assistant's turn in it, end token
+        included.
 
         Raises:
           TurnsNotFound: the template writes this conversation in a way that hides them.
@@ -118,12 +119,12 @@ class ChatFormat:
 
 
 def _unlike(content: str) -> str:
-    """A text whose last character is not that of ``content``, trimmed or not."""
+    """Returns a text whose last character is not that of ``content``, trimmed or not."""
     taken = content[-1:] + content.rstrip()[-1:]
     return next(letter for letter in "xyz" if letter not in taken)
 
 
 def _common_ending(one: str, other: str) -> int:
-    """How many characters at the end of two texts are the same."""
+    """Counts the characters at the end of two texts that are the same."""
     longest = min(len(one), len(other))
     return next((n for n in range(longest) if one[-1 - n] != other[-1 - n]), longest)

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from wedlm_jax.errors import InputError
 from wedlm_jax.progress import ProgressBar
+
+if TYPE_CHECKING:
+    from train.data.manifest import Manifest
 
 EPILOG = """\
 input, by ending; folders are searched, several may be given:
@@ -158,6 +164,8 @@ def main(arguments: list[str]) -> int:
         f"{made.tokens:,} tokens ({made.trainable_tokens:,} trainable), "
         f"{made.tokens / seconds:,.0f} tokens/s"
     )
+    if line := _mask_tokens(options.tokenizer, made):
+        print(line)
     if made.malformed:
         print(f"{made.malformed:,} records left out, all named in {job.output}/{MALFORMED}:")
         for reason, examples in made.reasons.items():
@@ -165,6 +173,27 @@ def main(arguments: list[str]) -> int:
             named = ", ".join(examples["first"][:3]) + (" ..." if count > 3 else "")
             print(f"  {count:,} {reason}: {named}")
     return 0
+
+
+def _mask_tokens(folder: str, made: Manifest) -> str | None:
+    """Returns what is to be said of mask tokens in the text, if the tokenizer's folder is that of a
+    model, which decides its mask token."""
+    from tokenizers import Tokenizer
+
+    from train.data.manifest import mask_token_in
+    from wedlm_jax.checkpoint.mask_token import choose_mask_token, special_tokens
+    from wedlm_jax.config import config_from_hf, read_config_json
+
+    path = Path(folder)
+    if not (path / "config.json").exists():
+        return None
+    try:
+        config = config_from_hf(read_config_json(path))
+        tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+        token = choose_mask_token(tokenizer, config, own=special_tokens(path).mask)
+    except InputError:
+        return None  # no model to train: its tokenizer may serve another
+    return mask_token_in(made, "input", token)
 
 
 class TokensBar:

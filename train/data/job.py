@@ -22,6 +22,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from train.data.added_tokens import AddedTokens
 from train.data.chunks import RecordChunk, chunks, find_input, input_size
 from train.data.manifest import DataShard, Manifest, read_manifest, tokenizer_fingerprint
 from train.data.parts import MALFORMED, PART, PartCounts, PartFolders, cut_into_parts
@@ -33,6 +34,7 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.packing import TokenisedSample, pack
 from wedlm_jax.processes import Host
 from wedlm_jax.records.files import RecordFile
+from wedlm_jax.storage import folder_of_this_machine
 
 SORTED_SAMPLES = 1024
 """So many samples at a time are packed longest first, which fills rows better than their own
@@ -103,7 +105,8 @@ def tokenise(options: TokeniseOptions, watcher: Watcher) -> Manifest | None:
     """
     check_options(options)
     files = find_input(options.inputs).files
-    fingerprint = tokenizer_fingerprint(load_tokenizer(Path(options.samples.tokenizer)))
+    tokenizer = load_tokenizer(Path(options.samples.tokenizer))
+    fingerprint = tokenizer_fingerprint(tokenizer)
     parts = cut_into_parts(files)
     folders = PartFolders(Path(options.output), _plan(options, parts, fingerprint), len(parts))
     host = options.host
@@ -112,7 +115,8 @@ def tokenise(options: TokeniseOptions, watcher: Watcher) -> Manifest | None:
     try:
         for number in own:
             if number in folders.missing():
-                _make_part(options, parts[number], folders.part(number), progress)
+                added = AddedTokens(tokenizer)
+                _make_part(options, parts[number], folders.part(number), added, progress)
             else:
                 progress.add(sum(map(input_size, parts[number])))
     except BaseException:
@@ -135,7 +139,11 @@ class NoRows(InputError):
 
 
 def _make_part(
-    options: TokeniseOptions, files: Sequence[RecordFile], part: Path, progress: Progress
+    options: TokeniseOptions,
+    files: Sequence[RecordFile],
+    part: Path,
+    added: AddedTokens,
+    progress: Progress,
 ) -> None:
     """Tokenises and packs some files into a folder of shards, `MALFORMED` and `PART`."""
     counts, row_length = PartCounts(), options.samples.row_length
@@ -148,6 +156,9 @@ def _make_part(
             ):
                 writer.write(encode_row(members))
                 counts.rows += 1
+                for sample in members:
+                    added.count(sample.tokens)
+        counts.added_tokens = added.by_id()
         shards, counts.content = writer.finish()
         counts.shards = [dataclasses.asdict(shard) for shard in shards]
         write_json(folder / PART, dataclasses.asdict(counts))
@@ -172,6 +183,7 @@ def _manifest(
         malformed=counts.malformed,
         reasons=dict(sorted(counts.reasons.items())),
         made_with=_made_with(options),
+        added_tokens=counts.added_tokens,
         content=counts.content,
         shards=shards,
     )
@@ -208,7 +220,7 @@ def check_options(options: TokeniseOptions) -> None:
             f"--row-length {options.samples.row_length} is not a multiple of "
             f"--block-size {options.block_size}"
         )
-    output = Path(options.output)
+    output = folder_of_this_machine(options.output, "what is tokenised")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InputError(f"{output}: is there already; remove it, or name another folder")
 
@@ -220,7 +232,7 @@ def _samples(
     named: IO[str],
     progress: Progress,
 ) -> Iterator[TokenisedSample]:
-    """All samples in order; what is malformed is written down on the way."""
+    """Yields all samples in order, and writes down what is malformed on the way."""
     stream = (chunk for file in files for chunk in chunks(file))
     for chunk, result in _results(options, stream):
         for what in result.malformed:
@@ -245,7 +257,7 @@ def _longest_first(samples: Iterator[TokenisedSample]) -> Iterator[TokenisedSamp
 def _results(
     options: TokeniseOptions, stream: Iterator[RecordChunk]
 ) -> Iterator[tuple[RecordChunk, ChunkSamples]]:
-    """Each chunk with what became of it, in order; few chunks are under way at a time."""
+    """Yields each chunk with its samples, in order; few chunks are under way at a time."""
     if not options.workers:
         maker = SampleMaker(options.samples)
         for chunk in stream:
@@ -279,7 +291,7 @@ def _maker(options: SampleOptions) -> SampleMaker:
 
 
 def _make(options: SampleOptions, chunk: RecordChunk) -> ChunkSamples:
-    """What a worker process does; it makes its tokenizer once."""
+    """Makes samples in a worker process, which makes its tokenizer once."""
     return _maker(options).make(chunk)
 
 
@@ -307,7 +319,7 @@ def _nothing(counts: PartCounts) -> str:
 
 
 def _made_with(options: TokeniseOptions) -> dict[str, Any]:
-    """The settings that decided the rows; not the folders' names, which may change."""
+    """Returns the settings that decided the rows; not the folders' names, which may change."""
     settings = dataclasses.asdict(options.samples)
     for name in ("tokenizer", "row_length"):
         del settings[name]

@@ -42,6 +42,8 @@ class Manifest:
       fill: tokens / (rows * row_length).
       malformed: records left out; reasons: how many for each, and where the first ones stand.
       made_with: the settings that decided the rows.
+      added_tokens: how often each id occurs that the tokenizer has as an added token, or not at
+        all; None in folders of earlier versions. A mask token should not be among them.
       content: SHA-256 of all rows in order.
       shards: the files in order.
     """
@@ -61,6 +63,7 @@ class Manifest:
     content: str
     shards: list[DataShard]
     version: int = VERSION
+    added_tokens: dict[str, int] | None = None
 
 
 def write_manifest(manifest: Manifest, folder: Path) -> None:
@@ -69,7 +72,7 @@ def write_manifest(manifest: Manifest, folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder, its shards being there and of their sizes.
+    """Reads the manifest of a folder, and checks that its shards are there and of their sizes.
 
     Raises:
       InputError: naming the folder or the file that is missing, cut off or of another version.
@@ -94,6 +97,19 @@ def read_manifest(folder: Path) -> Manifest:
             found = "missing" if size is None else f"of {size:,} bytes"
             raise InputError(f"{file}: {found}, where {path} says {shard.bytes:,} bytes")
     return manifest
+
+
+def mask_token_in(manifest: Manifest, folder: str, token_id: int) -> str | None:
+    """Returns a line to tell if clean text has the mask token, or nobody counted; else None."""
+    if manifest.added_tokens is None:
+        return f"{folder}: tokenised by an earlier version; whether it has mask tokens is not known"
+    count = manifest.added_tokens.get(str(token_id), 0)
+    if not count:
+        return None
+    return (
+        f"{folder}: the text has the mask token {token_id} {count:,} times, and the model would "
+        "read each as a mask; leave those records out, or name another token as model.mask_token"
+    )
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:

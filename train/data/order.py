@@ -30,7 +30,7 @@ class RowSet(Protocol):
     def __getitem__(self, index: int) -> dict[str, np.ndarray]: ...
 
     def place(self, index: int) -> tuple[str, int]:
-        """The file that row ``index`` stands in, and its number there, from 0."""
+        """Finds the file that holds row ``index``, and its number there, from 0."""
 
 
 class RowPlaces:
@@ -86,7 +86,7 @@ def global_order(
     batch_rows: int,
     streams: Sequence[Stream] | None = None,
 ) -> grain.MapDataset:
-    """All rows, each set shuffled anew every epoch of its own, mixed by weight, without end.
+    """Yields all rows, each set shuffled anew every epoch of its own, mixed by weight, without end.
 
     Args:
       row_sets: rows and their share of the order; shares are relative to their sum.
@@ -164,7 +164,7 @@ def step_places(
     step: int,
     streams: Sequence[Stream] | None = None,
 ) -> list[list[tuple[str, int]]]:
-    """Where the rows of a step's global batch stand: file and number there, for ``[A][R]``.
+    """Finds the rows of a step's global batch: the file and the number there, for ``[A][R]``.
 
     Args:
       row_sets, seed, streams: as in `global_order`.

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from train.data.added_tokens import added_up
 from train.data.chunks import Malformed, input_size
 from train.data.manifest import DataShard, Manifest, write_manifest
 from wedlm_jax.atomic import part_folder, sync_path, write_json, written_beside
@@ -45,6 +46,7 @@ class PartCounts:
     reasons: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     shards: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     content: str = ""
+    added_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def note(self, what: Malformed) -> None:
         """Counts a malformed record."""
@@ -61,6 +63,7 @@ class PartCounts:
         """Counts another part, which follows."""
         for name in ("records", "samples", "rows", "tokens", "trainable"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.added_tokens = added_up([self.added_tokens, other.added_tokens])
         for reason, found in other.reasons.items():
             self._add_reason(reason, found["records"], found["first"])
 

@@ -27,7 +27,7 @@ def encode_row(samples: Sequence[TokenisedSample]) -> bytes:
 def decode_row(
     record: bytes, *, row_length: int, block_size: int, pad_token_id: int
 ) -> dict[str, np.ndarray]:
-    """The arrays of `wedlm_jax.packing.row_arrays`, ``[L]`` each.
+    """Reads the arrays of `wedlm_jax.packing.row_arrays`, ``[L]`` each.
 
     Raises:
       ValueError: ``record`` is not a row of these sizes.
@@ -42,7 +42,7 @@ def decode_row(
 
 
 def decode_samples(record: bytes) -> list[TokenisedSample]:
-    """The samples of a row.
+    """Reads the samples of a row.
 
     Raises:
       ValueError: ``record`` is no row.

@@ -123,7 +123,7 @@ class SampleMaker:
     def _one(
         self, record: dict[str, Any] | str | Malformed, file: str, line: int
     ) -> list[TokenisedSample] | str:
-        """Samples, or the text of a document, which is tokenised with others."""
+        """Returns samples, or the text of a document, which is tokenised with others."""
         if isinstance(record, Malformed):
             raise _Refused(record)
 
@@ -194,7 +194,7 @@ class SampleMaker:
         return [self._fitting(TokenisedSample(np.array(tokens, np.int32), np.array(flags, bool)))]
 
     def _pieces(self, ids: list[int]) -> Iterator[TokenisedSample]:
-        """A document's samples, its end token behind the last."""
+        """Yields a document's samples; its end token follows the last."""
         end = [] if ids and ids[-1] == self.document_end else [self.document_end]
         return self._cut(np.array(ids + end, np.int32))
 
@@ -210,16 +210,16 @@ class SampleMaker:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a folder, which cuts nothing off and pads nothing.
+    """Loads the tokenizer of a folder, so that it cuts nothing off and pads nothing.
 
     Raises:
       InputError: naming the file that is missing or malformed.
     """
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    if not path.exists():
         raise InputError(f"{folder}: no tokenizer.json in this folder")
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:
         # The parser raises a bare Exception.
         reason = shortened(str(error))

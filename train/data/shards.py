@@ -105,7 +105,7 @@ class ShardRows:
         return self._manifest.rows
 
     def __getitem__(self, index: Any) -> dict[str, np.ndarray]:
-        """Row ``index``: the fields of `wedlm_jax.corruption.PackedRows`, ``[L]`` each.
+        """Reads row ``index``: the fields of `wedlm_jax.corruption.PackedRows`, ``[L]`` each.
 
         Raises:
           InputError: naming the folder and the row that cannot be read.
@@ -118,7 +118,7 @@ class ShardRows:
             ) from None
 
     def place(self, index: int) -> tuple[str, int]:
-        """The shard that row ``index`` stands in, and its number there, from 0."""
+        """Finds the shard that holds row ``index``, and its number there, from 0."""
         shard = bisect.bisect_right(self._ends, index)
         first = self._ends[shard] - self._manifest.shards[shard].rows
         return str(self._folder / self._manifest.shards[shard].file), index - first

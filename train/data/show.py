@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
 
 
 def read_rows(file: Path, rows: list[int]) -> list[list[TokenisedSample]]:
-    """The samples of each of these rows.
+    """Reads the samples of each of these rows.
 
     Args:
       file: a shard, or the ``rows.npz`` of a run on the synthetic corpus.
@@ -67,7 +67,7 @@ def read_rows(file: Path, rows: list[int]) -> list[list[TokenisedSample]]:
 
 
 def _opened(file: Path) -> tuple[Any, int]:
-    """A function that gives the samples of a row, and how many rows there are."""
+    """Returns a function that reads the samples of a row, and how many rows there are."""
     if file.suffix == ".npz":
         arrays = load_dataset(file).arrays
         return lambda row: _samples({n: x[row] for n, x in arrays.items()}), len(arrays["tokens"])

@@ -41,8 +41,8 @@ class PackedDataset:
 def tokenise(
     sample: Sample, tokenizer: Tokenizer, *, train_on_prompt: bool, end_tokens: int = 0
 ) -> TokenisedSample:
-    """A corpus sample as one chat turn, with so many end tokens more behind it; the prompt is a
-    target only if asked for."""
+    """Tokenises a corpus sample as one chat turn, with so many end tokens more after it; the prompt
+    is a target only if asked for."""
     prompt = tokenizer.encode(CHAT_PROMPT.format(prompt=sample.prompt)).ids
     answer = tokenizer.encode(sample.answer + CHAT_END).ids
     answer += answer[-1:] * end_tokens
@@ -100,7 +100,7 @@ def build_dataset(
 
 
 def rows_recipe(config: TrainConfig, tokenizer: Tokenizer) -> str:
-    """All that the rows depend on, as a text to compare."""
+    """Writes all that the rows depend on as a text to compare."""
     fields = dataclasses.asdict(config.data)
     # How rows are read, not what is in them; and where the tokenizer lies, whose content counts.
     for name in ("sources", "workers", "prefetch", "tokenizer"):
@@ -115,7 +115,7 @@ def save_dataset(dataset: PackedDataset, path: Path) -> None:
 
 
 def load_dataset(path: Path) -> PackedDataset:
-    with np.load(path) as file:
+    with path.open("rb") as opened, np.load(opened) as file:
         arrays = {name: file[name] for name in file.files}
     numbers = {k: arrays.pop(k).item() for k in ("fill", "samples", "skipped")}
     return PackedDataset(arrays, **numbers, file=str(path))
@@ -139,7 +139,7 @@ class MemoryRows:
         return {name: array[index] for name, array in self._arrays.items()}
 
     def place(self, index: int) -> tuple[str, int]:
-        """The file of the rows, and ``index``."""
+        """Returns the file of the rows, and ``index``."""
         return self._file, index
 
     def __repr__(self) -> str:

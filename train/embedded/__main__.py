@@ -45,7 +45,7 @@ def export_embedded(trained: Path, destination: Path) -> None:
 
 
 def _questions() -> Iterator[dict[str, Any]]:
-    """Held-out questions, none twice: the smaller kinds have only a few dozen."""
+    """Yields held-out questions, none twice: the smaller kinds have only a few dozen."""
     for regime in REGIMES:
         stream = generate(
             QUESTIONS_SEED, DRAWS * QUESTIONS[regime], split="heldout", weights={regime: 1.0}

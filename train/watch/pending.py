@@ -92,7 +92,7 @@ class PendingMetrics:
         if refused:
             raise TooManySkipped(
                 f"step {refused[0]}: {refused[1]} steps in a row were skipped, which is as "
-                f"many as optimizer.max_skipped allows; {self._output / SKIPPED} names their "
+                f"many as optimizer.max_skipped allows; {SKIPPED} in the run's folder names their "
                 "batches and rows; the same command goes on behind them"
             )
 

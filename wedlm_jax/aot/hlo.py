@@ -75,7 +75,7 @@ class HloProgram:
 
 
 def parse(hlo: str) -> HloProgram:
-    """The program of ``compiled.as_text()``.
+    """Parses ``compiled.as_text()``.
 
     Raises:
       ValueError: there is no entry computation in the text.
@@ -119,7 +119,7 @@ def _arrays(shape: str) -> tuple[ArrayShape, ...]:
 
 
 def _split_operands(rest: str) -> tuple[str, str]:
-    """What stands within the parenthesis that was opened, and what behind it."""
+    """Splits at the parenthesis that closes the opened one: what is inside, and what follows."""
     depth = 1
     for place, letter in enumerate(rest):
         depth += (letter == "(") - (letter == ")")
@@ -129,12 +129,12 @@ def _split_operands(rest: str) -> tuple[str, str]:
 
 
 def root_of(computation: Computation) -> Instruction | None:
-    """What a computation returns."""
+    """Returns the instruction whose value a computation returns."""
     return next((own for own in computation.values() if own.is_root), None)
 
 
 def trip_count(loop: Instruction, around: Computation, program: HloProgram) -> int | None:
-    """How often a while loop runs, where that is known.
+    """Tells how often a while loop runs, where that is known.
 
     Compilers for CPUs write it beside the loop. Those for TPUs leave it to be seen: the condition
     compares a counter, which goes up by one from a constant of the computation ``around``, with a
@@ -156,7 +156,7 @@ def trip_count(loop: Instruction, around: Computation, program: HloProgram) -> i
 
 
 def _first_value(loop: Instruction, counter: Instruction, around: Computation) -> int:
-    """What a loop's counter begins with; 0 where that is not seen."""
+    """Returns the first value of a loop's counter; 0 where that is not seen."""
     index, state = _INDEX.search(counter.attributes), around.get(loop.operands[0])
     if index is None or state is None or state.opcode != "tuple":
         return 0

@@ -43,7 +43,7 @@ class Chip:
     def bounds(
         self, *, flops: float, hbm_bytes: float, sent_bytes: float, slice_bytes: float = 0.0
     ) -> Roofline:
-        """Shortest times for what the chip does.
+        """Returns the shortest times for what the chip does.
 
         Args:
           flops: of products.
@@ -58,6 +58,13 @@ class Chip:
             slices=slice_bytes / self.dcn_bandwidth,
         )
 
+
+REACHED_BY_PRODUCTS, REACHED_BY_ATTENTION = 0.6, 0.4
+EXPECTED_ASSUMPTIONS = (
+    f"products at {REACHED_BY_PRODUCTS} of the peak and attention's at {REACHED_BY_ATTENTION}, one "
+    "after the other, everything else hidden behind them unless it takes longer"
+)
+"""What an expected time takes for granted: rules of thumb, measured on no chip here."""
 
 ASSUMPTIONS = (
     "products at the chip's bfloat16 peak; HBM at its full bandwidth, each fusion reading its "
@@ -104,6 +111,22 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
 )
 EXAMPLE = "v5p:4x4x4"
 
+_OVERLAP = {
+    f"xla_tpu_enable_async_collective_fusion{what}": "true"
+    for what in ("", "_fuse_all_gather", "_fuse_all_reduce", "_multiple_steps")
+}
+_OVERLAP |= {"xla_tpu_overlap_compute_collective_tc": "true", "xla_enable_async_all_gather": "true"}
+COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {"TPU v5 lite": _OVERLAP, "TPU v5": _OVERLAP, "TPU v6 lite": _OVERLAP}
+)
+"""XLA's flags for a training step, by a device's kind: gathers of weights and sums of gradients run
+beside products. They are given with the program, so that no environment variable can be missing."""
+
+
+def compiler_options(kind: str) -> dict[str, str]:
+    """Returns the flags for devices of this kind; none for others than TPUs."""
+    return dict(COMPILER_OPTIONS.get(kind, {}))
+
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
@@ -123,7 +146,7 @@ class Topology:
 
 
 def parse_topology(name: str) -> tuple[str, tuple[int, ...], int]:
-    """``v5p:8x8x8*2`` as ("v5p", (8, 8, 8), 2).
+    """Splits ``v5p:8x8x8*2`` into ("v5p", (8, 8, 8), 2).
 
     Raises:
       InputError: the name is not of this form, or the generation is unknown.
@@ -132,14 +155,14 @@ def parse_topology(name: str) -> tuple[str, tuple[int, ...], int]:
     if not found or found.group(1) not in CHIPS:
         raise InputError(
             f"topology {name!r}: expected a chip ({', '.join(CHIPS)}) and its shape, as in "
-            f"{EXAMPLE}, and *N behind it for N slices"
+            f"{EXAMPLE}, followed by *N for N slices"
         )
     shape = tuple(int(size) for size in found.group(2).split("x"))
     return found.group(1), shape, int(found.group(3) or 1)
 
 
 def describe_topology(name: str) -> Topology:
-    """The compiler's devices of a topology; no TPU is touched.
+    """Returns the compiler's devices of a topology; no TPU is touched.
 
     Raises:
       InputError: a malformed name, no libtpu, or a shape that the chip does not come in.
@@ -186,12 +209,17 @@ class CompiledProgram:
 
 
 def compile_for(
-    topology: Topology, mesh: Mesh, lower: Callable[[], jax.stages.Lowered], what: str
+    topology: Topology,
+    mesh: Mesh,
+    lower: Callable[[], jax.stages.Lowered],
+    what: str,
+    options: Mapping[str, str] = MappingProxyType({}),
 ) -> CompiledProgram:
     """Compiles a program that is lowered under the mesh.
 
     Args:
       what: the program's name in messages.
+      options: XLA's flags by name.
 
     Raises:
       InputError: it does not fit into the chip's memory.
@@ -199,7 +227,7 @@ def compile_for(
     started = time.perf_counter()
     try:
         with jax.set_mesh(mesh), jax.default_device(topology.devices[0]):
-            compiled = lower().compile()
+            compiled = lower().compile(compiler_options=dict(options) or None)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -216,6 +244,6 @@ def compile_for(
 
 
 def local_bytes(tree: Any) -> int:
-    """What one device holds of a tree of arrays or their shapes."""
+    """Returns the bytes that one device holds of a tree of arrays or their shapes."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)

@@ -27,8 +27,8 @@ _SAID_BY_KERNEL = re.compile(r'"cost_estimate":\{[^}]*"bytes_accessed":"?(\d+)')
 
 
 def hbm_bytes(own: Instruction, computation: Computation, program: HloProgram) -> int:
-    """What one run of an instruction reads and writes; computations that it calls apart, but
-    for a fusion's."""
+    """Returns the bytes that one run of an instruction reads and writes, without the computations
+    that it calls, but with a fusion's."""
     if _FREE.fullmatch(own.opcode):
         return 0
     if own.opcode == "fusion":
@@ -62,14 +62,14 @@ _ALL = 1 << 62
 
 
 def _read(place: int, body: Computation, program: HloProgram) -> int:
-    """What a fusion reads of its operand number ``place``."""
+    """Returns the bytes that a fusion reads of its operand number ``place``."""
     inputs = (own for own in body.values() if own.opcode == "parameter")
     parameter = next((own for own in inputs if own.number == place), None)
     return _ALL if parameter is None else _used(parameter, body, program)
 
 
 def _used(own: Instruction, body: Computation, program: HloProgram) -> int:
-    """What the instructions of a fusion use of one of them."""
+    """Returns the bytes that the instructions of a fusion use of one of them."""
     uses = [
         (user, place)
         for user in body.values()
@@ -90,13 +90,13 @@ def _used(own: Instruction, body: Computation, program: HloProgram) -> int:
 
 
 def _is_under_way(own: Instruction) -> bool:
-    """Whether it is a collective, or hands one on."""
+    """Tells whether it is a collective, or hands one on."""
     asynchronous = own.opcode == "custom-call" and "AsyncCollective" in own.attributes
     return own.opcode in COLLECTIVES or asynchronous
 
 
 def _written(own: Instruction, body: Computation) -> int:
-    """What a fusion writes: of an update in place, the update."""
+    """Returns the bytes that a fusion writes: of an update in place, the update."""
     root = root_of(body)
     if root is None or _is_under_way(root):
         return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from wedlm_jax.checkpoint.model_folder import FORMATS, ORBAX, format_of, run_mod
 from wedlm_jax.config import MODEL_TYPES, with_model_type
 from wedlm_jax.errors import InputError
 from wedlm_jax.progress import ProgressBar
+from wedlm_jax.storage import absolute, as_path, copy_file
 
 if TYPE_CHECKING:
     from wedlm_jax.checkpoint.hf_export import Tensor
@@ -125,8 +125,8 @@ def convert(
     Raises:
       InputError: naming the folder, file or tensor, and what was expected of it.
     """
-    source, destination = Path(source), Path(destination)
-    described = run_model_folder(source) if config_from is None else Path(config_from)
+    source, destination = as_path(source), as_path(destination)
+    described = run_model_folder(source) if config_from is None else as_path(config_from)
     found = format_of(source) if described is None else RUN
     target = to or next(name for name in FORMATS if name != found)
     if target not in FORMATS:
@@ -151,7 +151,7 @@ def convert(
             write = _write_orbax if target == "orbax" else _write_hf
             result = write(opened, beside, bar)
             if dtype is None and model_type is None and found != RUN:
-                shutil.copyfile(source / "config.json", beside / "config.json")
+                copy_file(source / "config.json", beside / "config.json")
             else:
                 raw = opened.raw_config if dtype is None else _with_dtype(opened.raw_config, dtype)
                 write_config(
@@ -164,7 +164,7 @@ def convert(
 
 
 def _check_destination(source: Path, destination: Path, force: bool) -> None:
-    here, there = source.resolve(), destination.resolve()
+    here, there = absolute(source), absolute(destination)
     if here == there:
         raise InputError(f"{destination}: source and destination are the same folder")
     if here in there.parents:
@@ -184,7 +184,7 @@ def _check_destination(source: Path, destination: Path, force: bool) -> None:
 
 
 def _with_dtype(raw: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """``config.json`` as it stands, but for the field that names a dtype."""
+    """Returns ``config.json`` as it stands, but for the field that names a dtype."""
     field = "torch_dtype" if "torch_dtype" in raw and "dtype" not in raw else "dtype"
     return {**raw, field: dtype}
 
@@ -195,10 +195,10 @@ class _Source(Protocol):
     raw_config: dict[str, Any]
 
     def parameters(self) -> dict[str, DeferredArray]:
-        """The parameters by dotted path, as an orbax checkpoint holds them."""
+        """Returns the parameters by dotted path, as an orbax checkpoint holds them."""
 
     def tensors(self) -> list[Tensor]:
-        """The tensors of a Hugging Face checkpoint."""
+        """Returns the tensors of a Hugging Face checkpoint."""
 
 
 def _open(source: Path, described: Path | None, found: str, dtype: np.dtype | None) -> _Source:
@@ -249,12 +249,10 @@ class _Orbax:
     """An orbax checkpoint or a run's state."""
 
     def __init__(self, checkpoint: StoredParameters, dtype: np.dtype | None):
-        from wedlm_jax.checkpoint.model_folder import check_arrays
+        from wedlm_jax.checkpoint.opened import OrbaxTensors
 
-        self._checkpoint = checkpoint
-        self._entries = check_arrays(checkpoint)
+        self._checkpoint, self._tensors = checkpoint, OrbaxTensors(checkpoint)
         self._dtype = dtype
-        self._newest: tuple[str, np.ndarray] | None = None
         self.raw_config = checkpoint.raw_config
 
     def parameters(self) -> dict[str, DeferredArray]:
@@ -268,32 +266,18 @@ class _Orbax:
                 shape, dtype, lambda: cast(path, self._checkpoint.read(path), dtype)
             )
 
-        return {entry.path: deferred(entry.path) for entry in self._entries}
+        return {path: deferred(path) for path in self._checkpoint.arrays}
 
     def tensors(self) -> list[Tensor]:
         from wedlm_jax.checkpoint.hf_export import Tensor
 
-        def tensor(entry: Entry, layer: int, name: str) -> Tensor:
-            def read() -> np.ndarray:
-                values = self._read(entry.path)
-                values = values[layer] if entry.stacked else values
-                return values.T if entry.transposed else values
+        stored = self._tensors
 
-            dtype = self._dtype or np.dtype(self._checkpoint.arrays[entry.path][1])
-            return Tensor(name, entry.hf_shape, dtype, read)
+        def tensor(name: str) -> Tensor:
+            dtype = self._dtype or np.dtype(stored.dtype(name))
+            return Tensor(name, stored.shape(name), dtype, lambda: stored.read(name))
 
-        return [
-            tensor(entry, layer, name)
-            for entry in self._entries
-            for layer, name in enumerate(entry.hf_names)
-        ]
-
-    def _read(self, path: str) -> np.ndarray:
-        """One parameter, kept until another is asked for: its layers are written in turn."""
-        if self._newest is None or self._newest[0] != path:
-            self._newest = None
-            self._newest = (path, self._checkpoint.read(path))
-        return self._newest[1]
+        return [tensor(name) for name in stored.tensors]
 
 
 def _write_orbax(source: _Source, folder: Path, bar: ProgressBar) -> Converted:

@@ -13,7 +13,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def numpy_dtype(name: str | None) -> np.dtype | None:
-    """The dtype called "float32", "bfloat16" or "float16"; None for None."""
+    """Returns the dtype called "float32", "bfloat16" or "float16"; None for None."""
     if name is None:
         return None
     if name not in DTYPES:
@@ -22,7 +22,7 @@ def numpy_dtype(name: str | None) -> np.dtype | None:
 
 
 def cast(name: str, tensor: np.ndarray, dtype: Any) -> np.ndarray:
-    """``tensor`` in ``dtype``.
+    """Converts ``tensor`` to ``dtype``.
 
     Raises:
       InputError: it holds finite values that this dtype cannot (float16 ends at 65504).
@@ -39,6 +39,6 @@ def cast(name: str, tensor: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def bits(array: np.ndarray) -> np.ndarray:
-    """The same memory as unsigned integers: NumPy moves these several times faster than
+    """Views the same memory as unsigned integers: NumPy moves these several times faster than
     dtypes that are not its own."""
     return array.view(np.dtype(f"u{array.dtype.itemsize}"))

@@ -8,7 +8,6 @@ transposed, stacked and, if asked, cast.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from wedlm_jax.atomic import part_folder
 from wedlm_jax.checkpoint.dtypes import numpy_dtype
 from wedlm_jax.checkpoint.hf_export import (
     SHARD_BYTES,
@@ -25,9 +25,10 @@ from wedlm_jax.checkpoint.hf_export import (
     plan_files,
     write_weights,
 )
-from wedlm_jax.checkpoint.hf_folder import TOKENIZER_FILES, HFCheckpoint
+from wedlm_jax.checkpoint.hf_folder import TOKENIZER_FILES
 from wedlm_jax.checkpoint.hf_import import load_parameter, parameter_sharding
 from wedlm_jax.checkpoint.names import Entry, abstract_model, hf_path, parameter_entries
+from wedlm_jax.checkpoint.opened import OpenedCheckpoint, open_checkpoint
 from wedlm_jax.config import ModelConfig, config_to_hf
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
@@ -35,10 +36,11 @@ from wedlm_jax.model.layer_layout import are_stacked, is_on_columns
 from wedlm_jax.model.layers import columns_are_faster
 from wedlm_jax.model.quantization import check_quantization, rounded_alone
 from wedlm_jax.processes import Processes, jax_processes, replacing_together
+from wedlm_jax.storage import as_path, copy_file, is_remote
 
 
 def check_tensors(
-    checkpoint: HFCheckpoint, *, stacked: bool = True, columns: bool = False
+    checkpoint: OpenedCheckpoint, *, stacked: bool = True, columns: bool = False
 ) -> list[Entry]:
     """Verifies that the tensors of a folder are exactly the model's; returns the table, as
     `parameter_entries`.
@@ -74,13 +76,14 @@ def load_checkpoint(
     columns: bool | None = None,
     quantization: str | None = None,
 ) -> Transformer:
-    """Reads a Hugging Face checkpoint (wedlm, qwen2 or qwen3) into a model.
+    """Reads a checkpoint (wedlm, qwen2 or qwen3) into a model.
 
     Names, shapes and sizes are checked before any values are read. Beyond the parameters
     themselves a host holds its slices of one of them; see `wedlm_jax.checkpoint.hf_import`.
 
     Args:
-      folder: holds ``config.json`` and one or several safetensors files.
+      folder: holds ``config.json`` and one or several safetensors files, or ``orbax/``, as `wedlm
+        convert` makes it; of that each host reads whole parameters, one at a time.
       dtype: of the parameters; that of the file by default.
       mesh: lays each parameter out as `wedlm_jax.sharding` says, and each host reads only the
         slices that its devices hold; the default device holds all without one.
@@ -95,7 +98,7 @@ def load_checkpoint(
         or the parameter that the mesh does not divide.
     """
     check_quantization(quantization)
-    checkpoint = HFCheckpoint(folder)
+    checkpoint = open_checkpoint(folder)
     if columns is None:
         kinds = [dtype] if dtype is not None else checkpoint.dtypes()
         widest = max((jnp.dtype(kind) for kind in kinds), key=lambda kind: kind.itemsize)
@@ -117,7 +120,7 @@ def load_checkpoint(
 def model_from_arrays(
     config: ModelConfig, values: dict[str, Any], *, stacked: bool = True, columns: bool = False
 ) -> Transformer:
-    """A model whose parameters are ``values``, by dotted path of the table."""
+    """Builds a model whose parameters are ``values``, by dotted path of the table."""
     graph, abstract = abstract_model(config, stacked, columns)
     state = jax.tree_util.tree_map_with_path(
         lambda path, _: jax.tree.map(jnp.asarray, values[hf_path(path)]), abstract
@@ -126,7 +129,7 @@ def model_from_arrays(
 
 
 def arrays_from_model(model: Transformer) -> dict[str, jax.Array]:
-    """The parameters by dotted path of the table."""
+    """Returns the parameters by dotted path of the table."""
     leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model))
     return {hf_path(path): leaf for path, leaf in leaves}
 
@@ -166,7 +169,7 @@ def save_checkpoint(
         model's matrices are rounded.
     """
     np_dtype = numpy_dtype(dtype)
-    require_replaceable(Path(folder))
+    require_replaceable(as_path(folder))
     processes = processes or jax_processes()
     entries = parameter_entries(
         model.config, stacked=are_stacked(model), columns=is_on_columns(model)
@@ -181,11 +184,13 @@ def save_checkpoint(
             written = dtype or largest_dtype(tensors)
             write_config(beside, raw_config or config_to_hf(config, dtype=written))
             if tokenizer_from is not None:
-                copy_tokenizer(Path(tokenizer_from), beside)
+                copy_tokenizer(as_path(tokenizer_from), beside)
 
 
 def require_replaceable(folder: Path) -> None:
-    """Refuses a folder that holds anything but a checkpoint."""
+    """Refuses a folder that holds anything but a checkpoint, or what a killed call left of one."""
+    if is_remote(folder) and part_folder(folder).exists():
+        return
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").exists():
         raise InputError(f"{folder}: not empty, and not a checkpoint that could be replaced")
 
@@ -201,4 +206,4 @@ def copy_tokenizer(source: Path, destination: Path) -> None:
         raise InputError(f"{source}: no such folder to take the tokenizer from")
     for name in TOKENIZER_FILES:
         if (source / name).exists():
-            shutil.copyfile(source / name, destination / name)
+            copy_file(source / name, destination / name)

@@ -58,7 +58,7 @@ class Tensor:
 def model_tensors(
     entries: Sequence[Entry], values: Mapping[str, jax.Array], dtype: Any = None
 ) -> list[Tensor]:
-    """A model's parameters as Hugging Face's tensors.
+    """Returns a model's parameters as Hugging Face's tensors.
 
     Args:
       entries: the table, from `wedlm_jax.checkpoint.hf.parameter_entries`.
@@ -83,7 +83,7 @@ def model_tensors(
 
 
 def gathered(array: jax.Array, layer: int | None = None) -> np.ndarray:
-    """An array, or one layer of a stacked one, in host memory; not to be changed.
+    """Returns an array, or one layer of a stacked one, in host memory; not to be changed.
 
     Where its slices lie on several hosts, all of them have to call this in the same order,
     and each gets all of it.
@@ -111,7 +111,7 @@ def gathered(array: jax.Array, layer: int | None = None) -> np.ndarray:
 
 
 def _from_all_hosts(array: jax.Array) -> np.ndarray:
-    """All of an array in host memory, which goes through every device in pieces."""
+    """Returns all of an array in host memory; it goes through every device in chunks."""
     if array.ndim == 0 or array.nbytes <= PIECE_BYTES:
         return _from_hosts(array)
     whole = np.empty(array.shape, array.dtype)
@@ -149,7 +149,7 @@ def _layer(stacked: jax.Array, layer: int) -> jax.Array:
 
 
 def largest_dtype(tensors: Sequence[Tensor]) -> str:
-    """The name of the dtype that most bytes have."""
+    """Returns the name of the dtype that most bytes have."""
     size: Counter[str] = Counter()
     for tensor in tensors:
         size[tensor.dtype.name] += tensor.nbytes
@@ -159,7 +159,7 @@ def largest_dtype(tensors: Sequence[Tensor]) -> str:
 def plan_files(
     tensors: Sequence[Tensor], shard_bytes: int = SHARD_BYTES
 ) -> dict[str, list[Tensor]]:
-    """Which tensors go to which file: one file, or several of at most ``shard_bytes`` each
+    """Plans which tensors go to which file: one file, or several of at most ``shard_bytes`` each
     (more only for a tensor that alone has more)."""
     groups: list[list[Tensor]] = [[]]
     size = 0

@@ -16,6 +16,7 @@ import numpy as np
 from wedlm_jax.checkpoint.safetensors_file import SafetensorsFile
 from wedlm_jax.config import ModelConfig, config_from_hf, read_config_json
 from wedlm_jax.errors import InputError
+from wedlm_jax.storage import as_path
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded"
 WEIGHTS = "model.safetensors"
@@ -48,7 +49,7 @@ class HFCheckpoint:
     """
 
     def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
+        self.folder = as_path(folder)
         if not self.folder.is_dir():
             raise InputError(f"{self.folder}: no such model folder")
         self.raw_config = read_config_json(self.folder)
@@ -56,7 +57,7 @@ class HFCheckpoint:
         self.config = model_config(self.folder, self.raw_config, self.tensors)
 
     def _open(self) -> tuple[dict[str, SafetensorsFile], dict[str, SafetensorsFile]]:
-        """As in transformers, a single file goes before an index."""
+        """Opens the files. As in transformers, a single file goes before an index."""
         if (self.folder / WEIGHTS).exists():
             file = SafetensorsFile(self.folder / WEIGHTS)
             return {WEIGHTS: file}, dict.fromkeys(file.names(), file)
@@ -88,20 +89,18 @@ class HFCheckpoint:
         return {file.dtype(name) for name, file in self.tensors.items()}
 
     def read(self, name: str) -> np.ndarray:
-        """The values of one tensor, in the shape and dtype of the file."""
+        """Reads the values of one tensor, in the shape and dtype of the file."""
         return self.tensors[name].read(name)
 
 
 def _why_no_weights(folder: Path) -> str:
-    if (folder / "orbax").is_dir():
-        return "an orbax checkpoint; `wedlm convert` makes a Hugging Face one of it"
     if list(folder.glob("pytorch_model*.bin")):
         return "holds PyTorch's pytorch_model.bin; only safetensors files are read"
     return f"neither {WEIGHTS} nor {INDEX} is here"
 
 
 def model_config(folder: Path, raw: dict[str, Any], tensors: Collection[str]) -> ModelConfig:
-    """The architecture that ``raw`` describes.
+    """Returns the architecture that ``raw`` describes.
 
     Args:
       folder: named in errors.

@@ -12,6 +12,7 @@ from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL, HFCheckpoint
 from wedlm_jax.checkpoint.model_folder import OrbaxCheckpoint, format_of
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
+from wedlm_jax.storage import as_path, file_sizes
 
 CACHE_BYTES = {"bfloat16": 2, "float32": 4}
 
@@ -43,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
 
 def describe(folder: str | Path) -> dict[str, Any]:
-    """The facts about a checkpoint folder, as `wedlm info --json` prints them.
+    """Collects the facts about a checkpoint folder, as `wedlm info --json` prints them.
 
     Args:
       folder: a Hugging Face or an orbax checkpoint.
@@ -54,7 +55,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
     Raises:
       InputError: naming the file that is missing, cut off or not what it should be.
     """
-    folder = Path(folder)
+    folder = as_path(folder)
     found = format_of(folder)
     checkpoint = OrbaxCheckpoint(folder) if found == "orbax" else HFCheckpoint(folder)
     config, raw, shapes = checkpoint.config, checkpoint.raw_config, _shapes(checkpoint)
@@ -106,8 +107,8 @@ def _dtype_counts(shapes: Shapes) -> dict[str, int]:
 
 
 def _files(folder: Path) -> dict[str, int]:
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {"count": len(paths), "bytes": sum(path.stat().st_size for path in paths)}
+    sizes = file_sizes(folder)
+    return {"count": len(sizes), "bytes": sum(sizes)}
 
 
 def _architecture(config: ModelConfig) -> dict[str, Any]:
@@ -130,7 +131,7 @@ def _cache_values(config: ModelConfig) -> int:
 
 
 def _tokenizer(folder: Path) -> dict[str, Any]:
-    """Whether it is there, and whether it has a chat template."""
+    """Tells whether there is a tokenizer, and whether it has a chat template."""
     present = any((folder / name).exists() for name in ("tokenizer.json", "vocab.json"))
     template = (folder / "chat_template.jinja").exists()
     path = folder / "tokenizer_config.json"
@@ -144,20 +145,18 @@ def _tokenizer(folder: Path) -> dict[str, Any]:
 
 
 def _decoding(config: ModelConfig) -> dict[str, Any]:
-    """How it can be decoded: a mask token is needed, and training that used it."""
+    """Tells how a model can be decoded: with masks if it has a mask token and was trained on it."""
     if config.model_type == "wedlm" and config.mask_token_id is not None:
         return {"decodes": ["wedlm", "ar"], "role": "WeDLM model"}
     if config.model_type == "wedlm":
         role = "no mask_token_id in config.json: set it for WeDLM decoding"
-    elif config.mask_token_id is None:
-        role = "starting point of training, once config.json has a mask_token_id"
     else:
         role = "starting point of WeDLM training"
     return {"decodes": ["ar"], "role": role}
 
 
 def as_text(facts: dict[str, Any]) -> str:
-    """The facts in aligned lines."""
+    """Prints the facts into aligned lines."""
     width = max(len(name) for name, _ in _lines(facts))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in _lines(facts))
 

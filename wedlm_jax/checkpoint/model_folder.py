@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from wedlm_jax.checkpoint.hf_folder import INDEX, WEIGHTS, model_config
 from wedlm_jax.config import read_config_json
 from wedlm_jax.errors import InputError
+from wedlm_jax.storage import absolute, as_path
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +28,7 @@ FORMATS = ("hf", "orbax")
 
 
 def format_of(folder: Path) -> str:
-    """ "hf" or "orbax".
+    """Tells whether a checkpoint folder is "hf" or "orbax".
 
     Raises:
       InputError: there is no such folder, or it is neither or both.
@@ -55,7 +56,7 @@ def format_of(folder: Path) -> str:
 
 
 def run_model_folder(folder: Path) -> Path | None:
-    """The folder in which a training run keeps its model's ``config.json`` and tokenizer.
+    """Returns the folder in which a training run keeps its model's ``config.json`` and tokenizer.
 
     Args:
       folder: the run's, its ``checkpoints``, or one state in there.
@@ -63,7 +64,7 @@ def run_model_folder(folder: Path) -> Path | None:
     Returns:
       None where there is no such folder: it is no run, or one of an earlier version.
     """
-    folder = folder.resolve()
+    folder = absolute(folder)
     if folder.name == RUN_STATES:
         run = folder.parent
     elif folder.parent.name == RUN_STATES:
@@ -92,7 +93,7 @@ class OrbaxCheckpoint:
     def __init__(self, folder: str | Path):
         from wedlm_jax.checkpoint.orbax_io import array_shapes
 
-        self.folder = Path(folder)
+        self.folder = as_path(folder)
         self.raw_config = read_config_json(self.folder)
         self.array_folder = self.folder / ORBAX
         self.arrays = array_shapes(self.array_folder)
@@ -104,7 +105,7 @@ class OrbaxCheckpoint:
         return {name.format(0) for path, name, _ in PARAMETER_TABLE if path in self.arrays}
 
     def read(self, path: str) -> np.ndarray:
-        """One parameter in host memory."""
+        """Reads one parameter into host memory."""
         from wedlm_jax.checkpoint.orbax_io import read_arrays
 
         return read_arrays(self.array_folder, [path])[path]

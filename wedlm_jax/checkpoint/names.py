@@ -69,7 +69,7 @@ class Entry:
 def parameter_entries(
     config: ModelConfig, *, stacked: bool = True, columns: bool = False
 ) -> list[Entry]:
-    """The table, filled in for a model of this configuration.
+    """Fills in the table for a model of this configuration.
 
     Args:
       stacked, columns: how the model's layers lie; see `wedlm_jax.model.layer_layout`.
@@ -98,7 +98,7 @@ def parameter_entries(
 
 
 def hf_path(path: tuple[Any, ...]) -> str:
-    """A pytree key path of a model's `nnx.State` as a dotted path of the table."""
+    """Converts a pytree key path of a model's `nnx.State` to a dotted path of the table."""
     parts = [str(getattr(p, "key", getattr(p, "name", ""))) for p in path]
     return ".".join(p for p in parts if p not in ("value", ""))
 

@@ -32,6 +32,7 @@ class CompiledPrograms:
 
     Attributes:
       seconds: spent on compiling so far.
+      on_compile: called before a program is compiled, with its number, from 1.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class CompiledPrograms:
         self._graph, self._config, self._settings, self._mesh = graph, config, settings, mesh
         self._compiled: dict[Any, jax.stages.Compiled] = {}
         self.seconds = 0.0
+        self.on_compile: Callable[[int], None] = lambda _: None
 
     def __len__(self) -> int:
         return len(self._compiled)
@@ -73,7 +75,7 @@ class CompiledPrograms:
             yield 2 * number + 2, 2 * len(kinds)
 
     def burst(self, parameters: Any, traits: Traits) -> jax.stages.Compiled:
-        """A burst of forwards."""
+        """Returns the program of a burst of forwards."""
 
         def lower() -> jax.stages.Lowered:
             arguments = (self._graph, parameters, self._config, self._settings, traits, self._mesh)
@@ -95,7 +97,7 @@ class CompiledPrograms:
         return self._kept((device_programs.enter, *slot_sizes(traits).values()), lower)
 
     def resize(self, old: Traits, new: Traits) -> jax.stages.Compiled:
-        """The state of one kind with the slots of another."""
+        """Returns the program that gives the state of one kind the slots of another."""
 
         def lower() -> jax.stages.Lowered:
             state = abstract_state(self._settings, old, self._mesh)
@@ -107,7 +109,7 @@ class CompiledPrograms:
     def of_model(
         self, function: Any, parameters: Any, *arguments: Any, **static: Any
     ) -> jax.stages.Compiled:
-        """A jitted function of graph, parameters and arguments of these shapes."""
+        """Compiles a jitted function of graph, parameters and arguments of these shapes."""
         shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves((parameters, arguments)))
         key = (function, shapes, jax.tree.structure(arguments), tuple(static.items()))
         return self._kept(
@@ -116,6 +118,7 @@ class CompiledPrograms:
 
     def _kept(self, key: Any, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         if key not in self._compiled:
+            self.on_compile(len(self._compiled) + 1)
             started = time.monotonic()
             self._compiled[key] = lower().compile()
             self.seconds += time.monotonic() - started
@@ -123,5 +126,5 @@ class CompiledPrograms:
 
 
 def slot_sizes(traits: Traits) -> dict[str, Any]:
-    """What of the traits the shape of a state depends on."""
+    """Returns the traits on which the shape of a state depends."""
     return {"window": traits.window, "num_logprobs": traits.num_logprobs}

@@ -143,7 +143,7 @@ class Engine:
             raise InputError(f"window_size: expected 0 to {most}, the engine's own, not {window!r}")
 
     def most_tokens(self, request: Request) -> int:
-        """The largest ``max_tokens`` with which a request's prompt could be decoded."""
+        """Returns the largest ``max_tokens`` with which a request's prompt could be decoded."""
         return self.scheduler.most_tokens(request)
 
     def step(
@@ -251,15 +251,16 @@ class Engine:
             self._prepare()
 
     def traits_with(self, requests: Sequence[Request]) -> Traits:
-        """What a program needs to decode these and all that are under way."""
+        """Returns the traits of a program that decodes these requests and all that are under
+        way."""
         traits = self._traits()
         for request in requests:
             traits = traits.union(self.traits_of(request))
         return traits
 
     def compiled_for(self, traits: Traits) -> Traits | None:
-        """The traits of a compiled program that serves sequences with ``traits``, those themselves
-        if there is one; None where all would wait for it to be compiled."""
+        """Returns the traits of a compiled program that serves sequences with ``traits``, those
+        themselves if there is one; None where all would wait for it to be compiled."""
         known = [one for one in self.device.programs.traits if one.holds(traits)]
         # The least of them is one that most of the others hold.
         return max(known, key=lambda one: sum(o.holds(one) for o in known), default=None)

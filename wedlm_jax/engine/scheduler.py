@@ -119,7 +119,7 @@ class Scheduler:
             )
 
     def most_tokens(self, request: Request) -> int:
-        """The largest ``max_tokens`` with which a request's prompt could be decoded."""
+        """Returns the largest ``max_tokens`` with which a request's prompt could be decoded."""
         spare = self._replicas[0].capacity_of_pages - self._room(request)
         context = self._sizes.max_model_len - len(request.prompt)
         return min(context, request.params.max_tokens + spare)

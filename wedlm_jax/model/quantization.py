@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, require_extra
 
 QUANTIZATIONS = ("int8",)
 
@@ -31,12 +31,7 @@ def check_quantization(name: str | None) -> None:
         return
     if name not in QUANTIZATIONS:
         raise InputError(f"quantization: expected one of {', '.join(QUANTIZATIONS)}, not {name!r}")
-    try:
-        import qwix  # noqa: F401
-    except ImportError:
-        raise InputError(
-            'quantization needs qwix, which is not installed: pip install "wedlm-jax[int8]"'
-        ) from None
+    require_extra("quantization", "int8", "qwix")
 
 
 def is_quantized(matrix: Any) -> bool:

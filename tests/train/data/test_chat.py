@@ -13,8 +13,8 @@ from tests.data_examples import CHAT, EMBEDDED
 from train.data.chat import ChatFormat, Message, Render, TurnsNotFound
 from train.data.samples import load_tokenizer
 from train.data.synthetic import tokenise
+from train.data.tokenizer import CHAT_TEMPLATE
 from train.embedded.corpus import generate
-from train.tokenizer import CHAT_TEMPLATE
 from wedlm_jax.errors import InputError
 
 # As Qwen3's: thoughts of earlier turns are left out, the last turn always has some.

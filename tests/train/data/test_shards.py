@@ -19,8 +19,8 @@ from train.data.row_codec import decode_row, encode_row
 from train.data.shards import ShardRows
 from train.data.show import read_rows
 from train.data.sources import open_sources
+from train.data.tokenizer import train_tokenizer
 from train.embedded.corpus import generate
-from train.tokenizer import train_tokenizer
 from wedlm_jax.errors import InputError
 from wedlm_jax.packing import TokenisedSample, row_arrays
 

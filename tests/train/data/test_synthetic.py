@@ -17,8 +17,8 @@ from train.data.synthetic import (
     save_dataset,
     tokenise,
 )
+from train.data.tokenizer import train_tokenizer
 from train.embedded.corpus import generate
-from train.tokenizer import train_tokenizer
 from wedlm_jax.errors import InputError
 
 CONFIG = TrainConfig(

@@ -101,7 +101,7 @@ def test_text_is_aligned(folder: Path) -> None:
         ({"model_type": "qwen3"}, "AR only (starting point of WeDLM training)"),
         (
             {"model_type": "qwen3", "mask_token_id": None},
-            "AR only (starting point of training, once config.json has a mask_token_id)",
+            "AR only (starting point of WeDLM training)",
         ),
     ],
 )

@@ -32,6 +32,7 @@ from tests.decode_examples import (
     small_engine,
 )
 from tests.reference.sampling import softmax, truncate
+from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL
 from wedlm_jax.decode import verified
 from wedlm_jax.decode.options import Options
 from wedlm_jax.decode.state import DecodeState, idle_state, is_filled
@@ -41,7 +42,7 @@ from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.sequence import SequenceState
 from wedlm_jax.engine.windows.choice import FixedWindows
 from wedlm_jax.errors import InputError
-from wedlm_jax.llm import EMBEDDED_MODEL, LLM
+from wedlm_jax.llm import LLM
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams

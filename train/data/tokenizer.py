@@ -1,14 +1,16 @@
-"""The embedded model's tokenizer: byte-level BPE in Hugging Face's files."""
+"""Makes tokenizers: byte-level BPE in Hugging Face's files, with a chat template and a mask."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>")
+SMALLEST = 256 + len(SPECIAL_TOKENS)
+"""Tokens of a tokenizer that has learnt nothing: the specials and a token for each byte."""
 
 # Words with one leading space, numbers, runs of punctuation, line ends, other spaces.
 # A number never holds its space (punctuation before it does), so it is the same token
@@ -24,10 +26,14 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE of ``vocab_size`` tokens, specials and all 256 bytes included.
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, *, special_tokens: Sequence[str] = SPECIAL_TOKENS
+) -> Tokenizer:
+    """Learns byte-level BPE of ``vocab_size`` tokens, specials and all 256 bytes included; fewer if
+    the texts do not have as many.
 
-    Any text round-trips: what has no token of its own is spelled in bytes.
+    Any text round-trips: what has no token of its own is spelled in bytes. The same texts in the
+    same order give the same tokenizer.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -39,7 +45,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=list(special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -47,10 +53,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes ``tokenizer.json`` and ``tokenizer_config.json`` as `transformers` reads them."""
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, longest: int = 1024) -> None:
+    """Writes ``tokenizer.json`` and ``tokenizer_config.json`` as `transformers` reads them.
+
+    Args:
+      longest: tokens of a text above which transformers warns.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",
@@ -58,7 +68,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "mask_token": "<|mask|>",
         "chat_template": CHAT_TEMPLATE,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": 1024,
+        "model_max_length": longest,
     }
     text = json.dumps(settings, indent=2, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")

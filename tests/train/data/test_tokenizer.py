@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from train.data.tokenizer import SPECIAL_TOKENS, save_tokenizer, train_tokenizer
 from train.embedded.corpus import generate
-from train.tokenizer import SPECIAL_TOKENS, save_tokenizer, train_tokenizer
 
 VOCAB_SIZE = 400
 

@@ -1,0 +1,111 @@
+"""A mask token is a row that no text uses, or the one that is asked for and may be."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from tests.checkpoints import tiny_config
+from train.data.tokenizer import train_tokenizer
+from wedlm_jax.checkpoint.mask_token import (
+    choose_mask_token,
+    describe_mask_token,
+    is_ordinary,
+    special_tokens,
+)
+from wedlm_jax.errors import InputError
+
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """Ids 0 to 258 are specials and bytes; 259 to 261 were added, as Qwen's are."""
+    made = train_tokenizer(["x"], 259, special_tokens=SPECIALS)
+    made.add_tokens([AddedToken("<tool_response>"), AddedToken("<|fim_pad|>")])
+    made.add_special_tokens([AddedToken("<|vision_pad|>")])
+    assert made.get_vocab_size() == 262
+    return made
+
+
+QWEN = dataclasses.replace(
+    tiny_config(vocab_size=320), model_type="qwen3", mask_token_id=None, eos_token_ids=(2,)
+)
+WEDLM = dataclasses.replace(QWEN, model_type="wedlm", mask_token_id=259)
+
+
+def test_the_first_row_that_no_token_uses_is_taken(tokenizer: Tokenizer) -> None:
+    assert choose_mask_token(tokenizer, QWEN) == 262
+    taken = dataclasses.replace(QWEN, pad_token_id=262, eos_token_ids=(2, 263))
+    assert choose_mask_token(tokenizer, taken) == 264
+
+
+def test_a_model_keeps_the_token_that_it_was_trained_with(tokenizer: Tokenizer) -> None:
+    assert choose_mask_token(tokenizer, WEDLM) == 259
+    assert choose_mask_token(tokenizer, WEDLM, "<|fim_pad|>") == 260
+
+
+def test_the_tokenizers_own_mask_token_is_taken() -> None:
+    own = train_tokenizer(["x"], 261, special_tokens=(*SPECIALS, "<|mask|>", "[M]"))
+    assert choose_mask_token(own, QWEN) == 3
+    assert choose_mask_token(own, QWEN, own="[M]") == 4
+    assert choose_mask_token(own, QWEN, "<|mask|>") == 3
+
+
+@pytest.mark.parametrize(("wanted", "token"), [("<tool_response>", 259), ("262", 262)])
+def test_one_can_be_asked_for_by_text_or_id(tokenizer: Tokenizer, wanted: str, token: int) -> None:
+    assert choose_mask_token(tokenizer, QWEN, wanted) == token
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ("<|im_end|>", "ends a text"),
+        ("2", "ends a text"),
+        ("<|im_start|>", "a special token with a meaning of its own"),
+        ("<|vision_pad|>", "a special token with a meaning of its own"),
+        ("x", "texts are made of it"),
+        ("<mask>", "the tokenizer has no such token"),
+        ("320", "outside the model's vocabulary of 320"),
+        ("-1", "the tokenizer has no such token"),
+    ],
+)
+def test_what_means_something_else_is_refused(
+    tokenizer: Tokenizer, wanted: str, message: str
+) -> None:
+    with pytest.raises(InputError, match=f"mask token .*{message}"):
+        choose_mask_token(tokenizer, QWEN, wanted)
+
+
+def test_a_special_token_is_refused_even_if_the_config_names_it(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InputError, match="a meaning of its own"):
+        choose_mask_token(tokenizer, dataclasses.replace(WEDLM, mask_token_id=1))
+
+
+def test_a_vocabulary_without_an_unused_row_needs_a_name(tokenizer: Tokenizer) -> None:
+    full = dataclasses.replace(QWEN, vocab_size=262)
+    with pytest.raises(InputError, match=r"all 262 rows .*model\.mask_token"):
+        choose_mask_token(tokenizer, full)
+    assert choose_mask_token(tokenizer, full, "<|fim_pad|>") == 260
+
+
+def test_it_is_told_with_its_text(tokenizer: Tokenizer) -> None:
+    assert describe_mask_token(tokenizer, 262) == "262 (unused by the tokenizer)"
+    assert describe_mask_token(tokenizer, 259) == "259 (<tool_response>)"
+    assert [is_ordinary(tokenizer, token) for token in (10, 259, 300)] == [True, False, False]
+
+
+def test_named_tokens_are_read_in_both_spellings(tmp_path: Path) -> None:
+    assert special_tokens(tmp_path).mask is None
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({"mask_token": {"content": "[M]"}, "eos_token": "<|im_end|>"}))
+    found = special_tokens(tmp_path)
+    assert (found.mask, found.eos, found.pad) == ("[M]", "<|im_end|>", None)
+    for broken in ("{", "[]"):
+        path.write_text(broken)
+        with pytest.raises(InputError, match="tokenizer_config"):
+            special_tokens(tmp_path)

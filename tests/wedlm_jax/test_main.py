@@ -1,0 +1,41 @@
+"""The `wedlm` command works in any folder, and names what it does not know."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from wedlm_jax.__main__ import SUBCOMMANDS, help_text, main
+
+
+@pytest.mark.parametrize("command", ["generate", "train"])
+@pytest.mark.parametrize("module", [True, False], ids=["python -m", "wedlm"])
+def test_a_folder_with_a_train_py_and_an_infer_of_its_own(
+    tmp_path: Path, command: str, module: bool
+) -> None:
+    (tmp_path / "infer").mkdir()
+    for name in ("infer/__init__.py", "train.py"):
+        (tmp_path / name).write_text("raise SystemExit('imported the wrong one')\n")
+    script = str(Path(sys.executable).with_name("wedlm"))
+    words = [sys.executable, "-m", "wedlm_jax"] if module else [script]
+    done = subprocess.run(
+        [*words, command, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: wedlm {command}")
+
+
+def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tokenise"]) == 2
+    assert "no command 'tokenise'; did you mean 'tokenize'?" in capsys.readouterr().err
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert printed == help_text()
+    assert all(f"\n  {name} " in printed for name in SUBCOMMANDS)
+    assert max(map(len, printed.splitlines())) <= 90

@@ -1,0 +1,34 @@
+"""Finds the folder of the model that a user names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL
+from wedlm_jax.errors import InputError
+
+
+def find_model(model: str | Path | None) -> Path:
+    """Returns the folder of a checkpoint: given, the embedded one, or fetched from the hub.
+
+    Raises:
+      InputError: it is neither a folder nor a hub id that can be reached.
+    """
+    if model is None:
+        if not EMBEDDED_MODEL.is_dir():
+            raise InputError("no model is embedded in this installation; name a checkpoint folder")
+        return EMBEDDED_MODEL
+    folder = Path(model)
+    if folder.exists() or str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
+        return folder
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=wanted))
+    except Exception as error:
+        # The hub's client raises many types; to a user all mean: not a folder, not fetched.
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(
+            f"{model!r} is not a folder here and could not be fetched from the hub ({reason})"
+        ) from None

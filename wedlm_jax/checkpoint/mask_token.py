@@ -1,0 +1,143 @@
+"""Which token stands for a mask: chosen once, when training starts, and kept in `config.json`.
+
+A mask token must never be a token that texts have: the model reads it as "not known yet". Qwen's
+vocabularies are padded to a round size, so there are rows that no token uses, and the first of them
+is taken. (The published WeDLM checkpoints use 151665, the first such row of Qwen2.5. In Qwen3's
+tokenizer that id is `<tool_response>`.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from wedlm_jax.config import ModelConfig
+from wedlm_jax.errors import InputError
+
+DEFAULT_NAME = "<|mask|>"
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecialTokens:
+    """The tokens that a `tokenizer_config.json` names; None where it names none."""
+
+    eos: str | None = None
+    pad: str | None = None
+    mask: str | None = None
+
+
+def special_tokens(folder: Path) -> SpecialTokens:
+    """Reads which tokens a tokenizer's folder says are its end, its padding and its mask."""
+    path = folder / "tokenizer_config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return SpecialTokens()
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: expected a JSON object")
+
+    def name(key: str) -> str | None:
+        value = content.get(f"{key}_token")
+        return value.get("content") if isinstance(value, dict) else value
+
+    return SpecialTokens(name("eos"), name("pad"), name("mask"))
+
+
+def choose_mask_token(
+    tokenizer: Tokenizer,
+    config: ModelConfig,
+    wanted: str | None = None,
+    *,
+    own: str | None = None,
+) -> int:
+    """Returns the id of the mask token to train with.
+
+    In this order: the token that is wanted; the one that the model was trained with; the
+    tokenizer's own; the first row of the vocabulary that no token uses.
+
+    Args:
+      tokenizer: the model's.
+      config: of the model to start from; its ``mask_token_id`` is None if it has none yet.
+      wanted: a token's text, or an id as digits.
+      own: the mask token that the tokenizer names; `<|mask|>` by default, if it has that.
+
+    Raises:
+      InputError: the token is the model's end, a special token with a meaning of its own, a token
+        of ordinary text or none at all; or no row of the vocabulary is unused.
+    """
+    own_id = tokenizer.token_to_id(own or DEFAULT_NAME)
+    if wanted is not None:
+        token_id = _wanted_id(tokenizer, config, wanted)
+        _refuse_meaningful(tokenizer, config, token_id, own_id)
+        if is_ordinary(tokenizer, token_id):
+            raise InputError(
+                f"mask token {_shown(tokenizer, token_id)}: texts are made of it; expected a token "
+                "that was added to the tokenizer, or an id that no token has"
+            )
+        return token_id
+    if config.mask_token_id is not None:
+        _refuse_meaningful(tokenizer, config, config.mask_token_id, own_id)
+        return config.mask_token_id
+    if own_id is not None and own_id < config.vocab_size:
+        _refuse_meaningful(tokenizer, config, own_id, own_id)
+        return own_id
+    used: set[int | None] = {*tokenizer.get_vocab().values(), *config.eos_token_ids}
+    used |= {config.pad_token_id, config.bos_token_id}
+    free = next((row for row in range(config.vocab_size) if row not in used), None)
+    if free is None:
+        raise InputError(
+            f"mask token: all {config.vocab_size:,} rows of the vocabulary are used by tokens; "
+            "name an added token that the data does not have as model.mask_token"
+        )
+    return free
+
+
+def describe_mask_token(tokenizer: Tokenizer, token_id: int) -> str:
+    """Returns how a mask token is told: "151669 (unused by the tokenizer)"."""
+    name = tokenizer.id_to_token(token_id)
+    return f"{token_id} ({'unused by the tokenizer' if name is None else name})"
+
+
+def is_ordinary(tokenizer: Tokenizer, token_id: int) -> bool:
+    """Tells whether an id is a token that ordinary text is made of: neither added nor unused."""
+    added = tokenizer.get_added_tokens_decoder()
+    return token_id not in added and tokenizer.id_to_token(token_id) is not None
+
+
+def _wanted_id(tokenizer: Tokenizer, config: ModelConfig, wanted: str) -> int:
+    # Digits are an id: as a text they would be a token of ordinary text, which none may be.
+    digits = wanted.isascii() and wanted.isdecimal()
+    token_id = int(wanted) if digits else tokenizer.token_to_id(wanted)
+    if token_id is None:
+        raise InputError(
+            f"mask token {wanted!r}: the tokenizer has no such token; expected one of its added "
+            "tokens, or the id of an unused row"
+        )
+    if token_id >= config.vocab_size:
+        raise InputError(
+            f"mask token {wanted!r}: id {token_id} lies outside the model's vocabulary of "
+            f"{config.vocab_size:,}"
+        )
+    return token_id
+
+
+def _refuse_meaningful(
+    tokenizer: Tokenizer, config: ModelConfig, token_id: int, own_id: int | None
+) -> None:
+    """Refuses a mask token that means something else."""
+    shown = _shown(tokenizer, token_id)
+    if token_id in config.eos_token_ids:
+        raise InputError(f"mask token {shown}: it ends a text (eos_token_id in config.json)")
+    added = tokenizer.get_added_tokens_decoder().get(token_id)
+    if added is not None and added.special and token_id != own_id:
+        raise InputError(f"mask token {shown}: a special token with a meaning of its own")
+
+
+def _shown(tokenizer: Tokenizer, token_id: int) -> str:
+    name = tokenizer.id_to_token(token_id)
+    return str(token_id) if name is None else f"{name!r} ({token_id})"
