@@ -359,6 +359,12 @@ def _check(config: TrainConfig, path: str | Path) -> None:
             f"{path}: data.sources needs the tokenizer that made them, "
             "as data.tokenizer or in model.init_from"
         )
+    section = config.evaluation
+    if config.data.sources and section.every and section.source is None:
+        raise InputError(
+            f"{path}: evaluation.source: data.sources need a folder of held-out rows beside; "
+            "evaluation.every=0 does without"
+        )
     if config.row_length % config.block_size:
         raise InputError(
             f"{path}: row_length {config.row_length} is not a multiple of "

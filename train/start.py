@@ -270,8 +270,6 @@ def held_out_rows(
         opened = open_sources(dataclasses.replace(config, data=source), tokenizer, pad_token_id)
         drawn = [opened.rows[0][i] for i in order(len(opened.rows[0]))]
         return {name: np.stack([row[name] for row in drawn]) for name in drawn[0]}
-    if data.sources:
-        raise InputError("evaluation.source: data.sources need a folder of held-out rows beside")
     # As many samples as fill the rows amply.
     amply = dataclasses.replace(data, samples=count * config.row_length // 16)
     recipe = dataclasses.replace(config, data=amply)

@@ -186,6 +186,15 @@ def test_a_value_out_of_bounds_is_refused(tmp_path: Path, override: str, message
     assert str(refused.value) == f"{path}: {message}"
 
 
+def test_sources_to_train_on_need_one_to_evaluate_on(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("data: {tokenizer: t, sources: {a: 1}}\nevaluation: {every: 5}\n")
+    with pytest.raises(InputError, match=r"evaluation\.source: data\.sources need a"):
+        load_config(path)
+    load_config(path, ["evaluation.source=b"])
+    load_config(path, ["evaluation.every=0"])
+
+
 def test_a_mapping_takes_the_place_of_the_recipes_and_a_plus_adds(tmp_path: Path) -> None:
     path = recipe(tmp_path, "data: {weights: {prose: 1, reasoning: 2}}\n")
 
