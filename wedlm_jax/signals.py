@@ -15,10 +15,11 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 class StopRequest:
-    """Notes SIGTERM while it is open.
+    """Notes a signal while it is open.
 
     Args:
-      signals: others to note instead. Ctrl-C (SIGINT) is noted once; a second one interrupts.
+      signals: others to note instead. Beside another, Ctrl-C (SIGINT) is noted once, and a second
+        one interrupts; alone it is noted as often as it comes.
 
     Attributes:
       requested: whether one has come.
@@ -48,7 +49,7 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.status = 128 + number
-        if number == signal.SIGINT:
+        if number == signal.SIGINT and len(self._signals) > 1:
             signal.signal(number, signal.default_int_handler)
         self.note()
 
