@@ -47,8 +47,13 @@ def main(arguments: list[str]) -> int:
     if options.compile_only:
         from train.compile_only import compile_step
         from train.compile_only import describe as describe_step
+        from train.phases import phases_of
 
-        print(describe_step(compile_step(config, options.topology)))
+        shapes = {phase.batch_shape: phase for phase in reversed(phases_of(config))}
+        for phase in reversed(shapes.values()):
+            if len(shapes) > 1:
+                print(f"from step {phase.first}:")
+            print(describe_step(compile_step(phase.config, options.topology)), flush=True)
         return 0
 
     if config.metrics.tensorboard:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,12 +11,16 @@ import jax
 import numpy as np
 import pytest
 
+from tests.checkpoints import assert_same_bits, hf_values
 from tests.data_examples import Mixture, NumberedRows
+from tests.tiny_run import Killed, metric_lines, on_devices, stop_before_step, tiny_recipe
 from train.config import DataSection, OptimizerSection, PhaseSection, TrainConfig, load_config
 from train.data.order import rows_taken
 from train.data.phased import PhasedBatches
+from train.loop import train as run_training
 from train.phases import phases_of
 from train.schedule import schedule_of
+from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.errors import InputError
 
 SETS = {"a": NumberedRows(60), "b": NumberedRows(40, 100), "c": NumberedRows(20, 200, 8)}
@@ -168,3 +173,33 @@ def test_phases_are_read_from_a_recipe_and_checked(tmp_path: Path) -> None:
         load_config(path, ["phases=[{from_step: 10, rows: 0}]"])
     with pytest.raises(InputError, match="unknown key"):
         load_config(path, ["phases=[{from_stop: 10}]"])
+
+
+def test_a_run_through_phases_is_the_same_when_it_is_stopped_within_one(
+    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_devices(monkeypatch, 1)
+    optimizer = OptimizerSection(learning_rate=0.01, warmup_steps=1, average=0.5)
+    phases = [PhaseSection(from_step=2, accumulation=1, learning_rate=0.005)]
+    settings = {"phases": phases, "optimizer": optimizer, "checkpoint_every": 3}
+    run_training(tiny_recipe(tmp_path / "whole", tokenizer_folder, **settings))
+    config = tiny_recipe(tmp_path / "cut", tokenizer_folder, **settings)
+    with monkeypatch.context() as patch:
+        stop_before_step(patch, 3)
+        with pytest.raises(Killed):
+            run_training(config)
+    run_training(config)
+    whole, cut = (metric_lines(tmp_path / name) for name in ("whole", "cut"))
+    assert cut == whole
+    assert_same_bits(hf_values(tmp_path / "cut" / "hf"), hf_values(tmp_path / "whole" / "hf"))
+    plain = schedule_of(dataclasses.replace(config, phases=[]))
+    rates = [line["learning_rate"] for line in whole]
+    assert rates == pytest.approx([float(plain(i)) * (1, 1, 0.5, 0.5)[i] for i in range(4)])
+    # A phase that the run has been through cannot be changed; the model exported is the average.
+    changed = dataclasses.replace(config, phases=[])
+    with pytest.raises(InputError, match="phases before step 4 were"):
+        run_training(changed)
+    newest = tmp_path / "newest"
+    convert(tmp_path / "cut", newest)
+    exported, last = hf_values(tmp_path / "cut" / "hf"), hf_values(newest)
+    assert any((exported[name] != last[name]).any() for name in exported)
