@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -39,4 +39,4 @@ def test_the_kernel_runs_again_only_where_its_output_is_not_kept(policy: str) ->
 
 def test_each_policy_keeps_less_than_the_one_before() -> None:
     kept = [set(names) for names in KEPT.values()]
-    assert all(later <= earlier for earlier, later in itertools.pairwise(kept))
+    assert all(later <= earlier for earlier, later in pairwise(kept))
