@@ -10,11 +10,13 @@ import sys
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 
 import train.loop
+import train.run_files
 from train.config import (
     DataSection,
     LossSection,
@@ -39,7 +41,7 @@ ARCHITECTURE = {
 }
 
 
-WALL_CLOCK = {"tokens_per_second", "step_seconds", "input_wait"}
+WALL_CLOCK = {"tokens_per_second", "step_seconds", "input_wait", "goodput"}
 """Numbers that no run repeats."""
 
 
@@ -48,7 +50,7 @@ def on_devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(train.loop, "make_mesh", lambda sizes: make_mesh(sizes, devices))
 
 
-def tiny_recipe(output: Path, tokenizer: Path | None, **changes: object) -> TrainConfig:
+def tiny_recipe(output: Path | str, tokenizer: Path | None, **changes: object) -> TrainConfig:
     config = TrainConfig(
         steps=4,
         rows=2,
@@ -94,7 +96,7 @@ def call_before_step(
     monkeypatch: pytest.MonkeyPatch, step: int, function: Callable[[], None]
 ) -> None:
     """``function`` is called when a run asks for the batch of ``step``."""
-    real = train.loop.TrainBatches
+    real = train.loop.PhasedBatches
 
     class Watched(real):  # type: ignore[misc, valid-type]
         def __init__(self, *arguments: object, start: int):
@@ -107,11 +109,21 @@ def call_before_step(
             self.step += 1
             return super().__next__()
 
-    monkeypatch.setattr(train.loop, "TrainBatches", Watched)
+    monkeypatch.setattr(train.loop, "PhasedBatches", Watched)
 
 
-def command_in_child(arguments: list[str], output: Path, devices: int = 1) -> None:
+def command_in_child(
+    arguments: list[str],
+    output: Path,
+    devices: int = 1,
+    environment: dict[str, str] | None = None,
+    patience: float | None = None,
+) -> None:
     """`wedlm train` in a process of its own, what it prints in the file ``output``.
+
+    Args:
+      environment: what is set there, too.
+      patience: seconds that hosts look for what another writes.
 
     For `multiprocessing`: its server has imported the project already, so that a child is
     ready in a moment.
@@ -119,15 +131,22 @@ def command_in_child(arguments: list[str], output: Path, devices: int = 1) -> No
     with output.open("a", encoding="utf-8") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
+        os.environ.update(environment or {})
+        if patience is not None:
+            train.run_files.SEEN_WITHIN_S = patience
         jax.config.update("jax_num_cpu_devices", devices)
         sys.exit(main(["train", *arguments]))
 
 
-def start_command(arguments: list[str], output: Path, devices: int = 1) -> BaseProcess:
+def start_command(
+    arguments: list[str], output: Path, devices: int = 1, **settings: Any
+) -> BaseProcess:
     """Starts `command_in_child`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.tiny_run"])
-    child = context.Process(target=command_in_child, args=(arguments, output, devices))
+    child = context.Process(
+        target=command_in_child, args=(arguments, output, devices), kwargs=settings
+    )
     child.start()
     return child
 

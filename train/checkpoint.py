@@ -34,6 +34,10 @@ class Checkpoints:
         self._folder = folder
         self._folders = StepFolders(folder, keep, keep_every)
 
+    def steps(self) -> list[int]:
+        """Lists the steps whose states were written completely, newest first."""
+        return self._folders.steps()
+
     def save(self, state: TrainState) -> None:
         """Starts to write a state, unless that step is already there."""
         step = int(state.step)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from train.config import describe, load_config
 from train.distributed import add_options, join
 from wedlm_jax.errors import require_extra
 from wedlm_jax.processes import say
+from wedlm_jax.storage import as_path
 
 
 def main(arguments: list[str]) -> int:
@@ -47,24 +47,28 @@ def main(arguments: list[str]) -> int:
     if options.compile_only:
         from train.compile_only import compile_step
         from train.compile_only import describe as describe_step
+        from train.phases import phases_of
 
-        print(describe_step(compile_step(config, options.topology)))
+        shapes = {phase.batch_shape: phase for phase in reversed(phases_of(config))}
+        for phase in reversed(shapes.values()):
+            if len(shapes) > 1:
+                print(f"from step {phase.first}:")
+            print(describe_step(compile_step(phase.config, options.topology)), flush=True)
         return 0
 
     if config.metrics.tensorboard:
         require_extra("metrics.tensorboard", "tensorboard", "tensorboardX")
     from train.loop import RunStopped, train
-    from wedlm_jax.signals import TERMINATED
 
     join(options)
     from wedlm_jax.compiled_cache import keep_compiled
 
-    keep_compiled(Path(config.output) / "compiled")
+    keep_compiled(as_path(config.output) / "compiled")
     try:
         folder = train(config)
     except RunStopped as stopped:
         text = f"wedlm train: {stopped}; the same command goes on from there"
         print(text, file=sys.stderr, flush=True)
-        return TERMINATED
+        return stopped.status
     say(f"exported {folder}")
     return 0

@@ -16,9 +16,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from wedlm_jax.attention import IMPLEMENTATIONS
+from wedlm_jax.attention.tiles import LANES
 from wedlm_jax.errors import InputError
 from wedlm_jax.loss import WEIGHTINGS
-from wedlm_jax.model import REMAT_POLICIES
+from wedlm_jax.model.rematerialisation import POLICIES
+
+AUTO = "auto"
 
 
 def _field(
@@ -46,17 +49,19 @@ def _field(
         "above": above,
         "below": below,
     }
-    if isinstance(default, dict):
-        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
+    if isinstance(default, dict | list):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass
 class ModelSection:
     init_from: str | None = _field(
-        None, "checkpoint folder to start from, Hugging Face or orbax; null: from scratch"
+        None, "checkpoint to start from, Hugging Face or orbax, or gs://; null: from scratch"
     )
-    architecture: dict[str, Any] = _field({}, "from scratch: the fields of an HF config.json")
+    architecture: dict[str, Any] = _field(
+        {}, "fields of an HF config.json: of a model from scratch, or laid over init_from's"
+    )
     mask_token: str | None = _field(
         None,
         "text or id of the mask token; null: the checkpoint's, or else one that no text has",
@@ -87,10 +92,27 @@ class OptimizerSection:
         "adamw", "adamw, or muon (layers' matrices; AdamW for the rest)", choices=("adamw", "muon")
     )
     learning_rate: float = _field(3e-4, "peak", least=0)
-    final_learning_rate: float = _field(3e-5, "end of the cosine", least=0)
+    final_learning_rate: float = _field(3e-5, "at the last step", least=0)
     warmup_steps: int = _field(100, "linear warm-up from 0", least=0)
+    schedule: str = _field(
+        "cosine",
+        "behind the warm-up: cosine, or wsd (the peak, then a linear decay)",
+        choices=("cosine", "wsd"),
+    )
+    decay_steps: int = _field(0, "with wsd: the last steps, which decay", least=0)
     b1: float = _field(0.9, "AdamW's first moment decay", least=0, below=1)
     b2: float = _field(0.95, "AdamW's second moment decay", least=0, below=1)
+    first_moment_dtype: str = _field(
+        "float32",
+        "of first moments: float32, or bfloat16 for 2 bytes a parameter less",
+        choices=("float32", "bfloat16"),
+    )
+    average: float = _field(
+        0.0,
+        "decay of a moving average of the parameters, which is evaluated and exported; 0: none",
+        least=0,
+        below=1,
+    )
     eps: float = _field(1e-8, "epsilon of AdamW and of Muon", above=0)
     weight_decay: float = _field(0.1, "on matrices only", least=0)
     clip_norm: float = _field(1.0, "global gradient norm is clipped to this", above=0)
@@ -108,21 +130,25 @@ class LossSection:
         "inverse_ratio", "of masked tokens: inverse_ratio or uniform", choices=WEIGHTINGS
     )
     ar_weight: float = _field(1.0, "a in (MLM + a AR) / (1 + a)", least=0)
-    chunk: int = _field(256, "rows of logits that exist at once, per packed row", least=1)
+    chunk: int = _field(2048, "tokens whose logits a device holds at once", least=1)
     dtype: str = _field(
         "bfloat16",
         "compute dtype, bfloat16 or float32; parameters stay float32",
         choices=("bfloat16", "float32"),
     )
     remat: str = _field(
-        "full",
-        "none, dots or full: what the backward pass recomputes",
-        choices=tuple(REMAT_POLICIES),
+        AUTO,
+        "what the backward pass computes anew, from none to full (and offload: layers' inputs wait "
+        "in the host's memory); auto: the least that leaves 10% of a device's memory",
+        choices=(AUTO, *POLICIES),
     )
     attention: str = _field(
         "streams",
         "attention: dense, streams, blockwise or splash (TPUs)",
         choices=tuple(IMPLEMENTATIONS),
+    )
+    tile: int = _field(
+        0, "side of splash's tiles, a multiple of 128; 0: what suits the chip", least=0
     )
     unroll: int = _field(
         1, "layers in one turn of the scan over layers; more compile longer", least=1
@@ -143,6 +169,10 @@ class MetricsSection:
     wandb: str | None = _field(None, "project at Weights & Biases to log to; null: none")
     profile_from: int = _field(0, "first step of a profile for xprof, in <output>/profile", least=0)
     profile_steps: int = _field(0, "steps profiled; 0: no profile", least=0)
+    norms: bool = _field(True, "measure norms of parameters and updates, by group")
+    stall_factor: float = _field(
+        10.0, "write all stacks when a step takes so many times the median; 0: never", least=0
+    )
 
 
 @dataclasses.dataclass
@@ -155,8 +185,23 @@ class EvaluationSection:
         "folder of `wedlm tokenize` to evaluate on; null: held-out part of the corpus",
     )
     rows: int = _field(64, "held-out packed rows to take losses over", least=1)
+    seed: int = _field(0, "of the order in which these rows, and prefixes, are drawn")
     prompts: int = _field(8, "of these rows, how many prefixes to decode", least=0)
     max_tokens: int = _field(64, "completion tokens of each", least=1)
+
+
+@dataclasses.dataclass
+class PhaseSection:
+    from_step: int = _field(1, "completed steps at which it begins", least=1)
+    sources: dict[str, float] = _field(
+        {}, "in the place of data.sources; empty: as before", above=0
+    )
+    learning_rate: float | None = _field(
+        None, "peak that the schedule is scaled to; null: as before", above=0
+    )
+    row_length: int | None = _field(None, "of the new sources' rows; null: as before", least=1)
+    rows: int | None = _field(None, "in a micro-batch; null: as before", least=1)
+    accumulation: int | None = _field(None, "micro-batches in a step; null: as before", least=1)
 
 
 @dataclasses.dataclass
@@ -178,7 +223,10 @@ class TrainConfig:
         most=1,
     )
     seed: int = _field(0, "of initial parameters, data order and masks")
-    output: str = _field("runs/train", "folder for checkpoints, logs and the exported model")
+    output: str = _field(
+        "runs/train",
+        "folder for checkpoints, logs and the exported model; all hosts see it; or gs://",
+    )
     checkpoint_every: int = _field(200, "steps between checkpoints", least=1)
     keep_checkpoints: int = _field(2, "newest checkpoints kept", least=1)
     keep_every: int = _field(
@@ -187,6 +235,11 @@ class TrainConfig:
     log_every: int = _field(10, "steps between metric lines", least=1)
     allow_other_data: bool = _field(
         False, "resume although seed, sizes or sources of the data are not as before"
+    )
+    phases: list[PhaseSection] = _field(
+        [],
+        "changes at given steps: [{from_step: N, ...}] with "
+        + ", ".join(field.name for field in dataclasses.fields(PhaseSection)[1:]),
     )
     model: ModelSection = dataclasses.field(default_factory=ModelSection)
     data: DataSection = dataclasses.field(default_factory=DataSection)
@@ -307,11 +360,19 @@ def _check(config: TrainConfig, path: str | Path) -> None:
             f"{path}: data.sources needs the tokenizer that made them, "
             "as data.tokenizer or in model.init_from"
         )
+    section = config.evaluation
+    if config.data.sources and section.every and section.source is None:
+        raise InputError(
+            f"{path}: evaluation.source: data.sources need a folder of held-out rows beside; "
+            "evaluation.every=0 does without"
+        )
     if config.row_length % config.block_size:
         raise InputError(
             f"{path}: row_length {config.row_length} is not a multiple of "
             f"block_size {config.block_size}"
         )
+    if config.loss.tile % LANES:
+        raise InputError(f"{path}: loss.tile must be a multiple of {LANES}, not {config.loss.tile}")
 
 
 def _check_fields(section: Any, path: str | Path, prefix: str = "") -> None:
@@ -320,6 +381,10 @@ def _check_fields(section: Any, path: str | Path, prefix: str = "") -> None:
         name, value, said = prefix + field.name, getattr(section, field.name), field.metadata
         if dataclasses.is_dataclass(value):
             _check_fields(value, path, f"{name}.")
+            continue
+        if isinstance(value, list):
+            for number, one in enumerate(value):
+                _check_fields(one, path, f"{name}[{number}].")
             continue
         if said["choices"] and value not in said["choices"]:
             raise InputError(f"{path}: {name} must be {_one_of(said['choices'])}, not {value!r}")
@@ -331,6 +396,8 @@ def _check_fields(section: Any, path: str | Path, prefix: str = "") -> None:
 
 def _broken_bound(said: Mapping[str, Any], number: Any) -> str | None:
     """Returns what a field says that a number must be, where it is not; None where it is."""
+    if number is None:  # of a field that may be left out
+        return None
     if said["above"] is not None:
         return None if said["above"] < number < math.inf else f"above {said['above']:g}"
     if said["least"] is None:

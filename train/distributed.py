@@ -6,6 +6,8 @@ What else they do together is `wedlm_jax.processes`'s.
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 from typing import Any
 
 import jax
@@ -66,15 +68,22 @@ def join(options: argparse.Namespace) -> None:
 
 
 class AgreedStop(StopRequest):
-    """Stops all processes of a run after the same step, when SIGTERM has come to one of them.
+    """Stops all processes of a run after the same step, when SIGTERM or Ctrl-C has come to one of
+    them.
 
     They agree through the coordinator that `jax.distributed` started.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self._alone = jax_processes().count == 1
-        self._handles &= self._alone  # the coordinator handles the signal of several
+        # The coordinator itself handles SIGTERM where there are several.
+        ours = (signal.SIGTERM, signal.SIGINT) if self._alone else (signal.SIGINT,)
+        super().__init__(*ours)
+
+    def note(self) -> None:
+        super().note()
+        if not self._alone:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def after(self, step: int) -> bool:
         """Returns whether the run shall stop after ``step`` completed steps. Every process asks

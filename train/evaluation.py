@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 
 from train.config import TrainConfig
 from train.distributed import mesh_of_processes, own_copy
-from train.metrics import Record, as_json, flatten
 from train.step import Objective, make_evaluation_step
+from train.watch.records import Record, as_json, flatten
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.corruption import PackedRows
 from wedlm_jax.engine.burst import Request
@@ -72,7 +72,8 @@ class Evaluation:
         decodes = objective.kind == "wedlm" and can_decode(
             self._processes.local_mesh, model.hidden_size
         )
-        self._prompts = prompts_of(rows, config.evaluation.prompts if decodes else 0)
+        section = config.evaluation
+        self._prompts = prompts_of(rows, section.prompts if decodes else 0, section.seed)
         self._engine: Engine | None = None
 
     def run(self, parameters: nnx.State) -> Record:
@@ -137,21 +138,20 @@ def can_decode(own: Mesh, hidden_size: int) -> bool:
     return True
 
 
-def prompts_of(rows: dict[str, np.ndarray], count: int) -> list[list[int]]:
-    """Beginnings of the first samples of packed rows: what stands before the first trainable
-    token, or the first half of a sample that is trainable from its start."""
+def prompts_of(rows: dict[str, np.ndarray], count: int, seed: int = 0) -> list[list[int]]:
+    """Beginnings of samples of packed rows, drawn by the seed: what stands before the first
+    trainable token, or the first half of a sample that is trainable from its start."""
     prompts: list[list[int]] = []
     for tokens, segments, trainable in zip(
         rows["tokens"], rows["segment_ids"], rows["trainable"], strict=True
     ):
         for segment in range(1, int(segments.max(initial=0)) + 1):
             place = np.flatnonzero(segments == segment)
-            if len(prompts) == count:
-                return prompts
             first = int(np.argmax(trainable[place])) or len(place) // 2
             if first:
                 prompts.append(tokens[place[:first]].tolist())
-    return prompts
+    drawn = np.random.default_rng(seed).permutation(len(prompts))[:count]
+    return [prompts[i] for i in drawn]
 
 
 def append_record(output: Path, step: int, record: Record) -> None:

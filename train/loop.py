@@ -3,49 +3,51 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from pathlib import Path
 from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig
-from train.data.batches import TrainBatches
+from train.data.phased import PhasedBatches
+from train.data.samples import load_tokenizer
 from train.distributed import AgreedStop
 from train.evaluation import EVALUATION, Evaluation, append_record
-from train.metrics import (
-    MetricsLog,
-    Record,
-    Sink,
-    StepClock,
-    TensorBoard,
-    Wandb,
-    cut_back,
-)
-from train.program import (
-    abstract_rows,
-    abstract_state,
-    guard_of,
-    objective_of,
-    optimizer_of,
-    placed_state,
-    schedule_of,
-)
+from train.optimizer import averaged_parameters
+from train.phases import phases_of
+from train.program import TrainProgram, abstract_rows, make_program
+from train.remat import settled_here
 from train.resume import begin_or_resume
-from train.skipped_steps import SKIPPED, PendingMetrics
-from train.start import held_out_rows, initial_model, tokenizer_folder, training_rows
-from train.step import TrainState, make_train_step
+from train.run_files import RunFiles, open_output
+from train.schedule import schedule_of
+from train.start import (
+    check_paths,
+    check_start,
+    held_out_rows,
+    recipe_model,
+    starting_state,
+    tokenizer_folder,
+    training_rows,
+)
+from train.step import TrainState, forgiven
 from train.step_cost import describe_budget, model_flops, peak_flops
+from train.watch.boards import check_boards, open_boards
+from train.watch.log import MetricsLog
+from train.watch.pending import SKIPPED, PendingMetrics, TooManySkipped
+from train.watch.profile import Profiler
+from train.watch.records import Record, cut_back
+from train.watch.run_time import RunTime
+from train.watch.stall import StallWatch
 from wedlm_jax.attention import check_runs_on
 from wedlm_jax.checkpoint.hf import save_checkpoint
-from wedlm_jax.checkpoint.run_folder import describe_run
-from wedlm_jax.config import ModelConfig
-from wedlm_jax.processes import is_first, say, wait_for_all
+from wedlm_jax.checkpoint.model_folder import RUN_STATES
+from wedlm_jax.checkpoint.run_folder import describe_run, is_described
+from wedlm_jax.processes import is_first, say
 from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh
+from wedlm_jax.signals import TERMINATED
 
 
 class RunStopped(Exception):
@@ -53,11 +55,12 @@ class RunStopped(Exception):
 
     Attributes:
       step: completed steps.
+      status: for the process to exit with.
     """
 
-    def __init__(self, step: int):
+    def __init__(self, step: int, status: int = TERMINATED):
         super().__init__(f"stopped after step {step}")
-        self.step = step
+        self.step, self.status = step, status
 
 
 def train(config: TrainConfig) -> Path:
@@ -68,166 +71,195 @@ def train(config: TrainConfig) -> Path:
 
     Raises:
       InputError: something in the recipe or its files is not right, or too many steps in a row
-        had to be skipped.
-      RunStopped: SIGTERM came; the state is saved, and the same call goes on from it.
+        had to be skipped; then the state is saved.
+      RunStopped: SIGTERM or Ctrl-C came; the state is saved, and the same call goes on from it.
     """
+    time = RunTime()
     schedule_of(config)  # refused before anything is made
+    check_boards(config.metrics)
     mesh = make_mesh(dataclasses.asdict(config.mesh))
     check_runs_on(config.loss.attention, mesh.devices.flat[0].platform)
-    output = Path(config.output)
-    if is_first():
-        output.mkdir(parents=True, exist_ok=True)
-    wait_for_all("output")
-    folder = tokenizer_folder(config, output)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    begin_or_resume(config, tokenizer, output)
-    model = initial_model(config, tokenizer, mesh)
-    check_fits(mesh, model.config, rows=config.rows, row_length=config.row_length)
-    describe_run(output, model.config, folder)
-    graph, parameters = nnx.split(model)
-    with jax.set_mesh(mesh):
-        run = TrainingRun(config, mesh, graph, model.config, tokenizer, output)
-        parameters = run.run(parameters).parameters  # the moments are not kept for the export
-    exported = dataclasses.replace(model.config, model_type="wedlm")
-    trained = nnx.merge(graph, parameters)
+    check_paths(config)
+    output = open_output(config.output)
+    files = RunFiles(output)
+    checkpoints = Checkpoints(output / RUN_STATES, config.keep_checkpoints, config.keep_every)
+    try:
+        begun = checkpoints.steps()
+        folder = tokenizer_folder(config, output, resumes=bool(begun))
+        tokenizer = load_tokenizer(folder)
+        if not begun:
+            check_start(config)
+        model = recipe_model(config, folder, output if begun else None)
+        program = make_program(config, model, mesh)
+        begin_or_resume(config, tokenizer, output, begun)
+        if not (begun and is_described(output, model)):
+            describe_run(output, model, folder)
+        with jax.set_mesh(mesh):
+            program = settled_here(program)
+            run = TrainingRun(program, tokenizer, output, files, time)
+            parameters = to_export(run.run(checkpoints))  # the moments are not kept for it
+    finally:
+        checkpoints.close()
+        files.close()
+    exported = dataclasses.replace(model, model_type="wedlm")
+    trained = nnx.merge(program.graph, parameters)
     save_checkpoint(trained, exported, output / "hf", dtype="float32", tokenizer_from=folder)
     return output / "hf"
+
+
+def to_export(state: TrainState) -> nnx.State:
+    """The average of the parameters where the recipe has one, else the newest."""
+    return averaged_parameters(state.optimizer, state.parameters)
 
 
 class TrainingRun:
     """One attempt at a run: from its newest checkpoint to its last step.
 
     Args:
-      config: the recipe.
-      mesh: already set.
-      graph, model: of the model.
+      program: of the recipe; its mesh is already set.
       tokenizer: for the synthetic corpus.
       output: the run's folder.
+      files: where its logs are written.
+      time: the clock of this attempt.
     """
 
     def __init__(
         self,
-        config: TrainConfig,
-        mesh: Mesh,
-        graph: nnx.GraphDef,
-        model: ModelConfig,
+        program: TrainProgram,
         tokenizer: Tokenizer,
         output: Path,
+        files: RunFiles,
+        time: RunTime,
     ):
-        self._config, self._mesh, self._output = config, mesh, output
+        config, model = program.config, program.model
+        self._program, self._config, self._mesh = program, config, program.mesh
+        self._files, self._output, self._time = files, files.folder, time
         pad = model.pad_token_id or 0
-        self._data = training_rows(config, output, tokenizer, pad)
-        self._optimizer, objective = optimizer_of(config), objective_of(config, model)
-        self._step = make_train_step(
-            graph, self._optimizer, objective, schedule=schedule_of(config), guard=guard_of(config)
-        )
-        self._flops = model_flops(config, model)
-        self._tokens = config.accumulation * config.rows * config.row_length
+        self._phases = phases_of(config)
+        for phase in self._phases:
+            own = phase.config
+            check_fits(self._mesh, model, rows=own.rows, row_length=own.row_length)
+        self._data = [training_rows(phase.config, output, tokenizer, pad) for phase in self._phases]
+        self._flops: dict[tuple[int, ...], float] = {
+            phase.batch_shape: model_flops(phase.config, model) for phase in self._phases
+        }
         self._evaluation = None
         if config.evaluation.every:
             held = held_out_rows(config, tokenizer, pad)
-            self._evaluation = Evaluation(config, mesh, graph, model, objective, held)
+            self._evaluation = Evaluation(
+                config, program.mesh, program.graph, model, program.objective, held
+            )
 
-    def run(self, parameters: nnx.State) -> TrainState:
-        """Trains from these parameters, or from the newest checkpoint; they are used up."""
-        config = self._config
-        like = abstract_state(self._mesh, parameters, self._optimizer)
-        checkpoints = Checkpoints(
-            self._output / "checkpoints", config.keep_checkpoints, config.keep_every
-        )
-        try:
-            state = checkpoints.restore(like, say)
-            if state is None:
-                state = placed_state(self._mesh, parameters, self._optimizer)
-            else:
-                say(f"resumed from step {int(state.step)}")
-                for leaf in jax.tree.leaves(parameters):
-                    leaf.delete()  # the state has its own
-            if int(state.step) < config.steps:
-                state = self._train(state, checkpoints)
-        finally:
-            checkpoints.close()
+    def run(self, checkpoints: Checkpoints) -> TrainState:
+        """Trains from the newest checkpoint, or from where the recipe starts, to the last step."""
+        compiled = self._compile(min(checkpoints.steps(), default=0))
+        state = starting_state(self._program, checkpoints)
+        if int(state.step) < self._config.steps:
+            state = self._train(compiled, state, checkpoints)
         return state
 
-    def _train(self, state: TrainState, checkpoints: Checkpoints) -> TrainState:
-        config, done = self._config, int(state.step)
-        key = jax.random.key(config.seed)
-        compiled = self._compile(state, key)
-        batches = TrainBatches(self._data, config, batch_sharding(self._mesh), start=done)
-        clock = StepClock()
-        pending = PendingMetrics(self._output, config.optimizer.max_skipped, batches.read_from)
+    def _train(
+        self, compiled: dict[tuple[int, ...], Any], state: TrainState, checkpoints: Checkpoints
+    ) -> TrainState:
+        config, done, time = self._config, int(state.step), self._time
+        key = self._program.mask_key()
+        batches = PhasedBatches(self._phases, self._data, batch_sharding(self._mesh), start=done)
+        pending = self._pending(batches, done)
         log = self._open_log(done)
+        time.begin(self._output, done)
+        stop, watch = AgreedStop(), StallWatch(config.metrics.stall_factor)
         try:
-            with AgreedStop() as stop:
-                for step in range(done, config.steps):
-                    self._profile(step)
-                    waited = batches.input_wait
-                    state, metrics = compiled(state, next(batches), key)
-                    clock.count(batches.input_wait - waited)
-                    pending.add(step + 1, metrics)
-                    last = step + 1 == config.steps
-                    if last or (step + 1) % config.log_every == 0:
-                        record = pending.read()
-                        self._log(log, step + 1, record, clock)
-                    ends = stop.after(step + 1)
-                    if last or ends or (step + 1) % config.checkpoint_every == 0:
-                        pending.read()  # what was skipped is on record before the state is
-                        checkpoints.save(state)
-                    self._evaluate(step + 1, state, clock)
+            with stop, watch, self._profiler() as profiler:
+                for step in range(done + 1, config.steps + 1):
+                    profiler.before(step - 1, state.step)
+                    watch.step()
+                    with time.spent("input"):
+                        rows = next(batches)
+                    shape = rows.tokens.shape
+                    state, metrics = compiled[shape](state, rows, key)
+                    pending.add(step, metrics)
+                    time.step(step, rows.tokens.size, self._flops[shape])
+                    last, ends = step == config.steps, stop.after(step)
+                    try:
+                        if last or step % config.log_every == 0:
+                            self._log(log, step, pending.record())
+                        if saves := last or ends or step % config.checkpoint_every == 0:
+                            pending.keep(step)
+                    except TooManySkipped:
+                        # From there a restart goes on behind them, and does not count them.
+                        self._save(checkpoints, forgiven(state))
+                        raise
+                    if saves:
+                        watch.pause()
+                        with time.spent("checkpoint"):
+                            self._save(checkpoints, state)
+                    self._evaluate(step, state, watch)
                     if ends and not last:
-                        raise RunStopped(step + 1)
+                        raise RunStopped(step, stop.status)
+                profiler.end(config.steps, state.step)
         finally:
             batches.close()
             if log is not None:
                 log.close()
+            time.close()
         return state
 
-    def _compile(self, state: TrainState, key: jax.Array) -> Any:
-        """The step, compiled before the clock runs, and what it takes of the memory."""
-        if not hasattr(self._step, "lower"):
-            return self._step
-        started = time.monotonic()
-        rows = abstract_rows(self._config, self._mesh)
-        compiled = self._step.lower(state, rows, key).compile()
-        say(f"compiled in {time.monotonic() - started:.0f} s; {describe_budget(state, compiled)}")
+    def _pending(self, batches: PhasedBatches, done: int) -> PendingMetrics:
+        return PendingMetrics(
+            self._output,
+            self._config.optimizer.max_skipped,
+            batches.read_from,
+            ar_weight=self._config.loss.ar_weight,
+            done=done,
+        )
+
+    def _profiler(self) -> Profiler:
+        metrics = self._config.metrics
+        return Profiler(self._output, metrics.profile_from, metrics.profile_steps)
+
+    def _save(self, checkpoints: Checkpoints, state: TrainState) -> None:
+        self._files.publish()  # what is logged up to a state is there when the state is
+        checkpoints.save(state)
+
+    def _compile(self, done: int) -> dict[tuple[int, ...], Any]:
+        """The step for every shape of a batch that comes behind step ``done``, compiled before a
+        weight is read, and what it takes of the memory."""
+        compiled = dict[tuple[int, ...], Any]()
+        for phase in self._phases:
+            shape = phase.batch_shape
+            if phase.stop <= done or shape in compiled:
+                continue
+            with self._time.spent("compile"):
+                rows = abstract_rows(phase.config, self._mesh)
+                compiled[shape] = self._program.compile(rows)
+            budget = describe_budget(self._program.state, compiled[shape])
+            say(f"compiled {self._time.seconds['compile']:.0f} s; {budget}")
         return compiled
 
     def _open_log(self, done: int) -> MetricsLog | None:
         if not is_first():
             return None
-        config, sinks = self._config, list[Sink]()
+        config = self._config
         for name in (SKIPPED, EVALUATION):  # what is done again is told again
             cut_back(self._output / name, done)
-        if config.metrics.tensorboard:
-            sinks.append(TensorBoard(self._output / "tensorboard", done))
-        if config.metrics.wandb:
-            settings = dataclasses.asdict(config)
-            sinks.append(Wandb(config.metrics.wandb, self._output, settings))
-        return MetricsLog(self._output, config.steps, done, config.objective, sinks)
+        boards = open_boards(config, self._output, done)
+        return MetricsLog(self._output, config.steps, done, config.objective, boards)
 
-    def _log(self, log: MetricsLog | None, step: int, record: Record, clock: StepClock) -> None:
-        speed = clock.read(self._tokens)
+    def _log(self, log: MetricsLog | None, step: int, record: Record) -> None:
         devices = self._mesh.devices.flat
-        if (peak := peak_flops(devices[0])) is not None:
-            record["mfu"] = self._flops / speed["step_seconds"] / (peak * len(devices))
+        peak = peak_flops(devices[0])
+        speed = self._time.read(None if peak is None else peak * len(devices))
         if used := (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"):
             record["memory_peak_bytes"] = used
         if log is not None:
             log.write(step, record | speed)
 
-    def _evaluate(self, step: int, state: TrainState, clock: StepClock) -> None:
+    def _evaluate(self, step: int, state: TrainState, watch: StallWatch) -> None:
         every = self._config.evaluation.every
         if self._evaluation is None or (step % every and step != self._config.steps):
             return
-        record = self._evaluation.run(state.parameters)
+        watch.pause()
+        with self._time.spent("evaluation"):
+            record = self._evaluation.run(to_export(state))
         append_record(self._output, step, record)
         say(f"held out, step {step}: " + " ".join(f"{k} {v:.4g}" for k, v in record.items()))
-        clock.restart()
-
-    def _profile(self, step: int) -> None:
-        first, count = self._config.metrics.profile_from, self._config.metrics.profile_steps
-        if count and step == first:
-            jax.profiler.start_trace(str(self._output / "profile"))
-        if count and step == first + count:
-            jax.profiler.stop_trace()
-            say(f"profile of steps {first} to {step - 1} in {self._output / 'profile'}")

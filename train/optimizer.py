@@ -6,7 +6,7 @@ layers are stacked: which of them are matrices, and which axes of those a produc
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,8 @@ def make_optimizer(
     eps: float,
     weight_decay: float,
     clip_norm: float,
+    first_moment_dtype: str = "float32",
+    average: float = 0.0,
 ) -> optax.GradientTransformation:
     """Makes the optimizer called ``name``, after clipping by the global norm.
 
@@ -39,6 +41,8 @@ def make_optimizer(
       eps: of AdamW and of Muon.
       weight_decay: on matrices only; with "muon", on those that Muon updates.
       clip_norm: the global gradient norm is clipped to this.
+      first_moment_dtype: that moments are kept in; they are computed in float32.
+      average: decay of the moving average of the parameters (`average_parameters`); 0 for none.
     """
     if name == "muon":
         update = optax.contrib.muon(
@@ -49,14 +53,65 @@ def make_optimizer(
             adam_b1=b1,
             adam_b2=b2,
             eps=eps,
+            mu_dtype=jnp.dtype(first_moment_dtype),
         )
     elif name == "adamw":
         update = optax.adamw(
-            schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decayed
+            schedule,
+            b1=b1,
+            b2=b2,
+            eps=eps,
+            weight_decay=weight_decay,
+            mask=decayed,
+            mu_dtype=jnp.dtype(first_moment_dtype),
         )
     else:
         raise ValueError(f"unknown optimizer {name!r}")
-    return optax.chain(optax.clip_by_global_norm(clip_norm), update)
+    chain = [optax.clip_by_global_norm(clip_norm), update]
+    return optax.chain(*chain, average_parameters(average)) if average else optax.chain(*chain)
+
+
+class ParameterAverage(NamedTuple):
+    """State of `average_parameters`.
+
+    Attributes:
+      updates: int32 scalar, how many there were.
+      average: like the parameters.
+    """
+
+    updates: Array
+    average: Any
+
+
+def average_parameters(decay: float) -> optax.GradientTransformation:
+    """Keeps a moving average of the parameters as they are after each update; changes no update.
+
+    The last of a chain. As the first parameters mean little, the decay grows to its value: after
+    t updates it is at most (1 + t) / (10 + t).
+    """
+
+    def init(parameters: Any) -> ParameterAverage:
+        return ParameterAverage(jnp.zeros((), jnp.int32), jax.tree.map(jnp.copy, parameters))
+
+    def update(
+        updates: Any, state: ParameterAverage, parameters: Any = None
+    ) -> tuple[Any, ParameterAverage]:
+        now = jnp.minimum(decay, (1 + state.updates) / (10 + state.updates))
+        after = optax.apply_updates(parameters, updates)
+        average = jax.tree.map(lambda old, new: now * old + (1 - now) * new, state.average, after)
+        return updates, ParameterAverage(state.updates + 1, average)
+
+    return optax.GradientTransformation(init, update)
+
+
+def averaged_parameters(state: Any, parameters: Any) -> Any:
+    """What an optimizer's state has as the average of the parameters; else the parameters."""
+
+    def is_average(node: Any) -> bool:
+        return isinstance(node, ParameterAverage)
+
+    found = filter(is_average, jax.tree.leaves(state, is_leaf=is_average))
+    return next((node.average for node in found), parameters)
 
 
 def learning_rate(schedule: optax.Schedule, state: Any) -> Array:

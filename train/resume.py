@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from tokenizers import Tokenizer
 from train.config import TrainConfig, describe, save_config
 from train.data.manifest import read_manifest
 from train.data.synthetic import rows_recipe
-from wedlm_jax.checkpoint.model_folder import RUN_STATES
+from train.phases import phases_of
+from wedlm_jax.atomic import write_json
 from wedlm_jax.errors import InputError
 from wedlm_jax.processes import is_first, say, wait_for_all
+from wedlm_jax.storage import folder_of_this_machine
 
 CONFIG = "config.yaml"
 ORDER = "order.json"
@@ -41,6 +44,7 @@ class RowOrder:
       row_length, block_size: of the rows.
       sources: content and weight of each set of rows, in the recipe's order. Where it lies does
         not matter.
+      phases: the same of each later phase, and the step from which it counts.
     """
 
     seed: int
@@ -48,9 +52,10 @@ class RowOrder:
     row_length: int
     block_size: int
     sources: list[dict[str, Any]]
+    phases: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
-    def differences(self, before: RowOrder) -> list[str]:
-        """What is not as before, by the recipe's names."""
+    def differences(self, before: RowOrder, done: int) -> list[str]:
+        """What is not as before, by the recipe's names, in what ``done`` steps have read."""
         names = {"batch_rows": "rows x accumulation"}
         changed = [
             f"{names.get(name, name)} was {getattr(before, name)}, is {getattr(self, name)}"
@@ -61,7 +66,18 @@ class RowOrder:
             (s["content"], s["weight"]) for s in self.sources
         ]:
             changed.append(f"the rows were of {_listed(before)}, are of {_listed(self)}")
+        were, are = (
+            [_without_names(phase) for phase in order.phases if phase["from_step"] < done]
+            for order in (before, self)
+        )
+        if were != are:
+            changed.append(f"the phases before step {done} were {were}, are {are}")
         return changed
+
+
+def _without_names(phase: dict[str, Any]) -> dict[str, Any]:
+    sources = [{k: v for k, v in s.items() if k != "name"} for s in phase["sources"]]
+    return {**phase, "sources": sources}
 
 
 def _listed(order: RowOrder) -> str:
@@ -74,36 +90,50 @@ def row_order(config: TrainConfig, tokenizer: Tokenizer) -> RowOrder:
     Raises:
       InputError: a folder of ``data.sources`` cannot be read.
     """
-    sources: list[dict[str, Any]] = [
-        {"name": folder, "content": read_manifest(Path(folder)).content[:16], "weight": weight}
-        for folder, weight in config.data.sources.items()
-    ]
-    if not sources:
-        digest = hashlib.sha256(rows_recipe(config, tokenizer).encode()).hexdigest()[:16]
-        sources = [{"name": "the synthetic corpus", "content": digest, "weight": 1.0}]
+    first, *later = phases_of(config)
     return RowOrder(
         config.seed,
-        config.rows * config.accumulation,
-        config.row_length,
-        config.block_size,
-        sources,
+        **_of_phase(first.config, tokenizer),
+        block_size=config.block_size,
+        phases=[
+            {"from_step": phase.first, **_of_phase(phase.config, tokenizer)} for phase in later
+        ],
     )
 
 
-def begin_or_resume(config: TrainConfig, tokenizer: Tokenizer, output: Path) -> None:
+def _of_phase(config: TrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    sources: list[dict[str, Any]] = []
+    for name, weight in config.data.sources.items():
+        manifest = read_manifest(folder_of_this_machine(name, "data.sources"))
+        sources.append({"name": name, "content": manifest.content[:16], "weight": weight})
+    if not sources:
+        digest = hashlib.sha256(rows_recipe(config, tokenizer).encode()).hexdigest()[:16]
+        sources = [{"name": "the synthetic corpus", "content": digest, "weight": 1.0}]
+    return {
+        "batch_rows": config.rows * config.accumulation,
+        "row_length": config.row_length,
+        "sources": sources,
+    }
+
+
+def begin_or_resume(
+    config: TrainConfig, tokenizer: Tokenizer, output: Path, states: Sequence[int]
+) -> None:
     """Tells what has changed since a run's states were written, and writes down the recipe.
 
     Every process of the run calls this.
+
+    Args:
+      states: the steps of the states that there are.
 
     Raises:
       InputError: the run has states, and would go on with other rows than they were trained
         on, or in another order; ``allow_other_data`` allows it.
     """
     order = row_order(config, tokenizer)
-    has_states = any(path.name.isdigit() for path in (output / RUN_STATES).glob("*"))
-    changes = _changed_fields(config, output / CONFIG) if has_states else []
-    before = _saved_order(output / ORDER) if has_states else None
-    differences = order.differences(before) if before else []
+    changes = _changed_fields(config, output / CONFIG) if states else []
+    before = _saved_order(output / ORDER) if states else None
+    differences = order.differences(before, max(states)) if before else []
     if differences and not config.allow_other_data:
         raise InputError(
             f"{output}: this run would go on with other data than it began with: "
@@ -111,14 +141,12 @@ def begin_or_resume(config: TrainConfig, tokenizer: Tokenizer, output: Path) -> 
         )
     for line in [*changes, *differences]:
         say(f"not as before: {line}")
-    if has_states and before is None:
+    if states and before is None:
         say(f"{output / ORDER} is not there: whether the data is as before is not known")
     wait_for_all("recipe compared")  # before the first writes, all have read
     if is_first():
         save_config(config, output / CONFIG)
-        beside = output / f".{ORDER}.part"
-        beside.write_text(json.dumps(dataclasses.asdict(order), indent=2) + "\n", encoding="utf-8")
-        beside.replace(output / ORDER)
+        write_json(output / ORDER, dataclasses.asdict(order))
 
 
 def _saved_order(path: Path) -> RowOrder | None:
@@ -134,7 +162,7 @@ def _saved_order(path: Path) -> RowOrder | None:
 def _changed_fields(config: TrainConfig, path: Path) -> list[str]:
     """A line for each field whose value is not the saved one."""
     try:
-        saved = OmegaConf.to_container(OmegaConf.load(path))
+        saved = OmegaConf.to_container(OmegaConf.create(path.read_text(encoding="utf-8")))
     except Exception as error:
         # A YAML parser has many error types of its own.
         return [f"what, is not known: {path} cannot be read ({str(error).splitlines()[0]})"]

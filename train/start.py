@@ -1,4 +1,4 @@
-"""What a run starts from: its tokenizer, its model on the mesh, its packed rows.
+"""What a run starts from: its tokenizer, its model's architecture and state, its packed rows.
 
 The first process makes what has to be made; the others wait for it and read.
 """
@@ -9,16 +9,16 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
+from train.checkpoint import Checkpoints
 from train.config import TrainConfig
 from train.data.batches import TrainingRows
 from train.data.manifest import mask_token_in, read_manifest
+from train.data.samples import load_tokenizer
 from train.data.sources import open_sources
 from train.data.synthetic import (
     PackedDataset,
@@ -29,40 +29,51 @@ from train.data.synthetic import (
 )
 from train.data.tokenizer import save_tokenizer, train_tokenizer
 from train.embedded.corpus import generate
-from wedlm_jax.checkpoint.hf import load_checkpoint
+from train.program import TrainProgram
+from train.step import TrainState
+from wedlm_jax.checkpoint.hf import check_tensors, load_checkpoint
 from wedlm_jax.checkpoint.mask_token import (
     choose_mask_token,
     describe_mask_token,
     special_tokens,
 )
-from wedlm_jax.checkpoint.model_folder import RUN_STATES, run_model_folder
+from wedlm_jax.checkpoint.model_folder import RUN_MODEL
 from wedlm_jax.checkpoint.opened import open_checkpoint
+from wedlm_jax.checkpoint.run_folder import described_model
 from wedlm_jax.config import (
+    CONFIG_FIELDS,
     PUBLISHED_MASK_TOKEN_ID,
     SIZES,
     ModelConfig,
     config_from_hf,
-    read_config_json,
+    config_to_hf,
 )
-from wedlm_jax.errors import InputError
-from wedlm_jax.model import Transformer
+from wedlm_jax.errors import InputError, did_you_mean
 from wedlm_jax.processes import is_first, say, wait_for_all
-from wedlm_jax.sharding import tree_shardings
+from wedlm_jax.storage import as_path, folder_of_this_machine
 
 TOKENIZER_SAMPLES = 20_000
 PARAMETERS = (*SIZES, "attention_bias", "qk_norm", "tie_word_embeddings")
 """Fields of a ``config.json`` that say which parameters there are, in which shapes."""
 
 
-def tokenizer_folder(config: TrainConfig, output: Path) -> Path:
-    """The tokenizer given, that of the starting checkpoint, or one trained on the corpus."""
+def tokenizer_folder(config: TrainConfig, output: Path, *, resumes: bool = False) -> Path:
+    """The tokenizer given, that of the starting checkpoint, or one trained on the corpus.
+
+    Args:
+      output: the run's folder.
+      resumes: whether it has states; then its own ``model/`` goes before the starting checkpoint,
+        which need not exist any more.
+    """
+    if resumes and not _has_tokenizer(config.data.tokenizer) and _has_tokenizer(output / RUN_MODEL):
+        return output / RUN_MODEL
     for given in (config.data.tokenizer, config.model.init_from):
         if given is not None:
-            if not (Path(given) / "tokenizer.json").exists():
+            if not _has_tokenizer(given):
                 raise InputError(f"{given}: no tokenizer.json in this folder")
-            return Path(given)
+            return as_path(given)
     folder = output / "tokenizer"
-    if is_first() and not (folder / "tokenizer.json").exists():
+    if is_first() and not _has_tokenizer(folder):
         say(f"training a tokenizer of {config.data.vocab_size} tokens")
         weights = config.data.weights or None
         samples = generate(
@@ -74,57 +85,83 @@ def tokenizer_folder(config: TrainConfig, output: Path) -> Path:
     return folder
 
 
-def initial_model(config: TrainConfig, tokenizer: Tokenizer, mesh: Mesh) -> Transformer:
-    """The model to start from, float32, each parameter on the devices that the rules give it."""
-    if config.model.init_from is not None:
-        folder = Path(config.model.init_from)
-        _check_architecture(config.model.architecture, folder)
-        mask = mask_token(config, tokenizer, open_checkpoint(folder).config)
-        model = load_checkpoint(folder, dtype=jnp.float32, mesh=mesh)
-        model.config = dataclasses.replace(model.config, mask_token_id=mask)
-        return model
-    model_config = _new_model_config(config, tokenizer)
-    mask = mask_token(config, tokenizer, model_config)
-    model_config = dataclasses.replace(model_config, mask_token_id=mask)
-
-    def make() -> nnx.State:
-        key = jax.random.key(config.seed)
-        return nnx.state(Transformer(model_config, rngs=nnx.Rngs(params=key)))
-
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(model_config, rngs=nnx.Rngs(0))))
-    layout = tree_shardings(mesh, jax.eval_shape(make))
-    return nnx.merge(graph, jax.jit(make, out_shardings=layout)())
+def _has_tokenizer(folder: str | Path | None) -> bool:
+    return folder is not None and (as_path(folder) / "tokenizer.json").exists()
 
 
-def _check_architecture(stated: dict[str, Any], folder: Path) -> None:
-    """Compares what a recipe says of its model, for compiling without weights, with a checkpoint.
+def recipe_model(
+    config: TrainConfig, tokenizer_from: Path | None = None, run: Path | None = None
+) -> ModelConfig:
+    """Returns the architecture that a recipe trains; no weight is read.
+
+    Args:
+      config: the recipe. Beside a checkpoint, what ``model.architecture`` says of the parameters
+        has to be so there, and the rest of it is taken instead of the checkpoint's, aloud.
+      tokenizer_from: the tokenizer's folder. It tells the vocabulary of a model from scratch, and
+        which token can be the mask; without it, to compile, any token is.
+      run: the folder of a run that goes on: its own model, wherever that started from.
 
     Raises:
-      InputError: naming the first field that differs.
+      InputError: a field that is none of an architecture, or that is not as in the checkpoint; or
+        no token can be the mask.
     """
-    config = config_from_hf(read_config_json(folder))
-    for name in PARAMETERS:
-        found = getattr(config, name)
-        if stated.get(name, found) not in (found, None):
-            raise InputError(
-                f"model.architecture.{name} is {stated[name]!r} in the recipe, and {found!r} "
-                f"in {folder}, where the model starts from"
-            )
+    tokenizer = None if tokenizer_from is None else load_tokenizer(tokenizer_from)
+    model = _architecture(config, tokenizer, run)
+    if tokenizer is None or tokenizer_from is None:
+        any_token = model.vocab_size - 1
+        return dataclasses.replace(model, mask_token_id=model.mask_token_id or any_token)
+    own = special_tokens(tokenizer_from).mask
+    return dataclasses.replace(model, mask_token_id=mask_token(config, tokenizer, model, own))
 
 
-def mask_token(config: TrainConfig, tokenizer: Tokenizer, model: ModelConfig) -> int | None:
+def _architecture(
+    config: TrainConfig, tokenizer: Tokenizer | None, run: Path | None
+) -> ModelConfig:
+    """Returns a recipe's architecture; its mask token is that of the checkpoint, if it has one."""
+    stated = config.model.architecture
+    _refuse_unknown(stated)
+    if run is not None and (run / RUN_MODEL / "config.json").exists():
+        return _with_architecture(described_model(run / RUN_MODEL), stated, run / RUN_MODEL)
+    if config.model.init_from is not None:
+        folder = as_path(config.model.init_from)
+        model = _with_architecture(described_model(folder), stated, folder)
+        if run is not None and model.mask_token_id is None:
+            # Earlier versions took the published id for every model, and did not write it down.
+            published = model.vocab_size > PUBLISHED_MASK_TOKEN_ID
+            mask = PUBLISHED_MASK_TOKEN_ID if published else None
+            model = dataclasses.replace(model, mask_token_id=mask)
+        return model
+    told: dict[str, Any] = {"model_type": "wedlm"}
+    if tokenizer is not None:
+        told |= {
+            "vocab_size": tokenizer.get_vocab_size(),
+            "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
+            "pad_token_id": tokenizer.token_to_id("<|endoftext|>"),
+        }
+    made = config_from_hf({**told, **stated})
+    # Where the recipe names none it is chosen as for an AR checkpoint.
+    return dataclasses.replace(made, mask_token_id=stated.get("mask_token_id"))
+
+
+def mask_token(
+    config: TrainConfig, tokenizer: Tokenizer, model: ModelConfig, own: str | None = None
+) -> int | None:
     """Returns the id of the run's mask token, and says which it is and whether the data has it.
 
-    A run that goes on keeps its own. None is for the objective "ar" alone, which needs no mask.
+    Args:
+      config: the recipe, which may name another than the model has.
+      tokenizer: the model's.
+      model: the architecture; that of a run which goes on has the run's mask token.
+      own: the mask token that the tokenizer's folder names.
+
+    Returns:
+      None for the objective "ar" alone, which needs no mask.
 
     Raises:
       InputError: it cannot be the recipe's, or there is none (`choose_mask_token`).
     """
     stated = config.model.architecture.get("mask_token_id")
     wanted = config.model.mask_token or (None if stated is None else str(stated))
-    if wanted is None and (begun := _mask_token_of_run(Path(config.output), model)) is not None:
-        model = dataclasses.replace(model, mask_token_id=begun)
-    own = special_tokens(tokenizer_folder(config, Path(config.output))).mask
     try:
         chosen = choose_mask_token(tokenizer, model, wanted, own=own)
     except InputError:
@@ -133,32 +170,79 @@ def mask_token(config: TrainConfig, tokenizer: Tokenizer, model: ModelConfig) ->
         raise
     say(f"mask token {describe_mask_token(tokenizer, chosen)}")
     for name in config.data.sources:
-        if line := mask_token_in(read_manifest(Path(name)), name, chosen):
+        manifest = read_manifest(folder_of_this_machine(name, "data.sources"))
+        if line := mask_token_in(manifest, name, chosen):
             say(line)
     return chosen
 
 
-def _mask_token_of_run(output: Path, model: ModelConfig) -> int | None:
-    """Returns the mask token that a run was trained with so far; None if it has no state yet."""
-    if not any(path.name.isdigit() for path in (output / RUN_STATES).glob("*")):
-        return None
-    if (described := run_model_folder(output)) is not None:
-        return config_from_hf(read_config_json(described)).mask_token_id
-    # Earlier versions took the published id for every model, and did not write it down.
-    return PUBLISHED_MASK_TOKEN_ID if model.vocab_size > PUBLISHED_MASK_TOKEN_ID else None
+def _refuse_unknown(stated: dict[str, Any]) -> None:
+    for name in stated:
+        if name not in CONFIG_FIELDS:
+            raise InputError(
+                f"model.architecture.{name}: not a field of a model's config.json that is read "
+                f"here; {did_you_mean(name, CONFIG_FIELDS)}"
+            )
 
 
-def _new_model_config(config: TrainConfig, tokenizer: Tokenizer) -> ModelConfig:
-    # A mask token that is null in the recipe is chosen later, as for an AR checkpoint.
-    architecture = {
-        "model_type": "wedlm",
-        "vocab_size": tokenizer.get_vocab_size(),
-        "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
-        "pad_token_id": tokenizer.token_to_id("<|endoftext|>"),
-        **config.model.architecture,
-    }
-    made = config_from_hf(architecture)
-    return dataclasses.replace(made, mask_token_id=architecture.get("mask_token_id"))
+def _with_architecture(found: ModelConfig, stated: dict[str, Any], folder: Path) -> ModelConfig:
+    """Lays what a recipe says of its model over what a checkpoint says of itself."""
+    for name in PARAMETERS:
+        value = getattr(found, name)
+        if stated.get(name, value) not in (value, None):
+            raise InputError(
+                f"model.architecture.{name} is {stated[name]!r} in the recipe, and {value!r} "
+                f"in {folder}, where the model starts from"
+            )
+    elsewhere = ("model_type", "mask_token_id", *PARAMETERS)
+    laid = {name: value for name, value in stated.items() if name not in elsewhere}
+    model = config_from_hf({**config_to_hf(found), **laid})
+    for field in dataclasses.fields(model):
+        ours, theirs = getattr(model, field.name), getattr(found, field.name)
+        if ours != theirs:
+            say(f"model.architecture: {field.name} is {ours} by the recipe, {theirs} in {folder}")
+    return model
+
+
+def check_paths(config: TrainConfig) -> None:
+    """Refuses what a recipe names and cannot be read or written where it lies.
+
+    Raises:
+      InputError: a scheme that is not supported, or rows that are in a bucket.
+    """
+    for name in (config.output, config.model.init_from, config.data.tokenizer):
+        if name is not None:
+            as_path(name)
+    for name in config.data.sources:
+        folder_of_this_machine(name, "data.sources")
+    if config.evaluation.source is not None:
+        folder_of_this_machine(config.evaluation.source, "evaluation.source")
+
+
+def check_start(config: TrainConfig) -> None:
+    """Refuses a checkpoint to start from whose tensors are not its model's: by its headers, before
+    anything is compiled."""
+    if config.model.init_from is not None:
+        check_tensors(open_checkpoint(config.model.init_from))
+
+
+def starting_state(program: TrainProgram, checkpoints: Checkpoints) -> TrainState:
+    """Restores the state to train from, or imports it, or draws it: in the program's places.
+
+    A run that has states reads the newest whole one and nothing else. All processes call this.
+
+    Raises:
+      InputError: all states are damaged, or they are of another model.
+    """
+    state = checkpoints.restore(program.state, say)
+    if state is not None:
+        say(f"resumed from step {int(state.step)}")
+        return state
+    folder = program.config.model.init_from
+    if folder is None:
+        return program.first_state(program.random_parameters())
+    loaded = load_checkpoint(folder, dtype=jnp.float32, mesh=program.mesh)
+    return program.first_state(nnx.state(loaded))
 
 
 def training_rows(
@@ -173,21 +257,25 @@ def training_rows(
 def held_out_rows(
     config: TrainConfig, tokenizer: Tokenizer, pad_token_id: int
 ) -> dict[str, np.ndarray]:
-    """The rows to evaluate on, arrays ``[N, L]``: the first of the evaluation's source, or of the
-    corpus's held-out part."""
+    """The rows to evaluate on, arrays ``[N, L]``, drawn by the evaluation's seed: from its source,
+    or from the corpus's held-out part. The first would be no sample: packing begins with the
+    longest texts."""
     count, data = config.evaluation.rows, config.data
+
+    def order(rows: int) -> np.ndarray:
+        return np.random.default_rng(config.evaluation.seed).permutation(rows)[:count]
+
     if config.evaluation.source is not None:
         source = dataclasses.replace(data, sources={config.evaluation.source: 1.0})
         opened = open_sources(dataclasses.replace(config, data=source), tokenizer, pad_token_id)
-        first = [opened.rows[0][i] for i in range(min(count, len(opened.rows[0])))]
-        return {name: np.stack([row[name] for row in first]) for name in first[0]}
-    if data.sources:
-        raise InputError("evaluation.source: data.sources need a folder of held-out rows beside")
+        drawn = [opened.rows[0][i] for i in order(len(opened.rows[0]))]
+        return {name: np.stack([row[name] for row in drawn]) for name in drawn[0]}
     # As many samples as fill the rows amply.
     amply = dataclasses.replace(data, samples=count * config.row_length // 16)
     recipe = dataclasses.replace(config, data=amply)
     rows = build_dataset(recipe, tokenizer, pad_token_id, lambda _: None, "heldout")
-    return {name: x[:count] for name, x in rows.arrays.items()}
+    picked = order(len(rows.arrays["tokens"]))
+    return {name: x[picked] for name, x in rows.arrays.items()}
 
 
 def packed_dataset(

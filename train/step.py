@@ -14,12 +14,14 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax import Array
 
 from train.optimizer import learning_rate
 from train.skipped_steps import Guard, GuardState, judge
+from train.watch.norms import group_norms
 from wedlm_jax.corruption import DualStreamBatch, PackedRows, dual_stream, sample_masks
 from wedlm_jax.loss import (
     LossConfig,
@@ -31,7 +33,7 @@ from wedlm_jax.loss import (
 from wedlm_jax.model import Transformer
 from wedlm_jax.sharding import constrain_tree
 
-Metrics = dict[str, Array]
+Metrics = dict[str, Any]
 
 
 @jax.tree_util.register_dataclass
@@ -50,6 +52,12 @@ class TrainState:
     parameters: nnx.State
     optimizer: Any
     guard: GuardState = dataclasses.field(default_factory=GuardState.first)
+
+
+def forgiven(state: TrainState) -> TrainState:
+    """Returns the same state with no steps skipped in a row."""
+    none = jax.device_put(np.zeros((), np.int32), state.guard.skipped.sharding)
+    return dataclasses.replace(state, guard=dataclasses.replace(state.guard, skipped=none))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +96,7 @@ def make_train_step(
     *,
     schedule: optax.Schedule | None = None,
     guard: Guard | None = None,
+    norms: bool = True,
 ) -> TrainStep:
     """The jitted step; its state argument is donated. Called under ``jax.set_mesh``, it runs on
     that mesh, laid out by the rules of `wedlm_jax.sharding`.
@@ -98,12 +107,14 @@ def make_train_step(
       objective: what is learned.
       schedule: the optimizer's, to report the learning rate.
       guard: which steps are skipped; only those whose gradients are not finite by default.
+      norms: whether norms of parameters and updates are measured (`train.watch.norms`).
 
     Returns:
       ``step(state, rows, key)``: ``rows`` has arrays ``[A, R, L]``, ``key`` is the run's
       mask key, folded with the step number inside. Metrics are float32 scalars, but
-      ``mlm_loss_by_ratio`` (see `wedlm_jax.loss.wedlm_loss`); ``skipped`` counts the steps
-      skipped in a row, 0 where this one was taken.
+      ``mlm_loss_by_ratio`` (see `wedlm_jax.loss.wedlm_loss`) and ``denominators``, a dictionary
+      of what the losses were divided by; ``skipped`` counts the steps skipped in a row, 0 where
+      this one was taken.
     """
 
     @partial(jax.jit, donate_argnums=0)
@@ -122,6 +133,9 @@ def make_train_step(
             (state.parameters, state.optimizer),
         )
         metrics |= {"gradient_norm": norm, "skipped": guard_state.skipped}
+        metrics["denominators"] = denominators
+        if norms:
+            metrics |= group_norms(state.parameters, "parameter") | group_norms(updates, "update")
         if schedule is not None:
             metrics["learning_rate"] = learning_rate(schedule, state.optimizer)
         new_state = TrainState(state.step + 1, parameters, optimizer_state, guard_state)

@@ -1,9 +1,14 @@
-"""Writing files and folders that appear whole or not at all, and survive a loss of power."""
+"""Writing files and folders that appear whole or not at all, and survive a loss of power.
+
+In a bucket (`wedlm_jax.storage`) a file is an object, which always appears whole; a folder is
+copied into its place with its ``config.json`` last, without which it counts for none.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import shutil
@@ -14,6 +19,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from wedlm_jax.errors import InputError
+from wedlm_jax.storage import absolute, as_path, is_remote, move_tree, remove_tree, upload
+
+LAST = "config.json"
+"""The file of a folder in a bucket that is there only when all the others are."""
 
 
 def writer_name() -> str:
@@ -29,6 +38,11 @@ def written_beside(path: Path, beside: Path | None = None) -> Iterator[IO[bytes]
     Raises:
       InputError: it cannot be written.
     """
+    if is_remote(path):
+        content = io.BytesIO()
+        yield content
+        upload(path, content.getvalue())
+        return
     temporary = (beside or path.parent) / f"{path.name}.{writer_name()}.tmp"
     with naming(path):
         try:
@@ -96,7 +110,12 @@ def replacing(folder: str | Path) -> Iterator[Path]:
     Raises:
       InputError: ``folder`` is a file, or cannot be written where it is asked for.
     """
-    folder, beside = Path(folder).resolve(), part_folder(folder)
+    folder, beside = absolute(as_path(folder)), part_folder(folder)
+    if is_remote(folder):
+        remove_tree(beside)
+        yield beside
+        move_tree(beside, folder, LAST)
+        return
     old = folder.with_name(f".{folder.name}.wedlm-old")
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is a file, where a folder is to be written")
@@ -124,7 +143,7 @@ def replacing(folder: str | Path) -> Iterator[Path]:
 
 def part_folder(folder: str | Path) -> Path:
     """Returns the hidden folder in which the new content of ``folder`` is written."""
-    folder = Path(folder).resolve()
+    folder = absolute(as_path(folder))
     return folder.with_name(f".{folder.name}.wedlm-part")
 
 

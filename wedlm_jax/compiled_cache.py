@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from wedlm_jax.storage import absolute
+
 
 def keep_compiled(folder: Path | None = None) -> None:
     """Keeps compiled programs in ``folder``, unless JAX has been given another: the same command
@@ -20,5 +22,5 @@ def keep_compiled(folder: Path | None = None) -> None:
     if folder is None:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(cache) / "wedlm-jax" / "compiled"
-    jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
+    jax.config.update("jax_compilation_cache_dir", str(absolute(folder)))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)

@@ -286,6 +286,19 @@ def config_to_hf(config: ModelConfig, *, dtype: str = "float32") -> dict[str, An
     return raw
 
 
+CONFIG_FIELDS = [
+    *("hidden_act", "use_sliding_window", "layer_types", "max_window_layers"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
+    *("eos_token_id", "attention_dropout"),
+    *(
+        field.name
+        for field in dataclasses.fields(ModelConfig)
+        if field.name not in ("rope", "eos_token_ids")
+    ),
+]
+"""The names of a ``config.json`` that `config_from_hf` reads, and of what it takes as given."""
+
+
 def with_model_type(raw: dict[str, Any], model_type: str, config: ModelConfig) -> dict[str, Any]:
     """Returns the content of a ``config.json`` under another ``model_type``: the weights of a WeDLM
     are those of a Qwen, which other programs know.

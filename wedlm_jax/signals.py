@@ -1,12 +1,11 @@
-"""SIGTERM, and Ctrl-C where it ends something smaller than the program: the one place that
-handles them."""
+"""Signals that end a program well: the one place that handles them."""
 
 from __future__ import annotations
 
 import signal
 import threading
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 TERMINATED = 128 + signal.SIGTERM
 """Exit status after SIGTERM: not 0, so that a script that waits for the process does not
@@ -19,21 +18,24 @@ class StopRequest:
     """Notes a signal while it is open.
 
     Args:
-      number: of the signal.
+      signals: others to note instead. Beside another, Ctrl-C (SIGINT) is noted once, and a second
+        one interrupts; alone it is noted as often as it comes.
 
     Attributes:
-      requested: whether it has come.
+      requested: whether one has come.
+      status: the exit status that tells which: 128 and its number.
     """
 
-    def __init__(self, number: signal.Signals = signal.SIGTERM) -> None:
-        self.requested, self._number = False, number
+    def __init__(self, *signals: signal.Signals) -> None:
+        self.requested, self.status = False, TERMINATED
         # Only the main thread can handle signals; elsewhere, as in a Ray actor, the host program
         # does.
-        self._handles = threading.current_thread() is threading.main_thread()
+        main = threading.current_thread() is threading.main_thread()
+        self._signals = (signals or (signal.SIGTERM,)) if main else ()
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        if self._handles:
-            self._before = signal.signal(self._number, self._handle)
+        self._before = {one: signal.signal(one, self._handle) for one in self._signals}
         return self
 
     def __exit__(
@@ -42,12 +44,15 @@ class StopRequest:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._handles:
-            signal.signal(self._number, self._before)
+        for one, before in self._before.items():
+            signal.signal(one, before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.status = 128 + number
+        if number == signal.SIGINT and len(self._signals) > 1:
+            signal.signal(number, signal.default_int_handler)
         self.note()
 
     def note(self) -> None:
-        """Notes that the signal has arrived."""
+        """Notes that a signal has arrived."""
         self.requested = True

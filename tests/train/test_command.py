@@ -98,3 +98,21 @@ def test_an_extra_that_is_missing_is_told_before_anything_begins(
     assert main(["train", "--config", recipe(tmp_path), "metrics.tensorboard=true"]) == 2
     assert 'pip install "wedlm-jax[tensorboard]"' in capsys.readouterr().err
     assert not asked_for
+
+
+def test_every_size_of_batch_of_the_phases_is_compiled_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("train.compile_only.compile_step", lambda config, name: (config.rows, name))
+    monkeypatch.setattr("train.compile_only.describe", str)
+    arguments = ["train", "--compile-only", "--config", recipe(tmp_path, "steps: 50\nrows: 2\n")]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == "(2, 'v5p:4x4x4')\n"
+    phases = "[{from_step: 5, learning_rate: 1}, {from_step: 9, rows: 4}, {from_step: 20, rows: 2}]"
+    assert main([*arguments, f"phases={phases}"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "from step 0:",
+        "(2, 'v5p:4x4x4')",
+        "from step 9:",
+        "(4, 'v5p:4x4x4')",
+    ]

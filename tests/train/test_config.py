@@ -165,7 +165,12 @@ def test_an_unknown_objective_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("loss.remat=ful", "loss.remat must be one of none, full, dots, not 'ful'"),
+        (
+            "loss.remat=ful",
+            "loss.remat must be one of auto, none, products, gate, projections, attention, full, "
+            "offload, not 'ful'",
+        ),
+        ("loss.tile=100", "loss.tile must be a multiple of 128, not 100"),
         ("loss.weighting=foo", "loss.weighting must be inverse_ratio or uniform, not 'foo'"),
         ("loss.dtype=int8", "loss.dtype must be bfloat16 or float32, not 'int8'"),
         ("checkpoint_every=0", "checkpoint_every must be at least 1, not 0"),
@@ -180,6 +185,15 @@ def test_a_value_out_of_bounds_is_refused(tmp_path: Path, override: str, message
     with pytest.raises(InputError) as refused:
         load_config(path, [override])
     assert str(refused.value) == f"{path}: {message}"
+
+
+def test_sources_to_train_on_need_one_to_evaluate_on(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("data: {tokenizer: t, sources: {a: 1}}\nevaluation: {every: 5}\n")
+    with pytest.raises(InputError, match=r"evaluation\.source: data\.sources need a"):
+        load_config(path)
+    load_config(path, ["evaluation.source=b"])
+    load_config(path, ["evaluation.every=0"])
 
 
 def test_a_mapping_takes_the_place_of_the_recipes_and_a_plus_adds(tmp_path: Path) -> None:

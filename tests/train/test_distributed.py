@@ -85,6 +85,37 @@ def test_two_processes_train_together_what_one_trains_alone(
     assert config_file["model_type"] == "wedlm"
 
 
+@pytest.mark.slow
+def test_folders_that_hosts_do_not_share_are_refused_at_once(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    """Such a run stood still at its first checkpoint once."""
+    recipe = write_recipe(tiny_recipe(tmp_path / "run", tokenizer_folder), tmp_path)
+    common = ["--config", str(recipe), "--coordinator", f"localhost:{free_port()}"]
+    children = [
+        start_command(
+            [
+                *common,
+                "--num-processes",
+                "2",
+                "--process-id",
+                str(i),
+                f"output={tmp_path / str(i)}",
+            ],
+            tmp_path / f"{i}.txt",
+            patience=0.5,
+        )
+        for i in range(2)
+    ]
+    for child in children:
+        child.join(LIMIT_S)
+    said = [(tmp_path / f"{i}.txt").read_text() for i in range(2)]
+    assert [child.exitcode for child in children] == [2, 2], said
+    assert "output must be a folder that all hosts share" in said[0]
+    assert "is not seen within 0 s by host 1;" in said[1]
+    assert list((tmp_path / "0").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -9,17 +9,20 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 from tokenizers import Tokenizer
 
+from tests.data_examples import EMBEDDED
 from tests.tiny_run import metric_lines, on_devices, tiny_recipe
 from train.config import EvaluationSection
+from train.data.manifest import read_manifest
+from train.data.shards import ShardRows
 from train.distributed import mesh_of_processes
 from train.evaluation import Evaluation, can_decode, prompts_of
 from train.loop import train as run_training
-from train.program import objective_of
-from train.start import held_out_rows, initial_model
-from wedlm_jax.sharding import make_mesh
+from train.program import make_program
+from train.start import held_out_rows, recipe_model
+from wedlm_jax.__main__ import main
+from wedlm_jax.sharding import make_mesh, tree_shardings
 
 
 def test_a_run_evaluates_on_its_way_and_trains_as_without(
@@ -47,15 +50,18 @@ def test_eight_devices_decode_what_one_decodes(tokenizer_folder: Path) -> None:
     config = tiny_recipe(Path("unused"), tokenizer_folder, rows=8, evaluation=section)
     tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     held = held_out_rows(config, tokenizer, 0)
+    one = make_mesh({}, jax.devices()[:1])
+    program = make_program(config, recipe_model(config, tokenizer_folder), one)
+    first = program.random_parameters()
 
     def decoded(sizes: dict[str, int], devices: list[jax.Device]) -> list[dict[str, float]]:
         mesh = make_mesh(sizes, devices)
-        model = initial_model(config, tokenizer, mesh)
-        graph, parameters = nnx.split(model)
+        parameters = jax.device_put(first, tree_shardings(mesh, first))
         assert parameters["embed_tokens"][...].sharding.num_devices == len(devices)
         with jax.set_mesh(mesh):
-            objective = objective_of(config, model.config)
-            evaluation = Evaluation(config, mesh, graph, model.config, objective, held)
+            evaluation = Evaluation(
+                config, mesh, program.graph, program.model, program.objective, held
+            )
             once = evaluation._decode(parameters)
             # Again with others, for which nothing is compiled: so sharp that entropies differ.
             return [once, evaluation._decode(jax.tree.map(lambda x: 16 * x, parameters))]
@@ -81,6 +87,41 @@ def test_a_prompt_is_what_stands_before_the_first_trainable_token() -> None:
         "trainable": np.array([[0, 0, 1, 1, 1, 1, 1, 0], [0, 1, 0, 0, 0, 0, 0, 0]], bool),
     }
     # The second sample is a document, trainable from its start: its first half.
-    assert prompts_of(rows, 5) == [[1, 2], [4, 5], [9]]
-    assert prompts_of(rows, 2) == [[1, 2], [4, 5]]
+    assert sorted(prompts_of(rows, 5)) == [[1, 2], [4, 5], [9]]
+    two = prompts_of(rows, 2)
+    assert two == prompts_of(rows, 5)[:2]
+    assert {tuple(map(tuple, prompts_of(rows, 2, seed))) for seed in range(9)} > {
+        tuple(map(tuple, two))
+    }
     assert prompts_of(rows, 0) == []
+
+
+def test_held_out_rows_are_drawn_by_the_seed_and_not_the_longest(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    with (tmp_path / "texts.jsonl").open("w") as file:
+        for words in range(1, 61):
+            print(json.dumps({"text": "a " * words}), file=file)
+    sizes = ["--row-length", "64", "--tokenizer", str(EMBEDDED)]
+    assert (
+        main(["tokenize", "--input", f"{tmp_path}/texts.jsonl", "--output", f"{folder}", *sizes])
+        == 0
+    )
+    tokenizer = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
+
+    def held(seed: int, rows: int = 6) -> dict[str, np.ndarray]:
+        section = EvaluationSection(every=1, rows=rows, source=str(folder), seed=seed)
+        config = tiny_recipe(tmp_path, EMBEDDED, row_length=64, evaluation=section)
+        return held_out_rows(config, tokenizer, 0)
+
+    def samples(rows: dict[str, np.ndarray]) -> int:
+        return int(rows["segment_ids"].max(axis=1).sum())
+
+    every = held(0, rows=1000)
+    first = ShardRows(folder, read_manifest(folder), 0)
+    longest = sum(int(first[i]["segment_ids"].max()) for i in range(6))
+    assert len(every["tokens"]) == len(first) > 12
+    drawn = held(0)
+    np.testing.assert_array_equal(drawn["tokens"], held(0)["tokens"])
+    assert not np.array_equal(drawn["tokens"], held(1)["tokens"])
+    # The first rows hold one long text each, and others several short ones.
+    assert longest == 6 < samples(drawn)

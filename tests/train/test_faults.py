@@ -22,6 +22,7 @@ from tests.tiny_run import (
     write_recipe,
 )
 from tests.train.test_checkpoint import biggest_file, flip
+from train.distributed import AgreedStop
 from train.loop import RunStopped
 from train.loop import train as run_training
 from wedlm_jax.signals import TERMINATED
@@ -29,26 +30,61 @@ from wedlm_jax.signals import TERMINATED
 LIMIT_S = 300
 
 
-def test_sigterm_saves_and_the_run_goes_on_from_there(
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_sigterm_and_ctrl_c_save_and_the_run_goes_on_from_there(
     finished: Path,
     tokenizer_folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
 ) -> None:
     on_devices(monkeypatch, 1)
     config = tiny_recipe(tmp_path, tokenizer_folder)
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
     with monkeypatch.context() as patch:
-        call_before_step(patch, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        with pytest.raises(RunStopped, match="stopped after step 2"):
+        call_before_step(patch, 1, lambda: os.kill(os.getpid(), number))
+        with pytest.raises(RunStopped, match="stopped after step 2") as stopped:
             run_training(config)
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert stopped.value.status == 128 + number
+    assert signal.getsignal(number) is before
     capsys.readouterr()
     run_training(config)
     assert "resumed from step 2" in capsys.readouterr().out
     assert metric_lines(tmp_path) == metric_lines(finished)
     assert_same_bits(hf_values(tmp_path / "hf"), hf_values(finished / "hf"))
+
+
+def test_a_second_ctrl_c_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    with AgreedStop() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_means_over_an_interval_are_those_of_its_steps_across_a_restart(
+    finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_devices(monkeypatch, 1)
+    whole = tiny_recipe(tmp_path / "whole", tokenizer_folder, log_every=3)
+    run_training(whole)
+    [three, last] = metric_lines(tmp_path / "whole")
+    steps = metric_lines(finished)
+    assert (three["step"], last) == (3, steps[3])
+    # Every micro-batch has its own number of targets, so the mean lies near the plain one.
+    plain = sum(line["ar_loss"] for line in steps[:3]) / 3
+    assert three["ar_loss"] == pytest.approx(plain, rel=2e-3)
+    assert three["gradient_norm"] == pytest.approx(
+        sum(line["gradient_norm"] for line in steps[:3]) / 3
+    )
+    config = tiny_recipe(tmp_path / "cut", tokenizer_folder, log_every=3, checkpoint_every=2)
+    with monkeypatch.context() as patch:
+        stop_before_step(patch, 2)
+        with pytest.raises(Killed):
+            run_training(config)
+    run_training(config)
+    assert metric_lines(tmp_path / "cut") == metric_lines(tmp_path / "whole")
 
 
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(

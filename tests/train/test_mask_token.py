@@ -6,7 +6,6 @@ import dataclasses
 import json
 from pathlib import Path
 
-import jax
 import pytest
 from tokenizers import Tokenizer
 
@@ -15,10 +14,9 @@ from tests.tiny_run import tiny_recipe
 from train.config import ModelSection, TrainConfig
 from train.data.command import main as tokenize
 from train.data.tokenizer import save_tokenizer, train_tokenizer
-from train.start import initial_model, mask_token
+from train.start import mask_token, recipe_model
 from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
 from wedlm_jax.errors import InputError
-from wedlm_jax.sharding import make_mesh
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
@@ -60,11 +58,11 @@ def test_an_ar_checkpoint_gets_an_unused_row(qwen: Path, tmp_path: Path) -> None
     config = recipe(qwen, tmp_path / "run")
     tokenizer = Tokenizer.from_file(str(qwen / "tokenizer.json"))
     used = set(tokenizer.get_vocab().values())
-    model = initial_model(config, tokenizer, make_mesh({"data": 1}, jax.devices()[:1]))
-    mask = model.config.mask_token_id
+    model = recipe_model(config, qwen)
+    mask = model.mask_token_id
     assert mask is not None
     assert mask not in used
-    assert mask < model.config.vocab_size
+    assert mask < model.vocab_size
 
 
 def test_a_recipe_names_another(qwen: Path, tmp_path: Path) -> None:
@@ -83,10 +81,9 @@ def test_a_run_that_goes_on_keeps_its_own(qwen: Path, tmp_path: Path) -> None:
     (output / "model").mkdir(parents=True)
     described = json.loads((qwen / "config.json").read_text()) | {"mask_token_id": tool}
     (output / "model" / "config.json").write_text(json.dumps(described))
-    (output / "checkpoints").mkdir()
-    assert chosen(config) == fresh  # there is no state yet that was trained with it
-    (output / "checkpoints" / "10").mkdir()
-    assert chosen(config) == tool
+    # There is no state yet that was trained with it, and then there is.
+    assert recipe_model(config, qwen).mask_token_id == fresh
+    assert recipe_model(config, qwen, output).mask_token_id == tool
 
 
 def test_only_masked_training_needs_one(qwen: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from tests.training_examples import tiny_transformer
-from train.optimizer import MUON_RMS, decayed, make_optimizer
+from train.optimizer import MUON_RMS, averaged_parameters, decayed, make_optimizer
 
 PARAMETERS = nnx.state(tiny_transformer())
 RATE, DECAY = 0.01, 0.1
@@ -99,3 +99,46 @@ def test_muon_decays_its_own_matrices() -> None:
 def test_an_unknown_optimizer_is_refused() -> None:
     with pytest.raises(ValueError, match="'lion'"):
         make_optimizer(optax.constant_schedule(RATE), name="lion", weight_decay=0.0, **SETTINGS)
+
+
+def test_first_moments_in_bfloat16_take_half_the_bytes_and_hardly_change_the_update() -> None:
+    gradients = random_gradients(3)
+    for name in ("adamw", "muon"):
+        found = {}
+        for dtype in ("float32", "bfloat16"):
+            optimizer = make_optimizer(
+                optax.constant_schedule(RATE),
+                name=name,
+                weight_decay=0.0,
+                first_moment_dtype=dtype,
+                **SETTINGS,
+            )
+            state = optimizer.init(PARAMETERS)
+            kept = {leaf.dtype.name for leaf in jax.tree.leaves(state)} - {"int32"}
+            assert kept == {"float32", dtype}, name
+            found[dtype] = named(optimizer.update(gradients, state, PARAMETERS)[0])
+        for path, update in found["float32"].items():
+            np.testing.assert_allclose(update, found["bfloat16"][path], atol=RATE / 50)
+
+
+def test_the_average_of_the_parameters_follows_its_recurrence() -> None:
+    optimizer = make_optimizer(
+        optax.constant_schedule(RATE), weight_decay=0.0, average=0.3, **SETTINGS
+    )
+    plain = make_optimizer(optax.constant_schedule(RATE), weight_decay=0.0, **SETTINGS)
+    weights = {"kernel": jnp.arange(4.0)}
+    assert averaged_parameters(plain.init(weights), weights) is weights
+    state, other = optimizer.init(weights), plain.init(weights)
+    expected = np.arange(4.0)
+    for step in range(8):
+        gradients = {"kernel": jnp.sin(jnp.arange(4.0) + step)}
+        updates, state = optimizer.update(gradients, state, weights)
+        same, other = plain.update(gradients, other, weights)
+        np.testing.assert_array_equal(updates["kernel"], same["kernel"])
+        weights = optax.apply_updates(weights, updates)
+        decay = min(0.3, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * np.asarray(weights["kernel"])
+    assert decay == 0.3
+    found = averaged_parameters(state, weights)["kernel"]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert not np.allclose(found, weights["kernel"])

@@ -25,7 +25,8 @@ def begun(config: TrainConfig) -> None:
 def begin(config: TrainConfig) -> None:
     Path(config.output).mkdir(exist_ok=True)
     tokenizer = Tokenizer.from_file(str(Path(config.data.tokenizer or "") / "tokenizer.json"))
-    begin_or_resume(config, tokenizer, Path(config.output))
+    states = [int(path.name) for path in (Path(config.output) / "checkpoints").glob("*")]
+    begin_or_resume(config, tokenizer, Path(config.output), states)
 
 
 def with_sources(output: Path, sources: dict[Path, float], **changes: object) -> TrainConfig:

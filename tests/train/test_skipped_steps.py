@@ -87,6 +87,11 @@ def test_a_run_whose_loss_is_no_number_stops_and_names_the_batches(
         assert sorted(rows[0][0][number]["tokens"].tolist() for number in named) == read
     assert [line["step"] for line in metric_lines(tmp_path)] == [1, 2]
     assert not (tmp_path / "hf").exists()
+    # The same command goes on behind them, and counts from there: this step is the first.
+    run_training(config)
+    said = capsys.readouterr().out
+    assert "resumed from step 3" in said
+    assert "step 4 skipped" in said
 
 
 def test_a_skipped_step_changes_nothing_but_the_count() -> None:

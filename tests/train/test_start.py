@@ -4,21 +4,52 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.tiny_checkpoint import write_tiny_checkpoint
-from train.start import _check_architecture
+from train.config import ModelSection, TrainConfig
+from train.start import check_start, recipe_model
 from wedlm_jax.errors import InputError
 
 
-def test_a_recipe_for_another_model_is_refused_before_a_weight_is_read(tmp_path: Path) -> None:
+def recipe(folder: Path, **architecture: Any) -> TrainConfig:
+    return TrainConfig(model=ModelSection(init_from=str(folder), architecture=architecture))
+
+
+@pytest.fixture
+def described(tmp_path: Path) -> Path:
+    """A checkpoint without its weights."""
     folder = write_tiny_checkpoint(tmp_path / "tiny")
-    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for file in folder.glob("*.safetensors"):
         file.unlink()
+    return folder
+
+
+def test_a_recipe_for_another_model_is_refused_before_a_weight_is_read(described: Path) -> None:
+    raw = json.loads((described / "config.json").read_text(encoding="utf-8"))
     same = {"hidden_size": raw["hidden_size"], "qk_norm": True, "model_type": "wedlm"}
-    _check_architecture(same, folder)
-    _check_architecture({}, folder)
+    assert recipe_model(recipe(described, **same)) == recipe_model(recipe(described))
     with pytest.raises(InputError, match=r"hidden_size is 4096 in the recipe, and \d+ in "):
-        _check_architecture({**same, "hidden_size": 4096}, folder)
+        recipe_model(recipe(described, **{**same, "hidden_size": 4096}))
+
+
+def test_what_a_recipe_says_beside_a_checkpoint_holds_and_is_told(
+    described: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was silently ignored once."""
+    model = recipe_model(recipe(described, eos_token_id=7, rope_theta=5e5))
+    assert (model.eos_token_ids, model.rope.theta) == ((7,), 5e5)
+    said = capsys.readouterr().out
+    assert "model.architecture: eos_token_ids is (7,) by the recipe, " in said
+    assert "model.architecture: rope is " in said
+    with pytest.raises(InputError, match=r"architecture\.hiden_size: .* 'hidden_size'"):
+        recipe_model(recipe(described, hiden_size=4))
+
+
+def test_weights_that_are_not_there_are_refused_before_anything_is_compiled(
+    described: Path,
+) -> None:
+    with pytest.raises(InputError, match="neither model"):
+        check_start(recipe(described))

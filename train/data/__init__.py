@@ -1,5 +1,22 @@
 """What a run is trained on: rows packed once, then read in an order that the seed decides.
 
-`synthetic` makes rows from the seeded corpus, `wedlm tokenize` (`command`, `job`) from files;
-`order` and `batches` read both alike.
+The way of a document, once, by `wedlm tokenize`:
+
+    command     the command line, as a `job.TokeniseOptions`
+    chunks      files become chunks of records, read with bounded memory, in a fixed order
+    samples     a record becomes samples: token ids, and which of them are trained on;
+    chat          a conversation through the tokenizer's chat template
+    parts       the input is cut into parts, made apart by any host, so that a job resumes
+    job         samples are packed into rows of one length (`wedlm_jax.packing`)
+    row_codec   a row becomes bytes; shards: bytes become files; manifest: what is in a folder;
+    added_tokens  how often it has tokens that no text should have, the mask token for one
+
+and in every run, by `wedlm train`:
+
+    sources     folders are opened and checked; synthetic: or the seeded corpus is packed
+    order       step s reads these rows of that source: shuffled and mixed by seed and weights
+    batches     each host reads its own rows ahead of the step, and places them on its devices
+    phased      one phase of the recipe after another
+
+What then becomes of rows on the devices is `wedlm_jax.corruption`'s. `show` prints rows as text.
 """

@@ -19,6 +19,7 @@ from train.data.order import (
     HostBatch,
     HostSteps,
     RowSet,
+    Stream,
     global_order,
     read_ahead,
     step_places,
@@ -44,6 +45,9 @@ class TrainBatches:
       config: of the run: shape of a batch, seed, last step, and how to read ahead.
       sharding: of the arrays ``[A, R, L]``.
       start: the first step.
+      stop: the step after the last; default: the run's.
+      first: the step with which the order of the rows begins.
+      streams: where the order goes on with each set of rows; default: at its beginning.
 
     Attributes:
       input_wait: seconds that `next` has waited for input, all calls together.
@@ -53,16 +57,31 @@ class TrainBatches:
         cannot be read.
     """
 
-    def __init__(self, data: TrainingRows, config: TrainConfig, sharding: Sharding, start: int = 0):
+    def __init__(
+        self,
+        data: TrainingRows,
+        config: TrainConfig,
+        sharding: Sharding,
+        start: int = 0,
+        *,
+        stop: int | None = None,
+        first: int = 0,
+        streams: Sequence[Stream] | None = None,
+    ):
         self.input_wait = 0.0
+        self._first, self._streams = first, streams
         self._shape = (config.accumulation, config.rows, config.row_length)
         self._sharding = sharding
         self._row_sets, self._seed = data.row_sets(), config.seed
         order = global_order(
-            self._row_sets, seed=self._seed, batch_rows=config.accumulation * config.rows
+            self._row_sets,
+            seed=self._seed,
+            batch_rows=config.accumulation * config.rows,
+            streams=streams,
         )
         self._rows = host_rows(sharding, self._shape)
-        steps = HostSteps(order, self._shape[:2], self._rows, start, config.steps)
+        stop = config.steps if stop is None else stop
+        steps = HostSteps(order, self._shape[:2], self._rows, start, stop, first)
         self._ahead = read_ahead(steps, workers=config.data.workers, prefetch=config.data.prefetch)
         self._ready: queue.Queue[Any] = queue.Queue(config.data.prefetch)
         self._closed = threading.Event()
@@ -89,7 +108,11 @@ class TrainBatches:
         """
         accumulation, batch_rows, _ = self._shape
         places = step_places(
-            self._row_sets, seed=self._seed, shape=(accumulation, batch_rows), step=step
+            self._row_sets,
+            seed=self._seed,
+            shape=(accumulation, batch_rows),
+            step=step - self._first,
+            streams=self._streams,
         )
         owners: dict[int, list[Any]] = collections.defaultdict(list)
         for device in list[Any](self._sharding.device_set):

@@ -7,20 +7,29 @@ read becomes a `Malformed` in its place, so that nothing is dropped without a na
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gzip
 import zlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from wedlm_jax.errors import shortened
-from wedlm_jax.records.files import JSONL, PARQUET, FoundFiles, RecordFile, find_files
+from wedlm_jax.errors import InputError, shortened
+from wedlm_jax.records.files import (
+    JSONL,
+    PARQUET,
+    FoundFiles,
+    RecordFile,
+    file_size,
+    find_files,
+)
 from wedlm_jax.records.jsonl import LARGEST_LINE, BadRecord, parse_object, read_lines
-from wedlm_jax.records.parquet import NotParquet, read_rows, rows_of_groups
+from wedlm_jax.records.parquet import NotParquet, read_rows, rows_of_groups, without_nulls
 
 CHUNK_BYTES = 2**18
 CHUNK_RECORDS = 512
 
-TEXT, ARRAYRECORD = "text", "arrayrecord"
+TEXT, ARRAYRECORD, DATASET = "text", "arrayrecord", "dataset"
 ENDINGS = {
     ".jsonl": JSONL,
     ".jsonl.gz": JSONL,
@@ -29,7 +38,7 @@ ENDINGS = {
     ".arrayrecord": ARRAYRECORD,
     ".array_record": ARRAYRECORD,
 }
-COLUMNS = ("text", "messages", "token_ids", "trainable")
+COLUMNS = ("text", "messages", "conversations", "token_ids", "trainable")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +68,7 @@ class RecordChunk:
 
     Attributes:
       file: which.
-      first: row of the first record, from 1, where the file is Parquet or ArrayRecord.
+      first: row of the first record, from 1, where the file is one of rows.
       lines: numbers and contents of lines where the file is JSONL; None for one that is too long.
       count: rows of this chunk there.
       problem: reason and detail, if the file can be read no further than this.
@@ -75,8 +84,38 @@ class RecordChunk:
 
 
 def find_input(names: Sequence[str]) -> FoundFiles:
-    """Finds the files to read, in folders too; raises as `wedlm_jax.records.files.find_files`."""
-    return find_files(names, ENDINGS)
+    """Finds what is to be read, in the order of its records: files, in folders too, and folders
+    that `datasets.Dataset.save_to_disk` wrote, which are named themselves.
+
+    Raises:
+      InputError: as `wedlm_jax.records.files.find_files`; a folder of several splits, or one for
+        which the library `datasets` is missing.
+    """
+    files: list[RecordFile] = []
+    others: list[Path] = []
+    folders: list[Path] = []
+    for name in names:
+        folder = Path(name)
+        if (folder / "dataset_dict.json").is_file():
+            splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
+            shown = ", ".join(f"{name.rstrip('/')}/{split}" for split in splits)
+            raise InputError(f"{name}: a dataset of several splits; name those to read: {shown}")
+        if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+            _require_datasets()
+            files.append(RecordFile(folder, name, folder.name, DATASET))
+            continue
+        found = find_files([name], ENDINGS)
+        files += found.files
+        others += found.others
+        folders += found.folders
+    return FoundFiles(tuple(files), tuple(others), tuple(folders))
+
+
+def input_size(file: RecordFile) -> int:
+    """Returns the bytes of a file, or of a dataset's tables."""
+    if file.kind == DATASET:
+        return sum(path.stat().st_size for path in file.path.glob("*.arrow"))
+    return file_size(file)
 
 
 def chunks(file: RecordFile) -> Iterator[RecordChunk]:
@@ -86,9 +125,10 @@ def chunks(file: RecordFile) -> Iterator[RecordChunk]:
         TEXT: _text_chunks,
         PARQUET: _parquet_chunks,
         ARRAYRECORD: _arrayrecord_chunks,
+        DATASET: _dataset_chunks,
     }[file.kind]
     try:
-        size = file.path.stat().st_size
+        size = input_size(file)
         if size == 0:
             yield RecordChunk(file, problem=("the file is empty", ""))
             return
@@ -172,6 +212,20 @@ def _arrayrecord_chunks(file: RecordFile, size: int) -> Iterator[RecordChunk]:
     except (OSError, RuntimeError, ValueError) as error:
         yield RecordChunk(file, problem=("not an ArrayRecord file", shortened(str(error))))
         return
+    yield from _row_chunks(file, size, count)
+
+
+def _dataset_chunks(file: RecordFile, size: int) -> Iterator[RecordChunk]:
+    try:
+        count = len(_dataset(file.path))
+    except Exception as error:
+        # The library has error types of its own, for all that may be damaged.
+        yield RecordChunk(file, problem=("not a dataset", shortened(str(error))))
+        return
+    yield from _row_chunks(file, size, count)
+
+
+def _row_chunks(file: RecordFile, size: int, count: int) -> Iterator[RecordChunk]:
     told = 0
     for start in range(0, count, CHUNK_RECORDS):
         rows = min(CHUNK_RECORDS, count - start)
@@ -184,6 +238,11 @@ def _rows(chunk: RecordChunk) -> list[dict[str, Any] | Malformed]:
     file, start = chunk.file, chunk.first - 1
     if file.kind == PARQUET:
         return list(read_rows(file.path, file.shown, COLUMNS, start, chunk.count))
+    if file.kind == DATASET:
+        table = _dataset(file.path)
+        read = table.select_columns([name for name in table.column_names if name in COLUMNS])
+        rows = read.select(range(start, start + chunk.count)).to_list()
+        return [without_nulls(row) for row in rows]
     from array_record.python.array_record_module import ArrayRecordReader
 
     reader = ArrayRecordReader(str(file.path))
@@ -192,6 +251,23 @@ def _rows(chunk: RecordChunk) -> list[dict[str, Any] | Malformed]:
     finally:
         reader.close()
     return [_parsed(row, file, number) for number, row in enumerate(rows, chunk.first)]
+
+
+def _require_datasets() -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise InputError(
+            "folders of Hugging Face datasets need the library datasets, which is not installed: "
+            "pip install 'wedlm-jax[datasets]'"
+        ) from None
+    return datasets
+
+
+@functools.cache
+def _dataset(folder: Path) -> Any:
+    """The dataset of a folder, mapped into memory."""
+    return _require_datasets().load_from_disk(str(folder))
 
 
 def _parsed(line: bytes | None, file: RecordFile, number: int) -> dict[str, Any] | Malformed:

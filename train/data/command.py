@@ -21,18 +21,25 @@ input, by ending; folders are searched, several may be given:
   .jsonl, .jsonl.gz   a JSON object a line, with one of
                         "text": a document
                         "messages": [{"role": ..., "content": ...}, ...], a conversation
+                        "conversations": [{"from": "human", "value": ...}, ...], one, too
                         "token_ids": [...], and perhaps "trainable": [true, ...] of its length
   .txt                one document
   .parquet            columns of these names (pip install 'wedlm-jax[data]')
   .arrayrecord        a JSON object, as above, a record
+  a folder            that datasets.Dataset.save_to_disk wrote, named itself; columns of
+                      these names (pip install 'wedlm-jax[datasets]')
 
 A document is trained on whole, with an end-of-text token after it; what is longer than a
 row is cut into rows. Of a conversation, put through the tokenizer's chat template, the
 assistant's turns are trained on, their end token included; one that is longer than a row is
 left out. token_ids without trainable are a document, with it a finished sample.
 
+A job that was killed goes on where the same command finds it: input is cut into parts of
+about 1 GiB of whole files, and a part that is made is not made again. --num-hosts shares them
+out to hosts that see the same files.
+
 Nothing is dropped in silence: DIR/malformed.jsonl names each record that was left out, and
-why; DIR/dataset.json has the counts. The output is the same for any number of workers.
+why; DIR/dataset.json has the counts. The output is the same for any number of workers and hosts.
 
 examples:
   wedlm tokenize --input corpus/ --output data/corpus --tokenizer Qwen3-8B \\
@@ -40,7 +47,7 @@ examples:
   wedlm tokenize --input chats.jsonl --output data/chats --tokenizer Qwen3-8B \\
       --row-length 4096 --block-size 32 --end-tokens 8
   wedlm train --config configs/wedlm_8b.yaml model.init_from=Qwen3-8B \\
-      'data.sources={data/corpus: 0.8, data/chats: 0.2}'
+      'data.sources={data/corpus: 0.8, data/chats: 0.2}' evaluation.source=data/held-out
 """
 
 
@@ -101,6 +108,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="rows in a file of the output [%(default)s]",
     )
+    add(
+        "--num-hosts",
+        metavar="N",
+        help="hosts that share the work, each started with the same command; auto: ask what "
+        "launched them",
+    )
+    add("--host-id", type=int, metavar="I", help="which of them this is, from 0 [asks, too]")
     add("--fail-fast", action="store_true", help="stop at the first malformed record")
     return made
 
@@ -111,8 +125,10 @@ def main(arguments: list[str]) -> int:
     from rich.console import Console
 
     from train.data.chunks import find_input
-    from train.data.job import MALFORMED, TokeniseOptions, check_options, tokenise
+    from train.data.job import TokeniseOptions, check_options, tokenise
+    from train.data.parts import MALFORMED
     from train.data.samples import SampleOptions
+    from wedlm_jax.processes import find_host
 
     job = TokeniseOptions(
         inputs=tuple(options.input),
@@ -129,6 +145,7 @@ def main(arguments: list[str]) -> int:
         workers=options.workers,
         fail_fast=options.fail_fast,
         shard_rows=options.rows_per_shard,
+        host=find_host(options.num_hosts, options.host_id),
     )
     check_options(job)
     found = find_input(job.inputs)
@@ -140,6 +157,9 @@ def main(arguments: list[str]) -> int:
     bar = ProgressBar("bytes", percent=True, title="tokenising", console=Console(), every=10.0)
     with bar:
         made = tokenise(job, TokensBar(bar))
+    if made is None:
+        print(f"{job.host}: its parts are made; host 0 makes {job.output} when all are")
+        return 0
     seconds = max(time.monotonic() - started, 1e-9)
     print(
         f"{job.output}: {made.rows:,} rows of {made.row_length} in {len(made.shards)} shards, "

@@ -13,6 +13,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,29 +22,26 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-import numpy as np
-from tokenizers import Tokenizer
-
-from train.data.chunks import Malformed, RecordChunk, chunks, find_input
-from train.data.manifest import Manifest, tokenizer_fingerprint, write_manifest
+from train.data.added_tokens import AddedTokens
+from train.data.chunks import RecordChunk, chunks, find_input, input_size
+from train.data.manifest import DataShard, Manifest, read_manifest, tokenizer_fingerprint
+from train.data.parts import MALFORMED, PART, PartCounts, PartFolders, cut_into_parts
 from train.data.row_codec import encode_row
 from train.data.samples import ChunkSamples, SampleMaker, SampleOptions, load_tokenizer
 from train.data.shards import ShardWriter
-from wedlm_jax.atomic import replacing
+from wedlm_jax.atomic import replacing, write_json
 from wedlm_jax.errors import InputError
 from wedlm_jax.packing import TokenisedSample, pack
-from wedlm_jax.records.files import RecordFile, file_size
+from wedlm_jax.processes import Host
+from wedlm_jax.records.files import RecordFile
+from wedlm_jax.storage import folder_of_this_machine
 
-MALFORMED = "malformed.jsonl"
 SORTED_SAMPLES = 1024
 """So many samples at a time are packed longest first, which fills rows better than their own
 order: 99 % against 96 to 98 % of documents' rows. A run reads rows shuffled, anyway."""
 
 OPEN_ROWS = 512
 """Rows that packing keeps open at a time: memory and time against fill."""
-
-FIRST_NAMED = 5
-"""Malformed records that the manifest names for each reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +56,7 @@ class TokeniseOptions:
       workers: processes that read and tokenise; 0: this one does.
       fail_fast: stop at the first malformed record.
       shard_rows: rows in a file of the output.
+      host: which of several hosts, that see the same files, this is.
     """
 
     inputs: tuple[str, ...]
@@ -67,6 +66,7 @@ class TokeniseOptions:
     workers: int = 0
     fail_fast: bool = False
     shard_rows: int = 32_768
+    host: Host = dataclasses.field(default_factory=Host)
 
 
 class Watcher(Protocol):
@@ -75,47 +75,29 @@ class Watcher(Protocol):
     def progress(self, bytes_read: int, bytes_total: int, tokens: int) -> None: ...
 
 
-class AddedTokens:
-    """Counts the tokens that ordinary text is not made of: those added to a tokenizer, and ids that
-    it does not have."""
+class Progress:
+    """How far this host is, over all of its parts.
 
-    def __init__(self, tokenizer: Tokenizer):
-        ordinary = set(tokenizer.get_vocab(with_added_tokens=True).values())
-        ordinary -= set(tokenizer.get_added_tokens_decoder())
-        self._ordinary = np.zeros(max(ordinary, default=0) + 2, bool)  # the last: ids beyond
-        self._ordinary[list(ordinary)] = True
-        self._counts: collections.Counter[int] = collections.Counter()
+    Args:
+      watcher: is told.
+      total: bytes of the parts.
+    """
 
-    def count(self, tokens: np.ndarray) -> None:
-        """Takes in the tokens ``[L]`` of a sample."""
-        ordinary = self._ordinary[np.minimum(tokens, len(self._ordinary) - 1)]
-        self._counts.update(tokens[~ordinary].tolist())
+    def __init__(self, watcher: Watcher, total: int):
+        self._watcher, self._total = watcher, total
+        self._bytes = self._tokens = 0
 
-    def by_id(self) -> dict[str, int]:
-        """Returns the counts, the smallest id first."""
-        return {str(token): count for token, count in sorted(self._counts.items())}
+    def add(self, bytes_read: int, tokens: int = 0) -> None:
+        self._bytes, self._tokens = self._bytes + bytes_read, self._tokens + tokens
+        self._watcher.progress(self._bytes, self._total, self._tokens)
 
 
-@dataclasses.dataclass
-class _RunningCounts:
-    """Grows while samples stream into rows."""
-
-    added: AddedTokens
-    records: int = 0
-    samples: int = 0
-    rows: int = 0
-    tokens: int = 0
-    trainable: int = 0
-    malformed: int = 0
-    bytes_read: int = 0
-    reasons: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
-
-
-def tokenise(options: TokeniseOptions, watcher: Watcher) -> Manifest:
-    """Makes the folder of packed rows, whole or not at all.
+def tokenise(options: TokeniseOptions, watcher: Watcher) -> Manifest | None:
+    """Makes the folder of packed rows, whole or not at all, and goes on with what an earlier
+    attempt, or another host, has made of it.
 
     Returns:
-      what its `dataset.json` says.
+      what its `dataset.json` says; None on a host other than the first, which has made its parts.
 
     Raises:
       InputError: options that do not fit, an input or tokenizer that cannot be read, no usable
@@ -125,38 +107,100 @@ def tokenise(options: TokeniseOptions, watcher: Watcher) -> Manifest:
     files = find_input(options.inputs).files
     tokenizer = load_tokenizer(Path(options.samples.tokenizer))
     fingerprint = tokenizer_fingerprint(tokenizer)
-    counts, row_length = _RunningCounts(AddedTokens(tokenizer)), options.samples.row_length
-    with replacing(options.output) as folder:
+    parts = cut_into_parts(files)
+    folders = PartFolders(Path(options.output), _plan(options, parts, fingerprint), len(parts))
+    host = options.host
+    own = range(host.index, len(parts), host.count)
+    progress = Progress(watcher, sum(input_size(file) for n in own for file in parts[n]))
+    try:
+        for number in own:
+            if number in folders.missing():
+                added = AddedTokens(tokenizer)
+                _make_part(options, parts[number], folders.part(number), added, progress)
+            else:
+                progress.add(sum(map(input_size, parts[number])))
+    except BaseException:
+        if host.count == 1:
+            folders.remove_if_empty()
+        raise
+    if host.index:
+        return None
+    folders.wait(print)
+    try:
+        folders.finish(functools.partial(_manifest, options, fingerprint))
+    except NoRows:
+        shutil.rmtree(folders.folder, ignore_errors=True)
+        raise
+    return read_manifest(Path(options.output))
+
+
+class NoRows(InputError):
+    """The input has no usable record."""
+
+
+def _make_part(
+    options: TokeniseOptions,
+    files: Sequence[RecordFile],
+    part: Path,
+    added: AddedTokens,
+    progress: Progress,
+) -> None:
+    """Tokenises and packs some files into a folder of shards, `MALFORMED` and `PART`."""
+    counts, row_length = PartCounts(), options.samples.row_length
+    with replacing(part) as folder:
         writer = ShardWriter(folder, options.shard_rows)
         with (folder / MALFORMED).open("w", encoding="utf-8") as named:
-            samples = _longest_first(_samples(options, files, counts, named, watcher))
+            samples = _longest_first(_samples(options, files, counts, named, progress))
             for members in pack(
                 samples, row_length=row_length, block_size=options.block_size, open_rows=OPEN_ROWS
             ):
                 writer.write(encode_row(members))
                 counts.rows += 1
-        if not counts.rows:
-            raise InputError(_nothing(counts))
-        shards, content = writer.finish()
-        manifest = Manifest(
-            row_length=row_length,
-            block_size=options.block_size,
-            tokenizer=fingerprint,
-            records=counts.records,
-            samples=counts.samples,
-            rows=counts.rows,
-            tokens=counts.tokens,
-            trainable_tokens=counts.trainable,
-            fill=round(counts.tokens / (counts.rows * row_length), 6),
-            malformed=counts.malformed,
-            reasons=dict(sorted(counts.reasons.items())),
-            made_with=_made_with(options),
-            added_tokens=counts.added.by_id(),
-            content=content,
-            shards=shards,
-        )
-        write_manifest(manifest, folder)
-    return manifest
+                for sample in members:
+                    added.count(sample.tokens)
+        counts.added_tokens = added.by_id()
+        shards, counts.content = writer.finish()
+        counts.shards = [dataclasses.asdict(shard) for shard in shards]
+        write_json(folder / PART, dataclasses.asdict(counts))
+
+
+def _manifest(
+    options: TokeniseOptions, fingerprint: str, counts: PartCounts, shards: list[DataShard]
+) -> Manifest:
+    if not counts.rows:
+        raise NoRows(_nothing(counts))
+    row_length = options.samples.row_length
+    return Manifest(
+        row_length=row_length,
+        block_size=options.block_size,
+        tokenizer=fingerprint,
+        records=counts.records,
+        samples=counts.samples,
+        rows=counts.rows,
+        tokens=counts.tokens,
+        trainable_tokens=counts.trainable,
+        fill=round(counts.tokens / (counts.rows * row_length), 6),
+        malformed=counts.malformed,
+        reasons=dict(sorted(counts.reasons.items())),
+        made_with=_made_with(options),
+        added_tokens=counts.added_tokens,
+        content=counts.content,
+        shards=shards,
+    )
+
+
+def _plan(
+    options: TokeniseOptions, parts: Sequence[Sequence[RecordFile]], fingerprint: str
+) -> dict[str, Any]:
+    """All that decides what the parts hold."""
+    return {
+        "tokenizer": fingerprint,
+        "row_length": options.samples.row_length,
+        "block_size": options.block_size,
+        "shard_rows": options.shard_rows,
+        "made_with": _made_with(options),
+        "parts": [[[file.shown, input_size(file)] for file in files] for files in parts],
+    }
 
 
 def check_options(options: TokeniseOptions) -> None:
@@ -176,7 +220,7 @@ def check_options(options: TokeniseOptions) -> None:
             f"--row-length {options.samples.row_length} is not a multiple of "
             f"--block-size {options.block_size}"
         )
-    output = Path(options.output)
+    output = folder_of_this_machine(options.output, "what is tokenised")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InputError(f"{output}: is there already; remove it, or name another folder")
 
@@ -184,27 +228,25 @@ def check_options(options: TokeniseOptions) -> None:
 def _samples(
     options: TokeniseOptions,
     files: Sequence[RecordFile],
-    counts: _RunningCounts,
+    counts: PartCounts,
     named: IO[str],
-    watcher: Watcher,
+    progress: Progress,
 ) -> Iterator[TokenisedSample]:
     """Yields all samples in order, and writes down what is malformed on the way."""
-    total = sum(map(file_size, files))
     stream = (chunk for file in files for chunk in chunks(file))
     for chunk, result in _results(options, stream):
         for what in result.malformed:
             if options.fail_fast:
                 raise InputError(str(what))
-            _note(what, counts, named)
+            named.write(json.dumps(dataclasses.asdict(what), ensure_ascii=False) + "\n")
+            counts.note(what)
         counts.records += result.records
         for sample in result.samples:
             counts.samples += 1
             counts.tokens += len(sample.tokens)
             counts.trainable += int(sample.trainable.sum())
-            counts.added.count(sample.tokens)
             yield sample
-        counts.bytes_read += chunk.bytes_read
-        watcher.progress(counts.bytes_read, total, counts.tokens)
+        progress.add(chunk.bytes_read, sum(len(sample.tokens) for sample in result.samples))
 
 
 def _longest_first(samples: Iterator[TokenisedSample]) -> Iterator[TokenisedSample]:
@@ -266,16 +308,7 @@ def _start_worker() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _note(what: Malformed, counts: _RunningCounts, named: IO[str]) -> None:
-    named.write(json.dumps(dataclasses.asdict(what), ensure_ascii=False) + "\n")
-    counts.malformed += 1
-    reason = counts.reasons.setdefault(what.reason, {"records": 0, "first": []})
-    reason["records"] += 1
-    if len(reason["first"]) < FIRST_NAMED:
-        reason["first"].append(f"{what.file}:{what.line}" if what.line else what.file)
-
-
-def _nothing(counts: _RunningCounts) -> str:
+def _nothing(counts: PartCounts) -> str:
     if not counts.malformed:
         return "the input has no records"
     worst = max(counts.reasons, key=lambda reason: counts.reasons[reason]["records"])

@@ -1,15 +1,17 @@
 """The order in which steps read packed rows: the one file that knows grain.
 
 Step s's global batch is rows ``s * A * R`` and on of one endless order that only the seed, the
-sources and their weights decide. So a batch is the same for any number of hosts, each of which
-reads its own rows of it, and a run that resumes needs nothing but the number of its step.
+sources and their weights decide (in each phase of a run: `train.phases`). So a batch is the same
+for any number of hosts, each of which reads its own rows of it, and a run that resumes needs
+nothing but the number of its step.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import grain
 import numpy as np
@@ -47,8 +49,42 @@ class RowPlaces:
         return self._rows.place(int(index))
 
 
+class Stream(NamedTuple):
+    """The endless sequence of one set's rows, and where an order goes on with it.
+
+    Attributes:
+      number: tells the streams of a run apart; with the seed, it decides the sequence.
+      taken: rows that were read of it before.
+    """
+
+    number: int
+    taken: int = 0
+
+
+def rows_taken(weights: Sequence[float], rows: int) -> list[int]:
+    """How many of the first ``rows`` rows of a mix come from each of its sets."""
+    if len(weights) == 1:
+        return [rows]
+    places = [
+        grain.MapDataset.range(sys.maxsize).map(lambda row, number=number: (number, row))
+        for number in range(len(weights))
+    ]
+    mixed = grain.MapDataset.mix(places, weights)
+    last: dict[int, int] = {}
+    for index in range(rows - 1, -1, -1):
+        number, row = mixed[index]
+        last.setdefault(number, row)
+        if len(last) == len(weights):
+            break
+    return [last.get(number, -1) + 1 for number in range(len(weights))]
+
+
 def global_order(
-    row_sets: Sequence[tuple[RowSet | RowPlaces, float]], *, seed: int, batch_rows: int
+    row_sets: Sequence[tuple[RowSet | RowPlaces, float]],
+    *,
+    seed: int,
+    batch_rows: int,
+    streams: Sequence[Stream] | None = None,
 ) -> grain.MapDataset:
     """Yields all rows, each set shuffled anew every epoch of its own, mixed by weight, without end.
 
@@ -56,6 +92,7 @@ def global_order(
       row_sets: rows and their share of the order; shares are relative to their sum.
       seed: decides the order.
       batch_rows: rows in a step's global batch, A * R.
+      streams: where the order goes on with each set; default: at the beginning of each.
 
     Raises:
       InputError: there are fewer rows than one batch takes.
@@ -63,10 +100,13 @@ def global_order(
     rows = sum(len(row_set) for row_set, _ in row_sets)
     if rows < batch_rows:
         raise InputError(f"data: {rows} packed rows are fewer than one batch of {batch_rows}")
-    orders = [
-        grain.MapDataset.source(row_set).seed(seed + number).shuffle().repeat()  # type: ignore[arg-type]
-        for number, (row_set, _) in enumerate(row_sets)
-    ]
+    orders = []
+    for (row_set, _), stream in zip(
+        row_sets, streams or map(Stream, range(len(row_sets))), strict=True
+    ):
+        source = grain.MapDataset.source(row_set)  # type: ignore[arg-type]
+        order = source.seed(seed + stream.number).shuffle().repeat()
+        orders.append(order[stream.taken :] if stream.taken else order)
     if len(orders) == 1:
         return orders[0]
     return grain.MapDataset.mix(orders, [weight for _, weight in row_sets])
@@ -80,6 +120,7 @@ class HostSteps:
       shape: (A, R) of a global batch.
       rows: which of the R rows this host holds, ascending.
       start, stop: the first step, and the one after the last.
+      first: the step with which the order begins.
     """
 
     def __init__(
@@ -89,16 +130,17 @@ class HostSteps:
         rows: Sequence[int],
         start: int,
         stop: int,
+        first: int = 0,
     ):
         self._order, self._shape, self._rows = order, shape, [int(row) for row in rows]
-        self._start, self._stop = start, stop
+        self._start, self._stop, self._first = start, stop, first
 
     def __len__(self) -> int:
         return max(self._stop - self._start, 0)
 
     def __getitem__(self, index: Any) -> HostBatch:
         accumulation, batch_rows = self._shape
-        first = (self._start + int(index)) * accumulation * batch_rows
+        first = (self._start - self._first + int(index)) * accumulation * batch_rows
         picked = [
             self._order[first + turn * batch_rows + row]
             for turn in range(accumulation)
@@ -115,18 +157,23 @@ class HostSteps:
 
 
 def step_places(
-    row_sets: Sequence[tuple[RowSet, float]], *, seed: int, shape: tuple[int, int], step: int
+    row_sets: Sequence[tuple[RowSet, float]],
+    *,
+    seed: int,
+    shape: tuple[int, int],
+    step: int,
+    streams: Sequence[Stream] | None = None,
 ) -> list[list[tuple[str, int]]]:
     """Finds the rows of a step's global batch: the file and the number there, for ``[A][R]``.
 
     Args:
-      row_sets, seed: as in `global_order`.
+      row_sets, seed, streams: as in `global_order`.
       shape: (A, R).
-      step: from 0.
+      step: from 0, the order's first.
     """
     places = [(RowPlaces(rows), weight) for rows, weight in row_sets]
     accumulation, batch_rows = shape
-    order = global_order(places, seed=seed, batch_rows=accumulation * batch_rows)
+    order = global_order(places, seed=seed, batch_rows=accumulation * batch_rows, streams=streams)
     first = step * accumulation * batch_rows
     return [
         [order[first + turn * batch_rows + row] for row in range(batch_rows)]

@@ -17,8 +17,17 @@ from wedlm_jax.errors import InputError, shortened
 from wedlm_jax.packing import TokenisedSample
 from wedlm_jax.text import TextCodec
 
-KEYS = {"text": "text", "chat": "messages", "tokens": "token_ids"}
-"""Format of a record by the key that holds it."""
+KEYS = {"text": "text", "messages": "chat", "conversations": "chat", "token_ids": "tokens"}
+"""Keys that hold a record, and their format."""
+
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+}
+"""Role in a chat template by the ``from`` of a ShareGPT turn."""
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -123,13 +132,12 @@ class SampleMaker:
 
         if isinstance(record, str):
             record = {"text": record}
-        keys = [key for key in KEYS.values() if key in record]
-        if self.options.format != "auto":
-            keys = [key for key in keys if key == KEYS[self.options.format]]
-            if not keys:
-                raise refuse("missing key", f"no {KEYS[self.options.format]!r}")
+        wanted = self.options.format
+        known = [key for key, kind in KEYS.items() if wanted in ("auto", kind)]
+        keys = [key for key in known if key in record]
         if not keys:
-            raise refuse("missing key", f"none of {', '.join(KEYS.values())}")
+            missing = f"no {known[0]!r}" if len(known) == 1 else f"none of {', '.join(known)}"
+            raise refuse("missing key", missing)
         if len(keys) > 1:
             raise refuse("several formats", f"{' and '.join(keys)}; choose one with --format")
         try:
@@ -137,6 +145,8 @@ class SampleMaker:
                 return _whole_text(record["text"], "text")
             if keys[0] == "messages":
                 return [self._conversation(record["messages"])]
+            if keys[0] == "conversations":
+                return [self._conversation(_from_sharegpt(record["conversations"]))]
             return self._token_ids(record)
         except _Wrong as wrong:
             raise refuse(*wrong.args) from None
@@ -206,10 +216,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
       InputError: naming the file that is missing or malformed.
     """
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    if not path.exists():
         raise InputError(f"{folder}: no tokenizer.json in this folder")
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:
         # The parser raises a bare Exception.
         reason = shortened(str(error))
@@ -229,6 +239,22 @@ class _Refused(Exception):
 
 class _Wrong(Exception):
     """Reason and detail, from where file and line are not known."""
+
+
+def _from_sharegpt(turns: Any) -> list[dict[str, Any]]:
+    """The messages of ``[{"from": ..., "value": ...}, ...]``."""
+    if not isinstance(turns, list) or not turns:
+        raise _Wrong("wrong type", "conversations must be a list of at least one turn")
+    messages = []
+    for number, turn in enumerate(turns, 1):
+        if not isinstance(turn, dict):
+            raise _Wrong("wrong type", f"turn {number} must be an object")
+        speaker = turn.get("from")
+        if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+            known = ", ".join(SHAREGPT_ROLES)
+            raise _Wrong("unknown speaker", f"'from' of turn {number} must be one of {known}")
+        messages.append({"role": SHAREGPT_ROLES[speaker], "content": turn.get("value")})
+    return messages
 
 
 def _whole_text(value: Any, name: str, *, empty: bool = False) -> str:

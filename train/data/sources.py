@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 from tokenizers import Tokenizer
 
@@ -12,6 +11,7 @@ from train.data.manifest import Manifest, read_manifest, tokenizer_fingerprint
 from train.data.shards import ShardRows
 from wedlm_jax.errors import InputError
 from wedlm_jax.processes import say
+from wedlm_jax.storage import folder_of_this_machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ def open_sources(config: TrainConfig, tokenizer: Tokenizer, pad_token_id: int) -
     sources = Sources([], [], [])
     total = sum(config.data.sources.values())
     for name, weight in config.data.sources.items():
-        folder = Path(name)
+        folder = folder_of_this_machine(name, "data.sources")
         manifest = read_manifest(folder)
         for field in ("row_length", "block_size"):
             theirs, ours = getattr(manifest, field), getattr(config, field)

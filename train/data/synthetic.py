@@ -115,7 +115,7 @@ def save_dataset(dataset: PackedDataset, path: Path) -> None:
 
 
 def load_dataset(path: Path) -> PackedDataset:
-    with np.load(path) as file:
+    with path.open("rb") as opened, np.load(opened) as file:
         arrays = {name: file[name] for name in file.files}
     numbers = {k: arrays.pop(k).item() for k in ("fill", "samples", "skipped")}
     return PackedDataset(arrays, **numbers, file=str(path))

@@ -60,7 +60,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, longest: int = 1024) -
       longest: tokens of a text above which transformers warns.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",

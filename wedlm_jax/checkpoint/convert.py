@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from wedlm_jax.checkpoint.model_folder import FORMATS, ORBAX, format_of, run_mod
 from wedlm_jax.config import MODEL_TYPES, ModelConfig, with_model_type
 from wedlm_jax.errors import InputError
 from wedlm_jax.progress import ProgressBar
+from wedlm_jax.storage import absolute, as_path, copy_file
 
 if TYPE_CHECKING:
     from wedlm_jax.checkpoint.hf_export import Tensor
@@ -130,8 +130,8 @@ def convert(
     Raises:
       InputError: naming the folder, file or tensor, and what was expected of it.
     """
-    source, destination = Path(source), Path(destination)
-    described = run_model_folder(source) if config_from is None else Path(config_from)
+    source, destination = as_path(source), as_path(destination)
+    described = run_model_folder(source) if config_from is None else as_path(config_from)
     found = format_of(source) if described is None else RUN
     target = to or next(name for name in FORMATS if name != found)
     if target not in FORMATS:
@@ -157,7 +157,7 @@ def convert(
             write = _write_orbax if target == "orbax" else _write_hf
             result = write(opened, beside, bar)
             if dtype is None and model_type is None and found != RUN:
-                shutil.copyfile(source / "config.json", beside / "config.json")
+                copy_file(source / "config.json", beside / "config.json")
             else:
                 raw = opened.raw_config if dtype is None else _with_dtype(opened.raw_config, dtype)
                 if model_type is not None:
@@ -170,7 +170,7 @@ def convert(
 
 
 def _check_destination(source: Path, destination: Path, force: bool) -> None:
-    here, there = source.resolve(), destination.resolve()
+    here, there = absolute(source), absolute(destination)
     if here == there:
         raise InputError(f"{destination}: source and destination are the same folder")
     if here in there.parents:

@@ -8,7 +8,6 @@ transposed, stacked and, if asked, cast.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from wedlm_jax.atomic import part_folder
 from wedlm_jax.checkpoint.dtypes import numpy_dtype
 from wedlm_jax.checkpoint.hf_export import (
     SHARD_BYTES,
@@ -36,6 +36,7 @@ from wedlm_jax.model.layer_layout import are_stacked, is_on_columns
 from wedlm_jax.model.layers import columns_are_faster
 from wedlm_jax.model.quantization import check_quantization, rounded_alone
 from wedlm_jax.processes import Processes, jax_processes, replacing_together
+from wedlm_jax.storage import as_path, copy_file, is_remote
 
 
 def check_tensors(
@@ -168,7 +169,7 @@ def save_checkpoint(
         model's matrices are rounded.
     """
     np_dtype = numpy_dtype(dtype)
-    require_replaceable(Path(folder))
+    require_replaceable(as_path(folder))
     processes = processes or jax_processes()
     entries = parameter_entries(
         model.config, stacked=are_stacked(model), columns=is_on_columns(model)
@@ -183,11 +184,13 @@ def save_checkpoint(
             written = dtype or largest_dtype(tensors)
             write_config(beside, raw_config or config_to_hf(config, dtype=written))
             if tokenizer_from is not None:
-                copy_tokenizer(Path(tokenizer_from), beside)
+                copy_tokenizer(as_path(tokenizer_from), beside)
 
 
 def require_replaceable(folder: Path) -> None:
-    """Refuses a folder that holds anything but a checkpoint."""
+    """Refuses a folder that holds anything but a checkpoint, or what a killed call left of one."""
+    if is_remote(folder) and part_folder(folder).exists():
+        return
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").exists():
         raise InputError(f"{folder}: not empty, and not a checkpoint that could be replaced")
 
@@ -203,4 +206,4 @@ def copy_tokenizer(source: Path, destination: Path) -> None:
         raise InputError(f"{source}: no such folder to take the tokenizer from")
     for name in TOKENIZER_FILES:
         if (source / name).exists():
-            shutil.copyfile(source / name, destination / name)
+            copy_file(source / name, destination / name)

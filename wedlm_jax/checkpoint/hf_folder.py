@@ -16,6 +16,7 @@ import numpy as np
 from wedlm_jax.checkpoint.safetensors_file import SafetensorsFile
 from wedlm_jax.config import ModelConfig, config_from_hf, read_config_json
 from wedlm_jax.errors import InputError
+from wedlm_jax.storage import as_path
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded"
 WEIGHTS = "model.safetensors"
@@ -48,7 +49,7 @@ class HFCheckpoint:
     """
 
     def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
+        self.folder = as_path(folder)
         if not self.folder.is_dir():
             raise InputError(f"{self.folder}: no such model folder")
         self.raw_config = read_config_json(self.folder)

@@ -1,19 +1,21 @@
-"""Parameters from a Hugging Face folder onto devices: each host reads its own slices.
+"""Parameters from a Hugging Face folder onto devices: each host reads its own rows, once.
 
-A parameter is read tensor by tensor and a few rows at a time, straight into the slices that
+A parameter is read tensor by tensor and whole rows at a time, straight into the slices that
 this host's devices hold of it; the host's memory then holds one parameter's slices beyond
-what is on the devices, and a slice is let go as soon as its device has it.
+what is on the devices, and a slice is let go as soon as its device has it. Where a mesh cuts
+columns over several hosts, each reads rows of its own and the devices exchange them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from wedlm_jax.checkpoint.dtypes import bits, cast
 from wedlm_jax.errors import InputError
@@ -51,6 +53,50 @@ def load_parameter(
     if mesh is None:
         return jnp.asarray(read_parameter(checkpoint, entry, dtype))
     sharding = parameter_sharding(mesh, entry)
+    if not spans_processes(mesh):
+        return _read_onto(checkpoint, entry, dtype, sharding)
+    by_rows = _read_onto(checkpoint, entry, dtype, rows_first(sharding, entry))
+    return jax.device_put(by_rows, sharding, donate=True)
+
+
+def spans_processes(mesh: Mesh) -> bool:
+    """Tells whether the devices of a mesh belong to several processes."""
+    return len({device.process_index for device in mesh.devices.flat}) > 1
+
+
+def rows_first(sharding: NamedSharding, entry: Entry) -> NamedSharding:
+    """Returns a layout of a parameter that cuts the Hugging Face tensor along its rows alone, over
+    as many devices as divide them.
+
+    So each process reads its own rows, whole and once, and the devices exchange what belongs
+    elsewhere. Of a tensor cut along its columns every process would read all.
+    """
+    axes = [_axis_names(axis) for axis in sharding.spec]
+    axes += [()] * (len(entry.shape) - len(axes))
+    if len(entry.hf_shape) < 2:
+        return sharding
+    rows, columns = (-1, -2) if entry.transposed else (-2, -1)
+    others = [axis for place in axes[:-2] for axis in place]  # what cuts the layers stays
+    wanted = dict.fromkeys([*axes[rows], *axes[columns], *sharding.mesh.axis_names])
+    chosen: list[str] = []
+    for axis in [axis for axis in wanted if axis not in others]:
+        shards = math.prod(sharding.mesh.shape[name] for name in [*chosen, axis])
+        if entry.shape[rows] % shards == 0:
+            chosen.append(axis)
+    places = [*axes]
+    places[rows], places[columns] = tuple(chosen), ()
+    return NamedSharding(sharding.mesh, PartitionSpec(*places))
+
+
+def _axis_names(axis: Any) -> tuple[str, ...]:
+    """Returns the mesh axes that cut an array's axis, as a tuple."""
+    return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def _read_onto(
+    checkpoint: OpenedCheckpoint, entry: Entry, dtype: Any, sharding: NamedSharding
+) -> jax.Array:
+    """Reads one parameter, each process what its own devices hold."""
     indices = {
         device: _spans(index, entry.shape)
         for device, index in sharding.addressable_devices_indices_map(entry.shape).items()
@@ -139,18 +185,17 @@ def _parts(entry: Entry, layer: int, slices: dict[Index, np.ndarray]) -> Iterabl
 
 
 def _read_tensor(checkpoint: OpenedCheckpoint, name: str, parts: Sequence[Part]) -> None:
-    """Fills the parts: those of the same rows together, in one reading of their columns."""
+    """Fills the parts from the rows that any of them wants, each read once."""
     file = checkpoint.tensors[name]
-    for rows in sorted({part.rows for part in parts}):
-        beside = [part for part in parts if part.rows == rows]
-        for left, right in _joined(part.columns for part in beside):
-            wanted = [part for part in beside if left <= part.columns[0] < right]
-            for start, values in file.read_rows(name, slice(*rows), slice(left, right)):
-                for part in wanted:
-                    columns = slice(part.columns[0] - left, part.columns[1] - left)
-                    fitting = cast(name, values[:, columns], part.target.dtype)
-                    at = start - rows[0]
-                    bits(part.target)[at : at + len(fitting)] = bits(fitting)
+    for wanted in _joined(part.rows for part in parts):
+        for start, values in file.read_rows(name, slice(*wanted)):
+            for part in parts:
+                first = max(start, part.rows[0])
+                end = min(start + len(values), part.rows[1])
+                if first < end:
+                    own = values[first - start : end - start, slice(*part.columns)]
+                    to = slice(first - part.rows[0], end - part.rows[0])
+                    bits(part.target)[to] = bits(cast(name, own, part.target.dtype))
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:

@@ -12,6 +12,7 @@ from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL, HFCheckpoint
 from wedlm_jax.checkpoint.model_folder import OrbaxCheckpoint, format_of
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
+from wedlm_jax.storage import as_path, file_sizes
 
 CACHE_BYTES = {"bfloat16": 2, "float32": 4}
 
@@ -54,7 +55,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
     Raises:
       InputError: naming the file that is missing, cut off or not what it should be.
     """
-    folder = Path(folder)
+    folder = as_path(folder)
     found = format_of(folder)
     checkpoint = OrbaxCheckpoint(folder) if found == "orbax" else HFCheckpoint(folder)
     config, raw, shapes = checkpoint.config, checkpoint.raw_config, _shapes(checkpoint)
@@ -106,8 +107,8 @@ def _dtype_counts(shapes: Shapes) -> dict[str, int]:
 
 
 def _files(folder: Path) -> dict[str, int]:
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {"count": len(paths), "bytes": sum(path.stat().st_size for path in paths)}
+    sizes = file_sizes(folder)
+    return {"count": len(sizes), "bytes": sum(sizes)}
 
 
 def _architecture(config: ModelConfig) -> dict[str, Any]:

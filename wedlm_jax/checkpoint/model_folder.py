@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from wedlm_jax.checkpoint.hf_folder import INDEX, WEIGHTS, model_config
 from wedlm_jax.config import read_config_json
 from wedlm_jax.errors import InputError
+from wedlm_jax.storage import absolute, as_path
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,7 +64,7 @@ def run_model_folder(folder: Path) -> Path | None:
     Returns:
       None where there is no such folder: it is no run, or one of an earlier version.
     """
-    folder = folder.resolve()
+    folder = absolute(folder)
     if folder.name == RUN_STATES:
         run = folder.parent
     elif folder.parent.name == RUN_STATES:
@@ -92,7 +93,7 @@ class OrbaxCheckpoint:
     def __init__(self, folder: str | Path):
         from wedlm_jax.checkpoint.orbax_io import array_shapes
 
-        self.folder = Path(folder)
+        self.folder = as_path(folder)
         self.raw_config = read_config_json(self.folder)
         self.array_folder = self.folder / ORBAX
         self.arrays = array_shapes(self.array_folder)

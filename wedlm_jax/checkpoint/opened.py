@@ -17,6 +17,7 @@ from wedlm_jax.checkpoint.model_folder import (
 )
 from wedlm_jax.checkpoint.names import Entry
 from wedlm_jax.config import ModelConfig
+from wedlm_jax.storage import as_path
 
 
 class StoredTensors(Protocol):
@@ -26,9 +27,7 @@ class StoredTensors(Protocol):
 
     def dtype(self, name: str) -> str: ...
 
-    def read_rows(
-        self, name: str, rows: slice = ..., columns: slice = ...
-    ) -> Iterator[tuple[int, np.ndarray]]: ...
+    def read_rows(self, name: str, rows: slice = ...) -> Iterator[tuple[int, np.ndarray]]: ...
 
 
 class OpenedCheckpoint(Protocol):
@@ -53,7 +52,7 @@ def open_checkpoint(folder: str | Path) -> OpenedCheckpoint:
     Raises:
       InputError: naming what is missing, cut off or not what it should be.
     """
-    folder = Path(folder)
+    folder = as_path(folder)
     is_hf = (folder / WEIGHTS).exists() or (folder / INDEX).exists()
     if (folder / ORBAX).is_dir() and not is_hf:
         return OrbaxTensors(OrbaxCheckpoint(folder))
@@ -103,10 +102,8 @@ class OrbaxTensors:
         values = self._newest[1][layer] if entry.stacked else self._newest[1]
         return values.T if entry.transposed else values
 
-    def read_rows(
-        self, name: str, rows: slice = slice(None), columns: slice = slice(None)
-    ) -> Iterator[tuple[int, np.ndarray]]:
+    def read_rows(self, name: str, rows: slice = slice(None)) -> Iterator[tuple[int, np.ndarray]]:
         """Yields all the rows at once, as `SafetensorsFile.read_rows` yields a few."""
         values = self.read(name)
         matrix = values.reshape(len(values), -1)
-        yield rows.indices(len(matrix))[0], matrix[rows, columns]
+        yield rows.indices(len(matrix))[0], matrix[rows]

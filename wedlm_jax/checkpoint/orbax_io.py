@@ -23,7 +23,10 @@ from orbax.checkpoint import type_handlers
 
 from wedlm_jax.errors import InputError
 from wedlm_jax.processes import is_first, wait_for_all
+from wedlm_jax.storage import absolute, is_remote, move_tree
 
+COMMITTED = "commit_success.txt"
+"""The file that orbax writes last into a state in a bucket, which has no renames."""
 LATE_REPORTS_S = 0.5
 """How long reads that were under way at a failure may take to end."""
 
@@ -50,7 +53,7 @@ class StepFolders:
             max_to_keep=keep, keep_period=keep_every or None, create=True
         )
         with _quiet():
-            self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
+            self._manager = ocp.CheckpointManager(absolute(folder), options=options)
 
     def steps(self) -> list[int]:
         """Lists the steps whose states were written completely, newest first."""
@@ -85,7 +88,10 @@ class StepFolders:
             while place.exists():
                 number += 1
                 place = folder.with_name(f"{step}.damaged-{number}")
-            folder.rename(place)
+            if is_remote(folder):
+                move_tree(folder, place, COMMITTED)
+            else:
+                folder.rename(place)
         wait_for_all(f"set aside {step}")
         self._manager.reload()
 
@@ -98,6 +104,14 @@ class StepFolders:
 def step_tree(step_folder: Path) -> Path:
     """Tells where a numbered state keeps its arrays."""
     return step_folder / "default"
+
+
+def is_whole(step_folder: Path) -> bool:
+    """Tells whether a numbered state was written completely."""
+    if is_remote(step_folder):
+        return (step_folder / COMMITTED).exists()
+    # On a file system a state that is still being written stands under another name.
+    return step_tree(step_folder).is_dir()
 
 
 def _check_same_shapes(folder: Path, like: dict[str, jax.Array]) -> None:
@@ -167,7 +181,7 @@ def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray | DeferredArray])
         registry = type_handlers.create_type_handler_registry((DeferredArray, _OneAtATime()))
         handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
         with ocp.Checkpointer(handler) as checkpointer:
-            checkpointer.save(folder.resolve(), args=ocp.args.PyTreeSave(_nested(deferred)))
+            checkpointer.save(absolute(folder), args=ocp.args.PyTreeSave(_nested(deferred)))
 
 
 def array_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -196,7 +210,7 @@ def read_arrays(folder: Path, paths: Iterable[str] | None = None) -> dict[str, n
     args = ocp.args.PyTreeRestore(item=item, restore_args=as_numpy, partial_restore=True)
     try:
         with _quiet(), ocp.PyTreeCheckpointer() as checkpointer:
-            tree = checkpointer.restore(folder.resolve(), args=args)
+            tree = checkpointer.restore(absolute(folder), args=args)
     except Exception as error:
         # Tensorstore's errors are of many types; each means that the files are damaged.
         raise _damaged(folder, error) from None
@@ -206,7 +220,7 @@ def read_arrays(folder: Path, paths: Iterable[str] | None = None) -> dict[str, n
 def _metadata(folder: Path) -> Any:
     try:
         with _quiet(), ocp.PyTreeCheckpointer() as checkpointer:
-            metadata = checkpointer.metadata(folder.resolve()).item_metadata
+            metadata = checkpointer.metadata(absolute(folder)).item_metadata
             if metadata is None:
                 raise ValueError("its description cannot be read")
             tree = metadata.tree

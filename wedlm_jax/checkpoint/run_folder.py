@@ -19,11 +19,12 @@ from wedlm_jax.checkpoint.hf import copy_tokenizer, write_config
 from wedlm_jax.checkpoint.hf_folder import INDEX, WEIGHTS, HFCheckpoint, model_config
 from wedlm_jax.checkpoint.model_folder import ORBAX, RUN_MODEL, RUN_STATES, OrbaxCheckpoint
 from wedlm_jax.checkpoint.names import hf_path
-from wedlm_jax.checkpoint.orbax_io import array_shapes, read_arrays, step_tree
+from wedlm_jax.checkpoint.orbax_io import array_shapes, is_whole, read_arrays, step_tree
 from wedlm_jax.config import ModelConfig, config_to_hf, read_config_json
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
 from wedlm_jax.processes import jax_processes, replacing_together
+from wedlm_jax.storage import as_path
 
 LEAVES_BEFORE_PARAMETERS = 1  # the step
 
@@ -47,10 +48,10 @@ class RunModel:
     """
 
     def __init__(self, folder: str | Path, config_from: str | Path):
-        state = newest_state(Path(folder))
+        state = newest_state(as_path(folder))
         self.step = int(state.name)
         self.array_folder = step_tree(state)
-        self.config = dataclasses.replace(_config(Path(config_from)), model_type="wedlm")
+        self.config = dataclasses.replace(described_model(as_path(config_from)), model_type="wedlm")
         leaves = array_shapes(self.array_folder)
         paths = _paths(self.config)
         names = list(leaves)[LEAVES_BEFORE_PARAMETERS:][: len(paths)]
@@ -82,29 +83,31 @@ def describe_run(run: Path, config: ModelConfig, tokenizer_from: Path) -> None:
             copy_tokenizer(tokenizer_from, beside)
 
 
+def is_described(run: Path, config: ModelConfig) -> bool:
+    """Tells whether `describe_run` has written that the run's model is ``config``."""
+    folder = run / RUN_MODEL
+    described = (folder / "config.json").exists() and (folder / "tokenizer.json").exists()
+    return described and described_model(folder) == dataclasses.replace(config, model_type="wedlm")
+
+
 def newest_state(folder: Path) -> Path:
     """Finds the newest complete state of a run: given its folder, its ``checkpoints``, or itself.
 
     Raises:
       InputError: there is none.
     """
-    if folder.name.isdigit() and _is_state(folder):
+    if folder.name.isdigit() and is_whole(folder):
         return folder
     for place in (folder / RUN_STATES, folder):
-        states = [path for path in place.glob("*") if path.name.isdigit() and _is_state(path)]
+        states = [path for path in place.glob("*") if path.name.isdigit() and is_whole(path)]
         if states:
             return max(states, key=lambda path: int(path.name))
     raise InputError(f"{folder}: no complete state of a training run is here")
 
 
-def _is_state(folder: Path) -> bool:
-    # A state that is still being written stands under another name.
-    return step_tree(folder).is_dir()
-
-
-def _config(folder: Path) -> ModelConfig:
-    """Reads the configuration, from headers where there are weights: a config.json may be silent
-    where tensors tell."""
+def described_model(folder: Path) -> ModelConfig:
+    """Reads the architecture from a folder's ``config.json``, and from the weights' headers where
+    there are weights: a config.json may be silent where tensors tell."""
     if (folder / ORBAX).is_dir():
         return OrbaxCheckpoint(folder).config
     if (folder / WEIGHTS).exists() or (folder / INDEX).exists():

@@ -8,27 +8,24 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from wedlm_jax.atomic import sync
 from wedlm_jax.checkpoint.dtypes import bits, cast
 from wedlm_jax.errors import InputError
+from wedlm_jax.storage import READ_BYTES, ByteRanges, is_remote, open_new
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 
 BUFFER_BYTES = 2 * 1024**2
 """About what one read or write moves: fits a core's cache, where transposing is cheap."""
-GAP_BYTES = 4096
-"""Columns that are not wanted are read along where a row has no more than this of them: a
-disk reads whole pages anyway."""
 
 Header = tuple[tuple[int, ...], np.dtype]
 """Shape and dtype of a tensor."""
@@ -46,20 +43,14 @@ class SafetensorsFile:
         if not path.exists():
             raise InputError(f"{path}: no such file, though the checkpoint names it")
         try:
-            with safe_open(str(path), framework="numpy"):
-                pass  # the library checks that the header is sound and covers the file
-        except (SafetensorError, OSError) as error:
+            self._bytes = ByteRanges(path)
+            self._data, header = _sound_header(path, self._bytes)
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             if _is_lfs_pointer(path):
                 raise InputError(
                     f"{path}: a Git LFS pointer, not the file itself; `git lfs pull` fetches it"
                 ) from None
             raise InputError(f"{path}: truncated or not a safetensors file ({error})") from None
-        # A handle of its own: what is read later is this file, whatever takes its name.
-        self._handle = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._handle)
-        length = int.from_bytes(os.pread(self._handle, 8, 0), "little")
-        self._data = 8 + length
-        header = json.loads(os.pread(self._handle, length, 8))
         header.pop("__metadata__", None)
         self._header: dict[str, dict] = header
         for name, entry in header.items():
@@ -87,47 +78,78 @@ class SafetensorsFile:
             bits(values.reshape(-1, part.shape[1]))[start : start + len(part)] = bits(part)
         return values
 
-    def read_rows(
-        self, name: str, rows: slice = slice(None), columns: slice = slice(None)
-    ) -> Iterator[tuple[int, np.ndarray]]:
-        """Reads some rows and columns of a tensor, a few rows at a time, and little else.
+    def read_rows(self, name: str, rows: slice = slice(None)) -> Iterator[tuple[int, np.ndarray]]:
+        """Reads rows of a tensor, whole and in order, as many at a time as fit a buffer.
+
+        Rows are always read whole, even where few of their columns are wanted: a few large reads
+        of all of it take less time than a read of some bytes for every row.
 
         Args:
           name: of a tensor, taken as a matrix ``[R, C]``; of a vector C is 1.
           rows: those wanted.
-          columns: those wanted of each.
 
         Yields:
-          the number of the first row and values ``[some rows, columns]``, in the file's dtype;
-          they are gone when the next are asked for.
+          the number of the first row and values ``[some rows, C]``, in the file's dtype; they are
+          gone when the next are asked for.
         """
         shape, dtype = self.shape(name), np.dtype(self.dtype(name))
         width = math.prod(shape[1:])
         first, end, _ = rows.indices(shape[0] if shape else 1)
-        left, right, _ = columns.indices(width)
-        if (width - (right - left)) * dtype.itemsize <= GAP_BYTES:
-            read_left, read_right = 0, width
-        else:
-            read_left, read_right = left, right
-        at_once = max(1, BUFFER_BYTES // max(1, (read_right - read_left) * dtype.itemsize))
-        buffer = np.empty((min(at_once, max(0, end - first)), read_right - read_left), dtype)
+        most = READ_BYTES if is_remote(self.path) else BUFFER_BYTES
+        at_once = max(1, most // max(1, width * dtype.itemsize))
+        buffer = np.empty((min(at_once, max(0, end - first)), width), dtype)
         base = self._data + self._header[name]["data_offsets"][0]
         for start in range(first, end, at_once):
             part = buffer[: min(at_once, end - start)]
-            # Whole rows lie together; of cut ones, each is read by itself.
-            pieces = [part] if part.shape[1] == width else part
-            for i, piece in enumerate(pieces):
-                offset = (start + i) * width + read_left
-                self._fill(piece, base + offset * dtype.itemsize)
-            yield start, part[:, left - read_left : right - read_left]
+            self._fill(part, base + start * width * dtype.itemsize)
+            yield start, part
 
     def _fill(self, values: np.ndarray, offset: int) -> None:
         view = values.reshape(-1).view(np.uint8).data
         while view:
-            count = os.preadv(self._handle, [view], offset)
+            count = self._bytes.read_into(view, offset)
             if count == 0:
                 raise InputError(f"{self.path}: truncated while it was being read")
             view, offset = view[count:], offset + count
+
+
+def _sound_header(path: Path, file: ByteRanges) -> tuple[int, dict[str, dict]]:
+    """Finds where a file's values begin, and what its header says.
+
+    Raises:
+      ValueError, KeyError, TypeError, SafetensorError: the header is not sound, or says more than
+        the file holds.
+    """
+    if not is_remote(path):
+        with safe_open(str(path), framework="numpy"):
+            pass  # the library checks that the header is sound and covers the file
+    first = _read(file, 0, 8)
+    length = int.from_bytes(first, "little")
+    if 8 + length > file.size:
+        raise ValueError(f"a header of {length:,} bytes in a file of {file.size:,}")
+    header = json.loads(_read(file, 8, length))
+    # Of a file in a bucket the library would have to read all, so this much is checked here.
+    ends = {name: x["data_offsets"][1] for name, x in header.items() if name != "__metadata__"}
+    for name, entry in header.items():
+        if name == "__metadata__" or entry["dtype"] not in DTYPES:
+            continue
+        start, end = entry["data_offsets"]
+        if end - start != math.prod(entry["shape"]) * np.dtype(DTYPES[entry["dtype"]]).itemsize:
+            raise ValueError(f"tensor {name!r} has not the bytes of its shape")
+    if 8 + length + max(ends.values(), default=0) != file.size:
+        raise ValueError(f"the header does not cover a file of {file.size:,} bytes")
+    return 8 + length, header
+
+
+def _read(file: ByteRanges, offset: int, length: int) -> bytes:
+    content = bytearray(length)
+    view = memoryview(content)
+    while view:
+        count = file.read_into(view, offset)
+        if not count:
+            raise ValueError("it ends within the header")
+        view, offset = view[count:], offset + count
+    return bytes(content)
 
 
 def _is_lfs_pointer(path: Path) -> bool:
@@ -151,17 +173,18 @@ def write_safetensors(
     Raises:
       InputError: values do not fit their dtype.
     """
-    with path.open("wb") as file:
+    with open_new(path) as file:
         text = json.dumps(_header(headers), separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         file.write(len(text).to_bytes(8, "little") + text)
         source = iter(values)
         for name, header in headers.items():
             _write_values(file, name, next(source), header)  # and kept by no name here
-        file.flush()
-        os.fsync(file.fileno())
-    # Whoever may read the folder may read the file, whatever the process's mask says.
-    path.chmod(path.parent.stat().st_mode & 0o666)
+        if not is_remote(path):
+            sync(file)
+    if not is_remote(path):
+        # Whoever may read the folder may read the file, whatever the process's mask says.
+        path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def _header(headers: Mapping[str, Header]) -> dict[str, dict]:
@@ -178,7 +201,7 @@ def _header(headers: Mapping[str, Header]) -> dict[str, dict]:
     return content
 
 
-def _write_values(file: BinaryIO, name: str, value: np.ndarray, header: Header) -> None:
+def _write_values(file: IO[bytes], name: str, value: np.ndarray, header: Header) -> None:
     shape, dtype = header
     assert value.shape == shape, f"{name}: {value.shape} where {shape} was announced"
     rows = value.reshape(1) if value.ndim == 0 else value

@@ -92,7 +92,7 @@ def _rows_of_group(
     here = 0
     for batch in file.iter_batches(ROWS_AT_A_TIME, row_groups=[group], columns=names):
         for row in batch.slice(max(start - here, 0), max(stop - max(here, start), 0)).to_pylist():
-            yield _without_nulls(row)
+            yield without_nulls(row)
         here += batch.num_rows
         if here >= stop:
             return
@@ -111,14 +111,14 @@ def _opened(path: Path, shown: str) -> Iterator[Any]:
         raise NotParquet(shown, shortened(str(error))) from None
 
 
-def _without_nulls(struct: dict[str, Any]) -> dict[str, Any]:
+def without_nulls(struct: dict[str, Any]) -> dict[str, Any]:
     """Returns a struct without its nulls, nor structs in it that hold nothing else."""
     kept = {}
     for key, value in struct.items():
         if isinstance(value, dict):
-            value = _without_nulls(value) or None
+            value = without_nulls(value) or None
         elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-            value = [_without_nulls(item) if isinstance(item, dict) else item for item in value]
+            value = [without_nulls(item) if isinstance(item, dict) else item for item in value]
         if value is not None:
             kept[key] = value
     return kept

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -279,3 +281,65 @@ def test_a_tokenizer_that_does_not_serve_is_refused(tmp_path: Path) -> None:
     options = SampleOptions(str(EMBEDDED), ROW, document_end="<|none|>")
     with pytest.raises(InputError, match=r"the tokenizer has no <\|none\|>"):
         made_of(write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}]), SampleMaker(options))
+
+
+def test_sharegpt_conversations_are_the_same_conversations(tmp_path: Path) -> None:
+    speakers = {"system": "system", "user": "human", "assistant": "gpt"}
+    turns = [{"from": speakers[turn["role"]], "value": turn["content"]} for turn in CHAT]
+    records = [
+        {"messages": CHAT},
+        {"conversations": turns},
+        {"conversations": [{"from": "robot", "value": "Hi."}]},
+        {"conversations": [{"from": "human"}]},
+        {"conversations": [{"from": ["human"], "value": "Hi."}]},
+        {"conversations": {}},
+        {"conversations": ["hello"]},
+        {"conversations": turns[:2]},
+    ]
+    path = write_jsonl(tmp_path / "a.jsonl", records)
+    (one, other), malformed, _ = made_of(path)
+    assert one.tokens.tolist() == other.tokens.tolist()
+    assert one.trainable.tolist() == other.trainable.tolist()
+    assert [(what.line, what.reason) for what in malformed] == [
+        (3, "unknown speaker"),
+        (4, "wrong type"),
+        (5, "unknown speaker"),
+        (6, "wrong type"),
+        (7, "wrong type"),
+        (8, "no assistant turn"),
+    ]
+    assert malformed[0].detail.startswith("'from' of turn 1 must be one of system, human")
+    chats = SampleMaker(SampleOptions(str(EMBEDDED), ROW, format="chat"))
+    assert len(made_of(path, chats)[0]) == 2
+
+
+def test_a_dataset_of_hugging_face_is_read_as_its_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"text": f"Count to {i}.", "id": i} for i in range(40)]
+    rows += [{"text": None, "id": 40}]
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "texts", num_shards=2)
+    chats = [{"messages": CHAT}, {"messages": CHAT[:3]}]
+    both = datasets.DatasetDict({"train": datasets.Dataset.from_list(chats)})
+    both.save_to_disk(tmp_path / "chats")
+    # What `map` keeps beside the data is none of it.
+    (tmp_path / "texts" / "cache-1.arrow").write_bytes(b"no table")
+    monkeypatch.setattr("train.data.chunks.CHUNK_RECORDS", 16)
+    samples, malformed, count = made_of(tmp_path / "texts")
+    assert [MAKER.tokenizer.decode(sample.tokens) for sample in samples] == [
+        f"Count to {i}." for i in range(40)
+    ]
+    assert [(what.line, what.reason) for what in malformed] == [(41, "missing key")]
+    assert count == 41
+    of_lines = made_of(write_jsonl(tmp_path / "chats.jsonl", chats))[0]
+    of_table = made_of(tmp_path / "chats" / "train")[0]
+    assert [s.tokens.tolist() for s in of_table] == [s.tokens.tolist() for s in of_lines]
+    with pytest.raises(InputError, match=r"several splits; name those to read: .*chats/train"):
+        find_input([str(tmp_path / "chats")])
+    shutil.copytree(tmp_path / "texts", tmp_path / "damaged")
+    (tmp_path / "damaged" / "data-00001-of-00002.arrow").write_bytes(b"")
+    assert [what.reason for what in made_of(tmp_path / "damaged")[1]] == ["not a dataset"]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match=r"pip install 'wedlm-jax\[datasets\]'"):
+        find_input([str(tmp_path / "texts")])

@@ -14,11 +14,16 @@ import pytest
 from flax import nnx
 
 from tests.checkpoints import assert_same_bits, hf_values, set_tensors, tiny_config, write_tiny
-from wedlm_jax.checkpoint import hf_export, safetensors_file
+from wedlm_jax.checkpoint import hf_export, hf_import, safetensors_file
 from wedlm_jax.checkpoint.hf import arrays_from_model, load_checkpoint, save_checkpoint
 from wedlm_jax.checkpoint.hf_export import Tensor, plan_files, write_weights
 from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
-from wedlm_jax.checkpoint.hf_import import parameter_sharding, read_parameter, read_slices
+from wedlm_jax.checkpoint.hf_import import (
+    parameter_sharding,
+    read_parameter,
+    read_slices,
+    rows_first,
+)
 from wedlm_jax.checkpoint.names import parameter_entries
 from wedlm_jax.checkpoint.safetensors_file import SafetensorsFile
 from wedlm_jax.errors import InputError
@@ -115,40 +120,59 @@ def test_each_byte_is_read_once(folder: Path, sizes: dict, bytes_read: list[int]
     assert sum(bytes_read) == sum(x.nbytes for x in hf_values(folder).values())
 
 
-@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
-@pytest.mark.parametrize("devices", [[0], [2, 3], [1, 4, 6], range(8)], ids=str)
-def test_a_host_reads_its_slices_alone(
-    folder: Path,
-    sizes: dict,
-    devices: list[int],
-    bytes_read: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+def test_cut_columns_are_read_in_as_few_reads_as_whole_ones(
+    folder: Path, bytes_read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A host with these devices of eight: exactly the bytes of its slices, and right ones."""
-    monkeypatch.setattr(safetensors_file, "GAP_BYTES", 0)
-    monkeypatch.setattr(safetensors_file, "BUFFER_BYTES", 100)  # a few rows at a time
+    """Once for every tensor that fits a buffer, however many devices share its columns."""
+    load_checkpoint(folder, mesh=make_mesh({"fsdp": 8}))
+    assert len(bytes_read) == len(hf_values(folder))
+    bytes_read.clear()
+    monkeypatch.setattr(safetensors_file, "BUFFER_BYTES", 256)
+    load_checkpoint(folder, mesh=make_mesh({"fsdp": 8}))
+    # A buffer holds at least half of its size in whole rows, but for what is left at the end.
+    assert len(bytes_read) <= sum(
+        1 + 2 * value.nbytes // 256 for value in hf_values(folder).values()
+    )
+
+
+@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
+def test_several_hosts_read_each_row_once_and_exchange_the_rest(
+    folder: Path, sizes: dict, bytes_read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way that is gone where a mesh spans processes, here by the devices of one."""
+    expected = arrays(load_checkpoint(folder))
+    bytes_read.clear()
+    monkeypatch.setattr(hf_import, "spans_processes", lambda mesh: True)
+    mesh = make_mesh(sizes)
+    model = load_checkpoint(folder, mesh=mesh)
+    assert_same_bits(arrays(model), expected)
+    state = nnx.state(model)
+    for leaf, sharding in zip(
+        jax.tree.leaves(state), jax.tree.leaves(tree_shardings(mesh, state)), strict=True
+    ):
+        assert leaf.sharding == sharding
+    assert sum(bytes_read) == sum(x.nbytes for x in hf_values(folder).values())
+
+
+@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_host_reads_its_own_rows_alone(
+    folder: Path, sizes: dict, number: int, bytes_read: list[int]
+) -> None:
+    """A host with one of eight devices: no device's rows are another's, so that eight hosts read
+    the file once; those that cannot be cut are read by all."""
     checkpoint, mesh = HFCheckpoint(folder), make_mesh(sizes)
     for entry in parameter_entries(checkpoint.config):
-        places = parameter_sharding(mesh, entry).devices_indices_map(entry.shape)
-        own = [places[jax.devices()[number]] for number in devices]
-        spans = {
-            tuple(axis.indices(size)[:2] for axis, size in zip(index, entry.shape, strict=True))
-            for index in own
-        }
+        sharding = rows_first(parameter_sharding(mesh, entry), entry)
+        index = sharding.devices_indices_map(entry.shape)[jax.devices()[number]]
+        spans = tuple(axis.indices(size)[:2] for axis, size in zip(index, entry.shape, strict=True))
         bytes_read.clear()
-        slices = read_slices(checkpoint, entry, None, spans)
-        assert sum(bytes_read) == sum(values.nbytes for values in slices.values())
+        [values] = read_slices(checkpoint, entry, None, [spans]).values()
+        assert sum(bytes_read) == values.nbytes
         whole = read_parameter(checkpoint, entry)
-        for index, values in slices.items():
-            expected = whole[tuple(slice(*span) for span in index)]
-            assert values.tobytes() == expected.tobytes(), (entry.path, index)
-
-
-def test_narrow_gaps_are_read_along(folder: Path, bytes_read: list[int]) -> None:
-    """One read for many rows, where reads of a few bytes each would cost more."""
-    file = SafetensorsFile(folder / HFCheckpoint(folder).tensors["lm_head.weight"].path.name)
-    [(start, part)] = file.read_rows("lm_head.weight", slice(4, 20), slice(3, 5))
-    assert (start, part.shape, bytes_read) == (4, (16, 2), [16 * 16 * 2])
+        assert values.tobytes() == whole[tuple(slice(*span) for span in spans)].tobytes()
+        if len(entry.hf_shape) == 2 and entry.hf_shape[0] % 8 == 0:
+            assert values.size == whole.size // 8, entry.path
 
 
 # --- export ------------------------------------------------------------------------------

@@ -1,0 +1,140 @@
+"""Runs whose folder is in a bucket: as on a disk, bit by bit, and killed at any moment."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.checkpoints import assert_same_bits, hf_values
+from tests.emulated_bucket import bucket as bucket
+from tests.emulated_bucket import clients
+from tests.tiny_run import (
+    WALL_CLOCK,
+    Killed,
+    metric_lines,
+    on_devices,
+    start_command,
+    stop_before_step,
+    tiny_recipe,
+    write_recipe,
+)
+from tests.train.test_distributed import free_port
+from train.config import ModelSection
+from train.loop import train as run_training
+from wedlm_jax.checkpoint.convert import convert
+from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
+from wedlm_jax.storage import as_path
+
+LIMIT_S = 300
+
+
+def remote_values(folder: str) -> dict[str, np.ndarray]:
+    checkpoint = HFCheckpoint(folder)
+    return {name: checkpoint.read(name) for name in checkpoint.tensors}
+
+
+def test_a_run_in_a_bucket_stopped_and_resumed_is_the_run_on_a_disk(
+    bucket: str,
+    finished: Path,
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    on_devices(monkeypatch, 1)
+    monkeypatch.chdir(tmp_path)
+    run = f"{bucket}/runs/stopped"
+    config = tiny_recipe(run, tokenizer_folder, checkpoint_every=2)
+    with monkeypatch.context() as patch:
+        stop_before_step(patch, 3)
+        with pytest.raises(Killed):
+            run_training(config)
+    assert not as_path(f"{run}/hf").exists()
+    capsys.readouterr()
+    run_training(config)
+    assert "resumed from step 2" in capsys.readouterr().out
+    lines = as_path(f"{run}/metrics.jsonl").read_text().splitlines()
+    assert [
+        {name: x for name, x in json.loads(line).items() if name not in WALL_CLOCK}
+        for line in lines
+    ] == metric_lines(finished)
+    expected = hf_values(finished / "hf")
+    assert_same_bits(remote_values(f"{run}/hf"), expected)
+    # Its newest state is exported as one on a disk is, and its model is where others start from.
+    convert(run, tmp_path / "exported")
+    assert_same_bits(hf_values(tmp_path / "exported"), expected)
+    start = ModelSection(init_from=f"{run}/hf")
+    run_training(tiny_recipe(tmp_path / "second", None, steps=2, model=start))
+    assert list(tmp_path.glob("gs:*")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kills", "steps"), [(1, 8), pytest.param(20, 100, marks=pytest.mark.full)]
+)
+def test_two_processes_killed_at_random_are_those_that_were_never_killed(
+    bucket: str, tokenizer_folder: Path, tmp_path: Path, kills: int, steps: int
+) -> None:
+    """One of them dies at any moment, and the other with it, as a launcher has it."""
+    chance = random.Random(kills)
+    runs = {name: f"{bucket}/runs/{name}-{kills}" for name in ("whole", "killed")}
+    recipes = {
+        name: write_recipe(
+            tiny_recipe(run, tokenizer_folder, steps=steps, checkpoint_every=2),
+            tmp_path / name,
+        )
+        for name, run in runs.items()
+    }
+
+    def start(name: str) -> list[BaseProcess]:
+        common = ["--config", str(recipes[name]), "--num-processes", "2"]
+        common += ["--coordinator", f"localhost:{free_port()}", "--process-id"]
+        return [
+            start_command([*common, str(i)], tmp_path / f"{name}{i}.txt", environment=clients())
+            for i in range(2)
+        ]
+
+    def ended(name: str) -> None:
+        children = start(name)
+        for child in children:
+            child.join(LIMIT_S)
+        said = [(tmp_path / f"{name}{i}.txt").read_text() for i in range(2)]
+        assert [child.exitcode for child in children] == [0, 0], said
+
+    ended("whole")
+    for kill in range(kills):
+        children, said = start("killed"), tmp_path / "killed0.txt"
+        wait_until(lambda said=said, kill=kill: attempts(said) > kill)
+        time.sleep(chance.random() * 3)
+        assert {child.exitcode for child in children} == {None}, said.read_text()
+        first = chance.randrange(2)
+        children[first].kill()
+        children[1 - first].join(chance.random())
+        children[1 - first].kill()
+        for child in children:
+            child.join()
+    ended("killed")
+    values = [remote_values(f"{run}/hf") for run in runs.values()]
+    assert_same_bits(*values)
+    logs = [as_path(f"{run}/metrics.jsonl").read_text().splitlines() for run in runs.values()]
+    steps_logged = [[json.loads(line)["step"] for line in log] for log in logs]
+    assert steps_logged == [list(range(1, steps + 1))] * 2
+
+
+def attempts(said: Path) -> int:
+    """How often a run has come to its first step."""
+    return said.read_text().count("memory of a device") if said.exists() else 0
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

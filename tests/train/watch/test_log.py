@@ -1,0 +1,56 @@
+"""The log of a run: what a person reads, and a file that survives its run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from train.watch.log import MetricsLog
+from train.watch.records import as_json, cut_back
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.records: list[tuple[int, dict[str, float]]] = []
+        self.closed = False
+
+    def write(self, step: int, record: dict[str, float]) -> None:
+        self.records.append((step, record))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+RECORD = {"loss": 1.5, "step_seconds": 2.0, "tokens_per_second": 512.0, "input_wait": 0.0}
+
+
+def test_what_is_not_finite_is_null_in_the_files() -> None:
+    line = as_json(3, {"loss": float("nan"), "norm": float("inf"), "lr": 0.5})
+    assert json.loads(line) == {"step": 3, "loss": None, "norm": None, "lr": 0.5}
+    assert "NaN" not in line
+
+
+def test_a_record_goes_to_the_file_the_line_and_the_sinks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heard = Heard()
+    log = MetricsLog(tmp_path, 10, 0, "wedlm", [heard])
+    log.write(5, RECORD)
+    log.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 5, **RECORD}
+    said = capsys.readouterr().out
+    assert said == "5 of 10 steps, loss 1.5, 512 tokens/s, 0:00 elapsed, 0:10 left\n"
+    assert heard.records == [(5, RECORD)]
+    assert heard.closed
+
+
+def test_records_behind_the_resumed_step_and_torn_lines_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [as_json(step, {"loss": 1.0}) for step in (2, 4, 6)]
+    path.write_bytes("".join(lines).encode() + b'{"step": 8, "lo\xff')
+    assert [record["step"] for record in cut_back(path, 4)] == [2, 4]
+    assert path.read_text() == "".join(lines[:2])
+    assert cut_back(tmp_path / "none.jsonl", 4) == []
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -1,0 +1,82 @@
+"""Numbers of several steps as one record: means weighted by what each step counted."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from train.watch.records import Interval, flatten
+
+
+def step(mlm: float, masked: float, ar: float, targets: float, **more: Any) -> dict[str, Any]:
+    """Metrics of a step on the host."""
+    counts = {
+        "mlm": np.float32(masked),
+        "masked": np.float32(masked),
+        "ar": np.float32(targets),
+        "masked_by_ratio": np.array([0, masked], np.float32),
+    }
+    return {
+        "loss": np.float32((mlm + ar) / 2),
+        "mlm_loss": np.float32(mlm),
+        "ar_loss": np.float32(ar),
+        "mlm_loss_by_ratio": np.array([0, mlm], np.float32),
+        "gradient_norm": np.float32(1.0),
+        "learning_rate": np.float32(0.5),
+        "skipped": np.int32(0),
+        "denominators": counts,
+        **more,
+    }
+
+
+def test_losses_by_ratio_become_numbers_and_empty_bins_none() -> None:
+    metrics = {"loss": np.float32(2), "mlm_loss_by_ratio": np.array([0.5, 0, 1, 2], np.float32)}
+    assert flatten(metrics) == {
+        "loss": 2.0,
+        "mlm_loss_ratio_0.00_0.25": 0.5,
+        "mlm_loss_ratio_0.50_0.75": 1.0,
+        "mlm_loss_ratio_0.75_1.00": 2.0,
+    }
+
+
+def test_a_loss_is_the_mean_of_all_tokens_of_the_interval() -> None:
+    interval = Interval(ar_weight=0.5)
+    interval.add(step(4.0, 10, 2.0, 100, gradient_norm=np.float32(1.0)))
+    interval.add(step(1.0, 30, 3.0, 300, gradient_norm=np.float32(2.0), learning_rate=0.25))
+    record = interval.record()
+    assert record["mlm_loss"] == (4 * 10 + 1 * 30) / 40
+    assert record["mlm_loss_ratio_0.50_1.00"] == record["mlm_loss"]
+    assert "mlm_loss_ratio_0.00_0.50" not in record
+    assert record["ar_loss"] == (2 * 100 + 3 * 300) / 400
+    assert record["loss"] == pytest.approx((record["mlm_loss"] + 0.5 * record["ar_loss"]) / 1.5)
+    assert record["gradient_norm"] == 1.5  # of steps
+    assert record["learning_rate"] == 0.25  # the newest
+    assert record["skipped"] == 0
+    assert interval.empty
+
+
+def test_a_skipped_step_is_counted_and_spoils_no_mean() -> None:
+    interval = Interval()
+    interval.add(step(4.0, 10, 2.0, 100))
+    interval.add(step(np.nan, 10, np.nan, 100, gradient_norm=np.nan, skipped=np.int32(1)))
+    record = interval.record()
+    assert record["skipped"] == 1
+    assert (record["mlm_loss"], record["gradient_norm"]) == (4.0, 1.0)
+    interval.add(step(np.nan, 10, np.nan, 100, skipped=np.int32(2)))
+    assert not interval.empty
+    assert interval.record() == {"learning_rate": 0.5, "skipped": 1.0}
+
+
+def test_an_interval_goes_on_from_its_state_bit_for_bit() -> None:
+    steps = [step(np.float32(4 / 3), 7, 2.0, 11), step(0.1, 5, 0.7, 13), step(0.2, 3, 0.3, 17)]
+    whole, first, second = Interval(), Interval(), Interval()
+    for one in steps:
+        whole.add(one)
+    for one in steps[:2]:
+        first.add(one)
+    second.restore(json.loads(json.dumps(first.state())))
+    second.add(steps[2])
+    assert second.record() == whole.record()

@@ -1,0 +1,50 @@
+"""A step that stands still shows its stacks."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from train.watch.stall import FEWEST, StallWatch
+
+
+def hang_in_a_step() -> None:
+    time.sleep(0.4)
+
+
+def stacks(path: Path, factor: float, *, pause: bool = False) -> str:
+    """What is written when a step stands still after steps of a millisecond."""
+    with path.open("w+") as file, StallWatch(factor, file, least=0.05) as watch:
+        for _ in range(FEWEST + 1):
+            watch.step()
+            time.sleep(0.001)
+        watch.step()
+        if pause:
+            watch.pause()
+        hang_in_a_step()
+        watch.step()
+    return path.read_text()
+
+
+def test_a_step_that_takes_far_too_long_shows_where_it_is(tmp_path: Path) -> None:
+    said = stacks(tmp_path / "stacks.txt", 10.0)
+    assert said.count("hang_in_a_step") == 1
+    assert "Timeout" in said
+
+
+def test_a_checkpoint_may_take_longer_and_0_watches_nothing(tmp_path: Path) -> None:
+    assert stacks(tmp_path / "paused.txt", 10.0, pause=True) == ""
+    assert stacks(tmp_path / "none.txt", 0.0) == ""
+
+
+def test_the_limit_follows_the_median_of_the_steps() -> None:
+    now = [0.0]
+    watch = StallWatch(10.0, None, least=30.0, now=lambda: now[0])
+    watch._file = None
+    limits = []
+    for seconds in (50, 7, 7, 7, 7, 7, 7):
+        watch.step()
+        limits.append(watch.limit)
+        now[0] += seconds
+    assert limits == [None] * 5 + [70.0, 70.0]
+    assert StallWatch(10.0).limit is None

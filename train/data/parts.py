@@ -1,0 +1,174 @@
+"""A job of `wedlm tokenize` in parts, so that it resumes and hosts can share it.
+
+The input alone decides the parts: files that follow one another, about `PART_BYTES` together.
+Each is tokenised and packed by itself, in a folder that appears whole, so any host can make any
+of them at any time, and the end is the same. Until then all lie in a hidden folder beside the
+output.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from train.data.added_tokens import added_up
+from train.data.chunks import Malformed, input_size
+from train.data.manifest import DataShard, Manifest, write_manifest
+from wedlm_jax.atomic import part_folder, sync_path, write_json, written_beside
+from wedlm_jax.errors import InputError
+from wedlm_jax.records.files import RecordFile
+
+PART_BYTES = 2**30
+MALFORMED = "malformed.jsonl"
+PLAN, PART = "plan.json", "part.json"
+POLL_S = 2.0
+FIRST_NAMED = 5
+"""Malformed records that the manifest names for each reason."""
+
+
+@dataclasses.dataclass
+class PartCounts:
+    """What is in a part; grows while samples stream into rows."""
+
+    records: int = 0
+    samples: int = 0
+    rows: int = 0
+    tokens: int = 0
+    trainable: int = 0
+    malformed: int = 0
+    reasons: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    shards: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    content: str = ""
+    added_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def note(self, what: Malformed) -> None:
+        """Counts a malformed record."""
+        place = f"{what.file}:{what.line}" if what.line else what.file
+        self._add_reason(what.reason, 1, [place])
+
+    def _add_reason(self, reason: str, records: int, places: Sequence[str]) -> None:
+        self.malformed += records
+        known = self.reasons.setdefault(reason, {"records": 0, "first": []})
+        known["records"] += records
+        known["first"] = [*known["first"], *places][:FIRST_NAMED]
+
+    def add(self, other: PartCounts) -> None:
+        """Counts another part, which follows."""
+        for name in ("records", "samples", "rows", "tokens", "trainable"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.added_tokens = added_up([self.added_tokens, other.added_tokens])
+        for reason, found in other.reasons.items():
+            self._add_reason(reason, found["records"], found["first"])
+
+
+def cut_into_parts(files: Sequence[RecordFile]) -> list[list[RecordFile]]:
+    """Files in their order, in parts of at least `PART_BYTES`, but for the last."""
+    parts: list[list[RecordFile]] = [[]]
+    size = 0
+    for file in files:
+        if size >= PART_BYTES:
+            parts.append([])
+            size = 0
+        parts[-1].append(file)
+        size += input_size(file)
+    return parts
+
+
+class PartFolders:
+    """The hidden folder in which the parts of one output lie.
+
+    Args:
+      output: the folder to make.
+      plan: all that decides the parts, as JSON has it; hosts and later attempts must have the
+        same one.
+      count: of the parts.
+
+    Raises:
+      InputError: another job with the same output was begun and is not finished.
+    """
+
+    def __init__(self, output: Path, plan: dict[str, Any], count: int):
+        self._output, self._count = output.resolve(), count
+        self.folder = part_folder(output)
+        plan = json.loads(json.dumps(plan))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if (self.folder / PLAN).exists():
+                if json.loads((self.folder / PLAN).read_text(encoding="utf-8")) != plan:
+                    raise InputError(
+                        f"{self.folder}: was left by a job of other settings or other input; "
+                        "remove it to begin anew"
+                    )
+            else:
+                write_json(self.folder / PLAN, plan)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{output}: cannot be written here ({error})") from None
+
+    def part(self, number: int) -> Path:
+        return self.folder / f"part-{number:05d}"
+
+    def missing(self) -> list[int]:
+        """Parts that are not made yet."""
+        if (self.folder / "dataset.json").exists():
+            return []
+        return [n for n in range(self._count) if not (self.part(n) / PART).exists()]
+
+    def wait(self, say: Callable[[str], None]) -> None:
+        """Returns when all parts are there."""
+        told = None
+        while missing := self.missing():
+            if len(missing) != told:
+                told = len(missing)
+                say(f"{told} of {self._count} parts are not made yet by the other hosts")
+            time.sleep(POLL_S)
+
+    def remove_if_empty(self) -> None:
+        """Leaves nothing where no part was made."""
+        if len(self.missing()) == self._count:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def finish(self, describe: Callable[[PartCounts, list[DataShard]], Manifest]) -> None:
+        """Makes the output of the parts, which are all there. Killed halfway, it can be called
+        again."""
+        if not (self.folder / "dataset.json").exists():
+            total, shards = self._gather()
+            write_manifest(describe(total, shards), self.folder)
+        for number in range(self._count):
+            shutil.rmtree(self.part(number), ignore_errors=True)
+        (self.folder / PLAN).unlink(missing_ok=True)
+        if self._output.exists():
+            self._output.rmdir()  # it is empty
+        os.rename(self.folder, self._output)
+        sync_path(self._output.parent)
+
+    def _gather(self) -> tuple[PartCounts, list[DataShard]]:
+        parts = [PartCounts(**_read(self.part(n) / PART)) for n in range(self._count)]
+        total = PartCounts()
+        for part in parts:
+            total.add(part)
+        digests = [part.content for part in parts if part.rows]
+        whole = hashlib.sha256("".join(digests).encode()).hexdigest()
+        total.content = digests[0] if len(digests) == 1 else whole
+        every = [(n, shard) for n, part in enumerate(parts) for shard in part.shards]
+        shards = []
+        for number, (part_number, shard) in enumerate(every):
+            name = f"rows-{number:05d}-of-{len(every):05d}.arrayrecord"
+            file = self.part(part_number) / shard["file"]
+            if file.exists():  # else an earlier attempt has moved it
+                os.rename(file, self.folder / name)
+            shards.append(DataShard(**{**shard, "file": name}))
+        with written_beside(self.folder / MALFORMED) as named:
+            for number in range(self._count):
+                named.write((self.part(number) / MALFORMED).read_bytes())
+        return total, shards
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text(encoding="utf-8")))

@@ -1,0 +1,100 @@
+"""The phases of a run: what changes at given steps, and what each then reads.
+
+A recipe is its own first phase. In a later one some fields have other values; the rest stays as
+it was. A source goes on where the phase before left it, so nothing is read twice or left out:
+which rows a step reads depends on the seed, the recipe's phases and the step alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from train.config import TrainConfig
+from train.data.order import Stream, rows_taken
+from wedlm_jax.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A stretch of a run.
+
+    Attributes:
+      first, stop: its first step, and the one after its last, from 0.
+      config: the recipe as it is within.
+      streams: where each of its sources goes on, in the order of ``config.data.sources``.
+    """
+
+    first: int
+    stop: int
+    config: TrainConfig
+    streams: tuple[Stream, ...]
+
+    @property
+    def batch_shape(self) -> tuple[int, int, int]:
+        """(A, R, L) of a global batch."""
+        config = self.config
+        return config.accumulation, config.rows, config.row_length
+
+
+def phases_of(config: TrainConfig) -> list[Phase]:
+    """The phases of a recipe, at least one.
+
+    Raises:
+      InputError: phases that are not in order, or change what they cannot.
+    """
+    configs = [(0, config)]
+    for number, section in enumerate(config.phases):
+        name, (before, whole) = f"phases[{number}]", configs[-1]
+        if not before < section.from_step < config.steps:
+            raise InputError(
+                f"{name}.from_step must be {before + 1} to {config.steps - 1}, behind the phase "
+                f"before and below steps, not {section.from_step}"
+            )
+        if not config.data.sources and (section.sources or section.row_length):
+            raise InputError(f"{name}: only data.sources can change, not the synthetic corpus")
+        if section.row_length and section.row_length % config.block_size:
+            raise InputError(
+                f"{name}.row_length {section.row_length} is not a multiple of "
+                f"block_size {config.block_size}"
+            )
+        if section.row_length and not section.sources:
+            raise InputError(f"{name}.row_length needs sources whose rows are as long")
+        if section.learning_rate and not config.optimizer.learning_rate:
+            raise InputError(f"{name}.learning_rate: optimizer.learning_rate is 0, for good")
+        configs.append((section.from_step, _changed(whole, section)))
+    ends = [first for first, _ in configs[1:]] + [config.steps]
+    stretches = [(first, end, one) for (first, one), end in zip(configs, ends, strict=True)]
+    streams = _streams([(one, end - first) for first, end, one in stretches])
+    return [Phase(*stretch, found) for stretch, found in zip(stretches, streams, strict=True)]
+
+
+def _changed(config: TrainConfig, section: Any) -> TrainConfig:
+    sizes = {
+        name: getattr(section, name)
+        for name in ("rows", "accumulation", "row_length")
+        if getattr(section, name) is not None
+    }
+    data, optimizer = config.data, config.optimizer
+    if section.sources:
+        data = dataclasses.replace(data, sources=dict(section.sources))
+    if section.learning_rate is not None:
+        optimizer = dataclasses.replace(optimizer, learning_rate=section.learning_rate)
+    return dataclasses.replace(config, data=data, optimizer=optimizer, **sizes)
+
+
+def _streams(phases: Sequence[tuple[TrainConfig, int]]) -> list[tuple[Stream, ...]]:
+    """Where the sources of each phase go on, given its recipe and how many steps it has."""
+    numbers: dict[str, int] = {}
+    taken: dict[str, int] = {}
+    found = []
+    for config, steps in phases:
+        sources = config.data.sources or {"": 1.0}
+        for name in sources:
+            numbers.setdefault(name, len(numbers))
+        found.append(tuple(Stream(numbers[name], taken.get(name, 0)) for name in sources))
+        rows = steps * config.accumulation * config.rows
+        for name, count in zip(sources, rows_taken(list(sources.values()), rows), strict=True):
+            taken[name] = taken.get(name, 0) + count
+    return found

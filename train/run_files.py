@@ -1,0 +1,141 @@
+"""A run's folder: seen by every host, in a bucket or not, and the files in it that grow by lines.
+
+A bucket's objects cannot be appended to. So logs are written on this machine and copied to the
+bucket whole, before every checkpoint and at the end: a run that is killed finds there what it had
+logged up to the state that it goes on from, which is all that it keeps.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from wedlm_jax.errors import InputError, shortened
+from wedlm_jax.processes import is_first
+from wedlm_jax.storage import as_path, is_remote, upload
+
+SEEN_WITHIN_S = 60.0
+"""How long a host looks for what another has written: some file systems tell of it late."""
+
+GROWING = ("*.jsonl", "time.json", "wandb.id")
+"""The files of a run that its next attempt goes on with."""
+
+
+def open_output(name: str) -> Path:
+    """Makes a run's folder and finds out that every host sees it.
+
+    One process writes a file and all of them look for it; all have to call this. Without it a run
+    on folders that hosts do not share would stand still at its first checkpoint.
+
+    Raises:
+      InputError: it cannot be written, or a host does not see what another wrote there.
+    """
+    output = as_path(name)
+    token = _same_everywhere(uuid.uuid4().hex)
+    path, failure = output / f".seen-by-all-{token}", ""
+    if is_first():
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            path.write_text(token, encoding="utf-8")
+        except Exception as error:
+            # A bucket's client has errors of many types, those of credentials among them.
+            failure = f"cannot be written ({shortened(str(error) or type(error).__name__)})"
+    if failure := _same_everywhere(failure):
+        raise InputError(f"{output}: {failure}")
+    blind = [i for i, seen in enumerate(_of_all(_appears(path, token))) if not seen]
+    if is_first():
+        path.unlink(missing_ok=True)
+    if blind:
+        raise InputError(
+            f"{output}: what host 0 of {jax.process_count()} writes there is not seen within "
+            f"{SEEN_WITHIN_S:.0f} s by host {', '.join(map(str, blind))}; output must be a folder "
+            "that all hosts share, or gs://BUCKET/NAME"
+        )
+    return output
+
+
+def _appears(path: Path, token: str) -> bool:
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    while True:
+        try:
+            if path.read_text(encoding="utf-8") == token:
+                return True
+        except OSError:
+            pass
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+
+
+def _same_everywhere(text: str, size: int = 400) -> str:
+    """Returns the first process's text, in every process."""
+    if jax.process_count() == 1:
+        return text
+    content = np.frombuffer(text.encode()[:size].ljust(size, b"\0"), np.uint8)
+    told = np.asarray(multihost_utils.broadcast_one_to_all(content))
+    return told.tobytes().rstrip(b"\0").decode(errors="replace")
+
+
+def _of_all(mine: bool) -> list[bool]:
+    if jax.process_count() == 1:
+        return [mine]
+    return [bool(each) for each in multihost_utils.process_allgather(np.array(mine))]
+
+
+class RunFiles:
+    """The files of a run that grow: those of its folder, or copies beside a bucket.
+
+    Args:
+      output: the run's folder, from `open_output`.
+
+    Attributes:
+      folder: where to write, on this machine.
+    """
+
+    def __init__(self, output: Path):
+        self._output = output
+        self._copied: dict[str, tuple[int, int]] = {}
+        self._temporary = tempfile.mkdtemp(prefix="wedlm-") if is_remote(output) else None
+        self.folder = output if self._temporary is None else Path(self._temporary) / output.name
+        if self._temporary is not None:
+            self.folder.mkdir()
+            if is_first():
+                self._fetch()
+
+    def publish(self) -> None:
+        """Copies to the bucket what has been written since the last time. The first process does
+        it."""
+        if self._temporary is None or not is_first():
+            return
+        for path in sorted(self.folder.rglob("*")):
+            name = str(path.relative_to(self.folder))
+            if path.is_file() and self._copied.get(name) != _state(path):
+                state = _state(path)
+                upload(self._output / name, path.read_bytes())
+                self._copied[name] = state
+
+    def close(self) -> None:
+        """Copies what is left, and removes the copies of this machine."""
+        self.publish()
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _fetch(self) -> None:
+        for pattern in GROWING:
+            for path in self._output.glob(pattern):
+                copy = self.folder / path.name
+                copy.write_bytes(path.read_bytes())
+                self._copied[path.name] = _state(copy)
+
+
+def _state(path: Path) -> tuple[int, int]:
+    """Returns what is another when a file has been written to."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns

@@ -1,0 +1,87 @@
+"""Profiles for xprof: of the steps that the recipe names, or asked for by a signal."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import jax
+
+from wedlm_jax.processes import is_first, jax_processes
+
+ON_SIGNAL = 5
+"""Steps of a profile that SIGUSR1 asks for, where the recipe names no number."""
+
+
+class Profiler:
+    """Records steps on one host, in the run's folder ``profile``. A context manager.
+
+    The first process records the steps ``first`` to ``first + count - 1``, or those of them that
+    this attempt at the run does. SIGUSR1 makes the process that gets it record the next ones.
+
+    Args:
+      output: the run's folder.
+      first, count: of the recipe; no steps where ``count`` is 0.
+    """
+
+    def __init__(self, output: Path, first: int, count: int):
+        self._folder, self._on_signal = output / "profile", count or ON_SIGNAL
+        self._window = range(first, first + count if is_first() else first)
+        self._asked = False
+        self._from, self._until = 0, 0  # no profile is under way
+        self._handles = threading.current_thread() is threading.main_thread()
+
+    def before(self, step: int, newest: Any) -> None:
+        """Begins or ends a profile where ``step`` is the next.
+
+        Args:
+          newest: arrays of the newest step; what is recorded ends when they are there.
+        """
+        if self._until and step >= self._until:
+            self._stop(step, newest)
+        if self._until:
+            return
+        if self._asked:
+            self._asked = False
+            self._start(step, step + self._on_signal)
+        elif step in self._window:
+            self._start(step, self._window.stop)
+
+    def _start(self, step: int, until: int) -> None:
+        jax.profiler.start_trace(str(self._folder))
+        self._from, self._until = step, until
+
+    def _stop(self, step: int, newest: Any) -> None:
+        jax.block_until_ready(newest)
+        jax.profiler.stop_trace()
+        self._until = 0
+        host = f"process {jax_processes().index}: "
+        print(f"{host}profile of steps {self._from} to {step - 1} in {self._folder}", flush=True)
+
+    def end(self, step: int, newest: Any) -> None:
+        """``step`` would be the next, and there is none: ends what is under way."""
+        if self._until:
+            self._stop(step, newest)
+
+    def __enter__(self) -> Self:
+        if self._handles:
+            self._old = signal.signal(signal.SIGUSR1, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._until:  # the run failed meanwhile
+            self._until = 0
+            jax.profiler.stop_trace()
+        if self._handles:
+            signal.signal(signal.SIGUSR1, self._old)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True

@@ -1,0 +1,145 @@
+"""Numbers of steps as records: means over an interval, and lines of JSONL files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wedlm_jax.atomic import written_beside
+
+Record = dict[str, float]
+BY_RATIO = "mlm_loss_by_ratio"
+COUNTS = "denominators"
+COUNT_OF = {
+    "mlm_loss": "mlm",
+    "ar_loss": "ar",
+    "masked_accuracy": "masked",
+    "ar_accuracy": "ar",
+    BY_RATIO: "masked_by_ratio",
+}
+"""The count, among a step's `COUNTS`, that a mean of the step was divided by."""
+NEWEST = ("learning_rate",)
+"""Of these the newest step's is reported."""
+
+
+class Interval:
+    """Means over the steps since the last record.
+
+    A loss or an accuracy is weighted by what it was divided by in its step, so that the mean is
+    that of all tokens of the interval; ``loss`` is put together anew from them. Other numbers
+    are means over the steps. Steps that were skipped count in ``skipped`` and in nothing else.
+
+    Args:
+      ar_weight: a in (MLM + a AR) / (1 + a).
+    """
+
+    def __init__(self, ar_weight: float = 1.0):
+        self._ar_weight = ar_weight
+        self._clear()
+
+    def _clear(self) -> None:
+        self._sums: dict[str, Any] = {}
+        self._weights: dict[str, Any] = {}
+        self._newest: Record = {}
+        self._skipped = 0
+
+    @property
+    def empty(self) -> bool:
+        return not (self._sums or self._skipped)
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Counts one step.
+
+        Args:
+          metrics: on the host, as `train.step.make_train_step` gives them.
+        """
+        self._newest = {name: float(metrics[name]) for name in NEWEST if name in metrics}
+        if metrics.get("skipped"):
+            self._skipped += 1
+            return
+        counts = metrics.get(COUNTS, {})
+        for name, value in metrics.items():
+            if name in (COUNTS, "skipped", *NEWEST):
+                continue
+            weight = np.float64(counts.get(COUNT_OF.get(name, ""), 1.0))
+            # What nothing was counted for is 0 in the step, and weighs nothing.
+            self._sums[name] = self._sums.get(name, 0.0) + weight * np.float64(value)
+            self._weights[name] = self._weights.get(name, 0.0) + weight
+
+    def record(self) -> Record:
+        """The means, and the interval begins anew."""
+        tiny = np.finfo(np.float64).tiny
+        record = flatten(
+            {name: x / np.maximum(self._weights[name], tiny) for name, x in self._sums.items()}
+        )
+        if "mlm_loss" in record:
+            a = self._ar_weight
+            record["loss"] = (record["mlm_loss"] + a * record["ar_loss"]) / (1 + a)
+        elif "ar_loss" in record:
+            record["loss"] = record["ar_loss"]
+        record |= {**self._newest, "skipped": float(self._skipped)}
+        self._clear()
+        return record
+
+    def state(self) -> dict[str, Any]:
+        """All of it, for a line of JSON."""
+        return {
+            "sums": {name: np.asarray(x).tolist() for name, x in self._sums.items()},
+            "weights": {name: np.asarray(x).tolist() for name, x in self._weights.items()},
+            "newest": self._newest,
+            "skipped": self._skipped,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` gave."""
+        self._sums = {name: np.float64(x) for name, x in state["sums"].items()}
+        self._weights = {name: np.float64(x) for name, x in state["weights"].items()}
+        self._newest, self._skipped = dict(state["newest"]), int(state["skipped"])
+
+
+def flatten(metrics: Mapping[str, Any]) -> Record:
+    """Metrics of a step as plain numbers. The MLM loss by mask ratio becomes a number a bin,
+    ``mlm_loss_ratio_0.25_0.50``; bins without a mask are left out."""
+    record: Record = {}
+    for name, value in metrics.items():
+        if name != BY_RATIO:
+            record[name] = float(value)
+            continue
+        losses = np.asarray(value)
+        for i, loss in enumerate(losses):
+            if loss > 0:
+                low, high = i / len(losses), (i + 1) / len(losses)
+                record[f"mlm_loss_ratio_{low:.2f}_{high:.2f}"] = float(loss)
+    return record
+
+
+def as_json(step: int, record: Mapping[str, float], **more: Any) -> str:
+    """A line of a JSONL file. JSON has no word for what is not finite: it becomes null.
+
+    ``more`` stands behind the numbers as it is.
+    """
+    known = {name: x if math.isfinite(x) else None for name, x in record.items()}
+    return json.dumps({"step": step, **known, **more}, ensure_ascii=False) + "\n"
+
+
+def cut_back(path: Path, step: int) -> list[dict[str, Any]]:
+    """Drops the records behind ``step``, and what a crash left of a line; returns the rest."""
+    if not path.exists():
+        return []
+    kept, records = [], []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+            if record["step"] <= step:
+                kept.append(line + "\n")
+                records.append(record)
+        except (ValueError, KeyError, TypeError):
+            continue
+    with written_beside(path) as file:
+        file.write("".join(kept).encode("utf-8"))
+    return records

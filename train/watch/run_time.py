@@ -1,0 +1,164 @@
+"""Where the time of a run went, restarts and what had to be done again included: its goodput.
+
+Each attempt at a run counts seconds by what they were spent on; what is left is steps.
+`time.json` in the run's folder keeps the attempts, so the shares are those of the whole run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from train.watch.records import Record
+from wedlm_jax.atomic import write_json
+from wedlm_jax.processes import is_first, say
+
+FILE = "time.json"
+KINDS = ("start", "compile", "input", "checkpoint", "evaluation")
+"""What time is spent on besides steps. ``input`` is what the host waited for its batches."""
+WRITE_EVERY_S = 30.0
+
+
+@dataclasses.dataclass
+class Attempt:
+    """One process's try at the run.
+
+    Attributes:
+      begun, seen: seconds since 1970 at its begin and when it last wrote this down.
+      first, last: completed steps at its begin and then.
+      seconds: by kind, of `KINDS`.
+    """
+
+    begun: float
+    seen: float
+    first: int
+    last: int
+    seconds: dict[str, float]
+
+    @property
+    def in_steps(self) -> float:
+        return max(self.seen - self.begun - sum(self.seconds.values()), 0.0)
+
+
+def shares(attempts: Sequence[Attempt]) -> Record:
+    """What the time from the first attempt's begin to now was spent on, as shares of 1.
+
+    ``steps`` is the goodput: steps whose result was kept. ``redone`` are steps that a later
+    attempt had to do again, ``restart`` is the time between attempts and until the later ones
+    had a state.
+    """
+    spent = dict.fromkeys(("steps", *KINDS, "redone", "restart"), 0.0)
+    for number, attempt in enumerate(attempts):
+        later = [one.first for one in attempts[number + 1 :]]
+        done = attempt.last - attempt.first
+        kept = max(min([attempt.last, *later]) - attempt.first, 0)
+        part = kept / done if done else 0.0
+        spent["steps"] += part * attempt.in_steps
+        spent["redone"] += (1 - part) * attempt.in_steps
+        for kind, seconds in attempt.seconds.items():
+            spent["restart" if number and kind == "start" else kind] += seconds
+        if number:
+            spent["restart"] += max(attempt.begun - attempts[number - 1].seen, 0.0)
+    total = max(sum(spent.values()), 1e-9)
+    return {kind: seconds / total for kind, seconds in spent.items()}
+
+
+class RunTime:
+    """The clock of one attempt; made when it begins.
+
+    Args:
+      now: seconds since 1970.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.time):
+        self._now = now
+        self._attempt = Attempt(now(), now(), 0, 0, dict.fromkeys(KINDS, 0.0))
+        self._before: list[Attempt] = []
+        self._path: Path | None = None
+        self._written = self._read = 0.0
+        self._steps, self._tokens, self._flops = 0, 0, 0.0
+        self._at_reading = dict(self._attempt.seconds)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of this attempt, by kind."""
+        return self._attempt.seconds
+
+    @contextlib.contextmanager
+    def spent(self, kind: str) -> Iterator[None]:
+        """Counts the time of a block."""
+        started = self._now()
+        try:
+            yield
+        finally:
+            self._attempt.seconds[kind] += self._now() - started
+
+    def begin(self, output: Path, done: int) -> None:
+        """The state is there, ``done`` steps are completed: training begins."""
+        attempt = self._attempt
+        attempt.first = attempt.last = done
+        known = sum(attempt.seconds.values())
+        attempt.seconds["start"] += self._now() - attempt.begun - known
+        self._path, self._before = output / FILE, read_attempts(output / FILE)
+        self._read, self._at_reading = self._now(), dict(attempt.seconds)
+
+    def step(self, step: int, tokens: int, flops: float = 0.0) -> None:
+        """``step`` steps are completed, or on their way; the newest has so many tokens, and so
+        many products of the model."""
+        self._steps, self._tokens, self._flops = (
+            self._steps + 1,
+            self._tokens + tokens,
+            self._flops + flops,
+        )
+        self._attempt.last = step
+
+    def read(self, peak_flops: float | None = None) -> Record:
+        """``step_seconds``, ``tokens_per_second`` and ``input_wait`` (share of the time) since the
+        last reading, without checkpoints, evaluations and compiling; ``goodput`` of the run; and
+        ``mfu`` where the devices' peak is known."""
+        now, seconds = self._now(), self._attempt.seconds
+        since = {kind: seconds[kind] - self._at_reading[kind] for kind in KINDS}
+        trained = max(now - self._read - sum(since.values()) + since["input"], 1e-9)
+        record = {
+            "step_seconds": round(trained / max(self._steps, 1), 6),
+            "tokens_per_second": round(self._tokens / trained, 1),
+            "input_wait": round(since["input"] / trained, 4),
+            "goodput": round(self.shares()["steps"], 4),
+        }
+        if peak_flops is not None:
+            record["mfu"] = self._flops / trained / peak_flops
+        self._steps, self._tokens, self._flops = 0, 0, 0.0
+        self._read, self._at_reading = now, dict(seconds)
+        return record
+
+    def shares(self) -> Record:
+        """`shares` of the run until now; written to its folder now and then."""
+        attempt = self._attempt
+        attempt.seen = self._now()
+        if attempt.seen - self._written > WRITE_EVERY_S:
+            self.write()
+        return shares([*self._before, attempt])
+
+    def write(self) -> None:
+        """Writes the attempts down."""
+        self._attempt.seen = self._written = self._now()
+        if self._path is not None and is_first():
+            write_json(self._path, [dataclasses.asdict(a) for a in (*self._before, self._attempt)])
+
+    def close(self) -> None:
+        """Says and writes down where the time went."""
+        self.write()
+        known = {kind: part for kind, part in self.shares().items() if part >= 0.001}
+        say("time: " + ", ".join(f"{kind} {part:.1%}" for kind, part in known.items()))
+
+
+def read_attempts(path: Path) -> list[Attempt]:
+    """Earlier attempts at a run; none where the file is not there, or not whole."""
+    try:
+        return [Attempt(**one) for one in json.loads(path.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError):
+        return []
