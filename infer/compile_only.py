@@ -66,7 +66,7 @@ class Forward:
       tokens: that pass the layers of a replica.
       flops: of products.
       least_bytes: read from HBM: the weights and all keys and values, once.
-      sent_bytes: to other chips: the sums behind attention and MLP of each layer.
+      sent_bytes: to other chips: the sums after attention and MLP of each layer.
       bound: no time is shorter.
       expected: seconds at `PRODUCTS` and `BANDWIDTH`.
     """
@@ -174,7 +174,7 @@ def compile_decoder(
     compiled = compile_for(
         topology,
         mesh,
-        lambda: lower_burst(graph, parameters, model, settings, traits, mesh),
+        lambda: lower_burst(graph, parameters, model, settings, traits, mesh, choose_layouts=True),
         "decoder",
     )
     return CompiledDecoder(
@@ -248,7 +248,7 @@ def describe(decoder: CompiledDecoder) -> str:
         f"peak of HBM a chip   {decoder.peak_bytes / GIB:.2f} of {limit / GIB:.0f} GiB, "
         f"{1 - decoder.peak_bytes / limit:.0%} to spare; {decoder.temporary_bytes / GIB:.2f} GiB "
         "of it temporary",
-        f"one forward          {forward.tokens:,} tokens of a replica behind full texts; on each "
+        f"one forward          {forward.tokens:,} tokens of a replica after full texts; on each "
         "chip:",
         f"  products           {forward.flops:.3g} FLOP",
         f"  must read          {forward.least_bytes / GIB:.2f} GiB: weights, keys and values once",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import io
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -119,7 +120,7 @@ class View(NamedTuple):
 
     Attributes:
       token_ids: committed.
-      window: as the next forward will see it; None behind the last.
+      window: as the next forward will see it; None after the last.
       num_forwards: decode forwards so far.
     """
 
@@ -219,6 +220,8 @@ def _draw(file: Path, decoder: Decoder, questions: Sequence[Question]) -> None:
         console.print(f"{'':11}{_result(question, views[-1], text)}", style="dim", markup=False)
     # A fixed id: the same answers give the same file.
     picture = console.export_svg(title="wedlm demo", unique_id="wedlm-demo")
+    # A page must load nothing from other hosts: the reader's own monospace font serves.
+    picture = re.sub(r"\s*@font-face \{.*?\}", "", picture, flags=re.DOTALL)
     with written_beside(file) as opened:
         opened.write(picture.encode("utf-8"))
 

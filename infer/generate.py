@@ -345,7 +345,8 @@ def load(options: dict[str, Any]) -> LLM:
     keep_compiled()
     try:
         llm = LLM(given.pop("model", None), **given)
-        if "window_size" not in options and llm.engine.window_size == 0:
+        asked = "window_size" in options or options.get("mode") == "ar"
+        if not asked and llm.engine.window_size == 0:
             _tell_autoregressive(llm)
         if options.get("warmup"):
             _warm_up(llm, options)

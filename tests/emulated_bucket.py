@@ -15,6 +15,9 @@ def variables(port: int) -> dict[str, str]:
         "STORAGE_EMULATOR_HOST": address,
         "TENSORSTORE_GCS_HTTP_URL": address,
         "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+        # Nobody looks for credentials elsewhere.
+        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
+        "NO_GCE_CHECK": "true",
     }
 
 

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from wedlm_jax.attention import IMPLEMENTATIONS
+from wedlm_jax.attention.tiles import LANES
 from wedlm_jax.errors import InputError
 from wedlm_jax.loss import WEIGHTINGS
 from wedlm_jax.model.rematerialisation import POLICIES
@@ -75,7 +76,7 @@ class DataSection:
     tokenizer: str | None = _field(None, "folder of the tokenizer; null: train one")
     vocab_size: int = _field(2048, "size of the tokenizer, where one is trained", least=1)
     train_on_prompt: bool = _field(False, "whether prompt tokens are targets, too")
-    end_tokens: int = _field(0, "trainable end tokens behind each answer, beside its own", least=0)
+    end_tokens: int = _field(0, "trainable end tokens after each answer, beside its own", least=0)
     sources: dict[str, float] = _field(
         {},
         "folders of `wedlm tokenize` and their shares of a batch; empty: the synthetic corpus",
@@ -370,6 +371,8 @@ def _check(config: TrainConfig, path: str | Path) -> None:
             f"{path}: row_length {config.row_length} is not a multiple of "
             f"block_size {config.block_size}"
         )
+    if config.loss.tile % LANES:
+        raise InputError(f"{path}: loss.tile must be a multiple of {LANES}, not {config.loss.tile}")
 
 
 def _check_fields(section: Any, path: str | Path, prefix: str = "") -> None:

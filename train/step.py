@@ -123,8 +123,10 @@ def make_train_step(
         gradients, metrics = accumulate(graph, state.parameters, batches, denominators, loss)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
         parameters = optax.apply_updates(state.parameters, updates)
+        # Before clipping: a spike must be seen.
         norm = optax.global_norm(gradients)
         taken, guard_state = judge(guard or Guard(), state.guard, state.step, norm)
+        # Both branches exist in the program, and a skipped step keeps the old state bit for bit.
         parameters, optimizer_state = jax.tree.map(
             partial(jnp.where, taken),
             (parameters, optimizer_state),
@@ -193,6 +195,8 @@ def prepare_given(
     )
     batches = jax.vmap(build)(rows, masked, mask_ratio)
     per_step = jax.vmap(partial(wedlm_denominators, config=objective.loss))(batches)
+    # Denominators of the whole global batch, before any gradient: each micro-batch then adds its
+    # share of one mean, and accumulation changes nothing.
     totals = jax.tree.map(partial(jnp.sum, axis=0), per_step)
     return batches, totals, partial(_call, wedlm_loss, objective.loss)
 

@@ -32,7 +32,7 @@ class BenchmarkParser(argparse.ArgumentParser):
     Args:
       comparisons: their names, and what each measures.
       default: what the help says is compared where nothing is named.
-      closing: what the description says behind them.
+      closing: what the description says after them.
       examples: command lines.
     """
 

@@ -299,15 +299,21 @@ CONFIG_FIELDS = [
 """The names of a ``config.json`` that `config_from_hf` reads, and of what it takes as given."""
 
 
-def with_model_type(raw: dict[str, Any], model_type: str) -> dict[str, Any]:
+def with_model_type(raw: dict[str, Any], model_type: str, config: ModelConfig) -> dict[str, Any]:
     """Returns the content of a ``config.json`` under another ``model_type``: the weights of a WeDLM
     are those of a Qwen, which other programs know.
+
+    Args:
+      raw: the content as it stands.
+      model_type: one of `MODEL_TYPES`, or "qwen": qwen3 or qwen2, whichever has the parameters.
+      config: the architecture; ``raw`` may be silent where tensors tell.
 
     Raises:
       InputError: models of that type have other parameters.
     """
-    config = config_from_hf(raw)
     parts = (config.qk_norm, config.attention_bias)
+    if model_type == "qwen":
+        model_type = "qwen2" if config.attention_bias else "qwen3"
     if model_type != "wedlm" and parts != (model_type == "qwen3", model_type == "qwen2"):
         has = f"qk_norm is {parts[0]} and attention_bias {parts[1]} here"
         raise InputError(f"--model-type {model_type}: its models have other parameters; {has}")

@@ -81,15 +81,20 @@ def sample_masks(
     rows, length = trainable.shape
     blocks = trainable.reshape(rows, length // block_size, block_size)
     ratio_key, order_key = jax.random.split(key)
+    # uniform() is in [0, 1); the loss divides by γ, so it must be in (0, 1].
     ratio = 1.0 - jax.random.uniform(ratio_key, blocks.shape[:2])
+    # Of the trainable tokens only: γ = 1 masks the whole answer, never the prompt.
     count = jnp.round(ratio * blocks.sum(-1)).astype(jnp.int32)
     score = jax.random.uniform(order_key, blocks.shape)
     if suffix_share:
+        # A stream of its own, so that the share changes no other block's masks.
         is_suffix = jax.random.uniform(jax.random.fold_in(key, 2), count.shape) < suffix_share
+        # Scores that fall from left to right: the last tokens rank first.
         from_behind = jnp.arange(block_size, 0, -1) / block_size
         score = jnp.where(is_suffix[..., None], from_behind, score)
     # The rank of a random score is a random permutation, so ranks below ``count`` are a uniform
-    # choice without replacement, at static shapes. Tokens that are not trainable rank last.
+    # choice without replacement, at static shapes. argsort of argsort turns scores into ranks.
+    # Tokens that are not trainable rank last.
     score = jnp.where(blocks, score, 2.0)
     rank = jnp.argsort(jnp.argsort(score, axis=-1), axis=-1)
     masked = (rank < count[..., None]) & blocks
@@ -109,6 +114,9 @@ def reorder_blocks(masked: Array, padding: Array, block_size: int) -> Array:
       int32 ``[R, L]``: the logical index at each physical place.
     """
     rows, length = masked.shape
+    # Sorting by group alone; the sort is stable, so each group keeps its logical order:
+    #   logical    a  b  c  d        physical   a  c  b  d
+    #   masked     .  1  .  1        positions  0  2  1  3
     group = jnp.where(padding, 2, masked.astype(jnp.int32))
     order = jnp.argsort(group.reshape(rows, -1, block_size), axis=-1, stable=True)
     starts = jnp.arange(0, length, block_size)[:, None]
@@ -133,11 +141,15 @@ def dual_stream(
     def physical(x: Array) -> Array:
         return jnp.take_along_axis(x, order, axis=1)
 
+    # A mask predicts the token at its own position, so its target is the clean token there, without
+    # AR's shift by one.
     targets, is_masked = physical(rows.tokens), physical(masked)
     predicted_input = jnp.where(is_masked, mask_token_id, targets)
     next_targets, next_valid = next_token_targets(rows)
     return DualStreamBatch(
+        # The memory stream stays clean and in order: it is what committed text is in decoding.
         token_ids=jnp.concatenate([rows.tokens, predicted_input], axis=1),
+        # Both copies of a token have its logical position; only the order in the arrays differs.
         positions=jnp.concatenate([rows.positions, physical(rows.positions)], axis=1),
         mask=DualStreamMask(rows.segment_ids, block_size),
         targets=targets,

@@ -250,7 +250,7 @@ class LLM:
         """
         if len(prompts) != len(completions):
             raise InputError(
-                f"expected as many completions as prompts, not {len(completions)} for {len(prompts)}"
+                f"expected as many completions as prompts, {len(prompts)}, not {len(completions)}"
             )
         if not is_integer(top) or not 0 <= top <= MOST_LOGPROBS:
             raise InputError(f"top: expected an integer from 0 to {MOST_LOGPROBS}, not {top!r}")

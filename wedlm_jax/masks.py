@@ -81,8 +81,11 @@ class DualStreamMask:
         length = self.segment_ids.shape[1]
         block = jnp.arange(length) // self.block_size
         causal = _causal(length)
+        # Strictly earlier blocks: its own block's clean copy would give the answers away.
         earlier = block[:, None] > block[None, :]
+        # Within its block, causal in physical order: observed tokens come first.
         own = (block[:, None] == block[None, :]) & causal
+        # Memory never sees the prediction stream: committed text does not depend on guesses.
         pattern = jnp.block([[causal, jnp.zeros_like(causal)], [earlier, own]])
         return pattern & _same_segment(jnp.tile(self.segment_ids, (1, 2)))
 

@@ -52,9 +52,11 @@ def pack(
             raise InputError(
                 f"sample {number} has {size} tokens; a packed example takes 1 to {row_length}"
             )
+        # Rounded up to whole blocks: the next sample begins a block of its own.
         room = -(-size // block_size) * block_size
         place = next((i for i, (used, _) in enumerate(rows) if used + room <= row_length), None)
         if place is None:
+            # Bounded, so that a stream without end is packed in bounded memory.
             if len(rows) == open_rows:
                 fullest = max(range(len(rows)), key=lambda i: rows[i][0])
                 yield rows.pop(fullest)[1]
@@ -79,10 +81,11 @@ def row_arrays(
         "trainable": np.zeros(row_length, bool),
     }
     start = 0
-    for segment, sample in enumerate(samples, 1):
+    for segment, sample in enumerate(samples, 1):  # 0 is padding
         size = len(sample.tokens)
         here = slice(start, start + size)
         row["tokens"][here] = sample.tokens
+        # Positions begin anew: a sample is trained as if it were alone.
         row["positions"][here] = np.arange(size)
         row["segment_ids"][here] = segment
         row["trainable"][here] = sample.trainable

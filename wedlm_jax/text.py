@@ -197,7 +197,7 @@ class StopStrings:
         return low, text[: min(self._places(text, early))]
 
     def stands_in(self, text: str, start: int) -> bool:
-        """Says whether any stop string ends behind character ``start`` of ``text``."""
+        """Says whether any stop string ends after character ``start`` of ``text``."""
         return any(text.find(stop, max(start - len(stop) + 1, 0)) >= 0 for stop in self._stop)
 
     def _places(self, text: str, early: int) -> list[int]:

@@ -107,7 +107,7 @@ def compare_chunks(
         made.append(_long_prompt(engine, subject, tokens))
     passed = made[1:]
 
-    def median(value: Callable[[_Pass], float]) -> float:
+    def median(value: Callable[[_ChunkPass], float]) -> float:
         return statistics.median(value(one) for one in passed)
 
     return ChunkCost(
@@ -128,14 +128,14 @@ def compare_chunks(
 
 
 def products_of(config: ModelConfig, before: int) -> float:
-    """Multiplications of `CHUNK` tokens that stand behind ``before`` others: of linear layers, and
+    """Multiplications of `CHUNK` tokens that stand after ``before`` others: of linear layers, and
     of attention to the places that each of them sees."""
     linear = config.num_parameters(embeddings=False) * CHUNK
     seen = CHUNK * before + CHUNK * (CHUNK + 1) // 2
     return linear + config.attention_per_place * seen
 
 
-class _Burst(NamedTuple):
+class _TimedBurst(NamedTuple):
     """Seconds and forwards, the prompt's tokens that were computed, and how many of the others got
     a token."""
 
@@ -146,10 +146,10 @@ class _Burst(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Pass:
+class _ChunkPass:
     quiet: float
     """Seconds of a forward without the prompt."""
-    bursts: list[_Burst]
+    bursts: list[_TimedBurst]
     alone: float
 
     def own_seconds(self, start: int) -> float:
@@ -165,7 +165,7 @@ class _Pass:
         return spent
 
 
-def _long_prompt(engine: Engine, subject: Subject, tokens: int) -> _Pass:
+def _long_prompt(engine: Engine, subject: Subject, tokens: int) -> _ChunkPass:
     prompt = random_prompts(subject.config, 1, tokens, seed=1)[0]
     prompt[0] = subject.config.vocab_size - 1  # unlike those of the others
     long = Request(OTHERS, prompt, SamplingParams(max_tokens=1))
@@ -180,19 +180,19 @@ def _long_prompt(engine: Engine, subject: Subject, tokens: int) -> _Pass:
     engine.step(others, max_forwards=OTHERS)
     quiet = _burst(engine, tokens, QUIET_FORWARDS)
     engine.step([long], max_forwards=0)
-    bursts: list[_Burst] = []
+    bursts: list[_TimedBurst] = []
     computed = 0
     while computed < tokens:
-        # No further than the prompt probably goes: forwards behind it are of no interest.
+        # No further than the prompt probably goes: forwards after it are of no interest.
         each = bursts[-1].computed / bursts[-1].forwards if bursts else tokens
         forwards = math.ceil((tokens - computed) / max(each, 1))
         bursts.append(_burst(engine, tokens - computed, forwards))
         computed += bursts[-1].computed
     engine.step(aborted=range(OTHERS + 1), max_forwards=0)
-    return _Pass(quiet.seconds / quiet.forwards, bursts, alone)
+    return _ChunkPass(quiet.seconds / quiet.forwards, bursts, alone)
 
 
-def _burst(engine: Engine, left: int, forwards: int | None = None) -> _Burst:
+def _burst(engine: Engine, left: int, forwards: int | None = None) -> _TimedBurst:
     """Runs a burst.
 
     Args:
@@ -204,4 +204,4 @@ def _burst(engine: Engine, left: int, forwards: int | None = None) -> _Burst:
     ran = max(int(engine.device.counters[0]) - before, 1)
     served = {event.number for event in events if isinstance(event, TokenDelta)}
     remaining = engine.scheduler.prompt_left(OTHERS)
-    return _Burst(seconds, ran, left - remaining, len(served - {OTHERS}))
+    return _TimedBurst(seconds, ran, left - remaining, len(served - {OTHERS}))

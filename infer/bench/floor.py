@@ -38,7 +38,7 @@ ANSWERS = 6
 SECONDS = 2.0
 """No burst is timed after so many in a pass."""
 PROMPT_TOKENS, RANDOM_TOKENS = 32, 160
-"""Of random prompts, and behind each."""
+"""Of random prompts, and after each."""
 RIVAL_TOKENS = 16
 PROMPTS = 16
 """Requests whose prompts are timed, one after another."""
@@ -208,7 +208,7 @@ def _forwards_amid(engine: Engine, work: Work) -> tuple[float, np.ndarray]:
         events = engine.step(max_forwards=forwards)
         passed = time.perf_counter() - started
         ended = any(isinstance(event, Finished) for event in events)
-        # Where one of several has finished, the forwards behind that had fewer sequences.
+        # Where one of several has finished, the forwards after that had fewer sequences.
         if not ended or len(work) == 1 or forwards == 1:
             seconds, counted = seconds + passed, counted + engine.device.counters - before
     engine.step(aborted=range(len(work)), max_forwards=0)

@@ -25,7 +25,7 @@ LENGTHS = (4, 160)
 most are short, some are long, as those of different users are."""
 SHOTS = 5
 LONG_ONE_IN = 8
-"""Of mixed prompts, one in so many stands behind answered questions, different ones each time."""
+"""Of mixed prompts, one in so many stands after answered questions, different ones each time."""
 
 
 def questions_of(subject: Subject, questions: Sequence[Question], count: int, mode: str) -> Work:
@@ -37,7 +37,7 @@ def questions_of(subject: Subject, questions: Sequence[Question], count: int, mo
 
 def long_answers(subject: Subject, regimes: Regimes, count: int, mode: str) -> Work:
     """Those questions of each regime with the longest answers, by turns, answered to their ends:
-    what a model says behind its end is no text, and would not cost what text costs."""
+    what a model says after its end is no text, and would not cost what text costs."""
     longest = {
         regime: sorted(questions, key=lambda one: -len(one.answer))
         for regime, questions in regimes.items()

@@ -121,7 +121,7 @@ def spool(pipe: str, folder: Path) -> RecordFile:
 
 
 def read_from(files: Sequence[RecordFile], place: Place) -> Iterator[tuple[Place, Content]]:
-    """Yields the records from ``place`` on, through all the files behind it.
+    """Yields the records from ``place`` on, through all the files after it.
 
     Raises:
       InputError: a file cannot be read.

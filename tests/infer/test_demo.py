@@ -57,6 +57,7 @@ def test_the_picture_has_a_line_for_each_forward(
     assert capsys.readouterr().out.endswith(f"wrote {picture}\n")
     drawn = picture.read_text(encoding="utf-8").replace("&#160;", " ")
     assert drawn.startswith("<svg")
+    assert "url(" not in drawn.replace("url(#", ""), "loads something from elsewhere"
     forwards = [int(n) for n in re.findall(r">forward (\d+)", drawn)]
     assert forwards[0] == 1
     assert len(re.findall(r"AR takes one", drawn)) == 2

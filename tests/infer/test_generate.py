@@ -206,7 +206,9 @@ def test_a_checkpoint_without_masks_decodes_autoregressively_and_says_so(
     )
     tokens = len(expected.token_ids)
     assert summary.startswith(f"{tokens} tokens in {tokens - 1} forwards ")
-    # Who names a window knows better.
+    # Who names a window, or the mode, knows.
+    assert main([*arguments, "--mode", "ar", "--prompt", "the cat"]) == 0
+    assert "autoregressively" not in capsys.readouterr().err
     assert main([*arguments, "--window-size", "4", "--prompt", "the cat"]) == 0
     assert "autoregressively" not in capsys.readouterr().err
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,15 @@ def test_every_size_of_batch_of_the_phases_is_compiled_once(
         "from step 9:",
         "(4, 'v5p:4x4x4')",
     ]
+
+
+def test_an_extra_that_is_missing_is_told_before_anything_begins(
+    asked_for: list[TrainConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    assert main(["train", "--config", recipe(tmp_path), "metrics.tensorboard=true"]) == 2
+    assert 'pip install "wedlm-jax[tensorboard]"' in capsys.readouterr().err
+    assert not asked_for

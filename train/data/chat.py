@@ -1,7 +1,7 @@
 """Conversations as samples: the chat template's text, the assistant's turns marked.
 
 A turn that is trained on begins where the template, asked for the assistant's turn, stops: so
-it is what the model will have to write behind a prompt. It ends with the special token that the
+it is what the model will have to write after a prompt. It ends with the special token that the
 template puts after the turn's content.
 """
 
@@ -77,7 +77,7 @@ class ChatFormat:
                     "it writes what stands before an assistant's turn differently once the turn "
                     "is there"
                 )
-            # Whatever else the turn says, the text behind it stays as it is.
+            # Whatever else the turn says, the text after it stays as it is.
             other = {**message, "content": _unlike(message["content"])}
             varied = self._render([*messages[:number], other, *messages[number + 1 :]], False)
             behind = _common_ending(whole[len(prompt) :], varied[len(prompt) :])
@@ -89,7 +89,7 @@ class ChatFormat:
 
     def sample(self, messages: Sequence[Message], *, train_on_prompt: bool) -> TokenisedSample:
         """Token ids of a conversation; only the assistant's turns are trainable, unless
-        ``train_on_prompt``. What stands behind the last trainable token is left out.
+        ``train_on_prompt``. What stands after the last trainable token is left out.
 
         Turns and what is between them are tokenised apart, as a prompt and its answer are.
 

@@ -26,7 +26,7 @@ input, by ending; folders are searched, several may be given:
   a folder            that datasets.Dataset.save_to_disk wrote, named itself; columns of
                       these names (pip install 'wedlm-jax[datasets]')
 
-A document is trained on whole, with an end-of-text token behind it; what is longer than a
+A document is trained on whole, with an end-of-text token after it; what is longer than a
 row is cut into rows. Of a conversation, put through the tokenizer's chat template, the
 assistant's turns are trained on, their end token included; one that is longer than a row is
 left out. token_ids without trainable are a document, with it a finished sample.
@@ -83,13 +83,13 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="K",
-        help="further end tokens behind each assistant's turn, trained on: teaches what "
-        "to fill behind an end [%(default)s]",
+        help="further end tokens after each assistant's turn, trained on: teaches what "
+        "to fill after an end [%(default)s]",
     )
     add(
         "--document-end",
         metavar="TOKEN",
-        help="token behind each document [<|endoftext|>, or else the eos_token]",
+        help="token after each document [<|endoftext|>, or else the eos_token]",
     )
     add(
         "--workers",

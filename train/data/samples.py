@@ -41,8 +41,8 @@ class SampleOptions:
       row_length: of packed rows; no sample is longer.
       format: "text", "chat" or "tokens", or "auto": by the key that a record has.
       train_on_prompt: whether all of a conversation is trainable.
-      end_tokens: further end tokens behind each assistant's turn.
-      document_end: token behind each document; None: the tokenizer's own.
+      end_tokens: further end tokens after each assistant's turn.
+      document_end: token after each document; None: the tokenizer's own.
     """
 
     tokenizer: str
@@ -77,7 +77,7 @@ class SampleMaker:
 
     @functools.cached_property
     def document_end(self) -> int:
-        """Id of the token behind each document."""
+        """Id of the token after each document."""
         wanted = self.options.document_end or END_OF_TEXT
         token = self.tokenizer.token_to_id(wanted)
         if token is None and self.options.document_end is None:

@@ -39,7 +39,7 @@ class Instruction:
       arrays: of its shape, tuples flattened.
       operands: names, in order.
       number: which parameter this is, or what an integer constant is; None for others.
-      attributes: the text behind the operands.
+      attributes: the text after the operands.
       is_root: whether it is what its computation returns.
     """
 

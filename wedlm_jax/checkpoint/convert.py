@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from wedlm_jax.checkpoint.model_folder import FORMATS, ORBAX, format_of, run_model_folder
-from wedlm_jax.config import MODEL_TYPES, with_model_type
+from wedlm_jax.config import MODEL_TYPES, ModelConfig, with_model_type
 from wedlm_jax.errors import InputError
 from wedlm_jax.progress import ProgressBar
 from wedlm_jax.storage import absolute, as_path, copy_file
@@ -64,9 +64,9 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument(
         "--model-type",
-        choices=MODEL_TYPES,
-        help="what config.json calls the model: qwen3 or qwen2 for programs that do not know wedlm "
-        "and decode it autoregressively [as it is]",
+        choices=(*MODEL_TYPES, "qwen"),
+        help="what config.json calls the model: qwen3 or qwen2, or qwen for the one that fits, for "
+        "programs that do not know wedlm and decode it autoregressively [as it is]",
     )
     parser.add_argument(
         "--force", action="store_true", help="replace the checkpoint that DESTINATION holds"
@@ -76,7 +76,11 @@ def main(arguments: list[str]) -> int:
         metavar="DIR",
         help="SOURCE is a training run: take config.json and the tokenizer from DIR [its model/]",
     )
-    options = parser.parse_args(arguments)
+    return run(parser.parse_args(arguments))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Converts as ``options`` say, and tells what was written."""
     # Nothing here is computed on a device, and one that is in use should be left alone.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     start = time.monotonic()
@@ -117,7 +121,8 @@ def convert(
       destination: must be absent or empty, or a checkpoint with ``force``.
       to: "hf" or "orbax"; by default the format that the source has not, "hf" for a run.
       dtype: "float32", "bfloat16" or "float16"; as it is by default.
-      model_type: "wedlm", "qwen2" or "qwen3", written into ``config.json``; as it is by default.
+      model_type: "wedlm", "qwen2" or "qwen3", written into ``config.json``; "qwen" for the one of
+        the latter that fits; as it is by default.
       force: replace a checkpoint at the destination.
       config_from: where a run's ``config.json`` and tokenizer are, if not in the run's own
         ``model`` folder: the checkpoint that it started from, or any of the same shape.
@@ -147,16 +152,17 @@ def convert(
         with replacing(destination) as beside, _bar() as bar:
             opened = _open(source, described, found, np_dtype)
             if model_type is not None:
-                with_model_type(opened.raw_config, model_type)  # refused before a value is read
+                # Refused before a value is read.
+                with_model_type(opened.raw_config, model_type, opened.config)
             write = _write_orbax if target == "orbax" else _write_hf
             result = write(opened, beside, bar)
             if dtype is None and model_type is None and found != RUN:
                 copy_file(source / "config.json", beside / "config.json")
             else:
                 raw = opened.raw_config if dtype is None else _with_dtype(opened.raw_config, dtype)
-                write_config(
-                    beside, raw if model_type is None else with_model_type(raw, model_type)
-                )
+                if model_type is not None:
+                    raw = with_model_type(raw, model_type, opened.config)
+                write_config(beside, raw)
             copy_tokenizer(described or source, beside)
     except OSError as error:
         raise InputError(f"{destination}: writing failed ({error.strerror or error})") from None
@@ -189,10 +195,11 @@ def _with_dtype(raw: dict[str, Any], dtype: str) -> dict[str, Any]:
     return {**raw, field: dtype}
 
 
-class _Source(Protocol):
+class _OpenedSource(Protocol):
     """A checkpoint, opened and checked; no values are read before they are asked for."""
 
     raw_config: dict[str, Any]
+    config: ModelConfig
 
     def parameters(self) -> dict[str, DeferredArray]:
         """Returns the parameters by dotted path, as an orbax checkpoint holds them."""
@@ -201,7 +208,9 @@ class _Source(Protocol):
         """Returns the tensors of a Hugging Face checkpoint."""
 
 
-def _open(source: Path, described: Path | None, found: str, dtype: np.dtype | None) -> _Source:
+def _open(
+    source: Path, described: Path | None, found: str, dtype: np.dtype | None
+) -> _OpenedSource:
     if found == "hf":
         return _HuggingFace(source, dtype)
     if described is None:
@@ -221,7 +230,7 @@ class _HuggingFace:
         self._checkpoint = HFCheckpoint(folder)
         self._entries = check_tensors(self._checkpoint)
         self._dtype = dtype
-        self.raw_config = self._checkpoint.raw_config
+        self.raw_config, self.config = self._checkpoint.raw_config, self._checkpoint.config
 
     def parameters(self) -> dict[str, DeferredArray]:
         from wedlm_jax.checkpoint.hf_import import entry_dtype, read_parameter
@@ -253,7 +262,7 @@ class _Orbax:
 
         self._checkpoint, self._tensors = checkpoint, OrbaxTensors(checkpoint)
         self._dtype = dtype
-        self.raw_config = checkpoint.raw_config
+        self.raw_config, self.config = checkpoint.raw_config, checkpoint.config
 
     def parameters(self) -> dict[str, DeferredArray]:
         from wedlm_jax.checkpoint.dtypes import cast
@@ -280,7 +289,7 @@ class _Orbax:
         return [tensor(name) for name in stored.tensors]
 
 
-def _write_orbax(source: _Source, folder: Path, bar: ProgressBar) -> Converted:
+def _write_orbax(source: _OpenedSource, folder: Path, bar: ProgressBar) -> Converted:
     from wedlm_jax.checkpoint.orbax_io import write_arrays
 
     arrays = source.parameters()
@@ -289,7 +298,7 @@ def _write_orbax(source: _Source, folder: Path, bar: ProgressBar) -> Converted:
     return _converted("orbax", list(arrays.values()))
 
 
-def _write_hf(source: _Source, folder: Path, bar: ProgressBar) -> Converted:
+def _write_hf(source: _OpenedSource, folder: Path, bar: ProgressBar) -> Converted:
     from wedlm_jax.checkpoint.hf_export import plan_files, write_weights
 
     tensors = source.tensors()

@@ -177,10 +177,11 @@ def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray | DeferredArray])
         else array
         for path, array in arrays.items()
     }
-    registry = type_handlers.create_type_handler_registry((DeferredArray, _OneAtATime()))
-    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-    with _quiet(), ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(absolute(folder), args=ocp.args.PyTreeSave(_nested(deferred)))
+    with _quiet():
+        registry = type_handlers.create_type_handler_registry((DeferredArray, _OneAtATime()))
+        handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(absolute(folder), args=ocp.args.PyTreeSave(_nested(deferred)))
 
 
 def array_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -26,8 +26,10 @@ def append(
     is_stop = (tokens[:, :, None] == options.stop_ids[:, None, :]).any(axis=-1)
     is_stop &= index < count[:, None]
     stops = is_stop.any(axis=1)
+    # The stop token itself is taken; what follows it is not.
     through = jnp.where(stops, jnp.argmax(is_stop, axis=1) + 1, count)
     taken = jnp.clip(options.max_tokens - state.num_output, 0, through)
+    # max_tokens may cut before the stop token: then the sequence ends by length.
     stopped = stops & (taken == through)
     here = index < taken[:, None]
 
@@ -68,7 +70,7 @@ def _put(old: Array, start: Array, values: Array, here: Array) -> Array:
 
 
 def move_windows(state: DecodeState, options: Options, run: Array, refill: str) -> DecodeState:
-    """Drops the run ``[N]`` from the front of each window and opens new masks behind it."""
+    """Drops the run ``[N]`` from the front of each window and opens new masks after it."""
     slots = state.tokens.shape[1]
     if slots == 1:
         return dataclasses.replace(state, filled=state.filled & (run == 0)[:, None])
@@ -79,7 +81,7 @@ def move_windows(state: DecodeState, options: Options, run: Array, refill: str) 
     rows = jnp.arange(source.shape[0])[:, None]
     filled = state.filled[rows, source] & inside
     if refill == "streaming":
-        # Always W uncommitted slots behind what the next forward commits (WeDLM section 5).
+        # Always W uncommitted slots after what the next forward commits (WeDLM section 5).
         active = options.window + leading(filled)
     else:
         # The paper's baseline: a block is finished before the next one opens.
@@ -129,7 +131,7 @@ def with_windows(state: DecodeState, options: Options, changed: Array) -> Decode
     whole = leading(filled)
     run = jnp.minimum(whole, jnp.maximum(options.window, 1))
     active = (options.window + run).astype(jnp.int32)
-    # A run that is cut keeps no drafts behind it: the last draft would have no mask after it, and
+    # A run that is cut keeps no drafts after it: the last draft would have no mask after it, and
     # the forward that accepts a draft fills the slot after it.
     end = jnp.where(options.anchored & (run < whole), run, active)
     filled &= jnp.arange(filled.shape[1]) < end[:, None]

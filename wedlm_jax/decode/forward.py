@@ -88,7 +88,7 @@ def run_layers(
       hidden: from `no_hidden_states`, or of the forward before; overwritten.
 
     Returns:
-      the final hidden states ``[T, D]`` of the plan's tokens, with anything behind them, and the
+      the final hidden states ``[T, D]`` of the plan's tokens, with anything after them, and the
       pages with their keys and values.
     """
     config = model.config

@@ -136,9 +136,12 @@ def advance(
         count = jnp.where(anchored, checked.run, count)
         fills = jnp.where(anchored[:, None], checked.drafts, fills)
         kept = jnp.where(anchored[:, None], checked.kept, kept)
+    # A sequence that only computed a chunk of its prompt has predictions of no meaning.
     ran = plan.window & state.running
     run, count = jnp.where(ran, run, 0), jnp.where(ran, count, 0)
     fills &= ran[:, None]
+    # Keys and values that are final: the chunk of the prompt, and the run. Those of other slots are
+    # in the pages, too, and are overwritten by the next forward, as nothing counts them.
     reached = state.num_computed + plan.chunk + run
     state = append(state, options, *new, count)
     state = dataclasses.replace(

@@ -38,8 +38,11 @@ def filled_by(state: DecodeState, options: Options, tokens: Array, entropies: Ar
     masks = is_mask(state)
     slot = jnp.arange(masks.shape[1])
     distance = (slot - jnp.argmax(masks, axis=1)[:, None]).astype(jnp.float32)
+    # H̃ = H + λ · distance, the paper's adjusted entropy.
     adjusted = entropies + options.position_penalty[:, None] * distance
+    # What is no mask must win neither of the two choices below.
     adjusted = jnp.where(masks, adjusted, jnp.inf)
+    # τ = None is stored as -inf: nothing is below it, and one mask a forward is filled.
     below = adjusted < options.entropy_threshold[:, None]
     smallest = slot == jnp.argmin(adjusted, axis=1)[:, None]
     chosen = jnp.where(below.any(axis=1, keepdims=True), below, smallest & masks)
@@ -52,7 +55,8 @@ def committed_run(state: DecodeState) -> Array:
     """Returns the length of the leading filled run, int32 ``[N]``.
 
     In physical order its tokens come first, each after exactly the text before it and nothing else.
-    So their keys and values are final, and can stay in the cache. A filled slot behind a mask saw
+    So their keys and values are final, and can stay in the cache. A filled slot after a mask saw
     an incomplete prefix: it is computed again by the next forward.
     """
+    # A running product of 1, 1, 1, 0, 1 is 1, 1, 1, 0, 0; its sum is the length of the run.
     return jnp.cumprod(is_filled(state), axis=1).sum(axis=1, dtype=jnp.int32)

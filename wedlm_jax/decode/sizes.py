@@ -74,8 +74,8 @@ def forward_sizes(
     total = spans + chunk_tokens
     most = min(total, largest)
     tokens = _coarse_grid(most) if coarse else _grid(sequences, window, most, narrower)
-    head = [size for size in tokens if size < min(spans, LARGEST_HEAD)]
-    head.append(min(spans, LARGEST_HEAD))
+    rows = min(next((size for size in tokens if size >= spans), spans), LARGEST_HEAD)
+    head = [*(size for size in tokens if size < rows), rows]
     if one_size:
         usual = [size for size in tokens if size >= sequences * (window + 1)] or tokens[-1:]
         return ForwardSizes((usual[0],), (head[-1],), total)
@@ -83,23 +83,32 @@ def forward_sizes(
 
 
 def _grid(sequences: int, window: int, largest: int, narrower: bool) -> list[int]:
-    """Lists powers of two and, from 64 on, one size between each two of them.
+    """Lists powers of two and, from 64 on, one size between each two of them; for one sequence, the
+    sizes of its windows.
 
     Each further size costs compile time; each size less costs padding, which waiting prompts fill.
     """
-    least = window if window and not narrower else 1
-    powers = [2**i for i in range(least.bit_length() - 1, largest.bit_length())]
-    between = [3 * power // 2 for power in powers if power >= 64]
     if sequences == 1:
-        # A forward of one sequence is a token, a window with few or many filled slots, or a chunk.
-        narrow = [2**i for i in range(1, window.bit_length()) if 2**i < window and narrower]
-        widths = [*narrow, window] if window else []
-        powers = [1, *(size for size in powers if size >= max(32, 2 * window + 2))]
-        between = [width + 1 + width // 4 for width in widths]
-        wide = [width for width in widths if width >= 8 or width == window]
-        between += [width + 1 + width * i // 4 for width in wide for i in (2, 4)]
-    sizes = {size for size in [*powers, *between] if size < largest}
-    return [*sorted(sizes), largest]
+        # A forward is a token, a window with few, half or all slots filled, or a chunk.
+        widths = [window] if window else []
+        if narrower:
+            widths += [2**i for i in range(1, window.bit_length()) if 2**i < window]
+        spans = [slots for w in widths for slots in (w + 1, num_slots(w))]
+        spans += [3 * w // 2 for w in widths if w >= 8]
+        chunks = [2**i for i in range(5, largest.bit_length()) if 2**i >= num_slots(window)]
+        sizes = {1, *chunks, *map(_whole_columns, spans)}
+    else:
+        least = window if window and not narrower else 1
+        powers = [2**i for i in range(least.bit_length() - 1, largest.bit_length())]
+        sizes = {*powers, *(3 * power // 2 for power in powers if power >= 64)}
+    return [*sorted(size for size in sizes if size < largest), largest]
+
+
+def _whole_columns(tokens: int) -> int:
+    """Rounds up to what a CPU's matrix product computes in whole columns: a multiple of 4, and not
+    28, which takes longer than 32."""
+    rounded = -(-tokens // 4) * 4
+    return 32 if rounded == 28 else rounded
 
 
 def _coarse_grid(largest: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 A span is the next chunk of a prompt, a window, or both: the last chunk of a prompt and the first
 window run in the same forward. To the model they are all the same, a causal prefill chunk: its keys
-and values are written behind what the sequence has computed, and what was not committed is
+and values are written after what the sequence has computed, and what was not committed is
 overwritten by the next forward.
 
 Four sequences in a forward of T = 16 (``c`` chunk, ``f`` filled slot, ``m`` mask, ``.`` padding)::
@@ -96,15 +96,19 @@ def plan_spans(state: DecodeState, allowance: Allowance, sizes: ForwardSizes) ->
 
     def granted(budget: Array) -> tuple[Array, Array]:
         chunk = jnp.clip(budget - ahead, 0, left)
+        # A window stands on its whole prompt: it runs only with the prompt's last chunk, or after.
         window = ready & (chunk == left)
         return chunk, window
 
+    # Granted twice: once to see how large the forward becomes, then again with the padding up to
+    # the next size of a forward.
     free = most - slots.sum()
     chunk, window = granted(jnp.minimum(allowance.chunk_tokens, free))
     size = jnp.minimum(sizes.filled_up(chunk.sum() + slots.sum()), most)
     chunk, window = granted(jnp.where(left.sum() > 0, size - slots.sum(), 0))
     lengths = chunk + jnp.where(window, slots, 0)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
+    # starts[i] is where sequence i begins in the flat array, starts[N] how many tokens there are.
     place = physical_place(state.filled, state.active)
     return SpanPlan(starts, chunk, window, place, inverse(place))
 
@@ -125,7 +129,7 @@ def physical_place(filled: Array, active: Array) -> Array:
         holds      f  m  f  m  m
         place      0  2  1  3  4        physical order: slots 0 2 1 3 4
 
-    Slots that are not active stay where they are, behind all others.
+    Slots that are not active stay where they are, after all others.
     """
     slot = jnp.arange(filled.shape[1], dtype=jnp.int32)
     if filled.shape[1] == 1:
@@ -171,7 +175,7 @@ class FlatTokens:
 def flat_tokens(
     plan: SpanPlan, state: DecodeState, start: Array, size: int, mask_token_id: int
 ) -> FlatTokens:
-    """Returns the tokens in ``size`` flat places from ``start`` on, padded behind the last."""
+    """Returns the tokens in ``size`` flat places from ``start`` on, padded after the last."""
     sequence, offset = owner(plan.starts, size, start)
     behind_chunk = offset - plan.chunk[sequence]
     computed = state.num_computed[sequence]
@@ -181,6 +185,7 @@ def flat_tokens(
     is_window = behind_chunk >= 0
     real = start + jnp.arange(size) < plan.num_tokens
     tokens = jnp.where(is_window, in_window, state.text[sequence, in_text])
+    # A window's token has the logical position of its slot, wherever it is in the flat array.
     positions = computed + jnp.where(is_window, plan.chunk[sequence] + slot, offset)
     return FlatTokens(jnp.where(real, tokens, 0), jnp.where(real, positions, 0))
 
@@ -190,7 +195,7 @@ def owner(starts: Array, size: int, start: Array | int = 0) -> tuple[Array, Arra
     that sequence's start, int32 ``[size]`` each.
 
     Args:
-      starts: int32 ``[N+1]``, where each sequence's part starts. Places behind the last part count
+      starts: int32 ``[N+1]``, where each sequence's part starts. Places after the last part count
         as the last sequence's.
     """
     place = jnp.arange(size, dtype=jnp.int32) + start

@@ -67,7 +67,7 @@ class DecodeState:
       tokens: int32 ``[N, P]``, the token of each filled slot.
       filled: bool ``[N, P]``.
       logprobs: ``[N, P]``, of each filled slot's token; None where no sequence asks for them.
-      active: int32 ``[N]``, slots that the next forward runs; those behind them are not open yet.
+      active: int32 ``[N]``, slots that the next forward runs; those after them are not open yet.
       running: bool ``[N]``, False where there is no sequence, or a finished one.
       stopped: bool ``[N]``, finished by a stop token.
       num_forwards, num_token_instances: int32 ``[N]``, decode forwards of the sequence and the
@@ -92,7 +92,7 @@ class DecodeState:
 
     @property
     def window_start(self) -> Array:
-        """int32 ``[N]``: the logical position of slot 0, right behind the prefill."""
+        """int32 ``[N]``: the logical position of slot 0, right after the prefill."""
         return jnp.maximum(self.num_computed, self.prefill_length)
 
     @property
@@ -114,7 +114,7 @@ class DecodeState:
 
 
 def num_slots(window: int) -> int:
-    """Returns P: room for W masks behind at most W filled slots; one slot where W = 0."""
+    """Returns P: room for W masks after at most W filled slots; one slot where W = 0."""
     return max(2 * window, 1)
 
 

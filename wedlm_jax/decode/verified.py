@@ -80,8 +80,13 @@ def verify(state: DecodeState, options: Options, tokens: Array, entropies: Array
     slot = jnp.arange(state.filled.shape[1])
     filled = is_filled(state)
     is_draft = filled & (slot >= 1)
+    # tokens[s] is what the row before slot s chose for it: a draft is right if it is that token.
+    # Slot 0 holds text, which needs no check.
     right = (is_draft & (tokens[:, :-1] == state.tokens)) | (slot == 0)
+    # A draft counts only if all drafts before it were right: the product is 1 up to the first that
+    # was not, and 0 from there on.
     run = jnp.cumprod(right, axis=1).sum(axis=1, dtype=jnp.int32)
+    # Masks saw all drafts. If one of them was wrong, what the masks say was said of a wrong text.
     whole = run == filled.sum(axis=1)
     kept = filled & (slot < run[:, None])
     drafts = draft_rule(entropies[:, :-1], is_mask(state) & whole[:, None], options.draft_budget)
@@ -103,5 +108,7 @@ def draft_rule(entropies: Array, is_mask: Array, budget: Array | None) -> Array:
     if budget is None:
         return jnp.zeros_like(is_mask)
     behind_first = is_mask & (jnp.cumsum(is_mask, axis=-1) > 1)
+    # -log p of a sampled token is H on average, and of the most likely one at most H. So exp(-sum)
+    # estimates the chance that the draft is right as a whole.
     spent = jnp.cumsum(jnp.where(behind_first, entropies, 0.0), axis=-1)
     return behind_first & (spent < budget[:, None])

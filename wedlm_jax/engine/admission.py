@@ -52,7 +52,7 @@ class _Room:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _Candidate:
     """Where a sequence would go.
 
     Attributes:
@@ -131,7 +131,7 @@ class Admitter:
                 trimmed += room.replica.num_available - before
         return trimmed > 0
 
-    def _place(self, sequence: SequenceState, rooms: Sequence[_Room]) -> _Place | None:
+    def _place(self, sequence: SequenceState, rooms: Sequence[_Room]) -> _Candidate | None:
         """Chooses a replica with room: the one where most of the text is cached or soon will be,
         unless it is far busier than another; of equals the least loaded. None without room."""
         places = [self._place_in(sequence, room) for room in rooms if room.indices > 0]
@@ -154,7 +154,7 @@ class Admitter:
         sequence admitted into the last ones would be the first to be preempted."""
         return room.load
 
-    def _place_in(self, sequence: SequenceState, room: _Room) -> _Place:
+    def _place_in(self, sequence: SequenceState, room: _Room) -> _Candidate:
         replica = room.replica
         nodes, size = replica.cached(sequence), replica.pages.page_size
         # Cached pages without a holder count as available; once this sequence reads them, they are
@@ -163,9 +163,9 @@ class Admitter:
         needed = replica.pages.needed(self._tokens(sequence))
         maker, soon = self._maker(sequence, replica)
         if maker is not None and soon >= len(nodes) * size + max(SHORTEST_REUSE, 1):
-            return _Place(room, nodes, needed - soon // size + unheld, soon, maker)
+            return _Candidate(room, nodes, needed - soon // size + unheld, soon, maker)
         shared = len(nodes) * size
-        return _Place(room, nodes, needed - len(nodes) + unheld, shared, None)
+        return _Candidate(room, nodes, needed - len(nodes) + unheld, shared, None)
 
     def _maker(self, sequence: SequenceState, replica: Replica) -> tuple[SequenceState | None, int]:
         """Returns the sequence that is computing the longest prefix of this one's text, and how

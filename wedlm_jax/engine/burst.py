@@ -58,7 +58,7 @@ class Burst:
     """Forwards that the device runs without asking the host.
 
     The sequence at an index runs from its admission until it finishes or its index is released.
-    A forward writes the keys and values of a span behind the n computed tokens, so it needs a
+    A forward writes the keys and values of a span after the n computed tokens, so it needs a
     capacity of n + span; during prefill the pages hold the whole text and a window. A sequence
     without room waits for the next burst.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import permutations
@@ -31,6 +32,8 @@ class CompiledPrograms:
       mesh: of the model; None for one device.
 
     Attributes:
+      formats: how the parameters must lie in memory, as the first burst to be compiled wants them;
+        None before that, and where the compiler does not choose.
       seconds: spent on compiling so far.
       on_compile: called before a program is compiled, with its number, from 1.
     """
@@ -44,6 +47,8 @@ class CompiledPrograms:
     ):
         self._graph, self._config, self._settings, self._mesh = graph, config, settings, mesh
         self._compiled: dict[Any, jax.stages.Compiled] = {}
+        self._choosing = threading.Lock()
+        self.formats: nnx.State | None = None
         self.seconds = 0.0
         self.on_compile: Callable[[int], None] = lambda _: None
 
@@ -75,13 +80,25 @@ class CompiledPrograms:
             yield 2 * number + 2, 2 * len(kinds)
 
     def burst(self, parameters: Any, traits: Traits) -> jax.stages.Compiled:
-        """Returns the program of a burst of forwards."""
+        """Returns the program of a burst of forwards, which takes parameters that lie as `formats`
+        says."""
 
-        def lower() -> jax.stages.Lowered:
+        def lower(parameters: Any, *, choose: bool = False) -> jax.stages.Lowered:
             arguments = (self._graph, parameters, self._config, self._settings, traits, self._mesh)
-            return lower_burst(*arguments)
+            return lower_burst(*arguments, choose_layouts=choose)
 
-        return self._kept((device_programs.burst, traits), lower)
+        key = (device_programs.burst, traits)
+        with self._choosing:
+            if self._settings.compiler_lays_out and self.formats is None:
+                compiled = self._kept(key, lambda: lower(parameters, choose=True))
+                self.formats = compiled.input_formats[0][0]
+
+        def lower_laid_out() -> jax.stages.Lowered:
+            if self.formats is None:
+                return lower(parameters)
+            return lower(jax.tree.map(_abstract, parameters, self.formats))
+
+        return self._kept(key, lower_laid_out)
 
     def entry(self, traits: Traits) -> jax.stages.Compiled:
         """Sequences that enter and leave."""
@@ -111,7 +128,8 @@ class CompiledPrograms:
     ) -> jax.stages.Compiled:
         """Compiles a jitted function of graph, parameters and arguments of these shapes."""
         shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves((parameters, arguments)))
-        key = (function, shapes, jax.tree.structure(arguments), tuple(static.items()))
+        layouts = self.formats is None
+        key = (function, shapes, layouts, jax.tree.structure(arguments), tuple(static.items()))
         return self._kept(
             key, lambda: function.lower(self._graph, parameters, *arguments, **static)
         )
@@ -123,6 +141,10 @@ class CompiledPrograms:
             self._compiled[key] = lower().compile()
             self.seconds += time.monotonic() - started
         return self._compiled[key]
+
+
+def _abstract(x: Any, wanted: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=wanted)
 
 
 def slot_sizes(traits: Traits) -> dict[str, Any]:

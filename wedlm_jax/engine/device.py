@@ -48,6 +48,8 @@ class Device:
         self.settings, self._windows_vary = settings, windows_vary
         self.config = model.config
         graph, self._parameters = nnx.split(model)
+        self._formats: nnx.State | None = None
+        """How the parameters lie; None as they came."""
         self.programs = CompiledPrograms(graph, model.config, settings, mesh)
         self.traits = Traits()
         self._room = Traits()
@@ -66,7 +68,7 @@ class Device:
 
     def update(self, model: Transformer) -> None:
         """Replaces the weights by others of the same shapes; nothing is recompiled."""
-        self._parameters = nnx.state(model)
+        self._parameters, self._formats = nnx.state(model), None
 
     def release(self) -> None:
         """Frees weights and pages; the programs are kept for the weights that `update` brings."""
@@ -85,6 +87,7 @@ class Device:
 
     def run_model(self, function: Any, *arguments: Any, **static: Any) -> Any:
         """Calls a jitted function with graph, parameters and these arguments."""
+        self._lay_out()
         compiled = self.programs.of_model(function, self._parameters, *arguments, **static)
         return compiled(self._parameters, *arguments)
 
@@ -131,9 +134,9 @@ class Device:
         self._options.set_windows(self._windows)
         allowance = _allowance(burst, self.settings.chunk_tokens)
         options = self._options.options(self._room)
-        result = self.programs.burst(self._parameters, self._room)(
-            self._parameters, self._state, self._pages, options, allowance, changed
-        )
+        program = self.programs.burst(self._parameters, self._room)
+        self._lay_out()
+        result = program(self._parameters, self._state, self._pages, options, allowance, changed)
         self._state, self._pages = result.state, result.pages
         numbers, logprobs, counters = jax.device_get(
             (result.numbers, result.logprobs, result.counters)
@@ -187,6 +190,12 @@ class Device:
         return WindowView(int(start), held, order)
 
     # --- parts of a burst ---------------------------------------------------------------
+
+    def _lay_out(self) -> None:
+        """Moves the parameters to where the compiled programs want them."""
+        if self._formats is not self.programs.formats:
+            self._formats = self.programs.formats
+            self._parameters = jax.tree.map(jax.device_put, self._parameters, self._formats)
 
     def _traits_for(self, burst: Burst) -> Traits:
         """Returns the traits of the program for a burst: the one without windows if no sequence has

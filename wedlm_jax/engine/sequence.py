@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def widest_span(window: int) -> int:
-    """Returns the most tokens that a window of W runs in a forward: W masks behind W filled slots,
+    """Returns the most tokens that a window of W runs in a forward: W masks after W filled slots,
     and the last token of the text."""
     return 2 * window + 1
 

@@ -48,6 +48,7 @@ class EngineSettings:
       balanced_tokens: tokens of a forward that takes about twice as long as that of one token.
       tokens_at_once: the most tokens that pass the layers at once.
       coarse_sizes: whether forwards are compiled at few sizes, far apart.
+      compiler_lays_out: whether the compiler chooses how parameters lie in memory.
       attention: a name in `wedlm_jax.attention.RAGGED_BACKENDS`.
       refill: "streaming" or "blockwise".
       deterministic: whether every forward has the same shape.
@@ -67,6 +68,7 @@ class EngineSettings:
     balanced_tokens: int
     tokens_at_once: int
     coarse_sizes: bool
+    compiler_lays_out: bool
     attention: str
     refill: str
     deterministic: bool
@@ -176,6 +178,7 @@ def plan_engine(
         balanced_tokens=_of(BALANCED_TOKENS, platform),
         tokens_at_once=_of(TOKENS_AT_ONCE, platform),
         coarse_sizes=platform != "cpu",
+        compiler_lays_out=platform == "tpu",
         attention=attention,
         refill=wishes.refill,
         deterministic=wishes.deterministic,

@@ -43,6 +43,8 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones((size,), dtype))
 
     def __call__(self, x: Array) -> Array:
+        # x / sqrt(mean(x²) + ε) in float32; rounded before it is scaled, which decides the last bit
+        # in bfloat16 and is how Hugging Face does it.
         x32 = x.astype(jnp.float32)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, self.axis, keepdims=True) + self.epsilon)
         return _along(self.axis, self.scale[...]).astype(x.dtype) * x32.astype(x.dtype)
@@ -94,6 +96,7 @@ class Attention(nnx.Module):
         d, h = config.hidden_size, config.head_dim
         q_size, kv_size = config.num_attention_heads * h, config.num_key_value_heads * h
         scale = config.initializer_range
+        # 2 n sums go into the residual stream; dividing by the root keeps its variance.
         residual = scale / (2 * config.num_hidden_layers) ** 0.5
         self.head_dim, self.axis = h, axis
         linear = partial(Linear, dtype=dtype, rngs=rngs, axis=axis)
@@ -112,6 +115,7 @@ class Attention(nnx.Module):
         q, k, v = (self._heads(checkpoint_name(proj(x), "projected")) for proj in projections)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        # Queries and keys only: their product then depends on the distance of their positions.
         q, k = (apply_rope(x, rope, self.axis) for x in (q, k))
         if self.axis == COLUMNS:
             q, k, v = (x.transpose(2, 0, 1) for x in (q, k, v))

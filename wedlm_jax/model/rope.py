@@ -42,6 +42,7 @@ def _llama3(base: np.ndarray, rope: RopeConfig) -> np.ndarray:
     """Stretches long wavelengths by ``factor`` and keeps short ones, with a ramp between."""
     factor = rope.get("factor")
     low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
+    # How often each pair turns over the trained length: few turns are a long wavelength.
     turns = rope.get("original_max_position_embeddings") * base / (2 * math.pi)
     smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return (1 - smooth) * base / factor + smooth * base
@@ -55,6 +56,8 @@ def _yarn(base: np.ndarray, rope: RopeConfig, dim: int) -> tuple[np.ndarray, flo
         """Returns the (fractional) pair index that makes so many turns over the trained length."""
         return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
+    # Pairs that turn often tell neighbours apart and stay; those that turn less than once over the
+    # trained length would reach angles that were never trained, and are stretched.
     low = dimension_of(rope.get("beta_fast") or 32)
     high = dimension_of(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
@@ -63,6 +66,7 @@ def _yarn(base: np.ndarray, rope: RopeConfig, dim: int) -> tuple[np.ndarray, flo
     if low == high:
         high += 0.001
     ramp = np.clip((np.arange(dim // 2) - low) / (high - low), 0.0, 1.0)
+    # NTK by parts: from unchanged (ramp 0) to stretched by the whole factor (ramp 1).
     frequencies = base / factor * ramp + base * (1 - ramp)
     return frequencies, _yarn_attention_factor(rope, factor)
 
@@ -107,6 +111,8 @@ def apply_rope(x: Array, tables: tuple[Array, Array], axis: int = -1) -> Array:
       x: ``[..., H, head_dim]``, or, where ``axis`` is -2, ``[H, head_dim, T]``.
       tables: ``[..., head_dim / 2]``, or ``[head_dim / 2, T]``.
     """
+    # Pair i is features i and i + head_dim / 2 (half-split, as in Hugging Face), turned by one
+    # angle: the product of a query and a key then depends on their distance alone.
     cos, sin = tables if axis == -2 else (table[..., None, :] for table in tables)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis)
     rotated = [first * cos - second * sin, second * cos + first * sin]

@@ -24,10 +24,10 @@ HALF = JobProgress(
 SPEED = "50 tokens/s, 4.00 tokens per forward, p_cache 0.25"
 
 
-def shown(progress: JobProgress) -> str:
+def shown(progress: JobProgress, meanwhile: str | None = None) -> str:
     console = Console(file=io.StringIO(), force_terminal=False)
     with ProgressBar("records", console=console, every=0.0) as bar:
-        progress.show(bar)
+        progress.show(bar, meanwhile)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -53,3 +53,8 @@ def test_nothing_is_known_before_the_first_record() -> None:
     first = JobProgress(20, 20, 100, 0, 0, Counts(), 0.0, 9.0)
     assert first.seconds_left == math.inf
     assert shown(first) == "20 of 100 records, 0 tokens/s, 0.00 tokens per forward, ? left\n"
+
+
+def test_what_goes_on_meanwhile_is_shown_instead_of_the_speed() -> None:
+    first = JobProgress(20, 20, 100, 0, 0, Counts(), 0.0, 9.0)
+    assert shown(first, "compiling program 2") == "20 of 100 records, compiling program 2, ? left\n"

@@ -160,3 +160,14 @@ def test_without_ray_one_sentence_says_how_to_get_it(
     assert said == (
         "wedlm generate: --ray needs Ray, which is not installed: pip install 'wedlm-jax[ray]'\n"
     )
+
+
+def test_a_working_folder_with_an_infer_of_its_own_is_refused(
+    work: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ray's actors would import it."""
+    monkeypatch.setattr("infer.job.ray_job.require_ray", lambda: None)
+    write(words(1))
+    (work / "infer.py").touch()
+    assert run(model, "--ray") == 2
+    assert "--ray: actors would import infer.py of this folder" in capsys.readouterr().err

@@ -25,7 +25,9 @@ from tests.checkpoints import (
 from wedlm_jax.__main__ import main
 from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.checkpoint.hf import arrays_from_model, load_checkpoint
+from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
 from wedlm_jax.checkpoint.orbax_io import read_arrays, write_arrays
+from wedlm_jax.checkpoint.qwen_export import main as export
 from wedlm_jax.errors import InputError
 
 ROOT = Path(__file__).parents[3]
@@ -371,3 +373,20 @@ def test_help_is_quick_and_teaches() -> None:
     )
     assert "wedlm convert ./WeDLM-8B ./WeDLM-8B-orbax" in done.stdout
     assert done.stdout.endswith("[]\n")
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [({"qk_norm": True}, "qwen3"), ({"qk_norm": False, "attention_bias": True}, "qwen2")],
+)
+def test_export_finds_the_qwen_that_fits_even_where_config_json_is_silent(
+    tmp_path: Path, fields: dict, name: str
+) -> None:
+    hf = write_tiny(tmp_path / "hf", **fields)
+    raw = json.loads((hf / "config.json").read_text())
+    silent = {key: value for key, value in raw.items() if key not in ("qk_norm", "attention_bias")}
+    (hf / "config.json").write_text(json.dumps(silent))
+    assert export([str(hf), str(tmp_path / "out")]) == 0
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["model_type"] == name
+    assert HFCheckpoint(tmp_path / "out").config.qk_norm == fields["qk_norm"]

@@ -52,6 +52,17 @@ def test_every_forward_has_a_size(sequences: int, window: int, chunk: int, large
         assert (computed[large] <= 1.5 * needed[large] + 1).all()
 
 
+@pytest.mark.parametrize("window", [2, 3, 8, 14, 15, 16, 32])
+@pytest.mark.parametrize("narrower", [False, True])
+def test_windows_of_one_sequence_fill_the_columns_of_a_product(window: int, narrower: bool) -> None:
+    sizes = forward_sizes(1, window, 256, 256, narrower=narrower)
+    assert all(size % 4 == 0 and size != 28 for size in sizes.tokens[1:])
+    assert set(sizes.head) <= set(sizes.tokens)
+    # Windows with nothing and with everything filled are padded by little.
+    for slots in (window + 1, num_slots(window)):
+        assert filled_up(sizes, slots) - slots <= 4
+
+
 @pytest.mark.parametrize(("sequences", "window"), [(1, 4), (4, 4), (16, 16), (300, 16), (8, 0)])
 def test_a_deterministic_engine_has_one(sequences: int, window: int) -> None:
     sizes = forward_sizes(sequences, window, 256, 512, one_size=True)

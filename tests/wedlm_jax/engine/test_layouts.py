@@ -1,0 +1,58 @@
+"""Parameters that the compiler lays out: the same tokens, from every program of an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import pytest
+from flax import nnx
+from jax.experimental.layout import Format, Layout
+
+from tests.decode_examples import Row, run, small_engine
+from wedlm_jax.engine import engine as engine_module
+from wedlm_jax.engine.engine import Engine
+from wedlm_jax.model import Transformer
+from wedlm_jax.params import SamplingParams
+
+ROWS = [
+    Row((5, 6, 7), SamplingParams(max_tokens=8, seed=1), 4),
+    Row((9,), SamplingParams(max_tokens=6, seed=2, temperature=0.8), 4),
+]
+
+
+@pytest.fixture
+def laid_out_engine(tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """An engine whose compiler chooses layouts, as on TPUs."""
+    planned = engine_module.plan_engine
+
+    def plan(*args: Any, **kwargs: Any) -> Any:
+        settings, memory = planned(*args, **kwargs)
+        return dataclasses.replace(settings, compiler_lays_out=True), memory
+
+    monkeypatch.setattr(engine_module, "plan_engine", plan)
+    return small_engine(tiny_model, deterministic=True)
+
+
+def turned(x: jax.Array) -> Format:
+    """A format in which the axes of ``x`` lie in reverse order in memory."""
+    return Format(Layout(tuple(reversed(range(x.ndim)))), x.sharding)
+
+
+def orders(parameters: nnx.State) -> list[tuple[int, ...]]:
+    return [x.format.layout.major_to_minor for x in jax.tree.leaves(parameters)]
+
+
+def test_tokens_are_the_same_however_parameters_lie(laid_out_engine: Engine) -> None:
+    expected = run(laid_out_engine, ROWS)
+    programs, parameters = laid_out_engine.device.programs, laid_out_engine.device.parameters
+    assert programs.formats is not None
+    # A CPU's compiler leaves all as it is: choose otherwise, as a TPU's does, and compile again.
+    programs.clear()
+    programs.formats = jax.tree.map(turned, parameters)
+    assert run(laid_out_engine, ROWS) == expected
+    assert orders(laid_out_engine.device.parameters) == [x[::-1] for x in orders(parameters)]
+    laid_out_engine.update(nnx.merge(programs._graph, parameters))
+    assert run(laid_out_engine, ROWS) == expected
+    assert orders(laid_out_engine.device.parameters) == [x[::-1] for x in orders(parameters)]
