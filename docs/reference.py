@@ -29,8 +29,8 @@ CLASSES = {
     "wedlm_jax": ("LLM", "Completion", "Chunk"),
     "wedlm_jax.decode.logprobs": ("TokenLogprob",),
     "wedlm_jax.engine.engine": ("Engine",),
-    "wedlm_jax.engine.burst": ("Request",),
-    "wedlm_jax.engine.events": ("TokenDelta", "Finished", "Failed"),
+    "wedlm_jax.engine.burst": ("Request", "WindowForward"),
+    "wedlm_jax.engine.events": ("TokenDelta", "Finished", "Failed", "Traced"),
 }
 FUNCTIONS = {
     "wedlm_jax.checkpoint.hf": ("load_checkpoint", "save_checkpoint"),

@@ -56,6 +56,7 @@ examples:
   wedlm generate --model DIR --input prompts/ --output completions --ray --ray-actors 8
   wedlm generate --model DIR --input prompts/ --output completions --mesh tensor=4 data=2
   wedlm generate --model DIR --mode ar --prompt "..."     (autoregressive decoding)
+  wedlm generate --prompt "..." --trace out.json && wedlm plot out.json
 """
 
 JOB_OPTIONS = (
@@ -113,6 +114,12 @@ def parser() -> argparse.ArgumentParser:
         help="files or folders of prompts, or - for standard input; see below",
     )
     add("--output", metavar="PATH", help="a folder, or a .jsonl file that is replaced if it exists")
+    add(
+        "--trace",
+        metavar="FILE",
+        help="with --prompt: also write, as JSON, what every forward saw, filled, rejected and "
+        "committed; wedlm plot draws it",
+    )
     add(
         "--chat",
         action="store_true",
@@ -278,12 +285,14 @@ def main(arguments: list[str]) -> int:
         return compile_only(options)
     _check_combination(options)
     if "prompt" in options:
-        from infer.prompt import complete_prompt, read_prompt
+        from infer.prompt import check_trace, complete_prompt, read_prompt
 
+        trace = options.get("trace")
+        check_trace(trace, options.get("n", 1))
         text = read_prompt(options["prompt"], sys.stdin)
         params = sampling_params(options)
         llm = load({"batch_size": min(params.n, 16), **options})
-        return complete_prompt(llm, text, params, chat=options["chat"])
+        return complete_prompt(llm, text, params, chat=options["chat"], trace=trace)
     return _run_job(options)
 
 
@@ -323,6 +332,8 @@ def _check_combination(options: dict[str, Any]) -> None:
         raise InputError(f"--{alone[0].replace('_', '-')} goes with --input")
     if "input" in options and options.get("seed", 0) is None:
         raise InputError("--seed: expected a number with --input: a restart gives the same records")
+    if "trace" in options and "prompt" not in options:
+        raise InputError("--trace goes with --prompt")
     if "prompt" in options and options["warmup"]:
         raise InputError("--warmup goes with --input; --prompt compiles when it comes")
     if "ray_actors" in options and "ray" not in options:

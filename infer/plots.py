@@ -29,7 +29,7 @@ def check_plot(path: str | Path) -> None:
     require_extra("a plot", "plot", "matplotlib")
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -37,7 +37,7 @@ def _figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
     # Without a date the same figures make the same file.
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
@@ -46,7 +46,7 @@ def draw_scores(scores: Sequence[Score], path: Path) -> None:
     """Draws what is right, or is exactly AR's where nothing is to be right or wrong, against tokens
     per forward and against the speed: a column for each regime."""
     regimes = list(dict.fromkeys(score.regime for score in scores))
-    figure = _figure(4 * len(regimes), 7)
+    figure = new_figure(4 * len(regimes), 7)
     panels = figure.subplots(2, len(regimes), squeeze=False)
     for column, regime in enumerate(regimes):
         some = [score for score in scores if score.regime == regime]
@@ -76,7 +76,7 @@ def draw_scores(scores: Sequence[Score], path: Path) -> None:
             axes.grid(alpha=0.3)
         panels[0][column].set_title(regime.replace("_", " "))
     panels[0][0].legend()
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _kind(score: Score) -> str:
@@ -87,7 +87,7 @@ def draw_speeds(speeds: Iterable[Speed], path: str | Path) -> None:
     """Tokens a second against sequences that decode together, a line a way; a panel a regime."""
     every = list(speeds)
     regimes = list(dict.fromkeys(speed.regime for speed in every))
-    figure = _figure(5.5 * len(regimes), 4.5)
+    figure = new_figure(5.5 * len(regimes), 4.5)
     ticks = sorted({speed.sequences for speed in every})
     panels = figure.subplots(1, len(regimes), squeeze=False)[0]
     for axes, regime in zip(panels, regimes, strict=True):
@@ -107,4 +107,4 @@ def draw_speeds(speeds: Iterable[Speed], path: str | Path) -> None:
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-    _save(figure, Path(path))
+    save_figure(figure, Path(path))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
+    from infer.trace import SequenceTrace
     from wedlm_jax.completion import Chunk, Completion
     from wedlm_jax.llm import LLM
     from wedlm_jax.params import SamplingParams
@@ -30,9 +32,25 @@ def read_prompt(argument: str, stdin: TextIO) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def complete_prompt(llm: LLM, text: str, params: SamplingParams, *, chat: bool) -> int:
+def check_trace(path: str | None, samples: int) -> None:
+    """Refuses, with an `InputError`, a trace that cannot be written, before anything is loaded."""
+    from infer.trace import check_writable
+
+    if path is None:
+        return
+    if samples > 1:
+        raise InputError("--trace is of one sequence: expected --n 1")
+    check_writable(Path(path))
+
+
+def complete_prompt(
+    llm: LLM, text: str, params: SamplingParams, *, chat: bool, trace: str | None = None
+) -> int:
     """Prints the completion on standard output as it is committed, or all samples of it when they
     are done; then log-probabilities where they are asked for, and what it took, on standard error.
+
+    Args:
+      trace: a file to write the trace to.
     """
     prompt = llm.chat_prompt([{"role": "user", "content": text}]) if chat else text
     compiled, started = llm.engine.compile_seconds, time.monotonic()
@@ -41,7 +59,7 @@ def complete_prompt(llm: LLM, text: str, params: SamplingParams, *, chat: bool) 
         for number, sample in enumerate(completion.samples, 1):
             print(f"--- sample {number} of {params.n} ---\n{sample.text}", flush=True)
     else:
-        completion = _stream(llm, prompt, params)
+        completion = _stream(llm, prompt, params, None if trace is None else (Path(trace), text))
     compiling = llm.engine.compile_seconds - compiled
     seconds = time.monotonic() - started - compiling
     samples = completion.samples
@@ -61,15 +79,39 @@ def complete_prompt(llm: LLM, text: str, params: SamplingParams, *, chat: bool) 
     return 0
 
 
-def _stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> Completion:
-    completion = None
-    for chunk in _with_compiling_told(llm, llm.stream(prompt, params)):
+def _stream(
+    llm: LLM, prompt: Prompt, params: SamplingParams, traced: tuple[Path, str] | None
+) -> Completion:
+    completion, trace = None, None
+    if traced is not None:
+        trace = _trace(llm, prompt, params, traced[1])
+    on_forward = None if trace is None else trace.take
+    chunks = llm.stream(prompt, params, on_forward=on_forward)
+    for chunk in _with_compiling_told(llm, chunks):
         sys.stdout.write(chunk.text)
         sys.stdout.flush()
         completion = chunk.completion
     print(flush=True)
     assert completion is not None, "a completion has at least one token"
+    if trace is not None and traced is not None:
+        from infer.trace import write_trace
+
+        write_trace(traced[0], [trace.whole(completion.finish_reason)])
     return completion
+
+
+def _trace(llm: LLM, prompt: Prompt, params: SamplingParams, text: str) -> SequenceTrace:
+    from infer.trace import SequenceTrace
+
+    window = llm.engine.window_size
+    return SequenceTrace(
+        llm.codec,
+        params,
+        len(llm.as_ids(prompt)),
+        window if isinstance(window, int) else None,
+        model=llm.folder.name,
+        prompt=text,
+    )
 
 
 def _with_compiling_told(llm: LLM, chunks: Iterator[Chunk]) -> Iterator[Chunk]:

@@ -3,12 +3,15 @@ says of itself."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import textwrap
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from wedlm_jax.errors import InputError
+from wedlm_jax.decode.option_values import as_schema
+from wedlm_jax.errors import InputError, shortened
 from wedlm_jax.params import OPTIONS, Option, SamplingParams
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
@@ -36,6 +39,14 @@ def add_sampling_options(group: Any) -> None:
             group.add_argument(flag(name), action="store_true", help=help_text)
         elif option.choices:
             group.add_argument(flag(name), choices=option.choices, help=help_text)
+        elif option.text:
+            of_file = name == "json_schema"
+            group.add_argument(
+                flag(name),
+                type=_schema_in if of_file else str,
+                metavar="FILE|JSON" if of_file else "S",
+                help=help_text,
+            )
         elif isinstance(DEFAULTS[name], tuple):
             of_ids = name.endswith("_ids")
             group.add_argument(
@@ -84,6 +95,21 @@ def _default(name: str, option: Option) -> str:
     if value == () or value is None:
         return "none"
     return str(value)
+
+
+def _schema_in(given: str) -> str:
+    """Returns the text of a schema for argparse: that in a file, or what is given itself."""
+    try:
+        in_line = given.lstrip().startswith("{")
+        text = given if in_line else Path(given).read_text(encoding="utf-8")
+        as_schema(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{given} cannot be read ({error})") from None
+    except InputError as error:
+        reason = str(error).partition(": ")[2]
+        what = shortened(given, 60) if in_line else given
+        raise argparse.ArgumentTypeError(f"{what}: {reason}") from None
+    return text
 
 
 def _or_none(kind: type) -> Callable[[str], Any]:

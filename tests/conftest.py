@@ -16,13 +16,17 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # of what the tests do. The folder lives as long as this run of them.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="wedlm-tests-")
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
-# LLVM's expensive passes make little faster what runs for milliseconds, and take half the time.
+# LLVM's expensive passes make little faster what runs for milliseconds, and take half the time; of
+# the rest, the emitters of fusions by MLIR take half again.
 # `JAX_DISABLE_MOST_OPTIMIZATIONS=false make test` compiles all as users do; of the goldens, a part
 # always is.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
+if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "true":
+    quick = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] = f"{quick} {os.environ.get('XLA_FLAGS', '')}"
 
 import hypothesis
 import jax
@@ -32,8 +36,8 @@ import pytest
 from flax import nnx
 
 from tests.decode_examples import DRAWN, TINY, small_engine
+from tests.forward_sizes import one_size, two_sizes
 from tests.reference.decode_loop import FullForward
-from tests.two_sizes import two_sizes
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer
@@ -41,20 +45,26 @@ from wedlm_jax.model import Transformer
 # Devices for the tests of sharding. What is not sharded runs on the first alone.
 jax.config.update("jax_num_cpu_devices", 8)
 
-two_sizes()
-
-# A first example compiles, so no deadline can hold.
-hypothesis.settings.register_profile(
-    "tests",
-    deadline=None,
-    derandomize=True,
-    max_examples=15,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
-hypothesis.settings.load_profile("tests")
+one_size()
 
 
-MOST_MAPS = 20_000
+def pytest_configure(config: pytest.Config) -> None:
+    """Chooses how many examples a property is tried on: `make test-all` tries five times as many.
+
+    A test that wants more than usual asks for a multiple of `hypothesis.settings.default`.
+    """
+    everything = "not full" not in config.option.markexpr
+    hypothesis.settings.register_profile(
+        "tests",
+        deadline=None,  # a first example compiles
+        derandomize=True,
+        max_examples=75 if everything else 15,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    hypothesis.settings.load_profile("tests")
+
+
+MOST_MAPS = 30_000
 """Memory maps of a process after which its compiled programs are let go, to be read from the disk
 again when they are wanted. Each has dozens, Linux allows 65,530, and LLVM crashes without a word
 when none are left."""
@@ -83,8 +93,11 @@ def tiny_model() -> Transformer:
 
 @pytest.fixture(scope="session")
 def streaming_engine(tiny_model: Transformer) -> Engine:
-    """For every option and mode."""
-    return small_engine(tiny_model)
+    """For every option and mode, with forwards of two sizes."""
+    with two_sizes():
+        engine = small_engine(tiny_model)
+        engine.compile()
+    return engine
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
-"""One process of a job of two that imports a checkpoint onto a mesh and exports it again.
+"""One process of a job of two that imports a checkpoint onto a mesh and exports it again, as often
+as there are destinations.
 
-python -m tests.hf_process INDEX PORT SOURCE DESTINATION
+python -m tests.hf_process INDEX PORT SOURCE DESTINATION ...
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.sharding import make_mesh
 
 
-def main(index: int, port: int, source: str, destination: str) -> None:
+def main(index: int, port: int, source: str, *destinations: str) -> None:
     jax.config.update("jax_num_cpu_devices", 2)
     wedlm_jax.checkpoint.hf_export.PIECE_BYTES = 200  # so that matrices take several
     jax.distributed.initialize(f"localhost:{port}", 2, index)
     assert (jax.process_count(), jax.device_count()) == (2, 4)
     model = load_checkpoint(source, mesh=make_mesh({"fsdp": 2, "tensor": 2}))
-    save_checkpoint(model, model.config, destination, shard_bytes=8000)
+    for destination in destinations:
+        save_checkpoint(model, model.config, destination, shard_bytes=8000)
 
 
 if __name__ == "__main__":

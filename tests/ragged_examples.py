@@ -84,9 +84,12 @@ def make_example(
     head_dim: int = 8,
     padding: int = 0,
     columns: int | None = None,
+    num_pages: int | None = None,
 ) -> Example:
     rng = np.random.default_rng(seed)
-    spans, num_pages = make_spans(rng, lengths, before, page_size=page_size, columns=columns)
+    spans, num_pages = make_spans(
+        rng, lengths, before, page_size=page_size, columns=columns, num_pages=num_pages
+    )
     size = sum(lengths) + padding
     pool_shape = (LAYERS * num_pages, page_size, 2 * kv_heads, head_dim)
 

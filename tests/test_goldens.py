@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import compiler
 
 from tests import check_goldens
 from tests.check_goldens import (
@@ -25,7 +26,7 @@ from tests.check_goldens import (
     read_decode_cases,
 )
 from tests.decode_harness import decode_cases, decode_trace
-from tests.two_sizes import usual_sizes
+from tests.forward_sizes import two_sizes, usual_sizes
 from wedlm_jax.checkpoint.hf import load_checkpoint
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.model import Transformer
@@ -38,20 +39,27 @@ TRAIN_CASES = [(name, i) for name in CHECKPOINTS for i in range(5)]
 Decoder = tuple[list[dict[str, Any]], Engine]
 
 
-@pytest.fixture
+@pytest.fixture(scope="class")
 def compiled_as_for_users() -> Iterator[None]:
-    """The other tests do without LLVM's expensive passes; see conftest.py."""
+    """The other tests do without LLVM's expensive passes and XLA's newer emitters; see
+    conftest.py."""
     name = "jax_disable_most_optimizations"
-    before = jax.config.values[name]
-    jax.config.update(name, False)
-    jax.clear_caches()  # what was traced is kept with its program
-    yield
-    jax.config.update(name, before)
+    before, options_of = jax.config.values[name], compiler.get_compile_options
+
+    def with_emitters(*arguments: Any, env_options_overrides: Any = None, **others: Any) -> Any:
+        flags = {"xla_cpu_use_fusion_emitters": True, **(env_options_overrides or {})}
+        return options_of(*arguments, env_options_overrides=flags, **others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "get_compile_options", with_emitters)
+        jax.config.update(name, False)
+        jax.clear_caches()  # what was traced is kept with its program
+        yield
+        jax.config.update(name, before)
     jax.clear_caches()
 
 
 full = pytest.mark.full
-as_users_do = pytest.mark.usefixtures("compiled_as_for_users")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +76,8 @@ def decoder(request: pytest.FixtureRequest, models: dict[str, Transformer]) -> D
     """
     cases = DECODE_CASES[request.param]
     widest = max(case["window_size"] for case in cases)
-    with usual_sizes():
+    # Of one checkpoint at the sizes that users get; each takes its time to compile.
+    with usual_sizes() if request.param == "qwen3_style" else two_sizes():
         engine = Engine(
             models[request.param],
             window_size=widest,
@@ -90,25 +99,11 @@ def test_all_cases_are_here() -> None:
     assert len(list(GOLDENS.glob("*/train_case_*.npz"))) == len(TRAIN_CASES)
 
 
-@as_users_do
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_forward_logits(models: dict[str, Transformer], name: str) -> None:
-    assert check_forward(models[name], GOLDENS / name / "forward.npz") is None
-
-
 def test_decodes_one_by_one(decoder: Decoder) -> None:
     cases, engine = decoder
     for i, golden in enumerate(cases):
         (result,) = engine.decode([as_decode_case(golden).request(i)])
         assert {name: getattr(result, name) for name in COUNTS} == counted(golden), f"case {i}"
-
-
-@as_users_do
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_decodes_as_one_mixed_batch(models: dict[str, Transformer], name: str) -> None:
-    cases = DECODE_CASES[name]
-    results = decode_cases(models[name], [as_decode_case(golden) for golden in cases])
-    assert [counted(result) for result in results] == [counted(golden) for golden in cases]
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -130,16 +125,6 @@ def test_traces(models: dict[str, Transformer], name: str) -> None:
         assert decode_trace(models[name], as_decode_case(golden)) == golden["trace"]
 
 
-@as_users_do
-@pytest.mark.parametrize(
-    ("name", "i"), [pytest.param("qwen2_style", 0, marks=full), ("qwen3_style", 0)]
-)
-def test_training_batch_as_users_compile_it(
-    models: dict[str, Transformer], name: str, i: int
-) -> None:
-    test_training_batch(models, name, i)
-
-
 @pytest.mark.parametrize(
     ("name", "i"),
     [
@@ -155,6 +140,25 @@ def test_training_batch(models: dict[str, Transformer], name: str, i: int) -> No
     assert [check for check in checks if check[1]] == []
     figures = [key for key in golden if key.startswith(("gradnorm/", "grad/"))]
     assert len(checks) == len(figures) + 7
+
+
+@pytest.mark.usefixtures("compiled_as_for_users")
+class TestAsUsersCompile:
+    @pytest.mark.parametrize("name", CHECKPOINTS)
+    def test_forward_logits(self, models: dict[str, Transformer], name: str) -> None:
+        assert check_forward(models[name], GOLDENS / name / "forward.npz") is None
+
+    @pytest.mark.parametrize("name", CHECKPOINTS)
+    def test_decodes_as_one_mixed_batch(self, models: dict[str, Transformer], name: str) -> None:
+        cases = DECODE_CASES[name]
+        results = decode_cases(models[name], [as_decode_case(golden) for golden in cases])
+        assert [counted(result) for result in results] == [counted(golden) for golden in cases]
+
+    @pytest.mark.parametrize(
+        ("name", "i"), [pytest.param("qwen2_style", 0, marks=full), ("qwen3_style", 0)]
+    )
+    def test_training_batch(self, models: dict[str, Transformer], name: str, i: int) -> None:
+        test_training_batch(models, name, i)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +43,10 @@ def imported_files(file: Path) -> Iterator[Path]:
                 module = ROOT.joinpath(*node.module.split("."))
                 files = (f"{module}/{alias.name}.py", f"{module}.py", f"{module}/__init__.py")
                 yield from [path for path in map(Path, files) if path.is_file()][:1]
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                path = Path(f"{ROOT.joinpath(*alias.name.split('.'))}.py")
+                yield from [path] if path.is_file() else []
 
 
 def test_no_circle_of_imports() -> None:
@@ -67,3 +72,28 @@ def test_what_a_forward_does_knows_nothing_of_who_decodes_when() -> None:
     assert [
         file.name for file in files if any(engine in f.parents for f in imported_files(file))
     ] == []
+
+
+def test_every_module_has_tests() -> None:
+    """One of its name, one that imports it or what it is a part of in its folder, or one that its
+    docstring names."""
+    files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
+    modules = {file for file in files if file.name != "__init__.py" and file != COMMAND}
+    tests = ROOT / "tests"
+    found = {file for test in tests.rglob("*.py") for file in imported_files(test)}
+    for file in modules:
+        own = tests / file.relative_to(ROOT).with_name(f"test_{file.name}")
+        named = re.search(r"tests/[\w/]+\.py", docstring(file))
+        if own.exists() or (named and (ROOT / named[0]).exists()):
+            found.add(file)
+    todo = list(found.intersection(files))
+    while todo:
+        whole = todo.pop()
+        parts = {file for file in imported_files(whole) if file.parent == whole.parent} - found
+        found |= parts
+        todo += parts
+    assert sorted(str(file.relative_to(ROOT)) for file in modules - found) == []
+
+
+def docstring(file: Path) -> str:
+    return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""

@@ -32,6 +32,7 @@ ALL_TRAITS = Traits(
     num_biases=8,
     num_bad_words=4,
     longest_bad_word=4,
+    grammar=True,
 )
 
 

@@ -12,6 +12,8 @@ from wedlm_jax.errors import InputError, did_you_mean
 SUBCOMMANDS = {
     "demo": ("infer.demo", "watch the embedded model decode, with numbers"),
     "generate": ("infer.generate", "complete a prompt, or a JSONL file of prompts"),
+    "chat": ("infer.chat.command", "talk with a model in the terminal"),
+    "plot": ("infer.trace_plot", "draw a trace of `wedlm generate --trace`"),
     "serve": ("infer.serve.command", "answer programs that speak the OpenAI API"),
     "evaluate": ("infer.evaluate", "accuracy and speed of the decoders on held-out prompts"),
     "bench": ("infer.bench.command", "speed: windows against AR, forwards against their products"),
@@ -35,6 +37,7 @@ commands:
 
 examples:
   wedlm demo
+  wedlm chat
   wedlm generate --chat --prompt "Count from 12 to 40 in steps of 2."
   wedlm generate --model DIR --input prompts.jsonl --output completions.jsonl
 """

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.events import Event, Failed, Finished, TokenDelta
+from wedlm_jax.engine.events import Event, Failed, Finished, TokenDelta, Traced
 from wedlm_jax.params import SamplingParams, sample_seed
 from wedlm_jax.progress import Progress
 from wedlm_jax.text import GrowingText, StopStrings, TextCodec
@@ -192,7 +192,7 @@ class Generation:
         done: list[tuple[int, Completion]] = []
         for event in events:
             one = self._under_way.get(event.number)
-            if one is None:
+            if one is None or isinstance(event, Traced):
                 continue
             if isinstance(event, Failed):
                 raise event.error

@@ -16,13 +16,15 @@ from jax.sharding import Mesh
 from wedlm_jax.checkpoint.find_model import find_model
 from wedlm_jax.checkpoint.hf import load_checkpoint
 from wedlm_jax.completion import Chunk, Completion
+from wedlm_jax.config import ModelConfig
 from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import DEFAULT_WINDOW, Engine, runs_apart
-from wedlm_jax.engine.events import Failed, TokenDelta
+from wedlm_jax.engine.events import Failed, Finished, Traced
 from wedlm_jax.engine.scoring import score
 from wedlm_jax.errors import InputError
 from wedlm_jax.generation import CompletionStream, Generation, Prepared, Router
+from wedlm_jax.grammar.guidance import TokenizerGrammars
 from wedlm_jax.model.quantization import check_quantization
 from wedlm_jax.params import MOST_LOGPROBS, SamplingParams
 from wedlm_jax.progress import Progress
@@ -114,6 +116,7 @@ class LLM:
             kv_cache_dtype=kv_cache_dtype,
             deterministic=deterministic,
             mesh=devices,
+            grammars=self._grammars(weights.config),
         )
         self._router = Router(self.engine)
         self._told_of_chat = False
@@ -264,24 +267,43 @@ class LLM:
                 texts.append((first, second))
         return score(self.engine, texts, top)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        window: int | None = None,
+        stopping: Callable[[], bool] | None = None,
+        on_forward: Callable[[Traced], None] | None = None,
+    ) -> Iterator[Chunk]:
         """Completes one prompt, yielding whenever tokens are committed.
 
         The texts of the chunks join to the text that `generate` returns: none contains part of a
         character, of a stop string, or of a stop token.
+
+        Args:
+          window: W, if it is not that of the engine; at most that.
+          stopping: once it returns True, nothing more is decoded.
+          on_forward: called with each forward, which a program of its own then tells of.
         """
         token_ids, sampling = self.prepare([prompt], params)[0]
+        if window is not None:
+            self.engine.check_window(window)
         caller = object()
         number = self._router.new_number(caller)
-        submitted = [Request(number, token_ids, sampling)]
+        traced = on_forward is not None
+        submitted = [Request(number, token_ids, sampling, window, traced=traced)]
         stream, running = CompletionStream(self.codec, sampling), True
         try:
-            while not stream.finished:
+            while not (stream.finished or (stopping is not None and stopping())):
                 for event in self._router.step(caller, submitted, max_forwards=1):
-                    running &= isinstance(event, TokenDelta)
+                    running &= not isinstance(event, Failed | Finished)
                     if isinstance(event, Failed):
                         raise event.error
-                    stream.take(event)
+                    if not isinstance(event, Traced):
+                        stream.take(event)
+                    elif on_forward is not None:
+                        on_forward(event)
                 submitted = []
                 chunk = stream.piece()
                 if chunk is not None:
@@ -341,6 +363,11 @@ class LLM:
           InputError: it is neither, or a text without a tokenizer.
         """
         return self._encode(prompt) if isinstance(prompt, str) else as_token_ids(prompt)
+
+    def _grammars(self, config: ModelConfig) -> TokenizerGrammars | None:
+        if self.tokenizer is None:
+            return None
+        return TokenizerGrammars(self.tokenizer, config.vocab_size, config.eos_token_ids)
 
     def _tell_of_chat(self, prompt: Prompt) -> None:
         """Says once that a model tuned to answer is given a text without its chat template."""

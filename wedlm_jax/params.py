@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Annotated, Any, Self, get_type_hints
 
+from wedlm_jax.decode.option_values import as_bias, as_schema, as_words, is_token_id
 from wedlm_jax.errors import InputError, did_you_mean
 
 NO_TOKEN = -1
@@ -41,6 +42,7 @@ class Option:
       integer: whether a number must be an integer.
       flag: whether it is true or false.
       choices: the allowed texts.
+      text: whether it is a text.
       none: what None means; None if None is refused.
       array: the dtype of its array ``[N]`` on the device; None if it has none.
       trait: the trait that a program needs to have this array, a field of
@@ -55,6 +57,7 @@ class Option:
     integer: bool = False
     flag: bool = False
     choices: tuple[str, ...] = ()
+    text: bool = False
     none: str | None = None
     array: str | None = None
     trait: str | None = None
@@ -73,6 +76,8 @@ class Option:
             raise InputError(f"{name}: expected true or false, not {value!r}")
         elif self.choices and value not in self.choices:
             raise InputError(f"{name}: expected one of {', '.join(self.choices)}, not {value!r}")
+        elif self.text and not isinstance(value, str):
+            raise InputError(f"{name}: expected a text, not {value!r}")
 
     def _check_number(self, name: str, value: Any, low: float) -> None:
         kinds = (int,) if self.integer else (int, float)
@@ -255,6 +260,23 @@ class SamplingParams:
         tuple[str | tuple[int, ...], ...],
         Option("texts or token-id sequences that never occur in the completion", none="none"),
     ] = ()
+    json_schema: Annotated[
+        str | None,
+        Option(
+            "a JSON schema, as an object or as its text: the completion is JSON that it allows; "
+            "not in mode paper",
+            text=True,
+            none="any text",
+        ),
+    ] = None
+    regex: Annotated[
+        str | None,
+        Option(
+            "a regular expression that matches the whole completion; not in mode paper",
+            text=True,
+            none="any text",
+        ),
+    ] = None
     logprobs: Annotated[
         int | None,
         Option(
@@ -296,8 +318,9 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
-        object.__setattr__(self, "bad_words", _as_words(self.bad_words))
+        object.__setattr__(self, "logit_bias", as_bias(self.logit_bias))
+        object.__setattr__(self, "bad_words", as_words(self.bad_words))
+        object.__setattr__(self, "json_schema", as_schema(self.json_schema))
         if self.top_k == -1:  # vLLM's "all"
             object.__setattr__(self, "top_k", 0)
         for name, option in OPTIONS.items():
@@ -307,7 +330,7 @@ class SamplingParams:
     def _check_together(self) -> None:
         if not all(isinstance(s, str) and s for s in self.stop):
             raise InputError("stop: expected non-empty strings")
-        if not all(map(_is_token_id, self.stop_token_ids)):
+        if not all(map(is_token_id, self.stop_token_ids)):
             raise InputError("stop_token_ids: expected token ids")
         if self.n > 1 and self.temperature == 0:
             raise InputError(
@@ -317,6 +340,31 @@ class SamplingParams:
             raise InputError(
                 f"min_tokens: expected at most max_tokens, {self.max_tokens}, not {self.min_tokens}"
             )
+        if self.grammar is not None:
+            self._check_grammar(self.grammar[0])
+
+    def _check_grammar(self, name: str) -> None:
+        if name != "regex" and self.regex is not None:
+            raise InputError(f"regex: expected none beside {name}")
+        if self.mode == "paper":
+            raise InputError(
+                f"{name}: expected mode verified or ar, which choose tokens from left to right, "
+                "not paper"
+            )
+        for other in ("ignore_eos", "min_tokens", "bad_words"):
+            if getattr(self, other):
+                raise InputError(
+                    f"{other}: expected none beside {name}: both together may forbid every token"
+                )
+
+    @property
+    def grammar(self) -> tuple[str, str] | None:
+        """The field that constrains the completion as a whole, and its value; None if none does."""
+        for name in ("json_schema", "regex"):
+            value = getattr(self, name)
+            if value is not None:
+                return name, value
+        return None
 
     @property
     def has_penalty(self) -> bool:
@@ -343,39 +391,6 @@ def _options() -> dict[str, Option]:
 
 OPTIONS: Mapping[str, Option] = _options()
 """The description of every field, in order."""
-
-
-def _is_token_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _as_bias(given: Any) -> dict[int, float]:
-    """Returns ``logit_bias`` by token id; JSON keys are texts, so ids may be texts."""
-    refusal = "logit_bias: expected an object of token ids and numbers from -100 to 100"
-    if not isinstance(given or {}, Mapping):
-        raise InputError(f"{refusal}, not {given!r}")
-    bias: dict[int, float] = {}
-    for key, value in (given or {}).items():
-        token = int(key) if isinstance(key, str) and key.isdecimal() else key
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not _is_token_id(token) or not number or not -100 <= value <= 100:
-            raise InputError(f"{refusal}, not {key!r}: {value!r}")
-        bias[token] = value
-    return bias
-
-
-def _as_words(given: Any) -> tuple[str | tuple[int, ...], ...]:
-    words: list[str | tuple[int, ...]] = []
-    if given is not None and not isinstance(given, str | list | tuple):
-        raise InputError(f"bad_words: expected texts or lists of token ids, not {given!r}")
-    for word in (given,) if isinstance(given, str) else given or ():
-        if isinstance(word, str) and word.strip():
-            words.append(word)
-        elif isinstance(word, list | tuple) and word and all(map(_is_token_id, word)):
-            words.append(tuple(word))
-        else:
-            raise InputError(f"bad_words: expected texts or lists of token ids, not {word!r}")
-    return tuple(words)
 
 
 def sample_seed(seed: int, sample: int) -> int:

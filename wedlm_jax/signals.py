@@ -15,10 +15,10 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 class StopRequest:
-    """Notes SIGTERM while it is open.
+    """Notes SIGTERM, or other signals, while it is open.
 
     Args:
-      signals: others to note instead. Ctrl-C (SIGINT) is noted once; a second one interrupts.
+      signals: which instead of SIGTERM. Ctrl-C (SIGINT) is noted once; a second one interrupts.
 
     Attributes:
       requested: whether one has come.

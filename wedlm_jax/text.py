@@ -75,6 +75,10 @@ class TextCodec:
         return None if token is None else int(token)
 
     @property
+    def has_chat_template(self) -> bool:
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    @property
     def chat_end(self) -> str | None:
         """The token that ends both a turn of the chat template and a completion, as in models that
         were tuned to answer; None if there is no such token."""
@@ -111,7 +115,7 @@ class TextCodec:
         for message in messages:
             if not isinstance(message, dict) or not {"role", "content"} <= set(message):
                 raise InputError("messages: expected objects with 'role' and 'content'")
-        if not getattr(self.tokenizer, "chat_template", None):
+        if not self.has_chat_template:
             raise InputError("this checkpoint's tokenizer has no chat template")
         try:
             text = self.tokenizer.apply_chat_template(

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from infer.serve.capacity import Capacity
 from infer.serve.engine_thread import EngineThread
 from infer.serve.metrics import Metrics, SequenceTimes
+from infer.trace import SequenceTrace
 from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.engine.burst import Request
-from wedlm_jax.engine.events import Event, Failed, TokenDelta
+from wedlm_jax.engine.events import Event, Failed, TokenDelta, Traced
 from wedlm_jax.generation import CompletionStream, Prepared, sample_params
 
 if TYPE_CHECKING:
+    from wedlm_jax.params import SamplingParams
     from wedlm_jax.text import TextCodec
 
 
@@ -29,6 +31,7 @@ class Call:
       streamed: whether pieces are wanted as they come.
       with_usage: whether a stream ends with its usage.
       with_token_ids: whether ids are sent beside texts.
+      traced: whether every forward is told.
     """
 
     prompts: Sequence[Prepared]
@@ -36,6 +39,7 @@ class Call:
     streamed: bool = False
     with_usage: bool = False
     with_token_ids: bool = False
+    traced: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -44,10 +48,11 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What has come of one choice: its place among all, and the news."""
+    """What has come of one choice: its place among all, the news, and those of its trace."""
 
     index: int
     chunk: Chunk
+    trace: dict[str, Any] | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -56,12 +61,22 @@ class _Choice:
 
     Attributes:
       watched: whether its text is followed token by token, for a stream or a stop string.
+      trace: where it is asked for.
     """
 
     index: int
     watched: bool
     stream: CompletionStream
     times: SequenceTimes
+    trace: SequenceTrace | None
+
+    def news(self) -> Piece | None:
+        """What has come since the last time; None for nothing."""
+        chunk = self.stream.piece()
+        trace = None if self.trace is None else self.trace.news()
+        if chunk is None and trace is not None:
+            chunk = Chunk("", [], self.stream.completion)
+        return None if chunk is None else Piece(self.index, chunk, trace)
 
 
 class Answer:
@@ -96,13 +111,15 @@ class Answer:
         requests = []
         for token_ids, params in call.prompts:
             for own in sample_params(params):
-                request = Request(self._engine.new_number(), token_ids, own, call.window)
+                number = self._engine.new_number()
+                request = Request(number, token_ids, own, call.window, traced=call.traced)
                 requests.append(request)
                 choice = _Choice(
                     len(self._choices),
                     call.streamed or bool(own.stop),
                     CompletionStream(self._codec, own),
                     self._metrics.sequence(),
+                    self._trace(own, len(token_ids)) if call.traced else None,
                 )
                 self._choices.append(choice)
                 self._under_way[request.number] = choice
@@ -130,24 +147,34 @@ class Answer:
             except TimeoutError:
                 yield []
                 continue
-            touched = self._take(events)
-            chunks = ((choice.index, choice.stream.piece()) for choice in touched)
-            yield [Piece(index, chunk) for index, chunk in chunks if chunk is not None]
+            news = (choice.news() for choice in self._take(events))
+            yield [piece for piece in news if piece is not None]
 
-    async def completions(self) -> list[Completion]:
-        """Waits for all of them.
+    async def wholes(self) -> list[Piece]:
+        """Waits for all of them; each in one piece.
 
         Raises:
           Exception: what a sequence failed with.
         """
         while self._under_way:
             self._take(await self._events.get())
-        return [choice.stream.completion for choice in self._choices]
+        pieces = []
+        for choice in self._choices:
+            one, trace = choice.stream.completion, choice.trace
+            told = None if trace is None else trace.whole(one.finish_reason)
+            pieces.append(Piece(choice.index, Chunk(one.text or "", one.token_ids, one), told))
+        return pieces
 
     @property
     def so_far(self) -> list[Completion]:
         """What has come of each choice."""
         return [choice.stream.completion for choice in self._choices]
+
+    def _trace(self, params: SamplingParams, prompt_tokens: int) -> SequenceTrace:
+        window = self._engine.window_size if self._call.window is None else self._call.window
+        return SequenceTrace(
+            self._codec, params, prompt_tokens, window if isinstance(window, int) else None
+        )
 
     def _take(self, events: Sequence[Event]) -> list[_Choice]:
         touched: dict[int, _Choice] = {}
@@ -158,6 +185,11 @@ class Answer:
             if isinstance(event, Failed):
                 self._over(event.number)
                 raise event.error
+            if isinstance(event, Traced):
+                if choice.trace is not None:
+                    choice.trace.take(event)
+                touched[choice.index] = choice
+                continue
             if isinstance(event, TokenDelta):
                 choice.times.note(event)
                 if not choice.watched:

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -25,6 +24,7 @@ from infer.serve.fields import ChatRequest, CompletionRequest
 from infer.serve.limits import BodyLimits, KeyCheck, Outcomes
 from infer.serve.logprob_shapes import LogprobShapes
 from infer.serve.metrics import Metrics
+from infer.serve.page import document
 from infer.serve.shapes import ChatShape, TextShape
 from infer.serve.validation import add_error_answers
 from wedlm_jax import __version__
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PAGE = Path(__file__).with_name("page.html")
 PATHS = (
     "/",
     "/health",
@@ -113,12 +112,12 @@ class Service:
         if call.streamed:
             return EventStream(answer, shape, self.metrics.errors.inc)
         try:
-            completions = await _unless_gone(request, answer.completions())
+            pieces = await _unless_gone(request, answer.wholes())
         finally:
             answer.end()
-        if completions is None:
+        if pieces is None:
             return Response(status_code=CLIENT_GONE)
-        return JSONResponse(shape.whole(completions))
+        return JSONResponse(shape.whole(pieces))
 
     @contextlib.asynccontextmanager
     async def running(self, _: FastAPI) -> AsyncIterator[None]:
@@ -218,6 +217,9 @@ def _add_routes(app: FastAPI, service: Service) -> None:
         """Says how the server is doing, for Prometheus."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
+    html, policy = document()
+    headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
+
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"))
+        return HTMLResponse(html, headers=headers)

@@ -107,6 +107,7 @@ class Calls:
             streamed=bool(body.stream),
             with_usage=bool(body.stream_options and body.stream_options.include_usage),
             with_token_ids=bool(body.return_token_ids),
+            traced=bool(body.return_trace),
         )
 
     def _prepared(

@@ -59,6 +59,7 @@ class TextChoice(BaseModel):
     logprobs: TextLogprobs | None
     finish_reason: Literal["stop", "length"]
     token_ids: list[int] | None = None
+    trace: dict[str, Any] | None = None
 
 
 class TextCompletion(Answered):
@@ -93,6 +94,7 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length"]
     token_ids: list[int] | None = None
+    trace: dict[str, Any] | None = None
 
 
 class ChatCompletion(Answered):

@@ -121,6 +121,11 @@ class EngineThread:
             self._arrived.notify()
 
     @property
+    def window_size(self) -> int | str:
+        """W of requests that name none, or "auto"."""
+        return self._engine.window_size
+
+    @property
     def is_busy(self) -> bool:
         """Whether anything is under way, or in the inbox."""
         with self._arrived:

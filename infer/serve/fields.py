@@ -22,8 +22,9 @@ LISTS: Mapping[str, Any] = {
     "stop_token_ids": list[StrictInt],
     "logit_bias": dict[str, StrictFloat],
     "bad_words": list[StrictStr | list[StrictInt]],
+    "json_schema": dict[str, Any],
 }
-"""Types of the fields that are neither a number, nor a truth, nor one of a few texts."""
+"""Types of the fields that are neither a number, nor a truth, nor a text."""
 
 IGNORED = (
     "user",
@@ -47,7 +48,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "moderation": (),
     "prediction": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -100,6 +100,30 @@ class Message(Body):
         return own if self.name is None else own | {"name": self.name}
 
 
+class NamedSchema(Body):
+    """A JSON schema, as OpenAI wraps it."""
+
+    name: StrictStr | None = None
+    description: StrictStr | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: StrictBool | None = Field(None, description="has no effect: answers always follow it")
+
+
+class ResponseFormat(Body):
+    """What an answer's text is."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+class StructuredOutputs(Body):
+    """vLLM's name for what an answer's text is."""
+
+    json_: dict[str, Any] | StrictStr | None = Field(None, alias="json")
+    json_object: StrictBool | None = None
+    regex: StrictStr | None = None
+
+
 def _type_of(name: str, option: Option) -> Any:
     if option.low is not None:
         return StrictInt if option.integer else StrictFloat
@@ -107,7 +131,7 @@ def _type_of(name: str, option: Option) -> Any:
         return StrictBool
     if option.choices:
         return Literal[option.choices]
-    return LISTS[name]
+    return LISTS.get(name, StrictStr) if option.text else LISTS[name]
 
 
 def _schema_of(option: Option) -> dict[str, Any]:
@@ -142,7 +166,13 @@ def _shared_fields() -> dict[str, Any]:
         "window_size": _optional(
             StrictInt, "W, masks decoded in parallel, at most the server's; 0 is autoregressive"
         ),
+        "response_format": _optional(ResponseFormat, "of the text: JSON, or by a JSON schema"),
+        "structured_outputs": _optional(StructuredOutputs, "the same, as vLLM names it"),
         "return_token_ids": _optional(StrictBool, "also send the ids of the answer's tokens"),
+        "return_trace": _optional(
+            StrictBool,
+            "also send what every forward saw and did; all forwards are then sent one by one",
+        ),
         **{name: _optional(Any, "has no effect here") for name in IGNORED},
         **{name: _optional(Any, "not supported") for name in REFUSED},
     }
@@ -177,6 +207,7 @@ def sampling_given(body: BaseModel) -> dict[str, Any]:
     nothing to the field itself."""
     defaults = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
     given = {name: getattr(body, name) for name in body.model_fields_set if name in OPTIONS}
+    _take_in_formats(body, given)
     if isinstance(body, ChatRequest):
         given.pop("logprobs", None)
         _take_in_chat_names(body, given)
@@ -185,6 +216,28 @@ def sampling_given(body: BaseModel) -> dict[str, Any]:
         for name, value in given.items()
         if value is not None or (OPTIONS[name].none is not None and defaults[name] != ())
     }
+
+
+def _take_in_formats(body: Any, given: dict[str, Any]) -> None:
+    """Takes in the other names of ``json_schema`` and ``regex``."""
+    wanted: list[tuple[str, str, Any]] = []
+    if (form := body.response_format) is not None and form.type != "text":
+        if (form.json_schema is None) == (form.type == "json_schema"):
+            message = 'response_format: expected json_schema with "type": "json_schema" alone'
+            raise ApiError(400, message, param="response_format")
+        schema = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
+        wanted.append(("response_format", "json_schema", schema))
+    if (outputs := body.structured_outputs) is not None:
+        schema = {"type": "object"} if outputs.json_object else outputs.json_
+        wanted.append(("structured_outputs", "json_schema", schema))
+        wanted.append(("structured_outputs", "regex", outputs.regex))
+    for name, field, value in wanted:
+        if value is None:
+            continue
+        if given.get(field) is not None:
+            message = f"{name}: it says the same as {field}, which is given too"
+            raise ApiError(400, message, param=name)
+        given[field] = value
 
 
 def _take_in_chat_names(body: Any, given: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from infer.serve.answer import Call, Piece
 from infer.serve.logprob_shapes import LogprobShapes
-from wedlm_jax.completion import Chunk, Completion
+from wedlm_jax.completion import Completion
 
 
 class TextShape:
@@ -33,14 +33,12 @@ class TextShape:
         }
         self._offsets: dict[int, int] = {}
 
-    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The answer in one piece."""
-        choices = []
-        for index, completion in enumerate(completions):
-            chunk = Chunk(completion.text or "", completion.token_ids, completion)
-            choices.append(self._choice(Piece(index, chunk), self._content(chunk.text)))
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """The answer in one piece a choice."""
+        choices = [self._choice(piece, self._content(piece.chunk.text)) for piece in pieces]
         head = self._head | {"object": self.whole_object}
-        return head | {"choices": choices, "usage": self._usage(completions)}
+        usage = self._usage([piece.chunk.completion for piece in pieces])
+        return head | {"choices": choices, "usage": usage}
 
     def opening(self) -> list[dict[str, Any]]:
         """Chunks that stand before all others."""
@@ -84,6 +82,8 @@ class TextShape:
         }
         if self._call.with_token_ids:
             choice["token_ids"] = piece.chunk.token_ids
+        if piece.trace is not None:
+            choice["trace"] = piece.trace
         return choice
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -6,11 +6,14 @@ import ast
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.docs.pages import PAGES, ROOT, Block, blocks
 from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL
+from wedlm_jax.llm import LLM
+from wedlm_jax.params import SamplingParams
 
 WRITTEN = [page for page in PAGES if page.name != "reference.md"]
 """The signatures of the reference are no programs."""
@@ -51,7 +54,16 @@ def test_excerpts_are_in_their_file(block: Block) -> None:
 
 @pytest.mark.parametrize("block", PROGRAMS, ids=lambda block: block.name)
 def test_programs_run(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the embedded model in the place of any other."""
+    """With the embedded model in the place of any other, compiled once for all of them."""
+    made = LLM.__init__
+
+    def expecting(llm: LLM, *arguments: Any, **options: Any) -> None:
+        made(llm, *arguments, **options)
+        llm.engine.expect(
+            [SamplingParams(mode=mode, temperature=0.7) for mode in ("verified", "ar")]
+        )
+
+    monkeypatch.setattr(LLM, "__init__", expecting)
     monkeypatch.chdir(tmp_path)
     program = re.sub(r'"path/to/[^"]*"', repr(str(EMBEDDED_MODEL)), block.text)
     exec(compile(program, block.name, "exec"), {"__name__": "__main__"})

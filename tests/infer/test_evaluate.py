@@ -102,7 +102,7 @@ def test_own_questions_give_answers_and_verdicts_of_the_chosen_decoders(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A prompt is completed as it stands, as the same line of `wedlm generate` is."""
-    llm = LLM(checkpoint, max_batch_size=1)
+    llm = LLM(checkpoint, window_size=2, max_batch_size=2)
     params = SamplingParams(max_tokens=24)
     texts = [completion.text or "" for completion in llm.generate(list(PROMPTS), params)]
     rows: list[dict[str, object]] = [
@@ -113,6 +113,7 @@ def test_own_questions_give_answers_and_verdicts_of_the_chosen_decoders(
     questions, answers = tmp_path / "q.jsonl", tmp_path / "answers.jsonl"
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     arguments = f"--model {checkpoint} --questions {questions} --answers {answers} --passes 1 "
+    arguments += "--window-size 2 --batch-size 2 "
     arguments += "--decoders verified --max-tokens 24 --output " + str(tmp_path / "scores.json")
     assert infer.evaluate.main(arguments.split()) == 0
     (score,) = json.loads((tmp_path / "scores.json").read_text(encoding="utf-8"))

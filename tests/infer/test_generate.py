@@ -18,6 +18,8 @@ import pytest
 from infer import generate
 from infer.job.graceful_stop import GRACE_SECONDS
 from infer.job.job import SHARD_SIZE
+from tests.decode_examples import EVERYTHING
+from tests.forward_sizes import two_sizes
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.__main__ import main
 from wedlm_jax.attention.ragged import RAGGED_BACKENDS
@@ -37,10 +39,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def llm(model: str) -> LLM:
-    return LLM(model, window_size=4, deterministic=True)
+    llm = LLM(model, window_size=4, max_batch_size=1, deterministic=True)
+    llm.engine.expect(EVERYTHING)
+    return llm
 
 
 def run(model: str, *arguments: str) -> int:
+    """Runs the command; one program is compiled for whatever the tests ask for."""
+    load = generate.load
+
+    def expecting_everything(options: dict[str, Any]) -> LLM:
+        llm = load(options)
+        llm.engine.expect(EVERYTHING)
+        return llm
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate, "load", expecting_everything)
+        return run_as_it_is(model, *arguments)
+
+
+def run_as_it_is(model: str, *arguments: str) -> int:
     return main(["generate", "--model", model, ONE_SIZE, *SHAPE, *arguments])
 
 
@@ -79,7 +97,7 @@ def test_a_jobs_warm_up_compiles_what_its_other_options_need(
     monkeypatch.setattr(generate, "load", counting)
     arguments = f"--input {source} --output {output} --max-model-len 64 --batch-size 2"
     options = "--mode paper --logprobs 1 --warmup"
-    assert run(model, *arguments.split(), *options.split()) == 0
+    assert run_as_it_is(model, *arguments.split(), *options.split()) == 0
     [(llm, programs)] = loaded
     assert '"logprobs"' in output.read_text(encoding="utf-8")
     assert llm.engine.num_programs == programs
@@ -120,13 +138,13 @@ def test_penalties_and_bad_words_reach_the_decoder(
         repetition_penalty=1.5,
         presence_penalty=0.5,
         frequency_penalty=1.0,
-        bad_words=(plain.text[:1], "never"),
+        bad_words=(plain.text[:1], "no"),
     )
     (expected,) = llm.generate("the cat", params)
     assert expected.text != plain.text
     options = "--min-tokens 24 --repetition-penalty 1.5 --presence-penalty 0.5"
     options += " --frequency-penalty 1.0"
-    words = ["--bad-words", plain.text[:1], "never"]
+    words = ["--bad-words", plain.text[:1], "no"]
     assert run(model, "--prompt", "the cat", *options.split(), *words) == 0
     assert capsys.readouterr().out == f"{expected.text}\n"
 
@@ -184,7 +202,8 @@ def test_neither_devices_nor_many_sizes_change_what_is_said(
 ) -> None:
     (expected,) = llm.generate("the cat", SamplingParams(max_tokens=24))
     arguments = ["--model", model, *SHAPE, "--prompt", "the cat", *options.split()]
-    assert main(["generate", *arguments]) == 0
+    with two_sizes():
+        assert main(["generate", *arguments]) == 0
     assert capsys.readouterr().out == f"{expected.text}\n"
 
 

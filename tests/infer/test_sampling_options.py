@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,9 +59,37 @@ def words(name: str, value: object) -> list[str]:
 
 
 def test_every_field_has_a_flag_that_gives_its_value() -> None:
-    assert {*GIVEN, *NOT_FLAGS} == {field.name for field in dataclasses.fields(SamplingParams)}
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert {*GIVEN, *NOT_FLAGS, "json_schema", "regex"} == fields
     arguments = [word for name, value in GIVEN.items() for word in words(name, value)]
     assert sampling_params(parsed(*arguments)) == SamplingParams(**GIVEN)  # type: ignore[arg-type]
+
+
+def test_grammars_have_flags(tmp_path: Path) -> None:
+    assert sampling_params(parsed("--regex", "a+")) == SamplingParams(regex="a+")
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "object"}')
+    for schema in (str(file), '{"type": "object"}'):
+        given = sampling_params(parsed("--json-schema", schema))
+        assert given == SamplingParams(json_schema='{"type": "object"}')
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "No such file"), (b'{"a', "expected a JSON schema"), (b"\xff", "cannot be read")],
+)
+def test_a_schema_that_cannot_be_read_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, said: str
+) -> None:
+    file = tmp_path / "schema.json"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(SystemExit) as ended:
+        parsed("--json-schema", str(file))
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert str(file) in err
 
 
 def test_without_flags_the_defaults_are_those_of_the_class() -> None:

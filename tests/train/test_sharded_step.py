@@ -53,6 +53,12 @@ def objective(attention: str) -> Objective:
     return Objective("wedlm", BLOCK, MASK_TOKEN, LossConfig(chunk=8, attention=attention))
 
 
+@cache
+def step_of(attention: str):  # type: ignore[no-untyped-def]
+    """One for all tests: what it has compiled for a mesh serves the next."""
+    return make_train_step(GRAPH, optimizer(), objective(attention))
+
+
 def fresh_state() -> TrainState:
     parameters = jax.tree.map(jnp.array, PARAMETERS)
     return TrainState(jnp.int32(0), parameters, optimizer().init(parameters))
@@ -73,7 +79,7 @@ def batches() -> list[PackedRows]:
 
 @cache
 def on_one_device() -> tuple[list[Metrics], TrainState]:
-    return run(make_train_step(GRAPH, optimizer(), objective("streams")), fresh_state(), batches())
+    return run(step_of("streams"), fresh_state(), batches())
 
 
 def run(step, state, rows):  # type: ignore[no-untyped-def]
@@ -103,9 +109,8 @@ def test_losses_gradients_and_parameters_equal_those_of_one_device(
     state = fresh_state()
     state = jax.device_put(state, tree_shardings(mesh, state))
     rows = [jax.device_put(batch, batch_sharding(mesh)) for batch in batches()]
-    step = make_train_step(GRAPH, optimizer(), objective(attention))
     with jax.set_mesh(mesh):
-        losses, state = run(step, state, rows)
+        losses, state = run(step_of(attention), state, rows)
     expected_losses, expected = on_one_device()
     for own, one in zip(losses, expected_losses, strict=True):
         for name in one:
@@ -119,9 +124,8 @@ def test_every_matrix_and_its_moments_are_cut_and_stay_so() -> None:
     state = fresh_state()
     state = jax.device_put(state, tree_shardings(mesh, state))
     rows = jax.device_put(batches()[0], batch_sharding(mesh))
-    step = make_train_step(GRAPH, optimizer(), objective("streams"))
     with jax.set_mesh(mesh):
-        new_state, _ = step(state, rows, KEY)
+        new_state, _ = step_of("streams")(state, rows, KEY)
     for path, leaf in jax.tree_util.tree_flatten_with_path(new_state)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         shards = {shard.data.shape for shard in leaf.addressable_shards}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import pytest
@@ -164,3 +165,39 @@ def test_a_misspelt_field_is_named_with_what_was_meant() -> None:
         SamplingParams(zzz=1)  # type: ignore[call-arg]
     copied = dataclasses.replace(SamplingParams(seed=None), top_k=3)
     assert (copied.seed, copied.top_k) == (None, 3)
+
+
+def test_a_schema_is_kept_as_its_text_in_the_order_of_its_keys() -> None:
+    schema: Any = {"type": "object", "properties": {"é": {}, "a": {}}}
+    params = SamplingParams(json_schema=schema)
+    assert json.loads(params.json_schema or "") == schema
+    assert list(json.loads(params.json_schema or "")["properties"]) == ["é", "a"]
+    again = SamplingParams(json_schema=params.json_schema)
+    assert (again, hash(again)) == (params, hash(params))
+    assert params.grammar == ("json_schema", params.json_schema)
+    assert SamplingParams(regex="a").grammar == ("regex", "a")
+    assert SamplingParams(regex="").grammar == ("regex", "")
+    assert SamplingParams().grammar is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"json_schema": "x"}, "json_schema: expected a JSON schema, an object or its text"),
+        ({"json_schema": "[1]"}, r"json_schema: expected .*, not \[1\]"),
+        ({"json_schema": True}, "json_schema: expected a JSON schema"),
+        ({"json_schema": '{"minimum": NaN}'}, "json_schema: .*NaN is no JSON"),
+        ({"json_schema": {"a": {1, 2}}}, "json_schema: .*set is not JSON"),
+        ({"json_schema": {"a": "\ud800"}}, "json_schema: .*utf-8"),
+        ({"regex": 3}, "regex: expected a text, not 3"),
+        ({"regex": "a", "json_schema": {}}, "regex: expected none beside json_schema"),
+        ({"regex": "a", "mode": "paper"}, "regex: expected mode verified or ar"),
+        ({"json_schema": {}, "mode": "paper"}, "json_schema: expected mode verified or ar"),
+        ({"regex": "a", "ignore_eos": True}, "ignore_eos: expected none beside regex"),
+        ({"regex": "a", "min_tokens": 1}, "min_tokens: expected none beside regex"),
+        ({"regex": "a", "bad_words": "b"}, "bad_words: expected none beside regex"),
+    ],
+)
+def test_grammars_that_cannot_be_are_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        SamplingParams(**fields)

@@ -205,7 +205,7 @@ def test_a_template_that_refuses_is_reported(tmp_path: Path) -> None:
 # --- whole characters --------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=4 * settings.default.max_examples)
 @given(st.text(max_size=12))
 def test_text_grows_by_whole_characters(codec: TextCodec, text: str) -> None:
     """Every prefix of the tokens decodes to a prefix of the text, and all of them to it."""
@@ -266,7 +266,7 @@ def test_answer_does_not_depend_on_when_it_is_asked(codec: TextCodec) -> None:
     assert stop.find(ids[:2]) == stop.find(ids) == (2, "x")
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=4 * settings.default.max_examples)
 @given(st.text("abc€", max_size=10), st.lists(st.text("abc€", min_size=1, max_size=4), min_size=1))
 def test_find_agrees_with_a_scan(codec: TextCodec, text: str, stop: list[str]) -> None:
     ids = codec.encode(text)
@@ -279,7 +279,7 @@ def test_find_agrees_with_a_scan(codec: TextCodec, text: str, stop: list[str]) -
     assert StopStrings(codec, stop).find(ids) == expected
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=4 * settings.default.max_examples)
 @given(st.text("ab", max_size=8), st.lists(st.text("ab", min_size=1, max_size=5), min_size=1))
 def test_safe_length_holds_back_every_beginning(
     codec: TextCodec, text: str, stop: list[str]

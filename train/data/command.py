@@ -1,4 +1,7 @@
-"""`wedlm tokenize`: text, conversations or token ids into packed rows."""
+"""`wedlm tokenize`: text, conversations or token ids into packed rows.
+
+Tested by tests/train/data/test_job.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """What host and device exchange: sequences that enter the state, results that the host fetches,
-and the room that the state has for windows."""
+and the room that the state has for windows.
+
+Tested by tests/wedlm_jax/engine/test_engine.py.
+"""
 
 from __future__ import annotations
 

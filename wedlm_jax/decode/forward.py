@@ -133,7 +133,7 @@ def predict(
     Logits of all slots at once would be the largest array of a forward by far: a vocabulary of
     150k tokens in float32 takes 0.6 MB a row.
     """
-    wanted = _wanted(state, plan, options, program.traits)
+    wanted = wanted_slots(state, plan, options, program.traits)
     sequences, slots = wanted.shape
     # Rows are in order of sequence and slot, so the rank of a wanted slot is its row.
     flat = wanted.reshape(-1)
@@ -167,7 +167,7 @@ def _where(wanted: Array, values: Array) -> Array:
     return jnp.where(wanted.reshape(*wanted.shape, *[1] * (values.ndim - 2)), values, 0)
 
 
-def _wanted(state: DecodeState, plan: SpanPlan, options: Options, traits: Traits) -> Array:
+def wanted_slots(state: DecodeState, plan: SpanPlan, options: Options, traits: Traits) -> Array:
     """Returns the slots whose token the head predicts in this forward, bool ``[N, P+1]``."""
     parts = []
     if traits.paper:
@@ -217,6 +217,6 @@ def _guess(
     tokens = choose_tokens(logits, state, options, head)
     k = traits.num_logprobs
     logprobs = None if k is None else token_logprobs(raw, tokens, k)
-    drafting = traits.paper or traits.verified
-    entropies = entropy(logits) if drafting else jnp.zeros(head.slot.shape, jnp.float32)
+    needed = traits.paper or traits.verified or traits.traced
+    entropies = entropy(logits) if needed else jnp.zeros(head.slot.shape, jnp.float32)
     return Predictions(tokens, entropies, logprobs)

@@ -1,8 +1,8 @@
 """The logits of a forward's rows, and the sampling options that change them before a token is
 chosen or an entropy taken.
 
-In this order: bias, penalties, then −inf for forbidden tokens. A program whose sequences do not use
-an option (None in `Options`) contains no code for it.
+In this order: bias, penalties, then −inf for forbidden tokens and for those outside a grammar. A
+program whose sequences do not use an option (None in `Options`) contains no code for it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from wedlm_jax.decode.allowed_tokens import allowed_tokens
 from wedlm_jax.decode.bad_words import completing_tokens
 from wedlm_jax.decode.options import Options
 from wedlm_jax.decode.state import DecodeState, HeadRows, is_filled
@@ -68,10 +69,12 @@ def adjusted_logits(
         forbidden.append(jnp.where(early[:, None], options.stop_ids[rows.sequence], NO_TOKEN))
     if options.bad_words is not None:
         forbidden.append(completing_tokens(state, options, rows))
-    if not forbidden:
-        return logits
-    ids = jnp.concatenate(forbidden, axis=-1)
-    return logits.at[_at(logits, ids)].set(-jnp.inf, mode="drop")
+    if forbidden:
+        ids = jnp.concatenate(forbidden, axis=-1)
+        logits = logits.at[_at(logits, ids)].set(-jnp.inf, mode="drop")
+    if options.allowed is not None:
+        logits = jnp.where(allowed_tokens(options.allowed, rows, logits.shape[1]), logits, -jnp.inf)
+    return logits
 
 
 def _at(logits: Array, ids: Array) -> tuple[Array, Array]:

@@ -8,7 +8,7 @@ costs nothing. Source: WeDLM section 5.
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,11 @@ from wedlm_jax.decode.forward import (
     no_hidden_states,
     predict,
     run_layers,
+    wanted_slots,
 )
+from wedlm_jax.decode.last_forward import LastForward, last_forward, no_forward
 from wedlm_jax.decode.logits import TokenUse, token_use, with_committed
+from wedlm_jax.decode.logprobs import Logprobs
 from wedlm_jax.decode.options import Options
 from wedlm_jax.decode.spans import Allowance, SpanPlan, has_room, plan_spans
 from wedlm_jax.decode.state import DecodeState, Emitted, is_filled
@@ -55,7 +58,7 @@ class BurstCounters:
     accepted: Array
 
 
-Carry = tuple[DecodeState, Pages, Array, TokenUse | None, BurstCounters]
+Carry = tuple[DecodeState, Pages, Array, TokenUse | None, BurstCounters, LastForward | None]
 
 
 def run_burst(
@@ -66,7 +69,7 @@ def run_burst(
     allowance: Allowance,
     changed: Array,
     program: Program,
-) -> tuple[DecodeState, Pages, BurstCounters]:
+) -> tuple[DecodeState, Pages, BurstCounters, LastForward | None]:
     """Runs forwards until the allowance is used up.
 
     A burst also ends when a sequence lacks room, in its pages or in ``state.emitted``, for what its
@@ -74,12 +77,15 @@ def run_burst(
 
     Args:
       changed: bool ``[N]``, sequences whose window has changed since the last burst.
+
+    Returns:
+      state, pages, counters, and the last forward where the program has trait "traced".
     """
     state = with_windows(_with_nothing_emitted(state), options, changed)
     begun = state.running.sum()
 
     def more(carry: Carry) -> Array:
-        state, *_, counters = carry
+        state, counters = carry[0], carry[4]
         ready = ~state.running | has_room(state, allowance)
         fits = state.emitted.count + state.tokens.shape[1] < state.emitted.tokens.shape[1]
         fits |= ~state.running
@@ -88,27 +94,52 @@ def run_burst(
         return due & (finished < allowance.until_finished) & (ready & fits).all()
 
     def body(carry: Carry) -> Carry:
-        state, pages, hidden, use, counters = carry
+        state, pages, hidden, use, counters, last = carry
         plan = plan_spans(state, allowance, program.sizes)
         hidden, pages = run_layers(model, state, pages, hidden, plan, allowance, program)
         state = _count(state, plan)
         said = predict(model, state, hidden, plan, options, use, program)
-        after = advance(state, said, plan, options, program)
+        decided = decide(state, said, plan, options, program)
+        after = advance(state, said, decided, plan, options, program)
         counters = _counted(counters, state, after, plan, options, program)
-        return after, pages, hidden, with_committed(use, state, after), counters
+        if program.traits.traced:
+            last = _noted(state, said, decided, plan, options, program)
+        return after, pages, hidden, with_committed(use, state, after), counters, last
 
     use = token_use(state, options, model.config.vocab_size)
     start = BurstCounters(*[jnp.int32(0)] * len(dataclasses.fields(BurstCounters)))
     hidden = no_hidden_states(model, program)
-    carry = state, pages, hidden, use, start
-    state, pages, _, _, counters = jax.lax.while_loop(more, body, carry)
-    return state, pages, counters
+    traits, sequences = program.traits, state.running.shape[0]
+    last = no_forward(sequences, traits.window) if traits.traced else None
+    carry = state, pages, hidden, use, start, last
+    state, pages, _, _, counters, last = jax.lax.while_loop(more, body, carry)
+    return state, pages, counters, last
 
 
-def advance(
+class Decision(NamedTuple):
+    """What a forward decides for each window.
+
+    Attributes:
+      tokens, logprobs: ``[N, P]``, of which the first ``committed`` are new text.
+      committed: int32 ``[N]``.
+      run: int32 ``[N]``, slots that leave the front of the window.
+      fills, kept: bool ``[N, P]``, masks that are filled, and filled slots that stay.
+      ran: bool ``[N]``, whether the forward ran the window at all.
+    """
+
+    tokens: Array
+    logprobs: Logprobs | None
+    committed: Array
+    run: Array
+    fills: Array
+    kept: Array
+    ran: Array
+
+
+def decide(
     state: DecodeState, said: Predictions, plan: SpanPlan, options: Options, program: Program
-) -> DecodeState:
-    """Returns the state after a forward: tokens committed, masks filled, windows moved.
+) -> Decision:
+    """Decides what is committed, filled and kept.
 
     Both policies are computed where the program has both, and each sequence takes its own's result:
     a branch by sequence does not exist in a compiled loop.
@@ -139,22 +170,48 @@ def advance(
     # A sequence that only computed a chunk of its prompt has predictions of no meaning.
     ran = plan.window & state.running
     run, count = jnp.where(ran, run, 0), jnp.where(ran, count, 0)
-    fills &= ran[:, None]
+    return Decision(*new, count, run, fills & ran[:, None], kept, ran)
+
+
+def advance(
+    state: DecodeState,
+    said: Predictions,
+    decided: Decision,
+    plan: SpanPlan,
+    options: Options,
+    program: Program,
+) -> DecodeState:
+    """Returns the state after a forward: tokens committed, masks filled, windows moved."""
+    run, fills, ran = decided.run, decided.fills, decided.ran
     # Keys and values that are final: the chunk of the prompt, and the run. Those of other slots are
     # in the pages, too, and are overwritten by the next forward, as nothing counts them.
     reached = state.num_computed + plan.chunk + run
-    state = append(state, options, *new, count)
+    state = append(state, options, decided.tokens, decided.logprobs, decided.committed)
     state = dataclasses.replace(
         state,
         num_computed=jnp.minimum(reached, state.text_length),
         tokens=jnp.where(fills, said.tokens[:, :-1], state.tokens),
         logprobs=_pick(fills, jax.tree.map(lambda x: x[:, :-1], said.logprobs), state.logprobs),
-        filled=jnp.where(ran[:, None], kept | fills, state.filled),
+        filled=jnp.where(ran[:, None], decided.kept | fills, state.filled),
     )
     state = move_windows(state, options, run, program.refill)
-    if traits.anchored:
-        state = put_in_front(state, anchored & ran & state.running, options)
+    if program.traits.anchored:
+        state = put_in_front(state, options.anchored & ran & state.running, options)
     return state
+
+
+def _noted(
+    state: DecodeState,
+    said: Predictions,
+    decided: Decision,
+    plan: SpanPlan,
+    options: Options,
+    program: Program,
+) -> LastForward:
+    wanted = wanted_slots(state, plan, options, program.traits)
+    entropies = jnp.where(wanted, said.entropies, jnp.nan)
+    tokens = said.tokens[:, :-1]
+    return last_forward(state, decided.ran, tokens, entropies, decided.fills, decided.kept)
 
 
 def _count(state: DecodeState, plan: SpanPlan) -> DecodeState:

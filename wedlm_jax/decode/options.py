@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from wedlm_jax.decode.allowed_tokens import all_allowed
 from wedlm_jax.errors import InputError
 from wedlm_jax.params import MOST_LOGPROBS, NO_TOKEN, OPTIONS, SamplingParams
 
@@ -43,6 +44,8 @@ class Traits:
       num_bad_words, longest_bad_word: most bad words of a sequence, and most tokens of a word.
       num_logprobs: alternatives beside each token's log-probability; None for neither.
       num_stops: most stop tokens of a sequence.
+      grammar: whether sequences may have a grammar.
+      traced: whether each forward says what it saw and decided.
     """
 
     window: int = 0
@@ -58,6 +61,8 @@ class Traits:
     longest_bad_word: int = 0
     num_logprobs: int | None = None
     num_stops: int = 4
+    grammar: bool = False
+    traced: bool = False
 
     @staticmethod
     def of(params: SamplingParams, window: int, num_stops: int = 0) -> Traits:
@@ -79,6 +84,7 @@ class Traits:
             longest_bad_word=_rounded_up(longest, 1),
             num_logprobs=None if asked is None else min(_rounded_up(asked, 1), MOST_LOGPROBS),
             num_stops=max(_rounded_up(num_stops, 4), 4),
+            grammar=params.grammar is not None,
         )
 
     @property
@@ -132,6 +138,8 @@ class Options:
       verified: bool, with trait "verified".
       bias_ids, bias: int32 and float32 ``[N, K]``, the ids filled up with `NO_TOKEN`.
       bad_words: int32 ``[N, K, L]``, filled up with `NO_TOKEN`.
+      allowed: the tokens that grammars allow, from `wedlm_jax.grammar.masks`; see
+        `wedlm_jax.decode.allowed_tokens`. Unlike the others it holds for one forward only.
     """
 
     window: Array
@@ -153,6 +161,7 @@ class Options:
     bias_ids: Array | None = None
     bias: Array | None = None
     bad_words: Array | None = None
+    allowed: Array | None = None
 
     @property
     def anchored(self) -> Array:
@@ -241,9 +250,11 @@ class HostOptions:
         return Options(**{name: self.arrays[name].copy() for name in names})  # type: ignore[arg-type]
 
 
-def abstract_options(sequences: int, traits: Traits) -> Options:
+def abstract_options(sequences: int, traits: Traits, vocab: int) -> Options:
     """Returns the options of N sequences as shapes, to compile for."""
     arrays = _idle_arrays(sequences, traits)
+    if traits.grammar:
+        arrays["allowed"] = all_allowed(sequences, traits.window, vocab)
     return Options(**{k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in arrays.items()})  # type: ignore[arg-type]
 
 

@@ -26,12 +26,14 @@ class Request:
       prompt: token ids.
       params: how it is decoded.
       window: W; None lets the engine choose.
+      traced: whether each of its forwards is an event. Bursts are single forwards meanwhile.
     """
 
     number: int
     prompt: Sequence[int]
     params: SamplingParams
     window: int | None = None
+    traced: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +105,30 @@ class NewTokens:
 
 
 @dataclasses.dataclass(frozen=True)
+class WindowForward:
+    """What a forward saw of a sequence's window, and did, by slot.
+
+    Attributes:
+      start: logical position of slot 0.
+      held: the token of each slot that it ran, None where it was a mask.
+      entropies: nats, of what it predicted for each slot and for the one behind the last; None
+        where it predicted nothing.
+      drafted: the token with which it filled each mask; None for other slots.
+      rejected: slots whose drafts verification threw out.
+      seconds: that it took, and the host's part in it.
+      ended: when it ended, as `time.perf_counter` says it.
+    """
+
+    start: int
+    held: list[int | None]
+    entropies: list[float | None]
+    drafted: list[int | None]
+    rejected: list[int]
+    seconds: float
+    ended: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
     """Where the sequences stand after a burst; arrays ``[R·N]``, meaningless where there is no
     sequence. Counts continue across preemption.
@@ -116,6 +142,8 @@ class Report:
       num_token_instances: active window slots over these.
       tokens: of each index; None or empty where nothing was committed.
       errors: by index, the error that ended a sequence.
+      traced: by index, the last forward of sequences whose request is traced, where it ran their
+        window.
       num_run: forwards of the burst.
     """
 
@@ -127,6 +155,7 @@ class Report:
     num_token_instances: np.ndarray
     tokens: Sequence[NewTokens | None]
     errors: Mapping[int, Exception] = dataclasses.field(default_factory=dict)
+    traced: Mapping[int, WindowForward] = dataclasses.field(default_factory=dict)
     num_run: int = 0
 
 

@@ -52,6 +52,8 @@ def burst_length(
     forwards, until = longest, len(running)
     if any(sequence.request.params.stop for sequence in running):
         forwards = min(forwards, WATCHED_FORWARDS)
+    if any(sequence.request.params.grammar for sequence in running):
+        forwards = 1  # what a grammar allows, the host says from forward to forward
     if num_waiting:
         # An eighth of the sequences finish before new ones enter, whose prompts then share
         # forwards.
@@ -62,6 +64,8 @@ def burst_length(
         forwards = min(forwards, max(prefill_forwards, 1))
     if prefill_forwards > 1:
         forwards = min(forwards, PREFILL_FORWARDS)
+    if any(sequence.request.traced for sequence in running):
+        forwards = 1
     return BurstLength(forwards, until)
 
 

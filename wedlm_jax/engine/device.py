@@ -3,6 +3,8 @@ takes bursts from the scheduler and returns reports."""
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,12 +18,15 @@ from wedlm_jax.decode.logprobs import Logprobs, as_list
 from wedlm_jax.decode.options import HostOptions, Traits
 from wedlm_jax.decode.spans import Allowance
 from wedlm_jax.decode.state import DecodeState
-from wedlm_jax.engine.burst import Burst, NewTokens, Report
+from wedlm_jax.engine.burst import Admission, Burst, NewTokens, Report, WindowForward
 from wedlm_jax.engine.compiled import CompiledPrograms, slot_sizes
 from wedlm_jax.engine.device_programs import empty_state
 from wedlm_jax.engine.entering import ENTRANTS_AT_ONCE, SavedWindow, make_entrants
 from wedlm_jax.engine.events import WindowView
 from wedlm_jax.engine.settings import EngineSettings
+from wedlm_jax.engine.tracing import window_forwards
+from wedlm_jax.grammar.interface import Grammars
+from wedlm_jax.grammar.masks import GrammarMasks
 from wedlm_jax.model import Transformer
 from wedlm_jax.sharding import constrain
 
@@ -35,6 +40,7 @@ class Device:
       mesh: of the model; None for one device.
       windows_vary: whether windows are chosen from burst to burst. Then there is a second program
         for bursts in which no sequence has a window: it is faster than one with room for windows.
+      grammars: that sequences may have.
     """
 
     def __init__(
@@ -44,6 +50,7 @@ class Device:
         mesh: Mesh | None = None,
         *,
         windows_vary: bool = False,
+        grammars: Grammars | None = None,
     ):
         self.settings, self._windows_vary = settings, windows_vary
         self.config = model.config
@@ -59,6 +66,10 @@ class Device:
         self._options = HostOptions(settings.sequences, self.traits)
         self._windows = np.full(settings.sequences, -1, np.int32)
         self._num_logprobs: dict[int, int] = {}
+        self._grammars = GrammarMasks(grammars, settings.sequences, model.config.vocab_size)
+        self._failed: list[int] = []
+        """Sequences that the state has still, although the last report told of their error."""
+        self._traced: set[int] = set()
         self.counters = np.zeros(3, np.int64)
         """Forwards, real tokens and computed tokens so far, all replicas together."""
         self.drafts = np.zeros(2, np.int64)
@@ -80,6 +91,8 @@ class Device:
         self._state = self._pages = None
         self._options = HostOptions(self.settings.sequences, self.traits)
         self._windows[:] = -1
+        self._grammars.clear()
+        self._failed = []
 
     @property
     def parameters(self) -> nnx.State:
@@ -118,15 +131,9 @@ class Device:
         """Runs a burst of forwards and reports where every sequence stands."""
         assert self._state is not None
         for gone in burst.released:
-            self._options.clear(gone)
+            self._forget(gone)
         for admission in burst.admissions:
-            self._options.set(
-                admission.index,
-                admission.request.params,
-                window=int(burst.windows[admission.index]),
-                stops=self.settings.stop_ids(admission.request.params),
-            )
-            self._num_logprobs[admission.index] = admission.request.params.logprobs or 0
+            self._expect(admission, int(burst.windows[admission.index]))
         self._make_room(self._traits_for(burst))
         self._enter(burst)
         changed = burst.windows != self._windows
@@ -134,19 +141,25 @@ class Device:
         self._options.set_windows(self._windows)
         allowance = _allowance(burst, self.settings.chunk_tokens)
         options = self._options.options(self._room)
+        if self._room.grammar:
+            allowed: Any = self._grammars.allowed(self._room.window, self._drafts)
+            options = dataclasses.replace(options, allowed=allowed)
         program = self.programs.burst(self._parameters, self._room)
         self._lay_out()
+        started = time.perf_counter()
         result = program(self._parameters, self._state, self._pages, options, allowance, changed)
         self._state, self._pages = result.state, result.pages
-        numbers, logprobs, counters = jax.device_get(
-            (result.numbers, result.logprobs, result.counters)
+        numbers, logprobs, counters, last = jax.device_get(
+            (result.numbers, result.logprobs, result.counters, result.last)
         )
         counted = [int(x.sum()) for x in jax.tree.leaves(counters)]
         self.counters += counted[:3]
         self.drafts += counted[3:]
-        report = self._report(numbers, logprobs, int(counters.forwards.max()))
-        for index in np.flatnonzero(report.finished):
-            self._options.clear(int(index))
+        traced = {} if last is None else window_forwards(last, self._traced, started)
+        report = self._report(numbers, logprobs, int(counters.forwards.max()), traced)
+        for index in [*np.flatnonzero(report.finished), *report.errors]:
+            self._forget(int(index))
+        self._failed = list(report.errors)
         return report
 
     def save(self, index: int) -> SavedWindow:
@@ -197,6 +210,30 @@ class Device:
             self._formats = self.programs.formats
             self._parameters = jax.tree.map(jax.device_put, self._parameters, self._formats)
 
+    def _expect(self, admission: Admission, window: int) -> None:
+        """Keeps what the host has to know of a sequence that enters."""
+        index, params = admission.index, admission.request.params
+        self._options.set(index, params, window=window, stops=self.settings.stop_ids(params))
+        self._num_logprobs[index] = params.logprobs or 0
+        (self._traced.add if admission.request.traced else self._traced.discard)(index)
+        completion = admission.text[len(admission.request.prompt) :]
+        self._grammars.enter(index, params, completion.tolist())
+
+    def _forget(self, index: int) -> None:
+        self._options.clear(index)
+        self._grammars.leave(index)
+
+    def _drafts(self) -> list[list[int]]:
+        """Returns the drafts in the window of each sequence in mode "verified"."""
+        state = self._state
+        assert state is not None
+        tokens, filled, active = jax.device_get((state.tokens, state.filled, state.active))
+        runs = np.cumprod(filled, axis=1).sum(axis=1)
+        return [
+            row[1:length].tolist()
+            for row, length in zip(tokens, np.minimum(runs, active), strict=True)
+        ]
+
     def _traits_for(self, burst: Burst) -> Traits:
         """Returns the traits of the program for a burst: the one without windows if no sequence has
         a window, nor had one that would have to be closed."""
@@ -218,7 +255,7 @@ class Device:
 
     def _enter(self, burst: Burst) -> None:
         released = np.zeros(self.settings.sequences, bool)
-        released[list(burst.released)] = True
+        released[[*burst.released, *self._failed]] = True
         todo = list(burst.admissions)
         while todo or released.any():
             some, todo = todo[:ENTRANTS_AT_ONCE], todo[ENTRANTS_AT_ONCE:]
@@ -230,10 +267,17 @@ class Device:
             self._state = self.programs.entry(self._room)(self._state, entrants, released)
             released = np.zeros_like(released)
 
-    def _report(self, numbers: np.ndarray, logprobs: Logprobs | None, num_run: int) -> Report:
+    def _report(
+        self,
+        numbers: np.ndarray,
+        logprobs: Logprobs | None,
+        num_run: int,
+        traced: dict[int, WindowForward],
+    ) -> Report:
         computed, output, running, stopped, forwards, instances, count = numbers[:, :7].T
         emitted = np.split(numbers[:, 7:], 3, axis=1)
         tokens: list[NewTokens | None] = [None] * len(numbers)
+        errors: dict[int, Exception] = {}
         for index in np.flatnonzero(count):
             new = int(count[index])
             own = None
@@ -241,6 +285,9 @@ class Device:
                 own = as_list(logprobs, int(index), new, self._num_logprobs[int(index)])
             ids, forwards_at, instances_at = (array[index, :new].tolist() for array in emitted)
             tokens[index] = NewTokens(ids, forwards_at, instances_at, own)
+            error = self._grammars.commit(int(index), ids, stopped=bool(stopped[index]))
+            if error is not None:
+                errors[int(index)] = error
         return Report(
             num_computed=computed,
             num_output=output,
@@ -249,7 +296,9 @@ class Device:
             num_forwards=forwards,
             num_token_instances=instances,
             tokens=tokens,
+            errors=errors,
             num_run=num_run,
+            traced=traced,
         )
 
     def _laid_out(self, state: DecodeState) -> DecodeState:

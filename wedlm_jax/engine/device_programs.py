@@ -22,6 +22,7 @@ from wedlm_jax.attention.ragged import Pages, allocate_pages
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.decode.exchange import Entrants, admit, pack_for_host, resize_slots
 from wedlm_jax.decode.forward import Program
+from wedlm_jax.decode.last_forward import LastForward
 from wedlm_jax.decode.logprobs import Logprobs
 from wedlm_jax.decode.loop import BurstCounters, run_burst
 from wedlm_jax.decode.options import Options, Traits, abstract_options
@@ -42,6 +43,7 @@ class BurstResult(NamedTuple):
       numbers: int32 ``[N, 7 + 3 E]`` for the host; see `wedlm_jax.decode.exchange.pack_for_host`.
       logprobs: ``[N, E]`` of the emitted tokens; None where no sequence asks for them.
       counters: int32 ``[R]`` each, one a replica.
+      last: the last forward; None without trait "traced".
     """
 
     state: DecodeState
@@ -49,6 +51,7 @@ class BurstResult(NamedTuple):
     numbers: Array
     logprobs: Logprobs | None
     counters: BurstCounters
+    last: LastForward | None
 
 
 def burst(
@@ -72,11 +75,12 @@ def burst(
         changed: Array,
     ) -> BurstResult:
         model = nnx.merge(graph, parameters)
-        after, pages, counters = run_burst(
+        after, pages, counters, last = run_burst(
             model, state, pages, options, allowance, changed, program
         )
         counters = jax.tree.map(lambda x: x[None], counters)
-        return BurstResult(after, pages, pack_for_host(after), after.emitted.logprobs, counters)
+        numbers, logprobs = pack_for_host(after), after.emitted.logprobs
+        return BurstResult(after, pages, numbers, logprobs, counters, last)
 
     return on_replicas(on_replica)(parameters, state, pages, options, allowance, changed)
 
@@ -171,7 +175,7 @@ def burst_arguments(
         integers(),
     )
     changed = jax.ShapeDtypeStruct((sequences,), jnp.bool)
-    others = (abstract_options(sequences, traits), allowance, changed)
+    others = (abstract_options(sequences, traits, config.vocab_size), allowance, changed)
     options, allowance, changed = _placed(mesh, others, ())
     state = abstract_state(settings, traits, mesh)
     return state, _placed(mesh, pages, (None, "attention_heads")), options, allowance, changed

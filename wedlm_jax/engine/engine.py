@@ -30,6 +30,7 @@ from wedlm_jax.engine.windows.choice import FixedWindows, WindowChoice
 from wedlm_jax.engine.windows.cost import CostTable, kept_table, measure
 from wedlm_jax.engine.windows.probe import ForwardProbe
 from wedlm_jax.errors import InputError
+from wedlm_jax.grammar.interface import Grammars
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.layer_layout import with_layers_apart
 from wedlm_jax.params import SamplingParams
@@ -59,6 +60,7 @@ class Engine:
       page_size, num_pages: of the cache; by default what suits the platform, and as many as fit.
       chunk_tokens: the most prompt tokens that a forward computes beside windows.
       mesh: of the model; its axes ``data`` and ``tensor`` are used.
+      grammars: that requests may have; None refuses requests with one.
 
     Raises:
       InputError: naming the option.
@@ -79,11 +81,12 @@ class Engine:
         num_pages: int | None = None,
         chunk_tokens: int | None = None,
         mesh: Mesh | None = None,
+        grammars: Grammars | None = None,
     ):
         self.config: ModelConfig = model.config
         if mesh is not None:
             check_fits(mesh, model.config)
-        self.mesh, self.window_size = mesh, window_size
+        self.mesh, self.window_size, self._grammars = mesh, window_size, grammars
         replicas = 1 if mesh is None else mesh.shape["data"]
         self.windows = _window_choice(window_size, max_batch_size, replicas)
         if runs_apart():
@@ -109,7 +112,8 @@ class Engine:
                 replicas=replicas,
                 weights=parameter_bytes(nnx.state(model)),
             )
-            self.device = Device(model, self.settings, mesh, windows_vary=window_size == "auto")
+            vary = window_size == "auto"
+            self.device = Device(model, self.settings, mesh, windows_vary=vary, grammars=grammars)
         self.scheduler = self._new_scheduler()
         self._floor = Traits()
         self._requests: dict[int, Traits] = {}
@@ -135,6 +139,10 @@ class Engine:
             )
         self.scheduler.check(Request(-1, prompt, params))
         check_options(params, self.settings.stop_ids(params), self.config.vocab_size)
+        if params.grammar is not None:
+            if self._grammars is None:
+                raise InputError(f"{params.grammar[0]}: needs a tokenizer, and there is none")
+            self._grammars.check(params)
 
     def check_window(self, window: int) -> None:
         """Refuses, with an `InputError`, a request's own window that is wider than the engine's."""
@@ -229,7 +237,14 @@ class Engine:
         traits = Traits.of(request.params, window, len(stops))
         if self.window_size == "auto" and window:
             traits = traits.union(Traits(autoregressive=True))
-        return traits
+        return traits.union(self._watched()) if request.traced else traits
+
+    def _watched(self) -> Traits:
+        """Returns the traits of a program for traced requests. Who watches one mode watches the
+        others next: they share a program, whatever the window."""
+        window = self.settings.window
+        masks = window > 0
+        return Traits(window, paper=masks, verified=masks, autoregressive=True, traced=True)
 
     # --- programs and weights -----------------------------------------------------------
 

@@ -7,6 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING, TypeAlias
 
 from wedlm_jax.completion import Completion
+from wedlm_jax.engine.burst import WindowForward
 
 if TYPE_CHECKING:
     from wedlm_jax.decode.logprobs import TokenLogprob
@@ -53,7 +54,25 @@ class Failed:
     error: Exception
 
 
-Event: TypeAlias = TokenDelta | Finished | Failed
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A forward of a traced request that ran its window; the event of its tokens follows.
+
+    Attributes:
+      number: of the request.
+      forward: what it saw and did.
+      committed: the tokens that it added to the text.
+      num_forwards, num_token_instances: counts of the sequence so far.
+    """
+
+    number: int
+    forward: WindowForward
+    committed: list[int]
+    num_forwards: int
+    num_token_instances: int
+
+
+Event: TypeAlias = TokenDelta | Finished | Failed | Traced
 
 
 @dataclasses.dataclass(frozen=True)

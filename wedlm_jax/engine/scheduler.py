@@ -13,7 +13,7 @@ from wedlm_jax.engine.admission import AdmissionRound, Admitter
 from wedlm_jax.engine.arrival_queue import ArrivalQueue
 from wedlm_jax.engine.burst import Admission, Burst, ForwardRunner, Report, Request
 from wedlm_jax.engine.burst_plan import burst_length, chunk_tokens, give_pages, prefill_forwards
-from wedlm_jax.engine.events import Counters, Event, Failed, Finished, TokenDelta
+from wedlm_jax.engine.events import Counters, Event, Failed, Finished, TokenDelta, Traced
 from wedlm_jax.engine.replica import Replica
 from wedlm_jax.engine.sequence import SequenceState, longest_room
 from wedlm_jax.engine.windows.choice import WindowChoice
@@ -329,10 +329,14 @@ class Scheduler:
                 self._remove(sequence)
                 yield Finished(sequence.number, sequence.result(reason))
 
-    def _take_in(self, sequence: SequenceState, report: Report) -> Iterator[TokenDelta]:
+    def _take_in(self, sequence: SequenceState, report: Report) -> Iterator[Event]:
         index, new = sequence.index, report.tokens[sequence.index]
         sequence.num_forwards = int(report.num_forwards[index])
         sequence.num_token_instances = int(report.num_token_instances[index])
+        if index in report.traced:
+            committed = [] if new is None else list(new.token_ids)
+            counts = sequence.num_forwards, sequence.num_token_instances
+            yield Traced(sequence.number, report.traced[index], committed, *counts)
         if new is not None and len(new.token_ids):
             sequence.append(new)
             yield TokenDelta(

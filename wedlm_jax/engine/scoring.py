@@ -1,4 +1,7 @@
-"""Scores given texts by the model's autoregressive log-probabilities: one forward, no decoding."""
+"""Scores given texts by the model's autoregressive log-probabilities: one forward, no decoding.
+
+Tested by tests/wedlm_jax/test_llm.py.
+"""
 
 from __future__ import annotations
 

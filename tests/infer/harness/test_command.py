@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from infer.evaluate import main
+from infer.harness.__main__ import main as command_of_lm_eval
 from infer.harness.model import HarnessModel
 from tests.infer.harness.conftest import TEXTS
 from wedlm_jax.errors import InputError
@@ -104,7 +105,7 @@ def test_what_cannot_be_evaluated_is_refused_in_a_sentence(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("problems", [32, pytest.param(164, marks=pytest.mark.full)])
+@pytest.mark.parametrize("problems", [12, pytest.param(164, marks=pytest.mark.full)])
 def test_human_eval_is_answered_once_a_problem_and_in_company_as_alone(
     tmp_path: Path, problems: int
 ) -> None:
@@ -148,14 +149,15 @@ def lm_eval(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_the_command_of_lm_eval_knows_the_model(
-    checkpoint: Path, tasks: Path, tmp_path: Path
+    checkpoint: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = lm_eval(
-        *("--model_args", f"pretrained={checkpoint},window_size=2,mode=paper"),
+    arguments = (
+        *("--model", "wedlm", "--model_args", f"pretrained={checkpoint},window_size=2,mode=paper"),
         *("--tasks", "write", "--include_path", tasks, "--batch_size", "auto"),
         *("--output_path", tmp_path / "out", "--log_samples"),
     )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", [])  # which it sets
+    command_of_lm_eval(list(map(str, arguments)))
     (file,) = (tmp_path / "out").rglob("results_*.json")
     results = json.loads(file.read_text(encoding="utf-8"))
     assert results["config"]["mode"] == "paper"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import jax
 
+from tests.forward_sizes import one_size
 from tests.infer.job.job_examples import SHAPE
-from tests.two_sizes import two_sizes
 from wedlm_jax.__main__ import main
 
 PRELOADED = ["tests.infer.job.child", "infer.job.job", "wedlm_jax.llm", "transformers"]
@@ -27,7 +27,7 @@ def command_in_child(arguments: list[str], said: str) -> None:
         # Every one of them compiles the same programs, which then takes no time.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-        two_sizes()
+        one_size()
         sys.exit(main(["generate", *arguments]))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from infer import generate
+from tests.decode_examples import EVERYTHING
 from tests.infer.job.quick_decoder import quick_run
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.engine.engine import Engine
@@ -21,7 +22,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def llm(model: Path) -> LLM:
-    return LLM(model, window_size=4, max_batch_size=4)
+    return expecting_everything(LLM(model, window_size=4, max_batch_size=4))
+
+
+def expecting_everything(llm: LLM) -> LLM:
+    """One program for whatever the tests ask for, in the place of one for each kind."""
+    llm.engine.expect(EVERYTHING)
+    return llm
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +46,7 @@ def _load_once(loaded: dict[Any, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
         names = (*generate.LLM_OPTIONS, "warmup", "max_tokens")
         key = repr([options.get(name) for name in names])
         if key not in loaded:
-            loaded[key] = load(options)
+            loaded[key] = expecting_everything(load(options))
         return loaded[key]
 
     monkeypatch.setattr(generate, "load", cached)

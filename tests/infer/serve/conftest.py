@@ -19,6 +19,7 @@ KINDS = [
     SamplingParams(),
     SamplingParams(mode="paper", temperature=0.7, top_p=0.9, logprobs=4, min_tokens=1),
     SamplingParams(mode="ar", temperature=0.7),
+    SamplingParams(regex="a"),
 ]
 """Whatever the tests ask for, so that one program serves them all."""
 

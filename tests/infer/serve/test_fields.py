@@ -62,6 +62,8 @@ def test_every_field_of_sampling_is_a_field_of_both() -> None:
         ("entropy_threshold", 0.2),
         ("logprobs", 0),
         ("seed", 7),
+        ("json_schema", {"type": "object"}),
+        ("regex", "a+"),
     ],
 )
 def test_a_value_means_what_it_means_to_sampling_params(field: str, value: Any) -> None:
@@ -87,6 +89,53 @@ def test_samples_without_a_temperature_get_openai_s() -> None:
     assert params_of(n=3, temperature=0.2).temperature == 0.2
     with pytest.raises(ApiError, match="n: expected 1 at temperature 0"):
         params_of(n=3, temperature=0)
+
+
+SCHEMA = {"type": "array", "items": {"type": "integer"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"response_format": {"type": "text"}}, {}),
+        ({"response_format": {"type": "json_object"}}, {"json_schema": {"type": "object"}}),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "numbers", "strict": True, "schema": SCHEMA},
+                }
+            },
+            {"json_schema": SCHEMA},
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA}),
+        ({"structured_outputs": {"json": '{"type": "array"}'}}, {"json_schema": {"type": "array"}}),
+        ({"structured_outputs": {"json_object": True}}, {"json_schema": {"type": "object"}}),
+        ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+    ],
+)
+def test_formats_by_the_names_of_others(fields: Any, expected: Any) -> None:
+    wanted = SamplingParams(seed=None, max_tokens=1000, **expected)
+    assert params_of(**fields) == chat_params_of(**fields) == wanted
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format: expected json_schema"),
+        (
+            {"response_format": {"type": "json_object"}, "json_schema": SCHEMA},
+            "response_format: it says the same as json_schema",
+        ),
+        ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex: expected none"),
+        ({"structured_outputs": {"json": SCHEMA}, "mode": "paper"}, "json_schema: expected mode"),
+        ({"regex": "a", "min_tokens": 3}, "min_tokens: expected none beside regex"),
+    ],
+)
+def test_formats_that_cannot_be_are_named(fields: Any, message: str) -> None:
+    with pytest.raises(ApiError, match=message) as refused:
+        params_of(**fields)
+    assert (refused.value.status, refused.value.param) == (400, message.partition(":")[0])
 
 
 def test_names_of_a_chat() -> None:
@@ -132,5 +181,5 @@ def test_types_are_not_guessed(fields: dict[str, Any]) -> None:
 def test_there_is_a_type_for_every_kind_of_field() -> None:
     """A new number needs nothing here; any other kind is told apart by its default."""
     kinds = {field.name: type(field.default) for field in dataclasses.fields(SamplingParams)}
-    assert len(CompletionRequest.model_fields) == len(OPTIONS) + len(IGNORED) + len(REFUSED) + 6
+    assert len(CompletionRequest.model_fields) == len(OPTIONS) + len(IGNORED) + len(REFUSED) + 8
     assert kinds.keys() == OPTIONS.keys()

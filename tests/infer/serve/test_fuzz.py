@@ -83,7 +83,6 @@ def fuzz(operation: Any, mode: GenerationMode, data: st.DataObject) -> None:
 @pytest.mark.parametrize("mode", GenerationMode)
 @pytest.mark.parametrize("path", [path for path in PATHS if path.startswith("/v1/")])
 @given(data=st.data())
-@settings(max_examples=40)
 def test_whatever_is_asked_is_answered_as_described(
     operations: dict[str, Any], path: str, mode: GenerationMode, data: st.DataObject
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from typing import Any
 
 import openai
@@ -13,6 +14,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from tests.docs.pages import ROOT, blocks
 from tests.infer.serve.running_server import MODEL, RunningServer
+from tests.schema_examples import fits
 from wedlm_jax.completion import Completion
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
@@ -145,6 +147,55 @@ def test_log_probabilities_of_a_chat(client: OpenAI, offline: LLM) -> None:
     pieces = [chunk.choices[0].logprobs for chunk in stream]
     streamed = [token for piece in pieces if piece is not None for token in piece.content or []]
     assert streamed == logprobs.content
+
+
+# --- formats -----------------------------------------------------------------------------
+
+
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {"first": {"type": "integer", "maximum": 99}, "up": {"type": "boolean"}},
+    "required": ["first", "up"],
+    "additionalProperties": False,
+}
+
+
+def test_an_answer_by_a_schema(client: OpenAI, offline: LLM) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "count", "schema": SCHEMA}}
+    said = client.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=form)
+    (expected,) = offline.chat(MESSAGES, SamplingParams(json_schema=SCHEMA))
+    assert said.choices[0].finish_reason == "stop"
+    assert said.choices[0].message.content == expected.text
+    assert fits(expected.text or "", SCHEMA)
+
+
+def test_an_answer_by_an_expression_streams(client: OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        stream=True,
+        extra_body={"structured_outputs": {"regex": "(yes|no), [0-9]{2}"}},
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert re.fullmatch("(yes|no), [0-9]{2}", text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"json_schema": {"not": {}}}, 'json_schema: Unimplemented keys: ["not"]'),
+        ({"regex": "(?=a)"}, "regex: look-around"),
+        ({"regex": "a", "mode": "paper"}, "regex: expected mode verified or ar"),
+    ],
+)
+def test_what_cannot_be_followed_is_a_bad_request(
+    client: OpenAI, fields: Any, message: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body=fields)
+    body: Any = refused.value.body
+    assert body["message"].startswith(message)
+    assert body["param"] == message.partition(":")[0]
 
 
 # --- completions --------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from tests.checkpoints import assert_same_bits, hf_values, write_tiny
 ROOT = Path(__file__).parents[3]
 
 
-def run_two(source: Path, destination: Path) -> list[tuple[int, str]]:
+def run_two(source: Path, *destinations: Path) -> list[tuple[int, str]]:
     """Exit status and standard error of each."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -23,7 +23,7 @@ def run_two(source: Path, destination: Path) -> list[tuple[int, str]]:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     children = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.hf_process", str(i), str(port), source, destination],
+            [sys.executable, "-m", "tests.hf_process", str(i), str(port), source, *destinations],
             cwd=ROOT,
             env=environment,
             stderr=subprocess.PIPE,
@@ -43,13 +43,11 @@ def run_two(source: Path, destination: Path) -> list[tuple[int, str]]:
 @pytest.mark.slow
 def test_two_processes_write_one_checkpoint(tmp_path: Path) -> None:
     source, back = write_tiny(tmp_path / "a", dtype="bfloat16", shard_bytes=8000), tmp_path / "b"
-    for status, text in run_two(source, back):
-        assert status == 0, text
-    assert_same_bits(hf_values(back), hf_values(source))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
-    # And where they cannot, both say so and end.
     (tmp_path / "c").write_text("x")
-    (status, told), (other, heard) = run_two(source, tmp_path / "c")
-    assert (status, other) == (1, 1)
+    (status, told), (other, heard) = run_two(source, back, tmp_path / "c")
+    assert_same_bits(hf_values(back), hf_values(source))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
+    # And where they cannot, both say so and end.
+    assert (status, other) == (1, 1), told + heard
     assert "is a file" in told
     assert "another process of the job failed" in heard

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.window_examples import ALL_TRAITS
+from tests.window_examples import ALL_TRAITS, VOCAB
 from wedlm_jax.decode.options import (
     HostOptions,
     Options,
@@ -85,13 +85,13 @@ def test_without_a_window_all_modes_are_one() -> None:
 
 
 def test_a_plain_greedy_program_has_only_what_it_needs() -> None:
-    arrays = abstract_options(3, Traits.of(dataclasses.replace(PLAIN, mode="ar"), WINDOW))
+    arrays = abstract_options(3, Traits.of(dataclasses.replace(PLAIN, mode="ar"), WINDOW), VOCAB)
     there = {f.name for f in dataclasses.fields(arrays) if getattr(arrays, f.name) is not None}
     assert there == {"window", "stop_ids", "max_tokens"}
 
 
 def test_every_number_of_the_parameters_has_its_array() -> None:
-    arrays = abstract_options(2, ALL_TRAITS)
+    arrays = abstract_options(2, ALL_TRAITS, VOCAB)
     for name, option in OPTIONS.items():
         if option.array:
             assert getattr(arrays, name).dtype == option.array

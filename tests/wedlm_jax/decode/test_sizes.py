@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.two_sizes import usual_sizes
+from tests.forward_sizes import usual_sizes
 from wedlm_jax.decode.sizes import ForwardSizes, at_size, in_parts
 from wedlm_jax.decode.sizes import forward_sizes as sizes_of
 from wedlm_jax.decode.state import num_slots
@@ -27,7 +27,7 @@ def filled_up(sizes: ForwardSizes, tokens: int) -> int:
     return whole * sizes.tokens[-1] + min((s for s in sizes.tokens if s >= rest > 0), default=0)
 
 
-@settings(max_examples=60)
+@settings(max_examples=4 * settings.default.max_examples)
 @given(
     sequences=st.sampled_from([1, 2, 3, 4, 8, 31, 128, 1024]),
     window=st.integers(0, 32),

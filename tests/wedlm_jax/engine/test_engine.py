@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.decode_examples import (
+    DRAWN,
     TINY,
     Row,
     as_if_first,
@@ -279,7 +280,7 @@ def test_a_program_is_compiled_while_others_decode(tiny_model: Transformer) -> N
 def test_an_engine_begins_anew_after_a_step_that_failed(
     tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = small_engine(tiny_model, [], deterministic=True)
+    engine = small_engine(tiny_model, DRAWN, deterministic=True)
     request = Request(0, (3, 9, 4), PLAIN)
     (expected,) = engine.decode([request])
     run = engine.device.run

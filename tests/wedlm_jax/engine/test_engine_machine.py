@@ -130,7 +130,7 @@ def test_requests_that_come_and_go(engines: tuple[Engine, Engine]) -> None:
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=12,
+            max_examples=settings.default.max_examples // 2,
             stateful_step_count=20,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow],

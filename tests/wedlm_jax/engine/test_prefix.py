@@ -101,7 +101,7 @@ def test_entries_do_not_pile_up_without_pressure() -> None:
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=8 * settings.default.max_examples)
 def test_against_a_set_of_texts(data: st.DataObject) -> None:
     tree, pages = new_tree(7)
     texts: set[tuple[int, ...]] = set()

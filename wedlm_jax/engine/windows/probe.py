@@ -3,6 +3,8 @@
 Made-up sequences decode made-up texts: each has its last token and a window of masks, never drafts
 (its draft budget is 0), and so runs the same number of tokens in every forward. They write into
 arbitrary pages, so this is done before the first real sequence.
+
+Tested by tests/wedlm_jax/engine/windows/test_windowless.py.
 """
 
 from __future__ import annotations

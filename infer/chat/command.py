@@ -1,0 +1,139 @@
+"""`wedlm chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from infer.generate import add_decoding_options, add_model_options, load
+from infer.sampling_options import sampling_params
+from wedlm_jax.errors import InputError
+from wedlm_jax.signals import StopRequest
+
+if TYPE_CHECKING:
+    from infer.chat.conversation import Conversation
+    from wedlm_jax.completion import Completion
+    from wedlm_jax.llm import LLM
+
+DESCRIPTION = """\
+Talks with a model. Its answers appear as they are committed; what was said before stays in the
+cache, so that a turn computes its new tokens alone.
+"""
+
+NOTES = """\
+A line that begins with a slash is for the program: /help lists them. Ctrl-C stops an answer,
+Ctrl-D ends. Lines may come from a pipe: each is a message, and one that ends in a backslash goes
+on in the next. Answers go to standard output, all else to standard error.
+
+An answer may fill the context, unless --max-tokens says less. A model without a chat template
+completes each message by itself.
+
+examples:
+  wedlm chat
+  wedlm chat --model DIR --system "Answer in one sentence." --temperature 0.7
+  echo "Count from 12 to 40 in steps of 2." | wedlm chat
+"""
+
+WELCOME = "/help lists what you can say besides; Ctrl-D ends."
+NO_TEMPLATE = "this checkpoint has no chat template: each message is completed by itself"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options without a value are absent from what it parses."""
+    result = argparse.ArgumentParser(
+        prog="wedlm chat",
+        usage="wedlm chat [--model DIR] [--system TEXT] [options]",
+        description=DESCRIPTION,
+        epilog=NOTES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    result.add_argument("--system", metavar="TEXT", help="the system's message [none]")
+    add_model_options(result.add_argument_group("model"))
+    add_decoding_options(result.add_argument_group("decoding"))
+    return result
+
+
+def main(arguments: list[str]) -> int:
+    options = vars(parser().parse_args(arguments))
+    _check(options)
+    from infer.chat.conversation import Conversation
+    from infer.chat.lines import line_reader
+
+    read = line_reader(sys.stdin)
+    llm = load({"batch_size": 1, "warmup": True, **options})
+    conversation = Conversation(
+        llm,
+        sampling_params(options),
+        limited="max_tokens" in options,
+        system=options.get("system", ""),
+    )
+    _tell(WELCOME if conversation.has_template else f"{NO_TEMPLATE}. {WELCOME}")
+    converse(read, conversation, llm)
+    return 0
+
+
+def _check(options: dict[str, Any]) -> None:
+    if options.get("n", 1) > 1:
+        raise InputError("--n: a conversation has one answer to a message")
+    if options.get("logprobs") is not None:
+        raise InputError("--logprobs: wedlm generate shows them, a conversation does not")
+
+
+def converse(read: Callable[[], str], conversation: Conversation, llm: LLM) -> None:
+    """Answers messages until there are no more."""
+    from infer.chat.orders import follow, is_order
+
+    while True:
+        try:
+            message = read()
+            if is_order(message):
+                _tell(follow(message, conversation, llm))
+            elif message.strip():
+                _answer(message, conversation, llm)
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            continue  # a line that was given up
+        except InputError as error:
+            _tell(str(error))
+
+
+def _answer(message: str, conversation: Conversation, llm: LLM) -> None:
+    """Prints an answer as it comes, then what it took."""
+    engine, completion = llm.engine, None
+    if conversation.has_to_compile:
+        _tell("compiling ...")
+    compiled, started = engine.compile_seconds, time.monotonic()
+    # An exception in the middle of a forward would leave the engine of no use.
+    with StopRequest(signal.SIGINT) as interrupt:
+        for chunk in conversation.answer(message, lambda: interrupt.requested):
+            sys.stdout.write(chunk.text)
+            sys.stdout.flush()
+            completion = chunk.completion
+    seconds = time.monotonic() - started - (engine.compile_seconds - compiled)
+    print(flush=True)
+    if completion is not None:
+        _tell(figures(completion, seconds, stopped=interrupt.requested))
+
+
+def figures(completion: Completion, seconds: float, *, stopped: bool) -> str:
+    """Returns what an answer took, in a line."""
+    tokens = len(completion.token_ids)
+    said = (
+        f"[{tokens} tokens, {completion.tokens_per_forward:.2f} tokens per forward, "
+        f"{tokens / max(seconds, 1e-9):.0f} tokens/s, {completion.num_cached_tokens} cached"
+    )
+    reason = "stopped" if stopped and completion.finish_reason is None else ""
+    if completion.finish_reason == "length":
+        reason = "cut at its longest"
+    return f"{said}, {reason}]" if reason else f"{said}]"
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

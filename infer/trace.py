@@ -1,0 +1,262 @@
+"""Traces: what every forward saw of a sequence's window, and did.
+
+A file of traces is one JSON object. Slots are counted from the front of the window; places in the
+completion from its first token, so that −1 is the prompt's last::
+
+    {"format": "wedlm-trace", "version": 1, "sequences": [{
+      "model": "WeDLM-8B", "prompt": "Count to ten.",      absent where they are not known
+      "mode": "verified", "window_size": 16,               0: AR; null: chosen
+      "prompt_tokens": 12, "finish_reason": "stop",
+      "options": {"temperature": 0.0, ...},                that differ from the mode's own
+      "tokens": {"15": "0", ...},                          the text of each id below
+      "forwards": [{
+        "seconds": 0.031,          since the first forward began
+        "start": -1,               the place of slot 0
+        "slots": [220, 16, null],  the ids that it ran; null is a mask
+        "entropies": [null, 0.02, 1.31, 2.4],   nats, of what it predicted for each slot and the
+                                   one behind the last; null where it predicted nothing
+        "filled": [[2, 17]],       masks that it filled, [slot, id]
+        "out_of_order": [],        those of them behind a mask that stays one
+        "rejected": [],            slots whose drafts verification threw out
+        "committed": [16],         ids that it added to the completion
+        "text": "1",               and what they add to its text: whole characters, no special
+                                   tokens; null without a tokenizer
+        "num_forwards": 1, "num_token_instances": 17       of the sequence so far
+      }]}]}
+
+A forward that runs nothing but the prompt's last token is one of the prompt's: it is listed, and
+does not count as a decode forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wedlm_jax.atomic import written_beside
+from wedlm_jax.errors import InputError
+from wedlm_jax.text import GrowingText
+
+if TYPE_CHECKING:
+    from wedlm_jax.engine.events import Traced
+    from wedlm_jax.params import SamplingParams
+    from wedlm_jax.text import TextCodec
+
+FORMAT, VERSION = "wedlm-trace", 1
+
+TOLD = ("entropy_threshold", "position_penalty", "draft_budget", "temperature", "top_p", "top_k")
+"""The sampling options that a trace tells."""
+
+
+class SequenceTrace:
+    """The trace of one sequence while it decodes.
+
+    Args:
+      codec: the tokenizer; None where there is none.
+      params: of the sequence.
+      prompt_tokens: of its prompt.
+      window_size: W; None where the engine chooses.
+      known: what else a file is to say of it: the model's name, the prompt's text.
+    """
+
+    def __init__(
+        self,
+        codec: TextCodec | None,
+        params: SamplingParams,
+        prompt_tokens: int,
+        window_size: int | None,
+        **known: str,
+    ):
+        self._codec = codec
+        self._growing = None if codec is None else GrowingText(codec)
+        self._shown = 0
+        self._began: float | None = None
+        self._prompt, self._length = prompt_tokens, prompt_tokens
+        autoregressive = params.mode == "ar" or window_size == 0
+        self._head: dict[str, Any] = {
+            **known,
+            "mode": "ar" if autoregressive else params.mode,
+            "window_size": 0 if autoregressive else window_size,
+            "prompt_tokens": prompt_tokens,
+            "options": {name: getattr(params, name) for name in TOLD},
+        }
+        self._tokens: dict[str, str] = {}
+        self._forwards: list[dict[str, Any]] = []
+        self._told: tuple[int, int] | None = None
+
+    def take(self, event: Traced) -> None:
+        """Takes a forward in."""
+        seen = event.forward
+        if self._began is None:
+            self._began = seen.ended - seen.seconds
+        filled = [(slot, id_) for slot, id_ in enumerate(seen.drafted) if id_ is not None]
+        # A window that begins with the text's last token drafts in order.
+        in_order = seen.start < self._length
+        masked = [
+            slot
+            for slot, id_ in enumerate(seen.held)
+            if id_ is None and seen.drafted[slot] is None and not in_order
+        ]
+        self._length += len(event.committed)
+        for id_ in {*seen.held, *seen.drafted, *event.committed} - {None}:
+            assert id_ is not None
+            if str(id_) not in self._tokens:
+                self._tokens[str(id_)] = "" if self._codec is None else self._codec.decode([id_])
+        self._forwards.append(
+            {
+                "seconds": round(seen.ended - self._began, 6),
+                "start": seen.start - self._prompt,
+                "slots": seen.held,
+                "entropies": [None if h is None else round(h, 4) for h in seen.entropies],
+                "filled": filled,
+                "out_of_order": [slot for slot, _ in filled if masked and masked[0] < slot],
+                "rejected": seen.rejected,
+                "committed": event.committed,
+                "text": self._new_text(event.committed),
+                "num_forwards": event.num_forwards,
+                "num_token_instances": event.num_token_instances,
+            }
+        )
+
+    def _new_text(self, token_ids: list[int]) -> str | None:
+        if self._growing is None:
+            return None
+        text = self._growing.add(token_ids)
+        new, self._shown = text[self._shown :], max(len(text), self._shown)
+        return new
+
+    def news(self) -> dict[str, Any] | None:
+        """What is new since the last call, None for nothing: "forwards" and "tokens" are to be
+        appended to those before. The first time all else is with it, but the end."""
+        first = self._told is None
+        forwards, tokens = self._told or (0, 0)
+        if len(self._forwards) == forwards:
+            return None
+        self._told = len(self._forwards), len(self._tokens)
+        return {
+            **(self._head if first else {}),
+            "tokens": dict(list(self._tokens.items())[tokens:]),
+            "forwards": self._forwards[forwards:],
+        }
+
+    def whole(self, finish_reason: str | None) -> dict[str, Any]:
+        """The trace of the finished sequence."""
+        end = {"finish_reason": finish_reason}
+        return {**self._head, **end, "tokens": self._tokens, "forwards": self._forwards}
+
+
+def write_trace(path: Path, sequences: Sequence[dict[str, Any]]) -> None:
+    """Writes a file of traces."""
+    whole = {"format": FORMAT, "version": VERSION, "sequences": list(sequences)}
+    with written_beside(path) as file:
+        file.write(json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
+
+
+def check_writable(path: Path) -> None:
+    """Refuses, with an `InputError`, a path at which no file can be written, before decoding."""
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder; expected a file to write the trace to")
+    if not path.resolve().parent.is_dir():
+        raise InputError(f"{path}: no such folder to write it in")
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """A JSON type, by name, and whether a value is of it."""
+
+    name: str
+    types: tuple[type, ...]
+    of: tuple[type, ...] | None = None
+
+    def holds(self, value: Any) -> bool:
+        if type(value) not in self.types:
+            return False
+        if self.of is None:
+            return True
+        parts = value.values() if isinstance(value, dict) else value
+        return all(isinstance(one, self.of) and not isinstance(one, bool) for one in parts)
+
+
+_INTEGER, _NUMBER = _Kind("an integer", (int,)), _Kind("a number", (int, float))
+_TEXT_OR_NULL = _Kind("a text or null", (str, type(None)))
+_INTEGERS = _Kind("a list of integers", (list,), (int,))
+SEQUENCE_FIELDS = {
+    "mode": _Kind("a text", (str,)),
+    "prompt_tokens": _INTEGER,
+    "tokens": _Kind("an object of texts", (dict,), (str,)),
+    "forwards": _Kind("a list of objects", (list,), (dict,)),
+}
+FORWARD_FIELDS = {
+    "seconds": _NUMBER,
+    "start": _INTEGER,
+    "slots": _Kind("a list of integers and nulls", (list,), (int, type(None))),
+    "entropies": _Kind("a list of numbers and nulls", (list,), (int, float, type(None))),
+    "filled": _Kind("a list of [slot, id]", (list,), (list,)),
+    "out_of_order": _INTEGERS,
+    "rejected": _INTEGERS,
+    "committed": _INTEGERS,
+    "text": _TEXT_OR_NULL,
+    "num_forwards": _INTEGER,
+    "num_token_instances": _INTEGER,
+}
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    """Returns the sequences of a file of traces.
+
+    Raises:
+      InputError: it is no such file, or of a later version; naming what is wrong and where.
+    """
+    try:
+        whole = json.loads(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    except ValueError:
+        raise InputError(f"{path}: expected a trace in JSON, as --trace writes it") from None
+    if not isinstance(whole, dict) or whole.get("format") != FORMAT:
+        raise InputError(f'{path}: expected an object with "format": "{FORMAT}"')
+    if whole.get("version") != VERSION:
+        raise InputError(f"{path}: version {whole.get('version')!r}; this one reads {VERSION}")
+    sequences = whole.get("sequences")
+    if not isinstance(sequences, list) or not sequences:
+        raise InputError(f"{path}: sequences: expected a list of at least one")
+    for number, sequence in enumerate(sequences):
+        where = f"{path}: sequence {number}"
+        _check(sequence, SEQUENCE_FIELDS, where)
+        if not sequence["forwards"]:
+            raise InputError(f"{where}: forwards: expected at least one")
+        for index, forward in enumerate(sequence["forwards"]):
+            _check(forward, FORWARD_FIELDS, f"{where}, forward {index}")
+            _check_slots(forward, f"{where}, forward {index}")
+    return sequences
+
+
+def _check(value: Any, fields: dict[str, _Kind], where: str) -> None:
+    if not isinstance(value, dict):
+        raise InputError(f"{where}: expected an object")
+    for name, kind in fields.items():
+        if name not in value:
+            raise InputError(f"{where}: {name} is missing")
+        if not kind.holds(value[name]):
+            raise InputError(f"{where}: {name}: expected {kind.name}")
+
+
+def _check_slots(forward: dict[str, Any], where: str) -> None:
+    slots = len(forward["slots"])
+    if not slots:
+        raise InputError(f"{where}: slots: expected at least one")
+    if len(forward["entropies"]) != slots + 1:
+        raise InputError(f"{where}: entropies: expected {slots + 1}, one more than slots")
+    for pair in forward["filled"]:
+        if len(pair) != 2 or not _INTEGERS.holds(pair):
+            raise InputError(f"{where}: filled: expected pairs [slot, id]")
+    named = [*(slot for slot, _ in forward["filled"])]
+    named += forward["out_of_order"] + forward["rejected"]
+    if any(not 0 <= slot < slots for slot in named):
+        raise InputError(f"{where}: expected slots from 0 to {slots - 1}")

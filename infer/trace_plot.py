@@ -1,0 +1,125 @@
+"""`wedlm plot`: draws a trace, slots against forwards."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+PALE = 2.0
+"""Nats; what is less certain looks no paler."""
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="wedlm plot",
+        description="Draws a trace of `wedlm generate --trace`, or one saved by the page of\n"
+        "`wedlm serve`: a row a forward, a column a place of the completion. Colour is\n"
+        "the entropy of what the forward predicted there; outlines tell what it\n"
+        "committed, filled out of order, and rejected.",
+        epilog="example:\n"
+        '  wedlm generate --prompt "Once upon a time" --trace out.json && wedlm plot out.json',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("trace", metavar="TRACE", help="file of traces")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help=".svg, .png or .pdf [the trace's name with .svg]",
+    )
+    options = parser.parse_args(arguments)
+
+    from infer.plots import check_plot
+    from infer.trace import read_trace
+
+    trace = Path(options.trace)
+    output = trace.with_suffix(".svg") if options.output is None else Path(options.output)
+    check_plot(output)
+    draw_traces(read_trace(trace), output)
+    print(output)
+    return 0
+
+
+def draw_traces(sequences: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draws a panel a sequence, all to one scale."""
+    from infer.plots import new_figure, save_figure
+
+    rows = [len(sequence["forwards"]) for sequence in sequences]
+    places = max(_end(sequence) for sequence in sequences)
+    width = min(max(places * 0.16, 6), 16)
+    # Room for title and labels beside the rows.
+    heights = [min(max(count * 0.16, 0.9), 10) for count in rows]
+    figure = new_figure(width + 1.5, sum(heights) + 0.9 * len(rows) + 0.6)
+    panels = figure.subplots(len(rows), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+    image = None
+    for axes, sequence in zip(panels, sequences, strict=True):
+        image = _draw(axes, sequence, places)
+    panels[-1].set_xlabel("place in the completion")
+    figure.colorbar(image, ax=list(panels), label="entropy, nats", extend="max", aspect=30)
+    figure.legend(handles=list(_legend()), loc="outside lower center", ncols=4, frameon=False)
+    save_figure(figure, path)
+
+
+def _end(sequence: dict[str, Any]) -> int:
+    return max(forward["start"] + len(forward["slots"]) for forward in sequence["forwards"]) + 1
+
+
+EARLY, REJECTED, FILLED = "#e8a200", "#c0341d", "#5c7cfa"
+COMMITTED: dict[str, Any] = {
+    "marker": "o",
+    "markersize": 4,
+    "color": "white",
+    "markeredgecolor": "black",
+    "linestyle": "",
+}
+
+
+def _draw(axes: Any, sequence: dict[str, Any], places: int) -> Any:
+    import numpy as np
+
+    values, outlines = np.full((len(sequence["forwards"]), places), np.nan), []
+    length = 0
+    for row, forward in enumerate(sequence["forwards"]):
+        start = forward["start"]
+        for slot, entropy in enumerate(forward["entropies"]):
+            if entropy is not None and start + slot >= 0:
+                values[row, start + slot] = entropy
+        early = set(forward["out_of_order"])
+        for slot, _ in forward["filled"]:
+            outlines.append((start + slot, row, EARLY if slot in early else FILLED))
+        outlines += [(start + slot, row, REJECTED) for slot in forward["rejected"]]
+        for place in range(length, length + len(forward["committed"])):
+            axes.plot(place, row, **COMMITTED)
+        length += len(forward["committed"])
+    image = axes.imshow(values, cmap="Blues_r", vmin=0, vmax=PALE, aspect="auto")
+    _outline(axes, outlines)
+    counts = sequence["forwards"][-1]
+    axes.set(
+        title=f"{sequence['mode']}: {length} tokens in {counts['num_forwards']} forwards",
+        ylabel="forward",
+    )
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    return image
+
+
+def _outline(axes: Any, outlines: list[tuple[int, int, str]]) -> None:
+    from matplotlib.patches import Rectangle
+
+    for place, row, colour in outlines:
+        corner = (place - 0.42, row - 0.42)
+        axes.add_patch(Rectangle(corner, 0.84, 0.84, fill=False, edgecolor=colour, linewidth=1.2))
+
+
+def _legend() -> Iterator[Any]:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    yield Line2D([], [], label="committed", **COMMITTED)
+    for colour, name in (
+        (FILLED, "filled in order"),
+        (EARLY, "filled out of order"),
+        (REJECTED, "rejected"),
+    ):
+        yield Patch(fill=False, edgecolor=colour, label=name)

@@ -1,0 +1,36 @@
+"""Forwards of few sizes, and small chunks of prompts, so that a program compiles soon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from wedlm_jax.decode import sizes
+from wedlm_jax.engine.settings import CHUNK_TOKENS
+
+_USUAL_GRID, _USUAL_CHUNK = sizes._grid, CHUNK_TOKENS["cpu"]
+
+
+def one_size() -> None:
+    """Engines that this process makes from now on compute 32 tokens at once."""
+    sizes._grid = lambda *_: [32]
+    CHUNK_TOKENS["cpu"] = 16
+
+
+@contextmanager
+def two_sizes() -> Iterator[None]:
+    """Engines that are compiled in here compute 8 tokens at once, or 32."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sizes, "_grid", lambda *_: [8, 32])
+        yield
+
+
+@contextmanager
+def usual_sizes() -> Iterator[None]:
+    """Engines that are compiled in here have the sizes that users get."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sizes, "_grid", _USUAL_GRID)
+        patch.setitem(CHUNK_TOKENS, "cpu", _USUAL_CHUNK)
+        yield

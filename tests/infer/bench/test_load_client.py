@@ -1,0 +1,85 @@
+"""Clients against a server that answers by the book: what is heard, and who goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from infer.bench.load_client import Ask, Heard, ask_all
+
+REFUSAL = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"
+
+
+def event(data: dict[str, Any]) -> bytes:
+    line = b"data: " + json.dumps(data).encode() + b"\n\n"
+    return b"%x\r\n%b\r\n" % (len(line), line)
+
+
+def choice(token_ids: list[int], finish_reason: str | None = None) -> dict[str, Any]:
+    return {"choices": [{"token_ids": token_ids, "finish_reason": finish_reason}]}
+
+
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Says the prompt in pieces of two tokens, request by request, until the client leaves."""
+    try:
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            length = int(head.partition(b"Content-Length: ")[2].split()[0])
+            prompt = json.loads(await reader.readexactly(length))["prompt"]
+            if not prompt:
+                writer.write(REFUSAL)
+                continue
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+            for start in range(0, len(prompt), 2):
+                ends = "length" if start + 2 >= len(prompt) else None
+                writer.write(event(choice(prompt[start : start + 2], ends)))
+            if prompt == [9]:
+                writer.write(event({"error": {"message": "it broke"}}))
+            writer.write(b"0\r\n\r\n")
+    except (asyncio.IncompleteReadError, ConnectionError):
+        pass
+    finally:
+        writer.close()
+
+
+def heard_from(asks: list[Ask], clients: int) -> tuple[list[Heard], int]:
+    """What the clients heard, and over how many connections."""
+    connections = []
+
+    async def counted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        await answer(reader, writer)
+
+    async def run() -> list[Heard]:
+        async with await asyncio.start_server(counted, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            heard, seconds = await ask_all(port, asks, clients)
+            assert seconds > 0
+            return heard
+
+    return asyncio.run(run()), len(connections)
+
+
+def test_every_answer_is_heard_in_its_place_over_connections_that_stay() -> None:
+    prompts = [list(range(1, 2 + number)) for number in range(8)]
+    heard, connections = heard_from([Ask({"prompt": prompt}) for prompt in prompts], clients=3)
+    assert [one.token_ids for one in heard] == prompts
+    assert {(one.finish_reason, one.error) for one in heard} == {("length", None)}
+    assert all(one.first > 0 for one in heard)
+    assert [len(one.gaps) for one in heard] == [(len(prompt) - 1) // 2 for prompt in prompts]
+    assert connections == 3
+
+
+def test_who_goes_away_has_heard_a_part_and_comes_back_over_another_connection() -> None:
+    asks = [Ask({"prompt": [1, 2, 3, 4, 5]}, leave_after=3), Ask({"prompt": [6]})]
+    (left, stayed), connections = heard_from(asks, clients=1)
+    assert (left.token_ids, left.finish_reason, left.error) == ([1, 2, 3, 4], None, None)
+    assert (stayed.token_ids, stayed.finish_reason) == ([6], "length")
+    assert connections == 2
+
+
+def test_refusals_and_errors_are_told() -> None:
+    (refused, broken), _ = heard_from([Ask({"prompt": []}), Ask({"prompt": [9]})], clients=1)
+    assert refused.error is not None
+    assert refused.error.startswith("HTTP/1.1 400")
+    assert broken.error == "it broke"

@@ -1,0 +1,189 @@
+"""A conversation: what the model is given, what the cache has of it, and what is forgotten."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from infer.chat.conversation import Conversation
+from infer.chat.orders import ORDERS, follow, is_order
+from tests.tiny_checkpoint import CONTEXT
+from wedlm_jax.completion import Chunk, Completion
+from wedlm_jax.errors import InputError
+from wedlm_jax.llm import LLM
+from wedlm_jax.params import SamplingParams
+
+PARAMS = SamplingParams(max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> LLM:
+    llm = LLM(checkpoint, window_size=4, max_batch_size=1, deterministic=True)
+    llm.warm_up([PARAMS, SamplingParams(mode="ar")])
+    return llm
+
+
+@pytest.fixture
+def conversation(llm: LLM) -> Conversation:
+    return Conversation(llm, PARAMS, limited=True)
+
+
+def ask(conversation: Conversation, message: str) -> Completion:
+    *_, last = conversation.answer(message)
+    return last.completion
+
+
+def asked(*contents: str) -> list[dict[str, str]]:
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
+
+
+def test_the_first_answer_is_that_of_a_chat(llm: LLM, conversation: Conversation) -> None:
+    expected = llm.chat(asked("the cat"), PARAMS)[0]
+    answer = ask(conversation, "the cat")
+    assert (answer.text, answer.token_ids) == (expected.text, expected.token_ids)
+    assert not conversation.has_to_compile
+
+
+def test_a_turn_computes_its_new_tokens_alone(llm: LLM, conversation: Conversation) -> None:
+    llm.engine.scheduler.forget_prefixes()
+    before = list[int]()
+    for message in ("the cat sat on the mat", "one two", "three four"):
+        answer = ask(conversation, message)
+        # Whole pages are kept, and the last token of a text is never one of theirs.
+        page = llm.engine.settings.page_size
+        assert answer.num_cached_tokens >= (len(before) - 1) // page * page
+        assert conversation._past is not None
+        before = conversation._past.token_ids
+    assert answer.num_cached_tokens > 0
+
+
+def test_the_model_is_given_what_the_template_says(llm: LLM, conversation: Conversation) -> None:
+    first = ask(conversation, "the cat")
+    text = conversation._rendered([*asked("the cat", first.text or ""), *asked("and?")])
+    ids = conversation._encoded(text)
+    assert llm.tokenizer.decode(ids) == text
+    prompt = llm.chat_prompt(asked("the cat"))
+    kept = first.token_ids[: len(first.token_ids) - (first.finish_reason == "stop")]
+    assert ids[: len(prompt) + len(kept)] == [*prompt, *kept]
+
+
+def test_a_system_message_stands_in_front_and_may_change(
+    llm: LLM, conversation: Conversation
+) -> None:
+    ask(conversation, "the cat")
+    conversation.system = "one two"
+    answer = ask(conversation, "and?")
+    with_system = Conversation(llm, PARAMS, limited=True, system="one two")
+    with_system._messages = conversation._messages[:2]
+    assert ask(with_system, "and?").token_ids == answer.token_ids
+
+
+def test_reset_begins_anew(llm: LLM, conversation: Conversation) -> None:
+    first = ask(conversation, "the cat")
+    ask(conversation, "and?")
+    conversation.reset()
+    assert ask(conversation, "the cat").token_ids == first.token_ids
+
+
+def test_an_answer_that_is_stopped_stays_as_far_as_it_came(
+    llm: LLM, conversation: Conversation
+) -> None:
+    whole = ask(conversation, "the cat")
+    assert len(whole.token_ids) > 2
+    conversation.reset()
+    chunks = list[Chunk]()
+    for chunk in conversation.answer("the cat", stopping=lambda: bool(chunks)):
+        chunks.append(chunk)
+    last = chunks[-1].completion
+    assert 0 < len(last.token_ids) < len(whole.token_ids)
+    assert not llm.engine.has_work
+    assert conversation._messages[-1] == {
+        "role": "assistant",
+        "content": chunks[-1].completion.text,
+    }
+    assert ask(conversation, "and?").num_forwards > 0
+
+
+def test_nothing_remains_of_a_message_that_was_stopped_before_its_answer(
+    conversation: Conversation,
+) -> None:
+    assert list(conversation.answer("the cat", stopping=lambda: True)) == []
+    assert conversation._messages == []
+
+
+def test_an_answer_may_fill_the_context_unless_told(llm: LLM) -> None:
+    long = Conversation(llm, SamplingParams(ignore_eos=True, max_tokens=1))
+    answer = ask(long, "the cat")
+    assert len(answer.token_ids) + len(llm.chat_prompt(asked("the cat"))) == CONTEXT
+    with pytest.raises(InputError, match=r"leave no room for an answer in 320; /reset begins"):
+        ask(long, "and?")
+    assert len(long._messages) == 2
+
+
+@pytest.fixture
+def without_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Conversation:
+    monkeypatch.setattr(llm.tokenizer, "chat_template", None)
+    return Conversation(llm, PARAMS, limited=True)
+
+
+def test_without_a_template_messages_are_completed(
+    llm: LLM, without_template: Conversation
+) -> None:
+    assert not without_template.has_template
+    (expected,) = llm.generate("the cat", PARAMS)
+    ask(without_template, "one two")
+    assert ask(without_template, "the cat").text == expected.text
+
+
+def test_without_a_tokenizer_there_is_no_conversation(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm, "codec", None)
+    with pytest.raises(InputError, match="no tokenizer"):
+        Conversation(llm, PARAMS)
+
+
+# --- orders -------------------------------------------------------------------------------
+
+
+def test_orders_change_what_follows(llm: LLM, conversation: Conversation) -> None:
+    assert follow("/mode", conversation, llm) == "mode verified"
+    assert follow("/mode ar", conversation, llm) == "mode ar"
+    assert ask(conversation, "the cat").tokens_per_forward <= 1.1
+    assert follow("/window", conversation, llm) == "window 4"
+    assert follow("/window 2", conversation, llm) == "window 2"
+    assert conversation.window == 2
+    assert follow("/system be brief", conversation, llm) == "the system's message is set"
+    assert conversation.system == "be brief"
+    assert follow("/system", conversation, llm) == "no system's message"
+    assert follow("/reset ", conversation, llm) == "forgotten"
+    assert conversation._messages == []
+    listed = follow("/help", conversation, llm)
+    assert all(order in listed for order in ORDERS)
+    with pytest.raises(EOFError):
+        follow("/quit", conversation, llm)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/mode fast", "mode: expected one of"),
+        ("/window 5", "window_size: expected 0 to 4"),
+        ("/window x", "/window: expected a number"),
+        ("/rest", "no order '/rest'; did you mean '/reset'"),
+        ("/", "no order '/'"),
+    ],
+)
+def test_orders_that_cannot_be_followed_are_told(
+    llm: LLM, conversation: Conversation, line: str, message: str
+) -> None:
+    assert is_order(line)
+    with pytest.raises(InputError, match=f"^{message}"):
+        follow(line, conversation, llm)
+    assert (conversation.params, conversation.window) == (PARAMS, None)
+
+
+def test_a_space_in_front_makes_it_a_message() -> None:
+    assert not is_order(" /etc/passwd")

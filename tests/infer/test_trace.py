@@ -1,0 +1,205 @@
+"""Traces as `wedlm generate --trace` writes them, and what is refused of them and drawn."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.trace import SequenceTrace, read_trace, write_trace
+from wedlm_jax.__main__ import main
+from wedlm_jax.engine.burst import WindowForward
+from wedlm_jax.engine.events import Traced
+from wedlm_jax.errors import InputError
+from wedlm_jax.llm import LLM
+from wedlm_jax.params import SamplingParams
+
+PROMPT, LENGTH = 5, 12
+"""Tokens of a prompt, and of the answer below."""
+
+
+def generate(checkpoint: Path, *arguments: str) -> int:
+    shape = ["--window-size", "4", "--max-tokens", str(LENGTH), "--deterministic"]
+    return main(["generate", "--model", str(checkpoint), *shape, *arguments])
+
+
+def forward(*, start: int, held: list[int | None], drafted: list[int | None]) -> Traced:
+    entropies: list[float | None] = [None if token else 0.51239 for token in [*held, 1]]
+    seen = WindowForward(start, held, entropies, drafted, [], 0.25, 100.25 + start)
+    return Traced(
+        0,
+        seen,
+        [],
+        1,
+        len(held),
+    )
+
+
+@pytest.fixture(scope="module")
+def written(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trace") / "out.json"
+    assert generate(checkpoint, "--prompt", "the cat", "--trace", str(path)) == 0
+    return path
+
+
+def test_generate_writes_the_trace_of_what_it_prints(
+    checkpoint: Path, written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (trace,) = read_trace(written)
+    assert generate(checkpoint, "--prompt", "the cat") == 0
+    assert "".join(one["text"] for one in trace["forwards"]) == capsys.readouterr().out[:-1]
+    assert (trace["prompt"], trace["model"]) == ("the cat", checkpoint.name)
+    assert (trace["mode"], trace["window_size"], trace["finish_reason"]) == (
+        "verified",
+        4,
+        "length",
+    )
+    assert sum(len(one["committed"]) for one in trace["forwards"]) == LENGTH
+    seconds = [one["seconds"] for one in trace["forwards"]]
+    assert 0 < seconds[0] <= seconds[-1] == max(seconds)
+    assert trace["forwards"][0]["start"] == -1
+    ids = {str(token) for one in trace["forwards"] for token in [*one["slots"], *one["committed"]]}
+    assert ids - {"None"} <= trace["tokens"].keys()
+
+
+def test_out_of_order_is_behind_a_mask_that_stays() -> None:
+    trace = SequenceTrace(None, SamplingParams(mode="paper"), PROMPT, 4)
+    held: list[int | None] = [7, None, None, None, None]
+    trace.take(forward(start=PROMPT, held=held, drafted=[None, 8, None, 9, None]))
+    trace.take(forward(start=PROMPT, held=held, drafted=[None, 8, 9, None, None]))
+    first, second = trace.whole(None)["forwards"]
+    assert (first["filled"], first["out_of_order"]) == ([(1, 8), (3, 9)], [3])
+    assert (second["filled"], second["out_of_order"]) == ([(1, 8), (2, 9)], [])
+    assert (first["start"], first["entropies"]) == (0, [None, *[0.5124] * 4, None])
+
+
+def test_the_news_of_a_stream_join_to_the_whole(checkpoint: Path) -> None:
+    llm = LLM(checkpoint, window_size=4, deterministic=True, max_batch_size=1)
+    params = SamplingParams(max_tokens=LENGTH, mode="paper")
+    prompt = llm.as_ids("one two")
+    trace, news = SequenceTrace(llm.codec, params, len(prompt), 4), []
+    for _ in llm.stream(prompt, params, trace.take):
+        news.append(trace.news())
+    assert trace.news() is None
+    first, *others = [one for one in news if one is not None]
+    joined = copy.deepcopy(first)
+    for one in others:
+        assert one.keys() == {"tokens", "forwards"}
+        joined["forwards"] += one["forwards"]
+        joined["tokens"] |= one["tokens"]
+    assert joined | {"finish_reason": "length"} == trace.whole("length")
+
+
+# --- refusals ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--prompt", "x", "--n", "2", "--temperature", "1"], "--trace is of one sequence"),
+        (["--input", "x.jsonl", "--output", "y.jsonl"], "--trace goes with --prompt"),
+    ],
+)
+def test_what_a_trace_does_not_go_with(
+    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", *arguments, "--trace", str(tmp_path / "t.json")]) == 2
+    assert says in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path, says in ((tmp_path, "is a folder"), (tmp_path / "no" / "t.json", "no such folder")):
+        assert main(["generate", "--prompt", "x", "--trace", str(path)]) == 2
+        assert f"{path}: {says}" in capsys.readouterr().err
+
+
+def changed(whole: dict[str, Any], path: tuple[str | int, ...], value: Any) -> dict[str, Any]:
+    whole = copy.deepcopy(whole)
+    inner: Any = whole
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return whole
+
+
+FORWARD = ("sequences", 0, "forwards", 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        (("format",), "x", 'expected an object with "format": "wedlm-trace"'),
+        (("version",), 2, "version 2; this one reads 1"),
+        (("sequences",), [], "sequences: expected a list of at least one"),
+        (("sequences", 0), 3, "sequence 0: expected an object"),
+        (("sequences", 0, "forwards"), [], "sequence 0: forwards: expected at least one"),
+        (("sequences", 0, "tokens"), {"1": 2}, "sequence 0: tokens: expected an object of texts"),
+        ((*FORWARD, "start"), "0", "sequence 0, forward 0: start: expected an integer"),
+        ((*FORWARD, "start"), True, "forward 0: start: expected an integer"),
+        ((*FORWARD, "slots"), [], "forward 0: slots: expected at least one"),
+        ((*FORWARD, "entropies"), [0.1], "entropies: expected "),
+        ((*FORWARD, "filled"), [[1]], "filled: expected pairs [slot, id]"),
+        ((*FORWARD, "rejected"), [99], "expected slots from 0 to "),
+    ],
+)
+def test_a_damaged_file_is_refused(
+    path: tuple[str | int, ...], value: Any, says: str, written: Path, tmp_path: Path
+) -> None:
+    whole = changed(json.loads(written.read_bytes()), path, value)
+    bad = tmp_path / "bad.json"
+    bad.write_text(json.dumps(whole), encoding="utf-8")
+    with pytest.raises(InputError) as error:
+        read_trace(bad)
+    assert str(error.value).startswith(f"{bad}: ")
+    assert says in str(error.value)
+
+
+def test_a_missing_field_is_named(written: Path, tmp_path: Path) -> None:
+    (trace,) = read_trace(written)
+    del trace["forwards"][1]["rejected"]
+    write_trace(tmp_path / "bad.json", [trace])
+    with pytest.raises(InputError, match="sequence 0, forward 1: rejected is missing"):
+        read_trace(tmp_path / "bad.json")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00\xff", b"[1, 2", b"null", b"[]"])
+def test_what_is_no_trace(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(InputError, match=r"x\.json: expected"):
+        read_trace(tmp_path / "x.json")
+
+
+# --- the drawing -------------------------------------------------------------------------
+
+
+def test_plot_draws_what_happened(
+    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (trace,) = read_trace(written)
+    two = tmp_path / "two.json"
+    write_trace(two, [trace, trace | {"mode": "ar"}])
+    assert main(["plot", str(two)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'two.svg'}\n"
+    drawing = (tmp_path / "two.svg").read_text(encoding="utf-8")
+    forwards = trace["forwards"][-1]["num_forwards"]
+    for mode in ("verified", "ar"):
+        assert f"{mode}: {LENGTH} tokens in {forwards} forwards" in drawing
+    rejected = sum(len(one["rejected"]) for one in trace["forwards"])
+    filled = sum(len(one["filled"]) for one in trace["forwards"])
+    assert rejected
+    assert filled
+    assert drawing.count("stroke: #c0341d") == 2 * rejected + 1  # and one in the legend
+    assert drawing.count("stroke: #5c7cfa") == 2 * filled + 1
+
+
+def test_plot_refuses(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, says in (
+        ([str(tmp_path / "no.json")], "no.json: No such file or directory"),
+        ([str(written), "--output", "x.bmp"], "a plot's name ends with one of"),
+    ):
+        assert main(["plot", *arguments]) == 2
+        assert says in capsys.readouterr().err

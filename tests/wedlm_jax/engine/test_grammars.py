@@ -1,0 +1,202 @@
+"""Sequences under a grammar: in it, in any company, and in mode "verified" what "ar" says."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.decode_examples import (
+    BATCH,
+    SAFE_MARGIN,
+    TINY,
+    Row,
+    in_mode,
+    requests_of,
+    rows,
+    run,
+    say_the_same,
+    small_engine,
+)
+from tests.grammar_examples import END, STATES, RandomAutomata, automaton_of
+from tests.reference.decode_loop import FullForward
+from tests.reference.logit_options import adjusted
+from tests.reference.sampling import choose_token
+from wedlm_jax.completion import Completion
+from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.events import Failed, Finished
+from wedlm_jax.errors import InputError
+from wedlm_jax.model import Transformer
+from wedlm_jax.params import SamplingParams
+from wedlm_jax.sharding import make_mesh, tree_shardings
+
+EXPECTED = [
+    SamplingParams(mode="paper", temperature=1.0, top_k=3),
+    SamplingParams(mode="verified", regex="0"),
+    SamplingParams(mode="ar", regex="0"),
+]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Transformer) -> Engine:
+    """Pages for little more than one sequence of full length: among several, some are preempted."""
+    return small_engine(
+        tiny_model, EXPECTED, num_pages=24, deterministic=True, grammars=RandomAutomata()
+    )
+
+
+@st.composite
+def constrained(draw: st.DrawFn) -> Row:
+    row = draw(rows())
+    return in_mode(
+        row,
+        draw(st.sampled_from(["verified", "ar"])),
+        regex=str(draw(st.integers(0, 30))),
+        draft_budget=draw(st.sampled_from([0.0, 2.0, 100.0])),
+        stop_token_ids=(),
+    )
+
+
+def assert_in_grammar(result: Completion, row: Row) -> None:
+    stopped = result.finish_reason == "stop"
+    text = result.token_ids[:-1] if stopped else result.token_ids
+    state = automaton_of(row.params).walk(text)
+    assert state >= 0
+    if stopped:
+        assert result.token_ids[-1] == END
+        assert state == STATES - 1
+    else:
+        assert len(text) == row.params.max_tokens
+
+
+@given(row=constrained(), others=st.lists(rows() | constrained(), min_size=3, max_size=5))
+def test_a_sequence_is_in_its_grammar_and_the_same_in_any_company(
+    engine: Engine, row: Row, others: list[Row]
+) -> None:
+    batch = [*others[:2], row, *others[2:]]
+    results = run(engine, batch)
+    assert results[2] == run(engine, [row])[0]
+    for one, result in zip(batch, results, strict=True):
+        if one.params.grammar is not None:
+            assert_in_grammar(result, one)
+    assert engine.counters.pages_used == 0
+    engine.scheduler.check_accounts()
+
+
+@given(batch=st.lists(constrained(), min_size=BATCH, max_size=BATCH))
+def test_verified_says_what_ar_says(engine: Engine, batch: list[Row]) -> None:
+    ours, theirs = (
+        run(engine, [in_mode(row, mode) for row in batch]) for mode in ("verified", "ar")
+    )
+    assert all(map(say_the_same, ours, theirs))
+
+
+def in_plain_python(forward: FullForward, row: Row) -> tuple[list[int], float]:
+    """What autoregressive decoding says, and the smallest margin of its choices."""
+    automaton, out, least = automaton_of(row.params), list[int](), np.inf
+    while len(out) < row.params.max_tokens and END not in out:
+        text = [*row.prompt, *out]
+        logits = np.array(forward(text, range(len(text)))[-1], np.float64)
+        logits[TINY.require_mask_token_id()] = -np.inf
+        place = len(out)
+        logits = adjusted(logits, row.params, row.prompt, out, place, {END})
+        logits = np.where(automaton.allowed(automaton.walk(out)), logits, -np.inf)
+        token, margin = choose_token(logits, row.params, place + 1, 0)
+        out.append(token)
+        least = min(least, margin)
+    return out, least
+
+
+@given(row=constrained())
+def test_it_is_ar_decoding_with_the_other_tokens_impossible(
+    engine: Engine, full_forward: FullForward, row: Row
+) -> None:
+    expected, margin = in_plain_python(full_forward, row)
+    if margin > SAFE_MARGIN:
+        assert run(engine, [row])[0].token_ids == expected
+
+
+def test_drafts_within_the_grammar_are_accepted(engine: Engine) -> None:
+    """Not all tokens come one by one: what a mask drafts may well be allowed."""
+    params = SamplingParams(mode="verified", draft_budget=100.0, max_tokens=20)
+    batch = [Row((3 + i, 5, 9), dataclasses.replace(params, regex=str(i)), 4) for i in range(12)]
+    results = run(engine, batch)
+    assert sum(result.num_forwards for result in results) < sum(
+        len(result.token_ids) for result in results
+    )
+
+
+def events_of(engine: Engine, requests: Sequence[Request]) -> dict[int, Any]:
+    last: dict[int, Any] = {}
+    events = engine.step(requests)
+    while True:
+        last |= {event.number: event for event in events}
+        if not engine.has_work:
+            return last
+        events = engine.step()
+
+
+@pytest.mark.parametrize("mode", ["verified", "ar"])
+def test_where_nothing_is_allowed_the_sequence_fails_and_no_other(
+    engine: Engine, mode: str
+) -> None:
+    params = SamplingParams(mode=mode, max_tokens=12, regex="7")
+    batch = [Row((3 + i, 9), params, 4) for i in range(6)]
+    expected = run(engine, batch)
+    dead = Row((4, 9), dataclasses.replace(params, regex="7 dead"), 4)
+    last = events_of(engine, requests_of([*batch[:2], dead, *batch[3:]]))
+    failed = last.pop(2)
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.error, InputError)
+    assert str(failed.error).startswith("regex: the completion cannot be continued within it")
+    for number, event in last.items():
+        assert isinstance(event, Finished)
+        assert say_the_same(event.result, expected[number])
+    assert engine.counters.pages_used == 0
+
+
+def test_a_grammar_that_cannot_be_followed_is_refused_before_anything_runs(
+    engine: Engine, autoregressive_engine: Engine
+) -> None:
+    with pytest.raises(InputError, match=r"^regex: wrong$"):
+        engine.check((3, 4), SamplingParams(max_tokens=4, regex="wrong"))
+    with pytest.raises(InputError, match=r"^json_schema: needs a tokenizer"):
+        autoregressive_engine.check((3, 4), SamplingParams(max_tokens=4, json_schema={}))
+
+
+def test_preempted_sequences_go_on_within_their_grammar(engine: Engine) -> None:
+    params = SamplingParams(mode="verified", draft_budget=100.0, max_tokens=20)
+    batch = [
+        Row(tuple(range(2, 22)), dataclasses.replace(params, regex=str(i)), 4) for i in range(9)
+    ]
+    before = engine.counters.preemptions
+    together = run(engine, batch)
+    assert engine.counters.preemptions > before
+    assert together == [run(engine, [row])[0] for row in batch]
+    for row, result in zip(batch, together, strict=True):
+        assert_in_grammar(result, row)
+
+
+@pytest.mark.full
+def test_on_a_mesh_they_are_what_they_are_on_one_device() -> None:
+    config = dataclasses.replace(TINY, num_attention_heads=4, num_key_value_heads=2)
+    model = Transformer(config, rngs=nnx.Rngs(7))
+    mesh = make_mesh({"data": 2, "tensor": 2}, jax.devices()[:4])
+    graph, parameters = nnx.split(model)
+    on_mesh = nnx.merge(graph, jax.device_put(parameters, tree_shardings(mesh, parameters)))
+    options: dict[str, Any] = {"deterministic": True, "grammars": RandomAutomata()}
+    batch = [
+        Row((3 + i, 5, 9), SamplingParams(mode=mode, regex=str(i), max_tokens=12), 4)
+        for i, mode in enumerate(["verified", "ar", "verified"] * 3)
+    ]
+    expected = run(small_engine(model, EXPECTED[1:], **options), batch)
+    sharded = run(small_engine(on_mesh, EXPECTED[1:], mesh=mesh, **options), batch)
+    assert all(map(say_the_same, sharded, expected))

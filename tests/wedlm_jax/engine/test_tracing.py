@@ -1,0 +1,153 @@
+"""Traced requests: the same tokens, and forwards that explain one another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.decode_examples import BATCH, Row, in_mode, requests_of, rows
+from wedlm_jax.completion import Completion
+from wedlm_jax.engine.burst import Request, WindowForward
+from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.events import Event, Finished, Traced
+from wedlm_jax.params import SamplingParams
+
+MODES = st.sampled_from(["paper", "verified", "ar"])
+
+
+def decode_traced(
+    engine: Engine, requests: list[Request]
+) -> tuple[dict[int, Completion], dict[int, list[Traced]]]:
+    """Results and forwards of requests, by their number."""
+    results: dict[int, Completion] = {}
+    forwards: dict[int, list[Traced]] = defaultdict(list)
+    events: list[Event] = engine.step(requests)
+    while True:
+        for event in events:
+            if isinstance(event, Traced):
+                forwards[event.number].append(event)
+            if isinstance(event, Finished):
+                results[event.number] = event.result
+        if not engine.has_work:
+            return results, forwards
+        events = engine.step()
+
+
+@settings(max_examples=4)
+@given(st.lists(st.tuples(rows(), MODES), min_size=BATCH, max_size=BATCH))
+def test_a_trace_explains_itself(one_size_engine: Engine, batch: list[tuple[Row, str]]) -> None:
+    cases = [in_mode(row, mode) for row, mode in batch]
+    plain = one_size_engine.decode(requests_of(cases))
+    requests = [dataclasses.replace(one, traced=True) for one in requests_of(cases)]
+    results, forwards = decode_traced(one_size_engine, requests)
+    for request, expected in zip(requests, plain, strict=True):
+        result, trace = results[request.number], forwards[request.number]
+        assert (result.token_ids, result.finish_reason) == (
+            expected.token_ids,
+            expected.finish_reason,
+        )
+        assert [token for one in trace for token in one.committed] == result.token_ids
+        last = trace[-1]
+        assert last.num_forwards == result.num_forwards == expected.num_forwards
+        assert last.num_token_instances == result.num_token_instances
+        ends = [one.forward.ended for one in trace]
+        assert ends == sorted(ends)
+        window = 0 if request.params.mode == "ar" else request.window or 0
+        length = len(request.prompt)
+        for number, one in enumerate(trace):
+            if request.params.mode == "paper" and window:
+                following = check_paper(one, request, length)
+            else:
+                following = check_anchored(one, request, window, length)
+            length += len(one.committed)
+            if number + 1 < len(trace):
+                seen = trace[number + 1].forward
+                assert (seen.start, seen.held) == following
+
+
+def check_paper(one: Traced, request: Request, length: int) -> tuple[int, list[int | None]]:
+    """Checks what a forward committed and filled; returns the next window."""
+    forward, params = one.forward, request.params
+    assert forward.start == length
+    masks = [slot for slot, token in enumerate(forward.held) if token is None]
+    run = leading_run([token is not None for token in forward.held])
+    assert one.committed == forward.held[: len(one.committed)]
+    assert forward.rejected == []
+    adjusted = {}
+    for slot, entropy in enumerate(forward.entropies):
+        assert (entropy is not None) == (slot in masks)
+        if entropy is not None:
+            adjusted[slot] = entropy + params.position_penalty * (slot - masks[0])
+    threshold = params.entropy_threshold
+    below = {slot for slot, value in adjusted.items() if threshold and value < threshold}
+    filled = {slot for slot, token in enumerate(forward.drafted) if token is not None}
+    assert filled == (below or {min(adjusted, key=lambda slot: adjusted[slot])})
+    return _following(forward, run, request.window or 0)
+
+
+def check_anchored(
+    one: Traced, request: Request, window: int, length: int
+) -> tuple[int, list[int | None]]:
+    """The same where rows choose: drafts are committed up to the first that is wrong."""
+    forward, budget = one.forward, request.params.draft_budget
+    assert forward.start == length - 1
+    drafts = leading_run([token is not None for token in forward.held]) - 1
+    right = (forward.rejected[0] - 1) if forward.rejected else drafts
+    assert forward.rejected == list(range(right + 1, drafts + 1))
+    # The last forward may commit fewer.
+    assert len(one.committed) <= right + 1
+    assert one.committed[:right] == forward.held[1 : right + 1][: len(one.committed)]
+    if forward.rejected:
+        assert len(one.committed) <= right or one.committed[right] != forward.held[right + 1]
+        assert all(token is None for token in forward.drafted)
+    filled = [slot for slot, token in enumerate(forward.drafted) if token is not None]
+    assert filled == list(range(drafts + 2, drafts + 2 + len(filled)))
+    spent = [forward.entropies[slot] for slot in filled]
+    assert sum(entropy or 0.0 for entropy in spent) < budget + 1e-5 or not filled
+    assert forward.entropies[0] is None
+    assert forward.entropies[1] is not None
+    run = len(one.committed)
+    return _following(forward, run, window, front=one.committed[-1])
+
+
+def leading_run(filled: list[bool]) -> int:
+    return filled.index(False) if False in filled else len(filled)
+
+
+def _following(
+    forward: WindowForward, run: int, window: int, front: int | None = None
+) -> tuple[int, list[int | None]]:
+    """The window that the next forward must see: slots behind the run, with what was filled and
+    without what was rejected, W masks at its end open."""
+    pairs = zip(forward.held, forward.drafted, strict=True)
+    slots = [old if old is not None else new for old, new in pairs]
+    slots = [None if slot in forward.rejected else token for slot, token in enumerate(slots)]
+    slots = slots[run:]
+    if front is not None:
+        slots = [front, *slots[1:]]
+    length = window + leading_run([token is not None for token in slots])
+    return forward.start + run, (slots + [None] * length)[:length]
+
+
+def test_what_is_not_traced_is_told_as_before(one_size_engine: Engine) -> None:
+    """A traced request beside it neither adds events to another, nor changes its tokens."""
+    params = SamplingParams(mode="verified", max_tokens=12, seed=1)
+    plain, watched = Request(0, [3, 4, 5], params), Request(1, [6, 7], params, traced=True)
+    (expected,) = one_size_engine.decode([plain])
+    results, forwards = decode_traced(one_size_engine, [plain, watched])
+    assert results[0].token_ids == expected.token_ids
+    assert list(forwards) == [1]
+
+
+def test_a_preempted_or_aborted_sequence_leaves_no_trace_to_the_next(
+    one_size_engine: Engine,
+) -> None:
+    params = SamplingParams(mode="verified", max_tokens=16, seed=1, ignore_eos=True)
+    one_size_engine.step([Request(0, [3, 4, 5], params, traced=True)])
+    events = one_size_engine.step([Request(1, [6, 7], params)], [0])
+    while one_size_engine.has_work:
+        events += one_size_engine.step()
+    assert not [event for event in events if isinstance(event, Traced)]

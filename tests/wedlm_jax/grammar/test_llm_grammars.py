@@ -1,0 +1,115 @@
+"""Texts under schemas and expressions, from a model that knows nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.schema_examples import fits, random_schema
+from tests.tiny_checkpoint import TEXTS, write_tiny_checkpoint
+from wedlm_jax.completion import Completion
+from wedlm_jax.errors import InputError
+from wedlm_jax.llm import LLM
+from wedlm_jax.params import SamplingParams
+
+LONGEST = 900
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """Of random weights, with room for long answers."""
+    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1000}))
+    llm = LLM(folder, window_size=4, max_batch_size=8, deterministic=True)
+    llm.warm_up(
+        [
+            SamplingParams(mode="verified", temperature=1.0, regex="a"),
+            SamplingParams(mode="ar", temperature=1.0),
+        ]
+    )
+    return llm
+
+
+def in_both_modes(llm: LLM, params: list[SamplingParams]) -> list[Completion]:
+    """Decodes in mode "verified", and holds the tokens against those of "ar"."""
+    prompts = [f"{TEXTS[i % len(TEXTS)]} {i}" for i in range(len(params))]
+    ours = llm.generate(prompts, params)
+    as_ar = [SamplingParams(**{**_fields(one), "mode": "ar"}) for one in params]
+    theirs = llm.generate(prompts, as_ar)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.finish_reason == other.finish_reason
+    return ours
+
+
+def _fields(params: SamplingParams) -> dict[str, Any]:
+    return dict(vars(params))
+
+
+def assert_all_fit(llm: LLM, count: int) -> None:
+    schemas = [random_schema(np.random.default_rng(seed)) for seed in range(count)]
+    params = [
+        SamplingParams(
+            mode="verified",
+            json_schema=schema,
+            temperature=[0.0, 0.7, 1.5][seed % 3],
+            draft_budget=[2.0, 100.0][seed % 2],
+            seed=seed,
+            max_tokens=LONGEST,
+        )
+        for seed, schema in enumerate(schemas)
+    ]
+    for schema, result in zip(schemas, in_both_modes(llm, params), strict=True):
+        assert result.finish_reason == "stop", (schema, result.text)
+        assert fits(result.text or "", schema), (schema, result.text)
+
+
+def test_random_schemas_are_followed(llm: LLM) -> None:
+    assert_all_fit(llm, 24)
+
+
+@pytest.mark.full
+def test_five_hundred_random_schemas_are_followed(llm: LLM) -> None:
+    assert_all_fit(llm, 500)
+
+
+def test_schemas_expressions_and_neither_side_by_side(llm: LLM) -> None:
+    schema: Any = {"type": "array", "items": {"enum": ["one", 2]}, "minItems": 3, "maxItems": 3}
+    regex = "(cat|dog) [0-9]{4}(, é{1,3}){2}"
+    params = [
+        SamplingParams(max_tokens=60, json_schema=schema, temperature=1.0),
+        SamplingParams(max_tokens=12),
+        SamplingParams(max_tokens=60, regex=regex, temperature=1.0, n=3),
+        SamplingParams(max_tokens=12, mode="ar", temperature=1.0),
+    ]
+    listed, plain, matched, drawn = llm.generate(TEXTS, params)
+    assert fits(listed.text or "", schema)
+    for sample in matched.samples:
+        assert sample.finish_reason == "stop"
+        assert re.fullmatch(regex, sample.text or "")
+    assert len(matched.samples) == 3
+    assert plain.token_ids == llm.generate(TEXTS[1], params[1])[0].token_ids
+    assert drawn.token_ids == llm.generate(TEXTS[3], params[3])[0].token_ids
+
+
+def test_a_stream_is_what_generate_says(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=60, regex="[0-9]{3}( cat){2}", temperature=1.0, seed=5)
+    (expected,) = llm.generate("the cat", params)
+    chunks = list(llm.stream("the cat", params))
+    assert "".join(chunk.text for chunk in chunks) == expected.text
+    assert re.fullmatch("[0-9]{3}( cat){2}", expected.text or "")
+
+
+def test_what_cannot_be_followed_is_told_before_anything_is_decoded(
+    llm: LLM, tmp_path: Path
+) -> None:
+    params = [SamplingParams(max_tokens=5), SamplingParams(max_tokens=5, regex="[a")]
+    with pytest.raises(InputError, match=r"^prompt 1: regex: unclosed character class"):
+        llm.generate(["a", "b"], params)
+    assert not llm.engine.has_work

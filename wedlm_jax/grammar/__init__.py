@@ -1,0 +1,1 @@
+"""Grammars that a completion must follow, as the host knows them."""

@@ -1,0 +1,86 @@
+"""Follows the sequences of a device through their grammars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from wedlm_jax.decode.allowed_tokens import all_allowed
+from wedlm_jax.errors import InputError, shortened
+from wedlm_jax.grammar.interface import Grammars, Matcher
+from wedlm_jax.params import SamplingParams
+
+
+class GrammarMasks:
+    """The matchers of the sequences that decode under a grammar, and what they allow.
+
+    Args:
+      grammars: None where no sequence has one.
+      sequences: N.
+      vocab: V.
+    """
+
+    def __init__(self, grammars: Grammars | None, sequences: int, vocab: int):
+        self._grammars, self._sequences, self._vocab = grammars, sequences, vocab
+        self._matchers: dict[int, tuple[Matcher, str]] = {}
+        self._masks = all_allowed(sequences, 0, vocab)
+
+    def enter(self, index: int, params: SamplingParams, completion: Sequence[int]) -> None:
+        """Follows the sequence at ``index``, which has this completion already."""
+        self.leave(index)
+        if params.grammar is not None:
+            assert self._grammars is not None, "the engine refuses grammars that it cannot follow"
+            matcher = self._grammars.matcher(params)
+            matcher.consume_tokens(list(completion))
+            self._matchers[index] = matcher, params.grammar[0]
+
+    def clear(self) -> None:
+        """Follows nothing any longer."""
+        for index in list(self._matchers):
+            self.leave(index)
+
+    def leave(self, index: int) -> None:
+        """Follows the sequence at ``index`` no longer."""
+        if self._matchers.pop(index, None) is not None:
+            self._masks[index] = ~np.uint32(0)
+
+    def allowed(self, window: int, drafts: Callable[[], list[list[int]]]) -> np.ndarray:
+        """Returns the masks of the next forward, as `wedlm_jax.decode.allowed_tokens` has them.
+
+        Args:
+          window: W of the program.
+          drafts: returns those in the window of each sequence, in order.
+        """
+        rows = max(window, 1)
+        if self._masks.shape[1] != rows:
+            self._masks = all_allowed(self._sequences, window, self._vocab)
+        if self._matchers:
+            assert self._grammars is not None
+            there = drafts()
+            places = [
+                (matcher, index * rows, there[index][: rows - 1])
+                for index, (matcher, _) in self._matchers.items()
+            ]
+            self._grammars.fill(places, self._masks.reshape(-1, self._masks.shape[2]))
+        return self._masks
+
+    def commit(self, index: int, tokens: Sequence[int], *, stopped: bool) -> InputError | None:
+        """Takes in what a sequence has committed. The matcher has the last word: it also finds
+        where no token at all was allowed, which nothing on the device can know.
+
+        Args:
+          stopped: whether the last token ends the completion.
+
+        Returns:
+          why the sequence cannot go on; None if it can, or has no grammar.
+        """
+        if index not in self._matchers:
+            return None
+        matcher, name = self._matchers[index]
+        text = list(tokens[:-1] if stopped else tokens)
+        if matcher.consume_tokens(text) and (not stopped or matcher.is_accepting()):
+            return None
+        reason = shortened(matcher.get_error().partition("\n")[0] or "no token continues it")
+        self.leave(index)
+        return InputError(f"{name}: the completion cannot be continued within it ({reason})")
