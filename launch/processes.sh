@@ -1,7 +1,7 @@
 #!/bin/bash
 # A training run as plain processes over ssh, one a host, which share a file system.
 #
-#   HOSTS="node1 node2 node3" launch/processes.sh \
+#   HOSTS=node1,node2,node3 launch/processes.sh \
 #       wedlm train --config configs/wedlm_8b.yaml output=/mnt/share/runs/wedlm_8b
 #
 # HOSTS=local:2 starts two processes here, to try things. When one ends badly, the others are told
@@ -19,7 +19,7 @@ case $HOSTS in
         remote=()
         ;;
     *)
-        read -ra hosts <<<"$HOSTS"
+        read -ra hosts <<<"${HOSTS//,/ }"
         read -ra remote <<<"${REMOTE:-ssh -tt}"
         ;;
 esac

@@ -47,10 +47,12 @@ def main(arguments: list[str]) -> int:
     if options.compile_only:
         from train.compile_only import compile_step
         from train.compile_only import describe as describe_step
-        from train.phases import phases_of
+        from train.phases import Phase, phases_of
 
-        shapes = {phase.batch_shape: phase for phase in reversed(phases_of(config))}
-        for phase in reversed(shapes.values()):
+        shapes: dict[tuple[int, int, int], Phase] = {}
+        for phase in phases_of(config):
+            shapes.setdefault(phase.batch_shape, phase)
+        for phase in shapes.values():
             if len(shapes) > 1:
                 print(f"from step {phase.first}:")
             print(describe_step(compile_step(phase.config, options.topology)), flush=True)

@@ -118,7 +118,7 @@ class TrainProgram:
 
     def compile(self, rows: PackedRows | None = None) -> jax.stages.Compiled:
         """Compiles `lower` for the mesh's own devices, with the flags that suit them."""
-        options = compiler_options(self.mesh.devices.flat[0].device_kind)
+        options: Any = compiler_options(self.mesh.devices.flat[0].device_kind)
         return self.lower(rows).compile(compiler_options=options or None)
 
     def mask_key(self) -> jax.Array:

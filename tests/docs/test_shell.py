@@ -22,8 +22,8 @@ from wedlm_jax.errors import InputError
 
 OTHERS = (
     *("bash", "cat", "cd", "curl", "diff", "docker", "done", "echo", "for", "gcloud", "git"),
-    *("head", "hf", "kill", "lm_eval", "mkdir", "sbatch", "source", "srun", "tail", "wait"),
-    *("wc", "zcat"),
+    *("head", "hf", "kill", "kubectl", "lm_eval", "mkdir", "sbatch", "sh", "source", "srun"),
+    *("tail", "uv", "wait", "wc", "zcat"),
 )
 """Commands that are not ours, and that documents may use."""
 NO_OPTIONS = ("build", "infer.harness", "pip", "pytest", "venv")
@@ -62,6 +62,10 @@ def check(words: list[str]) -> None:
             *PROJECT["optional-dependencies"]
         }
         assert not unknown, unknown
+    elif words[0].startswith("launch/"):  # runs what stands behind it, perhaps a variable
+        assert (ROOT / words[0]).is_file(), words[0]
+        if words[1:] != ["1"]:
+            check(words[1:])
     else:
         assert name in OTHERS, name
 

@@ -135,7 +135,7 @@ def test_plain_processes_get_their_numbers_and_remote_ones_their_quotes(tmp_path
         (tmp_path / f"calls-{number}").unlink()
     remote = script(tmp_path / "remote", 'echo "$1" >> hosts; bash -c "$2"')
     command = [str(LAUNCH / "processes.sh"), str(work), "data={a: 1}", "it's"]
-    ended = run(command, tmp_path, HOSTS="one two", REMOTE=str(remote), PORT="99")
+    ended = run(command, tmp_path, HOSTS="one,two", REMOTE=str(remote), PORT="99")
     assert ended.returncode == 0, ended.stderr
     assert sorted((tmp_path / "hosts").read_text().split()) == ["one", "two"]
     assert (tmp_path / "calls-1").read_text() == (
