@@ -15,6 +15,7 @@ from flax import nnx
 
 from train.config import TrainConfig
 from train.program import abstract_rows, abstract_state, objective_of, optimizer_of
+from train.remat import settled, with_policy
 from train.step import make_train_step
 from train.step_cost import forward_flops, program_flops
 from wedlm_jax.aot.cost import ProgramCost, program_cost
@@ -29,6 +30,7 @@ from wedlm_jax.aot.topology import (
 )
 from wedlm_jax.attention import check_runs_on
 from wedlm_jax.config import ModelConfig, config_from_hf, read_config_json
+from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
 from wedlm_jax.sharding import check_fits, make_mesh
 
@@ -85,14 +87,28 @@ def compile_step(config: TrainConfig, topology_name: str) -> CompiledStep:
     mesh = make_mesh(dataclasses.asdict(config.mesh), topology.devices)
     check_fits(mesh, model, rows=config.rows, row_length=config.row_length)
     check_runs_on(config.loss.attention, topology.devices[0].platform)
-    shapes = nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0)))
-    graph, parameters = nnx.split(shapes)
+    graph, parameters = nnx.split(nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0))))
     optimizer = optimizer_of(config)
     state: Any = abstract_state(mesh, parameters, optimizer)
-    step = make_train_step(graph, optimizer, objective_of(config, model))
-    inputs = state, abstract_rows(config, mesh), _key(mesh)
-    compiled = compile_for(topology, mesh, lambda: step.lower(*inputs), "step")
-    return _report(config, model, topology, mesh, compiled, local_bytes(state))
+    compiled: dict[str, CompiledProgram] = {}
+
+    def compile_with(policy: str) -> CompiledProgram:
+        if policy not in compiled:
+            own = with_policy(config, policy)
+            step = make_train_step(graph, optimizer, objective_of(own, model))
+            inputs = state, abstract_rows(config, mesh), _key(mesh)
+            compiled[policy] = compile_for(topology, mesh, lambda: step.lower(*inputs), "step")
+        return compiled[policy]
+
+    def peak_of(policy: str) -> int | None:
+        try:
+            return compile_with(policy).peak_bytes
+        except InputError:
+            return None
+
+    config = settled(config, model, topology.devices, topology.chip.hbm_bytes, peak_of)
+    program = compile_with(config.loss.remat)
+    return _report(config, model, topology, mesh, program, local_bytes(state))
 
 
 def recipe_model(config: TrainConfig) -> ModelConfig:

@@ -18,7 +18,9 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from wedlm_jax.attention import IMPLEMENTATIONS
 from wedlm_jax.errors import InputError
 from wedlm_jax.loss import WEIGHTINGS
-from wedlm_jax.model import REMAT_POLICIES
+from wedlm_jax.model.rematerialisation import POLICIES
+
+AUTO = "auto"
 
 
 def _field(
@@ -108,21 +110,25 @@ class LossSection:
         "inverse_ratio", "of masked tokens: inverse_ratio or uniform", choices=WEIGHTINGS
     )
     ar_weight: float = _field(1.0, "a in (MLM + a AR) / (1 + a)", least=0)
-    chunk: int = _field(256, "rows of logits that exist at once, per packed row", least=1)
+    chunk: int = _field(2048, "tokens whose logits a device holds at once", least=1)
     dtype: str = _field(
         "bfloat16",
         "compute dtype, bfloat16 or float32; parameters stay float32",
         choices=("bfloat16", "float32"),
     )
     remat: str = _field(
-        "full",
-        "none, dots or full: what the backward pass recomputes",
-        choices=tuple(REMAT_POLICIES),
+        AUTO,
+        "what the backward pass computes anew, from none to full (and offload: layers' inputs wait "
+        "in the host's memory); auto: the least that leaves 10% of a device's memory",
+        choices=(AUTO, *POLICIES),
     )
     attention: str = _field(
         "streams",
         "attention: dense, streams, blockwise or splash (TPUs)",
         choices=tuple(IMPLEMENTATIONS),
+    )
+    tile: int = _field(
+        0, "side of splash's tiles, a multiple of 128; 0: what suits the chip", least=0
     )
     unroll: int = _field(
         1, "layers in one turn of the scan over layers; more compile longer", least=1

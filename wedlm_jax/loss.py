@@ -9,16 +9,14 @@ it would weigh a token by the number of masks that it happens to share a micro-b
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from wedlm_jax.corruption import DualStreamBatch, PackedRows, next_token_targets
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer
-from wedlm_jax.sharding import constrain, on_own_rows
+from wedlm_jax.model.cross_entropy import weighted_cross_entropy
 
 RATIO_EPSILON = 1e-8
 
@@ -36,16 +34,17 @@ class LossConfig:
     Attributes:
       weighting: "inverse_ratio" weighs a masked token by 1 / (γ + ε), "uniform" by 1.
       ar_weight: a in (MLM + a·AR) / (1 + a).
-      chunk: positions of each packed example whose logits exist at once.
-      dtype, remat, attention, unroll: passed to the model.
+      chunk: tokens whose logits a device holds at once.
+      dtype, remat, attention, tile, unroll: passed to the model.
     """
 
     weighting: str = "inverse_ratio"
     ar_weight: float = 1.0
-    chunk: int = 256
+    chunk: int = 2048
     dtype: str = "float32"
     remat: str = "none"
     attention: str = "streams"
+    tile: int = 0
     unroll: int = 1
 
     def __post_init__(self) -> None:
@@ -61,61 +60,6 @@ def masked_weights(masked: Array, mask_ratio: Array, weighting: str) -> Array:
     """
     weights = 1.0 / (mask_ratio + RATIO_EPSILON) if weighting == "inverse_ratio" else 1.0
     return jnp.where(masked, weights, 0.0)
-
-
-def chunked_cross_entropy(
-    hidden: Array, head: Array, targets: Array, *, chunk: int
-) -> tuple[Array, Array]:
-    """Computes the cross entropy of every position with the ``[T, V]`` logits of a chunk at a time.
-
-    The logits of a chunk are computed, used and dropped, in the backward pass again: all at once
-    they would be the largest array of the step by far.
-
-    Args:
-      hidden: ``[R, T, D]``.
-      head: ``[D, V]``.
-      targets: int32 ``[R, T]``.
-      chunk: positions of T at a time.
-
-    Returns:
-      float32 ``[R, T]`` negative log-likelihoods in nats, and bool ``[R, T]``: the
-      target has the largest logit.
-    """
-    # Each device keeps the whole head while it goes through its own chunks.
-    local = on_own_rows(
-        partial(_own_cross_entropy, chunk=chunk), [("batch",), (None, None), ("batch",)]
-    )
-    return local(hidden, head.astype(hidden.dtype), targets)
-
-
-def _own_cross_entropy(
-    hidden: Array, head: Array, targets: Array, *, chunk: int
-) -> tuple[Array, Array]:
-    rows, length, _ = hidden.shape
-    chunk = min(chunk, length)
-    pad = -length % chunk
-
-    def split(x: Array) -> Array:
-        x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(rows, -1, chunk, *x.shape[2:]), 1, 0)
-
-    @jax.checkpoint
-    def body(_: None, inputs: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
-        states, target = inputs
-        states = constrain(states, None, "length")
-        logits = jnp.matmul(states, head, preferred_element_type=jnp.float32)
-        logits = constrain(logits, None, "length", "vocab")
-        top = jax.lax.stop_gradient(logits.max(axis=-1))
-        log_z = top + jnp.log(jnp.exp(logits - top[..., None]).sum(axis=-1))
-        # A masked sum instead of a gather: on a mesh each device sums its own part of the
-        # vocabulary, where a gather would collect all logits.
-        here = jnp.arange(logits.shape[-1]) == target[..., None]
-        picked = jnp.where(here, logits, 0.0).sum(axis=-1)
-        return None, (log_z - picked, picked >= top)
-
-    _, outputs = jax.lax.scan(body, None, (split(hidden), split(targets)))
-    nll, correct = (jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, :length] for x in outputs)
-    return nll, correct
 
 
 def wedlm_denominators(batch: DualStreamBatch, config: LossConfig) -> dict[str, Array]:
@@ -160,12 +104,27 @@ def wedlm_loss(
         dtype=jnp.dtype(config.dtype),
         remat=config.remat,
         attention=config.attention,
+        tile=config.tile,
         unroll=config.unroll,
     )
-    targets = jnp.concatenate([batch.next_targets, batch.targets], axis=1)
-    nll, hit = chunked_cross_entropy(hidden, model.head_matrix(), targets, chunk=config.chunk)
-    (ar, mlm), (ar_hit, mlm_hit) = (jnp.split(x, 2, axis=1) for x in (nll, hit))
+    a = config.ar_weight
     weights = masked_weights(batch.masked, batch.mask_ratio, config.weighting)
+    loss, nll, hit = weighted_cross_entropy(
+        hidden,
+        model.head_matrix(),
+        jnp.concatenate([batch.next_targets, batch.targets], axis=1),
+        # A token's weight in the total is known before its logits are.
+        jnp.concatenate(
+            [
+                _share(a / (1.0 + a) * batch.next_valid, denominators["ar"]),
+                _share(weights / (1.0 + a), denominators["mlm"]),
+            ],
+            axis=1,
+        ),
+        jnp.concatenate([batch.next_valid, batch.masked], axis=1),
+        chunk=config.chunk,
+    )
+    (ar, mlm), (ar_hit, mlm_hit) = (jnp.split(x, 2, axis=1) for x in (nll, hit))
     shares = {
         "mlm_loss": _share((weights * mlm).sum(), denominators["mlm"]),
         "ar_loss": _share((batch.next_valid * ar).sum(), denominators["ar"]),
@@ -173,8 +132,7 @@ def wedlm_loss(
         "ar_accuracy": _share((batch.next_valid & ar_hit).sum(), denominators["ar"]),
         "mlm_loss_by_ratio": _share(_by_ratio(batch, mlm), denominators["masked_by_ratio"]),
     }
-    a = config.ar_weight
-    return (shares["mlm_loss"] + a * shares["ar_loss"]) / (1.0 + a), shares
+    return loss, shares
 
 
 def ar_denominators(rows: PackedRows) -> dict[str, Array]:
@@ -194,10 +152,13 @@ def ar_loss(
         dtype=jnp.dtype(config.dtype),
         remat=config.remat,
         attention=config.attention,
+        tile=config.tile,
         unroll=config.unroll,
     )
-    nll, hit = chunked_cross_entropy(hidden, model.head_matrix(), targets, chunk=config.chunk)
-    loss = _share((valid * nll).sum(), denominators["ar"])
+    weights = _share(valid, denominators["ar"])
+    loss, _, hit = weighted_cross_entropy(
+        hidden, model.head_matrix(), targets, weights, valid, chunk=config.chunk
+    )
     return loss, {"ar_loss": loss, "ar_accuracy": _share((valid & hit).sum(), denominators["ar"])}
 
 

@@ -206,31 +206,49 @@ def on_own_shard(
     return jax.shard_map(function, in_specs=specs, out_specs=specs[0], check_vma=False)
 
 
-def on_own_rows(
-    function: Callable[..., Any], arguments: Sequence[Sequence[str | None]]
+def on_own_tokens(
+    function: Callable[..., Any],
+    arguments: Sequence[Sequence[str | None]],
+    results: Sequence[Sequence[str | None]],
 ) -> Callable[..., Any]:
-    """Makes each device run ``function`` on its own rows of the batch; the compiler still shards
+    """Makes each device run ``function`` on its own tokens of the batch; the compiler still shards
     the other axes of the mesh. Returns ``function`` itself without a current mesh.
 
-    An argument without a "batch" axis is gathered once before, and its gradient summed once after,
-    whatever loops ``function`` contains. Within it, `constrain` must leave "batch" out.
+    An argument without a "batch" or "length" axis is gathered once before, whatever loops
+    ``function`` contains. Within it, `constrain` must leave the axes of `_TOKEN_AXES` out, and a
+    sum over all tokens is made by `sum_over_tokens`.
 
     Args:
-      arguments: the axes of each; only "batch" matters. Results are rows of the batch.
+      arguments, results: the axes of each.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return function
-    rows = AXIS_RULES["batch"]
-    specs = tuple(
-        PartitionSpec(*(rows if axis == "batch" else None for axis in axes)) for axes in arguments
-    )
     return jax.shard_map(
         function,
-        in_specs=specs,
-        out_specs=PartitionSpec(rows),
-        axis_names=frozenset(rows),
+        in_specs=tuple(_over_tokens(axes) for axes in arguments),
+        out_specs=tuple(_over_tokens(axes) for axes in results),
+        axis_names=frozenset(_TOKEN_AXES),
         check_vma=False,
     )
+
+
+_TOKEN_AXES = ("data", "fsdp", "sequence")
+
+
+def _over_tokens(axes: Sequence[str | None]) -> PartitionSpec:
+    """Returns `spec`, but for the axes that the compiler shards."""
+    own = [[n for n in AXIS_RULES[axis] if n in _TOKEN_AXES] if axis else [] for axis in axes]
+    return PartitionSpec(*(tuple(names) or None for names in own))
+
+
+def sum_over_tokens(x: Array, axis: str) -> Array:
+    """Sums each device's ``x``, in its dtype, within `on_own_tokens`; the first dimension, named
+    ``axis``, is cut as `AXIS_RULES` says. Returns ``x`` itself without a current mesh."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    scattered = AXIS_RULES[axis]
+    x = jax.lax.psum_scatter(x, scattered, scatter_dimension=0, tiled=True)
+    return jax.lax.psum(x, tuple(name for name in _TOKEN_AXES if name not in scattered))
 
 
 def check_fits(mesh: Mesh, config: ModelConfig, *, rows: int = 0, row_length: int = 0) -> None:

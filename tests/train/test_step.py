@@ -145,10 +145,9 @@ def rows_of_logits(shapes: set[tuple[int, ...]]) -> int:
 
 
 def test_logits_of_a_whole_row_never_exist():
-    rows_per_micro_batch = 2
-    assert rows_of_logits(traced_shapes(CHUNK)) == rows_per_micro_batch * CHUNK
-    # The measure sees whole streams where the chunk is one.
-    assert rows_of_logits(traced_shapes(LENGTH)) == rows_per_micro_batch * LENGTH
+    assert rows_of_logits(traced_shapes(CHUNK)) == CHUNK
+    # The measure sees whole rows where the chunk is one.
+    assert rows_of_logits(traced_shapes(LENGTH)) == LENGTH
 
 
 def test_a_mask_over_both_streams_never_exists():

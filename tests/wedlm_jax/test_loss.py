@@ -14,11 +14,9 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.jaxpr_shapes import shapes_in
 from tests.reference.training import (
     MaskedSample,
     cross_entropy,
-    cross_entropy_gradients,
     dual_streams,
     wedlm_losses,
 )
@@ -35,7 +33,6 @@ from wedlm_jax.loss import (
     LossConfig,
     ar_denominators,
     ar_loss,
-    chunked_cross_entropy,
     masked_weights,
     wedlm_denominators,
     wedlm_loss,
@@ -157,63 +154,6 @@ def test_total_weighs_the_two_losses(packed_loss: Callable, ar_weight: float) ->
     assert abs(mlm - ar) > 0.01
     expected = (mlm + ar_weight * ar) / (1 + ar_weight)
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("chunk", [1, 4, 5, 12, 100])
-def test_chunked_cross_entropy_equals_whole_logits(chunk: int) -> None:
-    random = np.random.default_rng(0)
-    hidden = random.normal(size=(2, 12, 6)).astype(np.float32)
-    head = random.normal(size=(6, 30)).astype(np.float32) * 3
-    targets = random.integers(0, 30, (2, 12))
-    weights = random.uniform(0, 2, (2, 12)).astype(np.float32)
-
-    @jax.jit
-    def run(hidden: jax.Array, head: jax.Array) -> tuple:
-        def total(hidden: jax.Array, head: jax.Array) -> tuple[jax.Array, tuple]:
-            nll, hit = chunked_cross_entropy(hidden, head, targets, chunk=chunk)
-            return (nll * weights).sum(), (nll, hit)
-
-        return jax.grad(total, argnums=(0, 1), has_aux=True)(hidden, head)
-
-    (by_hidden, by_head), (nll, hit) = run(hidden, head)
-    flat, flat_targets = hidden.reshape(24, 6), targets.reshape(24)
-    expected = cross_entropy(flat.astype(np.float64) @ head, flat_targets)
-    np.testing.assert_allclose(nll.reshape(24), expected, rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(hit.reshape(24), (flat @ head).argmax(-1) == flat_targets)
-    wanted = cross_entropy_gradients(flat, head, flat_targets, weights.reshape(24))
-    np.testing.assert_allclose(by_hidden.reshape(24, 6), wanted[0], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(by_head, wanted[1], rtol=1e-4, atol=1e-5)
-
-
-def test_cross_entropy_holds_logits_of_one_chunk_only() -> None:
-    hidden, head = jnp.ones((2, 12, 6)), jnp.ones((6, 97))
-    targets = jnp.zeros((2, 12), jnp.int32)
-
-    def logits_rows(chunk: int) -> int:
-        """The most rows of logits that one array holds, forward and backward."""
-
-        def total(hidden: jax.Array, head: jax.Array) -> jax.Array:
-            return chunked_cross_entropy(hidden, head, targets, chunk=chunk)[0].sum()
-
-        traced = jax.make_jaxpr(jax.grad(total, argnums=(0, 1)))(hidden, head)
-        sizes = [s[:-1] for s in shapes_in(traced.jaxpr) if s[-1:] == (97,) and s != head.shape]
-        return max(int(np.prod(size)) for size in sizes)
-
-    assert logits_rows(12) == 24
-    assert logits_rows(4) == 8
-
-
-def test_logits_of_bfloat16_states_are_float32() -> None:
-    random = np.random.default_rng(1)
-    hidden = jnp.asarray(random.normal(size=(1, 5, 64)), jnp.bfloat16)
-    head = jnp.asarray(random.normal(size=(64, 30)), jnp.float32)
-    targets = jnp.asarray(random.integers(0, 30, (1, 5)))
-    nll, _ = chunked_cross_entropy(hidden, head, targets, chunk=5)
-    assert nll.dtype == jnp.float32
-    rounded = np.asarray(head.astype(jnp.bfloat16), np.float64)
-    exact = cross_entropy(np.asarray(hidden[0], np.float64) @ rounded, np.asarray(targets[0]))
-    # Logits in bfloat16 would be off by about 0.05 here.
-    np.testing.assert_allclose(nll[0], exact, atol=1e-4)
 
 
 def test_weights_are_inverse_ratios_of_masked_tokens() -> None:

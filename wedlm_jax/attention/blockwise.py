@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
+from wedlm_jax.attention.residuals import ATTENDED
 from wedlm_jax.attention.stream_padding import (
     pad_streams,
     stream_layout,
@@ -134,6 +136,7 @@ def _forward(
     seen = total > 0
     out = (out / jnp.where(seen, total, 1.0)[..., None]).astype(q.dtype)
     log_total = jnp.where(seen, top + jnp.log(jnp.where(seen, total, 1.0)), 0.0)
+    out, log_total = (checkpoint_name(x, ATTENDED) for x in (out, log_total))
     return out, (q, k, v, segments, out, log_total)
 
 

@@ -7,9 +7,11 @@ nothing (padding). None falls back to another one silently.
 from __future__ import annotations
 
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from wedlm_jax.attention.blockwise import attend_blockwise
 from wedlm_jax.attention.dense import attend_parts
+from wedlm_jax.attention.residuals import ATTENDED
 from wedlm_jax.attention.streams import attend_streams
 from wedlm_jax.errors import InputError
 from wedlm_jax.masks import CausalMask, DualStreamMask, Mask
@@ -51,6 +53,7 @@ def attend(
     mask: Mask,
     *,
     implementation: str = "streams",
+    tile: int = 0,
 ) -> Array:
     """Computes softmax attention of queries over the keys that ``mask`` lets them see.
 
@@ -59,6 +62,7 @@ def attend(
       k, v: ``[B, K, T, head_dim]``, K dividing H.
       mask: the specification.
       implementation: a name in `IMPLEMENTATIONS`.
+      tile: side of the splash kernel's tiles; 0: what suits the chip.
 
     Returns:
       ``[B, T, H, head_dim]`` in the dtype of ``q``.
@@ -77,10 +81,10 @@ def attend(
         # Pallas takes a while to import, and only TPUs need it.
         from wedlm_jax.attention.splash import attend_splash
 
-        out = attend_splash(grouped, k, v, mask)
+        out = attend_splash(grouped, k, v, mask, tile=tile)
     elif implementation == "streams" and isinstance(mask, DualStreamMask):
-        out = attend_streams(grouped, k, v, mask)
+        out = checkpoint_name(attend_streams(grouped, k, v, mask), ATTENDED)
     else:
         visible = mask.dense(batch, length) if isinstance(mask, CausalMask) else mask.dense()
-        out = attend_parts(grouped, [(k, v)], [visible])
+        out = checkpoint_name(attend_parts(grouped, [(k, v)], [visible]), ATTENDED)
     return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)

@@ -6,31 +6,32 @@ the tiles it visits; segment ids do the rest. No array of the size of a mask exi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import (
+    SplashAttentionKernel,
+)
 
 # The base class of masks that are computed, not stored: private, but there is no public one.
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import (
     _ComputableMask,
 )
 
+from wedlm_jax.attention.residuals import ATTENDED
 from wedlm_jax.attention.stream_padding import (
     pad_streams,
     stream_layout,
     stream_segments,
     trim_streams,
 )
+from wedlm_jax.attention.tiles import tile_side
 from wedlm_jax.masks import PAD_SEGMENT, CausalMask, DualStreamMask
 from wedlm_jax.sharding import on_own_shard
-
-DEFAULT_TILE = 512
-LANES = 128
-"""Tiles are multiples of the vector width."""
 
 
 class DualStreamPattern(_ComputableMask):
@@ -69,7 +70,7 @@ def attend_splash(
     v: Array,
     mask: CausalMask | DualStreamMask,
     *,
-    tile: int = DEFAULT_TILE,
+    tile: int = 0,
     interpret: bool = False,
 ) -> Array:
     """Computes softmax attention under ``mask``; zeros for padding. Queries are scaled, and rounded
@@ -79,7 +80,8 @@ def attend_splash(
       q: ``[B, K, G, T, head_dim]``, grouped by KV head.
       k, v: ``[B, K, T, head_dim]``.
       mask: over T rows; T = 2L for the dual stream. B must be a power of two.
-      tile: rows and columns of a tile, a multiple of 128; smaller for short rows.
+      tile: side of a tile, a multiple of 128, smaller for short rows; 0: what `TILES` has for the
+        devices of the current mesh.
       interpret: run the kernel in Python on any device, for tests.
 
     Returns:
@@ -90,7 +92,7 @@ def attend_splash(
     if block_size & (block_size - 1):
         raise ValueError(f"splash attention needs a block size that is 2^n, not {block_size}")
     length = rows // streams
-    tile = min(tile, -(-length // LANES) * LANES)
+    tile = tile_side(length, tile)
     padding = -length % tile
     segments = stream_segments(mask, batch, rows, padding)
     q, k, v = (pad_streams(x, streams, padding) for x in (q, k, v))
@@ -99,8 +101,16 @@ def attend_splash(
         own_batch, own_kv_heads = q.shape[:2]
         own_heads = own_kv_heads * groups
         kernel = _kernel(streams, length + padding, block_size, own_heads, tile, interpret)
+
+        def of_row(row: tuple[Array, Array, Array, Array]) -> Array:
+            *qkv, segments = row
+            own = _without_other_samples(kernel, segments)
+            return own(*qkv, splash.SegmentIds(segments, segments))
+
         heads = (q * head_dim**-0.5).reshape(own_batch, own_heads, -1, head_dim)
-        out = jax.vmap(kernel)(heads, k, v, splash.SegmentIds(segments, segments))
+        # Row by row: each has its own tiles, and the parts of a query's gradient, one for each key
+        # tile, exist for one row at a time.
+        out = jax.lax.map(of_row, (heads, k, v, segments))
         # To the kernel padding is a segment like any other, whose rows see themselves.
         out = jnp.where((segments != PAD_SEGMENT)[:, None, :, None], out, 0.0)
         return out.astype(q.dtype).reshape(q.shape)
@@ -108,6 +118,52 @@ def attend_splash(
     # The compiler does not partition a kernel: each device runs it on its own rows and heads.
     local = on_own_shard(local, [("batch", "attention_heads")] * 3 + [("batch",)])
     return trim_streams(local(q, k, v, segments), streams, padding)
+
+
+def _without_other_samples(kernel: SplashAttentionKernel, segments: Array) -> SplashAttentionKernel:
+    """Returns the kernel without the tiles in which no query and key are of one sample.
+
+    The kernel's own lists of tiles know the static pattern only. They are arrays, so a tile can be
+    struck from them on the device.
+    """
+    tile = kernel.kwargs["block_sizes"].block_q
+    samples = segments.reshape(-1, tile)
+    first = jnp.where(samples == PAD_SEGMENT, jnp.iinfo(jnp.int32).max, samples).min(-1)
+    last = samples.max(-1)
+    # Samples of a stream are numbered in order, so two tiles share one if these ranges meet. A tile
+    # of padding alone keeps its diagonal: the kernel divides by a row's sum.
+    shared = (first[:, None] <= last) & (first <= last[:, None]) | jnp.eye(len(first), dtype=bool)
+    return SplashAttentionKernel(
+        _strike(kernel.fwd_mask_info, shared, by_key=False),
+        None,
+        _strike(kernel.dkv_mask_info, shared, by_key=True),
+        **kernel.kwargs,
+    )
+
+
+def _strike(tiles: Any, shared: Array, *, by_key: bool) -> Any:
+    """Strikes tiles from one of the kernel's lists, ``[1, rows, columns]``.
+
+    Args:
+      tiles: the list; ``data_next`` names the key tile at each place, in the row of its query tile.
+        With ``by_key``, as in the backward pass, it names the query tile, in the column of its key
+        tile.
+      shared: bool ``[query tile, key tile]``, which tiles may stay.
+    """
+    named = tiles.data_next[0].astype(jnp.int32)
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, named.shape, axis) for axis in (0, 1))
+    visited = (tiles.block_mask[0] > 0) & (shared[named, column] if by_key else shared[row, named])
+    # While the kernel passes over a tile, it fetches already what the next visited one needs. It
+    # goes through query tiles or, in the backward pass, key tiles, one after the other.
+    in_order = jnp.transpose if by_key else jnp.asarray
+    flat = in_order(visited).reshape(-1)
+    places = jnp.where(flat, jnp.arange(flat.size), flat.size - 1)
+    fetched = in_order(named).reshape(-1)[jax.lax.cummin(places, reverse=True)]
+    fetched = in_order(fetched.reshape(in_order(named).shape))
+    return tiles._replace(
+        block_mask=jnp.where(visited, tiles.block_mask[0], 0).astype(tiles.block_mask.dtype)[None],
+        data_next=fetched.astype(tiles.data_next.dtype)[None],
+    )
 
 
 @lru_cache
@@ -119,19 +175,23 @@ def _pattern(streams: int, length: int, block_size: int) -> _ComputableMask:
 
 def _kernel(
     streams: int, length: int, block_size: int, heads: int, tile: int, interpret: bool
-) -> Callable[..., Array]:
-    """Makes the kernel for these static sizes; its mask is the same for every head."""
+) -> SplashAttentionKernel:
+    """Makes the kernel for these static sizes; its mask is the same for every head.
+
+    One kernel makes all gradients: apart, those of queries and of keys would each compute the
+    scores and their gradients, seven products a tile instead of five.
+    """
     pattern = _pattern(streams, length, block_size)
     sizes = splash.BlockSizes(
         block_q=tile,
         block_kv=tile,
-        block_kv_compute=tile,
         block_q_dkv=tile,
         block_kv_dkv=tile,
-        block_kv_dkv_compute=tile,
-        block_q_dq=tile,
-        block_kv_dq=tile,
+        use_fused_bwd_kernel=True,
     )
     return splash.make_splash_mha_single_device(
-        splash.MultiHeadMask([pattern] * heads), block_sizes=sizes, interpret=interpret
+        splash.MultiHeadMask([pattern] * heads),
+        block_sizes=sizes,
+        residual_checkpoint_name=ATTENDED,
+        interpret=interpret,
     )

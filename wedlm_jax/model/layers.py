@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.model.quantization import left_product, product
@@ -110,7 +111,8 @@ class Attention(nnx.Module):
     def project(self, x: Array, rope: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         """Returns queries ``[..., H, head_dim]``, keys and values ``[..., K, head_dim]`` of
         ``x [..., D]`` or ``[D, T]``."""
-        q, k, v = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (self._heads(checkpoint_name(proj(x), "projected")) for proj in projections)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         # Queries and keys only: their product then depends on the distance of their positions.
@@ -146,7 +148,8 @@ class MLP(nnx.Module):
         self.down_proj = linear(f, d, scale=residual)
 
     def __call__(self, x: Array) -> Array:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate = checkpoint_name(self.gate_proj(x), "gate")
+        return self.down_proj(jax.nn.silu(gate) * checkpoint_name(self.up_proj(x), "up"))
 
 
 class DecoderLayer(nnx.Module):
@@ -166,7 +169,7 @@ class DecoderLayer(nnx.Module):
 
     def after_attention(self, x: Array, attended: Array) -> Array:
         """Returns the next layer's hidden states from ``x`` and what its queries attended to."""
-        x = laid_out(x + self.self_attn.mix_heads(attended))
+        x = checkpoint_name(laid_out(x + self.self_attn.mix_heads(attended)), "mixed")
         return laid_out(x + self.mlp(self.post_attention_layernorm(x)))
 
 

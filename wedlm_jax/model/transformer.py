@@ -16,11 +16,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from wedlm_jax.attention import attend
 from wedlm_jax.attention.int8 import to_float, to_int8
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.masks import Mask
+from wedlm_jax.model.embedding import looked_up
 from wedlm_jax.model.layers import (
     COLUMNS,
     ROWS,
@@ -31,6 +33,7 @@ from wedlm_jax.model.layers import (
     normal,
 )
 from wedlm_jax.model.quantization import is_quantized, left_product, product
+from wedlm_jax.model.rematerialisation import LAYER_INPUT, checkpoint_policy
 from wedlm_jax.model.rope import held, rope_tables
 from wedlm_jax.sharding import constrain
 
@@ -38,12 +41,6 @@ Carry = TypeVar("Carry")
 Attend = Callable[..., tuple[Array, Any]]
 """Maps a carry, the number of a layer, its queries ``[..., H, head_dim]`` and its keys and values
 ``[..., K, head_dim]`` to what the queries attended to, and the next carry."""
-
-REMAT_POLICIES: dict[str, Callable | None] = {
-    "none": None,
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +120,7 @@ class Transformer(nnx.Module):
         dtype: jnp.dtype | None = None,
         remat: str = "none",
         attention: str = "streams",
+        tile: int = 0,
         unroll: int = 1,
     ) -> Array:
         """Runs the layers over a batch of rows of equal length.
@@ -133,8 +131,9 @@ class Transformer(nnx.Module):
           mask: which tokens see which.
           int8_kv: whether keys and values are rounded to 8 bits, as in an int8 cache.
           dtype: compute dtype; that of the parameters by default.
-          remat: a name in `REMAT_POLICIES`.
+          remat: one of `wedlm_jax.model.rematerialisation.POLICIES`.
           attention: a name in `wedlm_jax.attention.IMPLEMENTATIONS`.
+          tile: side of the splash kernel's tiles; 0: what suits the chip.
           unroll: stacked layers per iteration of the scan; more of them take longer to compile.
 
         Returns:
@@ -146,11 +145,11 @@ class Transformer(nnx.Module):
 
         def attend_to_sequences(_: None, __: Any, *qkv: Array) -> tuple[Array, None]:
             q, k, v = (x.reshape(*shape, *x.shape[-2:]) for x in qkv)
-            return _attend(q, k, v, mask, attention, int8_kv).reshape(qkv[0].shape), None
+            return _attend(q, k, v, mask, attention, tile, int8_kv).reshape(qkv[0].shape), None
 
         rope = rope_tables(self.config, positions, self.axis)
         x = self._embedded(token_ids, dtype)
-        policy = REMAT_POLICIES[remat]
+        policy = checkpoint_policy(remat)
         x, _ = self._through_layers(x, rope, attend_to_sequences, None, policy, unroll)
         return self._normalised(x).reshape(*shape, -1)
 
@@ -189,10 +188,9 @@ class Transformer(nnx.Module):
         return self._normalised(x), carry
 
     def _embedded(self, tokens: Array, dtype: jnp.dtype | None) -> Array:
-        # Each device looks up whole rows in its share of the vocabulary.
-        x = constrain(self.embed_tokens[...], "vocab", None)[tokens]
-        x = x if self.axis == ROWS else x.T
-        return laid_out(x if dtype is None else x.astype(dtype))
+        table = self.embed_tokens[...]
+        x = looked_up(table, tokens, table.dtype if dtype is None else jnp.dtype(dtype))
+        return laid_out(x if self.axis == ROWS else x.T)
 
     def _normalised(self, x: Array) -> Array:
         """Returns the last layer's hidden states, normalised, as rows."""
@@ -208,8 +206,8 @@ class Transformer(nnx.Module):
         policy: Callable | None = None,
         unroll: int = 1,
     ) -> tuple[Array, Any]:
-        """Scans ``x`` and the carry of ``attend`` through the layers. Under a policy of
-        `REMAT_POLICIES` the backward pass recomputes their activations."""
+        """Scans ``x`` and the carry of ``attend`` through the layers. Under a policy the backward
+        pass computes anew what it does not keep."""
         apart = isinstance(self.layers, nnx.List)
         graph: Any = None
         stacked: Any = None
@@ -218,6 +216,7 @@ class Transformer(nnx.Module):
 
         def turn(inner: tuple[Array, Any], inputs: tuple[Any, Array]) -> tuple[Any, None]:
             (x, carry), (parameters, index) = inner, inputs
+            x = checkpoint_name(x, LAYER_INPUT)
             layer = _ChosenLayer(self.layers, index) if apart else nnx.merge(graph, parameters)
             q, k, v = layer.before_attention(x, rope)
             attended, carry = attend(carry, index, q, k, v)
@@ -253,10 +252,12 @@ class Transformer(nnx.Module):
         return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
 
 
-def _attend(q: Array, k: Array, v: Array, mask: Mask, implementation: str, int8_kv: bool) -> Array:
+def _attend(
+    q: Array, k: Array, v: Array, mask: Mask, implementation: str, tile: int, int8_kv: bool
+) -> Array:
     """Returns what ``q [B, T, H, head_dim]`` attends to of ``k`` and ``v [B, T, K, head_dim]``."""
     q = constrain(q, "batch", None, "attention_heads")
     k, v = (constrain(x.swapaxes(1, 2), "batch", "attention_heads") for x in (k, v))
     if int8_kv:
         k, v = (to_float(to_int8(x), q.dtype) for x in (k, v))
-    return attend(q, k, v, mask, implementation=implementation)
+    return attend(q, k, v, mask, implementation=implementation, tile=tile)

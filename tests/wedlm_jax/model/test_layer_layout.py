@@ -147,7 +147,7 @@ def test_rectangles(config: ModelConfig, columns: bool) -> None:
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.parametrize(("columns", "policy"), [(False, "dots"), (True, "full")])
+@pytest.mark.parametrize(("columns", "policy"), [(False, "products"), (True, "full")])
 def test_gradients(columns: bool, policy: str) -> None:
     @jax.jit
     def gradient(model: Transformer) -> nnx.State:

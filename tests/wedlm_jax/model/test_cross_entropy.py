@@ -1,0 +1,135 @@
+"""Cross entropy by chunks: losses and gradients of whole logits, at the cost of wanted tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.jaxpr_shapes import equations_in, shapes_in
+from tests.reference.training import cross_entropy, cross_entropy_gradients
+from wedlm_jax.model.cross_entropy import weighted_cross_entropy
+
+ROWS, LENGTH, WIDTH, VOCAB = 2, 12, 6, 30
+
+
+@partial(jax.jit, static_argnames="chunk")
+def losses_and_gradients(
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    wanted: jax.Array,
+    *,
+    chunk: int,
+) -> tuple:
+    """Gradients of three times the sum, so that the cotangent is seen to count."""
+
+    def total(hidden: jax.Array, head: jax.Array) -> tuple[jax.Array, tuple]:
+        sum_, nll, hit = weighted_cross_entropy(hidden, head, targets, weights, wanted, chunk=chunk)
+        return 3 * sum_, (sum_, nll, hit)
+
+    return jax.grad(total, argnums=(0, 1), has_aux=True)(hidden, head)
+
+
+def example(seed: int, share: float) -> tuple[np.ndarray, ...]:
+    random = np.random.default_rng(seed)
+    return (
+        random.normal(size=(ROWS, LENGTH, WIDTH)).astype(np.float32),
+        random.normal(size=(WIDTH, VOCAB)).astype(np.float32) * 3,
+        random.integers(0, VOCAB, (ROWS, LENGTH)),
+        random.uniform(0.1, 2, (ROWS, LENGTH)).astype(np.float32),
+        random.uniform(size=(ROWS, LENGTH)) < share,
+    )
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("chunk", [1, 5, 8, 100])
+def test_losses_and_gradients_equal_those_of_whole_logits(chunk: int, share: float) -> None:
+    hidden, head, targets, weights, wanted = example(0, share)
+    (by_hidden, by_head), (total, nll, hit) = losses_and_gradients(
+        hidden, head, targets, weights, wanted, chunk=chunk
+    )
+    flat, flat_targets = hidden.reshape(-1, WIDTH), targets.reshape(-1)
+    counted, weight = wanted.reshape(-1), (weights * wanted).reshape(-1)
+    exact = cross_entropy(flat.astype(np.float64) @ head, flat_targets)
+    np.testing.assert_allclose(nll.reshape(-1), exact * counted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(total, (exact * weight).sum(), rtol=1e-5)
+    said = (flat @ head).argmax(-1) == flat_targets
+    np.testing.assert_array_equal(hit.reshape(-1), said & counted)
+    wanted_gradients = cross_entropy_gradients(flat, head, flat_targets, 3 * weight)
+    for ours, theirs in zip((by_hidden.reshape(-1, WIDTH), by_head), wanted_gradients, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_losses_are_the_same_without_gradients() -> None:
+    given = example(1, 0.5)
+    _, with_gradients = losses_and_gradients(*given, chunk=5)
+    alone = jax.jit(partial(weighted_cross_entropy, chunk=5))(*given)
+    for ours, theirs in zip(alone, with_gradients, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def test_the_head_gradient_in_bfloat16_is_summed_in_float32() -> None:
+    """8,192 tokens in 32 chunks, against float32 sums over the same rounded states and head."""
+    tokens, width, vocab = 8192, 32, 64
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden = jax.random.normal(keys[0], (1, tokens, width)).astype(jnp.bfloat16)
+    head = jax.random.normal(keys[1], (width, vocab)) / 4
+    targets = jax.random.categorical(keys[2], jnp.linspace(0, 3, vocab), shape=(1, tokens))
+    weights, wanted = jnp.full((1, tokens), 1 / tokens), jnp.ones((1, tokens), bool)
+    (_, ours), _ = losses_and_gradients(hidden, head, targets, weights, wanted, chunk=256)
+    assert ours.dtype == jnp.float32
+    states = np.asarray(hidden[0], np.float64)
+    rounded = np.asarray(head.astype(jnp.bfloat16), np.float64)
+    _, exact = cross_entropy_gradients(states, rounded, targets[0], np.asarray(3 * weights[0]))
+    error = np.linalg.norm(ours - exact) / np.linalg.norm(exact)
+    assert error < 1e-4
+
+
+def test_the_head_takes_three_products_and_logits_of_one_chunk() -> None:
+    hidden, head, targets, weights, wanted = map(jnp.asarray, example(2, 1.0))
+
+    def gradients(hidden: jax.Array, head: jax.Array) -> tuple:
+        def total(hidden: jax.Array, head: jax.Array) -> jax.Array:
+            return weighted_cross_entropy(hidden, head, targets, weights, wanted, chunk=4)[0]
+
+        return jax.grad(total, argnums=(0, 1))(hidden, head)
+
+    traced = jax.make_jaxpr(gradients)(hidden, head).jaxpr
+    products = [e for e in equations_in(traced) if e.primitive.name == "dot_general"]
+    assert len(products) == 3
+    sizes = [s[:-1] for s in shapes_in(traced) if s[-1:] == (VOCAB,) and s != head.shape]
+    assert max(int(np.prod(size)) for size in sizes) == 4
+
+
+@pytest.mark.parametrize(("wanted", "turns"), [(0, 0), (1, 1), (8, 2), (9, 3), (24, 6)])
+def test_the_loop_runs_over_chunks_with_targets_only(wanted: int, turns: int) -> None:
+    """Tokens behind the last chunk with a target may hold anything, even what is not a number."""
+    hidden, head, targets, weights, _ = example(3, 1.0)
+    flags = np.zeros(ROWS * LENGTH, bool)
+    flags[np.random.default_rng(wanted).permutation(len(flags))[:wanted]] = True
+    unmet = np.flatnonzero(~flags)[max(4 * turns - wanted, 0) :]
+    hidden.reshape(-1, WIDTH)[unmet] = np.nan
+    gradients, (total, nll, _) = losses_and_gradients(
+        hidden, head, targets, weights, flags.reshape(ROWS, LENGTH), chunk=4
+    )
+    assert all(np.isfinite(x).all() for x in (*gradients, total, nll))
+    assert (np.abs(nll).sum() > 0) == (wanted > 0)
+
+
+def test_logits_of_bfloat16_states_are_float32() -> None:
+    random = np.random.default_rng(1)
+    hidden = jnp.asarray(random.normal(size=(1, 5, 64)), jnp.bfloat16)
+    head = jnp.asarray(random.normal(size=(64, 30)), jnp.float32)
+    targets = jnp.asarray(random.integers(0, 30, (1, 5)))
+    ones = jnp.ones((1, 5))
+    _, nll, _ = weighted_cross_entropy(hidden, head, targets, ones, ones > 0, chunk=5)
+    assert nll.dtype == jnp.float32
+    rounded = np.asarray(head.astype(jnp.bfloat16), np.float64)
+    exact = cross_entropy(np.asarray(hidden[0], np.float64) @ rounded, np.asarray(targets[0]))
+    # Logits in bfloat16 would be off by about 0.05 here.
+    np.testing.assert_allclose(nll[0], exact, atol=1e-4)

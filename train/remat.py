@@ -1,0 +1,143 @@
+"""`loss.remat: auto`: the policy that computes least anew and fits, found by compiling.
+
+How much a policy holds is the compiler's to say. Each holds less than the one before it, so halving
+the list finds the first that fits in three compilations. What was found is remembered beside the
+compiled programs, and not looked for again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from train.config import AUTO, TrainConfig
+from wedlm_jax.atomic import write_json
+from wedlm_jax.config import ModelConfig
+from wedlm_jax.errors import InputError
+from wedlm_jax.model.rematerialisation import POLICIES
+from wedlm_jax.processes import is_first, say, sum_over_all
+
+SPARE = 0.1
+"""Share of a device's memory that a policy must leave free, for fragments and what else runs."""
+REMEMBERED = "remat.json"
+
+PeakOf = Callable[[str], int | None]
+"""The compiler's peak in bytes on one device of the step with a policy; None if it does not fit."""
+
+
+def cheapest_policy(peak_of: PeakOf, capacity: int) -> str:
+    """Returns the first of `POLICIES` whose peak leaves `SPARE` of ``capacity`` bytes.
+
+    Raises:
+      InputError: none does.
+    """
+    first, last = 0, len(POLICIES)
+    while first < last:
+        middle = (first + last) // 2
+        peak = peak_of(POLICIES[middle])
+        if peak is not None and peak <= (1 - SPARE) * capacity:
+            last = middle
+        else:
+            first = middle + 1
+    if first < len(POLICIES):
+        return POLICIES[first]
+    raise InputError(
+        f"loss.remat: no policy leaves {SPARE:.0%} of a device's {capacity / 2**30:.1f} GiB; "
+        f"fewer rows with more accumulation take less, and loss.remat={POLICIES[-1]} tries all the "
+        "same"
+    )
+
+
+def settled(
+    config: TrainConfig,
+    model: ModelConfig,
+    devices: Sequence[Any],
+    capacity: int | None,
+    peak_of: PeakOf,
+    say_it: Callable[[str], None] = say,
+) -> TrainConfig:
+    """Returns the recipe with a policy in place of ``auto``; the recipe itself if it names one.
+
+    On a CPU nothing is computed anew: memory is the machine's, and time is short.
+
+    Args:
+      config, model: what is compiled.
+      devices: for which.
+      capacity: bytes of memory of one; None where it is not known.
+      peak_of: compiles the step with a policy.
+      say_it: told what was chosen.
+
+    Raises:
+      InputError: no policy fits, or the capacity is not known.
+    """
+    if config.loss.remat != AUTO:
+        return config
+    kind = devices[0].device_kind
+    if devices[0].platform == "cpu":
+        return with_policy(config, POLICIES[0])
+    if capacity is None:
+        raise InputError(
+            f"loss.remat=auto: {kind} does not say how much memory it has; name a policy: "
+            f"{', '.join(POLICIES)}"
+        )
+    memory = _Memory(_key(config, model, kind, len(devices), capacity))
+    known = memory.recall()
+    policy = cheapest_policy(peak_of, capacity) if known is None else known
+    # All processes must run the same program, whatever each of them remembers.
+    index = sum_over_all(np.array([POLICIES.index(policy) if is_first() else 0]))[0]
+    policy = POLICIES[int(index)]
+    memory.keep(policy)
+    say_it(f"loss.remat: {policy}, {'as remembered' if known else 'found by compiling'}")
+    return with_policy(config, policy)
+
+
+def with_policy(config: TrainConfig, policy: str) -> TrainConfig:
+    """Returns the recipe with this policy."""
+    return dataclasses.replace(config, loss=dataclasses.replace(config.loss, remat=policy))
+
+
+def _key(config: TrainConfig, model: ModelConfig, kind: str, count: int, capacity: int) -> str:
+    """Names everything that the memory of a step depends on."""
+    fields = dataclasses.asdict(config)
+    given = {
+        name: fields[name]
+        for name in ("objective", "rows", "accumulation", "row_length", "block_size", "mesh")
+    }
+    given |= {"loss": fields["loss"], "optimizer": fields["optimizer"]["name"]}
+    given |= {"model": repr(model), "devices": [kind, count, capacity], "jax": jax.__version__}
+    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
+
+
+class _Memory:
+    """Policies that were found, by key, in the folder of compiled programs, if there is one."""
+
+    def __init__(self, key: str):
+        folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+        self._path = Path(folder) / REMEMBERED if folder and "://" not in folder else None
+        self._key = key
+
+    def recall(self) -> str | None:
+        policy = self._all().get(self._key)
+        return policy if policy in POLICIES else None
+
+    def keep(self, policy: str) -> None:
+        if self._path is None or not is_first() or self._all().get(self._key) == policy:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self._path, self._all() | {self._key: policy})
+
+    def _all(self) -> dict[str, str]:
+        if self._path is None:
+            return {}
+        try:
+            found = json.loads(self._path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}  # it only saves time
+        return found if isinstance(found, dict) else {}

@@ -1,0 +1,180 @@
+"""Cross entropy through the output projection, a chunk of tokens at a time.
+
+The logits of all tokens at once would be the largest array of a training step by far, so those of a
+chunk are computed, used and dropped. The weight of each token in the loss is known beforehand, and
+with it the gradient of the logits; so the pass that computes the loss computes the gradients, too.
+That takes three products a token (logits, gradient of the hidden state, gradient of the matrix),
+where computing the logits anew in the backward pass would take four.
+
+Tokens without a target are left out: the tokens with one are brought to the front, and a loop runs
+over as many chunks as hold some.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from wedlm_jax.sharding import constrain, on_own_tokens, sum_over_tokens
+
+TOKENS = ("batch", "length")
+
+
+def weighted_cross_entropy(
+    hidden: Array, head: Array, targets: Array, weights: Array, wanted: Array, *, chunk: int
+) -> tuple[Array, Array, Array]:
+    """Computes ``Σ weights · nll``, and for reports each token's nll and whether it was hit.
+
+    The gradient flows through the sum alone, into ``hidden`` and ``head``. The matrix's is summed
+    in float32, over chunks and over devices.
+
+    Args:
+      hidden: ``[R, T, D]``, in the compute dtype.
+      head: ``[D, V]``, in the dtype of the parameters.
+      targets: int32 ``[R, T]``.
+      weights: float32 ``[R, T]``; they depend on masks only.
+      wanted: bool ``[R, T]``, which tokens have a target at all; the others are not computed.
+      chunk: tokens whose logits a device holds at once.
+
+    Returns:
+      The float32 sum; float32 ``[R, T]`` negative log-likelihoods in nats and bool ``[R, T]``, the
+      target has the largest logit: 0 and False where not wanted.
+    """
+    weights = jnp.where(wanted, weights, 0.0)
+    total, nll, hit = _cross_entropy(hidden, head, targets, weights, wanted, chunk)
+    return total, jax.lax.stop_gradient(nll), hit
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _cross_entropy(
+    hidden: Array, head: Array, targets: Array, weights: Array, wanted: Array, chunk: int
+) -> tuple[Array, Array, Array]:
+    local = on_own_tokens(
+        partial(_loss, chunk=chunk),
+        [(*TOKENS, None), (None, None), TOKENS, TOKENS],
+        [TOKENS, TOKENS],
+    )
+    nll, hit = local(hidden, head.astype(hidden.dtype), targets, wanted)
+    return (weights * nll).sum(), nll, hit
+
+
+def _forward(
+    hidden: Array, head: Array, targets: Array, weights: Array, wanted: Array, chunk: int
+) -> tuple[tuple[Array, Array, Array], tuple[Array, Array]]:
+    # Each device keeps the whole matrix, and the whole sum of its gradient, while it goes through
+    # its own chunks.
+    local = on_own_tokens(
+        partial(_loss_and_gradients, chunk=chunk),
+        [(*TOKENS, None), (None, None), TOKENS, TOKENS, TOKENS],
+        [TOKENS, TOKENS, (*TOKENS, None), ("hidden", None)],
+    )
+    nll, hit, d_hidden, d_head = local(hidden, head.astype(hidden.dtype), targets, weights, wanted)
+    return ((weights * nll).sum(), nll, hit), (d_hidden, d_head.astype(head.dtype))
+
+
+def _backward(
+    _: int, gradients: tuple[Array, Array], cotangents: tuple[Array, Array, Array]
+) -> tuple[Array | None, ...]:
+    d_hidden, d_head = gradients
+    scale = cotangents[0]
+    return (scale * d_hidden).astype(d_hidden.dtype), scale * d_head, None, None, None
+
+
+_cross_entropy.defvjp(_forward, _backward)
+
+
+def _loss(
+    hidden: Array, head: Array, targets: Array, wanted: Array, *, chunk: int
+) -> tuple[Array, Array]:
+    order, place, count, chunk = _wanted_first(wanted, chunk)
+    states, target = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+
+    def body(number: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
+        own = _part(order, number, chunk)
+        nll, hit, _ = _of_chunk(states[own], head, target[own])
+        return _put(results[0], nll, number), _put(results[1], hit, number)
+
+    start = jnp.zeros(len(order), jnp.float32), jnp.zeros(len(order), bool)
+    nll, hit = jax.lax.fori_loop(0, -(-count // chunk), body, start)
+    return jnp.where(wanted, nll[place], 0.0), wanted & hit[place]
+
+
+def _loss_and_gradients(
+    hidden: Array, head: Array, targets: Array, weights: Array, wanted: Array, *, chunk: int
+) -> tuple[Array, Array, Array, Array]:
+    order, place, count, chunk = _wanted_first(wanted, chunk)
+    width = hidden.shape[-1]
+    states, target = hidden.reshape(-1, width), targets.reshape(-1)
+    # What fills up the last chunk has no weight: a token without a target, or one met before.
+    weight = weights.reshape(-1)[order] * (jnp.arange(len(order)) < count)
+
+    def body(number: Array, results: tuple[Array, ...]) -> tuple[Array, ...]:
+        own = _part(order, number, chunk)
+        nll, hit, slope = _of_chunk(states[own], head, target[own])
+        slope = slope * _part(weight, number, chunk)[:, None]
+        d_states = jnp.matmul(
+            slope.astype(head.dtype), head.T, preferred_element_type=jnp.float32
+        ).astype(hidden.dtype)
+        # The gradients of logits stay float32 in this product, where the device has one.
+        d_head = results[3] + jnp.matmul(states[own].astype(jnp.float32).T, slope)
+        chunks = (_put(x, y, number) for x, y in zip(results, (nll, hit, d_states), strict=False))
+        return *chunks, constrain(d_head, None, "vocab")
+
+    start = (
+        jnp.zeros(len(order), jnp.float32),
+        jnp.zeros(len(order), bool),
+        jnp.zeros((len(order), width), hidden.dtype),
+        constrain(jnp.zeros(head.shape, jnp.float32), None, "vocab"),
+    )
+    nll, hit, d_states, d_head = jax.lax.fori_loop(0, -(-count // chunk), body, start)
+    d_hidden = d_states[place]  # zeros where no chunk came
+    nll, hit = jnp.where(wanted, nll[place], 0.0), wanted & hit[place]
+    return nll, hit, d_hidden, sum_over_tokens(d_head, "hidden")
+
+
+def _of_chunk(states: Array, head: Array, target: Array) -> tuple[Array, Array, Array]:
+    """Returns the nll ``[C]`` of states ``[C, D]``, whether the target has the largest logit, and
+    the gradient of each nll by its logits, float32 ``[C, V]``."""
+    logits = jnp.matmul(states, head, preferred_element_type=jnp.float32)
+    logits = constrain(logits, None, "vocab")
+    top = logits.max(axis=-1, keepdims=True)
+    shares = jnp.exp(logits - top)
+    total = shares.sum(axis=-1, keepdims=True)
+    # A masked sum instead of a gather: on a mesh each device sums its own part of the vocabulary,
+    # where a gather would collect all logits.
+    here = jnp.arange(logits.shape[-1]) == target[:, None]
+    picked = jnp.where(here, logits, 0.0).sum(axis=-1, keepdims=True)
+    nll = (top + jnp.log(total) - picked)[:, 0]
+    return nll, (picked >= top)[:, 0], shares / total - here
+
+
+def _wanted_first(wanted: Array, chunk: int) -> tuple[Array, Array, Array, int]:
+    """Orders tokens for the loop.
+
+    Returns:
+      int32 ``[N]`` padded to whole chunks: the tokens, wanted ones first; ``place`` of the shape of
+      ``wanted``: where each token stands in that; how many are wanted; tokens in a chunk.
+    """
+    flat = wanted.reshape(-1)
+    chunk = min(chunk, len(flat))
+    count = flat.sum(dtype=jnp.int32)
+    before = jnp.cumsum(flat, dtype=jnp.int32)
+    place = jnp.where(flat, before - 1, count + jnp.arange(len(flat)) - before)
+    order = (
+        jnp.zeros(len(flat), jnp.int32)
+        .at[place]
+        .set(jnp.arange(len(flat), dtype=jnp.int32), unique_indices=True)
+    )
+    order = jnp.pad(order, (0, -len(flat) % chunk), mode="edge")
+    return order, place.reshape(wanted.shape), count, chunk
+
+
+def _part(x: Array, number: Array, chunk: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(x, number * chunk, chunk)
+
+
+def _put(x: Array, part: Array, number: Array) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(x, part, number * len(part), 0)

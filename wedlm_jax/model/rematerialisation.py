@@ -1,0 +1,56 @@
+"""What the backward pass keeps of each layer, and what it computes anew: policies by name.
+
+A layer names what it makes: the products of its queries, keys and values (``projected``), what they
+attended to (``attended``), its hidden states behind attention (``mixed``), and the two inner
+products of its MLP (``gate``, ``up``). Each policy keeps some of them beside the layer's input; the
+rest of the layer, but for the last product, which no gradient needs, is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import jax
+
+from wedlm_jax.attention.residuals import ATTENDED
+
+_ATTENTION = (ATTENDED,)
+_PROJECTIONS = (*_ATTENTION, "projected", "mixed")
+_GATE = (*_PROJECTIONS, "gate")
+
+KEPT: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "products": (*_GATE, "up"),
+        "gate": _GATE,
+        "projections": _PROJECTIONS,
+        "attention": _ATTENTION,
+        "full": (),
+        "offload": (),
+    }
+)
+"""What each policy keeps, from the one that computes least anew, and holds most, to the one that
+holds least. Before them all comes ``none``, which keeps everything."""
+
+LAYER_INPUT = "layer_input"
+"""The name of a layer's input. ``offload`` moves it to the host's memory and back."""
+
+POLICIES: tuple[str, ...] = ("none", *KEPT)
+
+
+def checkpoint_policy(name: str) -> Callable | None:
+    """Returns the policy for `jax.checkpoint`; None where nothing is computed anew.
+
+    Args:
+      name: one of `POLICIES`.
+    """
+    if name == "none":
+        return None
+    if name == "offload":
+        return jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[LAYER_INPUT],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    return jax.checkpoint_policies.save_only_these_names(*KEPT[name])
