@@ -10,21 +10,31 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from train.config import TrainConfig
-from train.program import abstract_rows, abstract_state, objective_of, optimizer_of
+from train.program import abstract_state, lowered_step, optimizer_of
 from train.remat import settled, with_policy
-from train.step import make_train_step
-from train.step_cost import forward_flops, program_flops
+from train.step_cost import (
+    StepFlops,
+    head_chunks,
+    model_flops,
+    program_flops,
+    seen_pairs,
+    visited_pairs,
+)
 from wedlm_jax.aot.cost import ProgramCost, program_cost
 from wedlm_jax.aot.topology import (
     ASSUMPTIONS,
+    EXPECTED_ASSUMPTIONS,
+    REACHED_BY_ATTENTION,
+    REACHED_BY_PRODUCTS,
     CompiledProgram,
     Roofline,
     Topology,
     compile_for,
+    compiler_options,
     describe_topology,
     local_bytes,
 )
@@ -48,9 +58,13 @@ class CompiledStep:
       hbm_limit: what the chip has.
       model_flops: of the whole step: three times the forward pass's products.
       device_flops: of one device, with what is computed anew in the backward pass.
+      remat: the policy, chosen or given.
+      attention_share: by samples in a row, visited pairs of a query and a key over those seen.
+      options: XLA's flags.
       cost: of one device: HBM traffic, collectives, and what leaves it.
       roofline: lower bounds of the step's time.
       mfu_bound: model_flops over what the chips could do in the step's shortest time.
+      expected: seconds of a step, under `EXPECTED_ASSUMPTIONS`.
       compile_seconds: on this machine.
     """
 
@@ -63,10 +77,14 @@ class CompiledStep:
     peak_bytes: int
     hbm_limit: int
     model_flops: float
-    device_flops: float
+    device_flops: StepFlops
+    remat: str
+    attention_share: dict[int, float]
+    options: dict[str, str]
     cost: ProgramCost
     roofline: Roofline
     mfu_bound: float
+    expected: float
     compile_seconds: float
 
     @property
@@ -87,28 +105,25 @@ def compile_step(config: TrainConfig, topology_name: str) -> CompiledStep:
     mesh = make_mesh(dataclasses.asdict(config.mesh), topology.devices)
     check_fits(mesh, model, rows=config.rows, row_length=config.row_length)
     check_runs_on(config.loss.attention, topology.devices[0].platform)
-    graph, parameters = nnx.split(nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0))))
-    optimizer = optimizer_of(config)
-    state: Any = abstract_state(mesh, parameters, optimizer)
+    options = compiler_options(topology.devices[0].device_kind)
     compiled: dict[str, CompiledProgram] = {}
 
     def compile_with(policy: str) -> CompiledProgram:
         if policy not in compiled:
             own = with_policy(config, policy)
-            step = make_train_step(graph, optimizer, objective_of(own, model))
-            inputs = state, abstract_rows(config, mesh), _key(mesh)
-            compiled[policy] = compile_for(topology, mesh, lambda: step.lower(*inputs), "step")
+            compiled[policy] = compile_for(
+                topology, mesh, lambda: lowered_step(own, model, mesh), "step", options
+            )
         return compiled[policy]
 
     def peak_of(policy: str) -> int | None:
         try:
             return compile_with(policy).peak_bytes
         except InputError:
-            return None
+            return None  # it does not fit
 
     config = settled(config, model, topology.devices, topology.chip.hbm_bytes, peak_of)
-    program = compile_with(config.loss.remat)
-    return _report(config, model, topology, mesh, program, local_bytes(state))
+    return _report(config, model, topology, mesh, compile_with(config.loss.remat))
 
 
 def recipe_model(config: TrainConfig) -> ModelConfig:
@@ -123,45 +138,57 @@ def recipe_model(config: TrainConfig) -> ModelConfig:
     return model
 
 
-def _key(mesh: jax.sharding.Mesh) -> Any:
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
+def _state(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> Any:
+    parameters = nnx.state(nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0))))
+    return abstract_state(mesh, parameters, optimizer_of(config))
 
 
 def _report(
     config: TrainConfig,
     model: ModelConfig,
     topology: Topology,
-    mesh: jax.sharding.Mesh,
+    mesh: Mesh,
     compiled: CompiledProgram,
-    state_bytes: int,
 ) -> CompiledStep:
-    devices, slices = topology.devices, topology.slices
-    cost = program_cost(compiled.text, devices=len(devices) // slices, slices=slices)
+    devices, slices, chip = topology.devices, topology.slices, topology.chip
+    kind = devices[0].device_kind
+    shards = mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["sequence"]
+    cost = program_cost(
+        compiled.text,
+        devices=len(devices) // slices,
+        slices=slices,
+        unknown_trips=head_chunks(config, shards),
+    )
     rows = config.rows * config.accumulation
-    model_flops = 3 * forward_flops(model, rows, config.row_length)
-    flops = program_flops(config, model, rows) / len(devices)
-    bound = topology.chip.bounds(
-        flops=flops,
+    whole = program_flops(config, model, rows, kind)
+    flops = StepFlops(whole.products / len(devices), whole.attention / len(devices))
+    bound = chip.bounds(
+        flops=flops.total,
         hbm_bytes=cost.hbm_bytes,
         sent_bytes=cost.sent_bytes,
         slice_bytes=cost.slice_bytes,
     )
+    shares = {n: visited_pairs(config, kind, n) / seen_pairs(config, n) for n in (1, 10)}
+    computing = flops.products / REACHED_BY_PRODUCTS + flops.attention / REACHED_BY_ATTENTION
+    needed = model_flops(config, model)
     return CompiledStep(
         topology=topology.name,
         devices=len(devices),
         mesh=dict(mesh.shape),
         parameters=model.num_parameters(),
         tokens=rows * config.row_length,
-        state_bytes=state_bytes,
+        state_bytes=local_bytes(_state(config, model, mesh)),
         peak_bytes=compiled.peak_bytes,
-        hbm_limit=topology.chip.hbm_bytes,
-        model_flops=model_flops,
+        hbm_limit=chip.hbm_bytes,
+        model_flops=needed,
         device_flops=flops,
+        remat=config.loss.remat,
+        attention_share=shares,
+        options=compiler_options(kind),
         cost=cost,
         roofline=bound,
-        mfu_bound=model_flops / (len(devices) * topology.chip.peak_flops * bound.seconds),
+        mfu_bound=needed / (len(devices) * chip.peak_flops * bound.seconds),
+        expected=max(computing / chip.peak_flops, bound.seconds),
         compile_seconds=compiled.seconds,
     )
 
@@ -180,7 +207,14 @@ def describe(step: CompiledStep) -> str:
         f"peak of HBM a chip   {step.peak_bytes / gib:.2f} of {step.hbm_limit / gib:.0f} GiB, "
         f"{step.headroom:.0%} to spare",
         f"products a step      {step.model_flops:.3g} FLOP (forward three times over)",
-        f"products a chip      {step.device_flops:.3g} FLOP, what is computed anew included",
+        f"computed anew        as loss.remat: {step.remat} says",
+        f"products a chip      {step.device_flops.total:.3g} FLOP, what is computed anew included; "
+        f"attention {step.device_flops.attention / step.device_flops.total:.0%}",
+        "attention computes   "
+        + ", ".join(
+            f"{share:.2f} times the pairs that are seen with {samples} in a row"
+            for samples, share in step.attention_share.items()
+        ),
         f"HBM traffic a chip   {cost.hbm_bytes / gib:.0f} GiB",
         f"sent by a chip       {cost.sent_bytes / gib:.2f} GiB to its slice, "
         f"{cost.slice_bytes / gib:.2f} GiB to others",
@@ -195,6 +229,9 @@ def describe(step: CompiledStep) -> str:
         f"slices {bound.slices:.3f} s",
         f"at best              {step.tokens / bound.seconds:,.0f} tokens/s, "
         f"{step.mfu_bound:.0%} of the chips' peak in the model's products",
-        f"assumed              {ASSUMPTIONS}",
+        f"expected             {step.expected:.3f} s, {step.tokens / step.expected:,.0f} tokens/s",
+        f"assumed of the best  {ASSUMPTIONS}",
+        f"of what is expected  {EXPECTED_ASSUMPTIONS}",
+        "XLA's flags          " + " ".join(f"{k}={v}" for k, v in step.options.items()),
     ]
     return "\n".join(lines)

@@ -35,11 +35,13 @@ from train.program import (
     placed_state,
     schedule_of,
 )
+from train.remat import settled_here
 from train.resume import begin_or_resume
 from train.skipped_steps import SKIPPED, PendingMetrics
 from train.start import held_out_rows, initial_model, tokenizer_folder, training_rows
 from train.step import TrainState, make_train_step
 from train.step_cost import describe_budget, model_flops, peak_flops
+from wedlm_jax.aot.topology import compiler_options
 from wedlm_jax.attention import check_runs_on
 from wedlm_jax.checkpoint.hf import save_checkpoint
 from wedlm_jax.checkpoint.run_folder import describe_run
@@ -86,6 +88,7 @@ def train(config: TrainConfig) -> Path:
     describe_run(output, model.config, folder)
     graph, parameters = nnx.split(model)
     with jax.set_mesh(mesh):
+        config = settled_here(config, model.config, mesh)
         run = TrainingRun(config, mesh, graph, model.config, tokenizer, output)
         parameters = run.run(parameters).parameters  # the moments are not kept for the export
     exported = dataclasses.replace(model.config, model_type="wedlm")
@@ -188,7 +191,8 @@ class TrainingRun:
             return self._step
         started = time.monotonic()
         rows = abstract_rows(self._config, self._mesh)
-        compiled = self._step.lower(state, rows, key).compile()
+        options = compiler_options(jax.devices()[0].device_kind)
+        compiled = self._step.lower(state, rows, key).compile(compiler_options=options or None)
         say(f"compiled in {time.monotonic() - started:.0f} s; {describe_budget(state, compiled)}")
         return compiled
 

@@ -9,16 +9,17 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from train.config import TrainConfig
 from train.optimizer import make_optimizer
 from train.skipped_steps import Guard, GuardState
-from train.step import Objective, TrainState
+from train.step import Objective, TrainState, make_train_step
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.corruption import PackedRows
 from wedlm_jax.errors import InputError
 from wedlm_jax.loss import LossConfig
+from wedlm_jax.model import Transformer
 from wedlm_jax.sharding import batch_sharding, tree_shardings
 
 
@@ -86,6 +87,22 @@ def abstract_rows(config: TrainConfig, mesh: Mesh) -> PackedRows:
     whole: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
     flags: Any = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=place)
     return PackedRows(tokens=whole, positions=whole, segment_ids=whole, trainable=flags)
+
+
+def lowered_step(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> jax.stages.Lowered:
+    """Traces the step of a recipe, from shapes alone. Called under ``jax.set_mesh(mesh)``."""
+    graph, parameters = nnx.split(nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0))))
+    optimizer, objective = optimizer_of(config), objective_of(config, model)
+    step = make_train_step(
+        graph, optimizer, objective, schedule=schedule_of(config), guard=guard_of(config)
+    )
+    state = abstract_state(mesh, parameters, optimizer)
+    return step.lower(state, abstract_rows(config, mesh), _abstract_key(mesh))
+
+
+def _abstract_key(mesh: Mesh) -> Any:
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
 
 def placed_state(

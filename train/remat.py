@@ -16,8 +16,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from train.config import AUTO, TrainConfig
+from train.program import lowered_step
+from wedlm_jax.aot.topology import compiler_options
 from wedlm_jax.atomic import write_json
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
@@ -96,6 +99,27 @@ def settled(
     memory.keep(policy)
     say_it(f"loss.remat: {policy}, {'as remembered' if known else 'found by compiling'}")
     return with_policy(config, policy)
+
+
+def settled_here(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> TrainConfig:
+    """Returns `settled` for the mesh's own devices. Called under ``jax.set_mesh(mesh)``."""
+    devices = mesh.devices.flat
+    options = compiler_options(devices[0].device_kind)
+
+    def peak_of(policy: str) -> int | None:
+        lowered = lowered_step(with_policy(config, policy), model, mesh)
+        try:
+            memory = lowered.compile(compiler_options=options or None).memory_analysis()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return None
+        assert memory is not None, "this backend does not count memory"
+        held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+        return memory.peak_memory_in_bytes or held
+
+    capacity = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    return settled(config, model, list(devices), capacity, peak_of)
 
 
 def with_policy(config: TrainConfig, policy: str) -> TrainConfig:

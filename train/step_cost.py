@@ -6,13 +6,19 @@ the attention kernel out and takes the body of a loop once.
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import jax
+import numpy as np
 
 from train.config import TrainConfig
 from train.step import TrainState
 from wedlm_jax.aot.topology import CHIPS, local_bytes
-from wedlm_jax.attention.blockwise import TileGrid
+from wedlm_jax.attention.blockwise import DEFAULT_TILE, TileGrid
+from wedlm_jax.attention.tiles import tile_side
 from wedlm_jax.config import ModelConfig
+from wedlm_jax.model.rematerialisation import KEPT
 
 GIB = 2**30
 PEAK_FLOPS = {
@@ -25,17 +31,33 @@ PEAK_FLOPS = {
     "NVIDIA B200": 2250e12,
 }
 """bfloat16 FLOP/s without sparsity by the beginning of a device's kind, from their makers."""
-SPLASH_TILE = 512
-# Products over each visible tile. The kernels of the backward pass (one for the queries' gradient,
-# one for that of keys and values) compute the scores and their gradient anew, each for itself.
-_FORWARD, _BACKWARD_SPLASH, _BACKWARD = 2, 7, 5
+# Products over each visible tile: scores and values; in the backward pass the scores again, and the
+# gradients of values, weights, queries and keys.
+_FORWARD, _BACKWARD = 2, 5
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFlops:
+    """Products of a step by what computes them.
+
+    Attributes:
+      products: of matrices with parameters.
+      attention: of queries, keys and values.
+    """
+
+    products: float
+    attention: float
+
+    @property
+    def total(self) -> float:
+        return self.products + self.attention
 
 
 def forward_flops(model: ModelConfig, rows: int, row_length: int, *, streams: int = 2) -> float:
-    """Products of the forward pass over packed rows, of what is visible only.
+    """Products of the forward pass over packed rows, of what is visible and has a target.
 
-    Each stream passes through every layer and the head. A query of either stream sees half
-    the row on average (both its own block and the memory are triangles), hence L²/2 pairs a row.
+    Each stream passes through every layer. A query of either stream sees half the row on average
+    (both its own block and the memory are triangles), hence L²/2 pairs a row and stream.
 
     Args:
       model: its shape.
@@ -43,44 +65,109 @@ def forward_flops(model: ModelConfig, rows: int, row_length: int, *, streams: in
       row_length: L.
       streams: 2 for the dual stream, 1 for plain next-token training.
     """
-    pairs = streams * rows * row_length**2 / 2
-    return streams / 2 * _matrix_flops(model, rows, row_length) + 4 * _width(model) * pairs
+    layers = 2 * _layer_parameters(model) * streams * rows * row_length
+    head = 2 * _head_parameters(model) * rows * _targets(row_length, streams)
+    return layers + head + 2 * _FORWARD * _width(model) * streams * rows * row_length**2 / 2
 
 
 def model_flops(config: TrainConfig, model: ModelConfig) -> float:
     """Products of a step, forward and backward, nothing computed anew counted: what MFU is
     relative to."""
-    streams = 2 if config.objective == "wedlm" else 1
     rows = config.rows * config.accumulation
-    return 3 * forward_flops(model, rows, config.row_length, streams=streams)
+    return 3 * forward_flops(model, rows, config.row_length, streams=_streams(config))
 
 
-def program_flops(config: TrainConfig, model: ModelConfig, rows: int) -> float:
+def program_flops(config: TrainConfig, model: ModelConfig, rows: int, kind: str = "") -> StepFlops:
     """Products that the step's program does for ``rows`` packed rows: what the backward pass
     computes anew counts, and tiles of attention count whole.
 
-    The head is computed anew in any case; the layers with ``remat: full``.
+    Args:
+      kind: of the device, which decides the size of tiles.
     """
-    length = config.row_length
-    head = 2 * model.hidden_size * model.vocab_size * 2 * rows * length
-    layers = _matrix_flops(model, rows, length) - head
-    again = config.loss.remat == "full"
-    attention = _FORWARD * (1 + again)
-    attention += _BACKWARD_SPLASH if config.loss.attention == "splash" else _BACKWARD
-    products = 2 * _width(model) * visible_pairs(config) * rows * attention
-    return (4 if again else 3) * layers + 4 * head + products
+    tokens = _streams(config) * rows * config.row_length
+    kept = KEPT.get(config.loss.remat)
+    again = 0 if kept is None else _parameters_anew(model, kept)
+    layers = 2 * tokens * (3 * _layer_parameters(model) + again)
+    head = 3 * 2 * _head_parameters(model) * rows * _targets(config.row_length, _streams(config))
+    repeats = kept is not None and "attended" not in kept
+    pairs = rows * visited_pairs(config, kind)
+    attention = 2 * _width(model) * pairs * (_FORWARD * (1 + repeats) + _BACKWARD)
+    return StepFlops(layers + head, attention)
 
 
-def visible_pairs(config: TrainConfig) -> int:
-    """Pairs of a query and a key in the tiles that the kernel visits, of one row."""
-    tile = min(SPLASH_TILE, config.row_length)
-    length = -(-config.row_length // tile) * tile
-    return len(TileGrid(2, length, tile, config.block_size).visible()) * tile**2
+def head_chunks(config: TrainConfig, devices: int) -> int:
+    """Turns of the vocabulary loss's loop in a micro-batch, of one device of ``devices`` that share
+    the tokens, all tokens being trainable."""
+    targets = config.rows * _targets(config.row_length, _streams(config))
+    return math.ceil(targets / devices / config.loss.chunk)
 
 
-def _matrix_flops(model: ModelConfig, rows: int, row_length: int) -> float:
-    matrices = model.num_parameters(embeddings=False) + model.hidden_size * model.vocab_size
-    return 2 * matrices * 2 * rows * row_length
+def visited_pairs(config: TrainConfig, kind: str = "", samples: int = 1) -> int:
+    """Pairs of a query and a key in the tiles that are visited, of one row.
+
+    Args:
+      kind: of the device.
+      samples: of equal length in the row. Only the splash kernel leaves out tiles whose queries and
+        keys are of other samples.
+    """
+    streams, length = _streams(config), config.row_length
+    splash = config.loss.attention == "splash"
+    tile = tile_side(length, config.loss.tile, kind) if splash else min(DEFAULT_TILE, length)
+    padded = -(-length // tile) * tile
+    tiles = TileGrid(streams, padded, tile, config.block_size if streams == 2 else 1).visible()
+    if splash:
+        sample = np.minimum(np.arange(padded) * samples // length, samples - 1).reshape(-1, tile)
+        query, key = (tiles % len(sample)).T
+        first, last = sample[:, 0], sample[:, -1]
+        tiles = tiles[(first[query] <= last[key]) & (first[key] <= last[query])]
+    return len(tiles) * tile**2
+
+
+def seen_pairs(config: TrainConfig, samples: int = 1) -> int:
+    """Pairs of a query and a key that it sees, of one row of ``samples`` of equal length."""
+    bounds = np.arange(samples + 1) * config.row_length // samples
+    total = 0
+    for size in np.diff(bounds).tolist():
+        total += size * (size + 1) // 2
+        if _streams(config) == 2:
+            place = np.arange(size)
+            total += int((place + 1).sum())  # earlier blocks in the memory, its own in order
+    return total
+
+
+def _streams(config: TrainConfig) -> int:
+    return 2 if config.objective == "wedlm" else 1
+
+
+def _targets(row_length: int, streams: int) -> float:
+    """Tokens of a row that have a target, all being trainable: those of the memory, and the half of
+    the prediction stream that is masked on average."""
+    return row_length * (1.5 if streams == 2 else 1.0)
+
+
+def _head_parameters(model: ModelConfig) -> int:
+    return model.hidden_size * model.vocab_size
+
+
+def _layer_parameters(model: ModelConfig) -> int:
+    """Of all layers together, norms included."""
+    return model.num_parameters(embeddings=False)
+
+
+def _parameters_anew(model: ModelConfig, kept: tuple[str, ...]) -> int:
+    """Parameters whose products the backward pass computes anew. No gradient needs a layer's last
+    product, the MLP's, so it never is."""
+    d, mlp = model.hidden_size, model.hidden_size * model.intermediate_size
+    queries = model.num_attention_heads * model.head_dim
+    keys = model.num_key_value_heads * model.head_dim
+    sizes = {
+        "projected": d * (queries + 2 * keys),
+        "mixed": d * queries,
+        "gate": mlp,
+        "up": mlp,
+    }
+    again = sum(size for name, size in sizes.items() if name not in kept)
+    return model.num_hidden_layers * again
 
 
 def _width(model: ModelConfig) -> int:

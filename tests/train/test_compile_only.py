@@ -12,7 +12,15 @@ import pytest
 from tests.no_libtpu import NO_LIBTPU, hide_libtpu
 from train.compile_only import CompiledStep, describe
 from train.config import TrainConfig
-from train.step_cost import forward_flops, program_flops, visible_pairs
+from train.step_cost import (
+    StepFlops,
+    forward_flops,
+    head_chunks,
+    model_flops,
+    program_flops,
+    seen_pairs,
+    visited_pairs,
+)
 from wedlm_jax.__main__ import main
 from wedlm_jax.aot.cost import ProgramCost
 from wedlm_jax.aot.topology import Roofline
@@ -37,7 +45,10 @@ STEP = CompiledStep(
     peak_bytes=90 * 2**30,
     hbm_limit=100 * 2**30,
     model_flops=3e15,
-    device_flops=1e15,
+    device_flops=StepFlops(9e14, 1e14),
+    remat="gate",
+    attention_share={1: 1.5, 10: 11.25},
+    options={"xla_of_this_chip": "true"},
     cost=ProgramCost(
         hbm_bytes=2**40,
         collective_bytes={"all-gather": 2**31},
@@ -47,37 +58,68 @@ STEP = CompiledStep(
     ),
     roofline=Roofline(2.0, 1.0, 0.5, 0.1),
     mfu_bound=0.75,
+    expected=3.5,
     compile_seconds=30.0,
 )
 
 
+LAYER = 8 * 24 + 2 * 8 * 12 + 24 * 8 + 3 * 8 * 16  # q, k and v, o, MLP
+NORMS = 3 * (2 * 8) + 8
+
+
 def test_flops_are_those_counted_by_hand() -> None:
     rows, length = 2, 32
-    layer = 8 * 24 + 2 * 8 * 12 + 24 * 8 + 3 * 8 * 16  # q, k and v, o, MLP
-    norms = 3 * (2 * 8) + 8
-    products = 2 * (3 * layer + norms + 8 * 100) * 2 * rows * length
+    products = 2 * (3 * LAYER + NORMS) * 2 * rows * length
+    # The head runs on all of the memory and on the half of the prediction stream that is masked.
+    head = 2 * 8 * 100 * 1.5 * rows * length
     # Scores and values of what is seen: half a square of the row, for each stream.
     attention = 3 * 2 * (2 * 24 * length * length) * rows
-    assert forward_flops(MODEL, rows, length) == products + attention
+    assert forward_flops(MODEL, rows, length) == products + head + attention
+    config = TrainConfig(rows=2, row_length=32, block_size=8)
+    assert model_flops(config, MODEL) == 3 * (products + head + attention)
 
 
-def test_what_the_backward_pass_computes_anew_counts() -> None:
+@pytest.mark.parametrize(
+    ("remat", "layers", "attention"),
+    [
+        ("none", 3 * LAYER, 2 + 5),
+        ("products", 3 * LAYER, 2 + 5),
+        ("gate", 3 * LAYER + 8 * 16, 2 + 5),
+        ("projections", 3 * LAYER + 2 * 8 * 16, 2 + 5),
+        ("attention", 4 * LAYER - 8 * 16, 2 + 5),
+        ("full", 4 * LAYER - 8 * 16, 2 + 2 + 5),
+        ("offload", 4 * LAYER - 8 * 16, 2 + 2 + 5),
+    ],
+)
+def test_what_the_backward_pass_computes_anew_counts(
+    remat: str, layers: int, attention: int
+) -> None:
     config = TrainConfig(row_length=32, block_size=8)
-    config.loss.attention = "blockwise"
+    config.loss.attention, config.loss.remat = "blockwise", remat
     # One tile a stream: the memory on itself, the prediction on the memory and on itself.
-    assert visible_pairs(config) == 3 * 32**2
-    matrices = forward_flops(MODEL, 2, 32) - 4 * 3 * 24 * 2 * 32**2
-    head = 2 * 8 * 100 * 2 * 2 * 32
-    pair = 2 * 3 * 24 * 2 * 3 * 32**2
-    assert program_flops(config, MODEL, 2) == 4 * matrices + (2 + 2 + 5) * pair
-    config.loss.remat = "none"
-    assert program_flops(config, MODEL, 2) == 3 * matrices + head + (2 + 5) * pair
+    assert visited_pairs(config) == 3 * 32**2
+    found = program_flops(config, MODEL, 2)
+    head = 3 * 2 * 8 * 100 * 1.5 * 2 * 32
+    assert found.products == 2 * (3 * layers + 3 * NORMS) * 2 * 2 * 32 + head
+    assert found.attention == 2 * 3 * 24 * 2 * 3 * 32**2 * attention
 
 
-def test_tiles_of_long_rows_are_those_that_are_visible() -> None:
-    config = TrainConfig(row_length=2048, block_size=32)
-    memory, own = 4 * 5 // 2, 4
-    assert visible_pairs(config) == (memory + memory + own) * 512**2
+def test_tiles_of_long_rows_are_those_that_are_visited() -> None:
+    config = TrainConfig(row_length=4096, block_size=32)
+    config.loss.attention, config.loss.tile = "splash", 512
+    memory, own = 8 * 9 // 2, 8
+    assert visited_pairs(config) == (memory + memory + own) * 512**2
+    # Samples of 1,024 are two tiles each, and see no other's.
+    assert visited_pairs(config, samples=4) == 4 * (3 + 3 + 2) * 512**2
+    assert seen_pairs(config, 4) == 4 * 2 * (1024 * 1025 // 2)
+    config.loss.attention = "blockwise"
+    assert visited_pairs(config, samples=4) == visited_pairs(config)
+
+
+def test_the_heads_loop_runs_over_tokens_with_targets() -> None:
+    config = TrainConfig(rows=8, row_length=4096)
+    assert head_chunks(config, 8) == 3  # 6,144 of 8,192 tokens a device, 2,048 at a time
+    assert head_chunks(config, 4) == 6
 
 
 def test_the_report_says_memory_collectives_and_time() -> None:
@@ -88,7 +130,13 @@ def test_the_report_says_memory_collectives_and_time() -> None:
     assert "2.00 GiB to its slice, 1.00 GiB to others" in text
     assert "shortest step        2.000 s, by compute" in text
     assert "2,048 tokens/s, 75%" in text
-    assert "assumed              products at the chip's bfloat16 peak" in text
+    assert "assumed of the best  products at the chip's bfloat16 peak" in text
+    assert "as loss.remat: gate says" in text
+    assert "attention 10%" in text
+    assert "1.50 times the pairs that are seen with 1 in a row, 11.25 times" in text
+    assert "expected             3.500 s, 1,170 tokens/s" in text
+    assert "products at 0.6 of the peak and attention's at 0.4" in text
+    assert "xla_of_this_chip=true" in text
 
 
 def test_without_the_compiler_the_command_says_what_to_install(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -30,7 +31,7 @@ class PodStep:
     """A recipe on a pod.
 
     Attributes:
-      recipe, topology, row_length, rows: what was compiled.
+      recipe, topology, row_length, rows, accumulation: what was compiled.
       step: what the compiler and the chip's figures say of it; None where it does not compile.
       error: why it does not.
     """
@@ -39,6 +40,7 @@ class PodStep:
     topology: str
     row_length: int
     rows: int
+    accumulation: int
     step: CompiledStep | None
     error: str | None = None
 
@@ -47,7 +49,8 @@ def compare_pods(
     recipes: Sequence[str], topologies: Sequence[str], lengths: Sequence[int], *, bar: Bar
 ) -> Iterator[PodStep]:
     """Compiles every recipe for every topology at every row length, the tokens of a step being
-    those of `TOKENS`; ``fsdp`` cuts the model within a slice, ``data`` goes over slices.
+    those of `TOKENS`; ``fsdp`` cuts the model within a slice, ``data`` goes over slices. A
+    micro-batch has a row for each chip, if the step has so many.
 
     Raises:
       InputError: a malformed recipe or topology, before anything is compiled.
@@ -67,15 +70,18 @@ def compare_pods(
             step = compile_step(config, topology)
         except InputError as refusal:
             error = str(refusal)
-        yield PodStep(name, topology, config.row_length, config.rows, step, error)
+        sizes = config.row_length, config.rows, config.accumulation
+        yield PodStep(name, topology, *sizes, step, error)
 
 
 def _config(recipe: str, topology: str, length: int) -> TrainConfig:
-    slices = parse_topology(topology)[2]
+    _, shape, slices = parse_topology(topology)
+    rows = slices * TOKENS // length
+    together = min(slices * math.prod(shape), rows)
     fields = {
         "row_length": length,
-        "rows": slices * TOKENS // length,
-        "accumulation": 1,
+        "rows": together,
+        "accumulation": rows // together,
         "mesh.data": slices,
         "mesh.fsdp": -1,
     }

@@ -79,7 +79,8 @@ POD_HEADS = (
     "topology",
     "mesh",
     "L",
-    "rows",
+    "rows × accumulation",
+    "computed anew",
     "peak of HBM",
     "to spare",
     "compute",
@@ -89,6 +90,7 @@ POD_HEADS = (
     "step",
     "tokens/s",
     "MFU bound",
+    "expected",
     "compiled in",
 )
 
@@ -100,7 +102,7 @@ def pod_table(pods: Sequence[PodStep]) -> str:
 
 
 def _pod_cells(pod: PodStep) -> tuple[str, ...]:
-    step, sizes = pod.step, (f"{pod.row_length:,}", str(pod.rows))
+    step, sizes = pod.step, (f"{pod.row_length:,}", f"{pod.rows} × {pod.accumulation}")
     if step is None:
         return (pod.recipe, pod.topology, "", *sizes, pod.error or "")
     bound = step.roofline
@@ -109,12 +111,14 @@ def _pod_cells(pod: PodStep) -> tuple[str, ...]:
         pod.topology,
         " × ".join(f"{axis} {size}" for axis, size in step.mesh.items() if size > 1),
         *sizes,
+        step.remat,
         f"{step.peak_bytes / GIB:.1f} of {step.hbm_limit / GIB:.0f} GiB",
         f"{step.headroom:.0%}",
         *(f"{seconds:.2f} s" for seconds in dataclasses.astuple(bound)),
         f"{bound.seconds:.2f} s ({bound.bound})",
         f"{step.tokens / bound.seconds:,.0f}",
         f"{step.mfu_bound:.0%}",
+        f"{step.expected:.2f} s",
         f"{step.compile_seconds:.0f} s",
     )
 

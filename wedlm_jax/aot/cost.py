@@ -36,7 +36,7 @@ class ProgramCost:
       collective_count: by kind, how often it runs.
       sent_bytes: that leave a device in collectives within a slice, each done as a ring.
       slice_bytes: likewise, in collectives between slices.
-      unknown_loops: loops whose trip count is not known, counted once.
+      unknown_loops: loops whose trip count is not known.
     """
 
     dot_flops: int = 0
@@ -48,19 +48,22 @@ class ProgramCost:
     unknown_loops: int = 0
 
 
-def program_cost(hlo: str, *, devices: int = 0, slices: int = 1) -> ProgramCost:
+def program_cost(
+    hlo: str, *, devices: int = 0, slices: int = 1, unknown_trips: int = 1
+) -> ProgramCost:
     """Costs of the entry computation of ``compiled.as_text()``; of a conditional, of all branches.
 
     Args:
       hlo: the text.
       devices: of a slice, for collectives that name no groups.
       slices: that run the program together.
+      unknown_trips: how often a loop runs whose trip count is not known.
 
     Raises:
       ValueError: there is no entry computation in the text.
     """
     program = parse(hlo)
-    counter = _Counter(program, devices, slices)
+    counter = _Counter(program, devices, slices, unknown_trips)
     counter.add(program.entry, 1, fused=False, seen=set())
     cost = counter.cost
     cost.sent_bytes, cost.slice_bytes = int(cost.sent_bytes), int(cost.slice_bytes)
@@ -74,6 +77,7 @@ class _Counter:
     program: HloProgram
     devices: int
     slices: int
+    unknown_trips: int
     cost: ProgramCost = dataclasses.field(default_factory=ProgramCost)
 
     def add(self, name: str, times: int, *, fused: bool, seen: set[str]) -> None:
@@ -100,7 +104,7 @@ class _Counter:
             inside = fused or own.opcode == "fusion"
             for callee in own.callees:
                 if callee in self.program.computations:
-                    runs = times * (1 if trips is None else trips)
+                    runs = times * (self.unknown_trips if trips is None else trips)
                     self.add(callee, runs, fused=inside, seen=seen if inside else set())
 
     def _add_collective(

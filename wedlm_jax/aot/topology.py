@@ -59,6 +59,13 @@ class Chip:
         )
 
 
+REACHED_BY_PRODUCTS, REACHED_BY_ATTENTION = 0.6, 0.4
+EXPECTED_ASSUMPTIONS = (
+    f"products at {REACHED_BY_PRODUCTS} of the peak and attention's at {REACHED_BY_ATTENTION}, one "
+    "after the other, everything else hidden behind them unless it takes longer"
+)
+"""What an expected time takes for granted: rules of thumb, measured on no chip here."""
+
 ASSUMPTIONS = (
     "products at the chip's bfloat16 peak; HBM at its full bandwidth, each fusion reading its "
     "operands and writing its result once; every link between chips busy in both directions, with "
@@ -103,6 +110,22 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
     }
 )
 EXAMPLE = "v5p:4x4x4"
+
+_OVERLAP = {
+    f"xla_tpu_enable_async_collective_fusion{what}": "true"
+    for what in ("", "_fuse_all_gather", "_fuse_all_reduce", "_multiple_steps")
+}
+_OVERLAP |= {"xla_tpu_overlap_compute_collective_tc": "true", "xla_enable_async_all_gather": "true"}
+COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {"TPU v5 lite": _OVERLAP, "TPU v5": _OVERLAP, "TPU v6 lite": _OVERLAP}
+)
+"""XLA's flags for a training step, by a device's kind: gathers of weights and sums of gradients run
+beside products. They are given with the program, so that no environment variable can be missing."""
+
+
+def compiler_options(kind: str) -> dict[str, str]:
+    """Returns the flags for devices of this kind; none for others than TPUs."""
+    return dict(COMPILER_OPTIONS.get(kind, {}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,12 +209,17 @@ class CompiledProgram:
 
 
 def compile_for(
-    topology: Topology, mesh: Mesh, lower: Callable[[], jax.stages.Lowered], what: str
+    topology: Topology,
+    mesh: Mesh,
+    lower: Callable[[], jax.stages.Lowered],
+    what: str,
+    options: Mapping[str, str] = MappingProxyType({}),
 ) -> CompiledProgram:
     """Compiles a program that is lowered under the mesh.
 
     Args:
       what: the program's name in messages.
+      options: XLA's flags by name.
 
     Raises:
       InputError: it does not fit into the chip's memory.
@@ -199,7 +227,7 @@ def compile_for(
     started = time.perf_counter()
     try:
         with jax.set_mesh(mesh), jax.default_device(topology.devices[0]):
-            compiled = lower().compile()
+            compiled = lower().compile(compiler_options=dict(options) or None)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -19,10 +19,11 @@ RECIPE = str(Path(__file__).parents[3] / "configs" / "wedlm_8b.yaml")
 
 
 def test_every_pod_takes_as_many_tokens_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[tuple[str, int, int, int]] = []
+    compiled: list[tuple[str, int, int, int, int]] = []
 
     def compile_step(config: TrainConfig, topology: str) -> CompiledStep:
-        compiled.append((topology, config.row_length, config.rows, config.mesh.data))
+        sizes = config.row_length, config.rows, config.accumulation
+        compiled.append((topology, *sizes, config.mesh.data))
         if config.row_length == 8192:
             raise InputError("it does not fit")
         return STEP
@@ -30,13 +31,13 @@ def test_every_pod_takes_as_many_tokens_a_slice(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(pods, "compile_step", compile_step)
     found = list(compare_pods([RECIPE], ["v5p:4x4x4", "v5p:8x8x8*2"], [4096, 8192], bar=Bar()))
     assert compiled == [
-        ("v5p:4x4x4", 4096, 512, 1),
-        ("v5p:4x4x4", 8192, 256, 1),
-        ("v5p:8x8x8*2", 4096, 1024, 2),
-        ("v5p:8x8x8*2", 8192, 512, 2),
+        ("v5p:4x4x4", 4096, 64, 8, 1),
+        ("v5p:4x4x4", 8192, 64, 4, 1),
+        ("v5p:8x8x8*2", 4096, 1024, 1, 2),
+        ("v5p:8x8x8*2", 8192, 512, 1, 2),
     ]
     assert [(pod.step, pod.error) for pod in found] == [(STEP, None), (None, "it does not fit")] * 2
-    assert {(pod.recipe, pod.rows * pod.row_length) for pod in found} == {
+    assert {(pod.recipe, pod.rows * pod.accumulation * pod.row_length) for pod in found} == {
         ("wedlm_8b", 512 * 4096),
         ("wedlm_8b", 1024 * 4096),
     }
@@ -56,21 +57,23 @@ def test_nothing_is_compiled_where_one_cannot_be(
 
 def test_the_table_is_markdown() -> None:
     pods = [
-        PodStep("wedlm_8b", "v5p:2x2x1", 4096, 512, STEP),
-        PodStep("wedlm_7b", "v5e:2x4", 4096, 512, None, "it does not fit"),
+        PodStep("wedlm_8b", "v5p:2x2x1", 4096, 64, 8, STEP),
+        PodStep("wedlm_7b", "v5e:2x4", 4096, 8, 64, None, "it does not fit"),
     ]
     lines = pod_table(pods).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert cells[0][:4] == ["recipe", "topology", "mesh", "L"]
     assert set("".join(cells[1])) <= set("-:")
-    assert cells[2][:7] == [
+    assert cells[2][:8] == [
         "wedlm_8b",
         "v5p:2x2x1",
         "fsdp 4",
         "4,096",
-        "512",
+        "64 × 8",
+        "gate",
         "90.0 of 100 GiB",
         "10%",
     ]
     assert "2.00 s (compute)" in cells[2]
+    assert "3.50 s" in cells[2]
     assert "it does not fit" in cells[3]

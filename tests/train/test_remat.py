@@ -1,0 +1,92 @@
+"""`loss.remat: auto` finds the policy that computes least anew and fits, and remembers it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from tests.training_examples import TINY
+from train.config import TrainConfig
+from train.remat import REMEMBERED, cheapest_policy, settled
+from wedlm_jax.errors import InputError
+from wedlm_jax.model.rematerialisation import POLICIES
+
+TPU = [SimpleNamespace(device_kind="TPU v5", platform="tpu")] * 4
+
+
+class Compiler:
+    """Peaks that fall from policy to policy: 1,000, 900, ... bytes; what does not fit into 950 is
+    refused, as compilers do."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def peak(self, policy: str) -> int | None:
+        self.asked.append(policy)
+        peak = 1000 - 100 * POLICIES.index(policy)
+        return None if peak > 950 else peak
+
+
+@pytest.mark.parametrize("index", range(len(POLICIES)))
+def test_the_first_policy_that_leaves_a_tenth_is_found_in_three_programs(index: int) -> None:
+    peak = 1000 - 100 * index
+    compiler = Compiler()
+    if peak > 950:
+        assert cheapest_policy(lambda _: 1000, 10_000) == POLICIES[0]
+        return
+    assert cheapest_policy(compiler.peak, -(-peak * 10 // 9)) == POLICIES[index]
+    assert len(compiler.asked) <= 3
+
+
+def test_what_fits_nowhere_is_refused() -> None:
+    with pytest.raises(InputError, match=r"no policy leaves 10% of a device's 2.0 GiB"):
+        cheapest_policy(lambda _: 2**31, 2**31)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[Path]:
+    before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    yield tmp_path
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_what_was_found_is_remembered_for_the_same_program_only(cache: Path) -> None:
+    config, said, compiler = TrainConfig(), list[str](), Compiler()
+
+    def settle(config: TrainConfig, capacity: int = 800) -> str:
+        return settled(config, TINY, TPU, capacity, compiler.peak, said.append).loss.remat
+
+    assert settle(config) == "projections"  # 700 of 800, and 720 may be taken
+    asked = len(compiler.asked)
+    assert settle(config) == "projections"
+    assert settle(dataclasses.replace(config, steps=7, output="elsewhere")) == "projections"
+    assert len(compiler.asked) == asked
+    assert said[0].endswith("found by compiling")
+    assert said[1].endswith("as remembered")
+    settle(dataclasses.replace(config, rows=16))
+    settle(config, 600)
+    assert len(compiler.asked) > asked + 2
+    (cache / REMEMBERED).write_bytes(b"\xff{")
+    assert settle(config) == "projections"
+
+
+def test_a_named_policy_and_a_cpu_compile_nothing() -> None:
+    named = TrainConfig()
+    named.loss.remat = "full"
+
+    def refuse(_: str) -> int:
+        pytest.fail("compiled")
+
+    assert settled(named, TINY, TPU, 800, refuse) is named
+    assert settled(TrainConfig(), TINY, jax.devices(), None, refuse).loss.remat == "none"
+
+
+def test_a_device_of_unknown_memory_needs_a_name() -> None:
+    with pytest.raises(InputError, match="TPU v5 does not say how much memory it has"):
+        settled(TrainConfig(), TINY, TPU, None, Compiler().peak)
