@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,15 +36,21 @@ PeakOf = Callable[[str], int | None]
 """The compiler's peak in bytes on one device of the step with a policy; None if it does not fit."""
 
 
-def cheapest_policy(peak_of: PeakOf, capacity: int) -> str:
+def cheapest_policy(peak_of: PeakOf, capacity: int, *, likely: int | None = None) -> str:
     """Returns the first of `POLICIES` whose peak leaves `SPARE` of ``capacity`` bytes.
+
+    Args:
+      peak_of: compiles the step with a policy.
+      capacity: of one device.
+      likely: the index to begin with; the middle by default.
 
     Raises:
       InputError: none does.
     """
     first, last = 0, len(POLICIES)
     while first < last:
-        middle = (first + last) // 2
+        middle = (first + last) // 2 if likely is None else likely
+        likely = None
         peak = peak_of(POLICIES[middle])
         if peak is not None and peak <= (1 - SPARE) * capacity:
             last = middle
@@ -68,7 +75,8 @@ def settled(
 ) -> TrainConfig:
     """Returns the recipe with a policy in place of ``auto``; the recipe itself if it names one.
 
-    On a CPU nothing is computed anew: memory is the machine's, and time is short.
+    A CPU has much memory beside what it computes, so the search begins with ``none`` there: the
+    program that will run is then the only one compiled.
 
     Args:
       config, model: what is compiled.
@@ -83,8 +91,6 @@ def settled(
     if config.loss.remat != AUTO:
         return config
     kind = devices[0].device_kind
-    if devices[0].platform == "cpu":
-        return with_policy(config, POLICIES[0])
     if capacity is None:
         raise InputError(
             f"loss.remat=auto: {kind} does not say how much memory it has; name a policy: "
@@ -92,7 +98,8 @@ def settled(
         )
     memory = _Memory(_key(config, model, kind, len(devices), capacity))
     known = memory.recall()
-    policy = cheapest_policy(peak_of, capacity) if known is None else known
+    likely = 0 if devices[0].platform == "cpu" else None
+    policy = known or cheapest_policy(peak_of, capacity, likely=likely)
     # All processes must run the same program, whatever each of them remembers.
     index = sum_over_all(np.array([POLICIES.index(policy) if is_first() else 0]))[0]
     policy = POLICIES[int(index)]
@@ -119,6 +126,8 @@ def settled_here(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> TrainCo
         return memory.peak_memory_in_bytes or held
 
     capacity = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if devices[0].platform == "cpu":
+        capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return settled(config, model, list(devices), capacity, peak_of)
 
 

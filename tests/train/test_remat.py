@@ -76,15 +76,27 @@ def test_what_was_found_is_remembered_for_the_same_program_only(cache: Path) -> 
     assert settle(config) == "projections"
 
 
-def test_a_named_policy_and_a_cpu_compile_nothing() -> None:
+def test_a_named_policy_compiles_nothing() -> None:
     named = TrainConfig()
     named.loss.remat = "full"
+    assert settled(named, TINY, TPU, 800, lambda _: pytest.fail("compiled")) is named
 
-    def refuse(_: str) -> int:
-        pytest.fail("compiled")
 
-    assert settled(named, TINY, TPU, 800, refuse) is named
-    assert settled(TrainConfig(), TINY, jax.devices(), None, refuse).loss.remat == "none"
+@pytest.mark.parametrize(("capacity", "programs"), [(10_000, ["none"]), (500, None)])
+def test_a_cpu_begins_with_the_program_that_will_run(
+    cache: Path, capacity: int, programs: list[str] | None
+) -> None:
+    asked: list[str] = []
+
+    def peak_of(policy: str) -> int:
+        asked.append(policy)
+        return 1000 - 100 * POLICIES.index(policy)
+
+    found = settled(TrainConfig(), TINY, jax.devices(), capacity, peak_of, lambda _: None)
+    assert asked[0] == "none"
+    if programs:
+        assert asked == programs
+    assert found.loss.remat == ("none" if programs else "offload")
 
 
 def test_a_device_of_unknown_memory_needs_a_name() -> None:

@@ -205,6 +205,51 @@ def test_long_rows_of_several_tiles_equal_dense_in_all_tiled_forms() -> None:
             np.testing.assert_allclose(own, expected, atol=3e-5)
 
 
+def test_the_kernel_visits_tiles_of_a_samples_own_only() -> None:
+    """Eight tiles a stream: samples of two and a half, of one and a half, and padding from the
+    sixth on."""
+    length, tile = 1024, 128
+    segments = np.zeros(length, np.int32)
+    segments[:320], segments[320:512] = 1, 2
+    segments[512:640] = 3
+    mask = DualStreamMask(jnp.asarray(segments)[None], 32)
+    kernel = splash._kernel(2, length, 32, 1, tile, interpret=True)
+    own = splash._without_other_samples(kernel, jnp.tile(jnp.asarray(segments), 2))
+    dense = np.asarray(mask.dense())[0].reshape(16, tile, 16, tile).any((1, 3))
+    padding = np.arange(16) % 8 >= 5
+    visited = np.zeros((16, 16), bool)
+    for query, (flags, keys) in enumerate(
+        zip(own.fwd_mask_info.block_mask[0], own.fwd_mask_info.data_next[0], strict=True)
+    ):
+        visited[query, np.asarray(keys)[np.asarray(flags) > 0]] = True
+    # Of padding the diagonal is left, so that no row's sum is zero.
+    np.testing.assert_array_equal(visited, dense | np.diag(padding))
+    backward = own.dkv_mask_info.block_mask[0] > 0
+    np.testing.assert_array_equal(backward, visited)
+    # 68 + 8 without the samples.
+    assert (int(visited.sum()), int((kernel.fwd_mask_info.block_mask > 0).sum())) == (31, 80)
+
+
+def test_rows_of_other_samples_have_their_own_tiles() -> None:
+    length, block, tile = 384, 32, 128
+    segments = np.ones((2, length), np.int32)
+    segments[0, 128:256], segments[0, 256:] = 2, 0
+    mask = DualStreamMask(jnp.asarray(segments), block)
+    qkv = random_qkv(2 * length, batch=2)
+    probe = jax.random.normal(jax.random.key(1), qkv[0].shape)
+
+    def run(implementation: str) -> list[jax.Array]:
+        def scalar(*qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
+            out = attend_eagerly(*qkv, mask, implementation=implementation, tile=tile)
+            return (out * probe).sum(), out
+
+        gradients, out = jax.jit(jax.grad(scalar, argnums=(0, 1, 2), has_aux=True))(*qkv)
+        return [out, *gradients]
+
+    for own, expected in zip(run("splash"), run("dense"), strict=True):
+        np.testing.assert_allclose(own, expected, atol=3e-5)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_bfloat16_inputs_are_scored_and_summed_in_float32(implementation: str) -> None:
     q, k, v = random_qkv(24, dtype="bfloat16")

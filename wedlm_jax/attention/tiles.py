@@ -13,7 +13,11 @@ LANES = 128
 TILES: Mapping[str, int] = MappingProxyType(
     {"TPU v5 lite": 1024, "TPU v5": 1024, "TPU v6 lite": 1024}
 )
-"""By a device's kind, the side that takes the least time for rows of 4,096, see `grid_seconds`."""
+"""By a device's kind. Chosen with `grid_seconds` for rows of 4,096 tokens, from the sides that the
+compiler fits into the chip's vector memory."""
+
+STEP_SECONDS = 0.35e-6
+"""Of one place in a kernel's grid, beside its products: as the documentation of Pallas gives it."""
 
 UNKNOWN = 512
 """Of devices that `TILES` does not name."""
@@ -34,3 +38,23 @@ def tile_side(length: int, given: int = 0, kind: str | None = None) -> int:
 def _kind_of_mesh() -> str:
     device = jax.sharding.get_abstract_mesh().abstract_device
     return "" if device is None else device.device_kind
+
+
+def grid_seconds(length: int, side: int, peak_flops: float, head_dim: int = 128) -> float:
+    """Estimates forward and backward pass of one head over one dual-stream row, one sample long.
+
+    Smaller tiles compute fewer pairs that are not seen, larger ones have fewer places in the grid.
+    The forward pass goes through the places of the fullest query tile for each; the backward pass
+    through all.
+
+    Args:
+      length: L of one stream.
+      side: of a tile.
+      peak_flops: of the chip.
+      head_dim: of a head.
+    """
+    count = -(-length // side)
+    visited = count * (count + 1) + count
+    places = 2 * count * (count + 1) + (2 * count) ** 2
+    products = 2 * head_dim * side**2 * (2 + 5) * visited
+    return products / peak_flops + places * STEP_SECONDS
