@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from tests.no_libtpu import NO_LIBTPU, hide_libtpu
 from train.compile_only import CompiledStep, describe
 from train.config import TrainConfig
+from train.program import lowered_step
 from train.step_cost import (
     StepFlops,
     forward_flops,
@@ -22,9 +24,10 @@ from train.step_cost import (
     visited_pairs,
 )
 from wedlm_jax.__main__ import main
-from wedlm_jax.aot.cost import ProgramCost
+from wedlm_jax.aot.cost import ProgramCost, program_cost
 from wedlm_jax.aot.topology import Roofline
 from wedlm_jax.config import ModelConfig
+from wedlm_jax.sharding import make_mesh
 
 MODEL = ModelConfig(
     vocab_size=100,
@@ -34,6 +37,7 @@ MODEL = ModelConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=6,
+    mask_token_id=99,
 )
 STEP = CompiledStep(
     topology="v5p:2x2x1",
@@ -102,6 +106,23 @@ def test_what_the_backward_pass_computes_anew_counts(
     head = 3 * 2 * 8 * 100 * 1.5 * 2 * 32
     assert found.products == 2 * (3 * layers + 3 * NORMS) * 2 * 2 * 32 + head
     assert found.attention == 2 * 3 * 24 * 2 * 3 * 32**2 * attention
+
+
+def test_a_compiled_step_computes_anew_what_is_counted() -> None:
+    """The layer's last product is not among it."""
+    mesh = make_mesh({"fsdp": 1}, jax.devices()[:1])
+    counted, compiled = {}, {}
+    for remat in ("products", "attention"):
+        config = TrainConfig(rows=2, row_length=32, block_size=8)
+        config.loss.remat, config.loss.dtype = remat, "float32"
+        with jax.set_mesh(mesh):
+            text = lowered_step(config, MODEL, mesh).compile().as_text() or ""
+        compiled[remat] = program_cost(text).dot_flops
+        counted[remat] = program_flops(config, MODEL, 2).products
+    assert (
+        compiled["attention"] - compiled["products"] == counted["attention"] - counted["products"]
+    )
+    assert counted["attention"] > counted["products"]
 
 
 def test_tiles_of_long_rows_are_those_that_are_visited() -> None:

@@ -165,7 +165,11 @@ def test_an_unknown_objective_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("loss.remat=ful", "loss.remat must be one of none, full, dots, not 'ful'"),
+        (
+            "loss.remat=ful",
+            "loss.remat must be one of auto, none, products, gate, projections, attention, full, "
+            "offload, not 'ful'",
+        ),
         ("loss.weighting=foo", "loss.weighting must be inverse_ratio or uniform, not 'foo'"),
         ("loss.dtype=int8", "loss.dtype must be bfloat16 or float32, not 'int8'"),
         ("checkpoint_every=0", "checkpoint_every must be at least 1, not 0"),

@@ -1,0 +1,40 @@
+"""Policies keep what they say: traced, not run."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from tests.jaxpr_shapes import equations_in
+from tests.training_examples import tiny_transformer
+from wedlm_jax.masks import DualStreamMask
+from wedlm_jax.model.rematerialisation import KEPT, POLICIES
+
+LENGTH = 128
+GRAPH, PARAMETERS = nnx.split(tiny_transformer(head_dim=128))
+
+
+def traced(policy: str, attention: str) -> list:
+    """Equations of the gradient; no kernel is compiled."""
+    tokens = jnp.zeros((2, 2 * LENGTH), jnp.int32)
+    mask = DualStreamMask(jnp.ones((2, LENGTH), jnp.int32), 32)
+
+    def total(parameters: nnx.State) -> jax.Array:
+        model = nnx.merge(GRAPH, parameters)
+        return model(tokens, tokens, mask, remat=policy, attention=attention).sum()
+
+    return list(equations_in(jax.make_jaxpr(jax.grad(total))(PARAMETERS).jaxpr))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_kernel_runs_again_only_where_its_output_is_not_kept(policy: str) -> None:
+    kernels = [e for e in traced(policy, "splash") if e.primitive.name == "pallas_call"]
+    again = policy != "none" and "attended" not in KEPT[policy]
+    assert len(kernels) == 2 + again
+
+
+def test_each_policy_keeps_less_than_the_one_before() -> None:
+    kept = [set(names) for names in KEPT.values()]
+    assert all(later <= earlier for earlier, later in zip(kept, kept[1:], strict=False))
