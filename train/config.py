@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from wedlm_jax.attention import IMPLEMENTATIONS
+from wedlm_jax.attention.tiles import LANES
 from wedlm_jax.errors import InputError
 from wedlm_jax.loss import WEIGHTINGS
 from wedlm_jax.model.rematerialisation import POLICIES
@@ -318,6 +319,8 @@ def _check(config: TrainConfig, path: str | Path) -> None:
             f"{path}: row_length {config.row_length} is not a multiple of "
             f"block_size {config.block_size}"
         )
+    if config.loss.tile % LANES:
+        raise InputError(f"{path}: loss.tile must be a multiple of {LANES}, not {config.loss.tile}")
 
 
 def _check_fields(section: Any, path: str | Path, prefix: str = "") -> None:

@@ -170,6 +170,7 @@ def test_an_unknown_objective_is_refused_by_name(tmp_path: Path) -> None:
             "loss.remat must be one of auto, none, products, gate, projections, attention, full, "
             "offload, not 'ful'",
         ),
+        ("loss.tile=100", "loss.tile must be a multiple of 128, not 100"),
         ("loss.weighting=foo", "loss.weighting must be inverse_ratio or uniform, not 'foo'"),
         ("loss.dtype=int8", "loss.dtype must be bfloat16 or float32, not 'int8'"),
         ("checkpoint_every=0", "checkpoint_every must be at least 1, not 0"),
