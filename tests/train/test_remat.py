@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +13,10 @@ import pytest
 
 from tests.training_examples import TINY
 from train.config import TrainConfig
-from train.remat import REMEMBERED, cheapest_policy, settled
+from train.remat import REMEMBERED, cheapest_policy, settled, settled_here
 from wedlm_jax.errors import InputError
 from wedlm_jax.model.rematerialisation import POLICIES
+from wedlm_jax.sharding import make_mesh
 
 TPU = [SimpleNamespace(device_kind="TPU v5", platform="tpu")] * 4
 
@@ -102,3 +104,11 @@ def test_a_cpu_begins_with_the_program_that_will_run(
 def test_a_device_of_unknown_memory_needs_a_name() -> None:
     with pytest.raises(InputError, match="TPU v5 does not say how much memory it has"):
         settled(TrainConfig(), TINY, TPU, None, Compiler().peak)
+
+
+def test_a_small_step_fits_this_machine(cache: Path) -> None:
+    config = TrainConfig(rows=1, row_length=32, block_size=4)
+    mesh = make_mesh({"fsdp": 1}, jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        assert settled_here(config, TINY, mesh).loss.remat == "none"
+    assert list(json.loads((cache / REMEMBERED).read_text()).values()) == ["none"]
