@@ -105,7 +105,8 @@ def attend_splash(
         def of_row(row: tuple[Array, Array, Array, Array]) -> Array:
             *qkv, segments = row
             own = _without_other_samples(kernel, segments)
-            return own(*qkv, splash.SegmentIds(segments, segments))
+            out: Any = own(*qkv, splash.SegmentIds(segments, segments))
+            return out
 
         heads = (q * head_dim**-0.5).reshape(own_batch, own_heads, -1, head_dim)
         # Row by row: each has its own tiles, and the parts of a query's gradient, one for each key
