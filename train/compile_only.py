@@ -73,7 +73,7 @@ class CompiledStep:
     device_flops: StepFlops
     remat: str
     attention_share: dict[int, float]
-    options: dict[str, str]
+    options: dict[str, str | bool]
     cost: ProgramCost
     roofline: Roofline
     mfu_bound: float

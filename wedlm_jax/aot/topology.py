@@ -123,7 +123,7 @@ COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 beside products. They are given with the program, so that no environment variable can be missing."""
 
 
-def compiler_options(kind: str) -> dict[str, str]:
+def compiler_options(kind: str) -> dict[str, str | bool]:
     """Returns the flags for devices of this kind; none for others than TPUs."""
     return dict(COMPILER_OPTIONS.get(kind, {}))
 
@@ -213,7 +213,7 @@ def compile_for(
     mesh: Mesh,
     lower: Callable[[], jax.stages.Lowered],
     what: str,
-    options: Mapping[str, str] = MappingProxyType({}),
+    options: Mapping[str, str | bool] = MappingProxyType({}),
 ) -> CompiledProgram:
     """Compiles a program that is lowered under the mesh.
 
