@@ -39,7 +39,8 @@ def add_words(old: Path, new: Path) -> int:
     """Writes the checkpoint with the longer vocabulary; returns how many words were added.
 
     Raises:
-      InputError: ``old`` is no checkpoint, has no tokenizer, or a head of its own.
+      InputError: ``old`` is no checkpoint, has no tokenizer or one of another size, a head of its
+        own, or every word already.
     """
     if not (old / "tokenizer.json").exists():
         raise InputError(f"{old}: no tokenizer.json in this folder")
@@ -53,6 +54,8 @@ def add_words(old: Path, new: Path) -> int:
             f"{model.config.vocab_size} in config.json"
         )
     words = split_words(tokenizer, corpus_texts(SAMPLES))
+    if not words:
+        raise InputError(f"{old}: every word of the corpus is one token already")
     arrays = arrays_from_model(model)
     rows = np.asarray(arrays["embed_tokens"])
     arrays["embed_tokens"] = jnp.asarray(np.concatenate([rows, word_rows(tokenizer, words, rows)]))
