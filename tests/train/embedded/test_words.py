@@ -79,7 +79,7 @@ def test_what_cannot_grow_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"bare: no tokenizer\.json"):
         words.add_words(bare, tmp_path / "new")
     save_tokenizer(train_tokenizer(TEXTS, VOCAB_SIZE - 1), bare)
-    with pytest.raises(InputError, match="299 tokens in the tokenizer, 300 in config.json"):
+    with pytest.raises(InputError, match=r"299 tokens in the tokenizer, 300 in config\.json"):
         words.add_words(bare, tmp_path / "new")
     config = ModelConfig(
         vocab_size=VOCAB_SIZE,
