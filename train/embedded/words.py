@@ -1,9 +1,9 @@
 """`python -m train.embedded.words OLD NEW`: gives every word of the corpus a token of its own.
 
 Masked positions are filled at once. Where a word has several tokens, neighbours that do not see
-each other may take pieces of different words, and the text is misspelt ("Apll", of "April" and
-"July"). So the checkpoint OLD is written to NEW with a token more for each word that has several;
-all ids and all other text stay as they are. What NEW says is little worth until it is trained on.
+each other may take pieces of different words: "Octobmber", of "October" and "November". So the
+checkpoint OLD is written to NEW with a token more for each word that has several; all ids and all
+other text stay as they are. What NEW says is worth little until it is trained on.
 """
 
 from __future__ import annotations
