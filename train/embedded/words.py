@@ -21,8 +21,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from train.data.synthetic import CHAT_PROMPT
+from train.data.tokenizer import save_tokenizer
 from train.embedded.corpus import REGIMES, generate
-from train.tokenizer import save_tokenizer
 from wedlm_jax.checkpoint.hf import (
     arrays_from_model,
     load_checkpoint,

@@ -15,8 +15,8 @@ from infer.heldout import read_questions
 from tests.checkpoints import hf_values
 from tests.data_examples import EMBEDDED
 from tests.tiny_checkpoint import TEXTS, VOCAB_SIZE, write_tiny_checkpoint
+from train.data.tokenizer import save_tokenizer, train_tokenizer
 from train.embedded.corpus import generate
-from train.tokenizer import save_tokenizer, train_tokenizer
 from wedlm_jax.checkpoint.hf import save_checkpoint
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
