@@ -46,12 +46,14 @@ test-all: lint ## the same at full size: more cases, more samples, more kills
 test-fast: env-test ## run the tests not marked slow, nothing else
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not full"
 
-embedded: env ## train the included model anew from configs/, about two and a half hours
+embedded: env ## train the included model anew from configs/, about three and a half hours
 	$(BIN)/wedlm train --config configs/embedded_ar.yaml
 	$(BIN)/wedlm train --config configs/embedded_wedlm.yaml
 	$(BIN)/wedlm train --config configs/embedded_ends.yaml
 	$(BIN)/wedlm train --config configs/embedded_suffixes.yaml
-	$(BIN)/python -m train.embedded runs/embedded_suffixes/hf wedlm_jax/embedded
+	$(BIN)/python -m train.embedded.words runs/embedded_suffixes/hf runs/embedded_vocabulary
+	$(BIN)/wedlm train --config configs/embedded_words.yaml
+	$(BIN)/python -m train.embedded runs/embedded_words/hf wedlm_jax/embedded
 	$(BIN)/wedlm demo --record docs/demo.svg
 
 lint: env-test ## ruff check, ruff format --check and mypy; changes nothing

@@ -22,7 +22,7 @@ from wedlm_jax.__main__ import SUBCOMMANDS
 
 PAGE = Path(__file__).with_name("reference.md")
 
-MODULES = ("train.bench", "train.embedded", "train.embedded.corpus")
+MODULES = ("train.bench", "train.embedded", "train.embedded.corpus", "train.embedded.words")
 """What `python -m` runs beside the subcommands."""
 
 CLASSES = {

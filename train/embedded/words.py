@@ -1,0 +1,124 @@
+"""`python -m train.embedded.words OLD NEW`: gives every word of the corpus a token of its own.
+
+Masked positions are filled at once. Where a word has several tokens, neighbours that do not see
+each other may take pieces of different words: "Octobmber", of "October" and "November". So the
+checkpoint OLD is written to NEW with a token more for each word that has several; all ids and all
+other text stay as they are. What NEW says is worth little until it is trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from tokenizers import Tokenizer
+
+from train.data.synthetic import CHAT_PROMPT
+from train.data.tokenizer import save_tokenizer
+from train.embedded.corpus import REGIMES, generate
+from wedlm_jax.checkpoint.hf import (
+    arrays_from_model,
+    load_checkpoint,
+    model_from_arrays,
+    save_checkpoint,
+)
+from wedlm_jax.errors import InputError
+
+SAMPLES = 20_000
+"""Of each regime: the rarest word stands in a few dozen of them."""
+
+
+def add_words(old: Path, new: Path) -> int:
+    """Writes the checkpoint with the longer vocabulary; returns how many words were added.
+
+    Raises:
+      InputError: ``old`` is no checkpoint, has no tokenizer or one of another size, a head of its
+        own, or every word already.
+    """
+    if not (old / "tokenizer.json").exists():
+        raise InputError(f"{old}: no tokenizer.json in this folder")
+    model = load_checkpoint(old, dtype=jnp.float32)
+    if not model.config.tie_word_embeddings:
+        raise InputError(f"{old}: expected a head tied to the embedding")
+    tokenizer = Tokenizer.from_file(str(old / "tokenizer.json"))
+    if tokenizer.get_vocab_size() != model.config.vocab_size:
+        raise InputError(
+            f"{old}: {tokenizer.get_vocab_size()} tokens in the tokenizer, "
+            f"{model.config.vocab_size} in config.json"
+        )
+    words = split_words(tokenizer, corpus_texts(SAMPLES))
+    if not words:
+        raise InputError(f"{old}: every word of the corpus is one token already")
+    arrays = arrays_from_model(model)
+    rows = np.asarray(arrays["embed_tokens"])
+    arrays["embed_tokens"] = jnp.asarray(np.concatenate([rows, word_rows(tokenizer, words, rows)]))
+    config = dataclasses.replace(model.config, vocab_size=len(rows) + len(words))
+    with tempfile.TemporaryDirectory() as beside:
+        save_tokenizer(with_words(tokenizer, words), Path(beside))
+        longer = model_from_arrays(config, arrays)
+        save_checkpoint(longer, config, new, dtype="float32", tokenizer_from=beside)
+    return len(words)
+
+
+def corpus_texts(count: int, seed: int = 5) -> Iterator[str]:
+    """Prompts as a chat asks them, and answers: ``count`` samples of each regime."""
+    for regime in REGIMES:
+        for sample in generate(seed, count, split="train", weights={regime: 1.0}):
+            yield CHAT_PROMPT.format(prompt=sample.prompt)
+            yield sample.answer
+
+
+def split_words(tokenizer: Tokenizer, texts: Iterator[str]) -> list[str]:
+    """The words that have several tokens, sorted, as the tokenizer's vocabulary spells them: a
+    leading space is `Ġ`. Numbers and punctuation are no words: they stay as they are."""
+    words = {word for text in texts for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)}
+    letters = (word for word in sorted(words) if word.removeprefix("Ġ").isalpha())
+    return [word for word in letters if len(tokenizer.model.tokenize(word)) > 1]
+
+
+def with_words(tokenizer: Tokenizer, words: list[str]) -> Tokenizer:
+    """The tokenizer with each word as one more token, behind those it has.
+
+    `ignore_merges` takes a word that is in the vocabulary as it stands, and spells all others by
+    the merges, of which none is added: so no other text changes.
+    """
+    content = json.loads(tokenizer.to_str())
+    first = tokenizer.get_vocab_size()
+    content["model"]["vocab"] |= {word: first + i for i, word in enumerate(words)}
+    content["model"]["ignore_merges"] = True
+    return Tokenizer.from_str(json.dumps(content))
+
+
+def word_rows(tokenizer: Tokenizer, words: list[str], rows: np.ndarray) -> np.ndarray:
+    """Embeddings to begin with, ``[words, D]``: the mean of the pieces' ``rows [V, D]``, made as
+    long as they are, since a mean is shorter and the head is the same matrix."""
+    pieces = [[token.id for token in tokenizer.model.tokenize(word)] for word in words]
+    means = np.stack([rows[ids].mean(0) for ids in pieces])
+    lengths = np.stack([np.linalg.norm(rows[ids], axis=1).mean() for ids in pieces])
+    return means * (lengths / np.linalg.norm(means, axis=1))[:, None]
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m train.embedded.words", description=__doc__)
+    add = parser.add_argument
+    add("old", type=Path, metavar="OLD", help="checkpoint with a tokenizer: a run's export")
+    add("new", type=Path, metavar="NEW", help="folder to write, which the next stage begins with")
+    options = parser.parse_args(arguments)
+    added = add_words(options.old, options.new)
+    print(f"{options.new}: {added} words added")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except InputError as error:
+        print(f"python -m train.embedded.words: {error}", file=sys.stderr)
+        sys.exit(2)
