@@ -35,12 +35,14 @@ def test_python_compiles(block: Block) -> None:
 
 
 def code_lines(text: str) -> list[str]:
-    return [re.sub(r"\s+# .*", "", line).strip() for line in text.splitlines()]
+    lines = (re.sub(r"(^|\s+)# .*", "", line).strip() for line in text.splitlines())
+    return [line for line in lines if line]
 
 
 @pytest.mark.parametrize("block", EXCERPTS, ids=lambda block: block.name)
 def test_excerpts_are_in_their_file(block: Block) -> None:
-    """Lines of ``...`` stand for what is left out; indentation and comments may differ."""
+    """Lines of ``...`` stand for what is left out; indentation, comments and empty lines may
+    differ."""
     source = (ROOT / block.comment.removeprefix("from ")).read_text(encoding="utf-8")
     lines = code_lines(source)
     start = 0

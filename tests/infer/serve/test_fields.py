@@ -181,5 +181,5 @@ def test_types_are_not_guessed(fields: dict[str, Any]) -> None:
 def test_there_is_a_type_for_every_kind_of_field() -> None:
     """A new number needs nothing here; any other kind is told apart by its default."""
     kinds = {field.name: type(field.default) for field in dataclasses.fields(SamplingParams)}
-    assert len(CompletionRequest.model_fields) == len(OPTIONS) + len(IGNORED) + len(REFUSED) + 8
+    assert len(CompletionRequest.model_fields) == len(OPTIONS) + len(IGNORED) + len(REFUSED) + 9
     assert kinds.keys() == OPTIONS.keys()
