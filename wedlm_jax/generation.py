@@ -14,6 +14,7 @@ from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.events import Event, Failed, Finished, TokenDelta, Traced
+from wedlm_jax.errors import InputError
 from wedlm_jax.params import SamplingParams, sample_seed
 from wedlm_jax.progress import Progress
 from wedlm_jax.text import GrowingText, StopStrings, TextCodec
@@ -82,11 +83,13 @@ class _Prompt:
       place: its index among all prompts.
       num_submitted: samples submitted so far.
       samples: finished ones, by their number.
+      failed: whether one of them could not be decoded.
     """
 
     place: int
     params: SamplingParams
     num_submitted: int = 0
+    failed: bool = False
     samples: dict[int, Completion] = dataclasses.field(default_factory=dict)
 
 
@@ -120,6 +123,8 @@ class Generation:
       on_progress: called between bursts.
       stopping: once it returns True, prompts that have tokens already are finished and no others
         are started.
+      on_failure: called with the index of a prompt that could not be decoded to its end, and why;
+        by default the error is raised, and ends all.
     """
 
     def __init__(
@@ -131,8 +136,9 @@ class Generation:
         total: int | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         stopping: Callable[[], bool] | None = None,
+        on_failure: Callable[[int, InputError], None] | None = None,
     ):
-        self._router, self._codec = router, codec
+        self._router, self._codec, self._on_failure = router, codec, on_failure
         self._requests = self._as_requests(prompts)
         self._on_progress, self._stopping = on_progress, stopping or (lambda: False)
         self._under_way: dict[int, _UnderWay] = {}
@@ -158,6 +164,8 @@ class Generation:
         for place, (token_ids, params) in enumerate(prompts):
             prompt = _Prompt(place, params)
             for sample, own in enumerate(sample_params(params)):
+                if prompt.failed:
+                    break
                 number = self._router.new_number(self)
                 stream = CompletionStream(self._codec, own) if own.stop else None
                 yield Request(number, token_ids, own), _UnderWay(prompt, sample, stream)
@@ -195,7 +203,8 @@ class Generation:
             if one is None or isinstance(event, Traced):
                 continue
             if isinstance(event, Failed):
-                raise event.error
+                self._fail(one.prompt, event.error)
+                continue
             if isinstance(event, TokenDelta):
                 one.begun = True
                 self._count(one, event.num_output, event.num_forwards, event.num_token_instances)
@@ -217,6 +226,17 @@ class Generation:
         if self._on_progress is not None:
             self._on_progress(self._progress)
         return done
+
+    def _fail(self, prompt: _Prompt, error: Exception) -> None:
+        """Gives a prompt up, with all its samples."""
+        if self._on_failure is None or not isinstance(error, InputError):
+            raise error
+        prompt.failed = True
+        own = [number for number, one in self._under_way.items() if one.prompt is prompt]
+        for number in own:
+            del self._under_way[number]
+        self._aborted += own
+        self._on_failure(prompt.place, error)
 
     def _stopped_by_text(self, one: _UnderWay, delta: TokenDelta) -> Completion | None:
         """Returns the completion if a stop string has ended it, which only the host can see."""

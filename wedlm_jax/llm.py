@@ -179,6 +179,7 @@ class LLM:
         on_progress: Callable[[Progress], None] | None = None,
         *,
         stopping: Callable[[], bool] | None = None,
+        on_failure: Callable[[int, InputError], None] | None = None,
     ) -> Iterator[list[tuple[int, Completion]]]:
         """Decodes prompts that `prepare` or `prepare_one` has checked.
 
@@ -186,6 +187,8 @@ class LLM:
           prompts: read as they are needed, a little ahead.
           on_progress: called between bursts of forwards.
           stopping: once it returns True, running prompts are finished and no others started.
+          on_failure: called with the index of a prompt that could not be decoded to its end (a
+            grammar that has grown beyond its limits), and why; by default that is raised.
 
         Yields:
           batches of finished prompts, in no particular order: their indices in ``prompts``, and
@@ -200,6 +203,7 @@ class LLM:
                 total=total,
                 on_progress=on_progress,
                 stopping=stopping,
+                on_failure=on_failure,
             )
         )
 

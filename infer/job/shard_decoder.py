@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from infer.job.counts import Counts
 from infer.job.graceful_stop import GracefulStop
+from infer.job.input import Place
 from infer.job.part_file import InUse, PartFile, allow_open_files
 from infer.job.prompt_record import RecordId
 from infer.job.record_index import Shard
@@ -30,12 +31,13 @@ class NotEnoughMemory(InputError):
 
 @dataclasses.dataclass(slots=True)
 class _DecodingRecord:
-    """A record that is being decoded, and where its result goes."""
+    """A record that is being decoded, where its result goes, and where it came from."""
 
     shard: Shard
     part: PartFile
     number: int
     id: RecordId
+    place: Place
 
 
 class ShardDecoder:
@@ -73,7 +75,8 @@ class ShardDecoder:
         allow_open_files()
         prompts = self._prompts(shards)
         try:
-            for batch in self._llm.run(prompts, told, stopping=lambda: self._stop.requested):
+            stopping, failed = (lambda: self._stop.requested), self._take_failure
+            for batch in self._llm.run(prompts, told, stopping=stopping, on_failure=failed):
                 self._take(batch)
         except Exception as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
@@ -110,7 +113,7 @@ class ShardDecoder:
                 except BadPrompt as bad:
                     self._add(shard, part, {number: self._workload.error_record(bad, place)})
                     continue
-                self._under_way[next(places)] = _DecodingRecord(shard, part, number, name)
+                self._under_way[next(places)] = _DecodingRecord(shard, part, number, name, place)
                 yield prompt
             self._seal_if_whole(shard, part)
 
@@ -134,6 +137,13 @@ class ShardDecoder:
             }
             self._add(first.shard, first.part, results)
             self._seal_if_whole(first.shard, first.part)
+
+    def _take_failure(self, number: int, error: InputError) -> None:
+        record = self._under_way.pop(number)
+        bad = BadPrompt(record.id, str(error))
+        line = self._workload.error_record(bad, record.place)
+        self._add(record.shard, record.part, {record.number: line})
+        self._seal_if_whole(record.shard, record.part)
 
     def _add(self, shard: Shard, part: PartFile, results: dict[int, dict[str, Any]]) -> None:
         part.add(results)

@@ -2,9 +2,9 @@
 obey them in it.
 
 A grammar knows what may follow a text, so it speaks of rows that see a text and nothing else: those
-of filled slots in anchored sequences. Slot s of a window is the place behind the text's last token
+of filled slots in anchored sequences. Slot s of a window is the place after the text's last token
 (slot 0) and the drafts in slots 1 .. s − 1. A draft that breaks the grammar is not what its row
-chooses, so it is rejected, and the bits of the slots behind it do not matter. Masks draft freely:
+chooses, so it is rejected, and the bits of the slots after it do not matter. Masks draft freely:
 what they draft is verified.
 """
 

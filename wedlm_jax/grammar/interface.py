@@ -41,8 +41,8 @@ class Grammars(Protocol):
         """Writes the tokens that are allowed at some places.
 
         Args:
-          places: matchers, each with a row of ``masks`` and the drafts behind it. The rows after it
-            are for the places behind each of the drafts, up to the first that is not allowed.
+          places: matchers, each with a row of ``masks`` and the drafts after it. The next rows are
+            for the places after each of the drafts, up to the first that is not allowed.
           masks: uint32 ``[rows, words]``; token t is bit ``t % 32`` of word ``t // 32``. The end of
             the text is a token like others, allowed where the matcher accepts.
         """

@@ -26,7 +26,7 @@ class GrammarMasks:
 
     def __init__(self, grammars: Grammars | None, sequences: int, vocab: int):
         self._grammars, self._sequences, self._vocab = grammars, sequences, vocab
-        self._matchers: dict[int, tuple[Matcher, str]] = {}
+        self._matchers: dict[int, tuple[Matcher, SamplingParams]] = {}
         self._masks = all_allowed(sequences, 0, vocab)
 
     def enter(self, index: int, params: SamplingParams, completion: Sequence[int]) -> None:
@@ -36,7 +36,7 @@ class GrammarMasks:
             assert self._grammars is not None, "the engine refuses grammars that it cannot follow"
             matcher = self._grammars.matcher(params)
             matcher.consume_tokens(list(completion))
-            self._matchers[index] = matcher, params.grammar[0]
+            self._matchers[index] = matcher, params
 
     def clear(self) -> None:
         """Follows nothing any longer."""
@@ -80,10 +80,21 @@ class GrammarMasks:
         """
         if index not in self._matchers:
             return None
-        matcher, name = self._matchers[index]
+        matcher, params = self._matchers[index]
         text = list(tokens[:-1] if stopped else tokens)
-        if matcher.consume_tokens(text) and (not stopped or matcher.is_accepting()):
+        if matcher.consume_tokens(text) and (not stopped or _may_end(matcher, tokens[-1], params)):
             return None
+        assert params.grammar is not None
         reason = shortened(matcher.get_error().partition("\n")[0] or "no token continues it")
         self.leave(index)
-        return InputError(f"{name}: the completion cannot be continued within it ({reason})")
+        return InputError(
+            f"{params.grammar[0]}: the completion cannot be continued within it ({reason})"
+        )
+
+
+def _may_end(matcher: Matcher, token: int, params: SamplingParams) -> bool:
+    """Tells whether a completion may end with a token: where its text is whole, or where the token
+    is one of ``stop_token_ids`` that the grammar allows there."""
+    if matcher.is_accepting():
+        return True
+    return token in params.stop_token_ids and matcher.consume_tokens([token])

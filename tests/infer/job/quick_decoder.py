@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from wedlm_jax.completion import Completion
 from wedlm_jax.decode.logprobs import TokenLogprob
+from wedlm_jax.errors import InputError
 from wedlm_jax.generation import Prepared
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import sample_seed
@@ -41,6 +42,7 @@ def quick_run(
     on_progress: Callable[[Progress], None] | None = None,
     *,
     stopping: Callable[[], bool] | None = None,
+    on_failure: Callable[[int, InputError], None] | None = None,
 ) -> Iterator[list[tuple[int, Completion]]]:
     """As `LLM.run`: prompts are read a few at a time, and come back in another order."""
     numbered, running, finished, tokens = enumerate(records), [], 0, 0

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import string
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ import pytest
 
 from infer.job.prompt_record import record_fields, record_id
 from tests.infer.job.job_examples import lines, results, run, words, write
+from tests.infer.job.quick_decoder import quick_run
 from tests.tiny_checkpoint import VOCAB_SIZE
+from wedlm_jax.completion import Completion
 from wedlm_jax.errors import InputError
+from wedlm_jax.generation import Prepared
 from wedlm_jax.llm import LLM
 from wedlm_jax.records import jsonl
 
@@ -395,3 +399,30 @@ def test_names_of_files_that_are_not_text(
     good, _, bad = results(output)
     assert "error" not in good
     assert (bad["file"], bad["line"]) == ("caf\\udce9.jsonl", 1)
+
+
+def test_a_record_that_fails_while_it_decodes_becomes_an_error_record(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one whose grammar grows beyond its limits."""
+
+    def failing(
+        llm: LLM,
+        prompts: Iterable[Prepared],
+        *arguments: Any,
+        on_failure: Callable[[int, InputError], None],
+        **options: Any,
+    ) -> Iterator[list[tuple[int, Completion]]]:
+        for batch in quick_run(llm, prompts, *arguments, **options):
+            for place, _ in batch:
+                if place == 1:
+                    on_failure(place, InputError("regex: too large"))
+            yield [one for one in batch if one[0] != 1]
+
+    monkeypatch.setattr(LLM, "run", failing)
+    write([*words(3), {"prompt": "a", "id": "last"}])
+    assert run(checkpoint, "--shard-size", "2") == 0
+    first, bad, *others = results()
+    assert bad == {"id": 1, "error": "regex: too large", "line": 2}
+    assert [one["id"] for one in (first, *others)] == [0, 2, "last"]
+    assert all("text" in one for one in (first, *others))

@@ -34,6 +34,7 @@ from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.events import Failed, Finished
 from wedlm_jax.errors import InputError
+from wedlm_jax.generation import Generation, Router
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.sharding import make_mesh, tree_shardings
@@ -161,6 +162,40 @@ def test_where_nothing_is_allowed_the_sequence_fails_and_no_other(
         assert isinstance(event, Finished)
         assert say_the_same(event.result, expected[number])
     assert engine.counters.pages_used == 0
+
+
+def test_a_failure_ends_one_prompt_of_a_call_with_all_its_samples(engine: Engine) -> None:
+    params = SamplingParams(mode="ar", max_tokens=12, regex="7", temperature=1.0, seed=1)
+    prompts = [((3 + i, 9), params) for i in range(5)]
+    expected = dict(item for some in Generation(Router(engine), None, prompts) for item in some)
+    prompts[2] = (4, 9), dataclasses.replace(params, regex="7 dead", n=3)
+    failed: list[tuple[int, InputError]] = []
+    note = lambda *told: failed.append(told)  # noqa: E731
+    done = Generation(Router(engine), None, prompts, on_failure=note)
+    results = dict(item for some in done for item in some)
+    assert [place for place, _ in failed] == [2]
+    del expected[2]
+    assert results.keys() == expected.keys()
+    assert all(say_the_same(results[place], expected[place]) for place in expected)
+    assert not engine.has_work
+    with pytest.raises(InputError, match=r"^regex: the completion cannot be continued"):
+        list(Generation(Router(engine), None, prompts))
+    assert not engine.has_work
+
+
+def test_a_stop_token_ends_a_completion_wherever_the_grammar_allows_it(engine: Engine) -> None:
+    params = SamplingParams(mode="verified", max_tokens=12, regex="7")
+    row = Row((3, 9), params, 4)
+    (whole,) = run(engine, [row])
+    walk = automaton_of(params).walk
+    at = next(i for i in range(1, 12) if walk(whole.token_ids[:i]) != STATES - 1)
+    token = whole.token_ids[at]
+    assert token != END
+    cut = dataclasses.replace(row, params=dataclasses.replace(params, stop_token_ids=(token,)))
+    (result,) = run(engine, [cut])
+    first = whole.token_ids.index(token)
+    assert result.finish_reason == "stop"
+    assert result.token_ids == whole.token_ids[: first + 1]
 
 
 def test_a_grammar_that_cannot_be_followed_is_refused_before_anything_runs(
