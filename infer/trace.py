@@ -14,9 +14,9 @@ completion from its first token, so that −1 is the prompt's last::
         "start": -1,               the place of slot 0
         "slots": [220, 16, null],  the ids that it ran; null is a mask
         "entropies": [null, 0.02, 1.31, 2.4],   nats, of what it predicted for each slot and the
-                                   one behind the last; null where it predicted nothing
+                                   one after the last; null where it predicted nothing
         "filled": [[2, 17]],       masks that it filled, [slot, id]
-        "out_of_order": [],        those of them behind a mask that stays one
+        "out_of_order": [],        those of them after a mask that stays one
         "rejected": [],            slots whose drafts verification threw out
         "committed": [16],         ids that it added to the completion
         "text": "1",               and what they add to its text: whole characters, no special
@@ -231,9 +231,13 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
         _check(sequence, SEQUENCE_FIELDS, where)
         if not sequence["forwards"]:
             raise InputError(f"{where}: forwards: expected at least one")
+        length = 0
         for index, forward in enumerate(sequence["forwards"]):
             _check(forward, FORWARD_FIELDS, f"{where}, forward {index}")
             _check_slots(forward, f"{where}, forward {index}")
+            if not -1 <= forward["start"] <= length:
+                raise InputError(f"{where}, forward {index}: start: expected -1 to {length}")
+            length += len(forward["committed"])
     return sequences
 
 

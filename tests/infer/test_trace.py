@@ -143,6 +143,8 @@ FORWARD = ("sequences", 0, "forwards", 0)
         (("sequences", 0, "tokens"), {"1": 2}, "sequence 0: tokens: expected an object of texts"),
         ((*FORWARD, "start"), "0", "sequence 0, forward 0: start: expected an integer"),
         ((*FORWARD, "start"), True, "forward 0: start: expected an integer"),
+        ((*FORWARD, "start"), 10**12, "sequence 0, forward 0: start: expected -1 to 0"),
+        ((*FORWARD, "start"), -2, "sequence 0, forward 0: start: expected -1 to 0"),
         ((*FORWARD, "slots"), [], "forward 0: slots: expected at least one"),
         ((*FORWARD, "entropies"), [0.1], "entropies: expected "),
         ((*FORWARD, "filled"), [[1]], "filled: expected pairs [slot, id]"),

@@ -9,7 +9,7 @@ const EXAMPLES = [
 ];
 const THEMES = ["auto", "light", "dark"];
 const $ = (id) => document.getElementById(id);
-const race = {lanes: [], at: 0, playing: false, following: false, timer: 0, running: null};
+const race = {lanes: [], at: 0, playing: false, timer: 0, running: null};
 
 // --- what is shown ---
 
@@ -95,8 +95,16 @@ function body(autoregressive, seed) {
   };
 }
 
-async function ask() {
+// Stops what is being decoded without a word: something else is shown now.
+function leave() {
   race.running?.abort();
+  race.running = null;
+  $("stop").disabled = true;
+  play(false);
+}
+
+async function ask() {
+  leave();
   const running = race.running = new AbortController();
   const mode = $("mode").value, rival = $("rival").value, seed = Math.floor(Math.random() * 2 ** 31);
   const ours = new Lane("WeDLM", `mode ${mode}`, true);
@@ -124,6 +132,10 @@ async function ask() {
     const first = run(ours, false);
     if (rival === "after") await first;
     await Promise.all([first, theirs && run(theirs, true)]);
+    if (race.running === running && !race.playing) {  // somebody looks back meanwhile
+      show(race.at);
+      say(summary());
+    }
   } catch (error) {
     running.abort();
     if (race.running === running) fail(error);
@@ -162,7 +174,7 @@ async function open(file) {
   if (!file) return;
   try {
     const traces = fromFile(await file.text());
-    race.running?.abort();
+    leave();
     setLanes(traces.slice(0, 2).map((trace, place) => {
       const {mode, model} = trace.data;
       const lane = new Lane(mode === "ar" ? "AR" : `WeDLM, ${mode}`, model ?? "", !place);

@@ -69,6 +69,7 @@ def test_it_shows_a_race_and_replays_it(
         assert page.js("document.documentElement.scrollWidth") == 360
         check_replay(page, tokens)
         check_file(page, tmp_path, tokens)
+        check_opening(page, server)
     server.wait_until_idle()
 
 
@@ -105,6 +106,20 @@ def check_file(page: Page, folder: Path, tokens: int) -> None:
     assert (ours["mode"], theirs["mode"]) == ("verified", "ar")
     assert sum(len(one["committed"]) for one in ours["forwards"]) == tokens
     assert len(theirs["forwards"]) == tokens
+
+
+def check_opening(page: Page, server: RunningServer) -> None:
+    """A trace that is opened while another prompt decodes is what stays to be seen."""
+    page.js("self.kept = new File([asFile(race.lanes.map((one) => one.trace))], 'kept.json')")
+    page.js("document.getElementById('ask').requestSubmit()")
+    page.wait("race.lanes[0].trace.length > 0")
+    page.js("open(kept)")
+    status = "document.getElementById('status').textContent"
+    page.wait(f"{status}.startsWith('kept.json: WeDLM, verified: ')")
+    server.wait_until_idle()
+    time.sleep(0.3)
+    assert page.js(status).startswith("kept.json: WeDLM, verified: ")
+    assert page.js("document.getElementById('stop').disabled")
 
 
 def test_a_stream_brings_every_forward_once(client: OpenAI) -> None:
