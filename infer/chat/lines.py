@@ -20,7 +20,7 @@ NEEDED = "wedlm chat at a terminal needs prompt_toolkit: pip install 'wedlm-jax[
 def line_reader(stdin: TextIO) -> Callable[[], str]:
     """Returns a function that returns the next message.
 
-    It raises EOFError behind the last one, and at a terminal KeyboardInterrupt where a line was
+    It raises EOFError after the last one, and at a terminal KeyboardInterrupt where a line was
     given up.
     """
     if stdin.isatty() and sys.stdout.isatty():

@@ -27,7 +27,7 @@ class LastForward:
       start: int32 ``[N]``, the logical position of slot 0.
       active: int32 ``[N]``, slots that it ran.
       held: int32 ``[N, P]``, the token of each slot, or `NOTHING` where it was a mask.
-      entropies: float32 ``[N, P+1]``, nats, of the prediction for each slot and the one behind
+      entropies: float32 ``[N, P+1]``, nats, of the prediction for each slot and the one after
         the last; NaN where nothing was predicted.
       drafted: int32 ``[N, P]``, the token that the forward filled a mask with, or `NOTHING`.
       rejected: bool ``[N, P]``, drafts that verification threw out.

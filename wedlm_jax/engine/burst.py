@@ -111,7 +111,7 @@ class WindowForward:
     Attributes:
       start: logical position of slot 0.
       held: the token of each slot that it ran, None where it was a mask.
-      entropies: nats, of what it predicted for each slot and for the one behind the last; None
+      entropies: nats, of what it predicted for each slot and for the one after the last; None
         where it predicted nothing.
       drafted: the token with which it filled each mask; None for other slots.
       rejected: slots whose drafts verification threw out.
