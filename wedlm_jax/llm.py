@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from wedlm_jax.checkpoint.find_model import find_model
 from wedlm_jax.checkpoint.hf import load_checkpoint
@@ -28,7 +27,7 @@ from wedlm_jax.grammar.guidance import TokenizerGrammars
 from wedlm_jax.model.quantization import check_quantization
 from wedlm_jax.params import MOST_LOGPROBS, SamplingParams
 from wedlm_jax.progress import Progress
-from wedlm_jax.sharding import make_mesh
+from wedlm_jax.sharding import make_local_mesh
 from wedlm_jax.text import (
     Messages,
     Prompt,
@@ -42,7 +41,6 @@ from wedlm_jax.text import (
 
 DTYPES = ("float32", "bfloat16")
 _log = logging.getLogger(__name__)
-MESH_AXES = ("data", "tensor")
 
 
 class LLM:
@@ -96,7 +94,7 @@ class LLM:
         self.codec = TextCodec.load(self.folder)
         self.dtype, self.quantization = dtype, quantization
         self.max_batch_size = max_batch_size
-        devices = _mesh_of(mesh)
+        devices = None if mesh is None else make_local_mesh(mesh)
         weights = load_checkpoint(
             self.folder,
             dtype=jnp.dtype(dtype),
@@ -354,10 +352,6 @@ class LLM:
             params = dataclasses.replace(params, seed=secrets.randbits(32))
         params = self._with_bad_words_as_ids(params)
         self.engine.check(token_ids, params)
-        if params.stop_token_ids:
-            vocab, largest = self.engine.config.vocab_size, max(params.stop_token_ids)
-            if largest >= vocab:
-                raise InputError(f"stop_token_ids: {largest} is outside the vocabulary of {vocab}")
         return token_ids, params
 
     def as_ids(self, prompt: Prompt) -> Sequence[int]:
@@ -366,7 +360,9 @@ class LLM:
         Raises:
           InputError: it is neither, or a text without a tokenizer.
         """
-        return self._encode(prompt) if isinstance(prompt, str) else as_token_ids(prompt)
+        if isinstance(prompt, str):
+            return self._require_codec("text prompts").encode(prompt)
+        return as_token_ids(prompt)
 
     def _grammars(self, config: ModelConfig) -> TokenizerGrammars | None:
         if self.tokenizer is None:
@@ -394,32 +390,9 @@ class LLM:
                 words.append(word)
         return dataclasses.replace(params, bad_words=tuple(words)) if words else params
 
-    def _encode(self, text: str) -> list[int]:
-        codec = self._require_codec("text prompts")
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            # A lone surrogate, half a character, which no tokenizer accepts.
-            raise InputError("the prompt has half of a surrogate pair: not UTF-8") from None
-        return codec.encode(text)
-
     def _require_codec(self, what: str) -> TextCodec:
         if self.codec is None:
             raise InputError(
                 f"{self.folder} has no tokenizer, which {what} need; pass token ids instead"
             )
         return self.codec
-
-
-def _mesh_of(sizes: Mapping[str, int] | None) -> Mesh | None:
-    if sizes is None:
-        return None
-    if unknown := sorted(set(sizes) - set(MESH_AXES)):
-        raise InputError(f"mesh: expected {' and '.join(MESH_AXES)}, not {unknown[0]!r}")
-    count = 1
-    for size in sizes.values():
-        count *= size
-    devices = jax.local_devices()
-    if not 0 < count <= len(devices):
-        raise InputError(f"mesh: {dict(sizes)} needs {count} devices, and there are {len(devices)}")
-    return make_mesh(dict(sizes), devices[:count])

@@ -28,6 +28,7 @@ from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
 
 MESH_AXES = ("data", "fsdp", "tensor", "sequence")
+DECODING_AXES = ("data", "tensor")
 
 AXIS_RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -107,6 +108,23 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
     if slices > 1:
         return Mesh(_over_slices(shape, slices, devices), MESH_AXES, axis_types=_AXIS_TYPES)
     return jax.make_mesh(tuple(shape), MESH_AXES, devices=devices, axis_types=_AXIS_TYPES)
+
+
+def make_local_mesh(sizes: Mapping[str, int]) -> Mesh:
+    """Makes a mesh of some devices of this process, to decode on.
+
+    Args:
+      sizes: a size for some of `DECODING_AXES`; others are 1.
+
+    Raises:
+      InputError: another axis, or more devices than there are.
+    """
+    if unknown := sorted(set(sizes) - set(DECODING_AXES)):
+        raise InputError(f"mesh: expected {' and '.join(DECODING_AXES)}, not {unknown[0]!r}")
+    devices, count = jax.local_devices(), math.prod(sizes.values())
+    if not 0 < count <= len(devices):
+        raise InputError(f"mesh: {dict(sizes)} needs {count} devices, and there are {len(devices)}")
+    return make_mesh(sizes, devices[:count])
 
 
 _AXIS_TYPES = (AxisType.Auto,) * len(MESH_AXES)

@@ -86,7 +86,29 @@ class TextCodec:
         return str(eos) if eos and template and str(eos) in str(template) else None
 
     def encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text)["input_ids"])
+        """Returns the token ids of a text, with the special tokens that its tokenizer adds.
+
+        Raises:
+          InputError: it is not Unicode.
+        """
+        return self._encode(text)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Returns the token ids of what `render_chat` returned, or of a part of it: templates write
+        special tokens themselves.
+
+        Raises:
+          InputError: it is not Unicode.
+        """
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, **options: Any) -> list[int]:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            # A lone surrogate, half a character, which no tokenizer accepts.
+            raise InputError("the prompt has half of a surrogate pair: not UTF-8") from None
+        return list(self.tokenizer(text, **options)["input_ids"])
 
     def spellings(self, text: str) -> list[tuple[int, ...]]:
         """Returns the token ids of a word at the start of a text, and those after a space."""
@@ -103,8 +125,7 @@ class TextCodec:
         Raises:
           InputError: the tokenizer has no template, or the messages do not fit it.
         """
-        text = self.render_chat(messages, add_generation_prompt=True)
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self.encode_rendered(self.render_chat(messages, add_generation_prompt=True))
 
     def render_chat(self, messages: Messages, *, add_generation_prompt: bool) -> str:
         """Renders a conversation with the chat template.

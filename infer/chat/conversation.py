@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from wedlm_jax.completion import Chunk, Completion
     from wedlm_jax.llm import LLM
     from wedlm_jax.params import SamplingParams
-    from wedlm_jax.text import TextCodec
 
 Message = dict[str, str]
 
@@ -118,8 +117,8 @@ class Conversation:
         cache has them: the text of an answer might be encoded otherwise than the model chose."""
         past = self._past
         if past is None or not text.startswith(past.text):
-            return _encode(self._codec, text)
-        return [*past.token_ids, *_encode(self._codec, text[len(past.text) :])]
+            return self._codec.encode_rendered(text)
+        return [*past.token_ids, *self._codec.encode_rendered(text[len(past.text) :])]
 
     def _remember(
         self, asked: list[Message], text: str, prompt: list[int], completion: Completion
@@ -131,7 +130,3 @@ class Conversation:
         self._messages = [*asked, {"role": "assistant", "content": answer}]
         whole = self._codec.complete_text(ids) == answer  # else a stop string cut it
         self._past = _Past([*prompt, *ids], text + answer) if whole else None
-
-
-def _encode(codec: TextCodec, text: str) -> list[int]:
-    return list(codec.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -326,7 +326,12 @@ def check_options(params: SamplingParams, stops: Sequence[int], vocab: int) -> N
     ids = [token for word in params.bad_words for token in word]
     if any(isinstance(token, str) for token in ids):
         raise InputError("bad_words: the engine takes token ids, not texts")
-    for name, tokens in (("logit_bias", params.logit_bias), ("bad_words", ids)):
+    named = {
+        "logit_bias": params.logit_bias,
+        "bad_words": ids,
+        "stop_token_ids": params.stop_token_ids,
+    }
+    for name, tokens in named.items():
         if tokens and max(tokens) >= vocab:  # type: ignore[type-var, operator]
             raise InputError(f"{name}: {max(tokens)} is outside the vocabulary of {vocab}")  # type: ignore[type-var]
     if len(params.logit_bias) > MOST_BIASES:

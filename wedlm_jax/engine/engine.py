@@ -6,9 +6,7 @@ It knows token ids only; `wedlm_jax.llm` adds text.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,12 +21,11 @@ from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.device import Device
 from wedlm_jax.engine.events import Counters, Event, Failed, Finished, WindowView
 from wedlm_jax.engine.memory import parameter_bytes
-from wedlm_jax.engine.scheduler import Scheduler, SchedulerSizes
+from wedlm_jax.engine.scheduler import Scheduler
 from wedlm_jax.engine.settings import Wishes, plan_engine
 from wedlm_jax.engine.windows.auto import AutoWindows
 from wedlm_jax.engine.windows.choice import FixedWindows, WindowChoice
-from wedlm_jax.engine.windows.cost import CostTable, kept_table, measure
-from wedlm_jax.engine.windows.probe import ForwardProbe
+from wedlm_jax.engine.windows.forward_costs import forward_costs
 from wedlm_jax.errors import InputError
 from wedlm_jax.grammar.interface import Grammars
 from wedlm_jax.model import Transformer
@@ -332,44 +329,7 @@ class Engine:
         before the first sequence is admitted."""
         self.device.prepare(self._traits() if program is None else program)
         if isinstance(self.windows, AutoWindows) and self.windows.costs is None:
-            self.windows.costs = kept_table(_cache_folder(), self._cost_key(), self._measured_costs)
-
-    def _measured_costs(self) -> CostTable:
-        mode = "verified" if self.device.traits.verified else "paper"
-        params = SamplingParams(
-            mode=mode,
-            draft_budget=0.0,
-            entropy_threshold=None,
-            ignore_eos=True,
-            max_tokens=self.max_model_len,
-        )
-        probe = ForwardProbe(self.device, params)
-        sizes = self.settings.program(self.device.traits).sizes.tokens
-        reach = probe.most_tokens
-        for size in sizes:
-            if size < reach:
-                probe.time_forward(size)  # warms up: the first run of a program is slow
-        everybody = self.settings.sequences_each
-        probe.time_forward(everybody, windowless=True)
-        return measure(
-            probe.time_forward,
-            sizes,
-            reach=reach,
-            overhead=probe.overhead,
-            windowless=lambda: probe.time_forward(everybody, windowless=True),
-            beside=everybody,
-        )
-
-    def _cost_key(self) -> dict[str, Any]:
-        return {
-            "jax": jax.__version__,
-            "devices": [jax.devices()[0].device_kind, len(jax.devices())],
-            "model": dataclasses.asdict(self.config),
-            "dtypes": sorted({str(x.dtype) for x in jax.tree.leaves(self.device.parameters)}),
-            "mesh": None if self.mesh is None else dict(self.mesh.shape),
-            "cache": [str(self.settings.cache_dtype), self.settings.page_size],
-            "program": repr(self.settings.program(self.device.traits)),
-        }
+            self.windows.costs = forward_costs(self.device, self.mesh)
 
     def _traits(self) -> Traits:
         traits = self._floor
@@ -380,18 +340,7 @@ class Engine:
         return traits.union(self.device.traits) if self.scheduler.has_work else traits
 
     def _new_scheduler(self) -> Scheduler:
-        settings = self.settings
-        sizes = SchedulerSizes(
-            num_replicas=settings.replicas,
-            num_sequences=settings.sequences_each,
-            num_pages=settings.num_pages,
-            page_size=settings.page_size,
-            max_pages=settings.max_pages,
-            chunk_tokens=settings.chunk_tokens,
-            max_model_len=settings.max_text,
-            balanced_tokens=settings.balanced_tokens,
-        )
-        return Scheduler(self.device, sizes, self.windows)
+        return Scheduler(self.device, self.settings.scheduler_sizes, self.windows)
 
     @contextlib.contextmanager
     def _on_mesh(self) -> Iterator[None]:
@@ -416,12 +365,6 @@ def _window_choice(window_size: int | str, sequences: int, replicas: int) -> Win
             f"window_size: expected an integer of at least 0 or 'auto', not {window_size!r}"
         )
     return FixedWindows(window_size)
-
-
-def _cache_folder() -> Path | None:
-    """Returns the folder of JAX's compilation cache."""
-    folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    return None if folder is None else Path(folder)
 
 
 def runs_apart() -> bool:

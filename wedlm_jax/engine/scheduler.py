@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -16,35 +15,9 @@ from wedlm_jax.engine.burst_plan import burst_length, chunk_tokens, give_pages, 
 from wedlm_jax.engine.events import Counters, Event, Failed, Finished, TokenDelta, Traced
 from wedlm_jax.engine.replica import Replica
 from wedlm_jax.engine.sequence import SequenceState, longest_room
+from wedlm_jax.engine.settings import SchedulerSizes
 from wedlm_jax.engine.windows.choice import WindowChoice
 from wedlm_jax.errors import InputError
-
-
-@dataclasses.dataclass(frozen=True)
-class SchedulerSizes:
-    """The sizes that the device was made for.
-
-    Attributes:
-      num_replicas: R.
-      num_sequences: N, of each replica.
-      num_pages: of each replica's cache, the trash page included.
-      page_size: tokens a page holds.
-      max_pages: columns of the page table: pages that one sequence can have.
-      chunk_tokens: prompt tokens that a forward of a replica may compute beside windows.
-      balanced_tokens: tokens of a forward that takes about twice as long as that of one token.
-      max_model_len: the most tokens of a prompt and its completion together.
-      longest_burst: forwards of a burst while no sequence waits.
-    """
-
-    num_replicas: int
-    num_sequences: int
-    num_pages: int
-    page_size: int
-    max_pages: int
-    chunk_tokens: int
-    max_model_len: int
-    balanced_tokens: int = 16
-    longest_burst: int = 64
 
 
 class Scheduler:

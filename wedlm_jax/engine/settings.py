@@ -31,6 +31,33 @@ EMITTED = 256
 
 
 @dataclasses.dataclass(frozen=True)
+class SchedulerSizes:
+    """The sizes that the device was made for.
+
+    Attributes:
+      num_replicas: R.
+      num_sequences: N, of each replica.
+      num_pages: of each replica's cache, the trash page included.
+      page_size: tokens a page holds.
+      max_pages: columns of the page table: pages that one sequence can have.
+      chunk_tokens: prompt tokens that a forward of a replica may compute beside windows.
+      balanced_tokens: tokens of a forward that takes about twice as long as that of one token.
+      max_model_len: the most tokens of a prompt and its completion together.
+      longest_burst: forwards of a burst while no sequence waits.
+    """
+
+    num_replicas: int
+    num_sequences: int
+    num_pages: int
+    page_size: int
+    max_pages: int
+    chunk_tokens: int
+    max_model_len: int
+    balanced_tokens: int = 16
+    longest_burst: int = 64
+
+
+@dataclasses.dataclass(frozen=True)
 class EngineSettings:
     """The settings of an engine; `wedlm_jax.engine.engine.Engine` says what they mean to a user.
 
@@ -83,6 +110,20 @@ class EngineSettings:
     def total_tokens(self) -> int:
         """The most tokens of a forward of one replica."""
         return self.sequences_each * num_slots(self.window) + self.chunk_tokens
+
+    @property
+    def scheduler_sizes(self) -> SchedulerSizes:
+        """What a scheduler has to know of them."""
+        return SchedulerSizes(
+            num_replicas=self.replicas,
+            num_sequences=self.sequences_each,
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            max_pages=self.max_pages,
+            chunk_tokens=self.chunk_tokens,
+            max_model_len=self.max_text,
+            balanced_tokens=self.balanced_tokens,
+        )
 
     def program(self, traits: Traits) -> Program:
         """Returns what a burst of sequences with these traits is compiled for."""

@@ -113,6 +113,13 @@ def test_nothing_remains_of_a_message_that_was_stopped_before_its_answer(
     assert conversation._messages == []
 
 
+def test_a_message_that_is_no_unicode_is_told_and_forgotten(conversation: Conversation) -> None:
+    """Such as a terminal of another encoding gives."""
+    with pytest.raises(InputError, match="half of a surrogate pair"):
+        ask(conversation, "the \udcff cat")
+    assert conversation._messages == []
+
+
 def test_an_answer_may_fill_the_context_unless_told(llm: LLM) -> None:
     long = Conversation(llm, SamplingParams(ignore_eos=True, max_tokens=1))
     answer = ask(long, "the cat")

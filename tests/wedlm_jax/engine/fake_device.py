@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from wedlm_jax.engine.burst import Admission, Burst, NewTokens, Report, Request
-from wedlm_jax.engine.scheduler import SchedulerSizes
+from wedlm_jax.engine.settings import SchedulerSizes
 
 VOCAB = 50
 STOP = 0

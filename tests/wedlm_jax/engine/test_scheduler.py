@@ -16,7 +16,8 @@ from tests.wedlm_jax.engine.fake_device import (
 from tests.wedlm_jax.engine.scheduler_examples import WINDOW, new, request, results
 from wedlm_jax.engine.burst import Burst, NewTokens, Report
 from wedlm_jax.engine.events import Failed, Finished, TokenDelta
-from wedlm_jax.engine.scheduler import Scheduler, SchedulerSizes
+from wedlm_jax.engine.scheduler import Scheduler
+from wedlm_jax.engine.settings import SchedulerSizes
 from wedlm_jax.engine.windows.choice import FixedWindows
 from wedlm_jax.errors import InputError
 
