@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from infer.serve.answer import Call
 from infer.serve.capacity import Capacity
 from infer.serve.errors import CONTEXT_LENGTH, ApiError, bad_request
-from infer.serve.fields import check_refused, sampling_given, sampling_of
+from infer.serve.fields import check_refused, name_given, sampling_given, sampling_of
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.errors import InputError
 from wedlm_jax.params import OPTIONS
@@ -74,6 +74,15 @@ class Calls:
         )
 
     async def _call(
+        self, body: Any, name: str, read: Callable[[], Sequence[Prompt]], limit: int | None
+    ) -> Call:
+        try:
+            return await self._checked(body, name, read, limit)
+        except ApiError as error:
+            error.param = name_given(body, error.param)
+            raise
+
+    async def _checked(
         self, body: Any, name: str, read: Callable[[], Sequence[Prompt]], limit: int | None
     ) -> Call:
         if body.model not in (None, self._model):

@@ -240,6 +240,18 @@ def _take_in_formats(body: Any, given: dict[str, Any]) -> None:
         given[field] = value
 
 
+def name_given(body: Any, field: str | None) -> str | None:
+    """Returns the name by which a body gives a field of `SamplingParams`: its own, or another."""
+    form, outputs = body.response_format, body.structured_outputs
+    if field == "max_tokens" and getattr(body, "max_completion_tokens", None) is not None:
+        return "max_completion_tokens"
+    if field == "json_schema" and body.json_schema is None and form is not None:
+        return "response_format"
+    if field in ("json_schema", "regex") and getattr(body, field) is None and outputs is not None:
+        return "structured_outputs"
+    return field
+
+
 def _take_in_chat_names(body: Any, given: dict[str, Any]) -> None:
     if body.max_completion_tokens is not None:
         if given.get("max_tokens") is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -10,26 +9,14 @@ import pytest
 
 import infer.demo
 from infer.score import COLUMNS
+from tests.infer.few_questions import PROMPTS, write_questions
 from wedlm_jax.errors import InputError
-
-PROMPTS = ("one two", "the cat", "12 + 30", "日本")
 
 
 @pytest.fixture(autouse=True)
 def embedded(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model and few questions in the place of the embedded ones."""
-    rows = [
-        {
-            "regime": regime,
-            "messages": [{"role": "user", "content": prompt}],
-            "answer": "no",
-            "match": match,
-        }
-        for regime, match in (("low_entropy", "exact"), ("prose", None))
-        for prompt in PROMPTS
-    ]
-    path = tmp_path / "heldout.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path = write_questions(tmp_path / "heldout.jsonl")
     monkeypatch.setattr("wedlm_jax.checkpoint.find_model.EMBEDDED_MODEL", checkpoint)
     monkeypatch.setattr("infer.evaluate.EMBEDDED_QUESTIONS", path)
 

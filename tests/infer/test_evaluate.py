@@ -1,4 +1,4 @@
-"""Scores and the demo on a tiny checkpoint: every number is that of the completions."""
+"""Scores on a tiny checkpoint: every number is that of the completions."""
 
 import dataclasses
 import json
@@ -9,30 +9,17 @@ import pytest
 import infer.evaluate
 from infer.evaluate import decoders_at, evaluate
 from infer.heldout import Question
+from tests.infer.few_questions import PROMPTS, write_questions
 from wedlm_jax.checkpoint.convert import main as convert
 from wedlm_jax.completion import Completion
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 
-PROMPTS = ("one two", "the cat", "12 + 30", "日本")
-
 
 @pytest.fixture(scope="module")
 def questions_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("questions") / "heldout.jsonl"
-    rows = [
-        {
-            "regime": regime,
-            "messages": [{"role": "user", "content": prompt}],
-            "answer": "no",
-            "match": match,
-        }
-        for regime, match in (("low_entropy", "exact"), ("prose", None))
-        for prompt in PROMPTS
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_questions(tmp_path_factory.mktemp("questions") / "heldout.jsonl")
 
 
 def test_scores_are_sums_over_completions(checkpoint: Path) -> None:

@@ -11,13 +11,18 @@ class ApiError extends Error {
   }
 }
 
+// Browsers say "network error" and the like where a server ended, or cannot be reached.
+const lost = (error) => {
+  throw error.name === "AbortError" ? error : new Error("The server does not answer. Is it running?");
+};
+
 async function failure(response) {
   const body = await response.json().catch(() => null);
   return new ApiError(response.status, body?.error?.message ?? `the server says ${response.status}`);
 }
 
 async function modelName(key) {
-  const response = await fetch("v1/models", {headers: headers(key)});
+  const response = await fetch("v1/models", {headers: headers(key)}).catch(lost);
   if (!response.ok) throw await failure(response);
   return (await response.json()).data[0].id;
 }
@@ -28,7 +33,7 @@ async function decode({route, key, signal, body}, onNews) {
   const response = await fetch(path, {
     method: "POST", signal, headers: headers(key),
     body: JSON.stringify({...body, stream: true, return_trace: true}),
-  });
+  }).catch(lost);
   if (!response.ok) throw await failure(response);
   let reason = null;
   for await (const event of events(response.body)) {
@@ -45,7 +50,7 @@ async function* events(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const {done, value} = await reader.read();
+    const {done, value} = await reader.read().catch(lost);
     if (done) return;
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();

@@ -198,6 +198,23 @@ def test_what_cannot_be_followed_is_a_bad_request(
     assert body["param"] == message.partition(":")[0]
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+        {"response_format": {"type": "json_object"}, "mode": "paper"},
+        {"structured_outputs": {"json": {"not": {}}}},
+        {"structured_outputs": {"regex": "(?=a)"}},
+        {"max_completion_tokens": 0},
+    ],
+)
+def test_a_refusal_names_the_field_as_it_was_given(client: OpenAI, fields: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body=fields)
+    body: Any = refused.value.body
+    assert body["param"] == next(iter(fields))
+
+
 # --- completions --------------------------------------------------------------------------
 
 

@@ -70,6 +70,7 @@ def test_it_shows_a_race_and_replays_it(
         check_replay(page, tokens)
         check_file(page, tmp_path, tokens)
         check_opening(page, server)
+        check_lost_server(page)
     server.wait_until_idle()
 
 
@@ -120,6 +121,16 @@ def check_opening(page: Page, server: RunningServer) -> None:
     time.sleep(0.3)
     assert page.js(status).startswith("kept.json: WeDLM, verified: ")
     assert page.js("document.getElementById('stop').disabled")
+
+
+def check_lost_server(page: Page) -> None:
+    """Browsers tell of a server that is gone in words of their own."""
+    page.js("self.fetch = () => Promise.reject(new TypeError('Failed to fetch'))")
+    page.js("document.getElementById('ask').requestSubmit()")
+    said = "The server does not answer. Is it running?"
+    page.wait(f"document.getElementById('status').textContent === '{said}'")
+    assert page.js("document.getElementById('status').classList.contains('wrong')")
+    assert not page.js("race.playing")
 
 
 def test_a_stream_brings_every_forward_once(client: OpenAI) -> None:

@@ -1,0 +1,24 @@
+"""A few questions of two kinds, for tests of what asks them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+PROMPTS = ("one two", "the cat", "12 + 30", "日本")
+
+
+def write_questions(path: Path) -> Path:
+    """Writes a file in which no answer is right, and half of the questions have no right answer."""
+    rows = [
+        {
+            "regime": regime,
+            "messages": [{"role": "user", "content": prompt}],
+            "answer": "no",
+            "match": match,
+        }
+        for regime, match in (("low_entropy", "exact"), ("prose", None))
+        for prompt in PROMPTS
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
