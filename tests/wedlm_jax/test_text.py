@@ -351,7 +351,7 @@ def scripted_llm(codec: TextCodec, ids: list[int], step: int, finish_reason: str
     llm = LLM.__new__(LLM)
     llm.codec, llm.folder = codec, Path("scripted")
     llm.engine = ScriptedEngine(ids, step, finish_reason)  # type: ignore[assignment]
-    llm._router = Router(llm.engine)
+    llm._router, llm._told_of_chat = Router(llm.engine), False
     return llm
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.decode_examples import say_the_same, small_engine
+from tests.grammar_examples import RandomAutomata
 from wedlm_jax.completion import Completion
 from wedlm_jax.engine.burst import Burst, Report, Request
 from wedlm_jax.engine.engine import Engine
@@ -43,18 +45,25 @@ class ComeAndGo:
         pass
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_model: Transformer) -> Engine:
-    """Few pages: sequences are put back, with windows and without."""
-    expected = [SamplingParams(mode=mode, temperature=1.0) for mode in ("paper", "verified")]
+def come_and_go_engine(
+    model: Transformer, expected: Sequence[SamplingParams], **options: Any
+) -> Engine:
+    """An engine with few pages: sequences are put back, with windows and without."""
+    sizes = {"num_pages": 26, "max_model_len": 48}
     engine = small_engine(
-        tiny_model, expected, window_size="auto", num_pages=26, max_model_len=48, deterministic=True
+        model, expected, window_size="auto", deterministic=True, **sizes, **options
     )
     engine.windows = ComeAndGo(4)
     engine.release()
-    engine.update(tiny_model)
+    engine.update(model)
     engine.compile()
     return engine
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Transformer) -> Engine:
+    expected = [SamplingParams(mode=mode, temperature=1.0) for mode in ("paper", "verified")]
+    return come_and_go_engine(tiny_model, expected)
 
 
 def decode(engine: Engine, requests: list[Request]) -> tuple[list[Completion], set[int]]:
@@ -109,3 +118,26 @@ def test_windows_of_the_paper_that_are_closed_leave_whole_texts(engine: Engine) 
     results, rooms = decode(engine, requests)
     assert rooms == {0, engine.settings.window}
     assert [len(result.token_ids) for result in results] == [20] * 6
+
+
+def test_grammars_hold_while_windows_come_and_go(tiny_model: Transformer) -> None:
+    expected = [SamplingParams(mode=mode, regex="0") for mode in ("verified", "ar")]
+    engine = come_and_go_engine(tiny_model, expected, grammars=RandomAutomata())
+
+    def decoded(mode: str) -> tuple[list[list[int]], set[int]]:
+        params = SamplingParams(mode=mode, max_tokens=20, draft_budget=100.0, seed=1)
+        results, rooms = decode(
+            engine,
+            [
+                Request(i, (3 + i, *range(4, 22)), dataclasses.replace(params, regex=str(i)))
+                for i in range(12)
+            ],
+        )
+        return [result.token_ids for result in results], rooms
+
+    ours, rooms = decoded("verified")
+    assert rooms == {0, engine.settings.window}
+    assert engine.counters.preemptions > 0
+    theirs, rooms = decoded("ar")
+    assert ours == theirs
+    assert rooms == {0}
