@@ -41,7 +41,7 @@ class TextShape:
         return head | {"choices": choices, "usage": usage}
 
     def opening(self) -> list[dict[str, Any]]:
-        """Chunks that stand before all others."""
+        """Returns the chunks before all others."""
         return []
 
     def chunks(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
@@ -51,7 +51,7 @@ class TextShape:
         ]
 
     def closing(self, completions: Sequence[Completion]) -> list[dict[str, Any]]:
-        """Chunks that stand behind all others."""
+        """Returns the chunks after all others."""
         if not self._call.with_usage:
             return []
         return [self._chunk([]) | {"usage": self._usage(completions)}]
