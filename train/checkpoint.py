@@ -47,7 +47,7 @@ class Checkpoints:
 
     def restore(self, like: TrainState, say: Callable[[str], None] = print) -> TrainState | None:
         """Returns the newest state that is whole, shaped and placed like ``like``; None where there
-        are no states at all. Damaged ones are told through ``say`` and set aside.
+        were never any. Damaged ones are told through ``say`` and set aside.
 
         Args:
           like: arrays, or only their shapes and shardings.
@@ -63,8 +63,11 @@ class Checkpoints:
             except DamagedCheckpoint as damage:
                 say(f"{damage}; it is set aside, and the state before it is tried")
                 self._folders.set_aside(step)
-        if steps:
-            raise InputError(f"{self._folder}: every state is damaged; nothing can be resumed")
+        if steps or self._folders.any_set_aside():
+            raise InputError(
+                f"{self._folder}: every state is damaged; nothing can be resumed, and a run that "
+                "shall begin anew needs another output"
+            )
         return None
 
     def _read(self, step: int, like: TrainState) -> TrainState:

@@ -7,7 +7,6 @@ import sys
 
 from train.config import describe, load_config
 from train.distributed import add_options, join
-from wedlm_jax.errors import require_extra
 from wedlm_jax.processes import say
 from wedlm_jax.storage import as_path
 
@@ -45,21 +44,15 @@ def main(arguments: list[str]) -> int:
     config = load_config(options.config, options.overrides)
 
     if options.compile_only:
-        from train.compile_only import compile_step
+        from train.compile_only import compile_phases
         from train.compile_only import describe as describe_step
-        from train.phases import Phase, phases_of
 
-        shapes: dict[tuple[int, int, int], Phase] = {}
-        for phase in phases_of(config):
-            shapes.setdefault(phase.batch_shape, phase)
-        for phase in shapes.values():
-            if len(shapes) > 1:
+        for phase, step in compile_phases(config, options.topology):
+            if config.phases:
                 print(f"from step {phase.first}:")
-            print(describe_step(compile_step(phase.config, options.topology)), flush=True)
+            print(describe_step(step), flush=True)
         return 0
 
-    if config.metrics.tensorboard:
-        require_extra("metrics.tensorboard", "tensorboard", "tensorboardX")
     from train.loop import RunStopped, train
 
     join(options)

@@ -7,8 +7,10 @@ it, its collectives, and from these and the chip's figures the shortest time a s
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 from train.config import TrainConfig
+from train.phases import Phase, largest_phase, phases_of
 from train.program import TrainProgram, make_program
 from train.remat import settled, with_policy
 from train.start import recipe_model
@@ -86,8 +88,28 @@ class CompiledStep:
         return 1 - self.peak_bytes / self.hbm_limit
 
 
+def compile_phases(config: TrainConfig, topology_name: str) -> Iterator[tuple[Phase, CompiledStep]]:
+    """Compiles the step for each size of batch that a recipe's phases have, all with the policy of
+    the largest, as a run does. Raises as `compile_step`.
+
+    Yields:
+      the first phase of each size, and its step.
+    """
+    phases: dict[tuple[int, int, int], Phase] = {}
+    for phase in phases_of(config):
+        phases.setdefault(phase.batch_shape, phase)
+    largest = largest_phase(config)
+    compiled = compile_step(largest.config, topology_name)
+    for phase in phases.values():
+        if phase.batch_shape == largest.batch_shape:
+            yield phase, compiled
+        else:
+            own = with_policy(phase.config, compiled.remat)
+            yield phase, compile_step(own, topology_name)
+
+
 def compile_step(config: TrainConfig, topology_name: str) -> CompiledStep:
-    """Lowers and compiles the step of a recipe for a topology.
+    """Lowers and compiles the step of a recipe without phases for a topology.
 
     Raises:
       InputError: an unknown topology, sizes that the mesh does not divide, or a program that

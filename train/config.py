@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from train.overrides import apply_override
 from wedlm_jax.attention import IMPLEMENTATIONS
 from wedlm_jax.attention.tiles import LANES
 from wedlm_jax.errors import InputError
@@ -266,7 +267,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
         given = OmegaConf.load(path)
         merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), given)
         for item in overrides or []:
-            _override(merged, item)
+            apply_override(merged, item)
         config = OmegaConf.to_object(merged)
     except FileNotFoundError:
         raise InputError(f"{path}: no such configuration file") from None
@@ -282,48 +283,6 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
     assert isinstance(config, TrainConfig)
     _check(config, path)
     return config
-
-
-def _override(config: Any, item: str) -> None:
-    key, _, text = item.partition("=")
-    path = key.removeprefix("+")
-    value = _parsed(text, item)
-    if isinstance(value, dict):
-        value = {name: given for pair in value.items() for name, given in [_as_pair(*pair)]}
-    there = OmegaConf.select(config, path)
-    adds, is_mapping = path != key, _is_mapping(there)
-    inside = _is_mapping(OmegaConf.select(config, path.rpartition(".")[0])) and not is_mapping
-    if adds and not is_mapping and not inside:
-        raise InputError(f"override {item!r}: + adds to a mapping, such as data.sources")
-    if inside and there is None and not adds:
-        raise InputError(f"override {item!r}: there is no such entry; +{item} adds it")
-    OmegaConf.update(config, path, value, merge=adds or not is_mapping)
-
-
-def _is_mapping(node: Any) -> bool:
-    """Tells whether a node of the configuration has keys that the user chooses."""
-    return OmegaConf.is_dict(node) and OmegaConf.get_type(node) is dict
-
-
-def _parsed(text: str, item: str) -> Any:
-    """Parses an override's value, references to other fields (``${seed}``) unresolved."""
-    try:
-        given = OmegaConf.from_dotlist([f"value={text}"])
-    except Exception as error:
-        # A YAML parser has many error types of its own.
-        reason = str(error).splitlines()[0]
-        raise InputError(f"override {item!r}: not valid YAML ({reason})") from None
-    parsed = OmegaConf.to_container(given, resolve=False)
-    assert isinstance(parsed, dict)
-    return parsed["value"]
-
-
-def _as_pair(key: Any, value: Any) -> tuple[Any, Any]:
-    """Splits a key such as ``a:1``, for which YAML takes ``{a:1}`` without a space."""
-    name, colon, number = str(key).rpartition(":")
-    if value is None and colon:
-        return name, _parsed(number, f"{key}")
-    return key, value
 
 
 def save_config(config: TrainConfig, path: Path) -> None:

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from train.checkpoint import Checkpoints
 from train.config import TrainConfig
+from train.data.order import check_rows
 from train.data.phased import PhasedBatches
 from train.data.samples import load_tokenizer
 from train.distributed import AgreedStop
@@ -135,11 +136,13 @@ class TrainingRun:
         self._program, self._config, self._mesh = program, config, program.mesh
         self._files, self._output, self._time = files, files.folder, time
         pad = model.pad_token_id or 0
-        self._phases = phases_of(config)
-        for phase in self._phases:
+        self._phases, self._data = phases_of(config), []
+        for phase in self._phases:  # what cannot be in a later one is refused now
             own = phase.config
             check_fits(self._mesh, model, rows=own.rows, row_length=own.row_length)
-        self._data = [training_rows(phase.config, output, tokenizer, pad) for phase in self._phases]
+            rows = training_rows(own, output, tokenizer, pad)
+            check_rows(rows.row_sets(), own.rows * own.accumulation)
+            self._data.append(rows)
         self._flops: dict[tuple[int, ...], float] = {
             phase.batch_shape: model_flops(phase.config, model) for phase in self._phases
         }
@@ -189,11 +192,12 @@ class TrainingRun:
                         # From there a restart goes on behind them, and does not count them.
                         self._save(checkpoints, forgiven(state))
                         raise
+                    # Before the state: a run that goes on from it does not evaluate this step.
+                    self._evaluate(step, state, watch)
                     if saves:
                         watch.pause()
                         with time.spent("checkpoint"):
                             self._save(checkpoints, state)
-                    self._evaluate(step, state, watch)
                     if ends and not last:
                         raise RunStopped(step, stop.status)
                 profiler.end(config.steps, state.step)
@@ -229,11 +233,12 @@ class TrainingRun:
             shape = phase.batch_shape
             if phase.stop <= done or shape in compiled:
                 continue
+            before = self._time.seconds["compile"]
             with self._time.spent("compile"):
                 rows = abstract_rows(phase.config, self._mesh)
                 compiled[shape] = self._program.compile(rows)
             budget = describe_budget(self._program.state, compiled[shape])
-            say(f"compiled {self._time.seconds['compile']:.0f} s; {budget}")
+            say(f"compiled {self._time.seconds['compile'] - before:.0f} s; {budget}")
         return compiled
 
     def _open_log(self, done: int) -> MetricsLog | None:

@@ -22,7 +22,7 @@ class Phase:
 
     Attributes:
       first, stop: its first step, and the one after its last, from 0.
-      config: the recipe as it is within.
+      config: the recipe as it is within, without phases.
       streams: where each of its sources goes on, in the order of ``config.data.sources``.
     """
 
@@ -44,7 +44,7 @@ def phases_of(config: TrainConfig) -> list[Phase]:
     Raises:
       InputError: phases that are not in order, or change what they cannot.
     """
-    configs = [(0, config)]
+    configs = [(0, dataclasses.replace(config, phases=[]))]
     for number, section in enumerate(config.phases):
         name, (before, whole) = f"phases[{number}]", configs[-1]
         if not before < section.from_step < config.steps:
@@ -68,6 +68,11 @@ def phases_of(config: TrainConfig) -> list[Phase]:
     stretches = [(first, end, one) for (first, one), end in zip(configs, ends, strict=True)]
     streams = _streams([(one, end - first) for first, end, one in stretches])
     return [Phase(*stretch, found) for stretch, found in zip(stretches, streams, strict=True)]
+
+
+def largest_phase(config: TrainConfig) -> Phase:
+    """The phase whose micro-batches have the most tokens, so whose step takes the most memory."""
+    return max(phases_of(config), key=lambda phase: phase.config.rows * phase.config.row_length)
 
 
 def _changed(config: TrainConfig, section: Any) -> TrainConfig:

@@ -19,7 +19,8 @@ import jax
 import numpy as np
 
 from train.config import AUTO, TrainConfig
-from train.program import TrainProgram, make_program
+from train.phases import largest_phase
+from train.program import TrainProgram, abstract_rows, make_program
 from wedlm_jax.atomic import write_json
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
@@ -73,14 +74,15 @@ def settled(
 ) -> TrainConfig:
     """Returns the recipe with a policy in place of ``auto``; the recipe itself if it names one.
 
-    A CPU has much memory beside what it computes, so the search begins with ``none`` there: the
-    program that will run is then the only one compiled.
+    The policy is for all phases, so it is that of the one whose step takes the most memory. A CPU
+    has much memory beside what it computes, so the search begins with ``none`` there: the program
+    that will run is then the only one compiled.
 
     Args:
       config, model: what is compiled.
       devices: for which.
       capacity: bytes of memory of one; None where it is not known.
-      peak_of: compiles the step with a policy.
+      peak_of: compiles the step of `largest_phase` with a policy.
       say_it: told what was chosen.
 
     Raises:
@@ -111,11 +113,12 @@ def settled_here(program: TrainProgram) -> TrainProgram:
     ``jax.set_mesh(program.mesh)``."""
     config, model, mesh = program.config, program.model, program.mesh
     devices = mesh.devices.flat
+    rows = abstract_rows(largest_phase(config).config, mesh)
 
     def peak_of(policy: str) -> int | None:
         own = make_program(with_policy(config, policy), model, mesh)
         try:
-            memory = own.compile().memory_analysis()
+            memory = own.compile(rows).memory_analysis()
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -138,12 +141,12 @@ def with_policy(config: TrainConfig, policy: str) -> TrainConfig:
 
 def _key(config: TrainConfig, model: ModelConfig, kind: str, count: int, capacity: int) -> str:
     """Names everything that the memory of a step depends on."""
-    fields = dataclasses.asdict(config)
-    given = {
-        name: fields[name]
-        for name in ("objective", "rows", "accumulation", "row_length", "block_size", "mesh")
-    }
-    given |= {"loss": fields["loss"], "optimizer": fields["optimizer"]["name"]}
+    fields = dataclasses.asdict(largest_phase(config).config)
+    sizes = ("rows", "accumulation", "row_length", "block_size")
+    given = {name: fields[name] for name in (*sizes, "objective", "mesh", "loss")}
+    optimizer = fields["optimizer"]
+    given |= {name: optimizer[name] for name in ("name", "first_moment_dtype")}
+    given |= {"averaged": optimizer["average"] > 0, "norms": fields["metrics"]["norms"]}
     given |= {"model": repr(model), "devices": [kind, count, capacity], "jax": jax.__version__}
     return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
 

@@ -110,9 +110,9 @@ class RunFiles:
                 self._fetch()
 
     def publish(self) -> None:
-        """Copies to the bucket what has been written since the last time. The first process does
-        it."""
-        if self._temporary is None or not is_first():
+        """Copies to the bucket what this process has written since the last time: the first its
+        logs, any of them its profiles."""
+        if self._temporary is None:
             return
         for path in sorted(self.folder.rglob("*")):
             name = str(path.relative_to(self.folder))

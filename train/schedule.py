@@ -31,8 +31,9 @@ def schedule_of(config: TrainConfig) -> optax.Schedule:
     factors = {
         phase.first: phase.config.optimizer.learning_rate / before.config.optimizer.learning_rate
         for before, phase in itertools.pairwise(phases_of(config))
+        if phase.config.optimizer.learning_rate != before.config.optimizer.learning_rate
     }
-    if all(factor == 1 for factor in factors.values()):
+    if not factors:
         return whole
     factor = optax.piecewise_constant_schedule(1.0, factors)
     return lambda count: whole(count) * factor(count)

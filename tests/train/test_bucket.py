@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from tests.checkpoints import assert_same_bits, hf_values
 from tests.emulated_bucket import bucket as bucket
 from tests.emulated_bucket import clients
 from tests.tiny_run import (
-    WALL_CLOCK,
     Killed,
     metric_lines,
     on_devices,
@@ -28,6 +26,7 @@ from tests.tiny_run import (
 from tests.train.test_distributed import free_port
 from train.config import ModelSection
 from train.loop import train as run_training
+from train.run_files import RunFiles
 from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
 from wedlm_jax.storage import as_path
@@ -60,11 +59,7 @@ def test_a_run_in_a_bucket_stopped_and_resumed_is_the_run_on_a_disk(
     capsys.readouterr()
     run_training(config)
     assert "resumed from step 2" in capsys.readouterr().out
-    lines = as_path(f"{run}/metrics.jsonl").read_text().splitlines()
-    assert [
-        {name: x for name, x in json.loads(line).items() if name not in WALL_CLOCK}
-        for line in lines
-    ] == metric_lines(finished)
+    assert metric_lines(as_path(run)) == metric_lines(finished)
     expected = hf_values(finished / "hf")
     assert_same_bits(remote_values(f"{run}/hf"), expected)
     # Its newest state is exported as one on a disk is, and its model is where others start from.
@@ -75,10 +70,22 @@ def test_a_run_in_a_bucket_stopped_and_resumed_is_the_run_on_a_disk(
     assert list(tmp_path.glob("gs:*")) == []
 
 
+def test_a_profile_of_another_process_reaches_the_bucket(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.run_files.is_first", lambda: False)
+    output = as_path(f"{bucket}/runs/profiled")
+    files = RunFiles(output)
+    (files.folder / "profile").mkdir()
+    (files.folder / "profile" / "host.xplane.pb").write_bytes(b"\0steps")
+    files.close()
+    assert (output / "profile" / "host.xplane.pb").read_bytes() == b"\0steps"
+    assert not files.folder.exists()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kills", "steps"), [(1, 8), pytest.param(20, 100, marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("kills", "steps"), [(1, 8), (20, 100)])
 def test_two_processes_killed_at_random_are_those_that_were_never_killed(
     bucket: str, tokenizer_folder: Path, tmp_path: Path, kills: int, steps: int
 ) -> None:
@@ -123,9 +130,9 @@ def test_two_processes_killed_at_random_are_those_that_were_never_killed(
     ended("killed")
     values = [remote_values(f"{run}/hf") for run in runs.values()]
     assert_same_bits(*values)
-    logs = [as_path(f"{run}/metrics.jsonl").read_text().splitlines() for run in runs.values()]
-    steps_logged = [[json.loads(line)["step"] for line in log] for log in logs]
-    assert steps_logged == [list(range(1, steps + 1))] * 2
+    logs = [metric_lines(as_path(run)) for run in runs.values()]
+    assert [line["step"] for line in logs[0]] == list(range(1, steps + 1))
+    assert logs[1] == logs[0]
 
 
 def attempts(said: Path) -> int:

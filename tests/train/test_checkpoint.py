@@ -102,8 +102,9 @@ def test_when_all_are_damaged_the_run_does_not_begin_anew_in_silence(tmp_path: P
     write(tmp_path, 2, 4)
     for step in ("2", "4"):
         flip(biggest_file(tmp_path / step))
-    with pytest.raises(InputError, match="every state is damaged"):
-        read(tmp_path)
+    for _ in ("the run", "the same command again"):
+        with pytest.raises(InputError, match="every state is damaged"):
+            read(tmp_path)
 
 
 def test_a_state_of_another_model_is_refused_not_set_aside(tmp_path: Path) -> None:

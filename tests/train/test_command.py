@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -88,31 +88,25 @@ def test_no_recipe_at_all_is_status_2(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--config" in capsys.readouterr().err
 
 
-def test_an_extra_that_is_missing_is_told_before_anything_begins(
-    asked_for: list[TrainConfig],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    assert main(["train", "--config", recipe(tmp_path), "metrics.tensorboard=true"]) == 2
-    assert 'pip install "wedlm-jax[tensorboard]"' in capsys.readouterr().err
-    assert not asked_for
-
-
-def test_every_size_of_batch_of_the_phases_is_compiled_once(
+def test_every_size_of_batch_is_compiled_once_with_the_policy_of_the_largest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("train.compile_only.compile_step", lambda config, name: (config.rows, name))
-    monkeypatch.setattr("train.compile_only.describe", str)
+    def compiled(config: TrainConfig, topology: str) -> SimpleNamespace:
+        assert config.loss.remat == ("auto" if config.rows == largest else "gate")
+        return SimpleNamespace(text=f"{config.rows} on {topology}", remat="gate")
+
+    monkeypatch.setattr("train.compile_only.compile_step", compiled)
+    monkeypatch.setattr("train.compile_only.describe", lambda step: step.text)
     arguments = ["train", "--compile-only", "--config", recipe(tmp_path, "steps: 50\nrows: 2\n")]
+    largest = 2
     assert main(arguments) == 0
-    assert capsys.readouterr().out == "(2, 'v5p:4x4x4')\n"
+    assert capsys.readouterr().out == "2 on v5p:4x4x4\n"
     phases = "[{from_step: 5, learning_rate: 1}, {from_step: 9, rows: 4}, {from_step: 20, rows: 2}]"
+    largest = 4
     assert main([*arguments, f"phases={phases}"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "from step 0:",
-        "(2, 'v5p:4x4x4')",
+        "2 on v5p:4x4x4",
         "from step 9:",
-        "(4, 'v5p:4x4x4')",
+        "4 on v5p:4x4x4",
     ]

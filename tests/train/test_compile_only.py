@@ -13,7 +13,7 @@ import pytest
 from tests.no_libtpu import NO_LIBTPU, hide_libtpu
 from train.compile_only import CompiledStep, describe
 from train.config import TrainConfig
-from train.program import lowered_step
+from train.program import make_program
 from train.step_cost import (
     StepFlops,
     forward_flops,
@@ -116,7 +116,7 @@ def test_a_compiled_step_computes_anew_what_is_counted() -> None:
         config = TrainConfig(rows=2, row_length=32, block_size=8)
         config.loss.remat, config.loss.dtype = remat, "float32"
         with jax.set_mesh(mesh):
-            text = lowered_step(config, MODEL, mesh).compile().as_text() or ""
+            text = make_program(config, MODEL, mesh).compile().as_text() or ""
         compiled[remat] = program_cost(text).dot_flops
         counted[remat] = program_flops(config, MODEL, 2).products
     assert (
@@ -180,7 +180,6 @@ def test_a_small_step_compiles_for_a_real_topology() -> None:
         "num_attention_heads": 8,
         "num_key_value_heads": 8,
         "vocab_size": 1024,
-        "mask_token_id": 1000,
         "eos_token_id": 1001,
     }
     done = subprocess.run(

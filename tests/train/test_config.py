@@ -32,6 +32,14 @@ def test_every_shipped_recipe_loads_with_the_values_it_states(path: Path) -> Non
             assert config[key] == value, key
 
 
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_no_recipe_names_a_mask_token(path: Path) -> None:
+    """Which rows of a vocabulary are unused, the tokenizer knows."""
+    config = load_config(path)
+    assert "mask_token_id" not in config.model.architecture
+    assert config.model.mask_token is None
+
+
 def test_there_are_recipes() -> None:
     assert {"embedded_ar", "embedded_wedlm"} <= {path.stem for path in CONFIGS}
 

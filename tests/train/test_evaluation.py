@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.data_examples import EMBEDDED
-from tests.tiny_run import metric_lines, on_devices, tiny_recipe
+from tests.tiny_run import Killed, metric_lines, on_devices, tiny_recipe
 from train.config import EvaluationSection
 from train.data.manifest import read_manifest
 from train.data.shards import ShardRows
@@ -42,6 +42,25 @@ def test_a_run_evaluates_on_its_way_and_trains_as_without(
         assert 0 < line["tokens_per_forward"] <= 16
         assert any(name.startswith("mlm_loss_ratio_") for name in line)
     assert lines[1]["ar_loss"] < lines[0]["ar_loss"]
+
+
+def test_a_run_that_dies_in_an_evaluation_makes_it_when_it_goes_on(
+    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_devices(monkeypatch, 1)
+    section = EvaluationSection(every=2, rows=2, prompts=0)
+    config = tiny_recipe(tmp_path, tokenizer_folder, evaluation=section, checkpoint_every=2)
+
+    def die(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluation, "run", die)
+        with pytest.raises(Killed):
+            run_training(config)
+    run_training(config)
+    lines = [json.loads(line) for line in (tmp_path / "evaluation.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4]
 
 
 @pytest.mark.slow

@@ -133,6 +133,8 @@ def test_warm_up_stable_decay() -> None:
     assert rates[:3] == pytest.approx([0, 0.5, 1])
     assert rates[2:16] == pytest.approx([1] * 14)
     assert rates[15:] == pytest.approx([1, 0.82, 0.64, 0.46, 0.28, 0.1])
+    config.phases, config.optimizer.learning_rate = [PhaseSection(from_step=4, rows=4)], 0.0
+    assert float(schedule_of(config)(10)) == 0  # no phase changes the rate
     config.optimizer.decay_steps = 19
     with pytest.raises(InputError, match=r"decay_steps must be at most 18.* not 19"):
         schedule_of(config)
@@ -173,6 +175,16 @@ def test_phases_are_read_from_a_recipe_and_checked(tmp_path: Path) -> None:
         load_config(path, ["phases=[{from_step: 10, rows: 0}]"])
     with pytest.raises(InputError, match="unknown key"):
         load_config(path, ["phases=[{from_stop: 10}]"])
+
+
+def test_a_later_phase_without_rows_for_a_batch_is_refused_before_the_first(
+    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_devices(monkeypatch, 1)
+    phases = [PhaseSection(from_step=2, rows=1000)]
+    with pytest.raises(InputError, match=r"data: \d+ packed rows are fewer than one batch of 2000"):
+        run_training(tiny_recipe(tmp_path, tokenizer_folder, phases=phases))
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_a_run_through_phases_is_the_same_when_it_is_stopped_within_one(

@@ -12,7 +12,8 @@ import jax
 import pytest
 
 from tests.training_examples import TINY
-from train.config import TrainConfig
+from train.config import MetricsSection, OptimizerSection, PhaseSection, TrainConfig
+from train.program import make_program
 from train.remat import REMEMBERED, cheapest_policy, settled, settled_here
 from wedlm_jax.errors import InputError
 from wedlm_jax.model.rematerialisation import POLICIES
@@ -71,9 +72,22 @@ def test_what_was_found_is_remembered_for_the_same_program_only(cache: Path) -> 
     assert len(compiler.asked) == asked
     assert said[0].endswith("found by compiling")
     assert said[1].endswith("as remembered")
-    settle(dataclasses.replace(config, rows=16))
     settle(config, 600)
-    assert len(compiler.asked) > asked + 2
+    for others in (
+        {"rows": 16},
+        {"phases": [PhaseSection(from_step=3, rows=64)]},
+        {"optimizer": OptimizerSection(average=0.9)},
+        {"optimizer": OptimizerSection(first_moment_dtype="bfloat16")},
+        {"metrics": MetricsSection(norms=False)},
+    ):
+        asked = len(compiler.asked)
+        settle(dataclasses.replace(config, **others))
+        assert len(compiler.asked) > asked
+    # A phase with smaller batches takes no more memory than the recipe.
+    smaller = [PhaseSection(from_step=3, rows=config.rows // 2)]
+    asked = len(compiler.asked)
+    settle(dataclasses.replace(config, phases=smaller))
+    assert len(compiler.asked) == asked
     (cache / REMEMBERED).write_bytes(b"\xff{")
     assert settle(config) == "projections"
 
@@ -110,5 +124,6 @@ def test_a_small_step_fits_this_machine(cache: Path) -> None:
     config = TrainConfig(rows=1, row_length=32, block_size=4)
     mesh = make_mesh({"fsdp": 1}, jax.devices()[:1])
     with jax.set_mesh(mesh):
-        assert settled_here(config, TINY, mesh).loss.remat == "none"
+        program = settled_here(make_program(config, TINY, mesh))
+    assert program.config.loss.remat == program.objective.loss.remat == "none"
     assert list(json.loads((cache / REMEMBERED).read_text()).values()) == ["none"]

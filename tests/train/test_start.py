@@ -38,7 +38,6 @@ def test_a_recipe_for_another_model_is_refused_before_a_weight_is_read(described
 def test_what_a_recipe_says_beside_a_checkpoint_holds_and_is_told(
     described: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It was silently ignored once."""
     model = recipe_model(recipe(described, eos_token_id=7, rope_theta=5e5))
     assert (model.eos_token_ids, model.rope.theta) == ((7,), 5e5)
     said = capsys.readouterr().out

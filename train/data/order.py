@@ -79,6 +79,13 @@ def rows_taken(weights: Sequence[float], rows: int) -> list[int]:
     return [last.get(number, -1) + 1 for number in range(len(weights))]
 
 
+def check_rows(row_sets: Sequence[tuple[RowSet | RowPlaces, float]], batch_rows: int) -> None:
+    """Refuses sets that together have fewer rows than one batch takes."""
+    rows = sum(len(row_set) for row_set, _ in row_sets)
+    if rows < batch_rows:
+        raise InputError(f"data: {rows} packed rows are fewer than one batch of {batch_rows}")
+
+
 def global_order(
     row_sets: Sequence[tuple[RowSet | RowPlaces, float]],
     *,
@@ -97,9 +104,7 @@ def global_order(
     Raises:
       InputError: there are fewer rows than one batch takes.
     """
-    rows = sum(len(row_set) for row_set, _ in row_sets)
-    if rows < batch_rows:
-        raise InputError(f"data: {rows} packed rows are fewer than one batch of {batch_rows}")
+    check_rows(row_sets, batch_rows)
     orders = []
     for (row_set, _), stream in zip(
         row_sets, streams or map(Stream, range(len(row_sets))), strict=True

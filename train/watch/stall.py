@@ -58,6 +58,7 @@ class StallWatch:
         if self._since is not None:
             self._times.append(now - self._since)
         self._since = now
+        faulthandler.cancel_dump_traceback_later()  # what `pause` allows is over
         if self.limit is not None and self._file is not None:
             faulthandler.dump_traceback_later(self.limit, file=self._file)
 

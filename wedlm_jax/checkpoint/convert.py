@@ -117,7 +117,8 @@ def convert(
 
     Args:
       source: a Hugging Face or an orbax checkpoint folder; or a training run's, its
-        ``checkpoints`` or one state in there: of a run the newest state's parameters are written.
+        ``checkpoints`` or one state in there: of a run the newest state's parameters are written,
+        not their average.
       destination: must be absent or empty, or a checkpoint with ``force``.
       to: "hf" or "orbax"; by default the format that the source has not, "hf" for a run.
       dtype: "float32", "bfloat16" or "float16"; as it is by default.

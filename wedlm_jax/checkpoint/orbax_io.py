@@ -27,6 +27,8 @@ from wedlm_jax.storage import absolute, is_remote, move_tree
 
 COMMITTED = "commit_success.txt"
 """The file that orbax writes last into a state in a bucket, which has no renames."""
+DAMAGED = ".damaged"
+"""In the name of a state that was set aside."""
 LATE_REPORTS_S = 0.5
 """How long reads that were under way at a failure may take to end."""
 
@@ -84,16 +86,20 @@ class StepFolders:
         """Renames a state, so that it counts no more and its step can be written again."""
         folder = self._folder / str(step)
         if is_first():
-            place, number = folder.with_name(f"{step}.damaged"), 1
+            place, number = folder.with_name(f"{step}{DAMAGED}"), 1
             while place.exists():
                 number += 1
-                place = folder.with_name(f"{step}.damaged-{number}")
+                place = folder.with_name(f"{step}{DAMAGED}-{number}")
             if is_remote(folder):
                 move_tree(folder, place, COMMITTED)
             else:
                 folder.rename(place)
         wait_for_all(f"set aside {step}")
         self._manager.reload()
+
+    def any_set_aside(self) -> bool:
+        """Tells whether a state was set aside here, by this run or an earlier attempt at it."""
+        return any(self._folder.glob(f"*{DAMAGED}*"))
 
     def close(self) -> None:
         """Waits until everything is on disk."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from train.watch.stall import FEWEST, StallWatch
 
 
@@ -35,6 +37,19 @@ def test_a_step_that_takes_far_too_long_shows_where_it_is(tmp_path: Path) -> Non
 def test_a_checkpoint_may_take_longer_and_0_watches_nothing(tmp_path: Path) -> None:
     assert stacks(tmp_path / "paused.txt", 10.0, pause=True) == ""
     assert stacks(tmp_path / "none.txt", 0.0) == ""
+
+
+def test_what_a_pause_allows_ends_with_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint among the first steps, of which too few are known to be watched."""
+    monkeypatch.setattr("train.watch.stall.LONGEST_PAUSE_S", 0.2)
+    with (tmp_path / "stacks.txt").open("w+") as file, StallWatch(10.0, file) as watch:
+        watch.step()
+        watch.pause()
+        watch.step()
+        hang_in_a_step()
+    assert (tmp_path / "stacks.txt").read_text() == ""
 
 
 def test_the_limit_follows_the_median_of_the_steps() -> None:

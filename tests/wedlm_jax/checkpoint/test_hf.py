@@ -227,7 +227,7 @@ def test_no_weights(folder: Path) -> None:
     (folder / "pytorch_model-00001-of-00002.bin").touch()
     refusal(folder, "only safetensors files are read")
     (folder / "orbax").mkdir()
-    refusal(folder, "an orbax checkpoint", "wedlm convert")
+    refusal(folder, "damaged or not an orbax checkpoint")
 
 
 @pytest.mark.parametrize("content", ["{", "", "[1]", "\x00\xff", "null"])

@@ -15,6 +15,7 @@ from flax import nnx
 
 from tests.checkpoints import assert_same_bits, hf_values, tiny_config, write_tiny
 from wedlm_jax.checkpoint import hf
+from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
 from wedlm_jax.checkpoint.hf import arrays_from_model, load_checkpoint, save_checkpoint
 from wedlm_jax.checkpoint.names import parameter_entries
 from wedlm_jax.errors import InputError
@@ -169,7 +170,7 @@ def test_the_layout_goes_by_the_size_of_matrices(
 def test_a_missing_tensor_is_named_in_each_layout(tmp_path: Path) -> None:
     config = dataclasses.replace(tiny_config(), num_hidden_layers=4)
     folder = folder_of(tmp_path)
-    checkpoint = hf.HFCheckpoint(folder)
+    checkpoint = HFCheckpoint(folder)
     checkpoint.config = config
     for layout in LAYOUTS.values():
         with pytest.raises(InputError, match=r"tensor 'model\.layers\.3\..* is missing"):

@@ -21,7 +21,7 @@ from wedlm_jax.params import SamplingParams
 from wedlm_jax.text import TextCodec
 
 ENDS = (2, 0)
-VOCAB = 1536 + 70
+VOCAB = 1790 + 70
 """More than the tokenizer has, as vocabularies are padded."""
 
 
@@ -150,7 +150,7 @@ def test_deep_schemas_are_told_too(grammars: TokenizerGrammars) -> None:
 
 
 def test_a_tokenizer_that_does_not_fit_is_told(codec: TextCodec) -> None:
-    with pytest.raises(InputError, match=r"^regex: vocab size too small; 1000 vs 1536"):
+    with pytest.raises(InputError, match=r"^regex: vocab size too small; 1000 vs 1790"):
         TokenizerGrammars(codec.tokenizer, 1000, ENDS).check(SamplingParams(regex="a"))
     with pytest.raises(InputError, match=r"^regex: this model has no end of text"):
         TokenizerGrammars(codec.tokenizer, VOCAB, ()).check(SamplingParams(regex="a"))
