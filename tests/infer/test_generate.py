@@ -281,8 +281,8 @@ def test_choices_of_the_help_are_those_of_the_library() -> None:
 
 
 def test_examples_of_the_help_are_accepted() -> None:
-    examples = re.findall(r"wedlm generate (--.*?)(?: {3,}\(.*)?\n", generate.FILES)
-    assert len(examples) == generate.FILES.split("examples:")[1].count("wedlm generate") == 8
+    examples = re.findall(r"wedlm generate (--.*?)(?: {3,}\(.*| && .*)?\n", generate.FILES)
+    assert len(examples) == generate.FILES.split("examples:")[1].count("wedlm generate") == 9
     for example in examples:
         options = vars(generate.parser().parse_args(shlex.split(example)))
         generate._check_combination(options)

@@ -15,8 +15,8 @@ from flax import nnx
 
 from tests.checkpoints import assert_same_bits, hf_values, tiny_config, write_tiny
 from wedlm_jax.checkpoint import hf
-from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
 from wedlm_jax.checkpoint.hf import arrays_from_model, load_checkpoint, save_checkpoint
+from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
 from wedlm_jax.checkpoint.names import parameter_entries
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
