@@ -25,9 +25,7 @@ MOST_SAMPLES = 1024
 """The most completions of one prompt."""
 
 MODES = ("paper", "verified", "ar")
-
 DEFAULT_MODE = "verified"
-
 UNBOUNDED = float("inf")
 
 
@@ -359,10 +357,9 @@ class SamplingParams:
 
     @property
     def grammar(self) -> tuple[str, str] | None:
-        """The field that constrains the completion as a whole, and its value; None if none does."""
+        """The field that constrains the whole completion, and its value; None if none does."""
         for name in ("json_schema", "regex"):
-            value = getattr(self, name)
-            if value is not None:
+            if (value := getattr(self, name)) is not None:
                 return name, value
         return None
 

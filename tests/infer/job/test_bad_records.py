@@ -402,7 +402,7 @@ def test_names_of_files_that_are_not_text(
 
 
 def test_a_record_that_fails_while_it_decodes_becomes_an_error_record(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as one whose grammar grows beyond its limits."""
 
@@ -421,7 +421,7 @@ def test_a_record_that_fails_while_it_decodes_becomes_an_error_record(
 
     monkeypatch.setattr(LLM, "run", failing)
     write([*words(3), {"prompt": "a", "id": "last"}])
-    assert run(checkpoint, "--shard-size", "2") == 0
+    assert run(model, "--shard-size", "2") == 0
     first, bad, *others = results()
     assert bad == {"id": 1, "error": "regex: too large", "line": 2}
     assert [one["id"] for one in (first, *others)] == [0, 2, "last"]
