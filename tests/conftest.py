@@ -6,11 +6,17 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# A shell without job control starts what it puts into the background with Ctrl-C ignored, and so
+# would all that the tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What one test, worker or child process has compiled, the others need not: compiling is most
 # of what the tests do. The folder lives as long as this run of them.

@@ -147,7 +147,8 @@ def test_when_one_process_fails_the_others_are_told_to_end(tmp_path: Path) -> No
     work = script(
         tmp_path / "work",
         "trap 'echo saved > saved; exit 143' TERM\n"
-        '[ "${@: -1}" = 1 ] && exit 7\n'
+        'if [ "${@: -1}" = 1 ]; then until [ -e begun ]; do sleep 0.02; done; exit 7; fi\n'
+        "touch begun\n"
         "for ((i = 0; i < 400; i++)); do sleep 0.05; done\n",
     )
     ended = run([str(LAUNCH / "processes.sh"), str(work)], tmp_path, HOSTS="local:2")

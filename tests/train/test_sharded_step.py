@@ -113,8 +113,10 @@ def test_losses_gradients_and_parameters_equal_those_of_one_device(
         losses, state = run(step_of(attention), state, rows)
     expected_losses, expected = on_one_device()
     for own, one in zip(losses, expected_losses, strict=True):
-        for name in one:
-            np.testing.assert_allclose(own[name], one[name], rtol=2e-5, err_msg=name)
+        assert jax.tree.structure(own) == jax.tree.structure(one)
+        for path, value in jax.tree.leaves_with_path(one):
+            found = dict(jax.tree.leaves_with_path(own))[path]
+            np.testing.assert_allclose(found, value, rtol=2e-5, err_msg=jax.tree_util.keystr(path))
     for own, one in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(own, one, rtol=2e-4, atol=2e-5)
 
