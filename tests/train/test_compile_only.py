@@ -171,8 +171,10 @@ def test_without_the_compiler_the_command_says_what_to_install(
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
-def test_a_small_step_compiles_for_a_real_topology() -> None:
-    """In a process of its own: the compiler's library wants one to itself."""
+@pytest.mark.parametrize("remat", ["attention", pytest.param("auto", marks=pytest.mark.full)])
+def test_a_small_step_compiles_for_a_real_topology(remat: str) -> None:
+    """In a process of its own: the compiler's library wants one to itself. With "auto" it compiles
+    up to three times."""
     sizes = {
         "hidden_size": 256,
         "intermediate_size": 512,
@@ -196,6 +198,7 @@ def test_a_small_step_compiles_for_a_real_topology() -> None:
             "rows=8",
             "row_length=512",
             "mesh.tensor=2",
+            f"loss.remat={remat}",
             *(f"model.architecture.{name}={value}" for name, value in sizes.items()),
         ],
         cwd=Path(__file__).parents[2],

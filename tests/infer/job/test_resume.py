@@ -356,7 +356,7 @@ def test_sigterm_waits_no_longer_than_its_grace(
     write(words(16))
     quick_run = LLM.run
 
-    def slow(self: LLM, records: Any, on_progress: Any, *, stopping: Any) -> Any:
+    def slow(self: LLM, records: Any, on_progress: Any, **_: Any) -> Any:
         yield next(quick_run(self, records, on_progress))
         os.kill(os.getpid(), signal.SIGTERM)
         while True:  # forwards of sequences that do not end
