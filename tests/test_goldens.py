@@ -47,7 +47,9 @@ def compiled_as_for_users() -> Iterator[None]:
     before, options_of = jax.config.values[name], compiler.get_compile_options
 
     def with_emitters(*arguments: Any, env_options_overrides: Any = None, **others: Any) -> Any:
-        flags = {"xla_cpu_use_fusion_emitters": True, **(env_options_overrides or {})}
+        flags = dict(env_options_overrides or {})
+        if "xla_cpu_use_fusion_emitters" in os.environ["XLA_FLAGS"]:
+            flags["xla_cpu_use_fusion_emitters"] = True
         return options_of(*arguments, env_options_overrides=flags, **others)
 
     with pytest.MonkeyPatch.context() as patch:
