@@ -6,6 +6,7 @@ Figures of the paper's authors' own code; see tests/goldens/README.md.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +49,7 @@ def compiled_as_for_users() -> Iterator[None]:
 
     def with_emitters(*arguments: Any, env_options_overrides: Any = None, **others: Any) -> Any:
         flags = dict(env_options_overrides or {})
-        if "xla_cpu_use_fusion_emitters" in os.environ["XLA_FLAGS"]:
+        if "xla_cpu_use_fusion_emitters" in os.environ.get("XLA_FLAGS", ""):
             flags["xla_cpu_use_fusion_emitters"] = True
         return options_of(*arguments, env_options_overrides=flags, **others)
 
