@@ -29,7 +29,7 @@ LONGEST_PAUSE = 0.6
 """Seconds between two forwards, where there are few."""
 PASSES = 3
 PICTURE_WIDTH = 100
-"""Columns of the picture that --record makes."""
+"""Columns of the picture that `--record` draws."""
 
 
 def main(arguments: list[str]) -> int:

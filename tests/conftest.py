@@ -33,7 +33,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "true":
     quick = "--xla_cpu_parallel_codegen_split_count=1"
-    if version("jaxlib").startswith("0.10."):  # later ones have no other emitters, nor the flag
+    if version("jaxlib").startswith("0.10."):  # 0.12 refuses the flag
         quick += " --xla_cpu_use_fusion_emitters=false"
     os.environ["XLA_FLAGS"] = f"{quick} {os.environ.get('XLA_FLAGS', '')}"
 
