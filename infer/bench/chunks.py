@@ -6,7 +6,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -30,7 +30,7 @@ OTHERS = 4
 OTHERS_TOKENS = 32
 """Of their prompts."""
 QUIET_FORWARDS = 64
-"""Forwards in which they are alone."""
+"""Forwards of a burst in which they are alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +40,13 @@ class ChunkCost:
     Attributes:
       shape: whose random weights.
       tokens: of the prompt.
-      first, last: milliseconds of its first and last `CHUNK` tokens, beyond those of the forwards
-        that the others take anyway.
+      first, last: milliseconds of its first and last `CHUNK` tokens, alone.
       products: how many times the products of the first chunk the last one has, by counting those
         of visible places alone.
-      forward_tokens: tokens of it that a forward computes, on average.
-      quiet, busy: milliseconds from token to token of the others, without it and meanwhile.
+      forward_tokens: tokens of it that a forward beside others computes, on average of those with
+        any.
+      quiet, busy: milliseconds from token to token of the others, without it and meanwhile, on
+        average over the same tokens.
       longest: the longest such time meanwhile, averaged over a burst.
       stalled: bursts meanwhile in which one of them got no token.
       alone: seconds that the prompt takes where nobody else decodes.
@@ -113,17 +114,18 @@ def compare_chunks(
     return ChunkCost(
         shape,
         tokens,
-        first=median(lambda one: one.own_seconds(0) * 1e3),
-        last=median(lambda one: one.own_seconds(tokens - CHUNK) * 1e3),
+        first=median(lambda one: one.chunk_seconds(0) * 1e3),
+        last=median(lambda one: one.chunk_seconds(tokens - CHUNK) * 1e3),
         products=products_of(config, tokens - CHUNK) / products_of(config, 0),
-        forward_tokens=median(lambda one: tokens / sum(burst.forwards for burst in one.bursts)),
-        quiet=median(lambda one: one.quiet * 1e3),
-        busy=median(lambda one: statistics.median(b.seconds / b.forwards for b in one.bursts))
-        * 1e3,
-        longest=median(lambda one: max(b.seconds / b.forwards for b in one.bursts)) * 1e3,
-        stalled=max(sum(b.served < OTHERS for b in one.bursts) for one in passed),
-        alone=median(lambda one: one.alone),
-        among=median(lambda one: sum(burst.seconds for burst in one.bursts)),
+        forward_tokens=median(
+            lambda one: tokens / sum(burst.forwards for burst in one.among if burst.computed)
+        ),
+        quiet=median(lambda one: _seconds_a_forward(one.others) * 1e3),
+        busy=median(lambda one: _seconds_a_forward(one.among) * 1e3),
+        longest=median(lambda one: max(b.seconds / b.forwards for b in one.among)) * 1e3,
+        stalled=max(sum(b.served < OTHERS for b in one.among) for one in passed),
+        alone=median(lambda one: _total(one.alone)),
+        among=median(lambda one: _total(one.among)),
     )
 
 
@@ -147,22 +149,29 @@ class _TimedBurst(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _ChunkPass:
-    quiet: float
-    """Seconds of a forward without the prompt."""
-    bursts: list[_TimedBurst]
-    alone: float
+    """Bursts of the prompt alone, a forward each; of all together; and of the others alone."""
 
-    def own_seconds(self, start: int) -> float:
-        """Seconds of `CHUNK` tokens from ``start`` on, beyond those that the others take anyway."""
+    alone: list[_TimedBurst]
+    among: list[_TimedBurst]
+    others: list[_TimedBurst]
+
+    def chunk_seconds(self, start: int) -> float:
+        """Seconds of `CHUNK` tokens of the prompt from ``start`` on, alone."""
         spent, before = 0.0, 0
-        for burst in self.bursts:
+        for burst in self.alone:
             after = before + burst.computed
             inside = min(after, start + CHUNK) - max(before, start)
-            if inside > 0:
-                own = burst.seconds - burst.forwards * self.quiet
-                spent += own * inside / burst.computed
+            spent += burst.seconds * max(inside, 0) / max(burst.computed, 1)
             before = after
         return spent
+
+
+def _seconds_a_forward(bursts: Sequence[_TimedBurst]) -> float:
+    return _total(bursts) / sum(burst.forwards for burst in bursts)
+
+
+def _total(bursts: Sequence[_TimedBurst]) -> float:
+    return sum(burst.seconds for burst in bursts)
 
 
 def _long_prompt(engine: Engine, subject: Subject, tokens: int) -> _ChunkPass:
@@ -170,26 +179,47 @@ def _long_prompt(engine: Engine, subject: Subject, tokens: int) -> _ChunkPass:
     prompt[0] = subject.config.vocab_size - 1  # unlike those of the others
     long = Request(OTHERS, prompt, SamplingParams(max_tokens=1))
     engine.scheduler.forget_prefixes()
-    started = time.perf_counter()
-    engine.decode([long])
-    alone = time.perf_counter() - started
-    engine.scheduler.forget_prefixes()
-    short = SamplingParams(max_tokens=engine.max_model_len // 2, ignore_eos=True)
-    prompts = random_prompts(subject.config, OTHERS, OTHERS_TOKENS)
-    others = [Request(number, each, short) for number, each in enumerate(prompts)]
-    engine.step(others, max_forwards=OTHERS)
-    quiet = _burst(engine, tokens, QUIET_FORWARDS)
     engine.step([long], max_forwards=0)
+    alone = _until_computed(engine, tokens, at_once=1)
+    _submit_others(engine, subject)
+    engine.step([long], max_forwards=0)
+    among = _until_computed(engine, tokens, at_once=None)
+    # The others alone, as far as they came: with every token a forward takes a little longer.
+    _submit_others(engine, subject)
+    others: list[_TimedBurst] = []
+    left = sum(burst.forwards for burst in among)
+    while left > 0:
+        others.append(_burst(engine, 0, min(left, QUIET_FORWARDS)))
+        left -= others[-1].forwards
+    engine.step(aborted=range(OTHERS + 1), max_forwards=0)
+    return _ChunkPass(alone, among, others)
+
+
+def _until_computed(engine: Engine, tokens: int, at_once: int | None) -> list[_TimedBurst]:
+    """Runs bursts until the long prompt is computed.
+
+    Args:
+      at_once: forwards of a burst; by default no further than the prompt probably goes, since
+        forwards after it are of no interest.
+    """
     bursts: list[_TimedBurst] = []
-    computed = 0
+    computed, each = 0, 1.0
     while computed < tokens:
-        # No further than the prompt probably goes: forwards after it are of no interest.
-        each = bursts[-1].computed / bursts[-1].forwards if bursts else tokens
-        forwards = math.ceil((tokens - computed) / max(each, 1))
+        forwards = math.ceil((tokens - computed) / each) if at_once is None else at_once
         bursts.append(_burst(engine, tokens - computed, forwards))
         computed += bursts[-1].computed
+        each = max(bursts[-1].computed / bursts[-1].forwards, 1)
+    return bursts
+
+
+def _submit_others(engine: Engine, subject: Subject) -> None:
+    """Submits the others anew, and runs them until they decode."""
     engine.step(aborted=range(OTHERS + 1), max_forwards=0)
-    return _ChunkPass(quiet.seconds / quiet.forwards, bursts, alone)
+    engine.scheduler.forget_prefixes()
+    params = SamplingParams(max_tokens=engine.max_model_len // 2, ignore_eos=True)
+    prompts = random_prompts(subject.config, OTHERS, OTHERS_TOKENS)
+    others = [Request(number, each, params) for number, each in enumerate(prompts)]
+    engine.step(others, max_forwards=OTHERS)
 
 
 def _burst(engine: Engine, left: int, forwards: int | None = None) -> _TimedBurst:

@@ -85,18 +85,18 @@ def chunk_table(cost: ChunkCost) -> Table:
     """Makes the table of a long prompt among others."""
     table = Table(
         box=box.SIMPLE,
-        title=f"a prompt of {cost.tokens:,} tokens, {cost.forward_tokens:.0f} a forward",
+        title=f"a prompt of {cost.tokens:,} tokens, {cost.forward_tokens:.0f} a forward beside others",
         show_header=False,
     )
     table.add_column()
     table.add_column(justify="right")
-    table.add_row(f"its first {CHUNK:,} tokens", f"{cost.first:,.1f} ms")
-    table.add_row(f"its last {CHUNK:,} tokens", f"{cost.last:,.1f} ms")
+    table.add_row(f"its first {CHUNK:,} tokens, alone", f"{cost.first:,.1f} ms")
+    table.add_row(f"its last {CHUNK:,} tokens, alone", f"{cost.last:,.1f} ms")
     table.add_row("the last against the first", f"{cost.last / cost.first:.2f}×")
     table.add_row("what visible products say", f"{cost.products:.2f}×")
     table.add_row("one against the other", f"{cost.against_products:.2f}")
-    table.add_row("others, token to token, before", f"{cost.quiet:.2f} ms")
-    table.add_row("others, token to token, meanwhile", f"{cost.busy:.2f} ms")
+    table.add_row("others, token to token, alone", f"{cost.quiet:.2f} ms")
+    table.add_row("others, token to token, meanwhile, on average", f"{cost.busy:.2f} ms")
     table.add_row("one against the other", f"{cost.slowdown:.2f}×")
     table.add_row("the longest meanwhile", f"{cost.longest:.2f} ms")
     table.add_row("bursts without a token for one of them", str(cost.stalled))

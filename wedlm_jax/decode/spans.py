@@ -36,7 +36,8 @@ class Allowance:
         none.
       capacity: int32 ``[N]``, tokens that these pages hold.
       arrival: int32 ``[N]``, the order of arrival: the lowest is served first.
-      chunk_tokens: int32, prompt tokens that a forward may compute beside the windows.
+      chunk_tokens: int32, prompt tokens that a forward may compute beside the windows; 0 pauses all
+        prompts.
       max_forwards: int32, the most forwards of the burst.
       until_finished: int32, the burst ends when so many sequences have finished.
     """
@@ -105,7 +106,8 @@ def plan_spans(state: DecodeState, allowance: Allowance, sizes: ForwardSizes) ->
     free = most - slots.sum()
     chunk, window = granted(jnp.minimum(allowance.chunk_tokens, free))
     size = jnp.minimum(sizes.filled_up(chunk.sum() + slots.sum()), most)
-    chunk, window = granted(jnp.where(left.sum() > 0, size - slots.sum(), 0))
+    padded = (left.sum() > 0) & (allowance.chunk_tokens > 0)
+    chunk, window = granted(jnp.where(padded, size - slots.sum(), 0))
     lengths = chunk + jnp.where(window, slots, 0)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
     # starts[i] is where sequence i begins in the flat array, starts[N] how many tokens there are.

@@ -72,7 +72,8 @@ class Burst:
       arrival: int32 ``[R·N]``, the ranks 0 … N − 1 of a replica's sequences by arrival. Prompts are
         computed in this order, so that none starves.
       windows: int32 ``[R·N]``, W of each sequence in this burst.
-      chunk_tokens: prompt tokens that a forward of a replica may compute beside windows.
+      chunk_tokens: prompt tokens that a forward of a replica may compute beside windows; 0 pauses
+        all prompts.
       max_forwards: the most forwards, at least 1.
       until_finished: the burst ends when so many sequences have finished, over all replicas.
     """

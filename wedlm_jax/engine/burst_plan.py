@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from wedlm_jax.engine.prompt_pace import Chunks
 from wedlm_jax.engine.replica import Replica
 from wedlm_jax.engine.sequence import SequenceState
 
@@ -37,6 +38,7 @@ def burst_length(
     *,
     longest: int,
     prefill_forwards: int,
+    chunks: Chunks,
     num_waiting: int,
     num_deferred: int,
     pages_are_short: bool,
@@ -45,7 +47,8 @@ def burst_length(
 
     Args:
       longest: forwards if no sequence waits.
-      prefill_forwards: forwards until all prompts are computed.
+      prefill_forwards: forwards until all prompts are computed; 0 if they are paused.
+      chunks: of the burst.
       num_waiting, num_deferred: sequences that wait, and how many of them for another's prompt.
       pages_are_short: whether some of them wait although an index is free.
     """
@@ -60,7 +63,11 @@ def burst_length(
         forwards, until = min(forwards, WAITING_FORWARDS), max(len(running) // 8, 1)
     if pages_are_short:
         forwards = min(forwards, SHORT_OF_PAGES_FORWARDS)
-    if num_deferred:
+    if chunks.forwards is not None:
+        forwards = min(forwards, chunks.forwards)
+    if not chunks.tokens:
+        until = 1  # were the others all to finish, nothing would be left to run
+    elif num_deferred:
         forwards = min(forwards, max(prefill_forwards, 1))
     if prefill_forwards > 1:
         forwards = min(forwards, PREFILL_FORWARDS)
@@ -69,32 +76,10 @@ def burst_length(
     return BurstLength(forwards, until)
 
 
-def chunk_tokens(replicas: Sequence[Replica], most: int, balanced: int) -> int:
-    """Returns how many prompt tokens a forward may compute beside its windows.
-
-    That is ``most``, unless a longer prompt is computed while other sequences decode: then as many
-    as roughly double the time between their tokens. (If the model is small and the prompt so long
-    that attention to it is most of the work, even these take longer.)
-
-    Args:
-      balanced: tokens of a forward that takes about twice as long as a forward of one token.
-    """
-    budget = most
-    for replica in replicas:
-        prefilling = [one for one in replica.running if one.is_prefilling]
-        others_decode = len(prefilling) < len(replica.running)
-        if others_decode and any(_is_long(one, most) for one in prefilling):
-            slots = sum(1 + one.window for one in replica.running)
-            budget = min(budget, max(balanced - slots, slots))
-    return budget
-
-
-def _is_long(sequence: SequenceState, most: int) -> bool:
-    return sequence.text_length_admitted - max(sequence.num_cached_tokens, 0) > most
-
-
 def prefill_forwards(replica: Replica, chunk_tokens: int) -> int:
-    """Returns the forwards until the prompts of a replica are computed."""
+    """Returns the forwards until the prompts of a replica are computed; 0 if they are paused."""
+    if not chunk_tokens:
+        return 0
     left = sum(
         sequence.text_length_admitted - sequence.num_computed
         for sequence in replica.running

@@ -11,8 +11,9 @@ import numpy as np
 from wedlm_jax.engine.admission import AdmissionRound, Admitter
 from wedlm_jax.engine.arrival_queue import ArrivalQueue
 from wedlm_jax.engine.burst import Admission, Burst, ForwardRunner, Report, Request
-from wedlm_jax.engine.burst_plan import burst_length, chunk_tokens, give_pages, prefill_forwards
+from wedlm_jax.engine.burst_plan import burst_length, give_pages, prefill_forwards
 from wedlm_jax.engine.events import Counters, Event, Failed, Finished, TokenDelta, Traced
+from wedlm_jax.engine.prompt_pace import PromptPace
 from wedlm_jax.engine.replica import Replica
 from wedlm_jax.engine.sequence import SequenceState, longest_room
 from wedlm_jax.engine.settings import SchedulerSizes
@@ -54,6 +55,7 @@ class Scheduler:
             )
             for number in range(sizes.num_replicas)
         ]
+        self._pace = PromptPace(sizes.chunk_tokens, sizes.balanced_tokens)
         self._admitter = Admitter(self._replicas, windows.widest)
         self._waiting = ArrivalQueue()
         self._sequences: dict[int, SequenceState] = {}
@@ -128,7 +130,9 @@ class Scheduler:
         if burst is not None:
             started = time.perf_counter()
             report = self._device.run(burst)
-            self._windows.observe(burst, report, time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            self._windows.observe(burst, report, seconds)
+            self._pace.observe(burst.chunk_tokens, report.num_run, seconds)
             events.extend(self._collect(report))
             if not (self._progress or max_forwards == 0):
                 raise RuntimeError("a burst of forwards advanced no sequence")
@@ -246,11 +250,12 @@ class Scheduler:
         self, turn: AdmissionRound, admissions: list[Admission], max_forwards: int | None
     ) -> Burst:
         sizes, running = self._sizes, self._running
-        chunk = chunk_tokens(self._replicas, sizes.chunk_tokens, sizes.balanced_tokens)
+        chunks = self._pace.next_chunks(self._replicas)
         length = burst_length(
             running,
             longest=sizes.longest_burst,
-            prefill_forwards=max(prefill_forwards(r, chunk) for r in self._replicas),
+            prefill_forwards=max(prefill_forwards(r, chunks.tokens) for r in self._replicas),
+            chunks=chunks,
             num_waiting=len(self._waiting),
             num_deferred=turn.num_deferred,
             pages_are_short=turn.pages_are_short,
@@ -275,7 +280,7 @@ class Scheduler:
             capacity,
             arrival,
             windows,
-            chunk,
+            chunks.tokens,
             forwards,
             length.until_finished,
         )

@@ -117,7 +117,7 @@ owner_compiled = jax.jit(owner, static_argnums=1)
 attention_compiled = jax.jit(attention_spans, static_argnums=4)
 
 
-@given(some=some_sequences(), chunk_tokens=st.integers(1, LONGEST_CHUNK))
+@given(some=some_sequences(), chunk_tokens=st.integers(0, LONGEST_CHUNK))
 def test_windows_first_then_prompts_in_order_of_arrival(
     some: list[Sequence], chunk_tokens: int
 ) -> None:
@@ -129,10 +129,13 @@ def test_windows_first_then_prompts_in_order_of_arrival(
     reserved = sum(len(one.window) for one in some if runs(one))
     wanted = sum(one.start - one.computed for one in some if runs(one))
     granted = int(plan.chunk.sum())
-    # The budget is used, and padding beyond it is not left idle; nothing else is computed.
+    # The budget is used, and padding beyond it is not left idle; nothing else is computed. A budget
+    # of 0 pauses prompts, padding or not.
     assert granted >= min(chunk_tokens, wanted)
     assert granted <= wanted
-    if wanted:
+    if not chunk_tokens:
+        assert granted == 0
+    elif wanted:
         filled_up = int(SIZES.filled_up(jnp.int32(min(chunk_tokens, wanted) + reserved)))
         assert granted == min(wanted, filled_up - reserved)
     short = False  # whether somebody who came before did not get the whole of a prompt

@@ -197,11 +197,13 @@ class FakeDevice:
             assert sorted(ranks) == list(range(len(ranks)))
 
     def _forwards(self, burst: Burst) -> None:
+        self.num_run = 0
         for _ in range(burst.max_forwards):
             ran = False
             for replica in range(self.sizes.num_replicas):
                 ran |= self._forward(burst, replica)
             done = sum(sequence.finished for sequence in self.sequences.values())
+            self.num_run += ran
             if not ran or done >= burst.until_finished:
                 break
             if self._random is not None and self._random.random() < 0.1:
@@ -264,7 +266,16 @@ class FakeDevice:
                 del self.sequences[index]
         computed, output, num_forwards, num_instances, _ = numbers
         finished, stopped = flags
-        return Report(computed, output, finished, stopped, num_forwards, num_instances, tokens)
+        return Report(
+            computed,
+            output,
+            finished,
+            stopped,
+            num_forwards,
+            num_instances,
+            tokens,
+            num_run=self.num_run,
+        )
 
 
 def small_sizes(**changes: int) -> SchedulerSizes:

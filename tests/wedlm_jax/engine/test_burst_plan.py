@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,11 +12,11 @@ from wedlm_jax.engine.burst_plan import (
     WAITING_FORWARDS,
     WATCHED_FORWARDS,
     burst_length,
-    chunk_tokens,
     expected_rate,
     give_pages,
     prefill_forwards,
 )
+from wedlm_jax.engine.prompt_pace import Chunks
 from wedlm_jax.engine.replica import Replica
 from wedlm_jax.engine.sequence import SequenceState
 from wedlm_jax.params import SamplingParams
@@ -49,14 +51,18 @@ def running_replica(*sequences: SequenceState, num_pages: int = 40) -> Replica:
         ({"num_waiting": 3, "num_deferred": 3, "prefill_forwards": 1}, (1, 2)),
         ({"num_waiting": 3, "num_deferred": 3, "prefill_forwards": 5}, (5, 2)),
         ({"longest": 4, "num_waiting": 1}, (4, 2)),
+        ({"prefill_forwards": 20, "chunks": Chunks(16, 1)}, (1, 16)),
+        ({"chunks": Chunks(0, 30)}, (30, 1)),
+        ({"chunks": Chunks(0, 90), "num_waiting": 1, "num_deferred": 1}, (WAITING_FORWARDS, 1)),
     ],
 )
 def test_bursts_are_short_while_somebody_waits(
-    changes: dict[str, int], expected: tuple[int, int]
+    changes: dict[str, Any], expected: tuple[int, int]
 ) -> None:
     usual = {
         "longest": 64,
         "prefill_forwards": 0,
+        "chunks": Chunks(16),
         "num_waiting": 0,
         "num_deferred": 0,
         "pages_are_short": False,
@@ -70,6 +76,7 @@ def test_a_text_that_may_stop_is_watched() -> None:
         [new_sequence(), new_sequence(stop="x")],
         longest=64,
         prefill_forwards=0,
+        chunks=Chunks(16),
         num_waiting=0,
         num_deferred=0,
         pages_are_short=False,
@@ -82,6 +89,7 @@ def test_forwards_until_all_prompts_are_computed() -> None:
     replica = running_replica(one, two, ready)
     one.num_computed, two.num_computed = 0, 8
     assert prefill_forwards(replica, 16) == 2
+    assert prefill_forwards(replica, 0) == 0
     one.num_computed = 8
     assert prefill_forwards(replica, 16) == 1
     two.num_computed = 23  # the last token is the window's
@@ -129,31 +137,3 @@ def test_the_rate_is_learnt_from_the_sequence() -> None:
     assert expected_rate(sequence) == 2.5
     sequence.window = 0
     assert expected_rate(sequence) == 1
-
-
-def prefilling(length: int, *, cached: int = 0) -> SequenceState:
-    sequence = new_sequence(length)
-    sequence.num_cached_tokens = cached
-    return sequence
-
-
-def test_a_long_prompt_gets_as_many_tokens_as_double_the_forward_of_those_that_decode() -> None:
-    decoding = [new_sequence() for _ in range(4)]
-    replica = running_replica(*decoding, num_pages=400)
-    long, short = prefilling(300), prefilling(200)
-
-    def budget(*others: SequenceState, balanced: int = 16) -> int:
-        replica.running = [*decoding, *others]
-        for one in others:
-            one.text_length_admitted = len(one.text)
-        return chunk_tokens([replica], 256, balanced)
-
-    assert budget(short) == 256
-    assert budget(long) == 16 - 5, "the prompt's own window may stand behind its last chunk"
-    assert budget(prefilling(300, cached=100)) == 256
-    assert budget(long, balanced=4) == 5, "at least as many as all windows run"
-    for one in decoding:
-        one.window = 16
-    assert budget(long) == 4 * 17 + 1
-    replica.running = [long]
-    assert chunk_tokens([replica], 256, 16) == 256

@@ -174,7 +174,7 @@ class AutoWindows:
         loads = []
         for replica in set(replicas.tolist()):
             inside = replicas == replica
-            chunks = min(np.ceil(prompt[inside].sum() / chunk_tokens), num_run)
+            chunks = min(np.ceil(prompt[inside].sum() / max(chunk_tokens, 1)), num_run)
             tokens = slots[inside].sum() / num_run
             drafts = tokens - done[1][inside] @ (known.window[indices[inside]] + 1) / num_run
             wide = spread(np.maximum(drafts, 0), inside.sum())
