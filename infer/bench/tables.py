@@ -83,11 +83,9 @@ def page_table(uses: Sequence[PageUse]) -> Table:
 
 def chunk_table(cost: ChunkCost) -> Table:
     """Makes the table of a long prompt among others."""
-    table = Table(
-        box=box.SIMPLE,
-        title=f"a prompt of {cost.tokens:,} tokens, {cost.forward_tokens:.0f} a forward beside others",
-        show_header=False,
-    )
+    beside = f"{cost.forward_tokens:.0f} a forward beside others"
+    title = f"a prompt of {cost.tokens:,} tokens, {beside}"
+    table = Table(box=box.SIMPLE, title=title, show_header=False)
     table.add_column()
     table.add_column(justify="right")
     table.add_row(f"its first {CHUNK:,} tokens, alone", f"{cost.first:,.1f} ms")
