@@ -145,9 +145,7 @@ def test_training_batch(models: dict[str, Transformer], name: str, i: int) -> No
     assert len(checks) == len(figures) + 7
 
 
-of_each = pytest.mark.parametrize(
-    "name", [pytest.param("qwen2_style", marks=full), "qwen3_style"]
-)
+of_each = pytest.mark.parametrize("name", [pytest.param("qwen2_style", marks=full), "qwen3_style"])
 
 
 @pytest.mark.usefixtures("compiled_as_for_users")
