@@ -13,6 +13,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,9 @@ def checkpoint_checks(checkpoint: Path, model: Transformer) -> Iterator[Check]:
 
 def check_forward(model: Transformer, path: Path) -> str | None:
     with np.load(path) as golden:
-        hidden = model(
-            jnp.asarray(golden["token_ids"]), jnp.asarray(golden["positions"]), CausalMask()
-        )
-        return _far(model.logits(hidden), golden["logits"], LOGITS_TOLERANCE)
+        tokens, positions = jnp.asarray(golden["token_ids"]), jnp.asarray(golden["positions"])
+        logits = jax.jit(lambda model: model.logits(model(tokens, positions, CausalMask())))(model)
+        return _far(logits, golden["logits"], LOGITS_TOLERANCE)
 
 
 def read_decode_cases(checkpoint: Path) -> list[dict[str, Any]]:
@@ -102,24 +102,25 @@ def check_decode(model: Transformer, goldens: list[dict[str, Any]]) -> Iterator[
 def check_train(model: Transformer, golden: dict[str, np.ndarray], name: str) -> Iterator[Check]:
     block_size, mask_token_id = int(golden["block_size"]), int(golden["mask_token_id"])
     rows, masked, ratio, layout = packed_rows(golden, block_size)
-    results = {}
-    for weighting in ("inverse_ratio", "uniform"):
-        loss_config = LossConfig(weighting=weighting, chunk=16)
-        objective = Objective("wedlm", block_size, mask_token_id, loss_config)
-        batch, denominators, loss = prepare_given(objective, rows, masked, ratio)
-        graph, parameters = nnx.split(model)
-        results[weighting] = jax.jit(accumulate, static_argnums=(0, 4))(
-            graph, parameters, batch, denominators, loss
-        )
-    batch = jax.tree.map(lambda x: x[0], batch)
+    graph, parameters = nnx.split(model)
+
+    def prepared(weighting: str) -> tuple:
+        config = LossConfig(weighting=weighting, chunk=16)
+        objective = Objective("wedlm", block_size, mask_token_id, config)
+        return prepare_given(objective, rows, masked, ratio)
+
+    gradients, metrics = jax.jit(accumulate, static_argnums=(0, 4))(
+        graph, parameters, *prepared("inverse_ratio")
+    )
+    batches, denominators, loss = prepared("uniform")
+    batch = jax.tree.map(lambda x: x[0], batches)
+    uniform = jax.jit(loss)(model, batch, denominators)[1]
     yield f"{name} packed arrays", check_packed(batch, golden, layout)
     yield f"{name} logits", check_logits(model, batch, golden, layout)
 
-    gradients, metrics = results["inverse_ratio"]
-    uniform = results["uniform"][1]["mlm_loss"]
     for key, value in {
         "mlm_loss_weighted": metrics["mlm_loss"],
-        "mlm_loss_uniform": uniform,
+        "mlm_loss_uniform": uniform["mlm_loss"],
         "ar_loss": metrics["ar_loss"],
         "total_loss": metrics["loss"],
     }.items():
@@ -178,9 +179,13 @@ def check_packed(batch: Any, golden: dict[str, np.ndarray], layout: np.ndarray) 
 def check_logits(
     model: Transformer, batch: Any, golden: dict[str, np.ndarray], layout: np.ndarray
 ) -> str | None:
-    for attention in ("dense", "streams"):
+    @partial(jax.jit, static_argnames="attention")
+    def logits_of(model: Transformer, attention: str) -> jax.Array:
         hidden = model(batch.token_ids, batch.positions, batch.mask, attention=attention)
-        logits = np.asarray(model.logits(hidden))[0][layout]
+        return model.logits(hidden)[0]
+
+    for attention in ("dense", "streams"):
+        logits = np.asarray(logits_of(model, attention))[layout]
         theirs = golden["logits"].reshape(logits.shape)
         if problem := _far(logits, theirs, LOGITS_TOLERANCE):
             return f"{attention} attention: {problem}"

@@ -145,13 +145,16 @@ def test_training_batch(models: dict[str, Transformer], name: str, i: int) -> No
     assert len(checks) == len(figures) + 7
 
 
+of_each = pytest.mark.parametrize("name", [pytest.param("qwen2_style", marks=full), "qwen3_style"])
+
+
 @pytest.mark.usefixtures("compiled_as_for_users")
 class TestAsUsersCompile:
-    @pytest.mark.parametrize("name", CHECKPOINTS)
+    @of_each
     def test_forward_logits(self, models: dict[str, Transformer], name: str) -> None:
         assert check_forward(models[name], GOLDENS / name / "forward.npz") is None
 
-    @pytest.mark.parametrize("name", CHECKPOINTS)
+    @of_each
     def test_decodes_as_one_mixed_batch(self, models: dict[str, Transformer], name: str) -> None:
         cases = DECODE_CASES[name]
         results = decode_cases(models[name], [as_decode_case(golden) for golden in cases])

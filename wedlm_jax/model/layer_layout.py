@@ -121,40 +121,44 @@ def _cut(array: Array, count: int | None, turned: bool) -> list[Array]:
     """Cuts ``[count, ...]`` into its layers, each with the sharding that it had, transposed if
     ``turned``. With ``count`` None the array belongs to no layer, and is kept whole."""
 
-    def cut(array: Array) -> list[Array]:
-        own = [array] if count is None else [array[index] for index in range(count)]
-        return [x.T for x in own] if turned else own
-
     def own_spec(spec: tuple[Any, ...]) -> tuple[Any, ...]:
         spec = spec if count is None else spec[1:]
         return spec[::-1] if turned else spec
 
-    return _placed(cut, own_spec, array)  # type: ignore[no-any-return]
+    return _placed(_layers_of, own_spec, array, layers=count, turned=turned)  # type: ignore[no-any-return]
+
+
+def _layers_of(array: Array, *, layers: int | None, turned: bool) -> list[Array]:
+    own = [array] if layers is None else [array[index] for index in range(layers)]
+    return [x.T for x in own] if turned else own
 
 
 def _join(arrays: tuple[Array, ...], layers: bool, turned: bool) -> Array:
     """Inverts `_cut`."""
 
-    def join(*arrays: Array) -> Array:
-        own = [x.T for x in arrays] if turned else arrays
-        return jnp.stack(own) if layers else own[0]
-
     def joined_spec(spec: tuple[Any, ...]) -> tuple[Any, ...]:
         spec = spec[::-1] if turned else spec
         return (None, *spec) if layers else spec
 
-    return _placed(join, joined_spec, *arrays)  # type: ignore[no-any-return]
+    return _placed(_stack_of, joined_spec, *arrays, layers=layers, turned=turned)  # type: ignore[no-any-return]
 
 
-def _placed(function: Any, new_spec: Any, *arrays: Array) -> Any:
-    """Runs ``function`` so that its results stay on the devices of their values."""
+def _stack_of(*arrays: Array, layers: bool, turned: bool) -> Array:
+    own = [x.T for x in arrays] if turned else arrays
+    return jnp.stack(own) if layers else own[0]
+
+
+def _placed(function: Any, new_spec: Any, *arrays: Array, **how: Any) -> Any:
+    """Runs ``function`` so that its results stay on the devices of their values. It is one of this
+    module's, so that JAX knows it again and compiles it once for arrays of a shape."""
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
-        return function(*arrays)
+        return function(*arrays, **how)
     sharding = arrays[0].sharding
     if isinstance(sharding, NamedSharding):
         spec = tuple(sharding.spec) + (None,) * (arrays[0].ndim - len(sharding.spec))
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*new_spec(spec)))
-    return jax.jit(function, out_shardings=sharding)(*arrays)
+    jitted = jax.jit(function, static_argnames=tuple(how), out_shardings=sharding)
+    return jitted(*arrays, **how)
 
 
 def _delete(old: list[Array], new: Any) -> None:

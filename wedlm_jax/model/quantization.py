@@ -113,15 +113,15 @@ def quantize_weights(model: Model) -> Model:
       model: a `wedlm_jax.model.Transformer`, on one device or on a mesh.
     """
     graph, parameters = nnx.split(model)
+    return nnx.merge(graph, _all_rounded(parameters))
 
-    @jax.jit
-    def all_rounded(parameters: nnx.State) -> nnx.State:
-        def one(path: tuple[Any, ...], parameter: Any) -> Any:
-            if path[-1] not in INPUT_AXES:
-                return parameter
-            return parameter.replace(rounded(parameter[...], path[-1]))
 
-        flat = parameters.flat_state()
-        return nnx.State.from_flat_path({path: one(path, leaf) for path, leaf in flat})
+@jax.jit
+def _all_rounded(parameters: nnx.State) -> nnx.State:
+    def one(path: tuple[Any, ...], parameter: Any) -> Any:
+        if path[-1] not in INPUT_AXES:
+            return parameter
+        return parameter.replace(rounded(parameter[...], path[-1]))
 
-    return nnx.merge(graph, all_rounded(parameters))
+    flat = parameters.flat_state()
+    return nnx.State.from_flat_path({path: one(path, leaf) for path, leaf in flat})

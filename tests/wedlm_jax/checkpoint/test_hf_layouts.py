@@ -42,6 +42,19 @@ def folder_of(tmp_path: Path, tied: bool = False) -> Path:
     return write_tiny(tmp_path / "a", dtype="bfloat16", shard_bytes=2000, **options)
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def read(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple:
+    """A folder, and what is read from it with stacked layers."""
+    folder = folder_of(tmp_path_factory.mktemp("checkpoint"), request.param)
+    return folder, load_checkpoint(folder)
+
+
+@pytest.fixture(scope="module")
+def read_and_rounded(tmp_path_factory: pytest.TempPathFactory) -> tuple:
+    folder = folder_of(tmp_path_factory.mktemp("checkpoint"))
+    return folder, quantize_weights(load_checkpoint(folder, dtype="float32"))
+
+
 def on_devices(sizes: dict[str, int] | None) -> dict[str, Any]:
     if sizes is None:
         return {}
@@ -74,15 +87,12 @@ def test_the_table_covers_the_model_in_each_layout(layout: dict, tied: bool) -> 
     assert {(name, entry.hf_shape) for entry in entries for name in entry.hf_names} == as_stacked
 
 
-@each_head
 @each_mesh
 @each_layout
-def test_read_apart_as_taken_apart(
-    tmp_path: Path, layout: dict, sizes: dict | None, tied: bool
-) -> None:
-    folder, devices = folder_of(tmp_path, tied), on_devices(sizes)
+def test_read_apart_as_taken_apart(read: tuple, layout: dict, sizes: dict | None) -> None:
+    (folder, stacked), devices = read, on_devices(sizes)
     model = load_checkpoint(folder, **layout, **devices)
-    assert_same_bits(leaves(model), leaves(in_layout(load_checkpoint(folder), layout)))
+    assert_same_bits(leaves(model), leaves(in_layout(stacked, layout)))
     if sizes is not None:
         assert_placed(model, devices["mesh"])
 
@@ -97,12 +107,11 @@ def assert_placed(model: Transformer, mesh: jax.sharding.Mesh) -> None:
 @each_mesh
 @each_layout
 def test_rounded_while_read_as_rounded_behind(
-    tmp_path: Path, layout: dict, sizes: dict | None
+    read_and_rounded: tuple, layout: dict, sizes: dict | None
 ) -> None:
-    folder, devices = folder_of(tmp_path), on_devices(sizes)
+    (folder, stacked), devices = read_and_rounded, on_devices(sizes)
     model = load_checkpoint(folder, dtype="float32", quantization="int8", **layout, **devices)
-    plain = load_checkpoint(folder, dtype="float32")
-    assert_same_bits(leaves(model), leaves(in_layout(quantize_weights(plain), layout)))
+    assert_same_bits(leaves(model), leaves(in_layout(stacked, layout)))
     kinds = {path: value.dtype for path, value in leaves(model).items()}
     assert (
         sum(kind == np.int8 for kind in kinds.values())

@@ -52,11 +52,11 @@ def values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
     return repeated.view(ml_dtypes.bfloat16).reshape(shape)
 
 
-def large_tensors(layers: int = 28) -> list[Tensor]:
+def large_tensors(**changes: int) -> list[Tensor]:
     def tensor(name: str, shape: tuple[int, ...]) -> Tensor:
         return Tensor(name, shape, np.dtype(ml_dtypes.bfloat16), lambda: values_of(name, shape))
 
-    entries = parameter_entries(config_from_hf({**QWEN3_1_7B, "num_hidden_layers": layers}))
+    entries = parameter_entries(config_from_hf({**QWEN3_1_7B, **changes}))
     return [tensor(name, entry.hf_shape) for entry in entries for name in entry.hf_names]
 
 
@@ -119,15 +119,15 @@ def test_1_7b_onto_eight_devices_and_back(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
 def test_rounded_while_read_it_is_never_there_as_it_was(tmp_path: Path) -> None:
-    source, layers = tmp_path / "source", 10
+    source, changes = tmp_path / "source", {"num_hidden_layers": 10, "vocab_size": 4096}
     try:
         source.mkdir()
-        write_config(source, {**QWEN3_1_7B, "num_hidden_layers": layers})
-        write_weights(plan_files(large_tensors(layers), SHARD_BYTES), source)
+        write_config(source, {**QWEN3_1_7B, **changes})
+        write_weights(plan_files(large_tensors(**changes), SHARD_BYTES), source)
         facts = measured(source, "int8")
-        config = config_from_hf({**QWEN3_1_7B, "num_hidden_layers": layers})
+        config = config_from_hf({**QWEN3_1_7B, **changes})
         matrices = config.num_parameters(embeddings=False)
-        embedding = 2 * QWEN3_1_7B["vocab_size"] * QWEN3_1_7B["hidden_size"]
+        embedding = 2 * config.vocab_size * config.hidden_size
         assert matrices + embedding < facts["parameters"] < 1.01 * matrices + embedding
         assert facts["import"] < facts["parameters"] + 0.5 * matrices
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -35,8 +36,13 @@ both_heads = pytest.mark.parametrize("config", [TINY, TIED], ids=["untied", "tie
 
 def models(config: ModelConfig, columns: bool) -> tuple[Transformer, Transformer]:
     """The same weights stacked and apart."""
-    stacked = Transformer(config, rngs=nnx.Rngs(5))
+    stacked = stacked_model(config)
     return stacked, with_layers_apart(stacked, columns=columns)
+
+
+@functools.cache
+def stacked_model(config: ModelConfig) -> Transformer:
+    return Transformer(config, rngs=nnx.Rngs(5))
 
 
 def assert_same_leaves(one: nnx.Module, other: nnx.Module) -> None:
@@ -85,10 +91,11 @@ def test_large_matrices_go_to_columns() -> None:
 
 @both_ways
 def test_rounded_matrices_move_along(columns: bool) -> None:
-    stacked = tiny_transformer()
-    moved = with_layers_apart(quantize_weights(stacked), columns=columns)
-    assert_same_leaves(moved, quantize_weights(with_layers_apart(stacked, columns=columns)))
-    assert_same_leaves(with_layers_stacked(moved), quantize_weights(stacked))
+    stacked, apart = models(TINY, columns)
+    rounded = quantize_weights(stacked)
+    moved = with_layers_apart(rounded, columns=columns)
+    assert_same_leaves(moved, quantize_weights(apart))
+    assert_same_leaves(with_layers_stacked(moved), rounded)
 
 
 @both_ways
@@ -104,7 +111,7 @@ def test_shapes_are_told_without_arrays(columns: bool) -> None:
 
 @both_ways
 def test_what_is_consumed_is_let_go(columns: bool) -> None:
-    stacked, expected = models(TINY, columns)
+    stacked, expected = tiny_transformer(), models(TINY, columns)[1]
     before = jax.tree.leaves(nnx.state(stacked.layers))
     apart = with_layers_apart(stacked, columns=columns, consume=True)
     assert all(x.is_deleted() for x in before)
@@ -119,7 +126,7 @@ def test_what_is_consumed_is_let_go(columns: bool) -> None:
 def test_on_a_mesh_each_layer_lies_as_the_rules_say(columns: bool) -> None:
     config = dataclasses.replace(TINY, vocab_size=96, mask_token_id=95)
     mesh = make_mesh({"fsdp": 2, "tensor": 4})
-    graph, state = nnx.split(Transformer(config, rngs=nnx.Rngs(5)))
+    graph, state = nnx.split(stacked_model(config))
     placed = nnx.merge(graph, jax.device_put(state, tree_shardings(mesh, state)))
     apart = with_layers_apart(placed, columns=columns)
     for model in (apart, with_layers_stacked(apart)):
@@ -133,14 +140,15 @@ def test_on_a_mesh_each_layer_lies_as_the_rules_say(columns: bool) -> None:
 # --- the same forward --------------------------------------------------------------------
 
 
+@jax.jit
+def outputs(model: Transformer) -> tuple[jax.Array, jax.Array]:
+    hidden = model(TOKENS, POSITIONS, CausalMask())
+    return hidden, model.logits(hidden)
+
+
 @both_heads
 @both_ways
 def test_rectangles(config: ModelConfig, columns: bool) -> None:
-    @jax.jit
-    def outputs(model: Transformer) -> tuple[jax.Array, jax.Array]:
-        hidden = model(TOKENS, POSITIONS, CausalMask())
-        return hidden, model.logits(hidden)
-
     expected, found = (outputs(model) for model in models(config, columns))
     for a, b in zip(found, expected, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -169,6 +177,7 @@ def test_gradients(columns: bool, policy: str) -> None:
 # --- flat tokens -------------------------------------------------------------------------
 
 LENGTHS = (5, 1, 7)
+SPANS = (slice(0, 5), slice(5, 6), slice(6, 13))
 
 
 def flat_example() -> tuple[jax.Array, jax.Array]:
@@ -194,6 +203,14 @@ def dense(
     return jnp.einsum("hqk,khd->qhd", weights, v), after
 
 
+@jax.jit
+def each_alone(model: Transformer) -> jax.Array:
+    """A row a sequence, with padding behind, which nothing before it sees."""
+    flat = flat_example()
+    rows = (jnp.stack([jnp.pad(x[own], (0, 7 - x[own].size)) for own in SPANS]) for x in flat)
+    return model(*rows, CausalMask())
+
+
 @both_heads
 @pytest.mark.parametrize("layout", ["stacked", "rows", "columns"])
 def test_flat_tokens_are_computed_as_each_sequence_alone(config: ModelConfig, layout: str) -> None:
@@ -202,15 +219,12 @@ def test_flat_tokens_are_computed_as_each_sequence_alone(config: ModelConfig, la
     tokens, positions = flat_example()
     start = jnp.zeros((2, len(tokens)), jnp.int32)
     hidden, kept = jax.jit(lambda model: model.run(tokens, positions, dense, start))(model)
+    alone = each_alone(stacked)
     assert hidden.shape == (len(tokens), config.hidden_size)
     np.testing.assert_array_equal(kept[0], config.num_hidden_layers)
     np.testing.assert_array_equal(kept[1], config.num_hidden_layers - 1)
-    place = 0
-    for length in LENGTHS:
-        own = slice(place, place + length)
-        alone = stacked(tokens[None, own], positions[None, own], CausalMask())[0]
-        np.testing.assert_allclose(hidden[own], alone, atol=1e-5)
-        place += length
+    for row, own in zip(alone, SPANS, strict=True):
+        np.testing.assert_allclose(hidden[own], row[: own.stop - own.start], atol=1e-5)
 
 
 @both_ways
@@ -219,6 +233,7 @@ def test_flat_tokens_in_bfloat16_stay_so(columns: bool) -> None:
     tokens, positions = flat_example()
     start = jnp.zeros((2, len(tokens)), jnp.int32)
 
+    @functools.partial(jax.jit, static_argnames="dtype")
     def run(model: Transformer, dtype: jnp.dtype) -> jax.Array:
         return model.run(tokens, positions, dense, start, dtype=dtype)[0]
 
