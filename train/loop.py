@@ -18,7 +18,7 @@ from train.data.samples import load_tokenizer
 from train.distributed import AgreedStop
 from train.evaluation import EVALUATION, Evaluation, append_record
 from train.optimizer import averaged_parameters
-from train.phases import phases_of
+from train.phases import phases_of, source_names
 from train.program import TrainProgram, abstract_rows, make_program
 from train.remat import settled_here
 from train.resume import begin_or_resume
@@ -137,6 +137,7 @@ class TrainingRun:
         self._files, self._output, self._time = files, files.folder, time
         pad = model.pad_token_id or 0
         self._phases, self._data = phases_of(config), []
+        self._sources = source_names(config)
         for phase in self._phases:  # what cannot be in a later one is refused now
             own = phase.config
             check_fits(self._mesh, model, rows=own.rows, row_length=own.row_length)
@@ -166,7 +167,13 @@ class TrainingRun:
     ) -> TrainState:
         config, done, time = self._config, int(state.step), self._time
         key = self._program.mask_key()
-        batches = PhasedBatches(self._phases, self._data, batch_sharding(self._mesh), start=done)
+        batches = PhasedBatches(
+            self._phases,
+            self._data,
+            batch_sharding(self._mesh),
+            start=done,
+            sources=len(self._sources),
+        )
         pending = self._pending(batches, done)
         log = self._open_log(done)
         time.begin(self._output, done)
@@ -214,6 +221,7 @@ class TrainingRun:
             self._config.optimizer.max_skipped,
             batches.read_from,
             ar_weight=self._config.loss.ar_weight,
+            sources=self._sources,
             done=done,
         )
 
@@ -235,7 +243,7 @@ class TrainingRun:
                 continue
             before = self._time.seconds["compile"]
             with self._time.spent("compile"):
-                rows = abstract_rows(phase.config, self._mesh)
+                rows = abstract_rows(phase.config, self._mesh, len(self._sources))
                 compiled[shape] = self._program.compile(rows)
             budget = describe_budget(self._program.state, compiled[shape])
             say(f"compiled {self._time.seconds['compile'] - before:.0f} s; {budget}")
