@@ -136,7 +136,8 @@ def _show(
     a line for each forward if ``trace``."""
     from infer.window_view import plain, styled
 
-    codec = decoder.llm.require_codec("questions")
+    codec = decoder.llm.codec
+    assert codec is not None
     console.print(f"\n> {question.prompt}", style="bold", markup=False)
     views = list(_views(decoder.llm.engine, question.encode(codec), decoder.params))
     last = views[-1]
@@ -197,7 +198,8 @@ def _draw(file: Path, decoder: Decoder, questions: Sequence[Question]) -> None:
     from infer.window_view import LEGEND, styled
     from wedlm_jax.atomic import written_beside
 
-    codec = decoder.llm.require_codec("questions")
+    codec = decoder.llm.codec
+    assert codec is not None
     console = Console(
         record=True,
         file=io.StringIO(),

@@ -23,6 +23,7 @@ from infer.generate import LLM_OPTIONS, load
 from infer.plots import draw_scores
 from infer.score import Score
 from wedlm_jax.atomic import write_json, written_beside
+from wedlm_jax.errors import InputError
 from wedlm_jax.records.questions import read_questions, tally
 
 if TYPE_CHECKING:
@@ -98,8 +99,9 @@ def _complete(decoder: Decoder, questions: Iterable[Question]) -> list[Completio
 
 
 def _prompts(llm: LLM, questions: Iterable[Question]) -> list[list[int]]:
-    codec = llm.require_codec("questions")
-    return [question.encode(codec) for question in questions]
+    if llm.codec is None:
+        raise InputError(f"{llm.folder} has no tokenizer, which questions need")
+    return [question.encode(llm.codec) for question in questions]
 
 
 def check_fits(decoder: Decoder, question: Question) -> None:

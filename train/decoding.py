@@ -43,14 +43,9 @@ class OwnEngine:
         prompts: int,
         longest: int,
     ):
-        self._graph, self._dtype = graph, dtype
+        self._graph, self._dtype, self._window = graph, dtype, window
         self._processes = mesh_of_processes(mesh)
-        # No larger than needed: the rest of the memory is the optimizer's.
-        self._sizes = {
-            "window_size": window,
-            "max_batch_size": min(max(prompts, 1), MOST_AT_ONCE),
-            "max_model_len": longest,
-        }
+        self._at_once, self._longest = min(max(prompts, 1), MOST_AT_ONCE), longest
         self._engine: Engine | None = None
 
     @contextlib.contextmanager
@@ -63,7 +58,14 @@ class OwnEngine:
         mesh = self._processes.local_mesh
         with jax.set_mesh(mesh):
             if self._engine is None:
-                self._engine = Engine(model, mesh=mesh, **self._sizes)
+                # No larger than needed: the rest of the memory is the optimizer's.
+                self._engine = Engine(
+                    model,
+                    window_size=self._window,
+                    max_batch_size=self._at_once,
+                    max_model_len=self._longest,
+                    mesh=mesh,
+                )
             else:
                 self._engine.update(model)
             del model

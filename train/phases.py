@@ -73,8 +73,8 @@ def phases_of(config: TrainConfig) -> list[Phase]:
 def source_names(config: TrainConfig) -> list[str]:
     """Lists the sources of a recipe's phases by the numbers of their streams; "" is the synthetic
     corpus."""
-    sections = [config.data, *config.phases]
-    return list(dict.fromkeys(name for one in sections for name in one.sources)) or [""]
+    named = [config.data.sources, *(phase.sources for phase in config.phases)]
+    return list(dict.fromkeys(name for sources in named for name in sources)) or [""]
 
 
 def largest_phase(config: TrainConfig) -> Phase:

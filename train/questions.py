@@ -23,8 +23,8 @@ from wedlm_jax.text import TextCodec
 
 
 def drawn_questions(section: EvaluationSection) -> list[Question]:
-    """Reads the questions of a recipe and draws by its seed those that are asked, in the order of
-    the file; none where the recipe names no file.
+    """Reads the questions of a recipe and draws by its seed those that are asked, regime by regime
+    in the order of the file; none where the recipe names no file.
 
     Raises:
       InputError: naming the file, the line and the field of what is no question.

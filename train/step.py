@@ -174,7 +174,7 @@ def prepare(
     """Makes the model's batches ``[A, R, ...]``, the global denominators, and the loss to share
     them."""
     if objective.kind == "ar":
-        totals = jax.tree.map(jnp.sum, jax.vmap(ar_denominators)(rows))
+        totals = jax.tree.map(partial(jnp.sum, axis=0), jax.vmap(ar_denominators)(rows))
         return rows, totals, partial(_call, ar_loss, objective.loss)
     keys = jax.random.split(key, rows.tokens.shape[0])
     draw = partial(

@@ -237,7 +237,7 @@ class LLM:
         """
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise InputError("messages: expected a list of at least one message")
-        return self.require_codec("messages").encode_chat(messages)
+        return self._require_codec("messages").encode_chat(messages)
 
     def score(
         self, prompts: Sequence[Prompt], completions: Sequence[Prompt], *, top: int = 0
@@ -347,7 +347,7 @@ class LLM:
         token_ids = self.as_ids(prompt)
         self._tell_of_chat(prompt)
         if params.stop:
-            self.require_codec("stop strings")
+            self._require_codec("stop strings")
         if params.seed is None:
             params = dataclasses.replace(params, seed=secrets.randbits(32))
         params = self._with_bad_words_as_ids(params)
@@ -361,7 +361,7 @@ class LLM:
           InputError: it is neither, or a text without a tokenizer.
         """
         if isinstance(prompt, str):
-            return self.require_codec("text prompts").encode(prompt)
+            return self._require_codec("text prompts").encode(prompt)
         return as_token_ids(prompt)
 
     def _grammars(self, config: ModelConfig) -> TokenizerGrammars | None:
@@ -385,13 +385,12 @@ class LLM:
         words: list[tuple[int, ...]] = []
         for word in params.bad_words:
             if isinstance(word, str):
-                words += self.require_codec("bad words as texts").spellings(word)
+                words += self._require_codec("bad words as texts").spellings(word)
             else:
                 words.append(word)
         return dataclasses.replace(params, bad_words=tuple(words)) if words else params
 
-    def require_codec(self, what: str) -> TextCodec:
-        """Returns the tokenizer, or refuses ``what`` needs it."""
+    def _require_codec(self, what: str) -> TextCodec:
         if self.codec is None:
             raise InputError(
                 f"{self.folder} has no tokenizer, which {what} need; pass token ids instead"

@@ -13,13 +13,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from wedlm_jax.completion import Completion
 from wedlm_jax.errors import InputError, did_you_mean
 from wedlm_jax.records.fields import check_messages, check_text, refuse_unknown, shown_value
 from wedlm_jax.records.jsonl import parse_object, read_lines
-from wedlm_jax.text import Messages, TextCodec
+
+if TYPE_CHECKING:
+    from wedlm_jax.completion import Completion
+    from wedlm_jax.text import Messages, TextCodec
 
 MATCHES = ("exact", "contains", "last_line", "last_number")
 """How an answer is compared with a completion; white space at their ends never counts."""
