@@ -59,14 +59,14 @@ def test_a_bad_file_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"prompt": "x", "anwser": 1}\n')
     for name, told in (
-        (str(path), "line 4: unknown field 'anwser'; did you mean 'answer'"),
-        ("none.jsonl", "none.jsonl: no such file"),
-        ("gs://bucket/q.jsonl", "evaluation.questions cannot be in a bucket"),
+        (str(path), r"evaluation\.questions: .*line 4: unknown field 'anwser'; did you mean"),
+        ("none.jsonl", r"evaluation\.questions: none\.jsonl: no such file"),
+        ("gs://bucket/q.jsonl", r"gs://bucket/q\.jsonl: evaluation\.questions cannot be in"),
     ):
         evaluation = section(Path("unused"))
         evaluation.questions = name
         config = tiny_recipe(tmp_path / "run", tmp_path / "no tokenizer", evaluation=evaluation)
-        with pytest.raises(InputError, match=rf"evaluation\.questions.*{told}"):
+        with pytest.raises(InputError, match=told):
             run_training(config)
     assert not (tmp_path / "run").exists()
 
@@ -122,8 +122,8 @@ def test_processes_ask_each_question_once_and_count_together(
     assert made > 1
     assert record == {
         "question_accuracy": 5 / 6,
-        "question_accuracy/odd": 1.0,
-        "question_accuracy/even": 2 / 3,
+        "question_accuracy/odd": 2 / 3,
+        "question_accuracy/even": 1.0,
         "questions": 9,
         "questions_cut": 1,
     }
