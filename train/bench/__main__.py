@@ -124,9 +124,8 @@ def _parser() -> BenchmarkParser:
 
 
 def _check(options: argparse.Namespace) -> None:
-    counts = ("rows", "unroll", "time_up_to", "heads", "kv_heads", "head_dim", "batches", "passes")
-    counts += ("tensor", "sequence")
-    for name in counts:
+    sizes = ("rows", "unroll", "time_up_to", "heads", "kv_heads", "head_dim", "tensor", "sequence")
+    for name in (*sizes, "batches", "passes"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise InputError(f"--{name.replace('_', '-')}: expected at least 1")
     if min(options.workers or [0]) < 0:
