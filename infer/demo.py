@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from infer.evaluate import Decoder
-    from infer.heldout import Question
     from infer.score import Score
     from wedlm_jax.engine.engine import Engine
     from wedlm_jax.engine.events import WindowView
     from wedlm_jax.params import SamplingParams
+    from wedlm_jax.records.questions import Question
 
 PROMPTS_A_REGIME = 4
 LONGEST_PAUSE = 0.6
@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     console.print("Loading the embedded model ...")
     from infer.evaluate import EMBEDDED_QUESTIONS, decoders_at
-    from infer.heldout import read_questions
+    from wedlm_jax.records.questions import read_questions
 
     decoders = decoders_at(None, [0.4], kinds=("ar", "paper", "verified"))
     regimes = [
@@ -139,7 +139,7 @@ def _show(
     codec = decoder.llm.codec
     assert codec is not None
     console.print(f"\n> {question.prompt}", style="bold", markup=False)
-    views = list(_views(decoder.llm.engine, question.encode(decoder.llm), decoder.params))
+    views = list(_views(decoder.llm.engine, question.encode(codec), decoder.params))
     last = views[-1]
     if console.is_terminal:
         from rich.live import Live
@@ -211,7 +211,7 @@ def _draw(file: Path, decoder: Decoder, questions: Sequence[Question]) -> None:
     console.print(LEGEND)
     for question in questions:
         console.print(f"\n> {question.prompt}", style="bold", markup=False)
-        views = list(_views(decoder.llm.engine, question.encode(decoder.llm), decoder.params))
+        views = list(_views(decoder.llm.engine, question.encode(codec), decoder.params))
         table = Table.grid(padding=(0, 2))
         for number, view in enumerate(views[1:], 1):
             table.add_row(f"[dim]forward {number}[/]", styled(codec, view.token_ids, view.window))

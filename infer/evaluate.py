@@ -20,16 +20,17 @@ from typing import TYPE_CHECKING, Any
 import wedlm_jax
 from infer.evaluation_options import KINDS, QUESTION_OPTIONS, TASK_OPTIONS, check, parser
 from infer.generate import LLM_OPTIONS, load
-from infer.heldout import read_questions
 from infer.plots import draw_scores
 from infer.score import Score
 from wedlm_jax.atomic import write_json, written_beside
+from wedlm_jax.errors import InputError
+from wedlm_jax.records.questions import read_questions, tally
 
 if TYPE_CHECKING:
-    from infer.heldout import Question
     from wedlm_jax.completion import Completion
     from wedlm_jax.llm import LLM
     from wedlm_jax.params import SamplingParams
+    from wedlm_jax.records.questions import Question
 
 EMBEDDED_QUESTIONS = Path(wedlm_jax.__file__).parent / "embedded" / "heldout.jsonl"
 
@@ -94,8 +95,27 @@ def evaluate(
 
 
 def _complete(decoder: Decoder, questions: Iterable[Question]) -> list[Completion]:
-    prompts = [question.encode(decoder.llm) for question in questions]
-    return decoder.llm.generate(prompts, decoder.params)
+    return decoder.llm.generate(_prompts(decoder.llm, questions), decoder.params)
+
+
+def _prompts(llm: LLM, questions: Iterable[Question]) -> list[list[int]]:
+    if llm.codec is None:
+        raise InputError(f"{llm.folder} has no tokenizer, which questions need")
+    return [question.encode(llm.codec) for question in questions]
+
+
+def check_fits(decoder: Decoder, question: Question) -> None:
+    """Refuses what the model cannot decode.
+
+    Raises:
+      InputError: naming the line, and why.
+    """
+    llm = decoder.llm
+    with question.named():
+        prompt = (
+            question.prompt if question.messages is None else llm.chat_prompt(question.messages)
+        )
+        llm.prepare_one(prompt, decoder.params)
 
 
 def _score(
@@ -106,30 +126,27 @@ def _score(
     seconds: float,
 ) -> Score:
     """Scores completions; ``first`` are those of the first decoder."""
-    pairs = zip(questions, completions, strict=True)
-    verdicts = [question.is_right(completion.text or "") for question, completion in pairs]
-    known = [verdict for verdict in verdicts if verdict is not None]
+    counted = tally(questions, completions)
     alike = sum(a.token_ids == b.token_ids for a, b in zip(completions, first, strict=True))
-    prompts = [question.encode(decoder.llm) for question in questions]
+    prompts = _prompts(decoder.llm, questions)
     scored = decoder.llm.score(prompts, [c.token_ids for c in completions], top=1)
     best = sum(
         place.top[0][0] == token
         for c, places in zip(completions, scored, strict=True)
         for token, place in zip(c.token_ids, places, strict=True)
     )
-    tokens = sum(len(c.token_ids) for c in completions)
     return Score(
         decoder.name,
         questions[0].regime,
-        len(questions),
-        sum(known) / len(known) if known else None,
-        alike / len(questions),
-        best / tokens,
-        tokens,
-        sum(c.num_forwards for c in completions),
-        sum(c.num_token_instances for c in completions),
+        counted.questions,
+        counted.accuracy,
+        alike / counted.questions,
+        best / counted.tokens,
+        counted.tokens,
+        counted.forwards,
+        counted.instances,
         seconds,
-        sum(c.finish_reason == "length" for c in completions),
+        counted.cut,
     )
 
 
@@ -216,7 +233,7 @@ def _evaluate_all(options: Mapping[str, Any], regimes: Sequence[Sequence[Questio
     )
     for decoder in decoders:
         for question in itertools.chain.from_iterable(regimes):
-            question.check(decoder.llm, decoder.params)
+            check_fits(decoder, question)
     scores: list[Score] = []
     answers: list[dict[str, object]] = []
     passes = len(regimes) * len(decoders) * (options["passes"] + 1)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from infer.generate import add_model_options
-from infer.heldout import MATCHES
 from infer.plots import check_plot
 from wedlm_jax.errors import InputError
+from wedlm_jax.records.questions import MATCHES
 
 KINDS = ("ar", "blockwise", "paper", "verified")
 """Of decoders, in the order in which they are compared."""

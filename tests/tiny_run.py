@@ -99,8 +99,8 @@ def call_before_step(
     real = train.loop.PhasedBatches
 
     class Watched(real):  # type: ignore[misc, valid-type]
-        def __init__(self, *arguments: object, start: int):
-            super().__init__(*arguments, start=start)
+        def __init__(self, *arguments: object, start: int, **settings: object):
+            super().__init__(*arguments, start=start, **settings)
             self.step = start
 
         def __next__(self) -> object:

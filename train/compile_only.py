@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from train.config import TrainConfig
-from train.phases import Phase, largest_phase, phases_of
+from train.phases import Phase, largest_phase, phases_of, source_names
 from train.program import TrainProgram, make_program
 from train.remat import settled, with_policy
 from train.start import recipe_model
@@ -98,18 +98,21 @@ def compile_phases(config: TrainConfig, topology_name: str) -> Iterator[tuple[Ph
     phases: dict[tuple[int, int, int], Phase] = {}
     for phase in phases_of(config):
         phases.setdefault(phase.batch_shape, phase)
-    largest = largest_phase(config)
-    compiled = compile_step(largest.config, topology_name)
+    largest, sources = largest_phase(config), len(source_names(config))
+    compiled = compile_step(largest.config, topology_name, sources)
     for phase in phases.values():
         if phase.batch_shape == largest.batch_shape:
             yield phase, compiled
         else:
             own = with_policy(phase.config, compiled.remat)
-            yield phase, compile_step(own, topology_name)
+            yield phase, compile_step(own, topology_name, sources)
 
 
-def compile_step(config: TrainConfig, topology_name: str) -> CompiledStep:
-    """Lowers and compiles the step of a recipe without phases for a topology.
+def compile_step(
+    config: TrainConfig, topology_name: str, sources: int | None = None
+) -> CompiledStep:
+    """Lowers and compiles the step of a recipe without phases for a topology; ``sources`` as in
+    `make_program`.
 
     Raises:
       InputError: an unknown topology, sizes that the mesh does not divide, or a program that
@@ -123,7 +126,7 @@ def compile_step(config: TrainConfig, topology_name: str) -> CompiledStep:
 
     def compile_with(policy: str) -> tuple[TrainProgram, CompiledProgram]:
         if policy not in made:
-            program = make_program(with_policy(config, policy), model, mesh)
+            program = make_program(with_policy(config, policy), model, mesh, sources)
             made[policy] = program, compile_for(topology, mesh, program.lower, "step", options)
         return made[policy]
 

@@ -21,6 +21,7 @@ from wedlm_jax.attention.tiles import LANES
 from wedlm_jax.errors import InputError
 from wedlm_jax.loss import WEIGHTINGS
 from wedlm_jax.model.rematerialisation import POLICIES
+from wedlm_jax.params import MODES
 
 AUTO = "auto"
 
@@ -189,6 +190,16 @@ class EvaluationSection:
     seed: int = _field(0, "of the order in which these rows, and prefixes, are drawn")
     prompts: int = _field(8, "of these rows, how many prefixes to decode", least=0)
     max_tokens: int = _field(64, "completion tokens of each", least=1)
+    questions: str | None = _field(
+        None, "file of questions to ask, as of `wedlm evaluate --questions`; null: none"
+    )
+    most_questions: int = _field(200, "how many of them are asked, drawn by the same seed", least=1)
+    answer_tokens: int = _field(256, "the most tokens of an answer", least=1)
+    mode: str = _field(
+        "verified",
+        "how they are answered: verified, paper or ar; with objective ar always ar",
+        choices=MODES,
+    )
 
 
 @dataclasses.dataclass

@@ -16,10 +16,11 @@ from train.data.order import check_rows
 from train.data.phased import PhasedBatches
 from train.data.samples import load_tokenizer
 from train.distributed import AgreedStop
-from train.evaluation import EVALUATION, Evaluation, append_record
+from train.evaluation import Evaluation
 from train.optimizer import averaged_parameters
-from train.phases import phases_of
+from train.phases import phases_of, source_names
 from train.program import TrainProgram, abstract_rows, make_program
+from train.questions import AskedQuestions, asked_questions, drawn_questions
 from train.remat import settled_here
 from train.resume import begin_or_resume
 from train.run_files import RunFiles, open_output
@@ -81,6 +82,7 @@ def train(config: TrainConfig) -> Path:
     mesh = make_mesh(dataclasses.asdict(config.mesh))
     check_runs_on(config.loss.attention, mesh.devices.flat[0].platform)
     check_paths(config)
+    questions = drawn_questions(config.evaluation)
     output = open_output(config.output)
     files = RunFiles(output)
     checkpoints = Checkpoints(output / RUN_STATES, config.keep_checkpoints, config.keep_every)
@@ -92,12 +94,13 @@ def train(config: TrainConfig) -> Path:
             check_start(config)
         model = recipe_model(config, folder, output if begun else None)
         program = make_program(config, model, mesh)
+        asked = asked_questions(config, questions, folder, model.max_position_embeddings)
         begin_or_resume(config, tokenizer, output, begun)
         if not (begun and is_described(output, model)):
             describe_run(output, model, folder)
         with jax.set_mesh(mesh):
             program = settled_here(program)
-            run = TrainingRun(program, tokenizer, output, files, time)
+            run = TrainingRun(program, tokenizer, output, files, time, asked)
             parameters = to_export(run.run(checkpoints))  # the moments are not kept for it
     finally:
         checkpoints.close()
@@ -122,6 +125,7 @@ class TrainingRun:
       output: the run's folder.
       files: where its logs are written.
       time: the clock of this attempt.
+      questions: asked at every evaluation, if any.
     """
 
     def __init__(
@@ -131,12 +135,14 @@ class TrainingRun:
         output: Path,
         files: RunFiles,
         time: RunTime,
+        questions: AskedQuestions | None = None,
     ):
         config, model = program.config, program.model
         self._program, self._config, self._mesh = program, config, program.mesh
         self._files, self._output, self._time = files, files.folder, time
         pad = model.pad_token_id or 0
         self._phases, self._data = phases_of(config), []
+        self._sources = source_names(config)
         for phase in self._phases:  # what cannot be in a later one is refused now
             own = phase.config
             check_fits(self._mesh, model, rows=own.rows, row_length=own.row_length)
@@ -150,7 +156,7 @@ class TrainingRun:
         if config.evaluation.every:
             held = held_out_rows(config, tokenizer, pad)
             self._evaluation = Evaluation(
-                config, program.mesh, program.graph, model, program.objective, held
+                config, program.mesh, program.graph, model, program.objective, held, questions
             )
 
     def run(self, checkpoints: Checkpoints) -> TrainState:
@@ -166,7 +172,13 @@ class TrainingRun:
     ) -> TrainState:
         config, done, time = self._config, int(state.step), self._time
         key = self._program.mask_key()
-        batches = PhasedBatches(self._phases, self._data, batch_sharding(self._mesh), start=done)
+        batches = PhasedBatches(
+            self._phases,
+            self._data,
+            batch_sharding(self._mesh),
+            start=done,
+            sources=len(self._sources),
+        )
         pending = self._pending(batches, done)
         log = self._open_log(done)
         time.begin(self._output, done)
@@ -193,7 +205,7 @@ class TrainingRun:
                         self._save(checkpoints, forgiven(state))
                         raise
                     # Before the state: a run that goes on from it does not evaluate this step.
-                    self._evaluate(step, state, watch)
+                    self._evaluate(log, step, state, watch)
                     if saves:
                         watch.pause()
                         with time.spent("checkpoint"):
@@ -214,6 +226,7 @@ class TrainingRun:
             self._config.optimizer.max_skipped,
             batches.read_from,
             ar_weight=self._config.loss.ar_weight,
+            sources=self._sources,
             done=done,
         )
 
@@ -235,7 +248,7 @@ class TrainingRun:
                 continue
             before = self._time.seconds["compile"]
             with self._time.spent("compile"):
-                rows = abstract_rows(phase.config, self._mesh)
+                rows = abstract_rows(phase.config, self._mesh, len(self._sources))
                 compiled[shape] = self._program.compile(rows)
             budget = describe_budget(self._program.state, compiled[shape])
             say(f"compiled {self._time.seconds['compile'] - before:.0f} s; {budget}")
@@ -245,8 +258,7 @@ class TrainingRun:
         if not is_first():
             return None
         config = self._config
-        for name in (SKIPPED, EVALUATION):  # what is done again is told again
-            cut_back(self._output / name, done)
+        cut_back(self._output / SKIPPED, done)  # what is done again is told again
         boards = open_boards(config, self._output, done)
         return MetricsLog(self._output, config.steps, done, config.objective, boards)
 
@@ -259,12 +271,15 @@ class TrainingRun:
         if log is not None:
             log.write(step, record | speed)
 
-    def _evaluate(self, step: int, state: TrainState, watch: StallWatch) -> None:
+    def _evaluate(
+        self, log: MetricsLog | None, step: int, state: TrainState, watch: StallWatch
+    ) -> None:
         every = self._config.evaluation.every
         if self._evaluation is None or (step % every and step != self._config.steps):
             return
         watch.pause()
         with self._time.spent("evaluation"):
             record = self._evaluation.run(to_export(state))
-        append_record(self._output, step, record)
+        if log is not None:
+            log.evaluated(step, record)
         say(f"held out, step {step}: " + " ".join(f"{k} {v:.4g}" for k, v in record.items()))

@@ -66,8 +66,15 @@ def phases_of(config: TrainConfig) -> list[Phase]:
         configs.append((section.from_step, _changed(whole, section)))
     ends = [first for first, _ in configs[1:]] + [config.steps]
     stretches = [(first, end, one) for (first, one), end in zip(configs, ends, strict=True)]
-    streams = _streams([(one, end - first) for first, end, one in stretches])
+    streams = _streams([(one, end - first) for first, end, one in stretches], source_names(config))
     return [Phase(*stretch, found) for stretch, found in zip(stretches, streams, strict=True)]
+
+
+def source_names(config: TrainConfig) -> list[str]:
+    """Lists the sources of a recipe's phases by the numbers of their streams; "" is the synthetic
+    corpus."""
+    named = [config.data.sources, *(phase.sources for phase in config.phases)]
+    return list(dict.fromkeys(name for sources in named for name in sources)) or [""]
 
 
 def largest_phase(config: TrainConfig) -> Phase:
@@ -89,16 +96,15 @@ def _changed(config: TrainConfig, section: Any) -> TrainConfig:
     return dataclasses.replace(config, data=data, optimizer=optimizer, **sizes)
 
 
-def _streams(phases: Sequence[tuple[TrainConfig, int]]) -> list[tuple[Stream, ...]]:
+def _streams(
+    phases: Sequence[tuple[TrainConfig, int]], names: Sequence[str]
+) -> list[tuple[Stream, ...]]:
     """Where the sources of each phase go on, given its recipe and how many steps it has."""
-    numbers: dict[str, int] = {}
     taken: dict[str, int] = {}
     found = []
     for config, steps in phases:
         sources = config.data.sources or {"": 1.0}
-        for name in sources:
-            numbers.setdefault(name, len(numbers))
-        found.append(tuple(Stream(numbers[name], taken.get(name, 0)) for name in sources))
+        found.append(tuple(Stream(names.index(name), taken.get(name, 0)) for name in sources))
         rows = steps * config.accumulation * config.rows
         for name, count in zip(sources, rows_taken(list(sources.values()), rows), strict=True):
             taken[name] = taken.get(name, 0) + count

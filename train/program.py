@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from train.config import TrainConfig
 from train.optimizer import make_optimizer
+from train.phases import source_names
 from train.schedule import schedule_of
 from train.skipped_steps import Guard, GuardState
 from train.step import Objective, TrainState, TrainStep, make_train_step
@@ -71,13 +72,18 @@ def abstract_state(
     return jax.tree.map(place, shapes, tree_shardings(mesh, shapes))
 
 
-def abstract_rows(config: TrainConfig, mesh: Mesh) -> PackedRows:
-    """Shapes, dtypes and places of a global batch ``[A, R, L]``."""
-    shape = (config.accumulation, config.rows, config.row_length)
+def abstract_rows(config: TrainConfig, mesh: Mesh, sources: int = 1) -> PackedRows:
+    """Shapes, dtypes and places of a global batch ``[A, R, L]`` of a run with so many sources."""
     place = batch_sharding(mesh)
-    whole: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
-    flags: Any = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=place)
-    return PackedRows(tokens=whole, positions=whole, segment_ids=whole, trainable=flags)
+
+    def array(width: int, dtype: Any) -> Any:
+        shape = (config.accumulation, config.rows, width)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    whole = array(config.row_length, jnp.int32)
+    flags = array(config.row_length, jnp.bool_)
+    source = array(sources, jnp.bool_) if sources > 1 else None
+    return PackedRows(whole, whole, whole, flags, source)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,13 +151,16 @@ class TrainProgram:
         return TrainState(step, parameters, moments, guard)
 
 
-def make_program(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> TrainProgram:
+def make_program(
+    config: TrainConfig, model: ModelConfig, mesh: Mesh, sources: int | None = None
+) -> TrainProgram:
     """Builds the program of a recipe; nothing is compiled yet.
 
     Args:
       config: the recipe.
       model: the architecture; see `train.start.recipe_model`.
       mesh: from `wedlm_jax.sharding.make_mesh`, of devices that are here or absent.
+      sources: of the whole run, where the recipe is that of a phase; by default the recipe's.
 
     Raises:
       InputError: sizes that the mesh does not divide, an attention kernel that is not for these
@@ -178,7 +187,7 @@ def make_program(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> TrainPr
         objective=objective,
         step=step,
         state=abstract_state(mesh, parameters, optimizer),
-        rows=abstract_rows(config, mesh),
+        rows=abstract_rows(config, mesh, sources or len(source_names(config))),
         key=_abstract_key(mesh),
     )
 

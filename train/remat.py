@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from train.config import AUTO, TrainConfig
-from train.phases import largest_phase
+from train.phases import largest_phase, source_names
 from train.program import TrainProgram, abstract_rows, make_program
 from wedlm_jax.atomic import write_json
 from wedlm_jax.config import ModelConfig
@@ -113,7 +113,7 @@ def settled_here(program: TrainProgram) -> TrainProgram:
     ``jax.set_mesh(program.mesh)``."""
     config, model, mesh = program.config, program.model, program.mesh
     devices = mesh.devices.flat
-    rows = abstract_rows(largest_phase(config).config, mesh)
+    rows = abstract_rows(largest_phase(config).config, mesh, len(source_names(config)))
 
     def peak_of(policy: str) -> int | None:
         own = make_program(with_policy(config, policy), model, mesh)

@@ -111,10 +111,10 @@ def make_train_step(
 
     Returns:
       ``step(state, rows, key)``: ``rows`` has arrays ``[A, R, L]``, ``key`` is the run's
-      mask key, folded with the step number inside. Metrics are float32 scalars, but
-      ``mlm_loss_by_ratio`` (see `wedlm_jax.loss.wedlm_loss`) and ``denominators``, a dictionary
-      of what the losses were divided by; ``skipped`` counts the steps skipped in a row, 0 where
-      this one was taken.
+      mask key, folded with the step number inside. Metrics are float32 scalars, but losses by
+      mask ratio and by source (see `wedlm_jax.loss.wedlm_loss`) and ``denominators``, a
+      dictionary of what the losses were divided by; ``skipped`` counts the steps skipped in a
+      row, 0 where this one was taken.
     """
 
     @partial(jax.jit, donate_argnums=0)
@@ -174,7 +174,7 @@ def prepare(
     """Makes the model's batches ``[A, R, ...]``, the global denominators, and the loss to share
     them."""
     if objective.kind == "ar":
-        totals = jax.tree.map(jnp.sum, jax.vmap(ar_denominators)(rows))
+        totals = jax.tree.map(partial(jnp.sum, axis=0), jax.vmap(ar_denominators)(rows))
         return rows, totals, partial(_call, ar_loss, objective.loss)
     keys = jax.random.split(key, rows.tokens.shape[0])
     draw = partial(

@@ -18,7 +18,7 @@ from wedlm_jax.masks import PAD_SEGMENT, DualStreamMask
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-    """Clean, block-aligned packed examples; every array ``[R, L]``.
+    """Clean, block-aligned packed examples; arrays ``[R, L]``.
 
     Attributes:
       tokens: int32 token ids in logical order, sample after sample.
@@ -26,12 +26,15 @@ class PackedRows:
       segment_ids: int32, 1, 2, ... for the samples of an example, 0 for padding. A sample starts at
         a multiple of the block size.
       trainable: bool; False on prompt tokens (never masked, never a target) and padding.
+      source: bool ``[R, S]``, which of S sources of data an example is of; None where losses are
+        not told apart by source.
     """
 
     tokens: Array
     positions: Array
     segment_ids: Array
     trainable: Array
+    source: Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -47,6 +50,7 @@ class DualStreamBatch:
       mask_ratio: float32 ``[R, L]``, γ of each prediction token's block.
       next_targets: int32 ``[R, L]``, the token after each memory token.
       next_valid: bool ``[R, L]``, whether that is an AR target: of the same sample, and trainable.
+      source: as in `PackedRows`.
     """
 
     token_ids: Array
@@ -57,6 +61,7 @@ class DualStreamBatch:
     mask_ratio: Array
     next_targets: Array
     next_valid: Array
+    source: Array | None = None
 
 
 def sample_masks(
@@ -157,6 +162,7 @@ def dual_stream(
         mask_ratio=physical(mask_ratio),
         next_targets=next_targets,
         next_valid=next_valid,
+        source=rows.source,
     )
 
 

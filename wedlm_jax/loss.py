@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from wedlm_jax.corruption import DualStreamBatch, PackedRows, next_token_targets
-from wedlm_jax.masks import CausalMask
+from wedlm_jax.masks import PAD_SEGMENT, CausalMask
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.cross_entropy import weighted_cross_entropy
 
@@ -63,13 +63,21 @@ def masked_weights(masked: Array, mask_ratio: Array, weighting: str) -> Array:
 
 
 def wedlm_denominators(batch: DualStreamBatch, config: LossConfig) -> dict[str, Array]:
-    """Returns Σ wᵢ over masked tokens, the number of masked tokens, and that of AR targets."""
+    """Returns Σ wᵢ over masked tokens, the number of masked tokens, and that of AR targets; where
+    rows tell their source the first and the last by source, too, and the tokens of each."""
     weights = masked_weights(batch.masked, batch.mask_ratio, config.weighting)
-    return {
+    totals = {
         "mlm": weights.sum(),
         "masked": batch.masked.sum().astype(jnp.float32),
         "masked_by_ratio": _by_ratio(batch, batch.masked),
         "ar": batch.next_valid.sum().astype(jnp.float32),
+    }
+    if batch.source is None:
+        return totals
+    return totals | {
+        "mlm_by_source": _by_source(batch.source, weights),
+        "ar_by_source": _by_source(batch.source, batch.next_valid),
+        "tokens_by_source": _by_source(batch.source, batch.mask.segment_ids != PAD_SEGMENT),
     }
 
 
@@ -78,6 +86,12 @@ def _by_ratio(batch: DualStreamBatch, values: Array) -> Array:
     place = jnp.ceil(batch.mask_ratio * RATIO_BINS) - 1
     inside = (place[..., None] == jnp.arange(RATIO_BINS)) & batch.masked[..., None]
     return jnp.where(inside, values[..., None], 0.0).sum(axis=(0, 1))
+
+
+def _by_source(source: Array, values: Array) -> Array:
+    """Sums values ``[R, L]`` by the rows' source ``[R, S]``: float32 ``[S]``."""
+    of_row = values.sum(axis=1).astype(jnp.float32)
+    return jnp.where(source, of_row[:, None], 0.0).sum(axis=0)
 
 
 def wedlm_loss(
@@ -94,7 +108,8 @@ def wedlm_loss(
     Returns:
       The scalar share of (MLM + a·AR) / (1 + a), and the shares of ``mlm_loss``,
       ``ar_loss``, ``masked_accuracy``, ``ar_accuracy`` and ``mlm_loss_by_ratio``
-      (``[RATIO_BINS]``, the plain mean over the masks of a bin, however they are weighted);
+      (``[RATIO_BINS]``, the plain mean over the masks of a bin, however they are weighted), and
+      where rows tell their source ``mlm_loss_by_source`` and ``ar_loss_by_source`` (``[S]``);
       each sums to the global batch's value over micro-batches.
     """
     hidden = model(
@@ -132,12 +147,24 @@ def wedlm_loss(
         "ar_accuracy": _share((batch.next_valid & ar_hit).sum(), denominators["ar"]),
         "mlm_loss_by_ratio": _share(_by_ratio(batch, mlm), denominators["masked_by_ratio"]),
     }
+    if batch.source is not None:
+        for name, nll, weight in (("mlm", mlm, weights), ("ar", ar, batch.next_valid)):
+            total = _by_source(batch.source, weight * nll)
+            shares[f"{name}_loss_by_source"] = _share(total, denominators[f"{name}_by_source"])
     return loss, shares
 
 
 def ar_denominators(rows: PackedRows) -> dict[str, Array]:
-    """Returns the number of next-token targets."""
-    return {"ar": next_token_targets(rows)[1].sum().astype(jnp.float32)}
+    """Returns the number of next-token targets; where rows tell their source by source, too, and
+    the tokens of each."""
+    valid = next_token_targets(rows)[1]
+    totals = {"ar": valid.sum().astype(jnp.float32)}
+    if rows.source is None:
+        return totals
+    return totals | {
+        "ar_by_source": _by_source(rows.source, valid),
+        "tokens_by_source": _by_source(rows.source, rows.segment_ids != PAD_SEGMENT),
+    }
 
 
 def ar_loss(
@@ -156,10 +183,14 @@ def ar_loss(
         unroll=config.unroll,
     )
     weights = _share(valid, denominators["ar"])
-    loss, _, hit = weighted_cross_entropy(
+    loss, nll, hit = weighted_cross_entropy(
         hidden, model.head_matrix(), targets, weights, valid, chunk=config.chunk
     )
-    return loss, {"ar_loss": loss, "ar_accuracy": _share((valid & hit).sum(), denominators["ar"])}
+    shares = {"ar_loss": loss, "ar_accuracy": _share((valid & hit).sum(), denominators["ar"])}
+    if rows.source is not None:
+        total = _by_source(rows.source, valid * nll)
+        shares["ar_loss_by_source"] = _share(total, denominators["ar_by_source"])
+    return loss, shares
 
 
 def _share(total: Array, denominator: Array) -> Array:

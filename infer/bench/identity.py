@@ -19,10 +19,10 @@ from wedlm_jax.generation import Generation, Router
 from wedlm_jax.params import SamplingParams
 
 if TYPE_CHECKING:
-    from infer.heldout import Question
     from wedlm_jax.benchmark import Bar
     from wedlm_jax.completion import Completion
     from wedlm_jax.engine.engine import Engine
+    from wedlm_jax.records.questions import Question
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,10 +10,10 @@ from infer.bench.rival import RIVALS
 from infer.bench.subject import SHAPES
 from infer.bench.work import MAX_TOKENS, Regimes
 from infer.evaluate import EMBEDDED_QUESTIONS
-from infer.heldout import read_questions
 from infer.plots import check_plot
 from wedlm_jax.benchmark import BenchmarkParser
 from wedlm_jax.errors import InputError
+from wedlm_jax.records.questions import read_questions
 
 COMPARISONS = {
     "windows": "tokens a second of the held-out questions, by window and by sequences that\n"

@@ -28,8 +28,8 @@ import numpy as np
 
 from infer.bench.load_client import Ask, Heard, ask_all
 from infer.evaluate import EMBEDDED_QUESTIONS
-from infer.heldout import read_questions
 from wedlm_jax.errors import InputError
+from wedlm_jax.records.questions import read_questions
 
 if TYPE_CHECKING:
     from wedlm_jax.llm import LLM

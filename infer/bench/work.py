@@ -9,8 +9,8 @@ from typing import TypeAlias
 import numpy as np
 
 from infer.bench.subject import Subject
-from infer.heldout import Question
 from wedlm_jax.params import SamplingParams
+from wedlm_jax.records.questions import Question
 
 Work: TypeAlias = list[tuple[list[int], SamplingParams]]
 """Prompts, and how each is decoded."""

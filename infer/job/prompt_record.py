@@ -6,12 +6,13 @@ import dataclasses
 import hashlib
 import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from infer.job.input import KEYS, PROMPT_KINDS, Content
-from wedlm_jax.errors import InputError, did_you_mean, shortened
+from wedlm_jax.errors import InputError, shortened
 from wedlm_jax.params import SamplingParams
+from wedlm_jax.records.fields import check_messages, check_text, refuse_unknown, shown_value
 from wedlm_jax.records.jsonl import parse_object
 
 if TYPE_CHECKING:
@@ -120,36 +121,9 @@ def prepared_record(llm: LLM, record: PromptRecord, *, chat: bool) -> Prepared:
     return array("i", token_ids), params  # a list would take nine times the memory
 
 
-def refuse_unknown(fields: Mapping[str, Any], known: Sequence[str], what: str) -> None:
-    """Refuses a name that is not one of ``known``, with a hint."""
-    for name in fields:
-        if name not in known:
-            shown = shortened(name, 60)
-            raise InputError(f"unknown {what} {shown!r}; {did_you_mean(shown, known)}")
-
-
-def check_text(value: Any) -> None:
-    """Refuses a ``prompt`` that is no text."""
-    if not isinstance(value, str):
-        raise InputError(f"prompt: expected a text, not {shown_value(value)}")
-
-
 def _check_token_ids(value: Any) -> None:
     if not _is_list_of_integers(value):
         raise InputError(f"prompt_token_ids: expected a list of integers, not {shown_value(value)}")
-
-
-def check_messages(value: Any) -> None:
-    """Refuses ``messages`` that are no conversation, whatever its roles."""
-    if not isinstance(value, list) or not value:
-        shown = shown_value(value)
-        raise InputError(f"messages: expected a list of at least one message, not {shown}")
-    for i, message in enumerate(value):
-        if not isinstance(message, dict):
-            raise InputError(f"messages[{i}]: expected an object, not {shown_value(message)}")
-        for name in ("role", "content"):
-            if not isinstance(message.get(name), str):
-                raise InputError(f"messages[{i}]: expected a text as {name!r}")
 
 
 _CHECKS = {
@@ -182,12 +156,3 @@ def _is_list_of_integers(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(item, int) and not isinstance(item, bool) for item in value
     )
-
-
-def shown_value(value: Any) -> str:
-    """Formats a value for a message, shortened."""
-    try:
-        # Parquet has values that JSON does not have, such as dates.
-        return shortened(json.dumps(value, ensure_ascii=False, default=repr), 60)
-    except RecursionError:
-        return f"a deeply nested {type(value).__name__}"

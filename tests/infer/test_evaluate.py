@@ -8,13 +8,13 @@ import pytest
 
 import infer.evaluate
 from infer.evaluate import decoders_at, evaluate
-from infer.heldout import Question
 from tests.infer.few_questions import PROMPTS, write_questions
 from wedlm_jax.checkpoint.convert import main as convert
 from wedlm_jax.completion import Completion
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
+from wedlm_jax.records.questions import Question
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +113,14 @@ def test_own_questions_give_answers_and_verdicts_of_the_chosen_decoders(
     assert 0 < score["accuracy"] < 1
     assert score["cut"] == sum(row["finish_reason"] == "length" for row in said) > 0
     assert f"{score['cut']} of 4 answers were cut at 24 tokens" in capsys.readouterr().err
+
+
+def test_a_question_that_has_no_room_is_refused_by_line_before_any_is_decoded(
+    checkpoint: Path, questions_file: Path
+) -> None:
+    arguments = f"--model {checkpoint} --questions {questions_file} --decoders ar --max-tokens 320"
+    with pytest.raises(InputError, match=rf"{questions_file}, line 1: .*320"):
+        infer.evaluate.main(arguments.split())
 
 
 def test_a_model_that_knows_no_masks_decodes_ar_alone(

@@ -91,7 +91,8 @@ def test_no_recipe_at_all_is_status_2(capsys: pytest.CaptureFixture[str]) -> Non
 def test_every_size_of_batch_is_compiled_once_with_the_policy_of_the_largest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def compiled(config: TrainConfig, topology: str) -> SimpleNamespace:
+    def compiled(config: TrainConfig, topology: str, sources: int) -> SimpleNamespace:
+        assert sources == 1
         assert config.loss.remat == ("auto" if config.rows == largest else "gate")
         return SimpleNamespace(text=f"{config.rows} on {topology}", remat="gate")
 

@@ -17,6 +17,7 @@ from tests.tiny_run import metric_lines, start_command, tiny_recipe, write_recip
 from train.config import EvaluationSection, TrainConfig
 from train.evaluation import Evaluation
 from train.program import objective_of
+from train.questions import asked_questions, drawn_questions
 from train.start import held_out_rows
 from wedlm_jax.__main__ import main
 from wedlm_jax.checkpoint.hf import load_checkpoint
@@ -39,16 +40,24 @@ def evaluation_of(run: Path, config: TrainConfig) -> dict[str, float]:
     tokenizer = Tokenizer.from_file(str(run / "hf" / "tokenizer.json"))
     held = held_out_rows(config, tokenizer, model.config.pad_token_id or 0)
     graph, parameters = nnx.split(model)
+    drawn = drawn_questions(config.evaluation)
+    asked = asked_questions(config, drawn, run / "hf", model.config.max_position_embeddings)
     with jax.set_mesh(mesh):
         objective = objective_of(config, model.config)
-        return Evaluation(config, mesh, graph, model.config, objective, held).run(parameters)
+        return Evaluation(config, mesh, graph, model.config, objective, held, asked).run(parameters)
 
 
 @pytest.mark.slow
 def test_two_processes_train_together_what_one_trains_alone(
     finished: Path, tokenizer_folder: Path, tmp_path: Path
 ) -> None:
-    section = EvaluationSection(every=4, rows=4, prompts=3, max_tokens=6)
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text(
+        "".join(f'{{"prompt": "{n} + 1", "match": null}}\n' for n in ("one", "two", "three"))
+    )
+    section = EvaluationSection(
+        every=4, rows=4, prompts=3, max_tokens=6, questions=str(questions), answer_tokens=6
+    )
     config = tiny_recipe(tmp_path / "run", tokenizer_folder, checkpoint_every=2, evaluation=section)
     recipe, address = write_recipe(config, tmp_path), f"localhost:{free_port()}"
     common = ["--config", str(recipe), "--coordinator", address, "--num-processes", "2"]
@@ -64,7 +73,7 @@ def test_two_processes_train_together_what_one_trains_alone(
     for one, two in zip(alone, together, strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
         assert two["gradient_norm"] == pytest.approx(one["gradient_norm"], rel=1e-3)
-    # Held-out losses are taken together, and each process decodes its share of the prompts.
+    # Held-out losses are taken together; each process decodes its share of prompts and questions.
     [evaluated] = [
         json.loads(line)
         for line in (tmp_path / "run" / "evaluation.jsonl").read_text().splitlines()
@@ -72,6 +81,7 @@ def test_two_processes_train_together_what_one_trains_alone(
     assert evaluated.pop("step") == 4
     expected_figures = evaluation_of(tmp_path / "run", config)
     assert expected_figures["tokens_per_forward"] > 0
+    assert expected_figures["questions"] == 3
     assert evaluated == pytest.approx(expected_figures, rel=1e-4)
     # One process speaks for all.
     assert "4 of 4 steps" in said[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -13,23 +14,49 @@ from tokenizers import Tokenizer
 
 from tests.data_examples import EMBEDDED
 from tests.tiny_run import Killed, metric_lines, on_devices, tiny_recipe
-from train.config import EvaluationSection
+from train.config import EvaluationSection, OptimizerSection
 from train.data.manifest import read_manifest
 from train.data.shards import ShardRows
-from train.distributed import mesh_of_processes
-from train.evaluation import Evaluation, can_decode, prompts_of
+from train.decoding import can_decode
+from train.evaluation import Evaluation, prompts_of
 from train.loop import train as run_training
 from train.program import make_program
 from train.start import held_out_rows, recipe_model
 from wedlm_jax.__main__ import main
+from wedlm_jax.completion import Completion
+from wedlm_jax.llm import LLM
+from wedlm_jax.params import SamplingParams
 from wedlm_jax.sharding import make_mesh, tree_shardings
+
+ASKED = ("two red boxes", "7 + 5 =", "Count: 1, 2,")
+
+
+def write_questions(path: Path, said: Sequence[Completion]) -> Path:
+    """What was said as answers, and a question whose answer nobody gives."""
+    rows = [
+        {"prompt": prompt, "answer": one.text, "match": "contains"}
+        for prompt, one in zip(ASKED, said, strict=False)
+    ]
+    rows.append({"prompt": ASKED[0], "answer": "nobody says this", "match": "contains"})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def test_a_run_evaluates_on_its_way_and_trains_as_without(
     finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_devices(monkeypatch, 1)
-    section = EvaluationSection(every=2, rows=4, prompts=2, max_tokens=6)
+    # What the model says when it is trained: the last evaluation must find it right.
+    llm = LLM(finished / "hf", dtype="float32")
+    said = llm.generate(list(ASKED), SamplingParams(max_tokens=12))
+    section = EvaluationSection(
+        every=2,
+        rows=4,
+        prompts=2,
+        max_tokens=6,
+        questions=str(write_questions(tmp_path / "questions.jsonl", said)),
+        answer_tokens=12,
+    )
     run_training(tiny_recipe(tmp_path, tokenizer_folder, evaluation=section))
     assert metric_lines(tmp_path) == metric_lines(finished)
     lines = [json.loads(line) for line in (tmp_path / "evaluation.jsonl").read_text().splitlines()]
@@ -41,7 +68,11 @@ def test_a_run_evaluates_on_its_way_and_trains_as_without(
         assert 0 < line["p_cache"] <= 0.5
         assert 0 < line["tokens_per_forward"] <= 16
         assert any(name.startswith("mlm_loss_ratio_") for name in line)
+        assert line["questions"] == len(ASKED) + 1
     assert lines[1]["ar_loss"] < lines[0]["ar_loss"]
+    assert lines[1]["question_accuracy"] == len(ASKED) / (len(ASKED) + 1)
+    cut = [one.finish_reason == "length" for one in said]
+    assert lines[1]["questions_cut"] == sum(cut) + cut[0]  # the first prompt is asked twice
 
 
 def test_a_run_that_dies_in_an_evaluation_makes_it_when_it_goes_on(
@@ -61,6 +92,25 @@ def test_a_run_that_dies_in_an_evaluation_makes_it_when_it_goes_on(
     run_training(config)
     lines = [json.loads(line) for line in (tmp_path / "evaluation.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4]
+
+
+def test_a_run_without_masks_is_asked_too(
+    finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_devices(monkeypatch, 1)
+    said = LLM(finished / "hf", dtype="float32").generate([ASKED[0]], SamplingParams(max_tokens=2))
+    section = EvaluationSection(
+        every=1,
+        rows=2,
+        questions=str(write_questions(tmp_path / "questions.jsonl", said)),
+        answer_tokens=2,
+    )
+    changes = {"objective": "ar", "steps": 1, "optimizer": OptimizerSection(warmup_steps=0)}
+    run_training(tiny_recipe(tmp_path, tokenizer_folder, evaluation=section, **changes))
+    line = json.loads((tmp_path / "evaluation.jsonl").read_text())
+    assert (line["questions"], line["questions_cut"]) == (2, 2)
+    assert line["question_tokens_per_forward"] == 2  # the first token of each is its prompt's
+    assert "tokens_per_forward" not in line
 
 
 @pytest.mark.slow
@@ -92,7 +142,7 @@ def test_eight_devices_decode_what_one_decodes(tokenizer_folder: Path) -> None:
 
 
 def test_where_no_prompts_are_decoded_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    mesh = mesh_of_processes(make_mesh({"sequence": 8}))
+    mesh = make_mesh({"sequence": 8})
     assert can_decode(mesh, 64)
     assert capsys.readouterr().out == ""
     assert not can_decode(mesh, 60)

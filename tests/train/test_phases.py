@@ -18,7 +18,7 @@ from train.config import DataSection, OptimizerSection, PhaseSection, TrainConfi
 from train.data.order import rows_taken
 from train.data.phased import PhasedBatches
 from train.loop import train as run_training
-from train.phases import phases_of
+from train.phases import phases_of, source_names
 from train.schedule import schedule_of
 from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.errors import InputError
@@ -49,7 +49,8 @@ def read(config: TrainConfig, start: int = 0) -> list[np.ndarray]:
         for phase in phases
     ]
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    batches = PhasedBatches(phases, data, sharding, start)  # type: ignore[arg-type]
+    names = source_names(config)
+    batches = PhasedBatches(phases, data, sharding, start, sources=len(names))  # type: ignore[arg-type]
     try:
         rows = [next(batches) for _ in range(start, config.steps)]
         for step, batch in enumerate(rows, start):
@@ -61,6 +62,9 @@ def read(config: TrainConfig, start: int = 0) -> list[np.ndarray]:
     for step, batch in enumerate(rows, start):
         [phase] = [p for p in phases if p.first <= step < p.stop]
         assert batch.tokens.shape == phase.batch_shape
+        assert batch.source is not None
+        told = [names[number] for number in np.asarray(batch.source).argmax(-1).flat]
+        assert told == ["abc"[row // 100] for row in np.asarray(batch.tokens)[:, :, 0].flat]
     return [np.asarray(batch.tokens)[:, :, 0] for batch in rows]
 
 

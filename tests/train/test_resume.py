@@ -8,9 +8,15 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from tests.data_examples import EMBEDDED, documents, tokenised, write_jsonl
+from tests.data_examples import EMBEDDED, ROW, documents, tokenised, write_jsonl
 from tests.tiny_run import Killed, metric_lines, on_devices, stop_before_step, tiny_recipe
-from train.config import DataSection, OptimizerSection, TrainConfig, load_config
+from train.config import (
+    DataSection,
+    OptimizerSection,
+    PhaseSection,
+    TrainConfig,
+    load_config,
+)
 from train.loop import train as run_training
 from train.resume import begin_or_resume
 from wedlm_jax.errors import InputError
@@ -160,6 +166,32 @@ def test_sources_are_told_by_content_weight_and_order(
     a_moved.symlink_to(b)
     with pytest.raises(InputError, match="this run would go on with other data"):
         begin(with_sources(tmp_path / "run", {a_moved: 0.75, b: 0.25}))
+
+
+def test_losses_and_tokens_of_each_source_are_logged_through_phases_and_a_restart(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_devices(monkeypatch, 1)
+    a, b = folders
+    phases = [PhaseSection(from_step=2, sources={str(b): 1.0})]
+    intervals = {"checkpoint_every": 1, "log_every": 2, "phases": phases}
+    config = with_sources(tmp_path / "run", {a: 0.5, b: 0.5}, **intervals)
+    with monkeypatch.context() as patch:
+        stop_before_step(patch, 3)
+        with pytest.raises(Killed):
+            run_training(config)
+    run_training(config)
+    both, one = metric_lines(tmp_path / "run")
+    assert {name for name in both if "/" in name} == {
+        f"{what}/{folder}" for what in ("mlm_loss", "ar_loss", "tokens") for folder in (a, b)
+    }
+    assert {name.partition("/")[2] for name in one if "/" in name} == {str(b)}
+    # Of the two steps of four rows, one of which was before the restart.
+    assert 4 * ROW < one[f"tokens/{b}"] <= 8 * ROW
+    for loss in ("mlm_loss", "ar_loss"):
+        assert one[f"{loss}/{b}"] == pytest.approx(one[loss])
+        low, high = sorted((both[f"{loss}/{a}"], both[f"{loss}/{b}"]))
+        assert low < both[loss] < high
 
 
 def test_a_run_of_an_earlier_version_goes_on_and_is_told_what_is_not_known(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 
 import jax
@@ -66,14 +67,16 @@ def fresh_state() -> TrainState:
 
 @cache
 def batches() -> list[PackedRows]:
-    """``[2, R, L]`` a step: two micro-batches, samples of many lengths."""
+    """``[2, R, L]`` a step: two micro-batches, samples of many lengths, rows of three sources."""
     random = np.random.default_rng(4)
     steps = []
     for _ in range(STEPS):
         lengths = [(9, 12), (30,), (4, 5, 6), (17, 8)] * (2 * ROWS // 4)
         samples = [[random_sample(random, n, prompt=2) for n in row] for row in lengths]
         stacked, _, _ = packed(samples, LENGTH)
-        steps.append(jax.tree.map(lambda x: x.reshape(2, ROWS, LENGTH), stacked))
+        rows = jax.tree.map(lambda x: x.reshape(2, ROWS, LENGTH), stacked)
+        source = random.integers(0, 3, (2, ROWS, 1)) == np.arange(3)
+        steps.append(dataclasses.replace(rows, source=jnp.asarray(source)))
     return steps
 
 

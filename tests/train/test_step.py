@@ -21,6 +21,7 @@ from train.step import (
     Objective,
     TrainState,
     accumulate,
+    make_evaluation_step,
     make_train_step,
     prepare,
     prepare_given,
@@ -111,6 +112,53 @@ def test_accumulation_equals_one_big_batch(whole_batch, steps):
     """Also where one micro-batch holds all the targets and another none."""
     assert float(whole_batch[1]["loss"]) > 1
     assert_same(gradients_of(*global_batch(), steps=steps, objective=OBJECTIVE), whole_batch)
+
+
+SOURCES = jnp.asarray([[0, 1, 0], [1, 0, 0], [0, 1, 0], [1, 0, 0]], bool)
+"""Of the rows of `global_batch`; the third has none of them."""
+
+
+def of_source(number: int) -> tuple[PackedRows, jax.Array, jax.Array]:
+    """`global_batch` with nothing to learn from the rows of other sources."""
+    rows, masked, ratio = global_batch()
+    own = SOURCES[:, number, None]
+    return dataclasses.replace(rows, trainable=rows.trainable & own), masked & own, ratio
+
+
+def test_losses_by_source_are_those_of_its_rows_alone(whole_batch):
+    rows, masked, ratio = global_batch()
+    rows = dataclasses.replace(rows, source=SOURCES)
+    found = gradients_of(rows, masked, ratio, steps=2, objective=OBJECTIVE)
+    by_source = {name: found[1].pop(f"{name}_by_source") for name in ("mlm_loss", "ar_loss")}
+    assert_same(found, whole_batch)
+    for number in range(3):
+        alone = gradients_of(*of_source(number), steps=1, objective=OBJECTIVE)[1]
+        for name, values in by_source.items():
+            np.testing.assert_allclose(values[number], alone[name], rtol=1e-5, err_msg=name)
+            assert (float(values[number]) > 1) == (number < 2)
+
+
+def test_next_token_losses_by_source_are_those_of_its_rows_alone():
+    evaluate = make_evaluation_step(GRAPH, AR_OBJECTIVE)
+
+    def losses(rows: PackedRows) -> dict[str, jax.Array]:
+        return evaluate(PARAMETERS, jax.tree.map(lambda x: micro_batches(x, 2), rows), KEY)
+
+    found = losses(dataclasses.replace(global_batch()[0], source=SOURCES))["ar_loss_by_source"]
+    alone = [losses(of_source(number)[0])["ar_loss"] for number in range(3)]
+    np.testing.assert_allclose(found, alone, rtol=1e-5)
+
+
+def test_what_losses_by_source_are_divided_by_is_counted():
+    rows = dataclasses.replace(global_batch()[0], source=SOURCES)
+    rows = jax.tree.map(lambda x: micro_batches(x, 2), rows)
+    for objective in (OBJECTIVE, AR_OBJECTIVE):
+        counts = prepare(objective, rows, KEY)[1]
+        # Of 13 and 15 tokens, 5, 20 and none; a sample's first token is no target, nor a prompt's.
+        np.testing.assert_array_equal(counts["tokens_by_source"], [5, 13 + 15 + 20, 0])
+        np.testing.assert_array_equal(counts["ar_by_source"], [4, 12 + 11, 0])
+        if "mlm" in counts:
+            np.testing.assert_allclose(counts["mlm_by_source"].sum(), counts["mlm"], rtol=1e-6)
 
 
 @pytest.mark.parametrize("how", [{"remat": "full"}, {"unroll": 2}, {"attention": "dense"}], ids=str)

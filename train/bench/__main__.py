@@ -111,6 +111,8 @@ def _parser() -> BenchmarkParser:
         nargs="+",
         metavar="NAME",
     )
+    for axis in ("tensor", "sequence"):
+        add(f"--{axis}", f"as mesh.{axis} of a recipe [1]", of=("pods",), type=int, metavar="N")
     add(
         "--passes",
         f"timed passes [{PASSES}]",
@@ -122,8 +124,8 @@ def _parser() -> BenchmarkParser:
 
 
 def _check(options: argparse.Namespace) -> None:
-    counts = ("rows", "unroll", "time_up_to", "heads", "kv_heads", "head_dim", "batches", "passes")
-    for name in counts:
+    sizes = ("rows", "unroll", "time_up_to", "heads", "kv_heads", "head_dim", "tensor", "sequence")
+    for name in (*sizes, "batches", "passes"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise InputError(f"--{name.replace('_', '-')}: expected at least 1")
     if min(options.workers or [0]) < 0:
@@ -222,6 +224,8 @@ def _pods(options: argparse.Namespace, bar: Bar) -> Iterator[Outcome]:
         options.recipe or RECIPES,
         options.topology or TOPOLOGIES,
         options.lengths or LENGTHS["pods"],
+        tensor=options.tensor or 1,
+        sequence=options.sequence or 1,
         bar=bar,
     ):
         pods.append(pod)

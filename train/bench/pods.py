@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from train.compile_only import CompiledStep, compile_step
@@ -46,17 +46,27 @@ class PodStep:
 
 
 def compare_pods(
-    recipes: Sequence[str], topologies: Sequence[str], lengths: Sequence[int], *, bar: Bar
+    recipes: Sequence[str],
+    topologies: Sequence[str],
+    lengths: Sequence[int],
+    *,
+    tensor: int = 1,
+    sequence: int = 1,
+    bar: Bar,
 ) -> Iterator[PodStep]:
     """Compiles every recipe for every topology at every row length, the tokens of a step being
     those of `TOKENS`; ``fsdp`` cuts the model within a slice, ``data`` goes over slices. A
-    micro-batch has a row for each chip, if the step has so many.
+    micro-batch has a row for each ``tensor * sequence`` chips, if the step has so many.
+
+    Args:
+      tensor, sequence: sizes of these axes of the mesh: chips that share a row.
 
     Raises:
       InputError: a malformed recipe or topology, before anything is compiled.
     """
+    shared = {"mesh.tensor": tensor, "mesh.sequence": sequence}
     cells = [
-        (recipe, topology, _config(recipe, topology, length))
+        (recipe, topology, _config(recipe, topology, length, shared))
         for recipe in recipes
         for topology in topologies
         for length in lengths
@@ -74,11 +84,12 @@ def compare_pods(
         yield PodStep(name, topology, *sizes, step, error)
 
 
-def _config(recipe: str, topology: str, length: int) -> TrainConfig:
+def _config(recipe: str, topology: str, length: int, shared: Mapping[str, int]) -> TrainConfig:
     _, shape, slices = parse_topology(topology)
     rows = slices * TOKENS // length
-    together = min(slices * math.prod(shape), rows)
+    together = min(slices * math.prod(shape) // math.prod(shared.values()), rows)
     fields = {
+        **shared,
         "row_length": length,
         "rows": together,
         "accumulation": rows // together,

@@ -19,6 +19,7 @@ from train.data.order import (
     HostBatch,
     HostSteps,
     RowSet,
+    RowsOfSource,
     Stream,
     global_order,
     read_ahead,
@@ -48,6 +49,8 @@ class TrainBatches:
       stop: the step after the last; default: the run's.
       first: the step with which the order of the rows begins.
       streams: where the order goes on with each set of rows; default: at its beginning.
+      sources: how many sets of rows the run has, those of other phases too, by the numbers of
+        their streams. Where there are several each row tells its own.
 
     Attributes:
       input_wait: seconds that `next` has waited for input, all calls together.
@@ -67,12 +70,13 @@ class TrainBatches:
         stop: int | None = None,
         first: int = 0,
         streams: Sequence[Stream] | None = None,
+        sources: int = 1,
     ):
         self.input_wait = 0.0
         self._first, self._streams = first, streams
         self._shape = (config.accumulation, config.rows, config.row_length)
         self._sharding = sharding
-        self._row_sets, self._seed = data.row_sets(), config.seed
+        self._row_sets, self._seed = _of_sources(data.row_sets(), streams, sources), config.seed
         order = global_order(
             self._row_sets,
             seed=self._seed,
@@ -163,6 +167,18 @@ class TrainBatches:
         return False
 
 
+def _of_sources(
+    row_sets: Sequence[tuple[RowSet, float]], streams: Sequence[Stream] | None, sources: int
+) -> Sequence[tuple[RowSet, float]]:
+    if sources == 1:
+        return row_sets
+    numbers = range(len(row_sets)) if streams is None else [stream.number for stream in streams]
+    return [
+        (RowsOfSource(rows, number, sources), weight)
+        for number, (rows, weight) in zip(numbers, row_sets, strict=True)
+    ]
+
+
 def host_rows(
     sharding: Sharding, shape: tuple[int, int, int], devices: Collection[jax.Device] | None = None
 ) -> list[int]:
@@ -184,7 +200,7 @@ def place_rows(
     """Makes the global batch of which this host has ``rows``.
 
     Args:
-      local: arrays ``[A, len(rows), L]``.
+      local: arrays ``[A, len(rows), L]``, and ``[A, len(rows), S]`` where rows tell their source.
       rows: which of the R rows these are, ascending.
       shape: (A, R, L), the global one.
       sharding: of the global arrays.
@@ -197,6 +213,6 @@ def place_rows(
             here = slice(place[wanted[0]], place[wanted[-1]] + 1)
             return array[index[0], here, index[2]]
 
-        return jax.make_array_from_callback(shape, sharding, shard)
+        return jax.make_array_from_callback((*shape[:2], array.shape[2]), sharding, shard)
 
     return PackedRows(**{name: whole(array) for name, array in local.items()})

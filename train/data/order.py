@@ -49,6 +49,32 @@ class RowPlaces:
         return self._rows.place(int(index))
 
 
+class RowsOfSource:
+    """A row set whose rows tell which of a run's sources they are of, as bool ``[S]``.
+
+    Args:
+      rows: the set.
+      number: of the source.
+      sources: S.
+    """
+
+    def __init__(self, rows: RowSet, number: int, sources: int):
+        self._rows, self._source = rows, np.arange(sources) == number
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> dict[str, np.ndarray]:
+        return self._rows[int(index)] | {"source": self._source}
+
+    def __repr__(self) -> str:
+        return f"RowsOfSource({self._rows!r}, {int(self._source.argmax())})"
+
+    def place(self, index: int) -> tuple[str, int]:
+        """Finds a row's file, and its number there."""
+        return self._rows.place(index)
+
+
 class Stream(NamedTuple):
     """The endless sequence of one set's rows, and where an order goes on with it.
 
@@ -118,7 +144,8 @@ def global_order(
 
 
 class HostSteps:
-    """Number i is this host's share of step ``start + i``: arrays ``[A, len(rows), L]``.
+    """Number i is this host's share of step ``start + i``: arrays ``[A, len(rows), ...]``, each
+    with the last axis that it has in a row.
 
     Args:
       order: as from `global_order`.

@@ -19,6 +19,7 @@ class PhasedBatches:
       data: the rows of each.
       sharding: of the arrays ``[A, R, L]``, whose sizes the phases may change.
       start: the first step.
+      sources: as in `TrainBatches`.
     """
 
     def __init__(
@@ -27,9 +28,11 @@ class PhasedBatches:
         data: Sequence[TrainingRows],
         sharding: Sharding,
         start: int = 0,
+        *,
+        sources: int = 1,
     ):
         self._left = [(p, d) for p, d in zip(phases, data, strict=True) if p.stop > start]
-        self._sharding, self._step = sharding, start
+        self._sharding, self._step, self._sources = sharding, start, sources
         self._phase, self._batches = self._open()
         self._earlier: list[tuple[int, Callable[[int], list[dict[str, list[int]]]]]] = []
 
@@ -43,6 +46,7 @@ class PhasedBatches:
             stop=phase.stop,
             first=phase.first,
             streams=phase.streams,
+            sources=self._sources,
         )
         return phase, batches
 

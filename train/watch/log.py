@@ -1,7 +1,8 @@
-"""The log of a run: a line a person reads, and `metrics.jsonl`, which a program reads.
+"""The log of a run: a line a person reads, and files that a program reads.
 
-`metrics.jsonl` has a record at every logged step. After a restart it is cut back to the step
-that the run goes on from, so that it reads as if the run had never stopped.
+`metrics.jsonl` has a record at every logged step, `evaluation.jsonl` at every evaluation. After a
+restart they are cut back to the step that the run goes on from, so that they read as if the run had
+never stopped.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from train.watch.boards import Sink
 from train.watch.records import Record, as_json, cut_back
 from wedlm_jax.progress import ProgressBar, clock
 
+METRICS, EVALUATION = "metrics.jsonl", "evaluation.jsonl"
 SHOWN = {
     "loss": "loss",
     "mlm_loss": "mlm",
@@ -28,12 +30,12 @@ SHOWN = {
 
 
 class MetricsLog:
-    """Writes what a run measures: to a progress bar, to ``metrics.jsonl``, and to boards.
+    """Writes what a run measures: to a progress bar, to its files, and to boards.
 
     Args:
       folder: of the run.
       total_steps: of the run.
-      done: completed steps; later records in the file are dropped.
+      done: completed steps; later records in the files are dropped.
       title: of the bar.
       sinks: where records go, too.
     """
@@ -41,9 +43,9 @@ class MetricsLog:
     def __init__(
         self, folder: Path, total_steps: int, done: int, title: str, sinks: list[Sink] | None = None
     ):
-        path = folder / "metrics.jsonl"
-        cut_back(path, done)
-        self._file = path.open("a", encoding="utf-8")
+        for name in (METRICS, EVALUATION):
+            cut_back(folder / name, done)
+        self._folder, self._file = folder, (folder / METRICS).open("a", encoding="utf-8")
         self._sinks = sinks or []
         self._total = total_steps
         self._bar = ProgressBar(
@@ -63,6 +65,13 @@ class MetricsLog:
         shown.append(f"{clock(time.monotonic() - self._started)} elapsed")
         left = (self._total - step) * record["step_seconds"]
         self._bar.update(step, text=", ".join(shown), seconds_left=left)
+
+    def evaluated(self, step: int, record: Record) -> None:
+        """Logs what an evaluation found; on boards under ``evaluation/``."""
+        with (self._folder / EVALUATION).open("a", encoding="utf-8") as file:
+            file.write(as_json(step, record))
+        for sink in self._sinks:
+            sink.write(step, {f"evaluation/{name}": value for name, value in record.items()})
 
     def close(self) -> None:
         self._bar.stop()

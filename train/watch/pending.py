@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class PendingMetrics:
       max_skipped: steps skipped in a row that end the run.
       read_from: gives, for the number of a batch, the files that each process reads of it and
         the numbers of the rows in each.
-      ar_weight: as in `Interval`.
+      ar_weight, sources: as in `Interval`.
       done: completed steps; means of the interval that was open then go on.
     """
 
@@ -45,11 +45,12 @@ class PendingMetrics:
         read_from: Callable[[int], list[dict[str, list[int]]]],
         *,
         ar_weight: float = 1.0,
+        sources: Sequence[str] = (),
         done: int = 0,
     ):
         self._output, self._max, self._read_from = output, max_skipped, read_from
         self._waiting: list[tuple[int, Mapping[str, Any]]] = []
-        self._interval = Interval(ar_weight)
+        self._interval = Interval(ar_weight, sources)
         if is_first():
             for line in cut_back(output / INTERVAL, done):
                 if line["step"] == done:

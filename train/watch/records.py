@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,10 @@ COUNT_OF = {
     BY_RATIO: "masked_by_ratio",
 }
 """The count, among a step's `COUNTS`, that a mean of the step was divided by."""
+BY_SOURCE = {"mlm_loss_by_source": "mlm_by_source", "ar_loss_by_source": "ar_by_source"}
+"""Losses of a step by source of the data, and their counts."""
+TOKENS = "tokens_by_source"
+"""Among a step's `COUNTS`: the tokens of each source."""
 NEWEST = ("learning_rate",)
 """Of these the newest step's is reported."""
 
@@ -34,17 +38,22 @@ class Interval:
     that of all tokens of the interval; ``loss`` is put together anew from them. Other numbers
     are means over the steps. Steps that were skipped count in ``skipped`` and in nothing else.
 
+    A loss by source becomes a number for each, ``mlm_loss/NAME``, and ``tokens/NAME`` counts the
+    tokens of the interval. They are kept by name, so that a run may go on with other sources.
+
     Args:
       ar_weight: a in (MLM + a AR) / (1 + a).
+      sources: names of the sources, where steps tell losses by source.
     """
 
-    def __init__(self, ar_weight: float = 1.0):
-        self._ar_weight = ar_weight
+    def __init__(self, ar_weight: float = 1.0, sources: Sequence[str] = ()):
+        self._ar_weight, self._sources = ar_weight, sources
         self._clear()
 
     def _clear(self) -> None:
         self._sums: dict[str, Any] = {}
         self._weights: dict[str, Any] = {}
+        self._tokens: Record = {}
         self._newest: Record = {}
         self._skipped = 0
 
@@ -63,13 +72,31 @@ class Interval:
             self._skipped += 1
             return
         counts = metrics.get(COUNTS, {})
-        for name, value in metrics.items():
-            if name in (COUNTS, "skipped", *NEWEST):
-                continue
-            weight = np.float64(counts.get(COUNT_OF.get(name, ""), 1.0))
+        for name, value, weight in self._weighted(metrics, counts):
             # What nothing was counted for is 0 in the step, and weighs nothing.
             self._sums[name] = self._sums.get(name, 0.0) + weight * np.float64(value)
             self._weights[name] = self._weights.get(name, 0.0) + weight
+        for source, tokens in self._by_source(counts.get(TOKENS, ())):
+            if tokens:  # a phase has not all sources
+                name = f"tokens/{source}"
+                self._tokens[name] = self._tokens.get(name, 0.0) + float(tokens)
+
+    def _weighted(
+        self, metrics: Mapping[str, Any], counts: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Any, np.float64]]:
+        """Yields each number of a step with its weight."""
+        for name, value in metrics.items():
+            if name in BY_SOURCE:
+                loss = name.removesuffix("_by_source")
+                weights = dict(self._by_source(counts[BY_SOURCE[name]]))
+                for source, own in self._by_source(value):
+                    if weights[source]:
+                        yield f"{loss}/{source}", own, weights[source]
+            elif name not in (COUNTS, "skipped", *NEWEST):
+                yield name, value, np.float64(counts.get(COUNT_OF.get(name, ""), 1.0))
+
+    def _by_source(self, values: Sequence[Any]) -> Iterator[tuple[str, np.float64]]:
+        return zip(self._sources, map(np.float64, values), strict=False)
 
     def record(self) -> Record:
         """The means, and the interval begins anew."""
@@ -82,7 +109,7 @@ class Interval:
             record["loss"] = (record["mlm_loss"] + a * record["ar_loss"]) / (1 + a)
         elif "ar_loss" in record:
             record["loss"] = record["ar_loss"]
-        record |= {**self._newest, "skipped": float(self._skipped)}
+        record |= {**self._tokens, **self._newest, "skipped": float(self._skipped)}
         self._clear()
         return record
 
@@ -91,6 +118,7 @@ class Interval:
         return {
             "sums": {name: np.asarray(x).tolist() for name, x in self._sums.items()},
             "weights": {name: np.asarray(x).tolist() for name, x in self._weights.items()},
+            "tokens": self._tokens,
             "newest": self._newest,
             "skipped": self._skipped,
         }
@@ -100,6 +128,7 @@ class Interval:
         self._sums = {name: np.float64(x) for name, x in state["sums"].items()}
         self._weights = {name: np.float64(x) for name, x in state["weights"].items()}
         self._newest, self._skipped = dict(state["newest"]), int(state["skipped"])
+        self._tokens = dict(state.get("tokens", {}))  # earlier versions wrote none
 
 
 def flatten(metrics: Mapping[str, Any]) -> Record:

@@ -28,12 +28,12 @@ from infer.bench.rival import Rival, config_for_transformers
 from infer.bench.subject import SHAPES, Subject, load_subject
 from infer.bench.windows import ways_of
 from infer.bench.work import mixed
-from infer.heldout import read_questions
 from infer.speed import Speed
 from wedlm_jax.benchmark import Stopwatch
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.errors import InputError
 from wedlm_jax.params import SamplingParams
+from wedlm_jax.records.questions import read_questions
 
 
 @pytest.fixture(scope="module")

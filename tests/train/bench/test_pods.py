@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,20 @@ def test_every_pod_takes_as_many_tokens_a_slice(monkeypatch: pytest.MonkeyPatch)
         ("wedlm_8b", 512 * 4096),
         ("wedlm_8b", 1024 * 4096),
     }
+
+
+def test_chips_that_share_a_row_leave_fewer_rows_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[TrainConfig] = []
+
+    def compile_step(config: TrainConfig, topology: str) -> CompiledStep:
+        compiled.append(config)
+        return STEP
+
+    monkeypatch.setattr(pods, "compile_step", compile_step)
+    list(compare_pods([RECIPE], ["v5e:16x16"], [4096], tensor=2, sequence=2, bar=Bar()))
+    [config] = compiled
+    assert (config.rows, config.accumulation) == (64, 8)
+    assert dataclasses.astuple(config.mesh) == (1, -1, 2, 2)
 
 
 @pytest.mark.parametrize(

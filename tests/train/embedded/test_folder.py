@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 import train.embedded.__main__ as embedded
-from infer.heldout import read_questions
 from tests.checkpoints import hf_values
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from train.embedded.corpus import REGIMES, is_heldout
 from wedlm_jax.errors import InputError
+from wedlm_jax.records.questions import read_questions
 
 
 def test_weights_are_rounded_and_questions_are_held_out(

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from infer.heldout import read_questions
 from train.embedded.corpus import REGIMES, generate, is_heldout
 from train.embedded.corpus.__main__ import main
 from wedlm_jax.errors import InputError
+from wedlm_jax.records.questions import read_questions
 
 
 def test_samples_become_questions_that_are_right_by_themselves(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 import train.embedded.words as words
-from infer.heldout import read_questions
 from tests.checkpoints import hf_values
 from tests.data_examples import EMBEDDED
 from tests.tiny_checkpoint import TEXTS, VOCAB_SIZE, write_tiny_checkpoint
@@ -23,6 +22,7 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
+from wedlm_jax.records.questions import read_questions
 
 EMBEDDING = "model.embed_tokens.weight"
 

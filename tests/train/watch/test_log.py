@@ -46,6 +46,24 @@ def test_a_record_goes_to_the_file_the_line_and_the_sinks(
     assert heard.closed
 
 
+def test_an_evaluation_goes_to_its_file_and_by_its_own_names_to_the_sinks(tmp_path: Path) -> None:
+    for done in (0, 4):  # what is done again is told again
+        heard = Heard()
+        log = MetricsLog(tmp_path, 10, done, "wedlm", [heard])
+        for step in (4, 8):
+            if step > done:
+                log.evaluated(step, {"ar_loss": 2.0, "question_accuracy": 0.5})
+        log.close()
+        assert heard.records[-1] == (
+            8,
+            {"evaluation/ar_loss": 2.0, "evaluation/question_accuracy": 0.5},
+        )
+    lines = (tmp_path / "evaluation.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [4, 8]
+    assert json.loads(lines[1])["question_accuracy"] == 0.5
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
 def test_records_behind_the_resumed_step_and_torn_lines_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [as_json(step, {"loss": 1.0}) for step in (2, 4, 6)]

@@ -58,6 +58,51 @@ def test_a_loss_is_the_mean_of_all_tokens_of_the_interval() -> None:
     assert interval.empty
 
 
+def by_source(mlm: list[float], masked: list[float], tokens: list[float]) -> dict[str, Any]:
+    """Metrics of a step that tells three sources apart; AR losses are twice those of masks."""
+    whole = step(1.0, sum(masked), 2.0, sum(tokens))
+    losses, weights, counts = (np.array(x, np.float32) for x in (mlm, masked, tokens))
+    whole |= {"mlm_loss_by_source": losses, "ar_loss_by_source": 2 * losses}
+    whole["denominators"] |= {
+        "mlm_by_source": weights,
+        "ar_by_source": counts,
+        "tokens_by_source": counts,
+    }
+    return whole
+
+
+NAMES = ["data/web", "data/code", "data/books"]
+
+
+def test_losses_by_source_are_means_of_all_its_tokens_by_the_recipes_names() -> None:
+    interval = Interval(sources=NAMES)
+    interval.add(by_source([4, 8, 0], [10, 5, 0], [100, 50, 0]))
+    interval.add(by_source([1, 0, 0], [30, 0, 0], [300, 20, 0]))  # of the code no mask
+    skipped = by_source([np.nan] * 3, [1, 1, 1], [100, 100, 100])
+    interval.add({**skipped, "skipped": np.int32(1)})
+    record = interval.record()
+    assert {name: x for name, x in record.items() if "/" in name} == {
+        "mlm_loss/data/web": (4 * 10 + 1 * 30) / 40,
+        "mlm_loss/data/code": 8.0,
+        "ar_loss/data/web": 2 * (4 * 100 + 1 * 300) / 400,
+        "ar_loss/data/code": 16 * 50 / 70,
+        "tokens/data/web": 400.0,
+        "tokens/data/code": 70.0,
+    }
+    assert interval.empty
+
+
+def test_an_interval_goes_on_with_other_sources() -> None:
+    first, second = Interval(sources=NAMES), Interval(sources=["data/books", "data/web"])
+    first.add(by_source([4, 8, 0], [10, 5, 0], [100, 50, 0]))
+    second.restore(json.loads(json.dumps(first.state())))
+    second.add(by_source([2, 1], [7, 30], [70, 300]))
+    record = second.record()
+    assert record["mlm_loss/data/web"] == (4 * 10 + 1 * 30) / 40
+    assert (record["mlm_loss/data/books"], record["mlm_loss/data/code"]) == (2.0, 8.0)
+    assert record["tokens/data/web"] == 400
+
+
 def test_a_skipped_step_is_counted_and_spoils_no_mean() -> None:
     interval = Interval()
     interval.add(step(4.0, 10, 2.0, 100))

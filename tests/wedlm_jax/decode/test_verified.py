@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from jax import Array
 from scipy import stats
 
-from infer.heldout import read_questions
 from tests.decode_examples import (
     TINY,
     Row,
@@ -45,6 +44,8 @@ from wedlm_jax.llm import LLM
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
+from wedlm_jax.records.questions import read_questions
+from wedlm_jax.text import TextCodec
 
 BUDGETS = (0.0, 1.0, 3.0, 1e6)
 
@@ -249,8 +250,12 @@ def test_a_paper_sequence_goes_on_token_by_token_from_what_it_has_committed(
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    llm, regimes = LLM(window_size=0), read_questions(EMBEDDED_MODEL / "heldout.jsonl")
-    return [list(question.encode(llm)) for some in regimes.values() for question in some[:3]]
+    codec, regimes = (
+        TextCodec.load(EMBEDDED_MODEL),
+        read_questions(EMBEDDED_MODEL / "heldout.jsonl"),
+    )
+    assert codec is not None
+    return [question.encode(codec) for some in regimes.values() for question in some[:3]]
 
 
 @pytest.fixture(scope="module")

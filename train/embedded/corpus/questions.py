@@ -1,4 +1,4 @@
-"""Samples as questions: lines of JSON that `infer.heldout` reads."""
+"""Samples as questions: lines of JSON that `wedlm_jax.records.questions` reads."""
 
 from __future__ import annotations
 

@@ -7,10 +7,18 @@ from typing import Any
 
 import pytest
 
-from infer.heldout import MATCHES, Question, last_number, read_questions
+from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL
+from wedlm_jax.completion import Completion
 from wedlm_jax.errors import InputError
-from wedlm_jax.llm import LLM
-from wedlm_jax.params import SamplingParams
+from wedlm_jax.records.questions import (
+    MATCHES,
+    Question,
+    Tally,
+    last_number,
+    read_questions,
+    tally,
+)
+from wedlm_jax.text import TextCodec
 
 ANSWER = "2 + 3 = 5\nAnswer: 5"
 QUESTION = {"regime": "sums", "kind": "k", "prompt": "2 and 3?", "answer": ANSWER}
@@ -81,7 +89,7 @@ def test_questions_come_by_regime_in_the_order_of_the_file(tmp_path: Path) -> No
 
 
 def test_a_prompt_is_a_users_message_if_asked_for_and_messages_always_are_a_chat(
-    tmp_path: Path, checkpoint: Path
+    tmp_path: Path,
 ) -> None:
     chat = [{"role": "system", "content": "Be short."}, USER]
     path = _write(
@@ -92,13 +100,27 @@ def test_a_prompt_is_a_users_message_if_asked_for_and_messages_always_are_a_chat
     assert (raw.messages, raw.answer) == (None, "5")
     assert (conversation.messages, conversation.prompt) == (chat, "2 and 3?")
     assert conversation == same
-    llm = LLM(checkpoint, window_size=0)
-    assert llm.codec is not None
-    assert raw.encode(llm) == llm.codec.encode("2 and 3?")
-    assert asked.encode(llm) == llm.chat_prompt([USER])
-    assert conversation.encode(llm) == llm.chat_prompt(chat)
-    with pytest.raises(InputError, match=rf"{path}, line 1: .*320"):
-        raw.check(llm, SamplingParams(max_tokens=320))
+    codec = TextCodec.load(EMBEDDED_MODEL)
+    assert codec is not None
+    assert raw.encode(codec) == codec.encode("2 and 3?")
+    assert asked.encode(codec) == codec.encode_chat([USER])
+    assert conversation.encode(codec) == codec.encode_chat(chat) != asked.encode(codec)
+    codec.tokenizer.chat_template = None
+    with pytest.raises(InputError, match=rf"{path}, line 2: .*no chat template"):
+        conversation.encode(codec)
+
+
+def test_completions_are_counted_by_what_they_come_to() -> None:
+    def said(text: str | None, tokens: int, reason: str) -> Completion:
+        return Completion(text, [1] * tokens, reason, tokens // 2, 2 * tokens)
+
+    asked = [Question("?", "5", "contains"), Question("?", "6", "exact"), Question("?", "", None)]
+    counted = tally(asked, [said("so 5", 4, "stop"), said("7", 6, "length"), said("x", 2, "stop")])
+    assert counted == Tally(
+        questions=3, judged=2, right=1, tokens=12, forwards=6, instances=24, cut=1
+    )
+    assert counted.accuracy == 0.5
+    assert tally(asked[2:], [said(None, 2, "stop")]).accuracy is None
 
 
 BAD: list[tuple[Any, str]] = [

@@ -1,4 +1,5 @@
-"""Questions with known answers, from a JSONL file: what demo, evaluate and bench decode.
+"""Questions with known answers, from a JSONL file: what a run in mid-training, demo, evaluate and
+bench decode, and how it is judged.
 
 The file beside the embedded model holds prompts whose hash kept them out of its training data.
 docs/evaluation.md describes the format.
@@ -6,21 +7,21 @@ docs/evaluation.md describes the format.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infer.job.prompt_record import check_messages, check_text, refuse_unknown, shown_value
 from wedlm_jax.errors import InputError, did_you_mean
-from wedlm_jax.params import SamplingParams
+from wedlm_jax.records.fields import check_messages, check_text, refuse_unknown, shown_value
 from wedlm_jax.records.jsonl import parse_object, read_lines
 
 if TYPE_CHECKING:
-    from wedlm_jax.llm import LLM
-    from wedlm_jax.text import Messages
+    from wedlm_jax.completion import Completion
+    from wedlm_jax.text import Messages, TextCodec
 
 MATCHES = ("exact", "contains", "last_line", "last_number")
 """How an answer is compared with a completion; white space at their ends never counts."""
@@ -73,23 +74,22 @@ class Question:
             return number is not None and number == last_number(self.answer)
         return self._compared(text) == self.expected
 
-    def encode(self, llm: LLM) -> Sequence[int]:
+    def encode(self, codec: TextCodec) -> list[int]:
         """Returns the token ids of the prompt as the model reads it.
 
         Raises:
-          InputError: the model has no such prompt, or no room for it.
+          InputError: naming the line, and why the tokenizer has no such prompt.
         """
-        prompt = self.prompt if self.messages is None else llm.chat_prompt(self.messages)
-        return llm.prepare_one(prompt, SamplingParams(max_tokens=1))[0]
+        with self.named():
+            if self.messages is None:
+                return codec.encode(self.prompt)
+            return codec.encode_chat(self.messages)
 
-    def check(self, llm: LLM, params: SamplingParams) -> None:
-        """Refuses what the model cannot decode.
-
-        Raises:
-          InputError: naming the line, and why.
-        """
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Names the question's line in an `InputError`."""
         try:
-            llm.prepare_one(self.encode(llm), params)
+            yield
         except InputError as error:
             raise InputError(f"{self.place}: {error}" if self.place else str(error)) from None
 
@@ -99,6 +99,47 @@ class Question:
         if self.match == "last_line":
             text = text.strip().rpartition("\n")[2]
         return text.strip()
+
+
+@dataclasses.dataclass(frozen=True)
+class Tally:
+    """What completions of questions come to.
+
+    Attributes:
+      questions: how many.
+      judged: those with a right answer.
+      right: answered so.
+      tokens, forwards, instances: totals: tokens committed, decode forwards, active window slots.
+      cut: answers that had no end within the tokens they were allowed.
+    """
+
+    questions: int = 0
+    judged: int = 0
+    right: int = 0
+    tokens: int = 0
+    forwards: int = 0
+    instances: int = 0
+    cut: int = 0
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share answered right; None where there is no right answer."""
+        return self.right / self.judged if self.judged else None
+
+
+def tally(questions: Sequence[Question], completions: Sequence[Completion]) -> Tally:
+    """Judges the completion of each question, and counts."""
+    pairs = zip(questions, completions, strict=True)
+    verdicts = [question.is_right(completion.text or "") for question, completion in pairs]
+    return Tally(
+        questions=len(questions),
+        judged=sum(verdict is not None for verdict in verdicts),
+        right=sum(verdict is True for verdict in verdicts),
+        tokens=sum(len(completion.token_ids) for completion in completions),
+        forwards=sum(completion.num_forwards for completion in completions),
+        instances=sum(completion.num_token_instances for completion in completions),
+        cut=sum(completion.finish_reason == "length" for completion in completions),
+    )
 
 
 def last_number(text: str) -> Decimal | None:

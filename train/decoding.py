@@ -1,0 +1,96 @@
+"""Decoding in mid-run: each process with a copy of the parameters, on its own devices."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from train.distributed import mesh_of_processes, own_copy
+from wedlm_jax.completion import Completion
+from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.engine import Engine
+from wedlm_jax.model import Transformer
+from wedlm_jax.params import SamplingParams
+from wedlm_jax.processes import say
+
+MOST_AT_ONCE = 16
+"""Prompts that a process decodes together."""
+
+
+class OwnEngine:
+    """The engine of a process, which has the run's parameters while it decodes and nothing between.
+
+    Args:
+      mesh: of the run; see `can_decode`.
+      graph: of the model.
+      dtype: of its parameters in decoding.
+      window: W; 0 decodes autoregressively.
+      prompts: the most that this process decodes together.
+      longest: the most tokens of a prompt and its completion.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        graph: nnx.GraphDef[Transformer],
+        *,
+        dtype: str,
+        window: int,
+        prompts: int,
+        longest: int,
+    ):
+        self._graph, self._dtype, self._window = graph, dtype, window
+        self._processes = mesh_of_processes(mesh)
+        self._at_once, self._longest = min(max(prompts, 1), MOST_AT_ONCE), longest
+        self._engine: Engine | None = None
+
+    @contextlib.contextmanager
+    def having(self, parameters: nnx.State) -> Iterator[Engine]:
+        """Gives the engine these parameters within the block. All processes of a run call this
+        together (`train.distributed.own_copy`); within, each decodes what it has."""
+        cast = jax.tree.map(lambda x: x.astype(self._dtype), parameters)
+        model = nnx.merge(self._graph, own_copy(self._processes, cast))
+        del cast
+        mesh = self._processes.local_mesh
+        with jax.set_mesh(mesh):
+            if self._engine is None:
+                # No larger than needed: the rest of the memory is the optimizer's.
+                self._engine = Engine(
+                    model,
+                    window_size=self._window,
+                    max_batch_size=self._at_once,
+                    max_model_len=self._longest,
+                    mesh=mesh,
+                )
+            else:
+                self._engine.update(model)
+            del model
+            try:
+                yield self._engine
+            finally:
+                self._engine.release()  # training needs the room
+
+
+def decode_all(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> list[Completion]:
+    """Decodes prompts, of which there may be none, and waits for the last."""
+    requests = [Request(number, prompt, params) for number, prompt in enumerate(prompts)]
+    return engine.decode(requests) if requests else []
+
+
+def can_decode(mesh: Mesh, hidden_size: int) -> bool:
+    """Tells whether each process of a run can cut a copy of the parameters over its own devices;
+    says so where it cannot."""
+    devices = mesh_of_processes(mesh).local_mesh.shape["fsdp"]
+    if hidden_size % devices:
+        say(
+            f"evaluation: takes losses only; hidden_size {hidden_size} is not divisible by "
+            f"the {devices} devices of a process"
+        )
+        return False
+    return True
