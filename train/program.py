@@ -20,6 +20,7 @@ from train.optimizer import make_optimizer
 from train.schedule import schedule_of
 from train.skipped_steps import Guard, GuardState
 from train.step import Objective, TrainState, TrainStep, make_train_step
+from train.streams import leaves_blocks_out, row_tokens
 from wedlm_jax.aot.topology import compiler_options
 from wedlm_jax.attention import check_runs_on
 from wedlm_jax.config import ModelConfig
@@ -73,11 +74,17 @@ def abstract_state(
 
 def abstract_rows(config: TrainConfig, mesh: Mesh) -> PackedRows:
     """Shapes, dtypes and places of a global batch ``[A, R, L]``."""
-    shape = (config.accumulation, config.rows, config.row_length)
-    place = batch_sharding(mesh)
-    whole: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
-    flags: Any = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=place)
-    return PackedRows(tokens=whole, positions=whole, segment_ids=whole, trainable=flags)
+
+    def array(last: int, dtype: Any) -> Any:
+        shape = (config.accumulation, config.rows, last)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(mesh))
+
+    whole = array(config.row_length, jnp.int32)
+    flags = array(config.row_length, jnp.bool_)
+    blocks = None
+    if leaves_blocks_out(config):
+        blocks = array(config.prediction_blocks, jnp.int32)
+    return PackedRows(whole, whole, whole, flags, blocks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +165,7 @@ def make_program(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> TrainPr
         devices, a schedule without room, or a model without a mask token.
     """
     check_runs_on(config.loss.attention, mesh.devices.flat[0].platform)
-    check_fits(mesh, model, rows=config.rows, row_length=config.row_length)
+    check_fits(mesh, model, rows=config.rows, row_tokens=row_tokens(config))
     graph, parameters = nnx.split(nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0))))
     optimizer, objective = optimizer_of(config), objective_of(config, model)
     step = make_train_step(
