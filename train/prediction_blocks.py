@@ -1,7 +1,7 @@
 """`prediction_blocks`: how many blocks of a row its prediction stream has room for.
 
-A block without a token to mask, as of a prompt, is seen by no token of the prediction stream, and no
-loss counts it there. So the stream holds the other blocks only, at places that vary by row
+A block without a token to mask, as of a prompt, is seen by no token of the prediction stream, and
+no loss counts it there. So the stream holds the other blocks only, at places that vary by row
 (`wedlm_jax.masks.DualStreamMask`). Their number cannot vary: it is that of the row which has most.
 """
 

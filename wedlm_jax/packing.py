@@ -101,6 +101,7 @@ def trainable_blocks(trainable: np.ndarray, block_size: int) -> np.ndarray:
 
 def blocks_to_predict(samples: Iterable[TokenisedSample], block_size: int) -> int:
     """Counts the blocks of an example that have a token to mask."""
+
     # Each sample begins a block.
     def of_one(trainable: np.ndarray) -> int:
         starts = np.arange(0, len(trainable), block_size)

@@ -44,9 +44,7 @@ def dual_stream_matrix(segment_ids: Sequence[int], block_size: int) -> np.ndarra
     return matrix
 
 
-def placed_matrix(
-    segment_ids: Sequence[int], blocks: Sequence[int], block_size: int
-) -> np.ndarray:
+def placed_matrix(segment_ids: Sequence[int], blocks: Sequence[int], block_size: int) -> np.ndarray:
     """bool ``[T, T]``: the memory stream, then copies of these of its blocks."""
     length = len(segment_ids)
     tokens = [(False, i) for i in range(length)]

@@ -60,7 +60,7 @@ def read(config: TrainConfig, start: int = 0) -> list[np.ndarray]:
         batches.close()
     for step, batch in enumerate(rows, start):
         [phase] = [p for p in phases if p.first <= step < p.stop]
-        assert batch.tokens.shape == phase.batch_shape
+        assert batch.tokens.shape == phase.batch_shape[:3]
     return [np.asarray(batch.tokens)[:, :, 0] for batch in rows]
 
 

@@ -126,9 +126,7 @@ def test_what_is_left_out_gives_and_takes_nothing(implementation: str) -> None:
     whole = DualStreamMask(jnp.asarray(SEGMENTS), BLOCK)
     expected = output_and_gradients(whole, (q, k, v, probe), "dense")
     own_probe = few(probe, 1) * there[:, :, None, None]
-    own = output_and_gradients(
-        MASK, (few(q, 1), few(k, 2), few(v, 2), own_probe), implementation
-    )
+    own = output_and_gradients(MASK, (few(q, 1), few(k, 2), few(v, 2), own_probe), implementation)
     for ours, theirs, axis in zip(own, expected, (1, 1, 2, 2), strict=True):
         mark = there[:, :, None, None] if axis == 1 else there[:, None, :, None]
         theirs = np.asarray(few(jnp.asarray(theirs), axis))
@@ -164,7 +162,10 @@ def test_tiles_that_no_query_sees_are_not_visited() -> None:
     blocks = np.array([[4, 5, 6, 9, 18, 19, 28, 29, 31, 32, 32, 32]], np.int32)
     mask = DualStreamMask(jnp.asarray(segments)[None], block, jnp.asarray(blocks))
     grid = TileGrid(length, 384, tile, block, placed=True)
-    limits, own = mask.memory_before(), jnp.concatenate([mask.segment_ids, mask.prediction_segments()], 1)
+    limits, own = (
+        mask.memory_before(),
+        jnp.concatenate([mask.segment_ids, mask.prediction_segments()], 1),
+    )
     met = np.asarray(tiles_that_meet(grid, own, limits))[0]
     listed = np.zeros_like(met)
     listed[tuple(grid.visible().T)] = True
@@ -196,16 +197,14 @@ def test_the_kernels_pattern_is_the_mask(length: int, places: int, block: int) -
 
 def test_rows_that_are_too_long_for_the_kernels_numbers_are_refused() -> None:
     splash.PlacedBlocksPattern(131_072, 65_536, 32)
-    with pytest.raises(InputError, match="rows of 262,144 tokens.*prediction_blocks = 8192"):
+    with pytest.raises(InputError, match=r"rows of 262,144 tokens.*prediction_blocks = 8192"):
         splash.PlacedBlocksPattern(262_144, 131_072, 32)
 
 
 @settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_any_blocks_equal_dense_in_blockwise(data: st.DataObject) -> None:
-    kept = data.draw(
-        st.lists(st.sets(st.integers(0, 5), max_size=PLACES), min_size=3, max_size=3)
-    )
+    kept = data.draw(st.lists(st.sets(st.integers(0, 5), max_size=PLACES), min_size=3, max_size=3))
     blocks = [[*sorted(one), *[6] * (PLACES - len(one))] for one in kept]
     mask = DualStreamMask(jnp.asarray(SEGMENTS), BLOCK, jnp.array(blocks, jnp.int32))
     qkv = random_qkv(LENGTH + PLACES * BLOCK, batch=3, seed=data.draw(st.integers(0, 9)))
