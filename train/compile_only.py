@@ -123,7 +123,8 @@ def _needed_if_here(config: TrainConfig) -> int | None:
     try:
         return needed_by_sources(config)
     except InputError as error:
-        say(f"all blocks are in the prediction stream: {error}; prediction_blocks=N has other room")
+        if not config.prediction_blocks:
+            say(f"prediction_blocks: all of a row, because {error}")
         return None
 
 
