@@ -95,8 +95,8 @@ def row_arrays(
 
 def trainable_blocks(trainable: np.ndarray, block_size: int) -> np.ndarray:
     """Tells which blocks have a token to mask: bool ``[..., L / B]`` of flags ``[..., L]``."""
-    blocks: np.ndarray = trainable.reshape(*trainable.shape[:-1], -1, block_size).any(-1)
-    return blocks
+    blocks = trainable.reshape(*trainable.shape[:-1], -1, block_size)
+    return np.asarray(blocks.any(-1))
 
 
 def blocks_to_predict(samples: Iterable[TokenisedSample], block_size: int) -> int:

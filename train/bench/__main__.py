@@ -99,8 +99,8 @@ def _parser() -> BenchmarkParser:
         nargs="+",
         choices=tuple(IMPLEMENTATIONS),
     )
-    own = ("step", "prompts")
-    add("--unroll", "layers in a turn of the scan [8: all]", of=own, type=int, metavar="N")
+    steps = ("step", "prompts")
+    add("--unroll", "layers in a turn of the scan [8: all]", of=steps, type=int, metavar="N")
     add(
         "--prompt-share",
         f"of a conversation's blocks that are its prompt [{PROMPT_SHARE}]",
