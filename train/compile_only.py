@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from train.config import TrainConfig
 from train.phases import Phase, largest_phase, phases_of, source_names
+from train.prediction_blocks import needed_by_sources, with_prediction_blocks
 from train.program import TrainProgram, make_program
 from train.remat import settled, with_policy
 from train.start import recipe_model
@@ -22,6 +23,7 @@ from train.step_cost import (
     seen_pairs,
     visited_pairs,
 )
+from train.streams import row_tokens
 from wedlm_jax.aot.cost import ProgramCost, program_cost
 from wedlm_jax.aot.topology import (
     ASSUMPTIONS,
@@ -37,6 +39,7 @@ from wedlm_jax.aot.topology import (
     local_bytes,
 )
 from wedlm_jax.errors import InputError
+from wedlm_jax.processes import say
 from wedlm_jax.sharding import make_mesh
 
 
@@ -47,7 +50,8 @@ class CompiledStep:
     Attributes:
       topology, devices, mesh: what it was compiled for.
       parameters: of the model.
-      tokens: trained tokens a step, L a row; each is computed twice, once a stream.
+      tokens: of a step, L a row.
+      computed_tokens: that go through the layers, those of both streams.
       state_bytes: parameters and moments on one device.
       peak_bytes: the compiler's peak of HBM on one device.
       hbm_limit: what the chip has.
@@ -68,6 +72,7 @@ class CompiledStep:
     mesh: dict[str, int]
     parameters: int
     tokens: int
+    computed_tokens: int
     state_bytes: int
     peak_bytes: int
     hbm_limit: int
@@ -95,7 +100,10 @@ def compile_phases(config: TrainConfig, topology_name: str) -> Iterator[tuple[Ph
     Yields:
       the first phase of each size, and its step.
     """
-    phases: dict[tuple[int, int, int], Phase] = {}
+    topology = describe_topology(topology_name)
+    mesh = make_mesh(dataclasses.asdict(config.mesh), topology.devices)
+    config = with_prediction_blocks(config, _needed_if_here, mesh.shape["sequence"])
+    phases: dict[tuple[int, ...], Phase] = {}
     for phase in phases_of(config):
         phases.setdefault(phase.batch_shape, phase)
     largest, sources = largest_phase(config), len(source_names(config))
@@ -106,6 +114,18 @@ def compile_phases(config: TrainConfig, topology_name: str) -> Iterator[tuple[Ph
         else:
             own = with_policy(phase.config, compiled.remat)
             yield phase, compile_step(own, topology_name, sources)
+
+
+def _needed_if_here(config: TrainConfig) -> int | None:
+    """`needed_by_sources`, where the data is on this machine: it need not be, to compile."""
+    if not config.data.sources:
+        return None
+    try:
+        return needed_by_sources(config)
+    except InputError as error:
+        if not config.prediction_blocks:
+            say(f"prediction_blocks: all of a row, because {error}")
+        return None
 
 
 def compile_step(
@@ -171,6 +191,7 @@ def _report(program: TrainProgram, topology: Topology, compiled: CompiledProgram
         mesh=dict(mesh.shape),
         parameters=model.num_parameters(),
         tokens=rows * config.row_length,
+        computed_tokens=rows * row_tokens(config),
         state_bytes=local_bytes(program.state),
         peak_bytes=compiled.peak_bytes,
         hbm_limit=chip.hbm_bytes,
@@ -196,7 +217,7 @@ def describe(step: CompiledStep) -> str:
         f"{step.topology}: {step.devices:,} chips as {axes or 'one'}; "
         f"compiled in {step.compile_seconds:.0f} s",
         f"parameters           {step.parameters / 1e9:.2f} B",
-        f"tokens a step        {step.tokens:,}, each in both streams",
+        f"tokens a step        {step.tokens:,}; {step.computed_tokens:,} of both streams",
         f"state a chip         {step.state_bytes / gib:.2f} GiB (float32 parameters, moments)",
         f"peak of HBM a chip   {step.peak_bytes / gib:.2f} of {step.hbm_limit / gib:.0f} GiB, "
         f"{step.headroom:.0%} to spare",

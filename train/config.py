@@ -212,6 +212,7 @@ class PhaseSection:
         None, "peak that the schedule is scaled to; null: as before", above=0
     )
     row_length: int | None = _field(None, "of the new sources' rows; null: as before", least=1)
+    prediction_blocks: int | None = _field(None, "in a row; null: as before", least=0)
     rows: int | None = _field(None, "in a micro-batch; null: as before", least=1)
     accumulation: int | None = _field(None, "micro-batches in a step; null: as before", least=1)
 
@@ -228,6 +229,12 @@ class TrainConfig:
     accumulation: int = _field(1, "micro-batches in a step", least=1)
     row_length: int = _field(512, "tokens in a packed row, a multiple of block_size", least=1)
     block_size: int = _field(32, "B: consecutive positions that share a mask ratio", least=1)
+    prediction_blocks: int = _field(
+        0,
+        "room for blocks in a row's prediction stream, which leaves out those without a token to "
+        "train on; 0: what the data's rows need",
+        least=0,
+    )
     suffix_share: float = _field(
         0.0,
         "share of blocks whose masks are its last tokens, as in verified decoding's windows",

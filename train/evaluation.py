@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from train.config import TrainConfig
 from train.decoding import OwnEngine, can_decode, decode_all
+from train.prediction_blocks import blocks_of_rows
 from train.questions import AskedQuestions
 from train.step import Objective, make_evaluation_step
 from train.watch.records import Record, flatten
@@ -60,7 +61,8 @@ class Evaluation:
             x = np.resize(x, (count, *x.shape[1:])).reshape(-1, config.rows, *x.shape[1:])
             return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
-        self._rows = PackedRows(**{name: place(x) for name, x in rows.items()})
+        placed = blocks_of_rows(rows, config, mesh.shape["sequence"])
+        self._rows = PackedRows(**{name: place(x) for name, x in placed.items()})
         self._key = jax.random.fold_in(jax.random.key(config.seed), MASKS)
         self._step = make_evaluation_step(graph, objective)
         section, masks = config.evaluation, objective.kind == "wedlm"

@@ -19,6 +19,7 @@ from train.distributed import AgreedStop
 from train.evaluation import Evaluation
 from train.optimizer import averaged_parameters
 from train.phases import phases_of, source_names
+from train.prediction_blocks import with_prediction_blocks
 from train.program import TrainProgram, abstract_rows, make_program
 from train.questions import AskedQuestions, asked_questions, drawn_questions
 from train.remat import settled_here
@@ -29,6 +30,7 @@ from train.start import (
     check_paths,
     check_start,
     held_out_rows,
+    needed_blocks,
     recipe_model,
     starting_state,
     tokenizer_folder,
@@ -36,6 +38,7 @@ from train.start import (
 )
 from train.step import TrainState, forgiven
 from train.step_cost import describe_budget, model_flops, peak_flops
+from train.streams import row_tokens
 from train.watch.boards import check_boards, open_boards
 from train.watch.log import MetricsLog
 from train.watch.pending import SKIPPED, PendingMetrics, TooManySkipped
@@ -98,6 +101,7 @@ def train(config: TrainConfig) -> Path:
         begin_or_resume(config, tokenizer, output, begun)
         if not (begun and is_described(output, model)):
             describe_run(output, model, folder)
+        program = make_program(with_blocks(config, program, output, tokenizer), model, mesh)
         with jax.set_mesh(mesh):
             program = settled_here(program)
             run = TrainingRun(program, tokenizer, output, files, time, asked)
@@ -109,6 +113,18 @@ def train(config: TrainConfig) -> Path:
     trained = nnx.merge(program.graph, parameters)
     save_checkpoint(trained, exported, output / "hf", dtype="float32", tokenizer_from=folder)
     return output / "hf"
+
+
+def with_blocks(
+    config: TrainConfig, program: TrainProgram, output: Path, tokenizer: Tokenizer
+) -> TrainConfig:
+    """The recipe with the numbers of blocks that its rows need in their prediction streams."""
+    pad = program.model.pad_token_id or 0
+
+    def needed(own: TrainConfig) -> int | None:
+        return needed_blocks(own, output, tokenizer, pad)
+
+    return with_prediction_blocks(config, needed, program.mesh.shape["sequence"])
 
 
 def to_export(state: TrainState) -> nnx.State:
@@ -145,7 +161,7 @@ class TrainingRun:
         self._sources = source_names(config)
         for phase in self._phases:  # what cannot be in a later one is refused now
             own = phase.config
-            check_fits(self._mesh, model, rows=own.rows, row_length=own.row_length)
+            check_fits(self._mesh, model, rows=own.rows, row_tokens=row_tokens(own))
             rows = training_rows(own, output, tokenizer, pad)
             check_rows(rows.row_sets(), own.rows * own.accumulation)
             self._data.append(rows)
@@ -190,7 +206,7 @@ class TrainingRun:
                     watch.step()
                     with time.spent("input"):
                         rows = next(batches)
-                    shape = rows.tokens.shape
+                    shape = self._shape_of(step - 1)
                     state, metrics = compiled[shape](state, rows, key)
                     pending.add(step, metrics)
                     time.step(step, rows.tokens.size, self._flops[shape])
@@ -253,6 +269,10 @@ class TrainingRun:
             budget = describe_budget(self._program.state, compiled[shape])
             say(f"compiled {self._time.seconds['compile'] - before:.0f} s; {budget}")
         return compiled
+
+    def _shape_of(self, step: int) -> tuple[int, ...]:
+        """The shape of the batch of a step, counted from 0."""
+        return next(phase.batch_shape for phase in self._phases if step < phase.stop)
 
     def _open_log(self, done: int) -> MetricsLog | None:
         if not is_first():

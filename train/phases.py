@@ -13,6 +13,7 @@ from typing import Any
 
 from train.config import TrainConfig
 from train.data.order import Stream, rows_taken
+from train.streams import prediction_length, row_tokens
 from wedlm_jax.errors import InputError
 
 
@@ -32,10 +33,11 @@ class Phase:
     streams: tuple[Stream, ...]
 
     @property
-    def batch_shape(self) -> tuple[int, int, int]:
-        """(A, R, L) of a global batch."""
+    def batch_shape(self) -> tuple[int, int, int, int]:
+        """(A, R, L, N) of a global batch: micro-batches, rows, tokens of a row's memory stream and
+        of its prediction stream."""
         config = self.config
-        return config.accumulation, config.rows, config.row_length
+        return config.accumulation, config.rows, config.row_length, prediction_length(config)
 
 
 def phases_of(config: TrainConfig) -> list[Phase]:
@@ -79,13 +81,13 @@ def source_names(config: TrainConfig) -> list[str]:
 
 def largest_phase(config: TrainConfig) -> Phase:
     """The phase whose micro-batches have the most tokens, so whose step takes the most memory."""
-    return max(phases_of(config), key=lambda phase: phase.config.rows * phase.config.row_length)
+    return max(phases_of(config), key=lambda phase: phase.config.rows * row_tokens(phase.config))
 
 
 def _changed(config: TrainConfig, section: Any) -> TrainConfig:
     sizes = {
         name: getattr(section, name)
-        for name in ("rows", "accumulation", "row_length")
+        for name in ("rows", "accumulation", "row_length", "prediction_blocks")
         if getattr(section, name) is not None
     }
     data, optimizer = config.data, config.optimizer

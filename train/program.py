@@ -21,6 +21,7 @@ from train.phases import source_names
 from train.schedule import schedule_of
 from train.skipped_steps import Guard, GuardState
 from train.step import Objective, TrainState, TrainStep, make_train_step
+from train.streams import leaves_blocks_out, row_tokens
 from wedlm_jax.aot.topology import compiler_options
 from wedlm_jax.attention import check_runs_on
 from wedlm_jax.config import ModelConfig
@@ -83,7 +84,10 @@ def abstract_rows(config: TrainConfig, mesh: Mesh, sources: int = 1) -> PackedRo
     whole = array(config.row_length, jnp.int32)
     flags = array(config.row_length, jnp.bool_)
     source = array(sources, jnp.bool_) if sources > 1 else None
-    return PackedRows(whole, whole, whole, flags, source)
+    blocks = None
+    if leaves_blocks_out(config):
+        blocks = array(config.prediction_blocks, jnp.int32)
+    return PackedRows(whole, whole, whole, flags, source, blocks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +171,7 @@ def make_program(
         devices, a schedule without room, or a model without a mask token.
     """
     check_runs_on(config.loss.attention, mesh.devices.flat[0].platform)
-    check_fits(mesh, model, rows=config.rows, row_length=config.row_length)
+    check_fits(mesh, model, rows=config.rows, row_tokens=row_tokens(config))
     graph, parameters = nnx.split(nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0))))
     optimizer, objective = optimizer_of(config), objective_of(config, model)
     step = make_train_step(

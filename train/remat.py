@@ -142,7 +142,7 @@ def with_policy(config: TrainConfig, policy: str) -> TrainConfig:
 def _key(config: TrainConfig, model: ModelConfig, kind: str, count: int, capacity: int) -> str:
     """Names everything that the memory of a step depends on."""
     fields = dataclasses.asdict(largest_phase(config).config)
-    sizes = ("rows", "accumulation", "row_length", "block_size")
+    sizes = ("rows", "accumulation", "row_length", "block_size", "prediction_blocks")
     given = {name: fields[name] for name in (*sizes, "objective", "mesh", "loss")}
     optimizer = fields["optimizer"]
     given |= {name: optimizer[name] for name in ("name", "first_moment_dtype")}

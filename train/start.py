@@ -29,6 +29,7 @@ from train.data.synthetic import (
 )
 from train.data.tokenizer import save_tokenizer, train_tokenizer
 from train.embedded.corpus import generate
+from train.prediction_blocks import most_trainable_blocks, needed_by_sources
 from train.program import TrainProgram
 from train.step import TrainState
 from wedlm_jax.checkpoint.hf import check_tensors, load_checkpoint
@@ -252,6 +253,17 @@ def training_rows(
     if config.data.sources:
         return open_sources(config, tokenizer, pad_token_id)
     return packed_dataset(config, output, tokenizer, pad_token_id)
+
+
+def needed_blocks(
+    config: TrainConfig, output: Path, tokenizer: Tokenizer, pad_token_id: int
+) -> int | None:
+    """Returns the most blocks with a trainable token that one of `training_rows` has; None where
+    that is not known."""
+    if config.data.sources:
+        return needed_by_sources(config)
+    rows = packed_dataset(config, output, tokenizer, pad_token_id)
+    return most_trainable_blocks(rows.arrays["trainable"], config.block_size)
 
 
 def held_out_rows(

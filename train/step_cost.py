@@ -14,8 +14,11 @@ import numpy as np
 
 from train.config import TrainConfig
 from train.step import TrainState
+from train.streams import leaves_blocks_out, prediction_length, row_tokens
 from wedlm_jax.aot.topology import CHIPS, local_bytes
-from wedlm_jax.attention.blockwise import DEFAULT_TILE, TileGrid
+from wedlm_jax.attention.blockwise import DEFAULT_TILE
+from wedlm_jax.attention.stream_padding import padded
+from wedlm_jax.attention.tile_grid import TileGrid
 from wedlm_jax.attention.tiles import tile_side
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.model.rematerialisation import KEPT
@@ -53,7 +56,9 @@ class StepFlops:
         return self.products + self.attention
 
 
-def forward_flops(model: ModelConfig, rows: int, row_length: int, *, streams: int = 2) -> float:
+def forward_flops(
+    model: ModelConfig, rows: int, row_length: int, prediction: int | None = None
+) -> float:
     """Products of the forward pass over packed rows, of what is visible and has a target.
 
     Each stream passes through every layer. A query of either stream sees half the row on average
@@ -63,18 +68,21 @@ def forward_flops(model: ModelConfig, rows: int, row_length: int, *, streams: in
       model: its shape.
       rows: packed rows, all micro-batches together.
       row_length: L.
-      streams: 2 for the dual stream, 1 for plain next-token training.
+      prediction: tokens of a row's prediction stream; 0 for plain next-token training. L if not
+        given.
     """
-    layers = 2 * _layer_parameters(model) * streams * rows * row_length
-    head = 2 * _head_parameters(model) * rows * _targets(row_length, streams)
-    return layers + head + 2 * _FORWARD * _width(model) * streams * rows * row_length**2 / 2
+    prediction = row_length if prediction is None else prediction
+    tokens = row_length + prediction
+    layers = 2 * _layer_parameters(model) * rows * tokens
+    head = 2 * _head_parameters(model) * rows * _targets(row_length, prediction)
+    return layers + head + 2 * _FORWARD * _width(model) * rows * tokens * row_length / 2
 
 
 def model_flops(config: TrainConfig, model: ModelConfig) -> float:
     """Products of a step, forward and backward, nothing computed anew counted: what MFU is
     relative to."""
     rows = config.rows * config.accumulation
-    return 3 * forward_flops(model, rows, config.row_length, streams=_streams(config))
+    return 3 * forward_flops(model, rows, config.row_length, prediction_length(config))
 
 
 def program_flops(config: TrainConfig, model: ModelConfig, rows: int, kind: str = "") -> StepFlops:
@@ -84,11 +92,12 @@ def program_flops(config: TrainConfig, model: ModelConfig, rows: int, kind: str 
     Args:
       kind: of the device, which decides the size of tiles.
     """
-    tokens = _streams(config) * rows * config.row_length
+    tokens = rows * row_tokens(config)
     kept = KEPT.get(config.loss.remat)
     again = 0 if kept is None else _parameters_anew(model, kept)
     layers = 2 * tokens * (3 * _layer_parameters(model) + again)
-    head = 3 * 2 * _head_parameters(model) * rows * _targets(config.row_length, _streams(config))
+    targets = rows * _targets(config.row_length, prediction_length(config))
+    head = 3 * 2 * _head_parameters(model) * targets
     repeats = kept is not None and "attended" not in kept
     pairs = rows * visited_pairs(config, kind)
     attention = 2 * _width(model) * pairs * (_FORWARD * (1 + repeats) + _BACKWARD)
@@ -97,8 +106,8 @@ def program_flops(config: TrainConfig, model: ModelConfig, rows: int, kind: str 
 
 def head_chunks(config: TrainConfig, devices: int) -> int:
     """Turns of the vocabulary loss's loop in a micro-batch, of one device of ``devices`` that share
-    the tokens, all tokens being trainable."""
-    targets = config.rows * _targets(config.row_length, _streams(config))
+    the tokens, all tokens of the prediction stream being trainable."""
+    targets = config.rows * _targets(config.row_length, prediction_length(config))
     return math.ceil(targets / devices / config.loss.chunk)
 
 
@@ -107,19 +116,27 @@ def visited_pairs(config: TrainConfig, kind: str = "", samples: int = 1) -> int:
 
     Args:
       kind: of the device.
-      samples: of equal length in the row. Only the splash kernel leaves out tiles whose queries and
-        keys are of other samples.
+      samples: of equal length in the row. Tiles whose queries and keys are of other samples are
+        left out by the splash kernel, and where the prediction stream is shorter than the row.
     """
-    streams, length = _streams(config), config.row_length
+    length, prediction = config.row_length, prediction_length(config)
     splash = config.loss.attention == "splash"
     tile = tile_side(length, config.loss.tile, kind) if splash else min(DEFAULT_TILE, length)
-    padded = -(-length // tile) * tile
-    tiles = TileGrid(streams, padded, tile, config.block_size if streams == 2 else 1).visible()
-    if splash:
-        sample = np.minimum(np.arange(padded) * samples // length, samples - 1).reshape(-1, tile)
-        query, key = (tiles % len(sample)).T
-        first, last = sample[:, 0], sample[:, -1]
-        tiles = tiles[(first[query] <= last[key]) & (first[key] <= last[query])]
+    size = config.block_size if prediction else 1
+    placed = leaves_blocks_out(config)
+    grid = TileGrid(padded(length, tile), padded(prediction, tile), tile, size, placed)
+    tiles = grid.visible()
+    if splash or placed:
+        # Prediction blocks as evenly spread as they can be.
+        place, within = np.divmod(np.arange(prediction), size)
+        before = place * (length // size) // max(prediction // size, 1) * size
+        index = np.arange(length)
+        first, last = (x * samples // length for x in _ends(tile, index, before + within))
+        query, key = tiles.T
+        seen = (first[query] <= last[key]) & (first[key] <= last[query])
+        # No query sees a tile of the memory that begins behind what it may see.
+        reach = _ends(tile, index + 1, before)[1]
+        tiles = tiles[seen & ((key * tile < reach[query]) | (key * tile >= grid.memory))]
     return len(tiles) * tile**2
 
 
@@ -128,21 +145,23 @@ def seen_pairs(config: TrainConfig, samples: int = 1) -> int:
     bounds = np.arange(samples + 1) * config.row_length // samples
     total = 0
     for size in np.diff(bounds).tolist():
-        total += size * (size + 1) // 2
-        if _streams(config) == 2:
-            place = np.arange(size)
-            total += int((place + 1).sum())  # earlier blocks in the memory, its own in order
+        triangle = size * (size + 1) // 2
+        # Of the prediction stream: earlier blocks in the memory, its own in order.
+        total += triangle + triangle * prediction_length(config) // config.row_length
     return total
 
 
-def _streams(config: TrainConfig) -> int:
-    return 2 if config.objective == "wedlm" else 1
+def _ends(tile: int, *streams: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the first and the last number of each tile of the padded streams."""
+    whole = [np.pad(x, (0, -len(x) % tile), mode="edge") for x in streams if len(x)]
+    tiles = np.concatenate(whole).reshape(-1, tile)
+    return tiles[:, 0], tiles[:, -1]
 
 
-def _targets(row_length: int, streams: int) -> float:
-    """Tokens of a row that have a target, all being trainable: those of the memory, and the half of
-    the prediction stream that is masked on average."""
-    return row_length * (1.5 if streams == 2 else 1.0)
+def _targets(row_length: int, prediction: int) -> float:
+    """Tokens of a row that have a target. All of a stream of whole rows are trainable, and half of
+    them are masked on average; the memory has the same targets."""
+    return 1.5 * prediction if prediction else row_length
 
 
 def _head_parameters(model: ModelConfig) -> int:

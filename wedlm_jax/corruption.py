@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from wedlm_jax.masks import PAD_SEGMENT, DualStreamMask
+from wedlm_jax.masks import PAD_SEGMENT, DualStreamMask, copied_blocks
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-    """Clean, block-aligned packed examples; arrays ``[R, L]``.
+    """Clean, block-aligned packed examples; arrays ``[R, L]`` but for the last two.
 
     Attributes:
       tokens: int32 token ids in logical order, sample after sample.
@@ -28,6 +28,8 @@ class PackedRows:
       trainable: bool; False on prompt tokens (never masked, never a target) and padding.
       source: bool ``[R, S]``, which of S sources of data an example is of; None where losses are
         not told apart by source.
+      prediction_blocks: int32 ``[R, P]``, the blocks that are in the prediction stream, ascending,
+        all with a trainable token among them; L / B behind the last. None: all blocks are.
     """
 
     tokens: Array
@@ -35,19 +37,21 @@ class PackedRows:
     segment_ids: Array
     trainable: Array
     source: Array | None = None
+    prediction_blocks: Array | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DualStreamBatch:
-    """The input of the model, and what the loss needs.
+    """The input of the model, and what the loss needs. N = P·B is the length of the prediction
+    stream, L if no block is left out of it.
 
     Attributes:
-      token_ids, positions: int32 ``[R, 2L]``, memory stream then prediction stream.
+      token_ids, positions: int32 ``[R, L + N]``, memory stream then prediction stream.
       mask: of attention.
-      targets: int32 ``[R, L]``, the clean tokens in the prediction stream's physical order.
-      masked: bool ``[R, L]``, which prediction tokens are masked, in physical order.
-      mask_ratio: float32 ``[R, L]``, γ of each prediction token's block.
+      targets: int32 ``[R, N]``, the clean tokens in the prediction stream's physical order.
+      masked: bool ``[R, N]``, which prediction tokens are masked, in physical order.
+      mask_ratio: float32 ``[R, N]``, γ of each prediction token's block.
       next_targets: int32 ``[R, L]``, the token after each memory token.
       next_valid: bool ``[R, L]``, whether that is an AR target: of the same sample, and trainable.
       source: as in `PackedRows`.
@@ -142,13 +146,20 @@ def dual_stream(
     padding = rows.segment_ids == PAD_SEGMENT
     masked = masked & ~padding
     order = reorder_blocks(masked, padding, block_size)
+    mask = DualStreamMask(rows.segment_ids, block_size, rows.prediction_blocks)
+    if rows.prediction_blocks is not None:
+        order = copied_blocks(order, rows.prediction_blocks, block_size)
 
     def physical(x: Array) -> Array:
         return jnp.take_along_axis(x, order, axis=1)
 
     # A mask predicts the token at its own position, so its target is the clean token there, without
     # AR's shift by one.
-    targets, is_masked = physical(rows.tokens), physical(masked)
+    targets = physical(rows.tokens)
+    is_masked = physical(masked)
+    if rows.prediction_blocks is not None:
+        # Behind the last block is padding.
+        is_masked &= mask.prediction_segments() != PAD_SEGMENT
     predicted_input = jnp.where(is_masked, mask_token_id, targets)
     next_targets, next_valid = next_token_targets(rows)
     return DualStreamBatch(
@@ -156,7 +167,7 @@ def dual_stream(
         token_ids=jnp.concatenate([rows.tokens, predicted_input], axis=1),
         # Both copies of a token have its logical position; only the order in the arrays differs.
         positions=jnp.concatenate([rows.positions, physical(rows.positions)], axis=1),
-        mask=DualStreamMask(rows.segment_ids, block_size),
+        mask=mask,
         targets=targets,
         masked=is_masked,
         mask_ratio=physical(mask_ratio),

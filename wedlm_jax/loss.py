@@ -82,7 +82,7 @@ def wedlm_denominators(batch: DualStreamBatch, config: LossConfig) -> dict[str, 
 
 
 def _by_ratio(batch: DualStreamBatch, values: Array) -> Array:
-    """Sums values ``[R, L]`` of masked tokens by bin of their mask ratio: ``[RATIO_BINS]``."""
+    """Sums values ``[R, N]`` of masked tokens by bin of their mask ratio: ``[RATIO_BINS]``."""
     place = jnp.ceil(batch.mask_ratio * RATIO_BINS) - 1
     inside = (place[..., None] == jnp.arange(RATIO_BINS)) & batch.masked[..., None]
     return jnp.where(inside, values[..., None], 0.0).sum(axis=(0, 1))
@@ -139,7 +139,8 @@ def wedlm_loss(
         jnp.concatenate([batch.next_valid, batch.masked], axis=1),
         chunk=config.chunk,
     )
-    (ar, mlm), (ar_hit, mlm_hit) = (jnp.split(x, 2, axis=1) for x in (nll, hit))
+    length = batch.next_valid.shape[1]
+    (ar, mlm), (ar_hit, mlm_hit) = (jnp.split(x, [length], axis=1) for x in (nll, hit))
     shares = {
         "mlm_loss": _share((weights * mlm).sum(), denominators["mlm"]),
         "ar_loss": _share((batch.next_valid * ar).sum(), denominators["ar"]),

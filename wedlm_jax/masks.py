@@ -40,7 +40,7 @@ class CausalMask:
     def dense(self, batch: int, length: int) -> Array:
         """Returns the matrix, bool ``[B, T, T]``."""
         if self.segment_ids is not None:
-            return _causal(length) & _same_segment(self.segment_ids)
+            return _causal(length) & _same_segment(self.segment_ids, self.segment_ids)
         return jnp.broadcast_to(_causal(length), (batch, length, length))
 
 
@@ -68,26 +68,73 @@ class DualStreamMask:
     Samples are padded to whole blocks, so the pattern is the same for every row and only the
     segment ids vary. Source: WeDLM section 4.2.
 
+    Blocks that have nothing to predict, as of a prompt, may be left out of the prediction stream:
+    no token sees them there. Without the first block, p0 and p1 above are not there.
+
     Attributes:
-      segment_ids: int32 ``[B, L]``, shared by both streams; 0 for padding.
-      block_size: B; divides L.
+      segment_ids: int32 ``[B, L]`` of the memory stream; 0 for padding.
+      block_size: size of a block (B in the drawing); divides L.
+      blocks: int32 ``[B, P]``, the memory block of which each block of the prediction stream is a
+        copy, ascending; L / block_size or more for one that is padding. None: all blocks.
     """
 
     segment_ids: Array
     block_size: int = dataclasses.field(metadata={"static": True})
+    blocks: Array | None = None
+
+    def prediction_segments(self) -> Array:
+        """Returns the segment ids of the prediction stream, int32 ``[B, P * block_size]``."""
+        if self.blocks is None:
+            return self.segment_ids
+        segments = copied_blocks(self.segment_ids, self.blocks, self.block_size)
+        return jnp.where(self._is_block(), segments, PAD_SEGMENT)
+
+    def memory_before(self) -> Array:
+        """Returns how many tokens of the memory stand before the block of each prediction token,
+        int32 ``[B, P * block_size]``: what it may see there. ``[1, L]`` if no block is left out."""
+        if self.blocks is None:
+            place = jnp.arange(self.segment_ids.shape[1])
+            return (place // self.block_size * self.block_size)[None]
+        before = jnp.repeat(self.blocks * self.block_size, self.block_size, axis=1)
+        return jnp.where(self._is_block(), before, 0)
+
+    def earlier(self) -> Array:
+        """Returns which memory tokens each prediction token sees, bool
+        ``[B, P * block_size, L]``."""
+        # Strictly earlier blocks: its own block's clean copy would give the answers away.
+        before = jnp.arange(self.segment_ids.shape[1]) < self.memory_before()[..., None]
+        return before & _same_segment(self.prediction_segments(), self.segment_ids)
 
     def dense(self) -> Array:
-        """Returns the matrix, bool ``[B, 2L, 2L]``."""
-        length = self.segment_ids.shape[1]
-        block = jnp.arange(length) // self.block_size
-        causal = _causal(length)
-        # Strictly earlier blocks: its own block's clean copy would give the answers away.
-        earlier = block[:, None] > block[None, :]
+        """Returns the matrix, bool ``[B, T, T]`` with T = L + P * block_size."""
+        batch, length = self.segment_ids.shape
+        segments = self.prediction_segments()
+        block = jnp.arange(segments.shape[1]) // self.block_size
         # Within its block, causal in physical order: observed tokens come first.
-        own = (block[:, None] == block[None, :]) & causal
+        own = (block[:, None] == block[None, :]) & CausalMask(segments).dense(*segments.shape)
+        memory = CausalMask(self.segment_ids).dense(batch, length)
         # Memory never sees the prediction stream: committed text does not depend on guesses.
-        pattern = jnp.block([[causal, jnp.zeros_like(causal)], [earlier, own]])
-        return pattern & _same_segment(jnp.tile(self.segment_ids, (1, 2)))
+        unseen = jnp.zeros((batch, length, segments.shape[1]), bool)
+        return jnp.block([[memory, unseen], [self.earlier(), own]])
+
+    def _is_block(self) -> Array:
+        """Returns where the prediction stream holds a block, bool ``[B, P * block_size]``."""
+        assert self.blocks is not None
+        inside = self.blocks < self.segment_ids.shape[1] // self.block_size
+        return jnp.repeat(inside, self.block_size, axis=1)
+
+
+def copied_blocks(x: Array, blocks: Array, block_size: int) -> Array:
+    """Returns these blocks of ``x [R, L]`` one after the other, ``[R, P * block_size]``.
+
+    Args:
+      x: any values.
+      blocks: int32 ``[R, P]``; behind the last block, that is the last block.
+      block_size: divides L.
+    """
+    rows = x.shape[0]
+    cut = x.reshape(rows, -1, block_size)
+    return jnp.take_along_axis(cut, blocks[..., None], axis=1, mode="clip").reshape(rows, -1)
 
 
 Mask = CausalMask | DualStreamMask
@@ -97,6 +144,7 @@ def _causal(length: int) -> Array:
     return jnp.tril(jnp.ones((length, length), bool))
 
 
-def _same_segment(segment_ids: Array) -> Array:
-    same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    return same & (segment_ids != PAD_SEGMENT)[:, :, None]
+def _same_segment(queries: Array, keys: Array) -> Array:
+    """Returns bool ``[B, T, S]`` of segment ids ``[B, T]`` and ``[B, S]``."""
+    same = queries[:, :, None] == keys[:, None, :]
+    return same & (queries != PAD_SEGMENT)[:, :, None]

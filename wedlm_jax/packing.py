@@ -91,3 +91,42 @@ def row_arrays(
         row["trainable"][here] = sample.trainable
         start += -(-size // block_size) * block_size
     return row
+
+
+def trainable_blocks(trainable: np.ndarray, block_size: int) -> np.ndarray:
+    """Tells which blocks have a token to mask: bool ``[..., L / B]`` of flags ``[..., L]``."""
+    blocks = trainable.reshape(*trainable.shape[:-1], -1, block_size)
+    return np.asarray(blocks.any(-1))
+
+
+def blocks_to_predict(samples: Iterable[TokenisedSample], block_size: int) -> int:
+    """Counts the blocks of an example that have a token to mask."""
+
+    # Each sample begins a block.
+    def of_one(trainable: np.ndarray) -> int:
+        starts = np.arange(0, len(trainable), block_size)
+        return int(np.logical_or.reduceat(trainable, starts).sum())
+
+    return sum(of_one(sample.trainable) for sample in samples)
+
+
+def prediction_blocks(trainable: np.ndarray, block_size: int, count: int) -> np.ndarray:
+    """Lists the blocks of an example that its prediction stream has to hold.
+
+    Args:
+      trainable: bool ``[L]``.
+      block_size: B.
+      count: P, the blocks that it has room for.
+
+    Returns:
+      int32 ``[P]`` as in `wedlm_jax.corruption.PackedRows`.
+
+    Raises:
+      ValueError: there are more than ``count``.
+    """
+    found = np.flatnonzero(trainable_blocks(trainable, block_size))
+    if len(found) > count:
+        raise ValueError(f"{len(found)} blocks have tokens to train on, more than {count}")
+    blocks = np.full(count, len(trainable) // block_size, np.int32)
+    blocks[: len(found)] = found
+    return blocks

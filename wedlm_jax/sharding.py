@@ -269,21 +269,21 @@ def sum_over_tokens(x: Array, axis: str) -> Array:
     return jax.lax.psum(x, tuple(name for name in _TOKEN_AXES if name not in scattered))
 
 
-def check_fits(mesh: Mesh, config: ModelConfig, *, rows: int = 0, row_length: int = 0) -> None:
+def check_fits(mesh: Mesh, config: ModelConfig, *, rows: int = 0, row_tokens: int = 0) -> None:
     """Refuses sizes that the mesh does not divide.
 
     Args:
       mesh: from `make_mesh`.
       config: of the model.
       rows: packed examples in a micro-batch, over all devices; 0 if there are none.
-      row_length: L; the dual stream has 2 L positions.
+      row_tokens: of one of them, in all of its streams.
 
     Raises:
       InputError: naming the size and the mesh axes.
     """
     sizes = {
         "rows": (rows, "batch"),
-        "2 x row_length": (2 * row_length, "length"),
+        "tokens of a row's streams": (row_tokens, "length"),
         "num_attention_heads": (config.num_attention_heads, "attention_heads"),
         "num_key_value_heads": (config.num_key_value_heads, "attention_heads"),
         "hidden_size": (config.hidden_size, "hidden"),

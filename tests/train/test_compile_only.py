@@ -45,6 +45,7 @@ STEP = CompiledStep(
     mesh={"data": 1, "fsdp": 4},
     parameters=8_190_000_000,
     tokens=4096,
+    computed_tokens=6144,
     state_bytes=2**30,
     peak_bytes=90 * 2**30,
     hbm_limit=100 * 2**30,
@@ -137,6 +138,20 @@ def test_tiles_of_long_rows_are_those_that_are_visited() -> None:
     assert visited_pairs(config, samples=4) == visited_pairs(config)
 
 
+def test_blocks_that_are_left_out_are_not_counted() -> None:
+    config = TrainConfig(rows=2, row_length=32, block_size=8, prediction_blocks=1)
+    config.loss.attention, config.loss.remat = "blockwise", "none"
+    found = program_flops(config, MODEL, 2)
+    # Tokens that go through the layers, and those of the answer, of which half are masked, too.
+    layers, head = 3 * 2 * (3 * LAYER + NORMS) * 2 * (32 + 8), 3 * 2 * 8 * 100 * 2 * (8 + 4)
+    assert found.products == layers + head
+    config = TrainConfig(row_length=4096, block_size=32, prediction_blocks=64)
+    config.loss.attention, config.loss.tile = "splash", 512
+    # Four tiles of predictions, each as far in the memory as every second of eight.
+    assert visited_pairs(config) == (8 * 9 // 2 + 2 + 4 + 6 + 8 + 4) * 512**2
+    assert seen_pairs(config) == 4096 * 4097 // 2 * 3 // 2
+
+
 def test_the_heads_loop_runs_over_tokens_with_targets() -> None:
     config = TrainConfig(rows=8, row_length=4096)
     assert head_chunks(config, 8) == 3  # 6,144 of 8,192 tokens a device, 2,048 at a time
@@ -146,6 +161,7 @@ def test_the_heads_loop_runs_over_tokens_with_targets() -> None:
 def test_the_report_says_memory_collectives_and_time() -> None:
     text = describe(STEP)
     assert "4 chips as fsdp 4" in text
+    assert "4,096; 6,144 of both streams" in text
     assert "90.00 of 100 GiB, 10% to spare" in text
     assert "all-gather         72 times, 2.00 GiB a chip" in text
     assert "2.00 GiB to its slice, 1.00 GiB to others" in text
@@ -171,8 +187,15 @@ def test_without_the_compiler_the_command_says_what_to_install(
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
-@pytest.mark.parametrize("remat", ["attention", pytest.param("auto", marks=pytest.mark.full)])
-def test_a_small_step_compiles_for_a_real_topology(remat: str) -> None:
+@pytest.mark.parametrize(
+    ("remat", "blocks"),
+    [
+        ("attention", 8),
+        pytest.param("attention", 16, marks=pytest.mark.full),
+        pytest.param("auto", 8, marks=pytest.mark.full),
+    ],
+)
+def test_a_small_step_compiles_for_a_real_topology(remat: str, blocks: int) -> None:
     """In a process of its own: the compiler's library wants one to itself. With "auto" it compiles
     up to three times."""
     sizes = {
@@ -197,6 +220,7 @@ def test_a_small_step_compiles_for_a_real_topology(remat: str) -> None:
             "v5e:2x4",
             "rows=8",
             "row_length=512",
+            f"prediction_blocks={blocks}",
             "mesh.tensor=2",
             f"loss.remat={remat}",
             *(f"model.architecture.{name}={value}" for name, value in sizes.items()),
@@ -210,3 +234,4 @@ def test_a_small_step_compiles_for_a_real_topology(remat: str) -> None:
     assert done.returncode == 0, done.stderr
     assert "v5e:2x4: 8 chips as fsdp 4 x tensor 2" in done.stdout
     assert "of 16 GiB" in done.stdout
+    assert f"; {8 * (512 + 32 * blocks):,} of both streams" in done.stdout

@@ -61,7 +61,7 @@ def read(config: TrainConfig, start: int = 0) -> list[np.ndarray]:
         batches.close()
     for step, batch in enumerate(rows, start):
         [phase] = [p for p in phases if p.first <= step < p.stop]
-        assert batch.tokens.shape == phase.batch_shape
+        assert batch.tokens.shape == phase.batch_shape[:3]
         assert batch.source is not None
         told = [names[number] for number in np.asarray(batch.source).argmax(-1).flat]
         assert told == ["abc"[row // 100] for row in np.asarray(batch.tokens)[:, :, 0].flat]

@@ -25,6 +25,7 @@ from train.step import (
 from wedlm_jax.corruption import PackedRows
 from wedlm_jax.errors import InputError
 from wedlm_jax.loss import LossConfig
+from wedlm_jax.packing import prediction_blocks, trainable_blocks
 from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh, tree_shardings
 
 LENGTH, ROWS, STEPS = 32, 8, 3
@@ -67,17 +68,27 @@ def fresh_state() -> TrainState:
 
 @cache
 def batches() -> list[PackedRows]:
-    """``[2, R, L]`` a step: two micro-batches, samples of many lengths, rows of three sources."""
+    """``[2, R, L]`` a step: two micro-batches, samples of many lengths, half of each a prompt, rows
+    of three sources."""
     random = np.random.default_rng(4)
     steps = []
     for _ in range(STEPS):
         lengths = [(9, 12), (30,), (4, 5, 6), (17, 8)] * (2 * ROWS // 4)
-        samples = [[random_sample(random, n, prompt=2) for n in row] for row in lengths]
+        samples = [[random_sample(random, n, prompt=n // 2) for n in row] for row in lengths]
         stacked, _, _ = packed(samples, LENGTH)
         rows = jax.tree.map(lambda x: x.reshape(2, ROWS, LENGTH), stacked)
         source = random.integers(0, 3, (2, ROWS, 1)) == np.arange(3)
         steps.append(dataclasses.replace(rows, source=jnp.asarray(source)))
     return steps
+
+
+def without_prompts(rows: PackedRows) -> PackedRows:
+    """The same batch, with the blocks of prompts left out of the prediction stream."""
+    trainable = np.asarray(rows.trainable).reshape(-1, LENGTH)
+    room = int(trainable_blocks(trainable, BLOCK).sum(-1).max())
+    assert room < LENGTH // BLOCK
+    places = np.stack([prediction_blocks(row, BLOCK, room) for row in trainable])
+    return dataclasses.replace(rows, prediction_blocks=jnp.asarray(places.reshape(2, ROWS, -1)))
 
 
 @cache
@@ -94,24 +105,27 @@ def run(step, state, rows):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize(
-    ("layout", "attention"),
+    ("layout", "attention", "prompts"),
     [
-        ("mixed", "streams"),
-        ("sequence", "blockwise"),
+        ("mixed", "streams", True),
+        ("sequence", "blockwise", False),
+        pytest.param("sequence", "blockwise", True, marks=pytest.mark.full),
         *(
-            pytest.param(name, "streams", marks=pytest.mark.full)
+            pytest.param(name, "streams", name == "fsdp", marks=pytest.mark.full)
             for name in LAYOUTS
             if name != "mixed"
         ),
     ],
 )
 def test_losses_gradients_and_parameters_equal_those_of_one_device(
-    layout: str, attention: str
+    layout: str, attention: str, prompts: bool
 ) -> None:
+    """Also where the prompts are not in the prediction stream, and there they are."""
     mesh = make_mesh(LAYOUTS[layout])
     state = fresh_state()
     state = jax.device_put(state, tree_shardings(mesh, state))
-    rows = [jax.device_put(batch, batch_sharding(mesh)) for batch in batches()]
+    given = batches() if prompts else [without_prompts(batch) for batch in batches()]
+    rows = [jax.device_put(batch, batch_sharding(mesh)) for batch in given]
     with jax.set_mesh(mesh):
         losses, state = run(step_of(attention), state, rows)
     expected_losses, expected = on_one_device()
@@ -163,8 +177,8 @@ def test_gradients_alone_are_cut_like_their_parameters() -> None:
 
 def test_sizes_that_the_mesh_does_not_divide_are_refused_by_name() -> None:
     config = MODEL.config
-    check_fits(make_mesh(LAYOUTS["sequence"]), config, rows=8, row_length=32)
+    check_fits(make_mesh(LAYOUTS["sequence"]), config, rows=8, row_tokens=64)
     with pytest.raises(InputError, match=r"num_key_value_heads = 4 .* tensor 8 x sequence 1"):
-        check_fits(make_mesh({"tensor": 8}), config, rows=8, row_length=32)
+        check_fits(make_mesh({"tensor": 8}), config, rows=8, row_tokens=64)
     with pytest.raises(InputError, match=r"rows = 6 .* data 1 x fsdp 8"):
-        check_fits(make_mesh({"fsdp": 8}), config, rows=6, row_length=32)
+        check_fits(make_mesh({"fsdp": 8}), config, rows=6, row_tokens=64)

@@ -15,7 +15,8 @@ from tests.reference.masks import from_drawing
 from tests.wedlm_jax.test_masks import DUAL_STREAM, DUAL_STREAM_SEGMENTS
 from wedlm_jax.attention import IMPLEMENTATIONS, check_runs_on, dispatch, splash
 from wedlm_jax.attention import attend as attend_eagerly
-from wedlm_jax.attention.blockwise import TileGrid, attend_blockwise
+from wedlm_jax.attention.blockwise import attend_blockwise
+from wedlm_jax.attention.tile_grid import TileGrid
 from wedlm_jax.errors import InputError
 from wedlm_jax.masks import CausalMask, DualStreamMask
 
@@ -157,7 +158,7 @@ def test_the_grid_holds_each_tile_that_any_query_sees_and_no_other(
     one = jnp.ones((1, length), jnp.int32)
     mask = DualStreamMask(one, block) if streams == 2 else CausalMask(one)
     dense = np.asarray(mask.dense() if streams == 2 else mask.dense(1, length))[0]
-    grid = TileGrid(streams, length, tile, block)
+    grid = TileGrid(length, length * (streams - 1), tile, block if streams == 2 else 1)
     cut = dense.reshape(dense.shape[0] // tile, tile, -1, tile).swapaxes(1, 2)
     listed = {(i, j) for i, j in grid.visible().tolist()}
     assert listed == set(zip(*map(np.ndarray.tolist, cut.any((2, 3)).nonzero()), strict=True))
@@ -205,6 +206,18 @@ def test_long_rows_of_several_tiles_equal_dense_in_all_tiled_forms() -> None:
             np.testing.assert_allclose(own, expected, atol=3e-5)
 
 
+def visited_tiles(kernel: splash.SplashAttentionKernel) -> np.ndarray:
+    """bool ``[query tile, key tile]`` of the forward pass."""
+    lists = kernel.fwd_mask_info
+    count = len(lists.data_next[0])
+    visited = np.zeros((count, count), bool)
+    for query, (flags, keys) in enumerate(
+        zip(lists.block_mask[0], lists.data_next[0], strict=True)
+    ):
+        visited[query, np.asarray(keys)[np.asarray(flags) > 0]] = True
+    return visited
+
+
 def test_the_kernel_visits_tiles_of_a_samples_own_only() -> None:
     """Eight tiles a stream: samples of two and a half, of one and a half, and padding from the
     sixth on."""
@@ -213,15 +226,12 @@ def test_the_kernel_visits_tiles_of_a_samples_own_only() -> None:
     segments[:320], segments[320:512] = 1, 2
     segments[512:640] = 3
     mask = DualStreamMask(jnp.asarray(segments)[None], 32)
-    kernel = splash._kernel(2, length, 32, 1, tile, interpret=True)
-    own = splash._without_other_samples(kernel, jnp.tile(jnp.asarray(segments), 2))
+    grid = TileGrid(length, length, tile, 32)
+    kernel = splash._kernel(grid, 1, interpret=True)
+    own = splash._of_row(kernel, grid, jnp.tile(jnp.asarray(segments), 2))
     dense = np.asarray(mask.dense())[0].reshape(16, tile, 16, tile).any((1, 3))
     padding = np.arange(16) % 8 >= 5
-    visited = np.zeros((16, 16), bool)
-    for query, (flags, keys) in enumerate(
-        zip(own.fwd_mask_info.block_mask[0], own.fwd_mask_info.data_next[0], strict=True)
-    ):
-        visited[query, np.asarray(keys)[np.asarray(flags) > 0]] = True
+    visited = visited_tiles(own)
     # Of padding the diagonal is left, so that no row's sum is zero.
     np.testing.assert_array_equal(visited, dense | np.diag(padding))
     backward = own.dkv_mask_info.block_mask[0] > 0

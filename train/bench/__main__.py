@@ -16,6 +16,8 @@ PROG = "python -m train.bench"
 COMPARISONS = {
     "step": "milliseconds of forward and backward pass over both streams (D = 512, 8 layers)\n"
     "against the same step in PyTorch, once both agree on loss and gradients",
+    "prompts": "milliseconds of the step on conversations, with their prompts in the prediction\n"
+    "stream and without, once all agree on loss and gradients",
     "attention": "products, memory and milliseconds of each backend of dual-stream attention,\n"
     "forward and backward, as rows grow",
     "input": "packed rows a second, read in shuffled order and placed on a device, by\n"
@@ -34,15 +36,21 @@ EXAMPLES = (
 )
 LENGTHS = {
     "step": [512, 1024],
+    "prompts": [1024],
     "attention": [2048, 4096, 8192, 16384],
     "input": [4096],
     "pods": [4096],
 }
-BACKENDS = {"step": ["streams", "blockwise"], "attention": ["dense", "streams", "blockwise"]}
+BACKENDS = {
+    "step": ["streams", "blockwise"],
+    "prompts": ["streams", "blockwise"],
+    "attention": ["dense", "streams", "blockwise"],
+}
 RIVALS = ("torch", "torch-compiled")
 BLOCK_SIZE = 32
-ROWS = {"step": 1, "input": 32}
+ROWS = {"step": 1, "prompts": 1, "input": 32}
 PASSES, BATCHES, TIME_UP_TO = 3, 100, 2048
+PROMPT_SHARE = 0.5
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -64,12 +72,15 @@ def _parser() -> BenchmarkParser:
         examples=EXAMPLES,
     )
     add = parser.add
-    lengths = "L of packed rows, one or more [step 512 1024, attention 2048 4096 8192 16384, "
+    lengths = (
+        "L of packed rows, one or more [step 512 1024, prompts 1024, attention 2048 4096 8192 "
+        "16384, "
+    )
     add("--lengths", f"{lengths}input and pods 4096]", type=int, nargs="+", metavar="L")
     add(
         "--rows",
-        "packed rows of a batch [step 1, input 32]",
-        of=("step", "input"),
+        "packed rows of a batch [step and prompts 1, input 32]",
+        of=("step", "prompts", "input"),
         type=int,
         metavar="N",
     )
@@ -82,12 +93,21 @@ def _parser() -> BenchmarkParser:
     )
     add(
         "--attention",
-        "backends, one or more [step streams blockwise, attention dense streams blockwise]",
-        of=("step", "attention"),
+        "backends, one or more [step and prompts streams blockwise, attention dense streams "
+        "blockwise]",
+        of=("step", "prompts", "attention"),
         nargs="+",
         choices=tuple(IMPLEMENTATIONS),
     )
-    add("--unroll", "layers in a turn of the scan [8: all]", of=("step",), type=int, metavar="N")
+    steps = ("step", "prompts")
+    add("--unroll", "layers in a turn of the scan [8: all]", of=steps, type=int, metavar="N")
+    add(
+        "--prompt-share",
+        f"of a conversation's blocks that are its prompt [{PROMPT_SHARE}]",
+        of=("prompts",),
+        type=float,
+        metavar="X",
+    )
     own = ("attention",)
     add("--time-up-to", f"longest row to run [{TIME_UP_TO}]", of=own, type=int, metavar="L")
     add("--heads", "query heads [8]", of=own, type=int, metavar="H")
@@ -116,7 +136,7 @@ def _parser() -> BenchmarkParser:
     add(
         "--passes",
         f"timed passes [{PASSES}]",
-        of=("step", "attention", "input"),
+        of=("step", "prompts", "attention", "input"),
         type=int,
         metavar="N",
     )
@@ -128,6 +148,8 @@ def _check(options: argparse.Namespace) -> None:
     for name in (*sizes, "batches", "passes"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise InputError(f"--{name.replace('_', '-')}: expected at least 1")
+    if not 0 < (options.prompt_share or PROMPT_SHARE) < 1:
+        raise InputError("--prompt-share: expected a number between 0 and 1")
     if min(options.workers or [0]) < 0:
         raise InputError("--workers: expected at least 0")
     if (options.heads or 8) % (options.kv_heads or 2):
@@ -147,7 +169,13 @@ def _rivals(options: argparse.Namespace) -> Sequence[str]:
 
 
 def _compare(options: argparse.Namespace, bar: Bar) -> Iterator[Outcome]:
-    compare = {"step": _step, "attention": _attention, "input": _input, "pods": _pods}
+    compare = {
+        "step": _step,
+        "prompts": _prompts,
+        "attention": _attention,
+        "input": _input,
+        "pods": _pods,
+    }
     for name in options.compare:
         yield from compare[name](options, bar)
 
@@ -169,6 +197,26 @@ def _step(options: argparse.Namespace, bar: Bar) -> Iterator[Outcome]:
             yield Outcome("step", costs, step_table(costs))
     except StepsDiffer as differ:
         yield Outcome("step", [], failure=f"{PROG}: {differ}; nothing was timed")
+
+
+def _prompts(options: argparse.Namespace, bar: Bar) -> Iterator[Outcome]:
+    from train.bench.prompts import compare_prompts
+    from train.bench.step import SHAPE, StepsDiffer
+    from train.bench.tables import step_table
+
+    try:
+        for costs in compare_prompts(
+            options.lengths or LENGTHS["prompts"],
+            rows=options.rows or ROWS["prompts"],
+            share=options.prompt_share or PROMPT_SHARE,
+            backends=options.attention or BACKENDS["prompts"],
+            unroll=options.unroll or SHAPE.num_hidden_layers,
+            passes=options.passes or PASSES,
+            bar=bar,
+        ):
+            yield Outcome("prompts", costs, step_table(costs))
+    except StepsDiffer as differ:
+        yield Outcome("prompts", [], failure=f"{PROG}: {differ}; nothing was timed")
 
 
 def _attention(options: argparse.Namespace, bar: Bar) -> Iterator[Outcome]:

@@ -59,7 +59,7 @@ class StepCost:
       way: a backend of attention here, or PyTorch.
       length, rows: L of a packed row, and how many there are.
       milliseconds: pass by pass.
-      flops: of the step by its sizes, visible pairs of attention only: the same for all.
+      flops: of the step by its sizes, visible pairs of attention only.
       loss: what it found.
     """
 
@@ -107,18 +107,32 @@ def compare_step(
     for length in lengths:
         packed = random_rows(model, rows, length)
         steps = steps_of(transformer, packed, backends, rivals, unroll=unroll)
-        bar.expect(len(steps))
-        for name, step in steps.items():
-            bar.begin(f"L = {length:,} · {name}, compiling")
-            step.run()
-        check_agreement(steps)
-        runs = {name: partial(_timed, step) for name, step in steps.items()}
-        made = by_turns(runs, passes, bar, f"L = {length:,}")
-        flops = 3 * forward_flops(model, rows, length)
-        yield [
-            StepCost(name, length, rows, [each[0] for each in some[1:]], flops, some[-1][1])
-            for name, some in made.items()
-        ]
+        flops = [3 * forward_flops(model, rows, length)] * len(steps)
+        yield timed_by_turns(steps, flops, length, rows, passes, bar)
+
+
+def timed_by_turns(
+    steps: Mapping[str, Step], flops: Sequence[float], length: int, rows: int, passes: int, bar: Bar
+) -> list[StepCost]:
+    """Runs each step once, compares what they find, and measures them.
+
+    Args:
+      flops: of each.
+
+    Raises:
+      StepsDiffer: before anything is timed.
+    """
+    bar.expect(len(steps))
+    for name, step in steps.items():
+        bar.begin(f"L = {length:,} · {name}, compiling")
+        step.run()
+    check_agreement(steps)
+    runs = {name: partial(_timed, step) for name, step in steps.items()}
+    made = by_turns(runs, passes, bar, f"L = {length:,}")
+    return [
+        StepCost(name, length, rows, [each[0] for each in some[1:]], count, some[-1][1])
+        for (name, some), count in zip(made.items(), flops, strict=True)
+    ]
 
 
 class Step(Protocol):

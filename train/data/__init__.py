@@ -15,6 +15,7 @@ and in every run, by `wedlm train`:
 
     sources     folders are opened and checked; synthetic: or the seeded corpus is packed
     order       step s reads these rows of that source: shuffled and mixed by seed and weights
+    placed      with each row come the blocks that are in its prediction stream
     batches     each host reads its own rows ahead of the step, and places them on its devices
     phased      one phase of the recipe after another
 

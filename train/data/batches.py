@@ -25,6 +25,8 @@ from train.data.order import (
     read_ahead,
     step_places,
 )
+from train.data.placed import PlacedRows
+from train.streams import leaves_blocks_out
 from wedlm_jax.corruption import PackedRows
 
 
@@ -76,7 +78,8 @@ class TrainBatches:
         self._first, self._streams = first, streams
         self._shape = (config.accumulation, config.rows, config.row_length)
         self._sharding = sharding
-        self._row_sets, self._seed = _of_sources(data.row_sets(), streams, sources), config.seed
+        sets = _of_sources(data.row_sets(), streams, sources)
+        self._row_sets, self._seed = _placed(sets, config), config.seed
         order = global_order(
             self._row_sets,
             seed=self._seed,
@@ -179,6 +182,18 @@ def _of_sources(
     ]
 
 
+def _placed(
+    row_sets: Sequence[tuple[RowSet, float]], config: TrainConfig
+) -> Sequence[tuple[RowSet, float]]:
+    """Has each row's prediction blocks read with it, if the recipe leaves some out."""
+    if not leaves_blocks_out(config):
+        return row_sets
+    return [
+        (PlacedRows(rows, config.block_size, config.prediction_blocks), weight)
+        for rows, weight in row_sets
+    ]
+
+
 def host_rows(
     sharding: Sharding, shape: tuple[int, int, int], devices: Collection[jax.Device] | None = None
 ) -> list[int]:
@@ -200,9 +215,10 @@ def place_rows(
     """Makes the global batch of which this host has ``rows``.
 
     Args:
-      local: arrays ``[A, len(rows), L]``, and ``[A, len(rows), S]`` where rows tell their source.
+      local: arrays ``[A, len(rows), ...]``: ``[..., L]``, ``[..., P]`` of prediction blocks,
+        ``[..., S]`` of the rows' sources.
       rows: which of the R rows these are, ascending.
-      shape: (A, R, L), the global one.
+      shape: (A, R, L), the global one; the last may be another.
       sharding: of the global arrays.
     """
     place = {row: number for number, row in enumerate(rows)}
@@ -213,6 +229,6 @@ def place_rows(
             here = slice(place[wanted[0]], place[wanted[-1]] + 1)
             return array[index[0], here, index[2]]
 
-        return jax.make_array_from_callback((*shape[:2], array.shape[2]), sharding, shard)
+        return jax.make_array_from_callback((*shape[:2], *array.shape[2:]), sharding, shard)
 
     return PackedRows(**{name: whole(array) for name, array in local.items()})

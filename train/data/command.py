@@ -167,6 +167,8 @@ def main(arguments: list[str]) -> int:
         f"{made.tokens:,} tokens ({made.trainable_tokens:,} trainable), "
         f"{made.tokens / seconds:,.0f} tokens/s"
     )
+    if line := _blocks(made):
+        print(line)
     if line := _mask_tokens(options.tokenizer, made):
         print(line)
     if made.malformed:
@@ -176,6 +178,18 @@ def main(arguments: list[str]) -> int:
             named = ", ".join(examples["first"][:3]) + (" ..." if count > 3 else "")
             print(f"  {count:,} {reason}: {named}")
     return 0
+
+
+def _blocks(made: Manifest) -> str | None:
+    """Returns how many of a row's blocks a run computes twice, if not all."""
+    count = made.row_length // made.block_size
+    most, total = made.most_trainable_blocks, made.trainable_blocks
+    if most is None or total is None or most == count:
+        return None
+    return (
+        f"the prediction stream needs room for {most} of a row's {count} blocks; "
+        f"{total / made.rows:.1f} have tokens to train on, on average"
+    )
 
 
 def _mask_tokens(folder: str, made: Manifest) -> str | None:

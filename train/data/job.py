@@ -31,7 +31,7 @@ from train.data.samples import ChunkSamples, SampleMaker, SampleOptions, load_to
 from train.data.shards import ShardWriter
 from wedlm_jax.atomic import replacing, write_json
 from wedlm_jax.errors import InputError
-from wedlm_jax.packing import TokenisedSample, pack
+from wedlm_jax.packing import TokenisedSample, blocks_to_predict, pack
 from wedlm_jax.processes import Host
 from wedlm_jax.records.files import RecordFile
 from wedlm_jax.storage import folder_of_this_machine
@@ -155,7 +155,7 @@ def _make_part(
                 samples, row_length=row_length, block_size=options.block_size, open_rows=OPEN_ROWS
             ):
                 writer.write(encode_row(members))
-                counts.rows += 1
+                counts.note_row(blocks_to_predict(members, options.block_size))
                 for sample in members:
                     added.count(sample.tokens)
         counts.added_tokens = added.by_id()
@@ -183,6 +183,8 @@ def _manifest(
         malformed=counts.malformed,
         reasons=dict(sorted(counts.reasons.items())),
         made_with=_made_with(options),
+        trainable_blocks=counts.trainable_blocks,
+        most_trainable_blocks=counts.most_trainable_blocks,
         added_tokens=counts.added_tokens,
         content=counts.content,
         shards=shards,
@@ -199,6 +201,8 @@ def _plan(
         "block_size": options.block_size,
         "shard_rows": options.shard_rows,
         "made_with": _made_with(options),
+        # A part that an earlier version left has not counted all that is counted now.
+        "counts": [field.name for field in dataclasses.fields(PartCounts)],
         "parts": [[[file.shown, input_size(file)] for file in files] for files in parts],
     }
 

@@ -42,6 +42,9 @@ class Manifest:
       fill: tokens / (rows * row_length).
       malformed: records left out; reasons: how many for each, and where the first ones stand.
       made_with: the settings that decided the rows.
+      trainable_blocks: blocks with a trainable token, in the rows together; None in folders of
+        earlier versions.
+      most_trainable_blocks: in one row.
       added_tokens: how often each id occurs that the tokenizer has as an added token, or not at
         all; None in folders of earlier versions. A mask token should not be among them.
       content: SHA-256 of all rows in order.
@@ -64,6 +67,8 @@ class Manifest:
     shards: list[DataShard]
     version: int = VERSION
     added_tokens: dict[str, int] | None = None
+    trainable_blocks: int | None = None
+    most_trainable_blocks: int | None = None
 
 
 def write_manifest(manifest: Manifest, folder: Path) -> None:

@@ -42,11 +42,19 @@ class PartCounts:
     rows: int = 0
     tokens: int = 0
     trainable: int = 0
+    trainable_blocks: int = 0
+    most_trainable_blocks: int = 0
     malformed: int = 0
     reasons: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     shards: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     content: str = ""
     added_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def note_row(self, blocks: int) -> None:
+        """Counts a row with so many blocks that have a trainable token."""
+        self.rows += 1
+        self.trainable_blocks += blocks
+        self.most_trainable_blocks = max(self.most_trainable_blocks, blocks)
 
     def note(self, what: Malformed) -> None:
         """Counts a malformed record."""
@@ -61,8 +69,9 @@ class PartCounts:
 
     def add(self, other: PartCounts) -> None:
         """Counts another part, which follows."""
-        for name in ("records", "samples", "rows", "tokens", "trainable"):
+        for name in ("records", "samples", "rows", "tokens", "trainable", "trainable_blocks"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.most_trainable_blocks = max(self.most_trainable_blocks, other.most_trainable_blocks)
         self.added_tokens = added_up([self.added_tokens, other.added_tokens])
         for reason, found in other.reasons.items():
             self._add_reason(reason, found["records"], found["first"])

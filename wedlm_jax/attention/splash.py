@@ -2,6 +2,10 @@
 
 The static part of a mask is a function of query and key index, which the kernel evaluates within
 the tiles it visits; segment ids do the rest. No array of the size of a mask exists.
+
+Where blocks are left out of the prediction stream, the places of those that are there vary by row.
+The kernel reads a number for each query from an array that is there for its index (``q_sequence``),
+so the number says the place, too.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import (
@@ -24,12 +29,17 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask impo
 
 from wedlm_jax.attention.residuals import ATTENDED
 from wedlm_jax.attention.stream_padding import (
+    block_size_of,
     pad_streams,
-    stream_layout,
+    padded,
+    stream_lengths,
+    stream_limits,
     stream_segments,
     trim_streams,
 )
+from wedlm_jax.attention.tile_grid import TileGrid, tiles_that_meet
 from wedlm_jax.attention.tiles import tile_side
+from wedlm_jax.errors import InputError
 from wedlm_jax.masks import PAD_SEGMENT, CausalMask, DualStreamMask
 from wedlm_jax.sharding import on_own_shard
 
@@ -64,6 +74,62 @@ class DualStreamPattern(_ComputableMask):
         return self.length, self.block_size
 
 
+class PlacedBlocksPattern(_ComputableMask):
+    """The pattern of `DualStreamMask` whose prediction blocks stand at places that vary by row.
+
+    A query is not its index, but ``number``: the index, and above its bits the block of the memory
+    of which its own is a copy (0 for the memory's queries).
+
+    Raises:
+      InputError: both do not fit into 31 bits.
+    """
+
+    def __init__(self, memory: int, prediction: int, block_size: int):
+        self.memory, self.prediction, self.block_size = memory, prediction, block_size
+        shift, bits = block_size.bit_length() - 1, (memory + prediction - 1).bit_length()
+        self._bits = bits
+        if bits + (memory >> shift).bit_length() > 31:
+            raise InputError(
+                f"attention backend 'splash': rows of {memory:,} tokens in blocks of {block_size} "
+                "are too long to leave blocks out of the prediction stream; prediction_blocks = "
+                f"{memory // block_size} leaves all in"
+            )
+
+        def visible(number: Array, key: Array) -> Array:
+            query, block = number & ((1 << bits) - 1), number >> bits
+            causal, key_block = key <= query, key >> shift
+            memory_stream = (query < memory) & causal
+            # Block 0, as of the memory's queries, sees nothing of the memory.
+            earlier = (key < memory) & (key_block < block)
+            own = (key >= memory) & causal & (key_block == (query >> shift))
+            return memory_stream | earlier | own
+
+        super().__init__((memory + prediction,) * 2, visible)
+        # What the tiles are listed by: a block behind the last, which sees all of the memory.
+        blocks = np.where(self.q_sequence < memory, 0, memory >> shift)
+        self.q_sequence = self.number(self.q_sequence, blocks).astype(np.int32)
+
+    def number(self, index: Any, block: Any) -> Any:
+        """Returns what the kernel reads for queries with these indices and blocks."""
+        return block << self._bits | index
+
+    def numbers(self, limits: Array) -> Array:
+        """Returns what the kernel reads for a row, int32 ``[T]``, given how many tokens of the
+        memory stand before each prediction token's block."""
+        blocks = jnp.pad(limits // self.block_size, (self.memory, 0))
+        numbers: Array = self.number(jnp.arange(len(blocks), dtype=jnp.int32), blocks)
+        return numbers
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PlacedBlocksPattern) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[int, int, int]:
+        return self.memory, self.prediction, self.block_size
+
+
 def attend_splash(
     q: Array,
     k: Array,
@@ -79,7 +145,7 @@ def attend_splash(
     Args:
       q: ``[B, K, G, T, head_dim]``, grouped by KV head.
       k, v: ``[B, K, T, head_dim]``.
-      mask: over T rows; T = 2L for the dual stream. B must be a power of two.
+      mask: over T rows. B must be a power of two.
       tile: side of a tile, a multiple of 128, smaller for short rows; 0: what `TILES` has for the
         devices of the current mesh.
       interpret: run the kernel in Python on any device, for tests.
@@ -88,58 +154,67 @@ def attend_splash(
       ``[B, K, G, T, head_dim]`` in the dtype of ``q``.
     """
     batch, _, groups, rows, head_dim = q.shape
-    streams, block_size = stream_layout(mask)
+    lengths, block_size = stream_lengths(mask, rows), block_size_of(mask)
     if block_size & (block_size - 1):
         raise ValueError(f"splash attention needs a block size that is 2^n, not {block_size}")
-    length = rows // streams
-    tile = tile_side(length, tile)
-    padding = -length % tile
-    segments = stream_segments(mask, batch, rows, padding)
-    q, k, v = (pad_streams(x, streams, padding) for x in (q, k, v))
+    tile = tile_side(lengths[0], tile)
+    placed = isinstance(mask, DualStreamMask) and mask.blocks is not None
+    sizes = [padded(length, tile) for length in lengths]
+    grid = TileGrid(sizes[0], sum(sizes[1:]), tile, block_size, placed)
+    segments = stream_segments(mask, (batch, rows), tile)
+    q, k, v = (pad_streams(x, lengths, tile) for x in (q, k, v))
+    by_row = [segments]
+    if isinstance(mask, DualStreamMask) and placed:
+        by_row.append(stream_limits(mask, tile))
 
-    def local(q: Array, k: Array, v: Array, segments: Array) -> Array:
+    def local(q: Array, k: Array, v: Array, segments: Array, *limits: Array) -> Array:
         own_batch, own_kv_heads = q.shape[:2]
         own_heads = own_kv_heads * groups
-        kernel = _kernel(streams, length + padding, block_size, own_heads, tile, interpret)
+        kernel = _kernel(grid, own_heads, interpret)
 
-        def of_row(row: tuple[Array, Array, Array, Array]) -> Array:
-            *qkv, segments = row
-            own = _without_other_samples(kernel, segments)
-            attended: Any = own(*qkv, splash.SegmentIds(segments, segments))
+        def of_row(row: tuple[Array, ...]) -> Array:
+            q, k, v, segments, *limits = row
+            own = _of_row(kernel, grid, segments, *limits)
+            attended: Any = own(q, k, v, splash.SegmentIds(segments, segments))
             return attended
 
         heads = (q * head_dim**-0.5).reshape(own_batch, own_heads, -1, head_dim)
         # Row by row: each has its own tiles, and the parts of a query's gradient, one for each key
         # tile, exist for one row at a time.
-        out = jax.lax.map(of_row, (heads, k, v, segments))
+        out = jax.lax.map(of_row, (heads, k, v, segments, *limits))
         # To the kernel padding is a segment like any other, whose rows see themselves.
         out = jnp.where((segments != PAD_SEGMENT)[:, None, :, None], out, 0.0)
         return out.astype(q.dtype).reshape(q.shape)
 
     # The compiler does not partition a kernel: each device runs it on its own rows and heads.
-    local = on_own_shard(local, [("batch", "attention_heads")] * 3 + [("batch",)])
-    return trim_streams(local(q, k, v, segments), streams, padding)
+    axes = [("batch", "attention_heads")] * 3 + [("batch",)] * len(by_row)
+    return trim_streams(on_own_shard(local, axes)(q, k, v, *by_row), lengths, tile)
 
 
-def _without_other_samples(kernel: SplashAttentionKernel, segments: Array) -> SplashAttentionKernel:
-    """Returns the kernel without the tiles in which no query and key are of one sample.
+def _of_row(
+    kernel: SplashAttentionKernel, grid: TileGrid, segments: Array, limits: Array | None = None
+) -> SplashAttentionKernel:
+    """Returns the kernel for one row: without the tiles in which no query and key are of one
+    sample, and with the places of its prediction blocks.
 
     The kernel's own lists of tiles know the static pattern only. They are arrays, so a tile can be
     struck from them on the device.
+
+    Args:
+      segments: int32 ``[T]``.
+      limits: int32 ``[prediction]`` of a grid with placed blocks.
     """
-    tile = kernel.kwargs["block_sizes"].block_q
-    samples = segments.reshape(-1, tile)
-    first = jnp.where(samples == PAD_SEGMENT, jnp.iinfo(jnp.int32).max, samples).min(-1)
-    last = samples.max(-1)
-    # Samples of a stream are numbered in order, so two tiles share one if these ranges meet. A tile
-    # of padding alone keeps its diagonal: the kernel divides by a row's sum.
-    shared = (first[:, None] <= last) & (first <= last[:, None]) | jnp.eye(len(first), dtype=bool)
-    return SplashAttentionKernel(
-        _strike(kernel.fwd_mask_info, shared, by_key=False),
-        None,
-        _strike(kernel.dkv_mask_info, shared, by_key=True),
-        **kernel.kwargs,
-    )
+    own = None if limits is None else limits[None]
+    shared = tiles_that_meet(grid, segments[None], own)[0]
+    # A tile of padding alone keeps its diagonal: the kernel divides by a row's sum.
+    shared |= jnp.eye(len(shared), dtype=bool)
+    forward = _strike(kernel.fwd_mask_info, shared, by_key=False)
+    backward = _strike(kernel.dkv_mask_info, shared, by_key=True)
+    if limits is not None:
+        pattern = PlacedBlocksPattern(grid.memory, grid.prediction, grid.block_size)
+        numbers = pattern.numbers(limits)
+        forward, backward = (tiles._replace(q_sequence=numbers) for tiles in (forward, backward))
+    return SplashAttentionKernel(forward, None, backward, **kernel.kwargs)
 
 
 def _strike(tiles: Any, shared: Array, *, by_key: bool) -> Any:
@@ -168,21 +243,21 @@ def _strike(tiles: Any, shared: Array, *, by_key: bool) -> Any:
 
 
 @lru_cache
-def _pattern(streams: int, length: int, block_size: int) -> _ComputableMask:
-    if streams == 2:
-        return DualStreamPattern(length, block_size)
-    return splash.CausalMask((length, length))
+def _pattern(grid: TileGrid) -> _ComputableMask:
+    if grid.placed:
+        return PlacedBlocksPattern(grid.memory, grid.prediction, grid.block_size)
+    if grid.prediction:
+        return DualStreamPattern(grid.memory, grid.block_size)
+    return splash.CausalMask((grid.memory, grid.memory))
 
 
-def _kernel(
-    streams: int, length: int, block_size: int, heads: int, tile: int, interpret: bool
-) -> SplashAttentionKernel:
+def _kernel(grid: TileGrid, heads: int, interpret: bool) -> SplashAttentionKernel:
     """Makes the kernel for these static sizes; its mask is the same for every head.
 
     One kernel makes all gradients: apart, those of queries and of keys would each compute the
     scores and their gradients, seven products a tile instead of five.
     """
-    pattern = _pattern(streams, length, block_size)
+    tile = grid.tile
     sizes = splash.BlockSizes(
         block_q=tile,
         block_kv=tile,
@@ -191,7 +266,7 @@ def _kernel(
         use_fused_bwd_kernel=True,
     )
     return splash.make_splash_mha_single_device(
-        splash.MultiHeadMask([pattern] * heads),
+        splash.MultiHeadMask([_pattern(grid)] * heads),
         block_sizes=sizes,
         residual_checkpoint_name=ATTENDED,
         interpret=interpret,

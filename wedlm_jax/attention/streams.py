@@ -21,20 +21,17 @@ def attend_streams(q: Array, k: Array, v: Array, mask: DualStreamMask) -> Array:
     the memory.
     """
     batch, length = mask.segment_ids.shape
-    size = mask.block_size
-    q_memory, q_pred = jnp.split(q, 2, axis=3)
-    (k_memory, k_pred), (v_memory, v_pred) = (jnp.split(x, 2, axis=2) for x in (k, v))
+    size, segments = mask.block_size, mask.prediction_segments()
+    q_memory, q_pred = jnp.split(q, [length], axis=3)
+    (k_memory, k_pred), (v_memory, v_pred) = (jnp.split(x, [length], axis=2) for x in (k, v))
     causal = CausalMask(mask.segment_ids).dense(batch, length)
     memory = attend_parts(q_memory, [(k_memory, v_memory)], [causal])
-
-    block = jnp.arange(length) // size
-    earlier = causal & (block[:, None] > block[None, :])
-    scores_memory = scores_of(q_pred, k_memory, earlier)
+    scores_memory = scores_of(q_pred, k_memory, mask.earlier())
 
     # Own blocks: blocks become rows of the batch.
-    blocks = length // size
     q_own, k_own, v_own = (_fold_blocks(x, size) for x in (q_pred, k_pred, v_pred))
-    inside = CausalMask(mask.segment_ids.reshape(batch * blocks, size)).dense(batch * blocks, size)
+    folded = segments.reshape(-1, size)
+    inside = CausalMask(folded).dense(*folded.shape)
     scores_own = _unfold_blocks(scores_of(q_own, k_own, inside), batch)
 
     weights = softmax(jnp.concatenate([scores_memory, scores_own], axis=-1))

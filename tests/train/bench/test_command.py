@@ -63,7 +63,10 @@ def test_ways_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("--compare input --data /no/such/folder", "/no/such/folder"),
         ("--compare input --data here --lengths 64", "have their length"),
         ("--compare pods --recipe no.yaml", "no.yaml"),
-        ("--compare pods --passes 2", "an option of step, attention and input, not of pods"),
+        (
+            "--compare pods --passes 2",
+            "an option of step, prompts, attention and input, not of pods",
+        ),
     ],
 )
 def test_bad_options_are_refused(arguments: str, says: str) -> None:

@@ -18,6 +18,7 @@ from train.data.samples import load_tokenizer
 from train.data.shards import ShardRows
 from wedlm_jax.__main__ import main
 from wedlm_jax.errors import InputError
+from wedlm_jax.packing import trainable_blocks
 
 BAD = [{"text": 1}, {"messages": CHAT[:1]}, {"text": 2}]
 
@@ -54,6 +55,10 @@ def test_every_token_is_in_the_rows_and_every_bad_record_in_the_list(
     assert manifest.fill == pytest.approx(tokens / (len(rows) * ROW), abs=1e-6)
     trainable = sum(int(row["trainable"].sum()) for row in arrays)
     assert manifest.trainable_tokens == trainable < tokens
+    blocks = [int(trainable_blocks(row["trainable"], BLOCK).sum()) for row in arrays]
+    assert manifest.trainable_blocks == sum(blocks)
+    assert manifest.most_trainable_blocks == max(blocks)
+    assert min(blocks) < max(blocks)
     for row in arrays:
         starts = np.flatnonzero(np.diff(row["segment_ids"], prepend=0) > 0)
         assert (starts % BLOCK == 0).all()

@@ -1,0 +1,299 @@
+"""A step without prompts in its prediction stream is the step with them; and who says how many
+blocks there are."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import partial
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.data_examples import CHAT, EMBEDDED, NumberedRows, tokenised, write_jsonl
+from tests.reference.training import MaskedSample
+from tests.tiny_run import Killed, metric_lines, on_devices, stop_before_step, tiny_recipe
+from tests.train.test_step import (
+    KEY,
+    OBJECTIVE,
+    assert_same,
+    fresh_state,
+    gradients_of,
+    micro_batches,
+    wedlm_step,
+)
+from tests.training_examples import BLOCK, packed, random_sample
+from train.config import DataSection, PhaseSection, TrainConfig
+from train.data.manifest import MANIFEST, read_manifest
+from train.data.placed import PlacedRows
+from train.loop import train as run_training
+from train.phases import phases_of
+from train.prediction_blocks import (
+    blocks_of_rows,
+    most_trainable_blocks,
+    needed_by_sources,
+    with_prediction_blocks,
+)
+from wedlm_jax.attention import IMPLEMENTATIONS, splash
+from wedlm_jax.corruption import PackedRows
+from wedlm_jax.errors import InputError
+from wedlm_jax.packing import prediction_blocks
+
+LENGTH, ROOM = 32, 6
+
+Batch = tuple[PackedRows, object, object]
+
+
+def placed(rows: PackedRows, room: int = ROOM) -> PackedRows:
+    """The same rows ``[R, L]`` with the places of their prediction blocks."""
+    places = [prediction_blocks(row, BLOCK, room) for row in np.asarray(rows.trainable)]
+    return dataclasses.replace(rows, prediction_blocks=jnp.asarray(np.stack(places)))
+
+
+def conversation(random: np.random.Generator, *turns: int) -> MaskedSample:
+    """A sample whose turns, of these lengths, are the user's and the assistant's by turns."""
+    sample = random_sample(random, sum(turns))
+    trainable = np.repeat(np.arange(len(turns)) % 2 == 1, turns)
+    return dataclasses.replace(sample, trainable=trainable, masked=sample.masked & trainable)
+
+
+def some_batch() -> Batch:
+    """Prompts before, between and behind answers; a row that needs all the room; a prompt alone;
+    nothing."""
+    random = np.random.default_rng(3)
+    several = [conversation(random, 6, 3), conversation(random, 1, 2, 9, 4)]
+    fullest = [conversation(random, 5, 22, 5)]
+    prompt = [conversation(random, 20)]
+    return packed([several, fullest, prompt, []], LENGTH)
+
+
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
+def test_loss_and_gradients_are_those_with_all_blocks(
+    attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(splash, "attend_splash", partial(splash.attend_splash, interpret=True))
+    rows, masked, ratio = some_batch()
+    assert most_trainable_blocks(np.asarray(rows.trainable), BLOCK) == ROOM
+    loss = dataclasses.replace(OBJECTIVE.loss, attention=attention)
+    objective = dataclasses.replace(OBJECTIVE, loss=loss)
+    whole = gradients_of(rows, masked, ratio, steps=1, objective=OBJECTIVE)
+    own = gradients_of(placed(rows), masked, ratio, steps=1, objective=objective)
+    assert float(whole[1]["mlm_loss"]) > 1
+    assert_same(own, whole)
+    in_two = gradients_of(placed(rows), masked, ratio, steps=2, objective=OBJECTIVE)
+    assert_same(in_two, whole)
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_any_rows_have_the_loss_and_gradients_they_have_with_all_blocks(seed: int) -> None:
+    random = np.random.default_rng(seed)
+
+    def row() -> list[MaskedSample]:
+        samples, left = [], LENGTH
+        while left > 2 * BLOCK and random.random() < 0.8:
+            turns = random.integers(1, left // 4 + 1, int(random.integers(2, 5)))
+            sample = conversation(random, *turns[: int(random.integers(1, 5))].tolist())
+            left -= -(-len(sample.tokens) // BLOCK) * BLOCK
+            if left >= 0:
+                samples.append(sample)
+        return samples
+
+    rows, masked, ratio = packed([[conversation(random, 3, 9)], row(), row(), row()], LENGTH)
+    # Room for all: some rows then leave nothing out, and others do.
+    whole = gradients_of(rows, masked, ratio, steps=1, objective=OBJECTIVE)
+    own = gradients_of(placed(rows, LENGTH // BLOCK), masked, ratio, steps=1, objective=OBJECTIVE)
+    assert_same(own, whole)
+
+
+def test_a_step_draws_the_same_masks() -> None:
+    rows = some_batch()[0]
+    metrics = []
+    for batch in (rows, placed(rows)):
+        leaves = {
+            field.name: micro_batches(value, 2)
+            for field in dataclasses.fields(batch)
+            if (value := getattr(batch, field.name)) is not None
+        }
+        metrics.append(wedlm_step(fresh_state(), PackedRows(**leaves), KEY)[1])
+    whole, own = metrics
+    for name, value in whole["denominators"].items():
+        np.testing.assert_array_equal(own["denominators"][name], value, err_msg=name)
+    for name in ("loss", "mlm_loss", "ar_loss", "gradient_norm"):
+        np.testing.assert_allclose(own[name], whole[name], rtol=1e-5, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of conversations that begin with a long prompt; one has a longer answer."""
+    root = tmp_path_factory.mktemp("chats")
+    system = "Be brief, and say only what you were asked for, however long the question is. "
+
+    def record(times: int, answer: int) -> dict:
+        head = {"role": "system", "content": system * times}
+        last = {"role": "assistant", "content": "3, 2, 1. " * answer}
+        return {"messages": [head, *CHAT[1:-1], last]}
+
+    records = [record(2, 1)] * 6 + [record(1, 4)] + [record(2, 2)] * 6
+    tokenised([write_jsonl(root / "chats.jsonl", records)], root / "rows", row_length=256)
+    return root / "rows"
+
+
+def chat_recipe(output: Path, folder: Path, **changes: object) -> TrainConfig:
+    data = DataSection(sources={str(folder): 1.0}, tokenizer=str(EMBEDDED))
+    return tiny_recipe(output, None, data=data, row_length=256, **changes)
+
+
+def test_a_run_leaves_prompts_out_by_itself_and_learns_the_same(
+    chats: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    on_devices(monkeypatch, 1)
+    most = read_manifest(chats).most_trainable_blocks
+    assert most is not None
+    assert 1 < most < 8
+    run_training(chat_recipe(tmp_path / "auto", chats))
+    assert (
+        f"prediction_blocks: the prediction stream has room for {most} of a row's 8 blocks\n"
+        in capsys.readouterr().out
+    )
+    run_training(chat_recipe(tmp_path / "all", chats, prediction_blocks=8))
+    assert "the prediction stream" not in capsys.readouterr().out
+    few, whole = metric_lines(tmp_path / "auto"), metric_lines(tmp_path / "all")
+    assert len(few) == 4
+    for own, other in zip(few, whole, strict=True):
+        assert own.keys() == other.keys()
+        for name in ("loss", "mlm_loss", "ar_loss", "masked_accuracy"):
+            assert own[name] == pytest.approx(other[name], rel=2e-4), name
+
+
+def test_a_run_goes_on_bit_for_bit(
+    chats: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    on_devices(monkeypatch, 1)
+    config = chat_recipe(tmp_path / "resumed", chats, checkpoint_every=2)
+    with monkeypatch.context() as patch:
+        stop_before_step(patch, 3)
+        with pytest.raises(Killed):
+            run_training(config)
+    run_training(config)
+    assert "not as before" not in capsys.readouterr().out
+    run_training(dataclasses.replace(config, output=str(tmp_path / "whole")))
+    assert metric_lines(tmp_path / "resumed") == metric_lines(tmp_path / "whole")
+    name = Path("hf", "model.safetensors")
+    assert (tmp_path / "resumed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_folder_of_an_earlier_version_keeps_all_blocks_and_the_run_says_so(
+    chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in chats.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    fields = json.loads((chats / MANIFEST).read_text())
+    del fields["most_trainable_blocks"], fields["trainable_blocks"]
+    (tmp_path / MANIFEST).write_text(json.dumps(fields))
+    config = chat_recipe(tmp_path / "run", tmp_path)
+    assert with_prediction_blocks(config, needed_by_sources, 1).prediction_blocks == 8
+    assert "tokenise it again to leave them out" in capsys.readouterr().out
+    # Where all is trained on there is nothing to leave out, nor to say.
+    fields["trainable_tokens"] = fields["tokens"]
+    (tmp_path / MANIFEST).write_text(json.dumps(fields))
+    assert with_prediction_blocks(config, needed_by_sources, 1).prediction_blocks == 8
+    assert capsys.readouterr().out == ""
+
+
+def test_a_row_that_needs_more_is_refused_by_name() -> None:
+    class Rows(NumberedRows):
+        def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+            trainable = np.arange(32) < index * BLOCK
+            return {**super().__getitem__(index), "trainable": trainable}
+
+    rows = PlacedRows(Rows(9, length=32), BLOCK, 3)
+    assert rows[0]["prediction_blocks"].tolist() == [8, 8, 8]
+    assert rows[3]["prediction_blocks"].tolist() == [0, 1, 2]
+    with pytest.raises(
+        InputError, match="from 0: row 4: 4 blocks have tokens to train on, more than 3"
+    ):
+        rows[4]
+
+
+@pytest.mark.parametrize(
+    ("given", "needed", "sequence", "chosen"),
+    [
+        (0, 3, 1, 3),
+        (0, 8, 1, 8),
+        (0, 0, 1, 1),
+        (0, None, 1, 8),
+        (0, 9, 1, 8),  # of folders in other blocks, which are refused for that
+        (5, 3, 1, 5),
+        (5, None, 1, 5),
+        (0, 3, 16, 4),  # 32 + 3 * 4 tokens are no multiple of 16
+        (0, 5, 64, 8),
+    ],
+)
+def test_the_room_is_what_is_needed_and_what_the_mesh_divides(
+    given: int, needed: int | None, sequence: int, chosen: int
+) -> None:
+    config = TrainConfig(row_length=32, block_size=4, prediction_blocks=given)
+    assert with_prediction_blocks(config, lambda _: needed, sequence).prediction_blocks == chosen
+    ar = dataclasses.replace(config, objective="ar")
+    assert with_prediction_blocks(ar, lambda _: needed, sequence) is ar
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (9, "prediction_blocks must be at most 8, the blocks of a row of 32 tokens, not 9"),
+        (2, "prediction_blocks 2: a row of the data has 3 blocks .*; 0 makes room"),
+    ],
+)
+def test_room_that_cannot_be_is_refused(given: int, says: str) -> None:
+    config = TrainConfig(row_length=32, block_size=4, prediction_blocks=given)
+    with pytest.raises(InputError, match=says):
+        with_prediction_blocks(config, lambda _: 3, 1)
+
+
+def test_each_phase_has_its_own_room() -> None:
+    phases = [
+        PhaseSection(from_step=5, sources={"b": 1.0}, row_length=64),
+        PhaseSection(from_step=9, sources={"a": 1.0}, row_length=32),
+    ]
+    data = DataSection(sources={"a": 1.0}, tokenizer="somewhere")
+    config = TrainConfig(steps=20, row_length=32, block_size=4, data=data, phases=phases)
+    found = with_prediction_blocks(
+        config, lambda own: {"a": 3, "b": 7}[next(iter(own.data.sources))], 1
+    )
+    assert [phase.config.prediction_blocks for phase in phases_of(found)] == [3, 7, 3]
+    assert [phase.batch_shape for phase in phases_of(found)] == [
+        (1, 8, 32, 12),
+        (1, 8, 64, 28),
+        (1, 8, 32, 12),
+    ]
+    with pytest.raises(InputError, match=r"phases\[0\].prediction_blocks must be at most 16"):
+        with_prediction_blocks(
+            dataclasses.replace(
+                config, phases=[dataclasses.replace(phases[0], prediction_blocks=17)]
+            ),
+            lambda _: 3,
+            1,
+        )
+
+
+def test_rows_in_memory_have_the_room_that_they_need() -> None:
+    trainable = np.zeros((2, 32), bool)
+    trainable[0, 9], trainable[1, 20:29] = True, True
+    config = TrainConfig(row_length=32, block_size=4)
+    rows = blocks_of_rows({"trainable": trainable}, config, 1)
+    assert rows["prediction_blocks"].tolist() == [[2, 8, 8], [5, 6, 7]]
+    ar = dataclasses.replace(config, objective="ar")
+    assert "prediction_blocks" not in blocks_of_rows({"trainable": trainable}, ar, 1)
+    assert "prediction_blocks" not in blocks_of_rows({"trainable": ~trainable}, config, 1)
