@@ -82,6 +82,7 @@ class EngineThread:
         self._inbox, self._arrived = _Turn(), threading.Condition()
         self._closing = False
         self._deliver: dict[int, Deliver] = {}
+        self._unsent: list[Event] = []
         self._held: list[Request] = []
         self._compiling: threading.Thread | None = None
         self._compile_error: Exception | None = None
@@ -145,7 +146,11 @@ class EngineThread:
             except Exception as error:
                 LOG.exception("the engine failed; it begins anew without what was under way")
                 events = self._begin_anew(error)
-            self._send(events)
+            self._unsent += events
+            # What events cause in the event loop runs best while the device computes: between two
+            # bursts both threads would want the interpreter, and the device would wait.
+            if not self._has_work:
+                self._send()
 
     def _next_turn(self) -> _Turn | None:
         """What came in; waits where there is nothing else to do. None at the end."""
@@ -155,12 +160,16 @@ class EngineThread:
                     self._closing
                     or self._inbox.submitted
                     or self._inbox.aborted
-                    or self._engine.has_work
+                    or self._has_work
                     or (self._held and self._compiling is None)
                 )
             )
             turn, self._inbox = self._inbox, _Turn()
             return None if self._closing else turn
+
+    @property
+    def _has_work(self) -> bool:
+        return self._engine.has_work and not self._broken
 
     def _step(self, turn: _Turn) -> list[Event]:
         engine = self._engine
@@ -176,7 +185,10 @@ class EngineThread:
         ready, program, failed = self._admit([r for r in waiting if r.number not in gone])
         before, started = int(engine.device.counters[0]), time.perf_counter()
         forwards = max(1, min(LONGEST_BURST, int(self._burst_seconds / self._forward_seconds)))
-        events = engine.step(ready, turn.aborted, max_forwards=forwards, program=program)
+        events = engine.step(
+            ready, turn.aborted, max_forwards=forwards, program=program, meanwhile=self._send
+        )
+        self._send()  # where nothing was run
         ran = int(engine.device.counters[0]) - before
         if ran:
             seconds = (time.perf_counter() - started) / ran
@@ -251,8 +263,9 @@ class EngineThread:
             self._broken,
         )
 
-    def _send(self, events: Sequence[Event]) -> None:
-        """Delivers events to those who wait for them, all of a caller at once."""
+    def _send(self) -> None:
+        """Delivers the events so far to those who wait for them, all of a caller at once."""
+        events, self._unsent = self._unsent, []
         parcels: dict[Deliver, list[Event]] = {}
         for event in events:
             over = isinstance(event, Finished | Failed)

@@ -158,15 +158,18 @@ class Engine:
         *,
         max_forwards: int | None = None,
         program: Traits | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> list[Event]:
         """Takes requests in, runs a burst of forwards, and returns what happened.
 
         Args:
           submitted: checked requests, in order of arrival.
           aborted: numbers of requests to abort; they cause no more events.
-          max_forwards: of the burst, for callers that need an answer soon; chosen by default. With
-            0, requests are admitted and nothing is run.
+          max_forwards: of the burst, for callers that need an answer soon; it then also ends once an
+            eighth of the sequences have finished. Chosen by default. With 0, requests are admitted
+            and nothing is run.
           program: from `compiled_for`; by default the least that serves all, compiled if need be.
+          meanwhile: called while the device computes; not at all if there is nothing to run.
 
         Returns:
           new tokens, and finished and failed requests, by their numbers.
@@ -178,7 +181,9 @@ class Engine:
         with self._on_mesh():
             if self._requests:
                 self._prepare(program)
-            events = self.scheduler.step(submitted, aborted, max_forwards=max_forwards)
+            events = self.scheduler.step(
+                submitted, aborted, max_forwards=max_forwards, meanwhile=meanwhile
+            )
         for event in events:
             if isinstance(event, Finished | Failed):
                 self._requests.pop(event.number, None)
