@@ -57,9 +57,8 @@ def burst_length(
     if any(sequence.request.params.grammar for sequence in running):
         forwards = 1  # what a grammar allows, the host says from forward to forward
     if num_waiting or soon:
-        # An eighth of the sequences finish before new ones enter, whose prompts then share
-        # forwards.
-        until = max(len(running) // 8, 1)
+        # So many sequences finish before new ones enter, whose prompts then share forwards.
+        until = max(len(running) // (4 if soon else 8), 1)
     if num_waiting:
         forwards = min(forwards, WAITING_FORWARDS)
     if pages_are_short:

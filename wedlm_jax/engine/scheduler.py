@@ -114,8 +114,8 @@ class Scheduler:
           submitted: new requests, in order of arrival.
           aborted: numbers of requests to abort, those of this step included. Their pages are free
             at once, and they cause no more events. Unknown numbers are ignored.
-          max_forwards: of the burst, for callers that need an answer soon; it then also ends once an
-            eighth of the sequences have finished. Chosen by default. With 0, requests are admitted
+          max_forwards: of the burst, for callers that need an answer soon: it then also ends once a
+            quarter of the sequences have finished. Chosen by default. With 0, requests are admitted
             and nothing is run.
           meanwhile: called while the device computes; not at all if there is nothing to run.
 

@@ -49,6 +49,8 @@ def running_replica(*sequences: SequenceState, num_pages: int = 40) -> Replica:
         ({"num_waiting": 3, "num_deferred": 3, "prefill_forwards": 1}, (1, 2)),
         ({"num_waiting": 3, "num_deferred": 3, "prefill_forwards": 5}, (5, 2)),
         ({"longest": 4, "num_waiting": 1}, (4, 2)),
+        ({"soon": True}, (64, 4)),
+        ({"soon": True, "num_waiting": 1}, (WAITING_FORWARDS, 4)),
     ],
 )
 def test_bursts_are_short_while_somebody_waits(
