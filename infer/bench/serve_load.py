@@ -135,29 +135,29 @@ def main(arguments: list[str]) -> int:
 
 def compare(options: argparse.Namespace) -> tuple[list[Load], Soundness]:
     """Measures everything. Numbers of clients below the most get fewer requests: they take longer
-    for each, and prompts of their own, so that none is in the cache."""
+    for each, and prompts of their own, so that none is in the cache. Job and server take turns:
+    the speed of a shared machine changes within minutes."""
     most = max(options.clients)
-    works = {}
-    for clients in sorted(options.clients):
-        share = options.requests if clients == most else options.requests * clients // most
-        works[clients] = max(share, 2 * clients)
-    with _offline(options, options.batch_size) as llm:
-        rng = np.random.default_rng(options.seed)
-        asks = {n: _asks(llm, rng, count, options.mode) for n, count in works.items()}
-        jobs = {n: _decode(llm, some) for n, some in asks.items()}
-    as_wide = {n: job[1] for n, job in jobs.items()}
-    for clients in [n for n in works if n < options.batch_size]:
-        with _offline(options, clients) as llm:
-            as_wide[clients] = _decode(llm, asks[clients])[1]
-    loads = []
-    with _serving(options) as (process, port):
-        for clients, some in asks.items():
+    rng = np.random.default_rng(options.seed)
+    loads, asks, answers = [], list[Ask](), list[list[int]]()
+    with (
+        _offline(options, options.batch_size) as llm,
+        _serving(options) as (process, port),
+    ):
+        for clients in sorted(options.clients):
+            share = options.requests * clients // most
+            count = max(share, options.requests // 20, 2 * clients)
+            asks = _asks(llm, rng, count, options.mode)
+            answers, speed = _decode(llm, asks)
+            as_wide = speed
+            if clients < options.batch_size:
+                with _offline(options, clients) as narrow:
+                    as_wide = _decode(narrow, asks)[1]
             own, server = time.process_time(), _cpu_seconds(process.pid)
-            heard, seconds = asyncio.run(ask_all(port, some, clients))
+            heard, seconds = asyncio.run(ask_all(port, asks, clients))
             own, server = time.process_time() - own, _cpu_seconds(process.pid) - server
-            speeds = jobs[clients][1], as_wide[clients]
-            loads.append(_load(clients, heard, seconds, speeds, own / (own + server)))
-        sound = _go_away(process.pid, port, asks[most], jobs[most][0], most, options.seed)
+            loads.append(_load(clients, heard, seconds, (speed, as_wide), own / (own + server)))
+        sound = _go_away(process.pid, port, asks, answers, most, options.seed)
     return loads, sound
 
 
