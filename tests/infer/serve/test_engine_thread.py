@@ -43,11 +43,11 @@ def failing(monkeypatch: pytest.MonkeyPatch, server: RunningServer, times: int) 
     device, failed = server.service.engine._engine.device, []
     run = device.run
 
-    def fails(burst: Any) -> Any:
+    def fails(*burst: Any) -> Any:
         if len(failed) < times:
             failed.append(1)
             raise RuntimeError("RESOURCE_EXHAUSTED: the device is out of memory, and of 'secrets'")
-        return run(burst)
+        return run(*burst)
 
     monkeypatch.setattr(device, "run", fails)
     return failed

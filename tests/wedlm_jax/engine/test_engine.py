@@ -291,8 +291,8 @@ def test_an_engine_begins_anew_after_a_step_that_failed(
     (expected,) = engine.decode([request])
     run = engine.device.run
 
-    def failing(burst: Any) -> Any:
-        run(burst)
+    def failing(*burst: Any) -> Any:
+        run(*burst)
         raise RuntimeError("lost")
 
     monkeypatch.setattr(engine.device, "run", failing)
