@@ -315,14 +315,14 @@ class CompletionStream:
         if isinstance(event, Finished):
             self._whole = complete(self._codec, event.result, self._params)
             return
-        before, now = self._so_far.text, extended(self._so_far, event)
-        if self._growing is not None and before is not None:
-            text = self._growing.add(event.token_ids)
-            now = dataclasses.replace(now, text=text)
-            if self._stop is not None and self._stop.stands_in(text, len(before)):
-                found = complete(self._codec, now, self._params)
-                self._whole = found if found.finish_reason is not None else None
-        self._so_far = now
+        before = self._so_far.text
+        text = None if self._growing is None else self._growing.add(event.token_ids)
+        self._so_far = now = extended(self._so_far, event, text)
+        if text is None or before is None or self._stop is None:
+            return
+        if self._stop.stands_in(text, len(before)):
+            found = complete(self._codec, now, self._params)
+            self._whole = found if found.finish_reason is not None else None
 
     def piece(self) -> Chunk | None:
         """Returns what has come since the last piece and cannot change any more; None if there are
@@ -344,13 +344,14 @@ NOTHING = Completion(None, [], None, 0, 0)
 """The completion of a sequence that has committed nothing yet."""
 
 
-def extended(result: Completion, delta: TokenDelta) -> Completion:
-    """Returns the completion with the tokens of an event appended."""
+def extended(result: Completion, delta: TokenDelta, text: str | None) -> Completion:
+    """Returns the completion with the tokens of an event appended, whose text is then ``text``."""
     logprobs = result.logprobs
     if delta.logprobs is not None:
         logprobs = [*(logprobs or []), *delta.logprobs]
     return dataclasses.replace(
         result,
+        text=text,
         token_ids=result.token_ids + delta.token_ids,
         num_forwards=delta.num_forwards,
         num_token_instances=delta.num_token_instances,

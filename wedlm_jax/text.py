@@ -290,7 +290,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
             "prompts: expected a text, a list of token ids, or a list of those, "
             f"not {type(prompts).__name__}"
         )
-    if len(prompts) and all(is_integer(item) for item in prompts):
+    if len(prompts) and is_integer(prompts[0]):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
@@ -320,14 +320,18 @@ def as_token_ids(prompt: Sequence[int]) -> Sequence[int]:
     if (
         not isinstance(ids, Sequence)
         or isinstance(ids, str | bytes)
-        or not all(is_integer(token) for token in ids)
+        or not all(is_integer_type(kind) for kind in set(map(type, ids)))
     ):
         raise InputError("expected a text or a flat list of token ids")
     return ids
 
 
 def is_integer(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return is_integer_type(type(value))
+
+
+def is_integer_type(kind: type) -> bool:
+    return issubclass(kind, (int, np.integer)) and kind is not bool
 
 
 @contextlib.contextmanager

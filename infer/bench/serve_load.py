@@ -1,10 +1,11 @@
 """`python -m infer.bench.serve_load`: `wedlm serve` under load, and a job over the same prompts.
 
 A server process answers clients of another process on the loopback, as many prompts at a time as
-there are clients: tokens a second against decoding the same prompts offline, and the times to the
-first token and between tokens. Then the same once more, while a third of the clients go away in
-the middle of their answers: every other answer must be the offline one, no page may be held
-afterwards, and memory must be flat.
+there are clients: tokens a second against decoding the same prompts offline, once as many at a time
+as the server may and once as many as there are clients; the client's share of the processors' time;
+and the times to the first token and between tokens. Then the same once more, while a third of the
+clients go away in the middle of their answers: every other answer must be the offline one, no page
+may be held afterwards, and memory must be flat.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class Load:
     Attributes:
       tokens_per_second: of all answers together.
       offline: the same of a job over the same prompts.
+      offline_as_wide: of a job that decodes at most as many at a time as there are clients.
+      client_share: of the CPU seconds of both processes.
       first, between: seconds to the first token, and between tokens: medians and 95th percentiles.
     """
 
@@ -56,6 +59,8 @@ class Load:
     requests: int
     tokens_per_second: float
     offline: float
+    offline_as_wide: float
+    client_share: float
     first: tuple[float, float]
     between: tuple[float, float]
 
@@ -63,6 +68,11 @@ class Load:
     def ratio(self) -> float:
         """Of the job's speed."""
         return self.tokens_per_second / self.offline
+
+    @property
+    def ratio_as_wide(self) -> float:
+        """Of the speed of a job that is as wide."""
+        return self.tokens_per_second / self.offline_as_wide
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,22 +135,29 @@ def main(arguments: list[str]) -> int:
 
 def compare(options: argparse.Namespace) -> tuple[list[Load], Soundness]:
     """Measures everything. Numbers of clients below the most get fewer requests: they take longer
-    for each, and prompts of their own, so that none is in the cache."""
+    for each, and prompts of their own, so that none is in the cache. Job and server take turns:
+    the speed of a shared machine changes within minutes."""
     most = max(options.clients)
-    works = {}
-    for clients in sorted(options.clients):
-        share = options.requests if clients == most else options.requests * clients // most
-        works[clients] = max(share, 2 * clients)
-    with _offline(options) as llm:
-        rng = np.random.default_rng(options.seed)
-        asks = {n: _asks(llm, rng, count, options.mode) for n, count in works.items()}
-        jobs = {n: _decode(llm, some) for n, some in asks.items()}
-    loads = []
-    with _serving(options) as (process, port):
-        for clients, some in asks.items():
-            heard, seconds = asyncio.run(ask_all(port, some, clients))
-            loads.append(_load(clients, heard, seconds, jobs[clients]))
-        sound = _go_away(process.pid, port, asks[most], jobs[most][0], most, options.seed)
+    rng = np.random.default_rng(options.seed)
+    loads, asks, answers = [], list[Ask](), list[list[int]]()
+    with (
+        _offline(options, options.batch_size) as llm,
+        _serving(options) as (process, port),
+    ):
+        for clients in sorted(options.clients):
+            share = options.requests * clients // most
+            count = max(share, options.requests // 20, 2 * clients)
+            asks = _asks(llm, rng, count, options.mode)
+            answers, speed = _decode(llm, asks)
+            as_wide = speed
+            if clients < options.batch_size:
+                with _offline(options, clients) as narrow:
+                    as_wide = _decode(narrow, asks)[1]
+            own, server = time.process_time(), _cpu_seconds(process.pid)
+            heard, seconds = asyncio.run(ask_all(port, asks, clients))
+            own, server = time.process_time() - own, _cpu_seconds(process.pid) - server
+            loads.append(_load(clients, heard, seconds, (speed, as_wide), own / (own + server)))
+        sound = _go_away(process.pid, port, asks, answers, most, options.seed)
     return loads, sound
 
 
@@ -172,13 +189,13 @@ def _asks(llm: LLM, rng: np.random.Generator, count: int, mode: str) -> list[Ask
 
 
 @contextlib.contextmanager
-def _offline(options: argparse.Namespace) -> Iterator[LLM]:
+def _offline(options: argparse.Namespace, at_once: int) -> Iterator[LLM]:
     from wedlm_jax.compiled_cache import keep_compiled
     from wedlm_jax.llm import LLM
     from wedlm_jax.params import SamplingParams
 
     keep_compiled()
-    llm = LLM(options.model, max_batch_size=options.batch_size)
+    llm = LLM(options.model, max_batch_size=at_once)
     llm.warm_up(SamplingParams(mode=options.mode, temperature=0.7))
     yield llm
     llm.engine.release()
@@ -222,7 +239,11 @@ def _serving(options: argparse.Namespace) -> Iterator[tuple[subprocess.Popen[str
 
 
 def _load(
-    clients: int, heard: Sequence[Heard], seconds: float, job: tuple[list[list[int]], float]
+    clients: int,
+    heard: Sequence[Heard],
+    seconds: float,
+    offline: tuple[float, float],
+    client_share: float,
 ) -> Load:
     if errors := [one.error for one in heard if one.error is not None]:
         raise InputError(f"{len(errors)} calls failed; the first: {errors[0]}")
@@ -230,7 +251,13 @@ def _load(
     first = [one.first for one in heard]
     between = [gap for one in heard for gap in one.gaps] or [0.0]
     return Load(
-        clients, len(heard), tokens / seconds, job[1], _quantiles(first), _quantiles(between)
+        clients,
+        len(heard),
+        tokens / seconds,
+        *offline,
+        client_share,
+        _quantiles(first),
+        _quantiles(between),
     )
 
 
@@ -270,6 +297,12 @@ def _go_away(
     )
 
 
+def _cpu_seconds(pid: int) -> float:
+    """Returns the processors' time that a process has had; Linux only."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def _resident_bytes(pid: int) -> int:
     """Returns the memory that a process has in use; Linux only."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
@@ -288,11 +321,12 @@ def _tell(loads: Sequence[Load], sound: Soundness) -> None:
     from rich.table import Table
 
     table = Table(title="wedlm serve on the loopback", box=box.SIMPLE)
-    columns = ("clients", "requests", "tokens/s", "of the job's", "to the first token, ms")
-    for column in (*columns, "between tokens, ms"):
+    columns = ("clients", "requests", "tokens/s", "of the job's", "of one as wide")
+    times = ("to the first token, ms", "between tokens, ms")
+    for column in (*columns, "client's CPU", *times):
         table.add_column(column, justify="right")
     for load in loads:
-        times = (
+        told = (
             f"{1000 * median:.1f} (95 %: {1000 * late:.1f})"
             for median, late in (load.first, load.between)
         )
@@ -301,7 +335,9 @@ def _tell(loads: Sequence[Load], sound: Soundness) -> None:
             str(load.requests),
             f"{load.tokens_per_second:,.0f}",
             f"{load.ratio:.2f}",
-            *times,
+            f"{load.ratio_as_wide:.2f}",
+            f"{load.client_share:.1%}",
+            *told,
         )
     console = Console(highlight=False)
     console.print(table)

@@ -125,14 +125,19 @@ class Answer:
                 self._under_way[request.number] = choice
         self._engine.submit(requests, self._events.put_nowait)
 
+    @property
+    def is_over(self) -> bool:
+        return not self._under_way
+
     def end(self) -> None:
-        """Aborts what nobody wants any more; does nothing where all is over."""
+        """Aborts what nobody wants any more, and ends `pieces`; does nothing where all is over."""
         numbers = list(self._under_way)
         if numbers:
             self._metrics.aborted.inc(len(numbers))
             self._engine.abort(numbers)
             self._capacity.leave(len(numbers))
             self._under_way.clear()
+            self._events.put_nowait([])
 
     async def pieces(self, patience: float) -> AsyncIterator[list[Piece]]:
         """Yields what has come, once for every step of the engine that brought something; nothing
@@ -143,7 +148,8 @@ class Answer:
         """
         while self._under_way:
             try:
-                events = await asyncio.wait_for(self._events.get(), patience)
+                async with asyncio.timeout(patience):
+                    events = await self._events.get()
             except TimeoutError:
                 yield []
                 continue

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from wedlm_jax.params import SamplingParams
     from wedlm_jax.text import Prompt
 
+GRAMMAR_SECONDS = 10.0
+"""In which a grammar is compiled, or refused."""
+
 FIELDS = {*OPTIONS, "window_size"}
 """With which the library's sentences may begin."""
 
@@ -50,6 +53,7 @@ class Calls:
         # Tokenizers work through megabytes here while the event loop goes on. One at a time:
         # they are not said to be safe for several threads.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._compilers = ThreadPoolExecutor(2, thread_name_prefix="grammars")
 
     async def of_completion(self, body: Any) -> Call:
         """What a body of /v1/completions asks for.
@@ -96,6 +100,8 @@ class Calls:
         params = sampling_of(given, self._defaults, self._llm.engine.max_model_len)
         limit = params.max_tokens if "max_tokens" in given else limit
         exact = "max_tokens" in given
+        if params.grammar is not None:
+            await self._compile_grammar(params, name)
 
         def prepare() -> list[Prepared]:
             try:
@@ -118,6 +124,20 @@ class Calls:
             with_token_ids=bool(body.return_token_ids),
             traced=bool(body.return_trace),
         )
+
+    async def _compile_grammar(self, params: SamplingParams, name: str) -> None:
+        """Compiles a grammar where nobody else has to wait for it; it is kept."""
+        check = self._llm.engine.check_grammar
+        try:
+            async with asyncio.timeout(GRAMMAR_SECONDS):
+                await asyncio.get_running_loop().run_in_executor(self._compilers, check, params)
+        except InputError as error:
+            raise bad_request(error, FIELDS, name) from None
+        except TimeoutError:
+            assert params.grammar is not None
+            field = params.grammar[0]
+            message = f"{field}: expected one that is compiled within {GRAMMAR_SECONDS:g} s"
+            raise ApiError(400, message, param=field) from None
 
     def _prepared(
         self,

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from typing import TypeAlias
 from wedlm_jax.decode.options import Traits
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.events import Counters, Event, Failed, Finished
+from wedlm_jax.engine.events import Counters, Event, Failed, Finished, TokenDelta
 
 LOG = logging.getLogger("wedlm.serve")
 
@@ -65,6 +66,23 @@ class _Turn:
     aborted: list[int] = dataclasses.field(default_factory=list)
 
 
+@dataclasses.dataclass
+class _Caller:
+    """Who waits for the events of a request.
+
+    Attributes:
+      hurried: whether they are all wanted at once: a stop string may stand in them, or they are
+        looked at one by one.
+      held: tokens that are not delivered yet.
+      last: when the last ones were.
+    """
+
+    deliver: Deliver
+    hurried: bool
+    held: TokenDelta | None = None
+    last: float = -math.inf
+
+
 class EngineThread:
     """Steps an engine for callers in an event loop.
 
@@ -73,7 +91,8 @@ class EngineThread:
 
     Args:
       engine: which nobody else steps.
-      burst_seconds: of decoding between two looks at what came in.
+      burst_seconds: of decoding between two looks at what came in, at most. Tokens of shorter
+        bursts are delivered together, twice in that time at most: each delivery costs time.
     """
 
     def __init__(self, engine: Engine, *, burst_seconds: float):
@@ -81,7 +100,8 @@ class EngineThread:
         self._numbers = itertools.count()
         self._inbox, self._arrived = _Turn(), threading.Condition()
         self._closing = False
-        self._deliver: dict[int, Deliver] = {}
+        self._callers: dict[int, _Caller] = {}
+        self._unsent: list[Event] = []
         self._held: list[Request] = []
         self._compiling: threading.Thread | None = None
         self._compile_error: Exception | None = None
@@ -130,7 +150,7 @@ class EngineThread:
         """Whether anything is under way, or in the inbox."""
         with self._arrived:
             inbox = self._inbox.submitted or self._inbox.aborted
-        return bool(inbox or self._deliver)
+        return bool(inbox or self._callers)
 
     @property
     def is_compiling(self) -> bool:
@@ -145,7 +165,11 @@ class EngineThread:
             except Exception as error:
                 LOG.exception("the engine failed; it begins anew without what was under way")
                 events = self._begin_anew(error)
-            self._send(events)
+            self._unsent += events
+            # What events cause in the event loop runs best while the device computes: between two
+            # bursts both threads would want the interpreter, and the device would wait.
+            if not self._has_work:
+                self._send()
 
     def _next_turn(self) -> _Turn | None:
         """What came in; waits where there is nothing else to do. None at the end."""
@@ -155,28 +179,36 @@ class EngineThread:
                     self._closing
                     or self._inbox.submitted
                     or self._inbox.aborted
-                    or self._engine.has_work
+                    or self._has_work
                     or (self._held and self._compiling is None)
                 )
             )
             turn, self._inbox = self._inbox, _Turn()
             return None if self._closing else turn
 
+    @property
+    def _has_work(self) -> bool:
+        return self._engine.has_work and not self._broken
+
     def _step(self, turn: _Turn) -> list[Event]:
         engine = self._engine
         for request, deliver in turn.submitted:
-            self._deliver[request.number] = deliver
+            hurried = request.traced or bool(request.params.stop)
+            self._callers[request.number] = _Caller(deliver, hurried)
         if self._broken:
             error = EngineFailure("the engine could not be started anew")
-            return [Failed(number, error) for number in self._deliver]
+            return [Failed(number, error) for number in self._callers]
         for number in turn.aborted:
-            self._deliver.pop(number, None)
+            self._callers.pop(number, None)
         gone = set(turn.aborted)
         waiting = [*self._held, *(request for request, _ in turn.submitted)]
         ready, program, failed = self._admit([r for r in waiting if r.number not in gone])
         before, started = int(engine.device.counters[0]), time.perf_counter()
         forwards = max(1, min(LONGEST_BURST, int(self._burst_seconds / self._forward_seconds)))
-        events = engine.step(ready, turn.aborted, max_forwards=forwards, program=program)
+        events = engine.step(
+            ready, turn.aborted, max_forwards=forwards, program=program, meanwhile=self._send
+        )
+        self._send()  # where nothing was run
         ran = int(engine.device.counters[0]) - before
         if ran:
             seconds = (time.perf_counter() - started) / ran
@@ -236,7 +268,7 @@ class EngineThread:
             self._broken = True
         self._note()
         failure = EngineFailure(f"the engine failed ({type(error).__name__})")
-        return [Failed(number, failure) for number in self._deliver]
+        return [Failed(number, failure) for number in self._callers]
 
     def _note(self) -> None:
         device = self._engine.device
@@ -251,14 +283,32 @@ class EngineThread:
             self._broken,
         )
 
-    def _send(self, events: Sequence[Event]) -> None:
-        """Delivers events to those who wait for them, all of a caller at once."""
+    def _send(self) -> None:
+        """Delivers the events so far to those who wait for them, all of a caller at once."""
+        events, self._unsent = self._unsent, []
+        now, callers = time.perf_counter(), self._callers
         parcels: dict[Deliver, list[Event]] = {}
+
+        def deliver(caller: _Caller, *more: Event) -> None:
+            held, caller.held, caller.last = caller.held, None, now
+            parcel = parcels.setdefault(caller.deliver, [])
+            parcel.extend(more if held is None else (held, *more))
+
         for event in events:
-            over = isinstance(event, Finished | Failed)
-            deliver = (self._deliver.pop if over else self._deliver.get)(event.number, None)
-            if deliver is not None:
-                parcels.setdefault(deliver, []).append(event)
+            caller = callers.get(event.number)
+            if caller is None:
+                continue
+            if isinstance(event, TokenDelta):
+                held = caller.held
+                caller.held = event if held is None else held.followed_by(event)
+                continue
+            deliver(caller, event)
+            if isinstance(event, Finished | Failed):
+                del callers[event.number]
+        for caller in callers.values():
+            waited = now - caller.last
+            if caller.held and (caller.hurried or waited >= self._burst_seconds / 2):
+                deliver(caller)
         if parcels:
             self._loop.call_soon_threadsafe(_hand_out, parcels)
 

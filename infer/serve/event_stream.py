@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Callable
@@ -31,11 +32,23 @@ class EventStream(StreamingResponse):
         super().__init__(self._events, media_type="text/event-stream", headers=HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Starlette's own way makes a group of tasks for each answer; one task is cheaper.
+        head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        watch = asyncio.create_task(self._end_with_client(receive))
         try:
             async with contextlib.aclosing(self._events):
-                await super().__call__(scope, receive, send)
+                await send(head)
+                async for body in self._events:
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
+            watch.cancel()
             self._answer.end()
+
+    async def _end_with_client(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._answer.end()
 
 
 async def events_of(
@@ -47,8 +60,11 @@ async def events_of(
         if opening := shape.opening():
             yield b"".join(map(event, opening))
         async for pieces in answer.pieces(PATIENCE):
-            yield b"".join(map(event, shape.chunks(pieces))) or b": waiting\n\n"
-        yield b"".join(map(event, shape.closing(answer.so_far))) + b"data: [DONE]\n\n"
+            chunks = shape.chunks(pieces)
+            if answer.is_over:
+                chunks += shape.closing(answer.so_far)
+            done = b"data: [DONE]\n\n" if answer.is_over else b""
+            yield b"".join(map(event, chunks)) + done or b": waiting\n\n"
     except Exception as error:
         answered = as_api_error(error)
         if answered.status >= 500:

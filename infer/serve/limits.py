@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-import time
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -103,14 +102,16 @@ class BodyLimits:
         if said.isdigit() and int(said) > self._most:
             await self._too_large().response(scope, receive, send)
             return
-        deadline, size, whole = time.monotonic() + self._seconds, 0, False
+        deadline = asyncio.get_running_loop().time() + self._seconds
+        size, whole = 0, False
 
         async def bounded() -> Message:
             nonlocal size, whole
             if whole:
                 return await receive()
             try:
-                message = await asyncio.wait_for(receive(), max(deadline - time.monotonic(), 0))
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
             except TimeoutError:
                 raise _as_http(ApiError(408, "the body did not come in time")) from None
             size += len(message.get("body", b""))

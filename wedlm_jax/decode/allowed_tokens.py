@@ -35,5 +35,7 @@ def allowed_tokens(masks: Array, rows: HeadRows, vocab: int) -> Array:
     entry = jnp.clip(rows.slot - 1, 0, masks.shape[1] - 1)
     words = masks[rows.sequence, entry]
     bits = (words[:, :, None] >> jnp.arange(BITS, dtype=jnp.uint32)) & 1
-    allowed = bits.reshape(words.shape[0], -1)[:, :vocab] == 1
+    # Every device has all bits and takes its own: else the compiler shards the words, whose bounds
+    # are not those of the vocabulary's shards, and devices exchange what lies between.
+    allowed = constrain(bits.reshape(words.shape[0], -1)[:, :vocab] == 1, None, None)
     return constrain(allowed | rows.is_mask[:, None], None, "vocab")

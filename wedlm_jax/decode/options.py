@@ -182,6 +182,7 @@ class HostOptions:
     def __init__(self, sequences: int, traits: Traits):
         self.traits = traits
         self.arrays = _idle_arrays(sequences, traits)
+        self._idle = _idle_arrays(1, traits)
         self._held: dict[int, tuple[SamplingParams, int, tuple[int, ...]]] = {}
 
     def set(self, index: int, params: SamplingParams, *, window: int, stops: Sequence[int]) -> None:
@@ -223,9 +224,8 @@ class HostOptions:
     def clear(self, index: int) -> None:
         """Resets the options of sequence ``index`` to those of an unused place."""
         if self._held.pop(index, None) is not None:
-            idle = _idle_arrays(1, self.traits)
             for name, array in self.arrays.items():
-                array[index] = idle[name][0]
+                array[index] = self._idle[name][0]
 
     def with_traits(self, traits: Traits) -> HostOptions:
         """Returns the same options for a program with other traits. Options that it does not cover

@@ -7,7 +7,7 @@ array here. Page numbers count from 0 in each replica's own cache.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -163,8 +163,12 @@ class Report:
 class ForwardRunner(Protocol):
     """Runs forwards for a scheduler."""
 
-    def run(self, burst: Burst) -> Report:
-        """Runs a burst and waits for its end."""
+    def run(self, burst: Burst, meanwhile: Callable[[], None] | None = None) -> Report:
+        """Runs a burst and waits for its end.
+
+        Args:
+          meanwhile: called while the device computes.
+        """
 
     def save(self, index: int) -> Any:
         """Returns what a sequence needs to resume elsewhere with the same tokens, besides its text

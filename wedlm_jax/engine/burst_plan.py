@@ -42,6 +42,7 @@ def burst_length(
     num_waiting: int,
     num_deferred: int,
     pages_are_short: bool,
+    soon: bool = False,
 ) -> BurstLength:
     """Decides when the next burst ends.
 
@@ -51,16 +52,18 @@ def burst_length(
       chunks: of the burst.
       num_waiting, num_deferred: sequences that wait, and how many of them for another's prompt.
       pages_are_short: whether some of them wait although an index is free.
+      soon: whether callers want to hear of finished sequences soon, and may have others.
     """
     forwards, until = longest, len(running)
     if any(sequence.request.params.stop for sequence in running):
         forwards = min(forwards, WATCHED_FORWARDS)
     if any(sequence.request.params.grammar for sequence in running):
         forwards = 1  # what a grammar allows, the host says from forward to forward
+    if num_waiting or soon:
+        # So many sequences finish before new ones enter, whose prompts then share forwards.
+        until = max(len(running) // (4 if soon else 8), 1)
     if num_waiting:
-        # An eighth of the sequences finish before new ones enter, whose prompts then share
-        # forwards.
-        forwards, until = min(forwards, WAITING_FORWARDS), max(len(running) // 8, 1)
+        forwards = min(forwards, WAITING_FORWARDS)
     if pages_are_short:
         forwards = min(forwards, SHORT_OF_PAGES_FORWARDS)
     if chunks.forwards is not None:

@@ -71,8 +71,9 @@ class CompiledPrograms:
         Args:
           parameters: of the model, or their shapes.
         """
-        for old, new in permutations(kinds, 2):
-            self.resize(old, new)
+        for old, new in permutations(dict.fromkeys([*kinds, *self.traits]), 2):
+            if slot_sizes(old) != slot_sizes(new):
+                self.resize(old, new)
         for number, traits in enumerate(kinds):
             self.entry(traits)
             yield 2 * number + 1, 2 * len(kinds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -127,8 +127,12 @@ class Device:
             kinds = [traits.without_windows, traits]
         return self.programs.compile(self._parameters, kinds)
 
-    def run(self, burst: Burst) -> Report:
-        """Runs a burst of forwards and reports where every sequence stands."""
+    def run(self, burst: Burst, meanwhile: Callable[[], None] | None = None) -> Report:
+        """Runs a burst of forwards and reports where every sequence stands.
+
+        Args:
+          meanwhile: called while the device computes.
+        """
         assert self._state is not None
         for gone in burst.released:
             self._forget(gone)
@@ -149,6 +153,8 @@ class Device:
         started = time.perf_counter()
         result = program(self._parameters, self._state, self._pages, options, allowance, changed)
         self._state, self._pages = result.state, result.pages
+        if meanwhile is not None:
+            meanwhile()
         numbers, logprobs, counters, last = jax.device_get(
             (result.numbers, result.logprobs, result.counters, result.last)
         )

@@ -136,6 +136,11 @@ class Engine:
             )
         self.scheduler.check(Request(-1, prompt, params))
         check_options(params, self.settings.stop_ids(params), self.config.vocab_size)
+        self.check_grammar(params)
+
+    def check_grammar(self, params: SamplingParams) -> None:
+        """Refuses, with an `InputError`, a grammar that cannot be followed. Compiles it, in any
+        thread, which takes seconds where it is large; `check` finds it compiled then."""
         if params.grammar is not None:
             if self._grammars is None:
                 raise InputError(f"{params.grammar[0]}: needs a tokenizer, and there is none")
@@ -158,15 +163,18 @@ class Engine:
         *,
         max_forwards: int | None = None,
         program: Traits | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> list[Event]:
         """Takes requests in, runs a burst of forwards, and returns what happened.
 
         Args:
           submitted: checked requests, in order of arrival.
           aborted: numbers of requests to abort; they cause no more events.
-          max_forwards: of the burst, for callers that need an answer soon; chosen by default. With
-            0, requests are admitted and nothing is run.
+          max_forwards: of the burst, for callers that need an answer soon: it then also ends once a
+            quarter of the sequences have finished. Chosen by default. With 0, requests are admitted
+            and nothing is run.
           program: from `compiled_for`; by default the least that serves all, compiled if need be.
+          meanwhile: called while the device computes; not at all if there is nothing to run.
 
         Returns:
           new tokens, and finished and failed requests, by their numbers.
@@ -178,7 +186,9 @@ class Engine:
         with self._on_mesh():
             if self._requests:
                 self._prepare(program)
-            events = self.scheduler.step(submitted, aborted, max_forwards=max_forwards)
+            events = self.scheduler.step(
+                submitted, aborted, max_forwards=max_forwards, meanwhile=meanwhile
+            )
         for event in events:
             if isinstance(event, Finished | Failed):
                 self._requests.pop(event.number, None)
@@ -327,7 +337,7 @@ class Engine:
     def _prepare(self, program: Traits | None = None) -> None:
         """Makes room for all requests. If windows are chosen by cost, costs are measured once,
         before the first sequence is admitted."""
-        self.device.prepare(self._traits() if program is None else program)
+        self.device.prepare(self._program() if program is None else program)
         if isinstance(self.windows, AutoWindows) and self.windows.costs is None:
             self.windows.costs = forward_costs(self.device, self.mesh)
 
@@ -335,9 +345,15 @@ class Engine:
         traits = self._floor
         for one in set(self._requests.values()):
             traits = traits.union(one)
-        # While sequences run, their program is kept if it covers the rest too: a narrower one would
-        # be one more to compile.
-        return traits.union(self.device.traits) if self.scheduler.has_work else traits
+        return traits
+
+    def _program(self) -> Traits:
+        """Chooses the program for all that are under way: a compiled one while any is, so that what
+        some of them needed is dropped with the last of these."""
+        needed, present = self._traits(), self.device.traits
+        if needed == present or not self.scheduler.has_work:
+            return needed
+        return self.compiled_for(needed) or needed.union(present)
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(self.device, self.settings.scheduler_sizes, self.windows)

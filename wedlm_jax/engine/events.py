@@ -37,6 +37,19 @@ class TokenDelta:
     instances_at: list[int]
     num_cached_tokens: int = 0
 
+    def followed_by(self, later: TokenDelta) -> TokenDelta:
+        """Returns both in one: the tokens of two steps."""
+        logprobs = self.logprobs
+        if logprobs is not None and later.logprobs is not None:
+            logprobs = logprobs + later.logprobs
+        return dataclasses.replace(
+            later,
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=logprobs,
+            forwards_at=self.forwards_at + later.forwards_at,
+            instances_at=self.instances_at + later.instances_at,
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Finished:

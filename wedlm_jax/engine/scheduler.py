@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -108,6 +108,7 @@ class Scheduler:
         aborted: Sequence[int] = (),
         *,
         max_forwards: int | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> list[Event]:
         """Takes requests in, runs one burst, and returns its events.
 
@@ -115,8 +116,10 @@ class Scheduler:
           submitted: new requests, in order of arrival.
           aborted: numbers of requests to abort, those of this step included. Their pages are free
             at once, and they cause no more events. Unknown numbers are ignored.
-          max_forwards: of the burst, for callers that need an answer soon; chosen by default. With
-            0, requests are admitted and nothing is run.
+          max_forwards: of the burst, for callers that need an answer soon: it then also ends once a
+            quarter of the sequences have finished. Chosen by default. With 0, requests are admitted
+            and nothing is run.
+          meanwhile: called while the device computes; not at all if there is nothing to run.
 
         Raises:
           ValueError: a request of this number is running or waiting already.
@@ -129,7 +132,7 @@ class Scheduler:
         burst = self._plan(max_forwards)
         if burst is not None:
             started = time.perf_counter()
-            report = self._device.run(burst)
+            report = self._device.run(burst, meanwhile)
             seconds = time.perf_counter() - started
             self._windows.observe(burst, report, seconds)
             self._pace.observe(burst.chunk_tokens, report.num_run, seconds)
@@ -259,6 +262,7 @@ class Scheduler:
             num_waiting=len(self._waiting),
             num_deferred=turn.num_deferred,
             pages_are_short=turn.pages_are_short,
+            soon=max_forwards is not None,
         )
         forwards = min(
             give_pages(replica, length.forwards) for replica in self._replicas if replica.running

@@ -25,8 +25,9 @@ def test_a_server_is_sound_if_nothing_was_wrong(fault: dict) -> None:
 
 def test_speeds_are_of_all_answers_together() -> None:
     heard = [Heard([1] * 3, first, [0.5, 1.5], "length") for first in (1.0, 2.0, 9.0)]
-    load = _load(2, heard, 4.5, ([], 8.0))
-    assert (load.requests, load.tokens_per_second, load.ratio) == (3, 2.0, 0.25)
+    load = _load(2, heard, 4.5, (8.0, 4.0), 0.1)
+    assert (load.requests, load.tokens_per_second) == (3, 2.0)
+    assert (load.ratio, load.ratio_as_wide) == (0.25, 0.5)
     assert load.first == pytest.approx((2.0, 8.3))
     assert load.between == pytest.approx((1.0, 1.5))
 
@@ -34,7 +35,7 @@ def test_speeds_are_of_all_answers_together() -> None:
 def test_a_call_that_failed_is_named() -> None:
     heard = [Heard([1], finish_reason="stop"), Heard(error="it broke"), Heard(error="it too")]
     with pytest.raises(InputError, match="2 calls failed; the first: it broke"):
-        _load(1, heard, 1.0, ([], 1.0))
+        _load(1, heard, 1.0, (1.0, 1.0), 0.1)
 
 
 def test_no_clients_are_refused() -> None:

@@ -43,11 +43,11 @@ def failing(monkeypatch: pytest.MonkeyPatch, server: RunningServer, times: int) 
     device, failed = server.service.engine._engine.device, []
     run = device.run
 
-    def fails(burst: Any) -> Any:
+    def fails(*burst: Any) -> Any:
         if len(failed) < times:
             failed.append(1)
             raise RuntimeError("RESOURCE_EXHAUSTED: the device is out of memory, and of 'secrets'")
-        return run(burst)
+        return run(*burst)
 
     monkeypatch.setattr(device, "run", fails)
     return failed
@@ -162,3 +162,40 @@ def test_a_request_that_breaks_the_tokenizer_is_its_own_500(
     assert ask(own_server).status_code == 500
     monkeypatch.undo()
     assert ask(own_server).status_code == 200
+
+
+def test_a_slow_grammar_is_refused_and_holds_up_nobody(
+    own_server: RunningServer, tiny: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+
+    def slow(params: SamplingParams) -> None:
+        assert params.grammar is None or released.wait(30)
+
+    monkeypatch.setattr(tiny.engine, "check_grammar", slow)
+    monkeypatch.setattr("infer.serve.calls.GRAMMAR_SECONDS", 3.0)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        asked = pool.submit(ask, own_server, structured_outputs={"regex": "a+"})
+        assert ask(own_server).status_code == 200
+        assert not asked.done()
+        answer = asked.result(30)
+        released.set()
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "structured_outputs"
+    assert answer.json()["error"]["message"] == "regex: expected one that is compiled within 3 s"
+
+
+def test_tokens_of_short_bursts_are_delivered_together(tiny: LLM) -> None:
+    """A stream gets its first tokens at once; later ones wait while bursts are shorter than asked
+    for, unless a stop string may stand in them."""
+
+    def pieces(server: RunningServer, **fields: Any) -> list[str]:
+        fields = {"max_tokens": 40, "window_size": 0, "ignore_eos": True, "stream": True} | fields
+        lines = ask(server, **fields).text.split("\n\n")
+        return [line for line in lines if line.startswith("data: {")]
+
+    with running_server(tiny, burst_seconds=30) as server:
+        server.service.engine._forward_seconds = 30.0  # a forward a burst
+        hurried = pieces(server, stop=["no text has this"])
+        server.service.engine._forward_seconds = 30.0
+        assert len(pieces(server)) < len(hurried)

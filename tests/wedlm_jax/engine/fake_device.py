@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -134,7 +134,7 @@ class FakeDevice:
         self._random = None if seed is None else random.Random(seed)
         self._saved: dict[int, tuple[Any, list[int]]] = {}
 
-    def run(self, burst: Burst) -> Report:
+    def run(self, burst: Burst, meanwhile: Callable[[], None] | None = None) -> Report:
         self.bursts.append(burst)
         for index in burst.released:
             self.sequences.pop(index, None)
@@ -146,6 +146,8 @@ class FakeDevice:
                 sequence.window = int(burst.windows[index])
             assert sequence.window == burst.windows[index]
         self._check(burst)
+        if meanwhile is not None:
+            meanwhile()
         self._forwards(burst)
         return self._report(burst)
 

@@ -54,6 +54,8 @@ def running_replica(*sequences: SequenceState, num_pages: int = 40) -> Replica:
         ({"prefill_forwards": 20, "chunks": Chunks(16, 1)}, (1, 16)),
         ({"chunks": Chunks(0, 30)}, (30, 1)),
         ({"chunks": Chunks(0, 90), "num_waiting": 1, "num_deferred": 1}, (WAITING_FORWARDS, 1)),
+        ({"soon": True}, (64, 4)),
+        ({"soon": True, "num_waiting": 1}, (WAITING_FORWARDS, 4)),
     ],
 )
 def test_bursts_are_short_while_somebody_waits(

@@ -250,10 +250,11 @@ def test_other_weights_give_other_tokens_and_none_are_left_of_the_old(
 
 
 def test_a_program_is_compiled_while_others_decode(tiny_model: Transformer) -> None:
-    """What it serves, others may use that want less."""
+    """What it serves, others may use that want less, for as long as somebody wants it."""
     engine = small_engine(tiny_model, [], window_size=4, deterministic=True)
     plain = Request(0, (3, 9, 4), dataclasses.replace(PLAIN, mode="verified"))
-    drawn = Request(1, (3, 9, 4), dataclasses.replace(plain.params, temperature=0.7))
+    special = {"temperature": 0.7, "logprobs": 0, "max_tokens": 1}
+    drawn = Request(1, (3, 9, 4), dataclasses.replace(plain.params, **special))
     assert engine.compiled_for(engine.traits_with([plain])) is None
     (expected,) = engine.decode([plain])
     narrow = engine.compiled_for(engine.traits_with([plain]))
@@ -269,10 +270,15 @@ def test_a_program_is_compiled_while_others_decode(tiny_model: Transformer) -> N
     programs = engine.num_programs
     wide = engine.compiled_for(engine.traits_with([drawn]))
     assert wide is not None
-    take(engine.step([drawn, plain], program=wide), results)
+    take(engine.step([drawn, plain], program=wide, max_forwards=1), results)
+    assert engine.device.traits == wide
+    while 1 not in results:
+        take(engine.step(max_forwards=1), results)
+    take(engine.step(max_forwards=1), results)
+    assert 0 not in results
+    assert engine.device.traits == narrow
     finish(engine, results)
     assert as_if_first(results[0]) == as_if_first(expected)
-    # Only room was made for what the state of the other program does not have: nothing here.
     assert engine.num_programs == programs
     assert engine.compiled_for(engine.traits_with([plain])) == narrow
 
@@ -285,8 +291,8 @@ def test_an_engine_begins_anew_after_a_step_that_failed(
     (expected,) = engine.decode([request])
     run = engine.device.run
 
-    def failing(burst: Any) -> Any:
-        run(burst)
+    def failing(*burst: Any) -> Any:
+        run(*burst)
         raise RuntimeError("lost")
 
     monkeypatch.setattr(engine.device, "run", failing)

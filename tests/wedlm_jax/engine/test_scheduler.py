@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,32 @@ def test_deltas_add_up_to_the_result() -> None:
     assert [delta.num_output for delta in deltas] == [3, 6, 9, 12]
     assert [delta.num_forwards for delta in deltas] == [3, 6, 9, 12]
     assert [at for delta in deltas for at in delta.forwards_at] == result.forwards_at
+
+
+def test_deltas_of_two_steps_are_one() -> None:
+    scheduler, _ = new(longest_burst=3)
+    events = drain(scheduler, scheduler.step([request(1, [5], max_tokens=6, logprobs=0)]))
+    first, second = (event for event in events if isinstance(event, TokenDelta))
+    whole, _ = new(longest_burst=6)
+    (expected,) = (
+        event
+        for event in drain(whole, whole.step([request(1, [5], max_tokens=6, logprobs=0)]))
+        if isinstance(event, TokenDelta)
+    )
+    assert first.followed_by(second) == expected
+
+
+def test_the_caller_goes_on_while_the_device_computes() -> None:
+    scheduler, device = new(longest_burst=3)
+    seen: list[int] = []
+
+    def meanwhile() -> None:
+        seen.append(len(device.bursts))
+
+    scheduler.step([request(1, [5], max_tokens=6)], meanwhile=meanwhile)
+    assert seen == [1]
+    scheduler.step(aborted=[1], meanwhile=meanwhile)
+    assert seen == [1], "there was nothing to compute"
 
 
 def test_a_stop_token_ends_a_sequence() -> None:
@@ -167,8 +194,8 @@ class FaultyDevice(FakeDevice):
         super().__init__(sizes)
         self.changes = changes
 
-    def run(self, burst: Burst) -> Report:
-        return dataclasses.replace(super().run(burst), **self.changes)
+    def run(self, burst: Burst, meanwhile: Callable[[], None] | None = None) -> Report:
+        return dataclasses.replace(super().run(burst, meanwhile), **self.changes)
 
 
 def faulty(**changes: Any) -> Scheduler:
