@@ -10,6 +10,7 @@ import contextlib
 import functools
 import http.server
 import io
+import math
 import os
 import re
 import sys
@@ -34,29 +35,40 @@ def variables(port: int) -> dict[str, str]:
     }
 
 
-def clients() -> dict[str, str]:
-    """The same of this process, for one that it starts."""
-    return {name: os.environ[name] for name in variables(0)}
+def clients(host: int = 0) -> dict[str, str]:
+    """The same of this process, for one that it starts. What its tensorstore asks for begins with
+    "/hostI", by which the bucket can refuse one host something."""
+    own = {name: os.environ[name] for name in variables(0)}
+    own["TENSORSTORE_GCS_HTTP_URL"] += f"/host{host}"
+    return own
 
 
 class Bucket(str):
     """The name of the bucket, and the requests that it shall refuse."""
 
     def __init__(self, name: str) -> None:
-        self._rules: list[tuple[re.Pattern[str], int]] = []
+        self._refused: re.Pattern[str] | None = None
+        self._status, self._times = 0, 0.0
 
     @contextlib.contextmanager
-    def refusing(self, request: str, status: int) -> Iterator[None]:
-        """While it is open, answers with ``status`` what matches: a pattern of "PUT PATH?QUERY"."""
-        rule = (re.compile(request), status)
-        self._rules.append(rule)
+    def refusing(self, request: str, status: int, times: float = math.inf) -> Iterator[None]:
+        """While it is open, answers with ``status`` what matches: a pattern of "PUT PATH?QUERY".
+
+        Args:
+          times: how often; what comes later is answered as ever.
+        """
+        self._refused, self._status, self._times = re.compile(request), status, times
         try:
             yield
         finally:
-            self._rules.remove(rule)
+            self._refused = None
 
     def refusal(self, request: str) -> int | None:
-        return next((status for rule, status in self._rules if rule.search(request)), None)
+        """Returns the status with which a request is refused."""
+        if self._refused is None or not self._times or not self._refused.search(request):
+            return None
+        self._times -= 1
+        return self._status
 
 
 @pytest.fixture(scope="session")
@@ -136,9 +148,10 @@ def _as_the_service() -> type:
                     return
                 self.rfile = io.BytesIO(content)
             with self._lock:
+                refused = self._bucket.refusal(f"{self.command} {urllib.parse.unquote(self.path)}")
+                self.path = re.sub(r"^/host\d+", "", self.path)
                 self._generation = self._current_generation()
-                path = urllib.parse.unquote(self.path)
-                status = self._bucket.refusal(f"{self.command} {path}") or self._precondition()
+                status = refused or self._precondition()
                 if status is None:
                     answer()
                     return

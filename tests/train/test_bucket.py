@@ -104,7 +104,7 @@ def test_two_processes_killed_at_random_are_those_that_were_never_killed(
         common = ["--config", str(recipes[name]), "--num-processes", "2"]
         common += ["--coordinator", f"localhost:{free_port()}", "--process-id"]
         return [
-            start_command([*common, str(i)], tmp_path / f"{name}{i}.txt", environment=clients())
+            start_command([*common, str(i)], tmp_path / f"{name}{i}.txt", environment=clients(i))
             for i in range(2)
         ]
 
