@@ -38,7 +38,7 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, keep_every: int = 0, timeout: int = 1200):
         self._folder = folder
         self._folders = StepFolders(folder, keep, keep_every, timeout)
-        self._under_way, self._failed = False, 0
+        self._under_way, self._failed, self._pause = False, 0, 0.0
 
     def steps(self) -> list[int]:
         """Lists the steps whose states were written completely, newest first."""
@@ -72,6 +72,7 @@ class Checkpoints:
     def _start(self, state: TrainState) -> None:
         step = int(state.step)
         if step not in self._folders.steps():
+            time.sleep(self._pause)
             arrays = _as_dict(state)
             self._folders.save(step, arrays | {CHECKSUMS: checksums(arrays)})
             self._under_way = True
@@ -91,11 +92,10 @@ class Checkpoints:
                     f"{self._folder}: {failure}, the last of {attempts} attempts; the same command "
                     "goes on from the newest whole state"
                 ) from None
-            pause = PAUSES_S[self._failed - 1]
-            say(f"{failure}; attempt {self._failed + 1} of {attempts} in {pause:g} s")
-            time.sleep(pause)
+            self._pause = PAUSES_S[self._failed - 1]
+            say(f"{failure}; attempt {self._failed + 1} of {attempts} in {self._pause:g} s")
             return False
-        self._failed = 0
+        self._failed, self._pause = 0, 0.0
         return True
 
     def restore(self, like: TrainState, say: Callable[[str], None] = print) -> TrainState | None:
