@@ -71,7 +71,11 @@ class StepFolders:
             # devices, where they cannot be told that it failed. The background looks, too.
             file_options=ocp.options.FileOptions(skip_sync_file_validations=True),
         )
-        logging.getLogger("absl").addFilter(_is_not_an_error_of_orbax)
+        # What its background threads write of an error; `finish` has one sentence for it.
+        self._silence = contextlib.ExitStack()
+        self._silence.enter_context(_late_reports_unheard())
+        logging.getLogger("absl").addFilter(_is_no_error_of_orbax)
+        self._silence.callback(logging.getLogger("absl").removeFilter, _is_no_error_of_orbax)
         with _quiet():
             self._manager = ocp.CheckpointManager(absolute(folder), options=options)
 
@@ -183,7 +187,7 @@ class StepFolders:
             raise self._meetings.note(error) from None
         finally:
             self._manager.close()
-            logging.getLogger("absl").removeFilter(_is_not_an_error_of_orbax)
+            self._silence.close()
 
 
 def step_tree(step_folder: Path) -> Path:
@@ -345,31 +349,39 @@ def _dotted(path: tuple[Any, ...]) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps orbax's informational lines off the terminal, and what follows a failed read.
-
-    Orbax reads many parts at once and closes its event loop at the first failure; the other
-    parts then report to a closed loop, each with a traceback on standard error.
-    """
-    logger, hook = logging.getLogger("absl"), sys.unraisablehook
+    """Keeps orbax's informational lines off the terminal, and what follows a failed read."""
+    logger = logging.getLogger("absl")
     level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with _late_reports_unheard():
+            try:
+                yield
+            except Exception:
+                # Whatever failed: the late reports come before they are heard again.
+                time.sleep(LATE_REPORTS_S)
+                raise
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _late_reports_unheard() -> Iterator[None]:
+    """Drops what comes behind a failure: orbax reads and writes many parts at once and closes its
+    event loop at the first error; the other parts then report to a closed loop, each with a
+    traceback on standard error."""
+    hook = sys.unraisablehook
 
     def without_late_reports(report: Any) -> None:
         if str(report.exc_value) != "Event loop is closed":
             hook(report)
 
-    logger.setLevel(logging.ERROR)
     sys.unraisablehook = without_late_reports
     try:
         yield
-    except Exception:
-        # Whatever failed: the late reports come before the hook is put back.
-        time.sleep(LATE_REPORTS_S)
-        raise
     finally:
         sys.unraisablehook = hook
-        logger.setLevel(level)
 
 
-def _is_not_an_error_of_orbax(record: logging.LogRecord) -> bool:
-    # Its background threads write a traceback each, where `StepFolders.finish` has one sentence.
+def _is_no_error_of_orbax(record: logging.LogRecord) -> bool:
     return record.levelno < logging.ERROR or "orbax" not in record.pathname
