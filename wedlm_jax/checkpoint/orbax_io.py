@@ -12,6 +12,7 @@ import logging
 import math
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,7 +59,8 @@ class StepFolders:
     def __init__(self, folder: Path, keep: int, keep_every: int = 0, timeout: int = 1200):
         self._folder, processes = folder, jax_processes()
         client = ocp.multihost.get_jax_distributed_client() if processes.count > 1 else None
-        self._meetings = SaveMeetings(client, processes.index, processes.count)
+        name = texts_of_all(uuid.uuid4().hex)[0]
+        self._meetings = SaveMeetings(client, processes.index, processes.count, name)
         self._refused = ""
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,

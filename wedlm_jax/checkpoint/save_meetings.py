@@ -27,10 +27,11 @@ class SaveMeetings:
       client: of the service that `jax.distributed` started; None for a process alone.
       index: this process.
       count: of how many.
+      name: the same in all of them, and no other's.
     """
 
-    def __init__(self, client: Any, index: int, count: int):
-        self._client, self._index, self._count = client, index, count
+    def __init__(self, client: Any, index: int, count: int, name: str):
+        self._client, self._index, self._count, self._name = client, index, count, name
         self._state, self._met, self._step = 0, 0, 0
         self._starter = 0
         self._one_at_a_time = threading.Lock()
@@ -52,7 +53,7 @@ class SaveMeetings:
         # The thread that starts to write may itself handle an error, of something else.
         starts = threading.get_ident() == self._starter
         error = None if starts else sys.exception()
-        place = f"wedlm/state/{self._state}"
+        place = f"wedlm/{self._name}/{self._state}"
         if error is not None and not self.failure:
             self._client.key_value_set(f"{place}/failed/{self._index}", told(error), True)
         with self._one_at_a_time:
