@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,6 +82,21 @@ def test_a_profile_of_another_process_reaches_the_bucket(
     files.close()
     assert (output / "profile" / "host.xplane.pb").read_bytes() == b"\0steps"
     assert not files.folder.exists()
+
+
+def test_the_bucket_tells_generations(bucket: str) -> None:
+    """Without them a run failed now and then, with "Malformed StorageGeneration"."""
+    ts = pytest.importorskip("tensorstore")
+
+    def opened() -> Any:
+        spec = {"driver": "ocdbt", "base": f"{bucket}/generations/"}
+        return ts.KvStore.open(spec, context=ts.Context()).result()
+
+    opened().write("first", b"1").result()
+    other = opened()
+    assert other.read("first").result().value == b"1"
+    other.write("second", b"2").result()  # of a manifest that another has written
+    assert sorted(opened().list().result()) == [b"first", b"second"]
 
 
 @pytest.mark.slow
