@@ -101,7 +101,7 @@ def test_the_bucket_tells_generations(bucket: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.full
-@pytest.mark.parametrize(("kills", "steps"), [(1, 8), (20, 60)])
+@pytest.mark.parametrize(("kills", "steps"), [(1, 8), (20, 100)])
 def test_two_processes_killed_at_random_are_those_that_were_never_killed(
     bucket: str, tokenizer_folder: Path, tmp_path: Path, kills: int, steps: int
 ) -> None:
