@@ -4,7 +4,8 @@
 #   launch/restart.sh wedlm train --config configs/wedlm_8b.yaml output=/mnt/share/runs/wedlm_8b
 #
 # It ends with the command's status when that is 0 (done), 2 (bad input, which a restart would not
-# mend), 130 or 143 (somebody asked it to stop). Anything else, such as a lost host, is tried again.
+# mend), 130 or 143 (somebody asked it to stop). Anything else, such as a lost host or storage that
+# fails (74), is tried again.
 #
 #   MAX_RESTARTS   how often [20]
 #   PAUSE          seconds before each [15]

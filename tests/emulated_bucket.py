@@ -1,9 +1,23 @@
-"""A bucket of Google Cloud Storage on this machine, for the tests: `gs://bucket`."""
+"""A bucket of Google Cloud Storage on this machine, for the tests: `gs://bucket`.
+
+`gcp-storage-emulator` knows the API; what it does otherwise than the service, and what breaks
+programs that are right, is mended here (`_AsTheService`).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import http.server
+import io
+import math
 import os
+import re
+import sys
+import threading
+import urllib.parse
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -21,23 +35,168 @@ def variables(port: int) -> dict[str, str]:
     }
 
 
-def clients() -> dict[str, str]:
-    """The same of this process, for one that it starts."""
-    return {name: os.environ[name] for name in variables(0)}
+def clients(host: int = 0) -> dict[str, str]:
+    """The same of this process, for one that it starts. What its tensorstore asks for begins with
+    "/hostI", by which the bucket can refuse one host something."""
+    own = {name: os.environ[name] for name in variables(0)}
+    own["TENSORSTORE_GCS_HTTP_URL"] += f"/host{host}"
+    return own
+
+
+class Bucket(str):
+    """The name of the bucket, and the requests that it shall refuse."""
+
+    def __init__(self, name: str) -> None:
+        self._refused: re.Pattern[str] | None = None
+        self._status, self._times = 0, 0.0
+
+    @contextlib.contextmanager
+    def refusing(self, request: str, status: int, times: float = math.inf) -> Iterator[None]:
+        """While it is open, answers with ``status`` what matches: a pattern of "PUT PATH?QUERY".
+
+        Args:
+          times: how often; what comes later is answered as ever.
+        """
+        self._refused, self._status, self._times = re.compile(request), status, times
+        try:
+            yield
+        finally:
+            self._refused = None
+
+    def refusal(self, request: str) -> int | None:
+        """Returns the status with which a request is refused."""
+        if self._refused is None or not self._times or not self._refused.search(request):
+            return None
+        self._times -= 1
+        return self._status
 
 
 @pytest.fixture(scope="session")
-def bucket() -> Iterator[str]:
+def bucket() -> Iterator[Bucket]:
     """An empty bucket, told to every process that is started from here on."""
-    server = pytest.importorskip("gcp_storage_emulator.server")
-    emulator = server.create_server("localhost", 0, in_memory=True, default_bucket="bucket")
-    emulator.start()
+    pytest.importorskip("gcp_storage_emulator")
+    bucket = Bucket("gs://bucket")
+    server = _started(bucket)
     before = dict(os.environ)
-    os.environ.update(variables(emulator._api._httpd.socket.getsockname()[1]))
+    os.environ.update(variables(server.server_address[1]))
     pytest.importorskip("gcsfs")  # reads its variables when it is imported
     try:
-        yield "gs://bucket"
+        yield bucket
     finally:
         os.environ.clear()
         os.environ.update(before)
-        emulator.stop()
+        server.shutdown()
+        server.server_close()
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    """One thread a connection: the emulator's own server keeps all others waiting for one client,
+    and refuses the sixth of them."""
+
+    request_queue_size = 128
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # a client that was killed
+            super().handle_error(request, client_address)
+
+
+def _started(bucket: Bucket) -> _Server:
+    from gcp_storage_emulator.handlers import buckets
+    from gcp_storage_emulator.storage import Storage
+
+    class InMemory(Storage):
+        def _write_config_to_file(self) -> None:
+            """Does not write all that there is as JSON at each change, as the emulator does."""
+
+    storage = InMemory(use_memory_fs=True)
+    buckets.create_bucket("bucket", storage)
+    # What is deleted is gone; the emulator would keep it for a week.
+    storage.buckets["bucket"]["softDeletePolicy"] = {"retentionDurationSeconds": 0}
+    handler = functools.partial(_as_the_service(), storage, bucket, threading.Lock())
+    server = _Server(("localhost", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+def _as_the_service() -> type:
+    from gcp_storage_emulator.server import RequestHandler
+
+    class AsTheService(RequestHandler):
+        """Answers as Google's servers do where the emulator does otherwise.
+
+        * An object comes with its generation (`x-goog-generation`), and what a client asks for by
+          generation is kept to. The emulator tells none and keeps to nothing: tensorstore takes
+          the generation of a manifest that it reads for 0, and ends its next read or write of it
+          with "Malformed StorageGeneration". Whether it reads one that it wrote itself is a matter
+          of time, so that one run of many failed.
+        * A request whose client died in the middle changes nothing. The emulator keeps as much as
+          came as the whole object.
+        """
+
+        def __init__(
+            self, storage: Any, bucket: Bucket, lock: threading.Lock, *arguments: Any
+        ) -> None:
+            self._bucket, self._lock, self._generation = bucket, lock, 0
+            super().__init__(storage, *arguments)
+
+        def _answer(self, answer: Any) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            if length:
+                content = self.rfile.read(length)
+                if len(content) < length:
+                    self.close_connection = True
+                    return
+                self.rfile = io.BytesIO(content)
+            with self._lock:
+                refused = self._bucket.refusal(f"{self.command} {urllib.parse.unquote(self.path)}")
+                self.path = re.sub(r"^/host\d+", "", self.path)
+                self._generation = self._current_generation()
+                status = refused or self._precondition()
+                if status is None:
+                    answer()
+                    return
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def _current_generation(self) -> int:
+            """That of the object which the request names; 0 where there is none."""
+            url = urllib.parse.urlsplit(self.path)
+            match = re.search(r"/b/([^/]+)/o(?:/(.+))?$", url.path)
+            if match is None:
+                return 0
+            [name] = urllib.parse.parse_qs(url.query).get("name", [""])
+            name = urllib.parse.unquote(match[2]) if match[2] else name
+            return int(self.storage.objects.get(match[1], {}).get(name, {}).get("generation", 0))
+
+        def _precondition(self) -> int | None:
+            query = urllib.parse.parse_qs(urllib.parse.urlsplit(self.path).query)
+            for wanted in query.get("ifGenerationMatch", []):
+                if int(wanted) != self._generation:
+                    return 412
+            for unwanted in query.get("ifGenerationNotMatch", []):
+                if int(unwanted) == self._generation:
+                    return 304 if self.command == "GET" else 412
+            return None
+
+        def end_headers(self) -> None:
+            if self.command == "GET" and self._generation:
+                self.send_header("x-goog-generation", str(self._generation))
+            super().end_headers()
+
+        def do_GET(self) -> None:
+            self._answer(super().do_GET)
+
+        def do_POST(self) -> None:
+            self._answer(super().do_POST)
+
+        def do_PUT(self) -> None:
+            self._answer(super().do_PUT)
+
+        def do_PATCH(self) -> None:
+            self._answer(super().do_PATCH)
+
+        def do_DELETE(self) -> None:
+            self._answer(super().do_DELETE)
+
+    return AsTheService

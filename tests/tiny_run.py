@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import multiprocessing
 import os
@@ -16,7 +17,6 @@ import jax
 import pytest
 
 import train.loop
-import train.run_files
 from train.config import (
     DataSection,
     LossSection,
@@ -117,13 +117,13 @@ def command_in_child(
     output: Path,
     devices: int = 1,
     environment: dict[str, str] | None = None,
-    patience: float | None = None,
+    constants: dict[str, Any] | None = None,
 ) -> None:
     """`wedlm train` in a process of its own, what it prints in the file ``output``.
 
     Args:
       environment: what is set there, too.
-      patience: seconds that hosts look for what another writes.
+      constants: what "MODULE.NAME" is there, such as how long to wait.
 
     For `multiprocessing`: its server has imported the project already, so that a child is
     ready in a moment.
@@ -132,8 +132,9 @@ def command_in_child(
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
         os.environ.update(environment or {})
-        if patience is not None:
-            train.run_files.SEEN_WITHIN_S = patience
+        for name, value in (constants or {}).items():
+            module, _, constant = name.rpartition(".")
+            setattr(importlib.import_module(module), constant, value)
         jax.config.update("jax_num_cpu_devices", devices)
         sys.exit(main(["train", *arguments]))
 

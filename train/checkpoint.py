@@ -6,6 +6,7 @@ was damaged on disk is found out when it is read and not some thousand steps lat
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,10 +16,13 @@ from jax import Array
 
 from train.step import TrainState
 from wedlm_jax.checkpoint.orbax_io import DamagedCheckpoint, StepFolders
-from wedlm_jax.errors import InputError
-from wedlm_jax.processes import jax_processes
+from wedlm_jax.errors import InputError, StorageFailure
+from wedlm_jax.processes import fail_together, jax_processes, say, texts_of_all
 
 CHECKSUMS = "checksums"
+PAUSES_S = (5.0, 30.0)
+"""Before the second and the third attempt in a row to write a state. The clients of a bucket have
+tried several times within each."""
 
 
 class Checkpoints:
@@ -28,22 +32,71 @@ class Checkpoints:
       folder: where they are.
       keep: how many of the newest to keep.
       keep_every: also keep each whose step is a multiple of this; 0 for none.
+      timeout: seconds in which one must be written.
     """
 
-    def __init__(self, folder: Path, keep: int, keep_every: int = 0):
+    def __init__(self, folder: Path, keep: int, keep_every: int = 0, timeout: int = 1200):
         self._folder = folder
-        self._folders = StepFolders(folder, keep, keep_every)
+        self._folders = StepFolders(folder, keep, keep_every, timeout)
+        self._under_way, self._failed, self._pause = False, 0, 0.0
 
     def steps(self) -> list[int]:
         """Lists the steps whose states were written completely, newest first."""
         return self._folders.steps()
 
-    def save(self, state: TrainState) -> None:
-        """Starts to write a state, unless that step is already there."""
+    def save(self, state: TrainState, *, whole: bool = False) -> None:
+        """Starts to write a state, unless that step is already there. All processes call this.
+
+        Args:
+          whole: return when it is written, after as many attempts as it takes.
+
+        Raises:
+          StorageFailure: in all processes, when too many states in a row could not be written.
+        """
+        self._settled()
+        self._start(state)
+        while whole and not self._settled():
+            self._start(state)
+
+    def failed(self) -> bool:
+        """Tells whether the state under way could not be written by a process, so that another
+        should be. All processes ask after the same step.
+
+        Raises:
+          StorageFailure: as in `save`.
+        """
+        if not self._under_way or not jax_processes().all_true(not self._folders.saving):
+            return False
+        return not self._settled()
+
+    def _start(self, state: TrainState) -> None:
         step = int(state.step)
         if step not in self._folders.steps():
+            time.sleep(self._pause)
             arrays = _as_dict(state)
             self._folders.save(step, arrays | {CHECKSUMS: checksums(arrays)})
+            self._under_way = True
+
+    def _settled(self) -> bool:
+        """Waits until no state is under way; tells whether the last one was written."""
+        if not self._under_way:
+            return True
+        self._under_way = False
+        try:
+            self._folders.finish()
+        except StorageFailure as failure:
+            self._failed += 1
+            attempts = len(PAUSES_S) + 1
+            if self._failed == attempts:
+                raise StorageFailure(
+                    f"{self._folder}: {failure}, the last of {attempts} attempts; the same command "
+                    "goes on from the newest whole state"
+                ) from None
+            self._pause = PAUSES_S[self._failed - 1]
+            say(f"{failure}; attempt {self._failed + 1} of {attempts} in {self._pause:g} s")
+            return False
+        self._failed, self._pause = 0, 0.0
+        return True
 
     def restore(self, like: TrainState, say: Callable[[str], None] = print) -> TrainState | None:
         """Returns the newest state that is whole, shaped and placed like ``like``; None where there
@@ -55,6 +108,7 @@ class Checkpoints:
 
         Raises:
           InputError: all states are damaged, or the newest is of another model.
+          StorageFailure: in all processes, when one of them cannot read it now.
         """
         steps = self._folders.steps()
         for step in steps:
@@ -73,13 +127,17 @@ class Checkpoints:
     def _read(self, step: int, like: TrainState) -> TrainState:
         arrays = _as_dict(like)
         expected = jnp.zeros((len(arrays),), jnp.uint32)
-        damage = restored = None
+        damage = failure = ""
+        restored = None
         try:
             restored = self._folders.restore(step, arrays | {CHECKSUMS: expected})
         except DamagedCheckpoint as error:
-            damage = error
-        if not jax_processes().all_true(damage is None):
-            raise damage or DamagedCheckpoint(f"{self._folder}/{step}: damaged on another host")
+            damage = str(error)
+        except StorageFailure as error:
+            failure = str(error)
+        fail_together(failure)
+        if damages := [text for text in texts_of_all(damage) if text]:
+            raise DamagedCheckpoint(damages[0])
         assert restored is not None
         expected = restored.pop(CHECKSUMS)
         wrong = jax.device_get(checksums(restored) != expected)

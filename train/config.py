@@ -247,6 +247,9 @@ class TrainConfig:
         "folder for checkpoints, logs and the exported model; all hosts see it; or gs://",
     )
     checkpoint_every: int = _field(200, "steps between checkpoints", least=1)
+    checkpoint_timeout: int = _field(
+        1200, "seconds in which a checkpoint must be written, or counts as failed", least=1
+    )
     keep_checkpoints: int = _field(2, "newest checkpoints kept", least=1)
     keep_every: int = _field(
         0, "checkpoints at multiples of this are kept for good; 0: none", least=0

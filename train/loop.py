@@ -50,6 +50,7 @@ from wedlm_jax.attention import check_runs_on
 from wedlm_jax.checkpoint.hf import save_checkpoint
 from wedlm_jax.checkpoint.model_folder import RUN_STATES
 from wedlm_jax.checkpoint.run_folder import describe_run, is_described
+from wedlm_jax.errors import StorageFailure
 from wedlm_jax.processes import is_first, say
 from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh
 from wedlm_jax.signals import TERMINATED
@@ -78,6 +79,8 @@ def train(config: TrainConfig) -> Path:
       InputError: something in the recipe or its files is not right, or too many steps in a row
         had to be skipped; then the state is saved.
       RunStopped: SIGTERM or Ctrl-C came; the state is saved, and the same call goes on from it.
+      StorageFailure: in all processes, when one of them could not write or read a state; the same
+        call goes on from the newest whole one.
     """
     time = RunTime()
     schedule_of(config)  # refused before anything is made
@@ -88,7 +91,9 @@ def train(config: TrainConfig) -> Path:
     questions = drawn_questions(config.evaluation)
     output = open_output(config.output)
     files = RunFiles(output)
-    checkpoints = Checkpoints(output / RUN_STATES, config.keep_checkpoints, config.keep_every)
+    checkpoints = Checkpoints(
+        output / RUN_STATES, config.keep_checkpoints, config.keep_every, config.checkpoint_timeout
+    )
     try:
         begun = checkpoints.steps()
         folder = tokenizer_folder(config, output, resumes=bool(begun))
@@ -106,6 +111,9 @@ def train(config: TrainConfig) -> Path:
             program = settled_here(program)
             run = TrainingRun(program, tokenizer, output, files, time, asked)
             parameters = to_export(run.run(checkpoints))  # the moments are not kept for it
+    except StorageFailure:
+        files.abandon()  # the storage may refuse them, too
+        raise
     finally:
         checkpoints.close()
         files.close()
@@ -212,20 +220,22 @@ class TrainingRun:
                     time.step(step, rows.tokens.size, self._flops[shape])
                     last, ends = step == config.steps, stop.after(step)
                     try:
+                        saves = last or ends or step % config.checkpoint_every == 0
                         if last or step % config.log_every == 0:
                             self._log(log, step, pending.record())
-                        if saves := last or ends or step % config.checkpoint_every == 0:
+                            saves = saves or checkpoints.failed()
+                        if saves:
                             pending.keep(step)
                     except TooManySkipped:
                         # From there a restart goes on behind them, and does not count them.
-                        self._save(checkpoints, forgiven(state))
+                        self._save(checkpoints, forgiven(state), whole=True)
                         raise
                     # Before the state: a run that goes on from it does not evaluate this step.
                     self._evaluate(log, step, state, watch)
                     if saves:
                         watch.pause()
                         with time.spent("checkpoint"):
-                            self._save(checkpoints, state)
+                            self._save(checkpoints, state, whole=last or ends)
                     if ends and not last:
                         raise RunStopped(step, stop.status)
                 profiler.end(config.steps, state.step)
@@ -250,9 +260,9 @@ class TrainingRun:
         metrics = self._config.metrics
         return Profiler(self._output, metrics.profile_from, metrics.profile_steps)
 
-    def _save(self, checkpoints: Checkpoints, state: TrainState) -> None:
+    def _save(self, checkpoints: Checkpoints, state: TrainState, *, whole: bool) -> None:
         self._files.publish()  # what is logged up to a state is there when the state is
-        checkpoints.save(state)
+        checkpoints.save(state, whole=whole)
 
     def _compile(self, done: int) -> dict[tuple[int, ...], Any]:
         """The step for every shape of a batch that comes behind step ``done``, compiled before a

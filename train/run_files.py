@@ -13,12 +13,8 @@ import time
 import uuid
 from pathlib import Path
 
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
-
-from wedlm_jax.errors import InputError, shortened
-from wedlm_jax.processes import is_first
+from wedlm_jax.errors import InputError, StorageFailure, shortened
+from wedlm_jax.processes import fail_together, is_first, texts_of_all
 from wedlm_jax.storage import as_path, is_remote, upload
 
 SEEN_WITHIN_S = 60.0
@@ -38,7 +34,7 @@ def open_output(name: str) -> Path:
       InputError: it cannot be written, or a host does not see what another wrote there.
     """
     output = as_path(name)
-    token = _same_everywhere(uuid.uuid4().hex)
+    token = texts_of_all(uuid.uuid4().hex)[0]
     path, failure = output / f".seen-by-all-{token}", ""
     if is_first():
         try:
@@ -47,14 +43,15 @@ def open_output(name: str) -> Path:
         except Exception as error:
             # A bucket's client has errors of many types, those of credentials among them.
             failure = f"cannot be written ({shortened(str(error) or type(error).__name__)})"
-    if failure := _same_everywhere(failure):
+    if failure := texts_of_all(failure)[0]:
         raise InputError(f"{output}: {failure}")
-    blind = [i for i, seen in enumerate(_of_all(_appears(path, token))) if not seen]
+    seen = texts_of_all(token if _appears(path, token) else "")
+    blind = [i for i, found in enumerate(seen) if not found]
     if is_first():
         path.unlink(missing_ok=True)
     if blind:
         raise InputError(
-            f"{output}: what host 0 of {jax.process_count()} writes there is not seen within "
+            f"{output}: what host 0 of {len(seen)} writes there is not seen within "
             f"{SEEN_WITHIN_S:.0f} s by host {', '.join(map(str, blind))}; output must be a folder "
             "that all hosts share, or gs://BUCKET/NAME"
         )
@@ -72,21 +69,6 @@ def _appears(path: Path, token: str) -> bool:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.2)
-
-
-def _same_everywhere(text: str, size: int = 400) -> str:
-    """Returns the first process's text, in every process."""
-    if jax.process_count() == 1:
-        return text
-    content = np.frombuffer(text.encode()[:size].ljust(size, b"\0"), np.uint8)
-    told = np.asarray(multihost_utils.broadcast_one_to_all(content))
-    return told.tobytes().rstrip(b"\0").decode(errors="replace")
-
-
-def _of_all(mine: bool) -> list[bool]:
-    if jax.process_count() == 1:
-        return [mine]
-    return [bool(each) for each in multihost_utils.process_allgather(np.array(mine))]
 
 
 class RunFiles:
@@ -111,21 +93,44 @@ class RunFiles:
 
     def publish(self) -> None:
         """Copies to the bucket what this process has written since the last time: the first its
-        logs, any of them its profiles."""
-        if self._temporary is None:
-            return
+        logs, any of them its profiles. All processes call this.
+
+        Raises:
+          StorageFailure: in all, when one of them cannot.
+        """
+        if self._temporary is not None:
+            failure = ""
+            try:
+                self._copy()
+            except StorageFailure as error:
+                failure = str(error)
+            fail_together(failure)
+
+    def _copy(self) -> None:
         for path in sorted(self.folder.rglob("*")):
             name = str(path.relative_to(self.folder))
             if path.is_file() and self._copied.get(name) != _state(path):
                 state = _state(path)
-                upload(self._output / name, path.read_bytes())
+                try:
+                    upload(self._output / name, path.read_bytes())
+                except InputError as error:  # the run was in this bucket already
+                    raise StorageFailure(str(error)) from None
                 self._copied[name] = state
 
     def close(self) -> None:
         """Copies what is left, and removes the copies of this machine."""
-        self.publish()
+        if self._temporary is not None:
+            try:
+                self._copy()
+            finally:
+                self.abandon()
+
+    def abandon(self) -> None:
+        """Removes the copies of this machine; what was not published is written anew by the next
+        attempt at the run."""
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary = None
 
     def _fetch(self) -> None:
         for pattern in GROWING:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from wedlm_jax import __version__
-from wedlm_jax.errors import InputError, did_you_mean
+from wedlm_jax.errors import STORAGE_FAILED, InputError, StorageFailure, did_you_mean
 
 SUBCOMMANDS = {
     "demo": ("infer.demo", "watch the embedded model decode, with numbers"),
@@ -49,7 +49,8 @@ def help_text() -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a subcommand; returns the exit status: 2 for bad input, 130 when interrupted."""
+    """Runs a subcommand; returns the exit status: 2 for bad input, 74 when storage failed, 130
+    when interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(help_text(), end="")
@@ -66,6 +67,9 @@ def main(arguments: list[str] | None = None) -> int:
     except InputError as error:
         print(f"wedlm {name}: {error}", file=sys.stderr)
         return 2
+    except StorageFailure as failure:
+        print(f"wedlm {name}: {failure}", file=sys.stderr)
+        return STORAGE_FAILED
     except KeyboardInterrupt:
         print(f"wedlm {name}: interrupted", file=sys.stderr)
         return 130

@@ -1,4 +1,4 @@
-"""The one error type for bad input, and what its messages are made of."""
+"""The error types of the command line, and what their messages are made of."""
 
 from __future__ import annotations
 
@@ -13,6 +13,19 @@ class InputError(ValueError):
     Its message is one sentence that names the file, field or record and what was
     expected. The command line prints it and exits with status 2.
     """
+
+
+class StorageFailure(Exception):
+    """Storage refuses, or does not answer: a network, permissions, a full disk.
+
+    Nothing is wrong with what lies there, nor with the input, and the same call may succeed later.
+    Its message is one sentence that names the file and says what the storage said. The command
+    line prints it and exits with status `STORAGE_FAILED`.
+    """
+
+
+STORAGE_FAILED = 74
+"""Exit status after `StorageFailure`: EX_IOERR of sysexits.h."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from wedlm_jax.atomic import part_folder, replacing
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, StorageFailure
 
 # JAX is imported by what needs it: a file job finds out which host it is without.
 
@@ -183,6 +183,40 @@ def sum_over_all(mine: np.ndarray) -> np.ndarray:
     if jax.process_count() == 1:
         return mine
     return np.sum(multihost_utils.process_allgather(mine), axis=0)
+
+
+def texts_of_all(mine: str, size: int = 1000) -> list[str]:
+    """Returns every process's text, in their order, in each of them; all have to call this.
+
+    Args:
+      size: bytes, behind which texts are cut off.
+    """
+    import jax
+    from jax.experimental import multihost_utils
+
+    if jax.process_count() == 1:
+        return [mine]
+    content = np.frombuffer(mine.encode()[:size].ljust(size, b"\0"), np.uint8)
+    return [
+        np.asarray(text).tobytes().rstrip(b"\0").decode(errors="replace")
+        for text in multihost_utils.process_allgather(content)
+    ]
+
+
+def fail_together(failure: str) -> None:
+    """Raises in every process when one of them gives a failure; all have to call this.
+
+    Args:
+      failure: a sentence; empty where there was none.
+
+    Raises:
+      StorageFailure: with the sentences of all that failed.
+    """
+    texts = texts_of_all(failure)
+    if len(texts) > 1:
+        texts = [text and f"host {i} of {len(texts)}: {text}" for i, text in enumerate(texts)]
+    if any(texts):
+        raise StorageFailure("; ".join(filter(None, texts)))
 
 
 def say(text: str) -> None:

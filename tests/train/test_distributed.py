@@ -113,7 +113,7 @@ def test_folders_that_hosts_do_not_share_are_refused_at_once(
                 f"output={tmp_path / str(i)}",
             ],
             tmp_path / f"{i}.txt",
-            patience=0.5,
+            constants={"train.run_files.SEEN_WITHIN_S": 0.5},
         )
         for i in range(2)
     ]

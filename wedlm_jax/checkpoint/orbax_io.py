@@ -12,18 +12,24 @@ import logging
 import math
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from orbax.checkpoint import type_handlers
 
-from wedlm_jax.errors import InputError
-from wedlm_jax.processes import is_first, wait_for_all
+from wedlm_jax.checkpoint.save_meetings import SaveMeetings
+from wedlm_jax.checkpoint.storage_errors import asked_again, told
+from wedlm_jax.errors import InputError, StorageFailure
+from wedlm_jax.processes import fail_together, is_first, jax_processes, texts_of_all
 from wedlm_jax.storage import absolute, is_remote, move_tree
+
+T = TypeVar("T")
 
 COMMITTED = "commit_success.txt"
 """The file that orbax writes last into a state in a bucket, which has no renames."""
@@ -47,13 +53,31 @@ class StepFolders:
       folder: holds a folder a step; made if absent.
       keep: how many of the newest to keep.
       keep_every: also keep each state whose step is a multiple of this; 0 for none.
+      timeout: seconds in which a state must be written.
     """
 
-    def __init__(self, folder: Path, keep: int, keep_every: int = 0):
-        self._folder = folder
+    def __init__(self, folder: Path, keep: int, keep_every: int = 0, timeout: int = 1200):
+        self._folder, processes = folder, jax_processes()
+        client = ocp.multihost.get_jax_distributed_client() if processes.count > 1 else None
+        name = texts_of_all(uuid.uuid4().hex)[0]
+        self._meetings = SaveMeetings(client, processes.index, processes.count, name)
+        self._refused = ""
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, keep_period=keep_every or None, create=True
+            max_to_keep=keep,
+            keep_period=keep_every or None,
+            create=True,
+            async_options=ocp.options.AsyncOptions(
+                timeout_secs=timeout, barrier_sync_fn=self._meetings
+            ),
+            # Without, one process asks the storage something while the others wait for it on the
+            # devices, where they cannot be told that it failed. The background looks, too.
+            file_options=ocp.options.FileOptions(skip_sync_file_validations=True),
         )
+        # What its background threads write of an error; `finish` has one sentence for it.
+        self._silence = contextlib.ExitStack()
+        self._silence.enter_context(_late_reports_unheard())
+        logging.getLogger("absl").addFilter(_is_no_error_of_orbax)
+        self._silence.callback(logging.getLogger("absl").removeFilter, _is_no_error_of_orbax)
         with _quiet():
             self._manager = ocp.CheckpointManager(absolute(folder), options=options)
 
@@ -62,49 +86,110 @@ class StepFolders:
         return sorted(self._manager.all_steps(), reverse=True)
 
     def save(self, step: int, state: dict[str, jax.Array]) -> None:
-        """Writes a state in the background; returns when its arrays may be overwritten."""
-        self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
+        """Writes a state in the background; returns when its arrays may be overwritten.
+
+        The one before it must be over: see `finish`.
+        """
+        self._meetings.begin(step)
+        # Orbax's threads would wait for minutes for a folder that could not be made.
+        refusal = texts_of_all(self._refusal() if is_first() else "")[0]
+        self._refused = self._meetings.sentence({0: refusal}) if refusal else ""
+        if not refusal:
+            self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
+
+    def _refusal(self) -> str:
+        """Writes a file beside the states; returns what the storage has against it."""
+        path = self._folder / ".writable"
+        try:
+            path.write_bytes(b"")
+            path.unlink()
+        except Exception as error:
+            # A bucket's client has errors of many types.
+            return told(error)
+        return ""
+
+    @property
+    def saving(self) -> bool:
+        """Whether a state is being written."""
+        return self._manager.is_saving_in_progress()
+
+    def finish(self) -> None:
+        """Waits until the state under way is over.
+
+        Raises:
+          StorageFailure: in every process, when one of them could not write it. It does not
+            count, and another can be written.
+        """
+        if self._refused:
+            raise StorageFailure(self._refused)
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            self._end_all_threads()
+            raise self._meetings.note(error) from None
+
+    def _end_all_threads(self) -> None:
+        # Where the manager's own thread failed, the one that writes arrays may still run, and
+        # would raise its error in the next save.
+        with contextlib.suppress(Exception):
+            self._manager._checkpointer.wait_until_finished()
 
     def restore(self, step: int, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Reads the state of a step, with the shapes, dtypes and placement of ``like``.
+        """Reads the state of a step, with the shapes, dtypes and placement of ``like``. A process
+        does not wait for the others.
 
         Raises:
           DamagedCheckpoint: it cannot be read.
+          StorageFailure: the storage fails, so that nothing is known of the state.
           InputError: its arrays have other names or shapes.
         """
         folder = step_tree(self._folder / str(step))
         _check_same_shapes(folder, like)
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        try:
-            with _quiet():
-                return self._manager.restore(step, args=ocp.args.StandardRestore(target))
-        except Exception as error:
-            # Tensorstore's errors are of many types; each means that the files are damaged.
-            raise _damaged(folder, error) from None
+        # Not by the manager, which makes processes wait for one that has failed.
+        with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
+            arguments = ocp.args.StandardRestore(target)
+            return _read(folder, lambda: handler.restore(epath.Path(folder), args=arguments))
 
     def set_aside(self, step: int) -> None:
         """Renames a state, so that it counts no more and its step can be written again."""
-        folder = self._folder / str(step)
+        failure = ""
         if is_first():
-            place, number = folder.with_name(f"{step}{DAMAGED}"), 1
-            while place.exists():
-                number += 1
-                place = folder.with_name(f"{step}{DAMAGED}-{number}")
-            if is_remote(folder):
-                move_tree(folder, place, COMMITTED)
-            else:
-                folder.rename(place)
-        wait_for_all(f"set aside {step}")
+            try:
+                self._move_aside(self._folder / str(step))
+            except Exception as error:
+                # A bucket's client has errors of many types.
+                failure = f"{self._folder / str(step)}: cannot be renamed ({told(error)})"
+        fail_together(failure)
         self._manager.reload()
+
+    def _move_aside(self, folder: Path) -> None:
+        place, number = folder.with_name(f"{folder.name}{DAMAGED}"), 1
+        while place.exists():
+            number += 1
+            place = folder.with_name(f"{folder.name}{DAMAGED}-{number}")
+        if is_remote(folder):
+            move_tree(folder, place, COMMITTED)
+        else:
+            folder.rename(place)
 
     def any_set_aside(self) -> bool:
         """Tells whether a state was set aside here, by this run or an earlier attempt at it."""
         return any(self._folder.glob(f"*{DAMAGED}*"))
 
     def close(self) -> None:
-        """Waits until everything is on disk."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        """Waits until everything is on disk.
+
+        Raises:
+          StorageFailure: as `finish` does.
+        """
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise self._meetings.note(error) from None
+        finally:
+            self._manager.close()
+            self._silence.close()
 
 
 def step_tree(step_folder: Path) -> Path:
@@ -214,27 +299,31 @@ def read_arrays(folder: Path, paths: Iterable[str] | None = None) -> dict[str, n
     item = _nested({path: jax.ShapeDtypeStruct(*header) for path, header in wanted.items()})
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
     args = ocp.args.PyTreeRestore(item=item, restore_args=as_numpy, partial_restore=True)
-    try:
-        with _quiet(), ocp.PyTreeCheckpointer() as checkpointer:
-            tree = checkpointer.restore(absolute(folder), args=args)
-    except Exception as error:
-        # Tensorstore's errors are of many types; each means that the files are damaged.
-        raise _damaged(folder, error) from None
+    with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+        tree = _read(folder, lambda: handler.restore(epath.Path(folder), args=args))
     return {_dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _metadata(folder: Path) -> Any:
-    try:
-        with _quiet(), ocp.PyTreeCheckpointer() as checkpointer:
-            metadata = checkpointer.metadata(absolute(folder)).item_metadata
-            if metadata is None:
-                raise ValueError("its description cannot be read")
-            tree = metadata.tree
-    except Exception as error:
-        raise _damaged(folder, error) from None
+    with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+        tree = _read(folder, lambda: handler.metadata(epath.Path(folder)).tree)
     if not jax.tree.leaves(tree):
         raise InputError(f"{folder}: this orbax checkpoint holds no arrays")
     return tree
+
+
+def _read(folder: Path, read: Callable[[], T]) -> T:
+    def quietly() -> T:
+        with _quiet():
+            return read()
+
+    try:
+        return asked_again(folder, quietly)
+    except StorageFailure:
+        raise
+    except Exception as error:
+        # Tensorstore's errors are of many types; the others mean that the files are damaged.
+        raise _damaged(folder, error) from None
 
 
 def _damaged(folder: Path, error: Exception) -> DamagedCheckpoint:
@@ -262,26 +351,39 @@ def _dotted(path: tuple[Any, ...]) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps orbax's informational lines off the terminal, and what follows a failed read.
-
-    Orbax reads many parts at once and closes its event loop at the first failure; the other
-    parts then report to a closed loop, each with a traceback on standard error.
-    """
-    logger, hook = logging.getLogger("absl"), sys.unraisablehook
+    """Keeps orbax's informational lines off the terminal, and what follows a failed read."""
+    logger = logging.getLogger("absl")
     level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with _late_reports_unheard():
+            try:
+                yield
+            except Exception:
+                # Whatever failed: the late reports come before they are heard again.
+                time.sleep(LATE_REPORTS_S)
+                raise
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _late_reports_unheard() -> Iterator[None]:
+    """Drops what comes behind a failure: orbax reads and writes many parts at once and closes its
+    event loop at the first error; the other parts then report to a closed loop, each with a
+    traceback on standard error."""
+    hook = sys.unraisablehook
 
     def without_late_reports(report: Any) -> None:
         if str(report.exc_value) != "Event loop is closed":
             hook(report)
 
-    logger.setLevel(logging.ERROR)
     sys.unraisablehook = without_late_reports
     try:
         yield
-    except Exception:
-        # Whatever failed: the late reports come before the hook is put back.
-        time.sleep(LATE_REPORTS_S)
-        raise
     finally:
         sys.unraisablehook = hook
-        logger.setLevel(level)
+
+
+def _is_no_error_of_orbax(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR or "orbax" not in record.pathname

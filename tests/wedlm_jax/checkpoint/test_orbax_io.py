@@ -146,14 +146,14 @@ def test_reads_that_fail_late_are_not_heard(
     def report(text: str) -> None:
         sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(text)))  # type: ignore[arg-type]
 
-    class Failing(ocp.PyTreeCheckpointer):
+    class Failing(ocp.PyTreeCheckpointHandler):
         def metadata(self, directory: Path) -> None:  # type: ignore[override]
             for text in ("Event loop is closed", "something else"):
                 late.append(threading.Timer(0.1, report, [text]))
                 late[-1].start()
             raise ValueError("cut off")
 
-    monkeypatch.setattr(ocp, "PyTreeCheckpointer", Failing)
+    monkeypatch.setattr(ocp, "PyTreeCheckpointHandler", Failing)
     with pytest.raises(InputError, match="cut off"):
         array_shapes(tmp_path)
     for timer in late:
