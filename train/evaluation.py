@@ -23,6 +23,7 @@ from wedlm_jax.corruption import PackedRows
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.model import Transformer
+from wedlm_jax.model.lora import merged
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.processes import is_first, jax_processes, say, sum_over_all
 from wedlm_jax.sharding import batch_sharding
@@ -89,9 +90,10 @@ class Evaluation:
         if not self._prompts:
             return {}
         dtype = jnp.dtype(self._config.loss.dtype)
+        graph, parameters = nnx.split(merged(nnx.merge(self._graph, parameters)))
         copy = own_copy(self._processes, jax.tree.map(lambda x: x.astype(dtype), parameters))
         with jax.set_mesh(self._processes.local_mesh):
-            counts = self._decode_own(nnx.merge(self._graph, copy))
+            counts = self._decode_own(nnx.merge(graph, copy))
         if self._engine is not None:
             self._engine.release()  # training needs the room
         made, forwards, instances = sum_over_all(counts).tolist()

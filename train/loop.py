@@ -33,7 +33,7 @@ from train.start import (
     tokenizer_folder,
     training_rows,
 )
-from train.step import TrainState, forgiven
+from train.step import TrainState, forgiven, with_frozen
 from train.step_cost import describe_budget, model_flops, peak_flops
 from train.watch.boards import check_boards, open_boards
 from train.watch.log import MetricsLog
@@ -88,13 +88,12 @@ def train(config: TrainConfig) -> Path:
         begun = checkpoints.steps()
         folder = tokenizer_folder(config, output, resumes=bool(begun))
         tokenizer = load_tokenizer(folder)
-        if not begun:
-            check_start(config)
+        check_start(config, output, resumes=bool(begun))
         model = recipe_model(config, folder, output if begun else None)
         program = make_program(config, model, mesh)
         begin_or_resume(config, tokenizer, output, begun)
         if not (begun and is_described(output, model)):
-            describe_run(output, model, folder)
+            describe_run(output, model, folder, program.lora)
         with jax.set_mesh(mesh):
             program = settled_here(program)
             run = TrainingRun(program, tokenizer, output, files, time)
@@ -109,8 +108,9 @@ def train(config: TrainConfig) -> Path:
 
 
 def to_export(state: TrainState) -> nnx.State:
-    """The average of the parameters where the recipe has one, else the newest."""
-    return averaged_parameters(state.optimizer, state.parameters)
+    """The average of the parameters where the recipe has one, else the newest; and what is not
+    trained."""
+    return with_frozen(averaged_parameters(state.optimizer, state.parameters), state.frozen)
 
 
 class TrainingRun:
@@ -135,6 +135,7 @@ class TrainingRun:
         config, model = program.config, program.model
         self._program, self._config, self._mesh = program, config, program.mesh
         self._files, self._output, self._time = files, files.folder, time
+        self._shared = output
         pad = model.pad_token_id or 0
         self._phases, self._data = phases_of(config), []
         for phase in self._phases:  # what cannot be in a later one is refused now
@@ -156,7 +157,7 @@ class TrainingRun:
     def run(self, checkpoints: Checkpoints) -> TrainState:
         """Trains from the newest checkpoint, or from where the recipe starts, to the last step."""
         compiled = self._compile(min(checkpoints.steps(), default=0))
-        state = starting_state(self._program, checkpoints)
+        state = starting_state(self._program, checkpoints, self._shared)
         if int(state.step) < self._config.steps:
             state = self._train(compiled, state, checkpoints)
         return state

@@ -75,10 +75,13 @@ class Linear(nnx.Module):
         else:
             self.weight = nnx.Param(matrix.T)
         self.bias = nnx.Param(jnp.zeros((n_out,), dtype)) if bias else None
+        self.adapter: Any = None  # `wedlm_jax.model.lora.LowRank`
 
     def __call__(self, x: Array) -> Array:
         if self.axis == ROWS:
             y = product(x, self.kernel[...])
+            if self.adapter is not None:
+                y = y + self.adapter(x)
         else:
             y = left_product(self.weight[...], x)
         return y if self.bias is None else y + _along(self.axis, self.bias[...]).astype(x.dtype)
