@@ -149,6 +149,11 @@ class LossSection:
         "compute dtype, bfloat16 or float32; parameters stay float32",
         choices=("bfloat16", "float32"),
     )
+    quantization: str = _field(
+        "none",
+        "int8: layers' matrices multiply 8-bit integers, forward and backward; needs qwix",
+        choices=("none", "int8"),
+    )
     remat: str = _field(
         AUTO,
         "what the backward pass computes anew, from none to full (and offload: layers' inputs wait "

@@ -24,8 +24,10 @@ from wedlm_jax.aot.topology import compiler_options
 from wedlm_jax.attention import check_runs_on
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.corruption import PackedRows
+from wedlm_jax.errors import require_extra
 from wedlm_jax.loss import LossConfig
 from wedlm_jax.model import Transformer
+from wedlm_jax.model.int8_training import with_int8_products
 from wedlm_jax.model.lora import TARGETS, LoraConfig, with_adapters
 from wedlm_jax.sharding import batch_sharding, check_fits, tree_shardings
 
@@ -59,7 +61,9 @@ def guard_of(config: TrainConfig) -> Guard:
 
 def objective_of(config: TrainConfig, model: ModelConfig) -> Objective:
     mask = model.require_mask_token_id() if config.objective == "wedlm" else None
-    loss = LossConfig(**dataclasses.asdict(config.loss))
+    fields = dataclasses.asdict(config.loss)
+    fields.pop("quantization")  # of the model's products, `_transformer`
+    loss = LossConfig(**fields)
     return Objective(config.objective, config.block_size, mask, loss, config.suffix_share)
 
 
@@ -144,8 +148,7 @@ class TrainProgram:
         """Draws what is trained from the recipe's seed, each parameter where it lies."""
 
         def make() -> nnx.State:
-            model = _transformer(self.model, self.lora, self.config.seed)
-            return _split(model, self.config)[1]
+            return _split(_transformer(self.model, self.config), self.config)[1]
 
         layout = jax.tree.map(lambda leaf: leaf.sharding, self.state.parameters)
         return jax.jit(make, out_shardings=layout)()
@@ -179,9 +182,10 @@ def make_program(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> TrainPr
         devices, a schedule without room, or a model without a mask token.
     """
     check_runs_on(config.loss.attention, mesh.devices.flat[0].platform)
+    if config.loss.quantization == "int8":
+        require_extra("loss.quantization", "int8", "qwix")
     check_fits(mesh, model, rows=config.rows, row_length=config.row_length)
-    lora = lora_of(config)
-    shapes = nnx.eval_shape(lambda: _transformer(model, lora, config.seed))
+    shapes = nnx.eval_shape(lambda: _transformer(model, config))
     graph, parameters, frozen = _split(shapes, config)
     optimizer, objective = optimizer_of(config), objective_of(config, model)
     step = make_train_step(
@@ -195,7 +199,7 @@ def make_program(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> TrainPr
     return TrainProgram(
         config=config,
         model=model,
-        lora=lora,
+        lora=lora_of(config),
         mesh=mesh,
         graph=graph,
         optimizer=optimizer,
@@ -207,10 +211,12 @@ def make_program(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> TrainPr
     )
 
 
-def _transformer(config: ModelConfig, lora: LoraConfig | None, seed: int) -> Transformer:
-    """Draws a model, with its adapters."""
-    rngs = nnx.Rngs(params=jax.random.key(seed))
-    model = Transformer(config, rngs=rngs)
+def _transformer(architecture: ModelConfig, config: TrainConfig) -> Transformer:
+    """Draws the model of a recipe, with its adapters."""
+    rngs = nnx.Rngs(params=jax.random.key(config.seed))
+    model, lora = Transformer(architecture, rngs=rngs), lora_of(config)
+    if config.loss.quantization == "int8":
+        model = with_int8_products(model)
     return model if lora is None else with_adapters(model, lora, rngs)
 
 
@@ -220,8 +226,9 @@ def _split(
     """Returns a model's graph, what is trained of it, and, in the compute dtype, what is not; of
     their shapes, too."""
     if model.lora is None:
-        return *nnx.split(model), None
-    graph, adapters, frozen = nnx.split(model, nnx.LoRAParam, ...)
+        graph, parameters = nnx.split(model)
+        return graph, parameters, None
+    graph, adapters, *others = nnx.split(model, nnx.LoRAParam, ...)
     dtype = jnp.dtype(config.loss.dtype)
 
     def cast(leaf: Any) -> Any:
@@ -229,7 +236,7 @@ def _split(
             return jax.ShapeDtypeStruct(leaf.shape, dtype)
         return leaf.astype(dtype)
 
-    return graph, adapters, jax.tree.map(cast, frozen)
+    return graph, adapters, jax.tree.map(cast, others[0])
 
 
 def _abstract_key(mesh: Mesh) -> Any:

@@ -73,12 +73,12 @@ def model_tensors(
 
     def tensor(entry: Entry, layer: int | None, name: str) -> Tensor:
         value = values[entry.path]
-        adapter = [values[path] for path in adapter_of(entry.path) if path in values]
+        a, b = (values.get(path) for path in adapter_of(entry.path))
 
         def read() -> np.ndarray:
             whole = gathered(value, layer)
-            if adapter:
-                whole = merged_kernel(whole, *(gathered(x, layer) for x in adapter), lora_scale)
+            if a is not None and b is not None:
+                whole = merged_kernel(whole, gathered(a, layer), gathered(b, layer), lora_scale)
             return whole.T if entry.transposed else whole
 
         return Tensor(name, entry.hf_shape, np.dtype(dtype or value.dtype), read)

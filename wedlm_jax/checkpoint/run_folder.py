@@ -92,10 +92,10 @@ class RunModel:
         if self._lora is None:
             return self._read([path])[0]
         value = read_parameter(self._base, self._entries[path], np.float32)
-        a, b = adapter_of(path)
-        if a in self._names:
-            layers = zip(value, *self._read([a, b]), strict=True)
-            value = np.stack([merged_kernel(*layer, self._lora.scale) for layer in layers])
+        adapter = [one for one in adapter_of(path) if one in self._names]
+        if adapter:
+            scale, layers = self._lora.scale, zip(value, *self._read(adapter), strict=True)
+            value = np.stack([merged_kernel(w, a, b, scale) for w, a, b in layers])
         return value
 
     def _read(self, paths: list[str]) -> list[np.ndarray]:
