@@ -24,7 +24,7 @@ TOKENS = jax.random.randint(jax.random.key(0), (2, 8), 0, 97)
 def rounded(x: np.ndarray, axis: int | tuple[int, ...]) -> np.ndarray:
     """Integers up to 127 times a scale, which the largest along ``axis`` decides."""
     scale = x.max(axis, keepdims=True) / 127.5
-    # The largest is not negative here: -127.5 is -128 or -127, as the last bit of a quotient has it.
+    # The largest is not negative here: -127.5 is -128 or -127, by the last bit of a quotient.
     assert (np.abs(x) < 127 * scale).sum() + scale.size == x.size
     return np.round(x / scale).clip(-128, 127) * scale
 
