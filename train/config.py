@@ -149,11 +149,6 @@ class LossSection:
         "compute dtype, bfloat16 or float32; parameters stay float32",
         choices=("bfloat16", "float32"),
     )
-    quantization: str = _field(
-        "none",
-        "int8: layers' matrices multiply 8-bit integers, forward and backward; needs qwix",
-        choices=("none", "int8"),
-    )
     remat: str = _field(
         AUTO,
         "what the backward pass computes anew, from none to full (and offload: layers' inputs wait "
@@ -239,6 +234,11 @@ class TrainConfig:
         "share of blocks whose masks are its last tokens, as in verified decoding's windows",
         least=0,
         most=1,
+    )
+    quantized_training: str = _field(
+        "none",
+        "int8: layers' matrices multiply 8-bit integers, forward and backward; needs qwix",
+        choices=("none", "int8"),
     )
     seed: int = _field(0, "of initial parameters, data order and masks")
     output: str = _field(

@@ -61,9 +61,7 @@ def guard_of(config: TrainConfig) -> Guard:
 
 def objective_of(config: TrainConfig, model: ModelConfig) -> Objective:
     mask = model.require_mask_token_id() if config.objective == "wedlm" else None
-    fields = dataclasses.asdict(config.loss)
-    fields.pop("quantization")  # of the model's products, `_transformer`
-    loss = LossConfig(**fields)
+    loss = LossConfig(**dataclasses.asdict(config.loss))
     return Objective(config.objective, config.block_size, mask, loss, config.suffix_share)
 
 
@@ -182,8 +180,8 @@ def make_program(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> TrainPr
         devices, a schedule without room, or a model without a mask token.
     """
     check_runs_on(config.loss.attention, mesh.devices.flat[0].platform)
-    if config.loss.quantization == "int8":
-        require_extra("loss.quantization", "int8", "qwix")
+    if config.quantized_training == "int8":
+        require_extra("quantized_training", "int8", "qwix")
     check_fits(mesh, model, rows=config.rows, row_length=config.row_length)
     shapes = nnx.eval_shape(lambda: _transformer(model, config))
     graph, parameters, frozen = _split(shapes, config)
@@ -215,7 +213,7 @@ def _transformer(architecture: ModelConfig, config: TrainConfig) -> Transformer:
     """Draws the model of a recipe, with its adapters."""
     rngs = nnx.Rngs(params=jax.random.key(config.seed))
     model, lora = Transformer(architecture, rngs=rngs), lora_of(config)
-    if config.loss.quantization == "int8":
+    if config.quantized_training == "int8":
         model = with_int8_products(model)
     return model if lora is None else with_adapters(model, lora, rngs)
 
