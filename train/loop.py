@@ -88,7 +88,7 @@ def train(config: TrainConfig) -> Path:
         begun = checkpoints.steps()
         folder = tokenizer_folder(config, output, resumes=bool(begun))
         tokenizer = load_tokenizer(folder)
-        check_start(config, output, resumes=bool(begun))
+        check_start(config, resumes=bool(begun))
         model = recipe_model(config, folder, output if begun else None)
         program = make_program(config, model, mesh)
         begin_or_resume(config, tokenizer, output, begun)
@@ -135,7 +135,6 @@ class TrainingRun:
         config, model = program.config, program.model
         self._program, self._config, self._mesh = program, config, program.mesh
         self._files, self._output, self._time = files, files.folder, time
-        self._shared = output
         pad = model.pad_token_id or 0
         self._phases, self._data = phases_of(config), []
         for phase in self._phases:  # what cannot be in a later one is refused now
@@ -157,7 +156,7 @@ class TrainingRun:
     def run(self, checkpoints: Checkpoints) -> TrainState:
         """Trains from the newest checkpoint, or from where the recipe starts, to the last step."""
         compiled = self._compile(min(checkpoints.steps(), default=0))
-        state = starting_state(self._program, checkpoints, self._shared)
+        state = starting_state(self._program, checkpoints)
         if int(state.step) < self._config.steps:
             state = self._train(compiled, state, checkpoints)
         return state

@@ -220,14 +220,15 @@ def check_paths(config: TrainConfig) -> None:
         folder_of_this_machine(config.evaluation.source, "evaluation.source")
 
 
-def check_start(config: TrainConfig, output: Path, *, resumes: bool = False) -> None:
+def check_start(config: TrainConfig, *, resumes: bool = False) -> None:
     """Refuses what cannot be started from, by headers, before anything is compiled: a checkpoint
     whose tensors are not its model's, adapters without a model, or states of other adapters.
 
     Args:
-      output: the run's folder.
-      resumes: whether it has states.
+      config: the recipe.
+      resumes: whether the run has states.
     """
+    output = as_path(config.output)
     if resumes:
         before, now = described_lora(output), lora_of(config)
         if before != now:
@@ -249,7 +250,7 @@ def _described(lora: LoraConfig | None) -> str:
     return f"adapters of rank {lora.rank}, alpha {lora.alpha:g} beside {', '.join(lora.targets)}"
 
 
-def starting_state(program: TrainProgram, checkpoints: Checkpoints, output: Path) -> TrainState:
+def starting_state(program: TrainProgram, checkpoints: Checkpoints) -> TrainState:
     """Restores the state to train from, or imports it, or draws it: in the program's places.
 
     A run that has states reads the newest whole one and nothing else, but for the parameters that
@@ -259,20 +260,21 @@ def starting_state(program: TrainProgram, checkpoints: Checkpoints, output: Path
       InputError: all states are damaged, or they are of another model.
     """
     frozen, mesh = program.lora is not None, program.mesh
+    kept = as_path(program.config.output) / RUN_BASE
     dtype = jnp.dtype(program.config.loss.dtype if frozen else "float32")
     state = checkpoints.restore(program.state, say)
     if state is not None:
         say(f"resumed from step {int(state.step)}")
         if not frozen:
             return state
-        base = load_checkpoint(output / RUN_BASE, dtype=dtype, mesh=mesh)
+        base = load_checkpoint(kept, dtype=dtype, mesh=mesh)
         return dataclasses.replace(state, frozen=nnx.state(base))
     folder = program.config.model.init_from
     if folder is None:
         return program.first_state()
     loaded = load_checkpoint(folder, dtype=dtype, mesh=mesh)
     if frozen:
-        save_checkpoint(loaded, program.model, output / RUN_BASE)
+        save_checkpoint(loaded, program.model, kept)
     return program.first_state(nnx.state(loaded))
 
 
