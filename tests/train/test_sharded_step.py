@@ -124,8 +124,8 @@ def test_losses_gradients_and_parameters_equal_those_of_one_device(
 
 @pytest.mark.full
 def test_products_of_integers_are_those_of_one_device_but_for_their_rounding() -> None:
-    """A scale is of a whole row, wherever its parts lie; what is near the edge of two steps may go
-    either way."""
+    """A scale is of a whole row, wherever its parts lie. qwix puts the largest of a row on the edge
+    of two steps, where the last bit decides."""
     graph = nnx.graphdef(with_int8_products(nnx.clone(MODEL)))
     step = make_train_step(graph, optimizer(), objective("streams"))
     mesh, state = make_mesh(LAYOUTS["mixed"]), fresh_state()
@@ -133,9 +133,9 @@ def test_products_of_integers_are_those_of_one_device_but_for_their_rounding() -
     state = jax.device_put(state, tree_shardings(mesh, state))
     with jax.set_mesh(mesh):
         shared, _ = run(step, state, [jax.device_put(batches()[0], batch_sharding(mesh))])
-    assert alone[0]["loss"] != on_one_device()[0][0]["loss"]
-    for name in ("loss", "gradient_norm"):
-        np.testing.assert_allclose(shared[0][name], alone[0][name], rtol=1e-3, err_msg=name)
+    loss, exact = float(alone[0]["loss"]), float(on_one_device()[0][0]["loss"])
+    assert abs(loss - exact) > 2e-4 * exact
+    np.testing.assert_allclose(shared[0]["loss"], loss, rtol=5e-5)
 
 
 def test_every_matrix_and_its_moments_are_cut_and_stay_so() -> None:
