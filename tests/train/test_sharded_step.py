@@ -24,7 +24,6 @@ from train.step import (
 from wedlm_jax.corruption import PackedRows
 from wedlm_jax.errors import InputError
 from wedlm_jax.loss import LossConfig
-from wedlm_jax.model.int8_training import with_int8_products
 from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh, tree_shardings
 
 LENGTH, ROWS, STEPS = 32, 8, 3
@@ -120,22 +119,6 @@ def test_losses_gradients_and_parameters_equal_those_of_one_device(
             np.testing.assert_allclose(found, value, rtol=2e-5, err_msg=jax.tree_util.keystr(path))
     for own, one in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(own, one, rtol=2e-4, atol=2e-5)
-
-
-@pytest.mark.full
-def test_products_of_integers_are_those_of_one_device_but_for_their_rounding() -> None:
-    """A scale is of a whole row, wherever its parts lie. qwix puts the largest of a row on the edge
-    of two steps, where the last bit decides."""
-    graph = nnx.graphdef(with_int8_products(nnx.clone(MODEL)))
-    step = make_train_step(graph, optimizer(), objective("streams"))
-    mesh, state = make_mesh(LAYOUTS["mixed"]), fresh_state()
-    alone, _ = run(step, fresh_state(), batches()[:1])
-    state = jax.device_put(state, tree_shardings(mesh, state))
-    with jax.set_mesh(mesh):
-        shared, _ = run(step, state, [jax.device_put(batches()[0], batch_sharding(mesh))])
-    loss, exact = float(alone[0]["loss"]), float(on_one_device()[0][0]["loss"])
-    assert abs(loss - exact) > 2e-4 * exact
-    np.testing.assert_allclose(shared[0]["loss"], loss, rtol=5e-5)
 
 
 def test_every_matrix_and_its_moments_are_cut_and_stay_so() -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tests.jaxpr_shapes import equations_in
 from tests.training_examples import tiny_transformer
@@ -29,7 +30,9 @@ def rounded(x: np.ndarray, axis: int | tuple[int, ...]) -> np.ndarray:
     return np.round(x / scale).clip(-128, 127) * scale
 
 
-def test_product_and_gradients_are_those_of_rounded_operands() -> None:
+@pytest.mark.parametrize("devices", [1, 4])
+def test_product_and_gradients_are_those_of_rounded_operands(devices: int) -> None:
+    """A scale is of a whole row, wherever its parts lie."""
     random = np.random.default_rng(0)
     normal = (random.normal(size=s).astype("float32") for s in ((2, 5, 16), (16, 6), (2, 5, 6)))
     x, w, g = (np.where(value < 0, value / 8, value) for value in normal)
@@ -39,7 +42,17 @@ def test_product_and_gradients_are_those_of_rounded_operands() -> None:
     def product(x: jax.Array, w: jax.Array) -> jax.Array:
         return nnx.merge(graph, jax.tree.map(lambda _: w, state))(x)
 
-    y, vjp = jax.vjp(product, jnp.asarray(x), jnp.asarray(w))
+    @jax.jit
+    def both(x: jax.Array, w: jax.Array, g: jax.Array) -> tuple:
+        y, vjp = jax.vjp(product, x, w)
+        return y, *vjp(g)
+
+    mesh = Mesh(np.array(jax.devices()[:devices]).reshape(-1, devices // 2 or 1), ("rows", "sums"))
+    cuts = [PartitionSpec("rows", None, "sums"), PartitionSpec("sums"), PartitionSpec("rows")]
+    placed = [
+        jax.device_put(v, NamedSharding(mesh, c)) for v, c in zip((x, w, g), cuts, strict=True)
+    ]
+    y, *gradients = both(*placed)
     x8, w8 = rounded(x, -1), rounded(w, 0)
     np.testing.assert_allclose(y, x8 @ w8, rtol=1e-5, atol=1e-5)
     # The scales of what the gradient meets are taken into it before it is rounded.
@@ -47,7 +60,7 @@ def test_product_and_gradients_are_those_of_rounded_operands() -> None:
     x_scale = np.abs(x).max(-1, keepdims=True) / 127.5
     by_x = rounded(g * w_scale, -1) @ np.round(w8 / w_scale).T
     by_w = np.einsum("btd,btf->df", np.round(x8 / x_scale), rounded(g * x_scale, (0, 1)))
-    for ours, theirs in zip(vjp(jnp.asarray(g)), (by_x, by_w), strict=True):
+    for ours, theirs in zip(gradients, (by_x, by_w), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
