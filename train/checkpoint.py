@@ -1,11 +1,14 @@
 """Training checkpoints: a `TrainState` as the flat dictionary that orbax writes.
 
+What a run does not train is in none of them: it never changes, and may be most of the model.
+
 Each state carries a checksum of every array, computed on the devices, so that a file that
 was damaged on disk is found out when it is read and not some thousand steps later.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -99,8 +102,9 @@ class Checkpoints:
         return True
 
     def restore(self, like: TrainState, say: Callable[[str], None] = print) -> TrainState | None:
-        """Returns the newest state that is whole, shaped and placed like ``like``; None where there
-        were never any. Damaged ones are told through ``say`` and set aside.
+        """Returns the newest state that is whole, shaped and placed like ``like`` but for what is
+        frozen, which it is without; None where there were never any. Damaged ones are told through
+        ``say`` and set aside.
 
         Args:
           like: arrays, or only their shapes and shardings.
@@ -146,7 +150,8 @@ class Checkpoints:
             raise DamagedCheckpoint(
                 f"{self._folder / str(step)}: array {names} is not what was written"
             )
-        return jax.tree.unflatten(jax.tree.structure(like), [restored[n] for n in sorted(restored)])
+        structure = jax.tree.structure(_trained(like))
+        return jax.tree.unflatten(structure, [restored[name] for name in sorted(restored)])
 
     def close(self) -> None:
         self._folders.close()
@@ -172,5 +177,9 @@ def _checksum(x: Array) -> Array:
 
 def _as_dict(state: TrainState) -> dict[str, Array]:
     """Leaves under flat, sortable names: orbax then needs to know none of our classes."""
-    leaves = jax.tree.leaves(state)
+    leaves = jax.tree.leaves(_trained(state))
     return {f"{i:04d}": leaf for i, leaf in enumerate(leaves)}
+
+
+def _trained(state: TrainState) -> TrainState:
+    return dataclasses.replace(state, frozen=None)

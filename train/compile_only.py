@@ -55,7 +55,7 @@ class CompiledStep:
       state_bytes: parameters and moments on one device.
       peak_bytes: the compiler's peak of HBM on one device.
       hbm_limit: what the chip has.
-      model_flops: of the whole step: three times the forward pass's products.
+      model_flops: of the whole step, nothing computed anew (`train.step_cost.model_flops`).
       device_flops: of one device, with what is computed anew in the backward pass.
       remat: the policy, chosen or given.
       attention_share: by samples in a row, visited pairs of a query and a key over those seen.
@@ -218,10 +218,10 @@ def describe(step: CompiledStep) -> str:
         f"compiled in {step.compile_seconds:.0f} s",
         f"parameters           {step.parameters / 1e9:.2f} B",
         f"tokens a step        {step.tokens:,}; {step.computed_tokens:,} of both streams",
-        f"state a chip         {step.state_bytes / gib:.2f} GiB (float32 parameters, moments)",
+        f"state a chip         {step.state_bytes / gib:.2f} GiB (parameters, moments)",
         f"peak of HBM a chip   {step.peak_bytes / gib:.2f} of {step.hbm_limit / gib:.0f} GiB, "
         f"{step.headroom:.0%} to spare",
-        f"products a step      {step.model_flops:.3g} FLOP (forward three times over)",
+        f"products a step      {step.model_flops:.3g} FLOP (forward and backward, none twice)",
         f"computed anew        as loss.remat: {step.remat} says",
         f"products a chip      {step.device_flops.total:.3g} FLOP, what is computed anew included; "
         f"attention {step.device_flops.attention / step.device_flops.total:.0%}",

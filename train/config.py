@@ -20,6 +20,7 @@ from wedlm_jax.attention import IMPLEMENTATIONS
 from wedlm_jax.attention.tiles import LANES
 from wedlm_jax.errors import InputError
 from wedlm_jax.loss import WEIGHTINGS
+from wedlm_jax.model.lora import TARGETS
 from wedlm_jax.model.rematerialisation import POLICIES
 from wedlm_jax.params import MODES
 
@@ -67,6 +68,17 @@ class ModelSection:
     mask_token: str | None = _field(
         None,
         "text or id of the mask token; null: the checkpoint's, or else one that no text has",
+    )
+
+
+@dataclasses.dataclass
+class LoraSection:
+    rank: int = _field(
+        0, "of the adapters that are trained beside frozen parameters; 0: all is trained", least=0
+    )
+    alpha: float = _field(32.0, "what the adapters add is scaled by alpha / rank", above=0)
+    targets: list[str] = _field(
+        [*TARGETS], "matrices of each layer that have adapters", choices=TARGETS
     )
 
 
@@ -241,6 +253,11 @@ class TrainConfig:
         least=0,
         most=1,
     )
+    quantized_training: str = _field(
+        "none",
+        "int8: layers' matrices multiply 8-bit integers, forward and backward; needs qwix",
+        choices=("none", "int8"),
+    )
     seed: int = _field(0, "of initial parameters, data order and masks")
     output: str = _field(
         "runs/train",
@@ -264,6 +281,7 @@ class TrainConfig:
         + ", ".join(field.name for field in dataclasses.fields(PhaseSection)[1:]),
     )
     model: ModelSection = dataclasses.field(default_factory=ModelSection)
+    lora: LoraSection = dataclasses.field(default_factory=LoraSection)
     data: DataSection = dataclasses.field(default_factory=DataSection)
     optimizer: OptimizerSection = dataclasses.field(default_factory=OptimizerSection)
     loss: LossSection = dataclasses.field(default_factory=LossSection)
@@ -351,6 +369,12 @@ def _check(config: TrainConfig, path: str | Path) -> None:
             f"{path}: row_length {config.row_length} is not a multiple of "
             f"block_size {config.block_size}"
         )
+    if config.lora.rank and not config.lora.targets:
+        raise InputError(f"{path}: lora.targets must name at least one of {', '.join(TARGETS)}")
+    if config.lora.rank and config.optimizer.name == "muon":
+        raise InputError(
+            f"{path}: optimizer.name must be adamw with lora.rank: muon is for whole matrices"
+        )
     if config.loss.tile % LANES:
         raise InputError(f"{path}: loss.tile must be a multiple of {LANES}, not {config.loss.tile}")
 
@@ -362,12 +386,12 @@ def _check_fields(section: Any, path: str | Path, prefix: str = "") -> None:
         if dataclasses.is_dataclass(value):
             _check_fields(value, path, f"{name}.")
             continue
-        if isinstance(value, list):
-            for number, one in enumerate(value):
+        for number, one in enumerate(value if isinstance(value, list) else []):
+            if dataclasses.is_dataclass(one):
                 _check_fields(one, path, f"{name}[{number}].")
-            continue
-        if said["choices"] and value not in said["choices"]:
-            raise InputError(f"{path}: {name} must be {_one_of(said['choices'])}, not {value!r}")
+        for one in value if isinstance(value, list) else [value]:
+            if said["choices"] and one not in said["choices"]:
+                raise InputError(f"{path}: {name} must be {_one_of(said['choices'])}, not {one!r}")
         for key, number in value.items() if isinstance(value, dict) else [("", value)]:
             shown = f"{name}: the share of {key}" if key else name
             if bound := _broken_bound(said, number):

@@ -14,6 +14,7 @@ from wedlm_jax.completion import Completion
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.model import Transformer
+from wedlm_jax.model.lora import merged
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.processes import say
 
@@ -52,9 +53,10 @@ class OwnEngine:
     def having(self, parameters: nnx.State) -> Iterator[Engine]:
         """Gives the engine these parameters within the block. All processes of a run call this
         together (`train.distributed.own_copy`); within, each decodes what it has."""
-        cast = jax.tree.map(lambda x: x.astype(self._dtype), parameters)
-        model = nnx.merge(self._graph, own_copy(self._processes, cast))
-        del cast
+        graph, whole = nnx.split(merged(nnx.merge(self._graph, parameters)))
+        cast = jax.tree.map(lambda x: x.astype(self._dtype), whole)
+        model = nnx.merge(graph, own_copy(self._processes, cast))
+        del whole, cast
         mesh = self._processes.local_mesh
         with jax.set_mesh(mesh):
             if self._engine is None:

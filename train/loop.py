@@ -36,7 +36,7 @@ from train.start import (
     tokenizer_folder,
     training_rows,
 )
-from train.step import TrainState, forgiven
+from train.step import TrainState, forgiven, with_frozen
 from train.step_cost import describe_budget, model_flops, peak_flops
 from train.streams import row_tokens
 from train.watch.boards import check_boards, open_boards
@@ -98,14 +98,13 @@ def train(config: TrainConfig) -> Path:
         begun = checkpoints.steps()
         folder = tokenizer_folder(config, output, resumes=bool(begun))
         tokenizer = load_tokenizer(folder)
-        if not begun:
-            check_start(config)
+        check_start(config, resumes=bool(begun))
         model = recipe_model(config, folder, output if begun else None)
         program = make_program(config, model, mesh)
         asked = asked_questions(config, questions, folder, model.max_position_embeddings)
         begin_or_resume(config, tokenizer, output, begun)
         if not (begun and is_described(output, model)):
-            describe_run(output, model, folder)
+            describe_run(output, model, folder, program.lora)
         program = make_program(with_blocks(config, program, output, tokenizer), model, mesh)
         with jax.set_mesh(mesh):
             program = settled_here(program)
@@ -136,8 +135,9 @@ def with_blocks(
 
 
 def to_export(state: TrainState) -> nnx.State:
-    """The average of the parameters where the recipe has one, else the newest."""
-    return averaged_parameters(state.optimizer, state.parameters)
+    """The average of the parameters where the recipe has one, else the newest; and what is not
+    trained."""
+    return with_frozen(averaged_parameters(state.optimizer, state.parameters), state.frozen)
 
 
 class TrainingRun:

@@ -26,8 +26,11 @@ from wedlm_jax.aot.topology import compiler_options
 from wedlm_jax.attention import check_runs_on
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.corruption import PackedRows
+from wedlm_jax.errors import require_extra
 from wedlm_jax.loss import LossConfig
 from wedlm_jax.model import Transformer
+from wedlm_jax.model.int8_training import with_int8_products
+from wedlm_jax.model.lora import TARGETS, LoraConfig, with_adapters
 from wedlm_jax.sharding import batch_sharding, check_fits, tree_shardings
 
 
@@ -47,6 +50,13 @@ def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
     )
 
 
+def lora_of(config: TrainConfig) -> LoraConfig | None:
+    """The recipe's adapters; None where it trains all parameters."""
+    lora = config.lora
+    targets = tuple(name for name in TARGETS if name in lora.targets)
+    return LoraConfig(lora.rank, lora.alpha, targets) if lora.rank else None
+
+
 def guard_of(config: TrainConfig) -> Guard:
     return Guard(spike_factor=config.optimizer.spike_factor)
 
@@ -58,14 +68,19 @@ def objective_of(config: TrainConfig, model: ModelConfig) -> Objective:
 
 
 def abstract_state(
-    mesh: Mesh, parameters: nnx.State, optimizer: optax.GradientTransformation
+    mesh: Mesh,
+    parameters: nnx.State,
+    optimizer: optax.GradientTransformation,
+    frozen: nnx.State | None = None,
 ) -> TrainState:
-    """Shapes, dtypes and places of the first state; ``parameters`` may be shapes, too."""
+    """Shapes, dtypes and places of the first state; ``parameters`` and ``frozen`` may be shapes,
+    too."""
 
-    def first(parameters: nnx.State) -> TrainState:
-        return TrainState(jnp.zeros((), jnp.int32), parameters, optimizer.init(parameters))
+    def first(parameters: nnx.State, frozen: nnx.State | None) -> TrainState:
+        step, moments = jnp.zeros((), jnp.int32), optimizer.init(parameters)
+        return TrainState(step, parameters, moments, frozen=frozen)
 
-    shapes = jax.eval_shape(first, parameters)
+    shapes = jax.eval_shape(first, parameters, frozen)
 
     def place(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -97,6 +112,7 @@ class TrainProgram:
     Attributes:
       config: the recipe.
       model: the architecture that it trains.
+      lora: the adapters that it trains beside frozen parameters; None where it trains all.
       mesh: where.
       graph: of the model.
       optimizer: under its schedule.
@@ -109,6 +125,7 @@ class TrainProgram:
 
     config: TrainConfig
     model: ModelConfig
+    lora: LoraConfig | None
     mesh: Mesh
     graph: nnx.GraphDef[Transformer]
     optimizer: optax.GradientTransformation
@@ -136,23 +153,28 @@ class TrainProgram:
         return jax.jit(lambda: jax.random.key(self.config.seed), out_shardings=self.key.sharding)()
 
     def random_parameters(self) -> nnx.State:
-        """Draws parameters from the recipe's seed, each where it lies."""
+        """Draws what is trained from the recipe's seed, each parameter where it lies."""
 
         def make() -> nnx.State:
-            key = jax.random.key(self.config.seed)
-            return nnx.state(Transformer(self.model, rngs=nnx.Rngs(params=key)))
+            return _split(_transformer(self.model, self.config), self.config)[1]
 
         layout = jax.tree.map(lambda leaf: leaf.sharding, self.state.parameters)
         return jax.jit(make, out_shardings=layout)()
 
-    def first_state(self, parameters: nnx.State) -> TrainState:
-        """Makes the state before the first step around parameters that are placed already, the rest
-        where it lies."""
+    def first_state(self, given: nnx.State | None = None) -> TrainState:
+        """Makes the state before the first step, all where it lies.
+
+        Args:
+          given: the model's parameters, placed already: those to train, or, where adapters are
+            trained, those that stay. By default they are drawn.
+        """
+        frozen = given if self.lora else None
+        parameters = self.random_parameters() if given is None or self.lora else given
         layout = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         moments = jax.jit(self.optimizer.init, out_shardings=layout.optimizer)(parameters)
         step = jax.device_put(jnp.zeros((), jnp.int32), layout.step)
         guard = jax.device_put(GuardState.first(), layout.guard)
-        return TrainState(step, parameters, moments, guard)
+        return TrainState(step, parameters, moments, guard, frozen)
 
 
 def make_program(
@@ -171,8 +193,11 @@ def make_program(
         devices, a schedule without room, or a model without a mask token.
     """
     check_runs_on(config.loss.attention, mesh.devices.flat[0].platform)
+    if config.quantized_training == "int8":
+        require_extra("quantized_training", "int8", "qwix")
     check_fits(mesh, model, rows=config.rows, row_tokens=row_tokens(config))
-    graph, parameters = nnx.split(nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0))))
+    shapes = nnx.eval_shape(lambda: _transformer(model, config))
+    graph, parameters, frozen = _split(shapes, config)
     optimizer, objective = optimizer_of(config), objective_of(config, model)
     step = make_train_step(
         graph,
@@ -185,15 +210,44 @@ def make_program(
     return TrainProgram(
         config=config,
         model=model,
+        lora=lora_of(config),
         mesh=mesh,
         graph=graph,
         optimizer=optimizer,
         objective=objective,
         step=step,
-        state=abstract_state(mesh, parameters, optimizer),
+        state=abstract_state(mesh, parameters, optimizer, frozen),
         rows=abstract_rows(config, mesh, sources or len(source_names(config))),
         key=_abstract_key(mesh),
     )
+
+
+def _transformer(architecture: ModelConfig, config: TrainConfig) -> Transformer:
+    """Draws the model of a recipe, with its adapters."""
+    rngs = nnx.Rngs(params=jax.random.key(config.seed))
+    model, lora = Transformer(architecture, rngs=rngs), lora_of(config)
+    if config.quantized_training == "int8":
+        model = with_int8_products(model)
+    return model if lora is None else with_adapters(model, lora, rngs)
+
+
+def _split(
+    model: Transformer, config: TrainConfig
+) -> tuple[nnx.GraphDef[Transformer], nnx.State, nnx.State | None]:
+    """Returns a model's graph, what is trained of it, and, in the compute dtype, what is not; of
+    their shapes, too."""
+    if model.lora is None:
+        graph, parameters = nnx.split(model)
+        return graph, parameters, None
+    graph, adapters, *others = nnx.split(model, nnx.LoRAParam, ...)
+    dtype = jnp.dtype(config.loss.dtype)
+
+    def cast(leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, dtype)
+        return leaf.astype(dtype)
+
+    return graph, adapters, jax.tree.map(cast, others[0])
 
 
 def _abstract_key(mesh: Mesh) -> Any:

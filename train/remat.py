@@ -143,7 +143,8 @@ def _key(config: TrainConfig, model: ModelConfig, kind: str, count: int, capacit
     """Names everything that the memory of a step depends on."""
     fields = dataclasses.asdict(largest_phase(config).config)
     sizes = ("rows", "accumulation", "row_length", "block_size", "prediction_blocks")
-    given = {name: fields[name] for name in (*sizes, "objective", "mesh", "loss")}
+    kinds = ("objective", "quantized_training", "mesh", "loss", "lora")
+    given = {name: fields[name] for name in (*sizes, *kinds)}
     optimizer = fields["optimizer"]
     given |= {name: optimizer[name] for name in ("name", "first_moment_dtype")}
     given |= {"averaged": optimizer["average"] > 0, "norms": fields["metrics"]["norms"]}

@@ -30,17 +30,17 @@ from train.data.synthetic import (
 from train.data.tokenizer import save_tokenizer, train_tokenizer
 from train.embedded.corpus import generate
 from train.prediction_blocks import most_trainable_blocks, needed_by_sources
-from train.program import TrainProgram
+from train.program import TrainProgram, lora_of
 from train.step import TrainState
-from wedlm_jax.checkpoint.hf import check_tensors, load_checkpoint
+from wedlm_jax.checkpoint.hf import check_tensors, load_checkpoint, save_checkpoint
 from wedlm_jax.checkpoint.mask_token import (
     choose_mask_token,
     describe_mask_token,
     special_tokens,
 )
-from wedlm_jax.checkpoint.model_folder import RUN_MODEL
+from wedlm_jax.checkpoint.model_folder import RUN_BASE, RUN_MODEL
 from wedlm_jax.checkpoint.opened import open_checkpoint
-from wedlm_jax.checkpoint.run_folder import described_model
+from wedlm_jax.checkpoint.run_folder import described_lora, described_model
 from wedlm_jax.config import (
     CONFIG_FIELDS,
     PUBLISHED_MASK_TOKEN_ID,
@@ -50,6 +50,7 @@ from wedlm_jax.config import (
     config_to_hf,
 )
 from wedlm_jax.errors import InputError, did_you_mean
+from wedlm_jax.model.lora import LoraConfig
 from wedlm_jax.processes import is_first, say, wait_for_all
 from wedlm_jax.storage import as_path, folder_of_this_machine
 
@@ -220,29 +221,61 @@ def check_paths(config: TrainConfig) -> None:
         folder_of_this_machine(config.evaluation.source, "evaluation.source")
 
 
-def check_start(config: TrainConfig) -> None:
-    """Refuses a checkpoint to start from whose tensors are not its model's: by its headers, before
-    anything is compiled."""
-    if config.model.init_from is not None:
+def check_start(config: TrainConfig, *, resumes: bool = False) -> None:
+    """Refuses what cannot be started from, by headers, before anything is compiled: a checkpoint
+    whose tensors are not its model's, adapters without a model, or states of other adapters.
+
+    Args:
+      config: the recipe.
+      resumes: whether the run has states.
+    """
+    output = as_path(config.output)
+    if resumes:
+        before, now = described_lora(output), lora_of(config)
+        if before != now:
+            raise InputError(
+                f"lora: this run began with {_described(before)}, the recipe has "
+                f"{_described(now)}; give that a folder of its own instead of {output}"
+            )
+        if now is not None:
+            check_tensors(open_checkpoint(output / RUN_BASE))
+    elif config.model.init_from is not None:
         check_tensors(open_checkpoint(config.model.init_from))
+    elif config.lora.rank:
+        raise InputError("lora.rank needs model.init_from: the model that the adapters belong to")
+
+
+def _described(lora: LoraConfig | None) -> str:
+    if lora is None:
+        return "no adapters"
+    return f"adapters of rank {lora.rank}, alpha {lora.alpha:g} beside {', '.join(lora.targets)}"
 
 
 def starting_state(program: TrainProgram, checkpoints: Checkpoints) -> TrainState:
     """Restores the state to train from, or imports it, or draws it: in the program's places.
 
-    A run that has states reads the newest whole one and nothing else. All processes call this.
+    A run that has states reads the newest whole one and nothing else, but for the parameters that
+    it does not train: these it writes to its folder once. All processes call this.
 
     Raises:
       InputError: all states are damaged, or they are of another model.
     """
+    frozen, mesh = program.lora is not None, program.mesh
+    kept = as_path(program.config.output) / RUN_BASE
+    dtype = jnp.dtype(program.config.loss.dtype if frozen else "float32")
     state = checkpoints.restore(program.state, say)
     if state is not None:
         say(f"resumed from step {int(state.step)}")
-        return state
+        if not frozen:
+            return state
+        base = load_checkpoint(kept, dtype=dtype, mesh=mesh)
+        return dataclasses.replace(state, frozen=nnx.state(base))
     folder = program.config.model.init_from
     if folder is None:
-        return program.first_state(program.random_parameters())
-    loaded = load_checkpoint(folder, dtype=jnp.float32, mesh=program.mesh)
+        return program.first_state()
+    loaded = load_checkpoint(folder, dtype=dtype, mesh=mesh)
+    if frozen:
+        save_checkpoint(loaded, program.model, kept)
     return program.first_state(nnx.state(loaded))
 
 

@@ -43,15 +43,17 @@ class TrainState:
 
     Attributes:
       step: int32 scalar, completed steps.
-      parameters: the model's `nnx.State`, float32.
+      parameters: those that are trained, an `nnx.State` in float32: the model's, or its adapters'.
       optimizer: the optax state.
       guard: what decides which steps are skipped.
+      frozen: the model's other parameters, in the compute dtype; None where all are trained.
     """
 
     step: Array
     parameters: nnx.State
     optimizer: Any
     guard: GuardState = dataclasses.field(default_factory=GuardState.first)
+    frozen: nnx.State | None = None
 
 
 def forgiven(state: TrainState) -> TrainState:
@@ -120,7 +122,9 @@ def make_train_step(
     @partial(jax.jit, donate_argnums=0)
     def step(state: TrainState, rows: PackedRows, key: Array) -> tuple[TrainState, Metrics]:
         batches, denominators, loss = prepare(objective, rows, jax.random.fold_in(key, state.step))
-        gradients, metrics = accumulate(graph, state.parameters, batches, denominators, loss)
+        gradients, metrics = accumulate(
+            graph, state.parameters, batches, denominators, loss, state.frozen
+        )
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
         parameters = optax.apply_updates(state.parameters, updates)
         # Before clipping: a spike must be seen.
@@ -138,10 +142,17 @@ def make_train_step(
             metrics |= group_norms(state.parameters, "parameter") | group_norms(updates, "update")
         if schedule is not None:
             metrics["learning_rate"] = learning_rate(schedule, state.optimizer)
-        new_state = TrainState(state.step + 1, parameters, optimizer_state, guard_state)
+        new_state = TrainState(
+            state.step + 1, parameters, optimizer_state, guard_state, state.frozen
+        )
         return constrain_tree(new_state), metrics
 
     return step
+
+
+def with_frozen(parameters: nnx.State, frozen: nnx.State | None) -> nnx.State:
+    """Returns all parameters of a model of which some are trained."""
+    return parameters if frozen is None else nnx.merge_state(parameters, frozen)
 
 
 EvaluationStep = Callable[[nnx.State, PackedRows, Array], Metrics]
@@ -213,11 +224,14 @@ def accumulate(
     batches: Any,
     denominators: dict[str, Array],
     loss: LossFn,
+    frozen: nnx.State | None = None,
 ) -> tuple[nnx.State, Metrics]:
-    """Gradients and metrics of the global batch, one micro-batch in memory at a time."""
+    """Gradients by ``parameters`` and metrics of the global batch, one micro-batch in memory at a
+    time. ``frozen`` are the model's other parameters, if there are others."""
 
     def total(parameters: nnx.State, batch: Any) -> tuple[Array, Metrics]:
-        value, shares = loss(nnx.merge(graph, parameters), batch, denominators)
+        model = nnx.merge(graph, with_frozen(parameters, frozen))
+        value, shares = loss(model, batch, denominators)
         return value, {"loss": value, **shares}
 
     gradient = jax.grad(total, has_aux=True)

@@ -82,7 +82,13 @@ def model_flops(config: TrainConfig, model: ModelConfig) -> float:
     """Products of a step, forward and backward, nothing computed anew counted: what MFU is
     relative to."""
     rows = config.rows * config.accumulation
-    return 3 * forward_flops(model, rows, config.row_length, prediction_length(config))
+    forward = forward_flops(model, rows, config.row_length, prediction_length(config))
+    tokens = rows * row_tokens(config)
+    adapters = 3 * 2 * tokens * _adapter_parameters(config, model)
+    # No gradient of a parameter that stays as it is; attention has none to leave out.
+    attention = 2 * _FORWARD * _width(model) * tokens * config.row_length / 2
+    left_out = forward - attention if config.lora.rank else 0.0
+    return 3 * forward - left_out + adapters
 
 
 def program_flops(config: TrainConfig, model: ModelConfig, rows: int, kind: str = "") -> StepFlops:
@@ -95,9 +101,10 @@ def program_flops(config: TrainConfig, model: ModelConfig, rows: int, kind: str 
     tokens = rows * row_tokens(config)
     kept = KEPT.get(config.loss.remat)
     again = 0 if kept is None else _parameters_anew(model, kept)
-    layers = 2 * tokens * (3 * _layer_parameters(model) + again)
+    passes, adapters = 2 if config.lora.rank else 3, 3 * _adapter_parameters(config, model)
+    layers = 2 * tokens * (passes * _layer_parameters(model) + again + adapters)
     targets = rows * _targets(config.row_length, prediction_length(config))
-    head = 3 * 2 * _head_parameters(model) * targets
+    head = passes * 2 * _head_parameters(model) * targets
     repeats = kept is not None and "attended" not in kept
     pairs = rows * visited_pairs(config, kind)
     attention = 2 * _width(model) * pairs * (_FORWARD * (1 + repeats) + _BACKWARD)
@@ -173,6 +180,17 @@ def _layer_parameters(model: ModelConfig) -> int:
     return model.num_parameters(embeddings=False)
 
 
+def _adapter_parameters(config: TrainConfig, model: ModelConfig) -> int:
+    """Of all layers together."""
+    queries = model.num_attention_heads * model.head_dim
+    keys = model.num_key_value_heads * model.head_dim
+    # One side of each matrix is the hidden states'; here is the other.
+    sides = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries}
+    sides |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), model.intermediate_size)
+    total = sum(model.hidden_size + sides[name] for name in {*config.lora.targets})
+    return model.num_hidden_layers * config.lora.rank * total
+
+
 def _parameters_anew(model: ModelConfig, kept: tuple[str, ...]) -> int:
     """Parameters whose products the backward pass computes anew. No gradient needs a layer's last
     product, the MLP's, so it never is."""
@@ -205,6 +223,10 @@ def describe_budget(state: TrainState, compiled: jax.stages.Compiled) -> str:
     device = jax.local_devices()[0]
     parameters, optimizer = local_bytes(state.parameters), local_bytes(state.optimizer)
     parts = [f"parameters {_gib(parameters)}", f"optimizer {_gib(optimizer)}"]
+    if state.frozen is not None:
+        frozen = local_bytes(state.frozen)
+        parts.insert(0, f"frozen {_gib(frozen)}")
+        parameters += frozen
     memory = compiled.memory_analysis()
     peak = getattr(memory, "peak_memory_in_bytes", 0) or 0
     if peak:

@@ -152,6 +152,8 @@ def parameter_axes(path: str) -> tuple[str, ...] | None:
     # A matrix of 8-bit integers has a scale for each output, `wedlm_jax.model.quantization`.
     matrix = next((name for name in parts[-2:-1] if name in _INPUT), None)
     rounded = parts.pop() if matrix else None
+    if parts[-2:-1] == ["adapter"]:
+        return _adapter_axes(parts)
     for ending, axes in PARAMETER_AXES.items():
         wanted = ending.split("/")
         if parts[-len(wanted) :] == wanted:
@@ -159,6 +161,13 @@ def parameter_axes(path: str) -> tuple[str, ...] | None:
                 axes = ("features", axes[1]) if _INPUT[matrix] == 0 else (axes[0], "features")
             return ("layers", *axes) if _are_stacked(parts) else axes
     return None
+
+
+def _adapter_axes(parts: Sequence[str]) -> tuple[str, ...]:
+    """Returns the axes of A or B of an adapter (`wedlm_jax.model.lora`): those of its kernel, the
+    rank whole on every device."""
+    n_in, n_out = PARAMETER_AXES[f"{parts[-3]}/kernel"]
+    return ("layers", n_in, "features") if parts[-1] == "a" else ("layers", "features", n_out)
 
 
 _INPUT = {"kernel": 0, "lm_head": 0, "weight": 1, "head_weight": 1}

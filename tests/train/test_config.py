@@ -75,6 +75,7 @@ def test_a_saved_recipe_loads_as_the_same(tmp_path: Path) -> None:
         ("row_lenght: 64", "row_lenght", "row_length"),
         ("optimizer: {learning_rat: 1}", "optimizer.learning_rat", "optimizer.learning_rate"),
         ("loss: {wieghting: uniform}", "loss.wieghting", "loss.weighting"),
+        ("lora: {target: [q_proj]}", "lora.target", "lora.targets"),
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest_one(
@@ -186,6 +187,14 @@ def test_an_unknown_objective_is_refused_by_name(tmp_path: Path) -> None:
         ("optimizer.clip_norm=0", "optimizer.clip_norm must be above 0, not 0.0"),
         ("optimizer.name=sgd", "optimizer.name must be adamw or muon, not 'sgd'"),
         ("data.weights={prose: 0}", "data.weights: the share of prose must be above 0, not 0.0"),
+        ("lora.rank=-1", "lora.rank must be at least 0, not -1"),
+        ("lora.alpha=0", "lora.alpha must be above 0, not 0.0"),
+        (
+            "lora.targets=[q_proj, lm_head]",
+            "lora.targets must be one of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, "
+            "down_proj, not 'lm_head'",
+        ),
+        ("quantized_training=int4", "quantized_training must be none or int8, not 'int4'"),
     ],
 )
 def test_a_value_out_of_bounds_is_refused(tmp_path: Path, override: str, message: str) -> None:
@@ -193,6 +202,22 @@ def test_a_value_out_of_bounds_is_refused(tmp_path: Path, override: str, message
     with pytest.raises(InputError) as refused:
         load_config(path, [override])
     assert str(refused.value) == f"{path}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("lora.targets=[]", "lora.targets must name at least one of q_proj, k_proj, v_proj"),
+        ("optimizer.name=muon", "optimizer.name must be adamw with lora.rank"),
+    ],
+)
+def test_what_does_not_go_with_adapters_is_refused(
+    tmp_path: Path, override: str, message: str
+) -> None:
+    path = recipe(tmp_path)
+    load_config(path, [override])
+    with pytest.raises(InputError, match=message):
+        load_config(path, ["lora.rank=4", override])
 
 
 def test_sources_to_train_on_need_one_to_evaluate_on(tmp_path: Path) -> None:

@@ -181,7 +181,9 @@ def describe_topology(name: str) -> Topology:
     jax.config.update("jax_platforms", "cpu")
     from jax.experimental import topologies
 
-    options = {"num_slices": slices} if slices > 1 else {}
+    options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
+    if math.prod(shape) == 1:
+        options["chips_per_host_bounds"] = [1, 1, 1]  # of hosts with more, no part is a topology
     try:
         described = topologies.get_topology_desc(
             platform="tpu", topology_name=f"{kind}:{'x'.join(map(str, shape))}", **options

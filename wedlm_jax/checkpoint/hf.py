@@ -155,7 +155,7 @@ def save_checkpoint(
     that lie on several hosts are gathered tensor by tensor.
 
     Args:
-      model: what to write, however it is sharded.
+      model: what to write, however it is sharded; adapters are merged.
       config: written as ``config.json``; normally ``model.config``.
       folder: must not exist, or hold an earlier checkpoint, which is replaced.
       dtype: "float32", "bfloat16" or "float16"; that of the parameters by default.
@@ -177,7 +177,8 @@ def save_checkpoint(
     arrays = arrays_from_model(model)
     if any(entry.path not in arrays for entry in entries):
         raise InputError(f"{folder}: the model's matrices are rounded; export it as it was before")
-    tensors = model_tensors(entries, arrays, np_dtype)
+    scale = 0.0 if model.lora is None else model.lora.scale
+    tensors = model_tensors(entries, arrays, np_dtype, scale)
     with replacing_together(folder, processes) as beside:
         write_weights(plan_files(tensors, shard_bytes), beside, processes)
         if processes.index == 0:

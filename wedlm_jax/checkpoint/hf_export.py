@@ -23,6 +23,7 @@ from wedlm_jax.checkpoint.dtypes import bits
 from wedlm_jax.checkpoint.hf_folder import INDEX, WEIGHTS
 from wedlm_jax.checkpoint.safetensors_file import Header, write_safetensors
 from wedlm_jax.errors import InputError
+from wedlm_jax.model.lora import adapter_of, merged_kernel
 from wedlm_jax.processes import ALONE, Processes
 
 if TYPE_CHECKING:
@@ -56,21 +57,28 @@ class Tensor:
 
 
 def model_tensors(
-    entries: Sequence[Entry], values: Mapping[str, jax.Array], dtype: Any = None
+    entries: Sequence[Entry],
+    values: Mapping[str, jax.Array],
+    dtype: Any = None,
+    lora_scale: float = 0.0,
 ) -> list[Tensor]:
-    """Returns a model's parameters as Hugging Face's tensors.
+    """Returns a model's parameters as Hugging Face's tensors, what adapters add included.
 
     Args:
       entries: the table, from `wedlm_jax.checkpoint.hf.parameter_entries`.
       values: the parameters by dotted path, however they are sharded.
       dtype: of the tensors; that of the parameters by default.
+      lora_scale: of the adapters, if there are some.
     """
 
     def tensor(entry: Entry, layer: int | None, name: str) -> Tensor:
         value = values[entry.path]
+        a, b = (values.get(path) for path in adapter_of(entry.path))
 
         def read() -> np.ndarray:
             whole = gathered(value, layer)
+            if a is not None and b is not None:
+                whole = merged_kernel(whole, gathered(a, layer), gathered(b, layer), lora_scale)
             return whole.T if entry.transposed else whole
 
         return Tensor(name, entry.hf_shape, np.dtype(dtype or value.dtype), read)

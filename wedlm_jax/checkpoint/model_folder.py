@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 ORBAX = "orbax"
 RUN_STATES = "checkpoints"
 RUN_MODEL = "model"
+RUN_BASE = "base"
+"""The parameters that a run with adapters does not train, a Hugging Face folder."""
 FORMATS = ("hf", "orbax")
 
 

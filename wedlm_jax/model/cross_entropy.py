@@ -13,6 +13,7 @@ over as many chunks as hold some.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,28 +63,34 @@ def _cross_entropy(
 
 
 def _forward(
-    hidden: Array, head: Array, targets: Array, weights: Array, wanted: Array, chunk: int
-) -> tuple[tuple[Array, Array, Array], tuple[Array, Array]]:
+    *arguments: Any,
+) -> tuple[tuple[Array, Array, Array], tuple[Array, Array | None]]:
+    *primals, chunk = arguments
+    hidden, head, targets, weights, wanted = (primal.value for primal in primals)
+    # A head that is not trained has no gradient: it would be as large as the head, in float32.
+    by_head = primals[1].perturbed
     # Each device keeps the whole matrix, and the whole sum of its gradient, while it goes through
     # its own chunks.
     local = on_own_tokens(
-        partial(_loss_and_gradients, chunk=chunk),
+        partial(_loss_and_gradients, chunk=chunk, by_head=by_head),
         [(*TOKENS, None), (None, None), TOKENS, TOKENS, TOKENS],
-        [TOKENS, TOKENS, (*TOKENS, None), ("hidden", None)],
+        [TOKENS, TOKENS, (*TOKENS, None), *[("hidden", None)] * by_head],
     )
-    nll, hit, d_hidden, d_head = local(hidden, head.astype(hidden.dtype), targets, weights, wanted)
-    return ((weights * nll).sum(), nll, hit), (d_hidden, d_head.astype(head.dtype))
+    nll, hit, d_hidden, *d_head = local(hidden, head.astype(hidden.dtype), targets, weights, wanted)
+    gradient = d_head[0].astype(head.dtype) if by_head else None
+    return ((weights * nll).sum(), nll, hit), (d_hidden, gradient)
 
 
 def _backward(
-    _: int, gradients: tuple[Array, Array], cotangents: tuple[Array, Array, Array]
+    _: int, gradients: tuple[Array, Array | None], cotangents: tuple[Array, Any, Any]
 ) -> tuple[Array | None, ...]:
     d_hidden, d_head = gradients
     scale = cotangents[0]
-    return (scale * d_hidden).astype(d_hidden.dtype), scale * d_head, None, None, None
+    by_head = None if d_head is None else scale * d_head
+    return (scale * d_hidden).astype(d_hidden.dtype), by_head, None, None, None
 
 
-_cross_entropy.defvjp(_forward, _backward)
+_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _loss(
@@ -103,8 +110,15 @@ def _loss(
 
 
 def _loss_and_gradients(
-    hidden: Array, head: Array, targets: Array, weights: Array, wanted: Array, *, chunk: int
-) -> tuple[Array, Array, Array, Array]:
+    hidden: Array,
+    head: Array,
+    targets: Array,
+    weights: Array,
+    wanted: Array,
+    *,
+    chunk: int,
+    by_head: bool,
+) -> tuple[Array, ...]:
     order, place, count, chunk = _wanted_first(wanted, chunk)
     width = hidden.shape[-1]
     states, target = hidden.reshape(-1, width), targets.reshape(-1)
@@ -118,21 +132,24 @@ def _loss_and_gradients(
         d_states = jnp.matmul(
             slope.astype(head.dtype), head.T, preferred_element_type=jnp.float32
         ).astype(hidden.dtype)
+        chunks = (_put(x, y, number) for x, y in zip(results, (nll, hit, d_states), strict=False))
+        if not by_head:
+            return tuple(chunks)
         # The gradients of logits stay float32 in this product, where the device has one.
         d_head = results[3] + jnp.matmul(states[own].astype(jnp.float32).T, slope)
-        chunks = (_put(x, y, number) for x, y in zip(results, (nll, hit, d_states), strict=False))
         return *chunks, constrain(d_head, None, "vocab")
 
-    start = (
+    start: tuple[Array, ...] = (
         jnp.zeros(len(order), jnp.float32),
         jnp.zeros(len(order), bool),
         jnp.zeros((len(order), width), hidden.dtype),
-        constrain(jnp.zeros(head.shape, jnp.float32), None, "vocab"),
     )
-    nll, hit, d_states, d_head = jax.lax.fori_loop(0, -(-count // chunk), body, start)
+    if by_head:
+        start = *start, constrain(jnp.zeros(head.shape, jnp.float32), None, "vocab")
+    nll, hit, d_states, *d_head = jax.lax.fori_loop(0, -(-count // chunk), body, start)
     d_hidden = d_states[place]  # zeros where no chunk came
     nll, hit = jnp.where(wanted, nll[place], 0.0), wanted & hit[place]
-    return nll, hit, d_hidden, sum_over_tokens(d_head, "hidden")
+    return nll, hit, d_hidden, *(sum_over_tokens(x, "hidden") for x in d_head)
 
 
 def _of_chunk(states: Array, head: Array, target: Array) -> tuple[Array, Array, Array]:

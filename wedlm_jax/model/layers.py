@@ -75,10 +75,15 @@ class Linear(nnx.Module):
         else:
             self.weight = nnx.Param(matrix.T)
         self.bias = nnx.Param(jnp.zeros((n_out,), dtype)) if bias else None
+        # Or that of `wedlm_jax.model.int8_training`; qwix wants a path, whatever it is.
+        self.product, self.qwix_path = product, ()
+        self.adapter: Any = None  # or a `wedlm_jax.model.lora.LowRank`
 
     def __call__(self, x: Array) -> Array:
         if self.axis == ROWS:
-            y = product(x, self.kernel[...])
+            y = self.product(x, self.kernel[...])
+            if self.adapter is not None:
+                y = y + self.adapter(x)
         else:
             y = left_product(self.weight[...], x)
         return y if self.bias is None else y + _along(self.axis, self.bias[...]).astype(x.dtype)

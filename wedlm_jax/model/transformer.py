@@ -94,6 +94,7 @@ class Transformer(nnx.Module):
         assert not (stacked and columns), "stacked layers compute on rows"
         axis = COLUMNS if columns else ROWS
         self.config, self.axis = config, axis
+        self.lora: Any = None  # or the `wedlm_jax.model.lora.LoraConfig` of its adapters
         d, scale = config.hidden_size, config.initializer_range
         self.embed_tokens = nnx.Param(normal(rngs, (config.vocab_size, d), scale, dtype))
         layer_keys = jax.random.split(rngs.params(), config.num_hidden_layers)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+import sys
+
 import pytest
 
 from wedlm_jax.aot.topology import CHIPS, Chip, Roofline, describe_topology, parse_topology
@@ -61,3 +65,19 @@ def test_each_resource_has_its_own_time() -> None:
 def test_the_slowest_alone_counts(bound: Roofline, slowest: str) -> None:
     assert bound.bound == slowest
     assert bound.seconds == getattr(bound, slowest)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+@pytest.mark.parametrize(
+    "name",
+    ["v6e:1x1", *(pytest.param(n, marks=pytest.mark.full) for n in ("v5e:1x1", "v5p:1x1x1"))],
+)
+def test_a_single_chip_is_a_topology(name: str) -> None:
+    """In a process of its own: the compiler's library wants one to itself."""
+    code = "import sys; from wedlm_jax.aot.topology import describe_topology as of; " + (
+        "print(len(of(sys.argv[1]).devices))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, name], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "1\n", done.stderr

@@ -106,6 +106,20 @@ def test_the_head_takes_three_products_and_logits_of_one_chunk() -> None:
     assert max(int(np.prod(size)) for size in sizes) == 4
 
 
+def test_a_head_that_is_not_trained_costs_no_gradient() -> None:
+    hidden, head, targets, weights, wanted = map(jnp.asarray, example(2, 0.5))
+
+    def by_hidden(hidden: jax.Array) -> jax.Array:
+        loss = weighted_cross_entropy(hidden, head, targets, weights, wanted, chunk=4)
+        return 3 * loss[0]
+
+    traced = jax.make_jaxpr(jax.grad(by_hidden))(hidden).jaxpr
+    products = [e for e in equations_in(traced) if e.primitive.name == "dot_general"]
+    assert len(products) == 2
+    both, _ = losses_and_gradients(hidden, head, targets, weights, wanted, chunk=4)
+    np.testing.assert_allclose(jax.jit(jax.grad(by_hidden))(hidden), both[0], rtol=1e-6)
+
+
 @pytest.mark.parametrize(("wanted", "turns"), [(0, 0), (1, 1), (8, 2), (9, 3), (24, 6)])
 def test_the_loop_runs_over_chunks_with_targets_only(wanted: int, turns: int) -> None:
     """Tokens behind the last chunk with a target may hold anything, even what is not a number."""

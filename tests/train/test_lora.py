@@ -1,0 +1,366 @@
+"""Training adapters alone: the step, on one device and on a mesh, and a whole run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from tests.checkpoints import assert_same_bits, hf_values
+from tests.jaxpr_shapes import arrays_in
+from tests.tiny_run import Killed, metric_lines, on_devices, stop_before_step, tiny_recipe
+from tests.training_examples import BLOCK, MASK_TOKEN, TINY, packed, random_sample, tiny_transformer
+from train.config import EvaluationSection, LoraSection, ModelSection, TrainConfig
+from train.loop import train as run_training
+from train.optimizer import make_optimizer
+from train.program import make_program
+from train.step import (
+    Metrics,
+    Objective,
+    TrainState,
+    accumulate,
+    make_train_step,
+    prepare,
+    prepare_given,
+)
+from train.step_cost import forward_flops, model_flops, program_flops
+from wedlm_jax.checkpoint.convert import convert
+from wedlm_jax.corruption import PackedRows
+from wedlm_jax.errors import InputError
+from wedlm_jax.loss import LossConfig
+from wedlm_jax.model.lora import LoraConfig, merged_kernel, with_adapters
+from wedlm_jax.sharding import batch_sharding, make_mesh, tree_shardings
+
+LORA = LoraConfig(rank=2, alpha=6.0)
+KEY = jax.random.key(3)
+# Sizes that a mesh of eight devices divides.
+MODEL = with_adapters(
+    tiny_transformer(
+        vocab_size=104,
+        hidden_size=16,
+        intermediate_size=24,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+    ),
+    LORA,
+    nnx.Rngs(params=1),
+)
+GRAPH, FIRST, FROZEN = nnx.split(MODEL, nnx.LoRAParam, ...)
+
+
+def objective(**changes: object) -> Objective:
+    return Objective("wedlm", BLOCK, MASK_TOKEN, LossConfig(chunk=8, **changes))  # type: ignore[arg-type]
+
+
+def optimizer() -> optax.GradientTransformation:
+    schedule = optax.constant_schedule(0.01)
+    return make_optimizer(schedule, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=0.5)
+
+
+def adapters(seed: int = 0) -> nnx.State:
+    """Adapters that have been trained: none of their gradients is zero."""
+    random = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape) / 4, x.dtype), FIRST)
+
+
+def fresh_state() -> TrainState:
+    parameters = adapters()
+    moments = optimizer().init(parameters)
+    return TrainState(jnp.int32(0), parameters, moments, frozen=jax.tree.map(jnp.array, FROZEN))
+
+
+@cache
+def rows() -> tuple[PackedRows, jax.Array, jax.Array]:
+    """``[2, 8, L]``, and masks for them."""
+    random = np.random.default_rng(4)
+    lengths = [(9, 12), (30,), (4, 5, 6), (17, 8)] * 4
+    samples = [[random_sample(random, n, prompt=2) for n in row] for row in lengths]
+    return jax.tree.map(lambda x: x.reshape(2, 8, 32), packed(samples, 32))
+
+
+step = make_train_step(GRAPH, optimizer(), objective())
+
+
+@cache
+def on_one_device() -> tuple[list[Metrics], TrainState]:
+    return run(fresh_state(), rows()[0])
+
+
+def run(state: TrainState, batch: PackedRows) -> tuple[list[Metrics], TrainState]:
+    seen = []
+    for _ in range(2):
+        state, metrics = step(state, batch, KEY)
+        seen.append(jax.device_get(metrics))
+    return seen, jax.device_get(state)
+
+
+def named(tree: nnx.State) -> dict[str, np.ndarray]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): np.asarray(x) for p, x in leaves}
+
+
+def test_gradients_are_those_of_merged_kernels() -> None:
+    plain, _ = nnx.split(tiny_transformer(**_sizes()))
+    batch = rows()
+
+    @jax.jit
+    def both(parameters: nnx.State) -> tuple:
+        given = prepare_given(objective(), *batch)
+
+        def by_merging(parameters: nnx.State) -> nnx.State:
+            flat = dict(nnx.to_flat_state(FROZEN))
+            trained = {path: leaf[...] for path, leaf in nnx.to_flat_state(parameters)}
+            for path in [path[:-2] for path in trained if path[-1] == "a"]:
+                a, b = (trained[(*path, "adapter", part)] for part in "ab")
+                kernel = flat[(*path, "kernel")]
+                value = kernel[...] + 3.0 * jnp.einsum("lir,lro->lio", a, b)
+                flat[(*path, "kernel")] = kernel.replace(value)
+            return nnx.State.from_flat_path(flat)
+
+        whole, vjp = jax.vjp(by_merging, parameters)
+        by_kernels, metrics = accumulate(plain, whole, *given)
+        ours, ours_metrics = accumulate(GRAPH, parameters, *given, FROZEN)
+        return ours, vjp(by_kernels)[0], ours_metrics["loss"], metrics["loss"]
+
+    ours, theirs, loss, merged_loss = both(adapters())
+    assert float(loss) == pytest.approx(float(merged_loss), rel=1e-5)
+    expected = named(theirs)
+    assert len(expected) == 14
+    for name, value in named(ours).items():
+        scale = np.abs(expected[name]).max()
+        assert scale > 0, name
+        np.testing.assert_allclose(value / scale, expected[name] / scale, atol=2e-5, err_msg=name)
+
+
+def _sizes() -> dict[str, int]:
+    names = ("vocab_size", "hidden_size", "intermediate_size")
+    names += ("num_attention_heads", "num_key_value_heads")
+    return {name: getattr(MODEL.config, name) for name in names}
+
+
+def test_a_step_changes_adapters_and_nothing_else() -> None:
+    metrics, state = on_one_device()
+    for before, after in zip(jax.tree.leaves(FROZEN), jax.tree.leaves(state.frozen), strict=True):
+        np.testing.assert_array_equal(before, after)
+    was = named(adapters())
+    for name, after in named(state.parameters).items():
+        assert np.abs(after - was[name]).max() > 1e-3, name
+    assert {"parameter_norm_attention", "update_norm_mlp"} <= set(metrics[0])
+    assert "parameter_norm_embedding" not in metrics[0]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        pytest.param({"fsdp": 2, "tensor": 2, "sequence": 2}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_on_a_mesh_it_is_the_step_of_one_device(layout: dict[str, int]) -> None:
+    mesh, state = make_mesh(layout), fresh_state()
+    state = jax.device_put(state, tree_shardings(mesh, state))
+    with jax.set_mesh(mesh):
+        metrics, found = run(state, jax.device_put(rows()[0], batch_sharding(mesh)))
+        kept = step(jax.device_put(found, tree_shardings(mesh, found)), rows()[0], KEY)[0]
+    expected_metrics, expected = on_one_device()
+    for own, one in zip(jax.tree.leaves(metrics), jax.tree.leaves(expected_metrics), strict=True):
+        np.testing.assert_allclose(own, one, rtol=5e-5)
+    for own, one in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(own, one, rtol=2e-4, atol=2e-5)
+    # Each adapter has one side that is cut, by the axes of its kernel.
+    for name, value in named_arrays(kept.parameters).items():
+        assert len({shard.index for shard in map(_hashable, value.addressable_shards)}) == 2, name
+
+
+def named_arrays(tree: nnx.State) -> dict[str, jax.Array]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in leaves}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    index: str
+
+
+def _hashable(shard: jax.Shard) -> _Place:
+    return _Place(str(shard.index))
+
+
+def test_no_gradient_and_no_float32_copy_of_a_frozen_matrix_exists() -> None:
+    """The embedding, a kernel and a head have shapes of their own; each is bfloat16 throughout."""
+    graph, first, frozen = nnx.split(
+        with_adapters(tiny_transformer(), LORA, nnx.Rngs(0)), nnx.LoRAParam, ...
+    )
+    sides = {(12, 24), (24, 12), (12, 20), (20, 12), (97, 12), (12, 97)}
+
+    def large(frozen: nnx.State | None, parameters: nnx.State) -> set[tuple[int, ...]]:
+        def gradients(parameters: nnx.State, frozen: nnx.State | None) -> nnx.State:
+            given = objective(dtype="bfloat16", remat="attention")
+            batches, totals, loss = prepare(given, rows()[0], KEY)
+            return accumulate(graph_of, parameters, batches, totals, loss, frozen)[0]
+
+        graph_of = graph if frozen is not None else nnx.graphdef(tiny_transformer())
+        traced = jax.make_jaxpr(gradients)(parameters, frozen).jaxpr
+        return {
+            tuple(array.shape[-2:])
+            for array in arrays_in(traced)
+            if array.dtype == jnp.float32 and tuple(array.shape[-2:]) in sides
+        }
+
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), frozen)
+    assert large(half, first) == set()
+    assert large(None, nnx.state(tiny_transformer())) == sides
+
+
+def lora_recipe(output: Path, init_from: Path | None, **changes: object) -> TrainConfig:
+    model = ModelSection(init_from=None if init_from is None else str(init_from))
+    lora = LoraSection(rank=4, alpha=8.0)
+    return tiny_recipe(output, None, model=model, lora=lora, **changes)
+
+
+def test_products_are_those_counted_by_hand() -> None:
+    config = dataclasses.replace(lora_recipe(Path("unused"), None), rows=1, accumulation=1)
+    tokens, layers = 2 * 128, TINY.num_hidden_layers
+    hidden, inner = TINY.hidden_size, TINY.intermediate_size
+    sides = 2 * (hidden + 24) + 2 * (hidden + 12) + 3 * (hidden + inner)
+    attention = 2 * 2 * (4 * 6 * layers) * tokens * 128 / 2
+    forward = forward_flops(TINY, 1, 128)
+    expected = 3 * attention + 2 * (forward - attention) + 3 * 2 * tokens * layers * 4 * sides
+    assert model_flops(config, TINY) == expected
+    whole = dataclasses.replace(config, lora=LoraSection())
+    assert program_flops(whole, TINY, 1).products - program_flops(config, TINY, 1).products == (
+        forward - attention - 3 * 2 * tokens * layers * 4 * sides
+    )
+
+
+def test_a_program_holds_moments_of_adapters_and_the_rest_once_in_the_compute_dtype() -> None:
+    config = lora_recipe(Path("unused"), None)
+    config.loss.dtype = "bfloat16"
+    config.lora.targets = ["q_proj"]
+    state = make_program(config, TINY, make_mesh({}, jax.devices()[:1])).state
+    count = sum(x.size for x in jax.tree.leaves(state.parameters))
+    assert count == 2 * 4 * (12 + 24)
+    moments = [x for x in jax.tree.leaves(state.optimizer) if x.ndim]
+    assert sum(x.size for x in moments) == 2 * count
+    assert {x.dtype for x in jax.tree.leaves(state.frozen)} == {np.dtype(ml_dtypes.bfloat16)}
+    assert sum(x.size for x in jax.tree.leaves(state.frozen)) == TINY.num_parameters()
+
+
+@pytest.fixture(scope="module")
+def base(finished: Path) -> Path:
+    return finished / "hf"
+
+
+@pytest.fixture(scope="module")
+def whole_run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("lora") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        on_devices(patch, 1)
+        run_training(lora_recipe(output, base, checkpoint_every=2))
+    return output
+
+
+def test_what_is_exported_is_the_base_and_what_adapters_add(whole_run: Path, base: Path) -> None:
+    before, after = hf_values(base), hf_values(whole_run / "hf")
+    assert after.keys() == before.keys()
+    changed = {name for name in before if before[name].tobytes() != after[name].tobytes()}
+    kernels = {name for name in before if "_proj.weight" in name}
+    assert changed == kernels
+    for name in kernels:
+        difference = (after[name] - before[name]).astype(np.float64)
+        strength = np.linalg.svd(difference, compute_uv=False)
+        assert strength[4:].max(initial=0.0) < 1e-4 * strength[0], name  # of rank 4
+    assert_same_bits(hf_values(whole_run / "base"), before)
+
+
+def test_a_state_is_converted_as_the_run_exports_it(whole_run: Path, tmp_path: Path) -> None:
+    convert(whole_run, tmp_path / "out")
+    for path in (whole_run / "hf").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
+    convert(whole_run / "checkpoints" / "2", tmp_path / "two", to="orbax")
+    convert(tmp_path / "two", tmp_path / "back")
+    two, four = hf_values(tmp_path / "back"), hf_values(whole_run / "hf")
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert 0 < np.abs(two[name] - four[name]).max() < 1
+
+
+def test_a_state_holds_adapters_and_their_moments_alone(whole_run: Path) -> None:
+    sizes = [path.stat().st_size for path in (whole_run / "checkpoints" / "4").rglob("*")]
+    trained = sum(x.size for x in hf_values(whole_run / "base").values())
+    assert sum(sizes) < 12 * trained
+    saved = json.loads((whole_run / "model" / "lora.json").read_text())
+    assert (saved["rank"], saved["alpha"], len(saved["targets"])) == (4, 8.0, 7)
+
+
+def test_a_run_that_was_killed_goes_on_without_the_checkpoint_it_began_with(
+    whole_run: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_devices(monkeypatch, 1)
+    start = shutil.copytree(base, tmp_path / "start")
+    config = lora_recipe(tmp_path / "run", start, checkpoint_every=2)
+    with monkeypatch.context() as patch:
+        stop_before_step(patch, 3)
+        with pytest.raises(Killed):
+            run_training(config)
+    shutil.rmtree(start)
+    for change, sentence in (
+        ({"alpha": 16.0}, "began with adapters of rank 4, alpha 8 .* has adapters of rank 4, alph"),
+        ({"targets": ["q_proj"]}, "the recipe has adapters of rank 4, alpha 8 beside q_proj; give"),
+        ({"rank": 0}, "the recipe has no adapters; give that a folder of its own instead of"),
+    ):
+        other = dataclasses.replace(config.lora, **change)
+        with pytest.raises(InputError, match=f"lora: this run .*{sentence}"):
+            run_training(dataclasses.replace(config, lora=other))
+    kept = (tmp_path / "run" / "base").rename(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match=r"run/base"):
+        run_training(config)
+    kept.rename(tmp_path / "run" / "base")
+    run_training(config)
+    assert metric_lines(tmp_path / "run") == metric_lines(whole_run)
+    assert_same_bits(hf_values(tmp_path / "run" / "hf"), hf_values(whole_run / "hf"))
+
+
+def test_a_run_averages_and_evaluates_its_adapters(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first step the rate is 0, so the run evaluates the model that it began with, merged:
+    twice, since the average is not there yet after the second."""
+    on_devices(monkeypatch, 1)
+    section = EvaluationSection(every=1, rows=2, prompts=1, max_tokens=4)
+    config = lora_recipe(tmp_path, base, evaluation=section, steps=2)
+    config.optimizer.average = 0.9
+    run_training(config)
+    first, second = map(json.loads, (tmp_path / "evaluation.jsonl").read_text().splitlines())
+    assert {"tokens_per_forward", "p_cache"} <= first.keys()
+    assert second["loss"] != first["loss"]
+    values, before = hf_values(tmp_path / "hf"), hf_values(base)
+    name = "model.layers.1.mlp.gate_proj.weight"
+    assert 0 < np.abs(values[name] - before[name]).max() < 1
+
+
+def test_adapters_need_a_model_to_begin_with(
+    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_devices(monkeypatch, 1)
+    recipe = tiny_recipe(tmp_path, tokenizer_folder, lora=LoraSection(rank=2))
+    with pytest.raises(InputError, match=r"lora\.rank needs model\.init_from"):
+        run_training(recipe)
+
+
+def test_merging_by_numpy_is_merging_by_jax() -> None:
+    random = np.random.default_rng(0)
+    w, a, b = (random.normal(size=s).astype(np.float32) for s in ((5, 7), (5, 2), (2, 7)))
+    np.testing.assert_allclose(
+        merged_kernel(w, a, b, 0.5), merged_kernel(jnp.asarray(w), a, b, 0.5), rtol=1e-6
+    )

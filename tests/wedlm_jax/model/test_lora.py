@@ -1,0 +1,91 @@
+"""Adapters beside frozen matrices: a model that begins as it was, and its merged twin."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.training_examples import tiny_transformer
+from wedlm_jax.errors import InputError
+from wedlm_jax.masks import CausalMask
+from wedlm_jax.model import Transformer
+from wedlm_jax.model.lora import TARGETS, LoraConfig, merged, merged_kernel, with_adapters
+from wedlm_jax.sharding import parameter_axes
+
+LORA = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "down_proj"))
+TOKENS = jax.random.randint(jax.random.key(0), (2, 8), 0, 97)
+
+
+@jax.jit
+def hidden(model: Transformer) -> jax.Array:
+    positions = jnp.tile(jnp.arange(8), (2, 1))
+    return model(TOKENS, positions, CausalMask(jnp.ones((2, 8), jnp.int32)))
+
+
+def trained(lora: LoraConfig = LORA) -> Transformer:
+    """A model whose B is no longer zero."""
+    graph, adapters, rest = nnx.split(adapted(lora), nnx.LoRAParam, ...)
+    random = np.random.default_rng(1)
+    adapters = jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), x.dtype), adapters)
+    return nnx.merge(graph, adapters, rest)
+
+
+def adapted(lora: LoraConfig = LORA) -> Transformer:
+    return with_adapters(tiny_transformer(), lora, nnx.Rngs(params=2))
+
+
+def test_a_model_with_new_adapters_is_the_model_without() -> None:
+    np.testing.assert_array_equal(hidden(adapted()), hidden(tiny_transformer()))
+    assert np.abs(hidden(trained()) - hidden(adapted())).max() > 0.1
+
+
+def test_each_target_has_its_adapters_and_nothing_else_has() -> None:
+    state = nnx.state(adapted(), nnx.LoRAParam)
+    shapes = {path[-3:]: leaf.shape for path, leaf in state.flat_state()}
+    assert shapes == {
+        ("q_proj", "adapter", "a"): (2, 12, 3),
+        ("q_proj", "adapter", "b"): (2, 3, 24),
+        ("v_proj", "adapter", "a"): (2, 12, 3),
+        ("v_proj", "adapter", "b"): (2, 3, 12),
+        ("down_proj", "adapter", "a"): (2, 20, 3),
+        ("down_proj", "adapter", "b"): (2, 3, 12),
+    }
+    first = state["layers"]["mlp"]["down_proj"]["adapter"]["a"][...]
+    assert np.abs(first).max() < 20**-0.5
+    assert first.std() == pytest.approx((3 * 20) ** -0.5, rel=0.2)
+    assert np.abs(first[0] - first[1]).min() > 0  # each layer draws its own
+
+
+def test_the_merged_model_computes_the_same_and_is_a_plain_one() -> None:
+    model, plain = trained(), merged(trained())
+    assert jax.tree.structure(nnx.state(plain)) == jax.tree.structure(nnx.state(tiny_transformer()))
+    np.testing.assert_allclose(hidden(plain), hidden(model), rtol=2e-5, atol=2e-5)
+    adapter = model.layers.mlp.down_proj.adapter
+    expected = np.asarray(model.layers.mlp.down_proj.kernel, np.float64) + 2.0 * np.einsum(
+        "lir,lro->lio", np.asarray(adapter.a, np.float64), np.asarray(adapter.b, np.float64)
+    )
+    np.testing.assert_allclose(plain.layers.mlp.down_proj.kernel[...], expected, rtol=1e-6)
+    assert merged(plain) is plain
+
+
+def test_what_is_merged_keeps_its_dtype_and_is_summed_in_float32() -> None:
+    kernel, a, b = np.full((1, 1), 256, jnp.bfloat16), np.ones((1, 1), "f4"), np.ones((1, 1), "f4")
+    assert merged_kernel(kernel, a, b, 0.5) == 256.5
+    graph, state = nnx.split(trained())
+    half = merged(nnx.merge(graph, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state)))
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(half))} == {jnp.dtype("bfloat16")}
+
+
+def test_a_rank_as_large_as_a_matrix_is_refused() -> None:
+    with pytest.raises(InputError, match=r"lora\.rank must be below 12, .* q_proj, not 12"):
+        adapted(LoraConfig(12, 1.0))
+
+
+def test_axes_of_adapters_are_those_of_their_kernels() -> None:
+    for name in TARGETS:
+        _, n_in, n_out = parameter_axes(f"layers/mlp/{name}/kernel") or ()
+        a, b = (parameter_axes(f"mu/layers/mlp/{name}/adapter/{part}/value") for part in "ab")
+        assert (a, b) == (("layers", n_in, "features"), ("layers", "features", n_out))
