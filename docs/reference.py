@@ -168,7 +168,7 @@ def sampling_bounds(option: Any) -> str:
 
 def recipe_table() -> str:
     """Returns the fields of a training recipe."""
-    from train.config import TrainConfig
+    from train.recipe.config import TrainConfig
 
     rows: list[tuple[str, str, str, str]] = []
 

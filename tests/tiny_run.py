@@ -17,7 +17,7 @@ import jax
 import pytest
 
 import train.loop
-from train.config import (
+from train.recipe.config import (
     DataSection,
     LossSection,
     ModelSection,

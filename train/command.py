@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from train.config import describe, load_config
 from train.distributed import add_options, join
+from train.recipe.config import describe, load_config
 from wedlm_jax.processes import say
 from wedlm_jax.storage import as_path
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from train.config import TrainConfig
-from train.phases import Phase, largest_phase, phases_of, source_names
 from train.prediction_blocks import needed_by_sources, with_prediction_blocks
 from train.program import TrainProgram, make_program
+from train.recipe.config import TrainConfig
+from train.recipe.phases import Phase, largest_phase, phases_of, source_names
+from train.recipe.streams import row_tokens
 from train.remat import settled, with_policy
 from train.start import recipe_model
 from train.step_cost import (
@@ -23,7 +24,6 @@ from train.step_cost import (
     seen_pairs,
     visited_pairs,
 )
-from train.streams import row_tokens
 from wedlm_jax.aot.cost import ProgramCost, program_cost
 from wedlm_jax.aot.topology import (
     ASSUMPTIONS,

@@ -11,17 +11,18 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from train.checkpoint import Checkpoints
-from train.config import TrainConfig
 from train.data.order import check_rows
 from train.data.phased import PhasedBatches
 from train.data.samples import load_tokenizer
 from train.distributed import AgreedStop
-from train.evaluation import Evaluation
+from train.evaluation.held_out import Evaluation
+from train.evaluation.questions import AskedQuestions, asked_questions, drawn_questions
 from train.optimizer import averaged_parameters
-from train.phases import phases_of, source_names
 from train.prediction_blocks import with_prediction_blocks
 from train.program import TrainProgram, abstract_rows, make_program
-from train.questions import AskedQuestions, asked_questions, drawn_questions
+from train.recipe.config import TrainConfig
+from train.recipe.phases import phases_of, source_names
+from train.recipe.streams import row_tokens
 from train.remat import settled_here
 from train.resume import begin_or_resume
 from train.run_files import RunFiles, open_output
@@ -38,7 +39,6 @@ from train.start import (
 )
 from train.step import TrainState, forgiven, with_frozen
 from train.step_cost import describe_budget, model_flops, peak_flops
-from train.streams import row_tokens
 from train.watch.boards import check_boards, open_boards
 from train.watch.log import MetricsLog
 from train.watch.pending import SKIPPED, PendingMetrics, TooManySkipped

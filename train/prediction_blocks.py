@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from train.config import TrainConfig
 from train.data.manifest import read_manifest
-from train.phases import phases_of
+from train.recipe.config import TrainConfig
+from train.recipe.phases import phases_of
 from wedlm_jax.errors import InputError
 from wedlm_jax.packing import prediction_blocks, trainable_blocks
 from wedlm_jax.processes import say

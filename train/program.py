@@ -15,13 +15,13 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from train.config import TrainConfig
 from train.optimizer import make_optimizer
-from train.phases import source_names
+from train.recipe.config import TrainConfig
+from train.recipe.phases import source_names
+from train.recipe.streams import leaves_blocks_out, row_tokens
 from train.schedule import schedule_of
 from train.skipped_steps import Guard, GuardState
 from train.step import Objective, TrainState, TrainStep, make_train_step
-from train.streams import leaves_blocks_out, row_tokens
 from wedlm_jax.aot.topology import compiler_options
 from wedlm_jax.attention import check_runs_on
 from wedlm_jax.config import ModelConfig

@@ -18,9 +18,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from train.config import AUTO, TrainConfig
-from train.phases import largest_phase, source_names
 from train.program import TrainProgram, abstract_rows, make_program
+from train.recipe.config import AUTO, TrainConfig
+from train.recipe.phases import largest_phase, source_names
 from wedlm_jax.atomic import write_json
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError

@@ -17,10 +17,10 @@ from typing import Any
 from omegaconf import OmegaConf
 from tokenizers import Tokenizer
 
-from train.config import TrainConfig, describe, save_config
 from train.data.manifest import read_manifest
 from train.data.synthetic import rows_recipe
-from train.phases import phases_of
+from train.recipe.config import TrainConfig, describe, save_config
+from train.recipe.phases import phases_of
 from wedlm_jax.atomic import write_json
 from wedlm_jax.errors import InputError
 from wedlm_jax.processes import is_first, say, wait_for_all

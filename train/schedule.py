@@ -6,8 +6,8 @@ import itertools
 
 import optax
 
-from train.config import TrainConfig
-from train.phases import phases_of
+from train.recipe.config import TrainConfig
+from train.recipe.phases import phases_of
 from wedlm_jax.errors import InputError
 
 

@@ -15,7 +15,6 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from train.checkpoint import Checkpoints
-from train.config import TrainConfig
 from train.data.batches import TrainingRows
 from train.data.manifest import mask_token_in, read_manifest
 from train.data.samples import load_tokenizer
@@ -31,6 +30,7 @@ from train.data.tokenizer import save_tokenizer, train_tokenizer
 from train.embedded.corpus import generate
 from train.prediction_blocks import most_trainable_blocks, needed_by_sources
 from train.program import TrainProgram, lora_of
+from train.recipe.config import TrainConfig
 from train.step import TrainState
 from wedlm_jax.checkpoint.hf import check_tensors, load_checkpoint, save_checkpoint
 from wedlm_jax.checkpoint.mask_token import (

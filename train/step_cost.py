@@ -12,9 +12,9 @@ import math
 import jax
 import numpy as np
 
-from train.config import TrainConfig
+from train.recipe.config import TrainConfig
+from train.recipe.streams import leaves_blocks_out, prediction_length, row_tokens
 from train.step import TrainState
-from train.streams import leaves_blocks_out, prediction_length, row_tokens
 from wedlm_jax.aot.topology import CHIPS, local_bytes
 from wedlm_jax.attention.blockwise import DEFAULT_TILE
 from wedlm_jax.attention.stream_padding import padded

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 
 from docs.reference import PAGE, docstring, page, parser_of, signature, table
-from train.config import TrainConfig
+from train.recipe.config import TrainConfig
 from wedlm_jax.__main__ import SUBCOMMANDS
 from wedlm_jax.params import OPTIONS
 

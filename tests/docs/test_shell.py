@@ -16,7 +16,7 @@ from docs.reference import module_parser, subcommand_parser
 from infer.sampling_options import sampling_params
 from tests.docs.pages import PAGES, ROOT, Block, blocks, prose
 from tests.docs.shell import commands
-from train.config import load_config
+from train.recipe.config import load_config
 from wedlm_jax.__main__ import SUBCOMMANDS
 from wedlm_jax.errors import InputError
 

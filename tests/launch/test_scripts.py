@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from train.config import load_config
+from train.recipe.config import load_config
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"

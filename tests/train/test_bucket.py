@@ -25,8 +25,8 @@ from tests.tiny_run import (
     write_recipe,
 )
 from tests.train.test_distributed import free_port
-from train.config import ModelSection
 from train.loop import train as run_training
+from train.recipe.config import ModelSection
 from train.run_files import RunFiles
 from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.checkpoint.hf_folder import HFCheckpoint

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import train.loop
-from train.config import TrainConfig, describe
+from train.recipe.config import TrainConfig, describe
 from wedlm_jax.__main__ import main
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from tests.no_libtpu import NO_LIBTPU, hide_libtpu
 from train.compile_only import CompiledStep, describe
-from train.config import TrainConfig
 from train.program import make_program
+from train.recipe.config import TrainConfig
 from train.step_cost import (
     StepFlops,
     forward_flops,

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer
 
 from tests.checkpoints import hf_values
 from tests.tiny_run import metric_lines, start_command, tiny_recipe, write_recipe
-from train.config import EvaluationSection, TrainConfig
-from train.evaluation import Evaluation
+from train.evaluation.held_out import Evaluation
+from train.evaluation.questions import asked_questions, drawn_questions
 from train.program import objective_of
-from train.questions import asked_questions, drawn_questions
+from train.recipe.config import EvaluationSection, TrainConfig
 from train.start import held_out_rows
 from wedlm_jax.__main__ import main
 from wedlm_jax.checkpoint.hf import load_checkpoint

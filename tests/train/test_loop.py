@@ -22,8 +22,8 @@ from tests.tiny_run import (
     stop_before_step,
     tiny_recipe,
 )
-from train.config import DataSection, ModelSection, OptimizerSection
 from train.loop import train as run_training
+from train.recipe.config import DataSection, ModelSection, OptimizerSection
 from train.start import packed_dataset
 from train.start import tokenizer_folder as tokenizer_folder_of
 from wedlm_jax.checkpoint.convert import convert

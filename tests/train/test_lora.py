@@ -20,10 +20,10 @@ from tests.checkpoints import assert_same_bits, hf_values
 from tests.jaxpr_shapes import arrays_in
 from tests.tiny_run import Killed, metric_lines, on_devices, stop_before_step, tiny_recipe
 from tests.training_examples import BLOCK, MASK_TOKEN, TINY, packed, random_sample, tiny_transformer
-from train.config import EvaluationSection, LoraSection, ModelSection, TrainConfig
 from train.loop import train as run_training
 from train.optimizer import make_optimizer
 from train.program import make_program
+from train.recipe.config import EvaluationSection, LoraSection, ModelSection, TrainConfig
 from train.step import (
     Metrics,
     Objective,

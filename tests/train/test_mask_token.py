@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from tests.tiny_run import tiny_recipe
-from train.config import ModelSection, TrainConfig
 from train.data.command import main as tokenize
 from train.data.tokenizer import save_tokenizer, train_tokenizer
+from train.recipe.config import ModelSection, TrainConfig
 from train.start import mask_token, recipe_model
 from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
 from wedlm_jax.errors import InputError

@@ -27,17 +27,17 @@ from tests.train.test_step import (
     wedlm_step,
 )
 from tests.training_examples import BLOCK, packed, random_sample
-from train.config import DataSection, PhaseSection, TrainConfig
 from train.data.manifest import MANIFEST, read_manifest
 from train.data.placed import PlacedRows
 from train.loop import train as run_training
-from train.phases import phases_of
 from train.prediction_blocks import (
     blocks_of_rows,
     most_trainable_blocks,
     needed_by_sources,
     with_prediction_blocks,
 )
+from train.recipe.config import DataSection, PhaseSection, TrainConfig
+from train.recipe.phases import phases_of
 from wedlm_jax.attention import IMPLEMENTATIONS, splash
 from wedlm_jax.corruption import PackedRows
 from wedlm_jax.errors import InputError

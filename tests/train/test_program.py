@@ -10,8 +10,8 @@ import jax
 import pytest
 
 from tests.tiny_run import tiny_recipe
-from train.config import LoraSection, TrainConfig
 from train.program import make_program
+from train.recipe.config import LoraSection, TrainConfig
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
 from wedlm_jax.sharding import make_mesh

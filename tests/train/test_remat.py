@@ -12,8 +12,8 @@ import jax
 import pytest
 
 from tests.training_examples import TINY
-from train.config import MetricsSection, OptimizerSection, PhaseSection, TrainConfig
 from train.program import make_program
+from train.recipe.config import MetricsSection, OptimizerSection, PhaseSection, TrainConfig
 from train.remat import REMEMBERED, cheapest_policy, settled, settled_here
 from wedlm_jax.errors import InputError
 from wedlm_jax.model.rematerialisation import POLICIES

@@ -10,14 +10,14 @@ from tokenizers import Tokenizer
 
 from tests.data_examples import EMBEDDED, ROW, documents, tokenised, write_jsonl
 from tests.tiny_run import Killed, metric_lines, on_devices, stop_before_step, tiny_recipe
-from train.config import (
+from train.loop import train as run_training
+from train.recipe.config import (
     DataSection,
     OptimizerSection,
     PhaseSection,
     TrainConfig,
     load_config,
 )
-from train.loop import train as run_training
 from train.resume import begin_or_resume
 from wedlm_jax.errors import InputError
 

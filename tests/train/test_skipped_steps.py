@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from tests.tiny_run import ARCHITECTURE, metric_lines, on_devices, tiny_recipe
-from train.config import ModelSection, OptimizerSection, TrainConfig
 from train.data.order import global_order
 from train.data.synthetic import load_dataset
 from train.loop import train as run_training
+from train.recipe.config import ModelSection, OptimizerSection, TrainConfig
 from train.skipped_steps import NORM_DECAY, Guard, GuardState, judge
 from wedlm_jax.errors import InputError
 

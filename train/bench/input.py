@@ -16,12 +16,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from train.config import DataSection, TrainConfig
 from train.data.batches import TrainBatches
 from train.data.manifest import Manifest, read_manifest
 from train.data.row_codec import encode_row
 from train.data.shards import ShardRows, ShardWriter
 from train.data.sources import Sources
+from train.recipe.config import DataSection, TrainConfig
 from wedlm_jax.benchmark import Bar, by_turns
 from wedlm_jax.packing import TokenisedSample, pack
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from train.compile_only import CompiledStep, compile_step
-from train.config import TrainConfig, load_config
+from train.recipe.config import TrainConfig, load_config
 from wedlm_jax.aot.topology import parse_topology
 from wedlm_jax.benchmark import Bar
 from wedlm_jax.errors import InputError

@@ -14,7 +14,6 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from train.config import TrainConfig
 from train.data.order import (
     HostBatch,
     HostSteps,
@@ -26,7 +25,8 @@ from train.data.order import (
     step_places,
 )
 from train.data.placed import PlacedRows
-from train.streams import leaves_blocks_out
+from train.recipe.config import TrainConfig
+from train.recipe.streams import leaves_blocks_out
 from wedlm_jax.corruption import PackedRows
 
 

@@ -1,8 +1,8 @@
 """The order in which steps read packed rows: the one file that knows grain.
 
 Step s's global batch is rows ``s * A * R`` and on of one endless order that only the seed, the
-sources and their weights decide (in each phase of a run: `train.phases`). So a batch is the same
-for any number of hosts, each of which reads its own rows of it, and a run that resumes needs
+sources and their weights decide (in each phase of a run: `train.recipe.phases`). So a batch is the
+same for any number of hosts, each of which reads its own rows of it, and a run that resumes needs
 nothing but the number of its step.
 """
 

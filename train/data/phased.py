@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from jax.sharding import Sharding
 
 from train.data.batches import TrainBatches, TrainingRows
-from train.phases import Phase
+from train.recipe.phases import Phase
 from wedlm_jax.corruption import PackedRows
 
 

@@ -6,9 +6,9 @@ import dataclasses
 
 from tokenizers import Tokenizer
 
-from train.config import TrainConfig
 from train.data.manifest import Manifest, read_manifest, tokenizer_fingerprint
 from train.data.shards import ShardRows
+from train.recipe.config import TrainConfig
 from wedlm_jax.errors import InputError
 from wedlm_jax.processes import say
 from wedlm_jax.storage import folder_of_this_machine

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from train.config import TrainConfig
 from train.embedded.corpus import Sample, Split, generate
+from train.recipe.config import TrainConfig
 from wedlm_jax.atomic import written_beside
 from wedlm_jax.errors import InputError
 from wedlm_jax.packing import TokenisedSample, pack, row_arrays

@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 from typing import Any, Protocol
 
-from train.config import MetricsSection, TrainConfig
+from train.recipe.config import MetricsSection, TrainConfig
 from train.watch.records import Record
 from wedlm_jax.errors import InputError
 

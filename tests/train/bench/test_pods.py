@@ -12,7 +12,7 @@ from train.bench import pods
 from train.bench.pods import PodStep, compare_pods
 from train.bench.tables import pod_table
 from train.compile_only import CompiledStep
-from train.config import TrainConfig
+from train.recipe.config import TrainConfig
 from wedlm_jax.benchmark import Bar
 from wedlm_jax.errors import InputError
 

@@ -13,9 +13,9 @@ import pytest
 from jax.sharding import Mesh
 
 from tests.data_examples import Mixture, NumberedRows
-from train.config import DataSection, TrainConfig
 from train.data.batches import TrainBatches, host_rows, place_rows
 from train.data.order import HostSteps, global_order
+from train.recipe.config import DataSection, TrainConfig
 from wedlm_jax.errors import InputError
 from wedlm_jax.sharding import batch_sharding, make_mesh
 

@@ -13,9 +13,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.data_examples import EMBEDDED, NumberedRows
-from train.config import load_config
 from train.data.order import HostSteps, global_order, read_ahead, step_places
 from train.data.synthetic import build_dataset
+from train.recipe.config import load_config
 from wedlm_jax.errors import InputError
 
 RECIPES = Path(__file__).parents[3] / "configs"

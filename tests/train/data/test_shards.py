@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from tests.data_examples import BLOCK, EMBEDDED, ROW, documents, tokenised, write_jsonl
-from train.config import DataSection, TrainConfig, load_config
 from train.data.batches import TrainBatches
 from train.data.manifest import read_manifest, tokenizer_fingerprint
 from train.data.row_codec import decode_row, encode_row
@@ -21,6 +20,7 @@ from train.data.show import read_rows
 from train.data.sources import open_sources
 from train.data.tokenizer import train_tokenizer
 from train.embedded.corpus import generate
+from train.recipe.config import DataSection, TrainConfig, load_config
 from wedlm_jax.errors import InputError
 from wedlm_jax.packing import TokenisedSample, row_arrays
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from train.config import DataSection, TrainConfig
 from train.data.synthetic import (
     PackedDataset,
     build_dataset,
@@ -19,6 +18,7 @@ from train.data.synthetic import (
 )
 from train.data.tokenizer import train_tokenizer
 from train.embedded.corpus import generate
+from train.recipe.config import DataSection, TrainConfig
 from wedlm_jax.errors import InputError
 
 CONFIG = TrainConfig(

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.tiny_run import tiny_recipe
-from train.config import MetricsSection
 from train.loop import train as run_training
+from train.recipe.config import MetricsSection
 from train.watch.boards import TensorBoard, Wandb, run_id
 from wedlm_jax.errors import InputError
 

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from train.overrides import apply_override
+from train.recipe.fields import check_fields, field
+from train.recipe.overrides import apply_override
 from wedlm_jax.attention import IMPLEMENTATIONS
 from wedlm_jax.attention.tiles import LANES
 from wedlm_jax.errors import InputError
@@ -27,45 +26,15 @@ from wedlm_jax.params import MODES
 AUTO = "auto"
 
 
-def _field(
-    default: Any,
-    meaning: str,
-    *,
-    choices: tuple[str, ...] = (),
-    least: float | None = None,
-    most: float = math.inf,
-    above: float | None = None,
-    below: float = math.inf,
-) -> Any:
-    """Declares a field of a recipe: its default, what ``--help`` says of it, and its bounds.
-
-    Args:
-      choices: the texts that it may be; any where there are none.
-      least, most: bounds of a number, which it may reach.
-      above, below: bounds that it may not reach.
-    """
-    metadata = {
-        "help": meaning,
-        "choices": choices,
-        "least": least,
-        "most": most,
-        "above": above,
-        "below": below,
-    }
-    if isinstance(default, dict | list):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
-
-
 @dataclasses.dataclass
 class ModelSection:
-    init_from: str | None = _field(
+    init_from: str | None = field(
         None, "checkpoint to start from, Hugging Face or orbax, or gs://; null: from scratch"
     )
-    architecture: dict[str, Any] = _field(
+    architecture: dict[str, Any] = field(
         {}, "fields of an HF config.json: of a model from scratch, or laid over init_from's"
     )
-    mask_token: str | None = _field(
+    mask_token: str | None = field(
         None,
         "text or id of the mask token; null: the checkpoint's, or else one that no text has",
     )
@@ -73,141 +42,141 @@ class ModelSection:
 
 @dataclasses.dataclass
 class LoraSection:
-    rank: int = _field(
+    rank: int = field(
         0, "of the adapters that are trained beside frozen parameters; 0: all is trained", least=0
     )
-    alpha: float = _field(32.0, "what the adapters add is scaled by alpha / rank", above=0)
-    targets: list[str] = _field(
+    alpha: float = field(32.0, "what the adapters add is scaled by alpha / rank", above=0)
+    targets: list[str] = field(
         [*TARGETS], "matrices of each layer that have adapters", choices=TARGETS
     )
 
 
 @dataclasses.dataclass
 class DataSection:
-    corpus_seed: int = _field(0, "seed of the synthetic corpus")
-    samples: int = _field(1000, "how many samples to generate", least=1)
-    weights: dict[str, float] = _field({}, "share of each regime in the samples", above=0)
-    tokenizer: str | None = _field(None, "folder of the tokenizer; null: train one")
-    vocab_size: int = _field(2048, "size of the tokenizer, where one is trained", least=1)
-    train_on_prompt: bool = _field(False, "whether prompt tokens are targets, too")
-    end_tokens: int = _field(0, "trainable end tokens after each answer, beside its own", least=0)
-    sources: dict[str, float] = _field(
+    corpus_seed: int = field(0, "seed of the synthetic corpus")
+    samples: int = field(1000, "how many samples to generate", least=1)
+    weights: dict[str, float] = field({}, "share of each regime in the samples", above=0)
+    tokenizer: str | None = field(None, "folder of the tokenizer; null: train one")
+    vocab_size: int = field(2048, "size of the tokenizer, where one is trained", least=1)
+    train_on_prompt: bool = field(False, "whether prompt tokens are targets, too")
+    end_tokens: int = field(0, "trainable end tokens after each answer, beside its own", least=0)
+    sources: dict[str, float] = field(
         {},
         "folders of `wedlm tokenize` and their shares of a batch; empty: the synthetic corpus",
         above=0,
     )
-    workers: int = _field(0, "processes that read rows ahead; 0: threads of this one", least=0)
-    prefetch: int = _field(2, "batches that wait ready, read and placed each", least=1)
+    workers: int = field(0, "processes that read rows ahead; 0: threads of this one", least=0)
+    prefetch: int = field(2, "batches that wait ready, read and placed each", least=1)
 
 
 @dataclasses.dataclass
 class OptimizerSection:
-    name: str = _field(
+    name: str = field(
         "adamw", "adamw, or muon (layers' matrices; AdamW for the rest)", choices=("adamw", "muon")
     )
-    learning_rate: float = _field(3e-4, "peak", least=0)
-    final_learning_rate: float = _field(3e-5, "at the last step", least=0)
-    warmup_steps: int = _field(100, "linear warm-up from 0", least=0)
-    schedule: str = _field(
+    learning_rate: float = field(3e-4, "peak", least=0)
+    final_learning_rate: float = field(3e-5, "at the last step", least=0)
+    warmup_steps: int = field(100, "linear warm-up from 0", least=0)
+    schedule: str = field(
         "cosine",
         "behind the warm-up: cosine, or wsd (the peak, then a linear decay)",
         choices=("cosine", "wsd"),
     )
-    decay_steps: int = _field(0, "with wsd: the last steps, which decay", least=0)
-    b1: float = _field(0.9, "AdamW's first moment decay", least=0, below=1)
-    b2: float = _field(0.95, "AdamW's second moment decay", least=0, below=1)
-    first_moment_dtype: str = _field(
+    decay_steps: int = field(0, "with wsd: the last steps, which decay", least=0)
+    b1: float = field(0.9, "AdamW's first moment decay", least=0, below=1)
+    b2: float = field(0.95, "AdamW's second moment decay", least=0, below=1)
+    first_moment_dtype: str = field(
         "float32",
         "of first moments: float32, or bfloat16 for 2 bytes a parameter less",
         choices=("float32", "bfloat16"),
     )
-    average: float = _field(
+    average: float = field(
         0.0,
         "decay of a moving average of the parameters, which is evaluated and exported; 0: none",
         least=0,
         below=1,
     )
-    eps: float = _field(1e-8, "epsilon of AdamW and of Muon", above=0)
-    weight_decay: float = _field(0.1, "on matrices only", least=0)
-    clip_norm: float = _field(1.0, "global gradient norm is clipped to this", above=0)
-    spike_factor: float = _field(
+    eps: float = field(1e-8, "epsilon of AdamW and of Muon", above=0)
+    weight_decay: float = field(0.1, "on matrices only", least=0)
+    clip_norm: float = field(1.0, "global gradient norm is clipped to this", above=0)
+    spike_factor: float = field(
         10.0,
         "skip a step whose gradient norm is so many times the running mean; 0: never",
         least=0,
     )
-    max_skipped: int = _field(20, "steps skipped in a row at which the run stops", least=1)
+    max_skipped: int = field(20, "steps skipped in a row at which the run stops", least=1)
 
 
 @dataclasses.dataclass
 class LossSection:
-    weighting: str = _field(
+    weighting: str = field(
         "inverse_ratio", "of masked tokens: inverse_ratio or uniform", choices=WEIGHTINGS
     )
-    ar_weight: float = _field(1.0, "a in (MLM + a AR) / (1 + a)", least=0)
-    chunk: int = _field(2048, "tokens whose logits a device holds at once", least=1)
-    dtype: str = _field(
+    ar_weight: float = field(1.0, "a in (MLM + a AR) / (1 + a)", least=0)
+    chunk: int = field(2048, "tokens whose logits a device holds at once", least=1)
+    dtype: str = field(
         "bfloat16",
         "compute dtype, bfloat16 or float32; parameters stay float32",
         choices=("bfloat16", "float32"),
     )
-    remat: str = _field(
+    remat: str = field(
         AUTO,
         "what the backward pass computes anew, from none to full (and offload: layers' inputs wait "
         "in the host's memory); auto: the least that leaves 10% of a device's memory",
         choices=(AUTO, *POLICIES),
     )
-    attention: str = _field(
+    attention: str = field(
         "streams",
         "attention: dense, streams, blockwise or splash (TPUs)",
         choices=tuple(IMPLEMENTATIONS),
     )
-    tile: int = _field(
+    tile: int = field(
         0, "side of splash's tiles, a multiple of 128; 0: what suits the chip", least=0
     )
-    unroll: int = _field(
+    unroll: int = field(
         1, "layers in one turn of the scan over layers; more compile longer", least=1
     )
 
 
 @dataclasses.dataclass
 class MeshSection:
-    data: int = _field(1, "replicas of the parameters; one of the four may be -1: what is left")
-    fsdp: int = _field(-1, "devices that share the batch, the parameters and their moments")
-    tensor: int = _field(1, "devices that share heads, the MLP and the vocabulary")
-    sequence: int = _field(1, "devices that share the tokens of a row; divides the KV heads")
+    data: int = field(1, "replicas of the parameters; one of the four may be -1: what is left")
+    fsdp: int = field(-1, "devices that share the batch, the parameters and their moments")
+    tensor: int = field(1, "devices that share heads, the MLP and the vocabulary")
+    sequence: int = field(1, "devices that share the tokens of a row; divides the KV heads")
 
 
 @dataclasses.dataclass
 class MetricsSection:
-    tensorboard: bool = _field(False, "write events for TensorBoard to <output>/tensorboard")
-    wandb: str | None = _field(None, "project at Weights & Biases to log to; null: none")
-    profile_from: int = _field(0, "first step of a profile for xprof, in <output>/profile", least=0)
-    profile_steps: int = _field(0, "steps profiled; 0: no profile", least=0)
-    norms: bool = _field(True, "measure norms of parameters and updates, by group")
-    stall_factor: float = _field(
+    tensorboard: bool = field(False, "write events for TensorBoard to <output>/tensorboard")
+    wandb: str | None = field(None, "project at Weights & Biases to log to; null: none")
+    profile_from: int = field(0, "first step of a profile for xprof, in <output>/profile", least=0)
+    profile_steps: int = field(0, "steps profiled; 0: no profile", least=0)
+    norms: bool = field(True, "measure norms of parameters and updates, by group")
+    stall_factor: float = field(
         10.0, "write all stacks when a step takes so many times the median; 0: never", least=0
     )
 
 
 @dataclasses.dataclass
 class EvaluationSection:
-    every: int = _field(
+    every: int = field(
         0, "steps between evaluations, in <output>/evaluation.jsonl; 0: none", least=0
     )
-    source: str | None = _field(
+    source: str | None = field(
         None,
         "folder of `wedlm tokenize` to evaluate on; null: held-out part of the corpus",
     )
-    rows: int = _field(64, "held-out packed rows to take losses over", least=1)
-    seed: int = _field(0, "of the order in which these rows, and prefixes, are drawn")
-    prompts: int = _field(8, "of these rows, how many prefixes to decode", least=0)
-    max_tokens: int = _field(64, "completion tokens of each", least=1)
-    questions: str | None = _field(
+    rows: int = field(64, "held-out packed rows to take losses over", least=1)
+    seed: int = field(0, "of the order in which these rows, and prefixes, are drawn")
+    prompts: int = field(8, "of these rows, how many prefixes to decode", least=0)
+    max_tokens: int = field(64, "completion tokens of each", least=1)
+    questions: str | None = field(
         None, "file of questions to ask, as of `wedlm evaluate --questions`; null: none"
     )
-    most_questions: int = _field(200, "how many of them are asked, drawn by the same seed", least=1)
-    answer_tokens: int = _field(256, "the most tokens of an answer", least=1)
-    mode: str = _field(
+    most_questions: int = field(200, "how many of them are asked, drawn by the same seed", least=1)
+    answer_tokens: int = field(256, "the most tokens of an answer", least=1)
+    mode: str = field(
         "verified",
         "how they are answered: verified, paper or ar; with objective ar always ar",
         choices=MODES,
@@ -216,66 +185,64 @@ class EvaluationSection:
 
 @dataclasses.dataclass
 class PhaseSection:
-    from_step: int = _field(1, "completed steps at which it begins", least=1)
-    sources: dict[str, float] = _field(
-        {}, "in the place of data.sources; empty: as before", above=0
-    )
-    learning_rate: float | None = _field(
+    from_step: int = field(1, "completed steps at which it begins", least=1)
+    sources: dict[str, float] = field({}, "in the place of data.sources; empty: as before", above=0)
+    learning_rate: float | None = field(
         None, "peak that the schedule is scaled to; null: as before", above=0
     )
-    row_length: int | None = _field(None, "of the new sources' rows; null: as before", least=1)
-    prediction_blocks: int | None = _field(None, "in a row; null: as before", least=0)
-    rows: int | None = _field(None, "in a micro-batch; null: as before", least=1)
-    accumulation: int | None = _field(None, "micro-batches in a step; null: as before", least=1)
+    row_length: int | None = field(None, "of the new sources' rows; null: as before", least=1)
+    prediction_blocks: int | None = field(None, "in a row; null: as before", least=0)
+    rows: int | None = field(None, "in a micro-batch; null: as before", least=1)
+    accumulation: int | None = field(None, "micro-batches in a step; null: as before", least=1)
 
 
 @dataclasses.dataclass
 class TrainConfig:
-    objective: str = _field(
+    objective: str = field(
         "wedlm",
         "wedlm (MLM + AR over dual streams) or ar (next token)",
         choices=("wedlm", "ar"),
     )
-    steps: int = _field(1000, "optimizer steps", least=1)
-    rows: int = _field(8, "packed rows in a micro-batch", least=1)
-    accumulation: int = _field(1, "micro-batches in a step", least=1)
-    row_length: int = _field(512, "tokens in a packed row, a multiple of block_size", least=1)
-    block_size: int = _field(32, "B: consecutive positions that share a mask ratio", least=1)
-    prediction_blocks: int = _field(
+    steps: int = field(1000, "optimizer steps", least=1)
+    rows: int = field(8, "packed rows in a micro-batch", least=1)
+    accumulation: int = field(1, "micro-batches in a step", least=1)
+    row_length: int = field(512, "tokens in a packed row, a multiple of block_size", least=1)
+    block_size: int = field(32, "B: consecutive positions that share a mask ratio", least=1)
+    prediction_blocks: int = field(
         0,
         "room for blocks in a row's prediction stream, which leaves out those without a token to "
         "train on; 0: what the data's rows need",
         least=0,
     )
-    suffix_share: float = _field(
+    suffix_share: float = field(
         0.0,
         "share of blocks whose masks are its last tokens, as in verified decoding's windows",
         least=0,
         most=1,
     )
-    quantized_training: str = _field(
+    quantized_training: str = field(
         "none",
         "int8: layers' matrices multiply 8-bit integers, forward and backward; needs qwix",
         choices=("none", "int8"),
     )
-    seed: int = _field(0, "of initial parameters, data order and masks")
-    output: str = _field(
+    seed: int = field(0, "of initial parameters, data order and masks")
+    output: str = field(
         "runs/train",
         "folder for checkpoints, logs and the exported model; all hosts see it; or gs://",
     )
-    checkpoint_every: int = _field(200, "steps between checkpoints", least=1)
-    checkpoint_timeout: int = _field(
+    checkpoint_every: int = field(200, "steps between checkpoints", least=1)
+    checkpoint_timeout: int = field(
         1200, "seconds in which a checkpoint must be written, or counts as failed", least=1
     )
-    keep_checkpoints: int = _field(2, "newest checkpoints kept", least=1)
-    keep_every: int = _field(
+    keep_checkpoints: int = field(2, "newest checkpoints kept", least=1)
+    keep_every: int = field(
         0, "checkpoints at multiples of this are kept for good; 0: none", least=0
     )
-    log_every: int = _field(10, "steps between metric lines", least=1)
-    allow_other_data: bool = _field(
+    log_every: int = field(10, "steps between metric lines", least=1)
+    allow_other_data: bool = field(
         False, "resume although seed, sizes or sources of the data are not as before"
     )
-    phases: list[PhaseSection] = _field(
+    phases: list[PhaseSection] = field(
         [],
         "changes at given steps: [{from_step: N, ...}] with "
         + ", ".join(field.name for field in dataclasses.fields(PhaseSection)[1:]),
@@ -334,13 +301,13 @@ def describe() -> list[tuple[str, str, str]]:
 
     def walk(cls: type, prefix: str) -> list[tuple[str, str, str]]:
         lines = []
-        for field in dataclasses.fields(cls):
-            factory = field.default_factory
+        for one in dataclasses.fields(cls):
+            factory = one.default_factory
             if dataclasses.is_dataclass(factory):
-                lines += walk(factory, f"{prefix}{field.name}.")
+                lines += walk(factory, f"{prefix}{one.name}.")
             else:
-                default = factory() if callable(factory) else field.default
-                lines.append((prefix + field.name, str(default), field.metadata["help"]))
+                default = factory() if callable(factory) else one.default
+                lines.append((prefix + one.name, str(default), one.metadata["help"]))
         return lines
 
     return walk(TrainConfig, "")
@@ -352,7 +319,7 @@ def _unknown_key(key: str) -> str:
 
 
 def _check(config: TrainConfig, path: str | Path) -> None:
-    _check_fields(config, path)
+    check_fields(config, path)
     if config.data.sources and not (config.data.tokenizer or config.model.init_from):
         raise InputError(
             f"{path}: data.sources needs the tokenizer that made them, "
@@ -377,42 +344,3 @@ def _check(config: TrainConfig, path: str | Path) -> None:
         )
     if config.loss.tile % LANES:
         raise InputError(f"{path}: loss.tile must be a multiple of {LANES}, not {config.loss.tile}")
-
-
-def _check_fields(section: Any, path: str | Path, prefix: str = "") -> None:
-    """Compares every value with what its field says that it may be."""
-    for field in dataclasses.fields(section):
-        name, value, said = prefix + field.name, getattr(section, field.name), field.metadata
-        if dataclasses.is_dataclass(value):
-            _check_fields(value, path, f"{name}.")
-            continue
-        for number, one in enumerate(value if isinstance(value, list) else []):
-            if dataclasses.is_dataclass(one):
-                _check_fields(one, path, f"{name}[{number}].")
-        for one in value if isinstance(value, list) else [value]:
-            if said["choices"] and one not in said["choices"]:
-                raise InputError(f"{path}: {name} must be {_one_of(said['choices'])}, not {one!r}")
-        for key, number in value.items() if isinstance(value, dict) else [("", value)]:
-            shown = f"{name}: the share of {key}" if key else name
-            if bound := _broken_bound(said, number):
-                raise InputError(f"{path}: {shown} must be {bound}, not {number}")
-
-
-def _broken_bound(said: Mapping[str, Any], number: Any) -> str | None:
-    """Returns what a field says that a number must be, where it is not; None where it is."""
-    if number is None:  # of a field that may be left out
-        return None
-    if said["above"] is not None:
-        return None if said["above"] < number < math.inf else f"above {said['above']:g}"
-    if said["least"] is None:
-        return None
-    if said["least"] <= number <= said["most"] and number < said["below"]:
-        return None
-    if said["most"] < math.inf:
-        return f"{said['least']:g} to {said['most']:g}"
-    above = f"at least {said['least']:g}"
-    return above if said["below"] == math.inf else f"{above} and below {said['below']:g}"
-
-
-def _one_of(choices: tuple[str, ...]) -> str:
-    return " or ".join(choices) if len(choices) == 2 else f"one of {', '.join(choices)}"

@@ -14,11 +14,17 @@ import pytest
 from tests.checkpoints import assert_same_bits, hf_values
 from tests.data_examples import Mixture, NumberedRows
 from tests.tiny_run import Killed, metric_lines, on_devices, stop_before_step, tiny_recipe
-from train.config import DataSection, OptimizerSection, PhaseSection, TrainConfig, load_config
 from train.data.order import rows_taken
 from train.data.phased import PhasedBatches
 from train.loop import train as run_training
-from train.phases import phases_of, source_names
+from train.recipe.config import (
+    DataSection,
+    OptimizerSection,
+    PhaseSection,
+    TrainConfig,
+    load_config,
+)
+from train.recipe.phases import phases_of, source_names
 from train.schedule import schedule_of
 from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.errors import InputError

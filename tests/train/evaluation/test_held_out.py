@@ -14,13 +14,13 @@ from tokenizers import Tokenizer
 
 from tests.data_examples import EMBEDDED
 from tests.tiny_run import Killed, metric_lines, on_devices, tiny_recipe
-from train.config import EvaluationSection, OptimizerSection
 from train.data.manifest import read_manifest
 from train.data.shards import ShardRows
-from train.decoding import can_decode
-from train.evaluation import Evaluation, prompts_of
+from train.evaluation.decoding import can_decode
+from train.evaluation.held_out import Evaluation, prompts_of
 from train.loop import train as run_training
 from train.program import make_program
+from train.recipe.config import EvaluationSection, OptimizerSection
 from train.start import held_out_rows, recipe_model
 from wedlm_jax.__main__ import main
 from wedlm_jax.completion import Completion

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from train.config import TrainConfig
+from train.recipe.config import TrainConfig
 
 
 def prediction_length(config: TrainConfig) -> int:

@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 
 from tests.tiny_run import tiny_recipe
-from train.config import EvaluationSection
+from train.evaluation.questions import AskedQuestions, asked_questions, drawn_questions
 from train.loop import train as run_training
-from train.questions import AskedQuestions, asked_questions, drawn_questions
+from train.recipe.config import EvaluationSection
 from wedlm_jax.completion import Completion
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from train.config import EvaluationSection, TrainConfig
-from train.decoding import decode_all
+from train.evaluation.decoding import decode_all
+from train.recipe.config import EvaluationSection, TrainConfig
 from train.watch.records import Record
 from wedlm_jax.checkpoint.hf import copy_tokenizer
 from wedlm_jax.engine.engine import Engine

@@ -11,9 +11,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from train.config import TrainConfig
 from train.data.order import Stream, rows_taken
-from train.streams import prediction_length, row_tokens
+from train.recipe.config import TrainConfig
+from train.recipe.streams import prediction_length, row_tokens
 from wedlm_jax.errors import InputError
 
 

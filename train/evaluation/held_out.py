@@ -12,10 +12,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from train.config import TrainConfig
-from train.decoding import OwnEngine, can_decode, decode_all
+from train.evaluation.decoding import OwnEngine, can_decode, decode_all
+from train.evaluation.questions import AskedQuestions
 from train.prediction_blocks import blocks_of_rows
-from train.questions import AskedQuestions
+from train.recipe.config import TrainConfig
 from train.step import Objective, make_evaluation_step
 from train.watch.records import Record, flatten
 from wedlm_jax.config import ModelConfig

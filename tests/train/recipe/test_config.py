@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from train.config import TrainConfig, describe, load_config, save_config
+from train.recipe.config import TrainConfig, describe, load_config, save_config
 from wedlm_jax.errors import InputError
 from wedlm_jax.loss import LossConfig
 

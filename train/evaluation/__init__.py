@@ -1,0 +1,1 @@
+"""Evaluations of a run while it trains: held-out rows, decoded prompts, questions with answers."""
