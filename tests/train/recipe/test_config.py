@@ -12,7 +12,7 @@ from train.recipe.config import TrainConfig, describe, load_config, save_config
 from wedlm_jax.errors import InputError
 from wedlm_jax.loss import LossConfig
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 
 
 def recipe(folder: Path, text: str = "steps: 5\n") -> Path:
