@@ -290,7 +290,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
             "prompts: expected a text, a list of token ids, or a list of those, "
             f"not {type(prompts).__name__}"
         )
-    if len(prompts) and is_integer(prompts[0]):
+    if len(prompts) and all(is_integer_type(kind) for kind in set(map(type, prompts))):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
