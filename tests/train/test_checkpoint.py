@@ -56,6 +56,16 @@ def test_the_newest_state_comes_back(tmp_path: Path) -> None:
     assert said == []
 
 
+def test_a_relative_folder_serves_as_an_absolute_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("runs/mine"), 3, 5)
+    found, told = read(Path("runs/mine"))
+    assert_is_step(found, 5)
+    assert told == []
+
+
 def test_no_states_are_no_error(tmp_path: Path) -> None:
     assert read(tmp_path / "new") == (None, [])
 

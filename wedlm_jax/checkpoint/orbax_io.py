@@ -149,7 +149,9 @@ class StepFolders:
         # Not by the manager, which makes processes wait for one that has failed.
         with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
             arguments = ocp.args.StandardRestore(target)
-            return _read(folder, lambda: handler.restore(epath.Path(folder), args=arguments))
+            return _read(
+                folder, lambda: handler.restore(epath.Path(absolute(folder)), args=arguments)
+            )
 
     def set_aside(self, step: int) -> None:
         """Renames a state, so that it counts no more and its step can be written again."""
@@ -300,13 +302,13 @@ def read_arrays(folder: Path, paths: Iterable[str] | None = None) -> dict[str, n
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
     args = ocp.args.PyTreeRestore(item=item, restore_args=as_numpy, partial_restore=True)
     with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-        tree = _read(folder, lambda: handler.restore(epath.Path(folder), args=args))
+        tree = _read(folder, lambda: handler.restore(epath.Path(absolute(folder)), args=args))
     return {_dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _metadata(folder: Path) -> Any:
     with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-        tree = _read(folder, lambda: handler.metadata(epath.Path(folder)).tree)
+        tree = _read(folder, lambda: handler.metadata(epath.Path(absolute(folder))).tree)
     if not jax.tree.leaves(tree):
         raise InputError(f"{folder}: this orbax checkpoint holds no arrays")
     return tree
