@@ -296,9 +296,10 @@ def test_a_state_is_converted_as_the_run_exports_it(whole_run: Path, tmp_path: P
 
 
 def test_a_state_holds_adapters_and_their_moments_alone(whole_run: Path) -> None:
-    sizes = [path.stat().st_size for path in (whole_run / "checkpoints" / "4").rglob("*")]
-    trained = sum(x.size for x in hf_values(whole_run / "base").values())
-    assert sum(sizes) < 12 * trained
+    # Folders have sizes, too, which depend on the file system.
+    files = [path for path in (whole_run / "checkpoints" / "4").rglob("*") if path.is_file()]
+    parameters = sum(x.size for x in hf_values(whole_run / "base").values())
+    assert sum(path.stat().st_size for path in files) < 12 * parameters
     saved = json.loads((whole_run / "model" / "lora.json").read_text())
     assert (saved["rank"], saved["alpha"], len(saved["targets"])) == (4, 8.0, 7)
 
