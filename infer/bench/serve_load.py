@@ -71,7 +71,7 @@ class Load:
 
     @property
     def ratio_as_wide(self) -> float:
-        """Of the speed of a job that is as wide."""
+        """Returns the share of the speed of a job that decodes as many sequences at a time."""
         return self.tokens_per_second / self.offline_as_wide
 
 
