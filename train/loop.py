@@ -14,6 +14,7 @@ from train.checkpoint import Checkpoints
 from train.data.order import check_rows
 from train.data.phased import PhasedBatches
 from train.data.samples import load_tokenizer
+from train.data.sources import check_sources
 from train.distributed import AgreedStop
 from train.evaluation.held_out import Evaluation
 from train.evaluation.questions import AskedQuestions, asked_questions, drawn_questions
@@ -99,6 +100,7 @@ def train(config: TrainConfig) -> Path:
         folder = tokenizer_folder(config, output, resumes=bool(begun))
         tokenizer = load_tokenizer(folder)
         check_start(config, resumes=bool(begun))
+        check_sources(config, tokenizer)
         model = recipe_model(config, folder, output if begun else None)
         program = make_program(config, model, mesh)
         asked = asked_questions(config, questions, folder, model.max_position_embeddings)
@@ -308,6 +310,8 @@ class TrainingRun:
         if self._evaluation is None or (step % every and step != self._config.steps):
             return
         watch.pause()
+        if not self._time.seconds["evaluation"]:
+            say(f"step {step}: evaluating on held-out rows; the first time this compiles")
         with self._time.spent("evaluation"):
             record = self._evaluation.run(to_export(state))
         if log is not None:

@@ -21,6 +21,7 @@ import numpy as np
 from train.program import TrainProgram, abstract_rows, make_program
 from train.recipe.config import AUTO, TrainConfig
 from train.recipe.phases import largest_phase, source_names
+from train.step_cost import peak_bytes
 from wedlm_jax.atomic import write_json
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
@@ -46,7 +47,7 @@ def cheapest_policy(peak_of: PeakOf, capacity: int, *, likely: int | None = None
     Raises:
       InputError: none does.
     """
-    first, last = 0, len(POLICIES)
+    first, last, least = 0, len(POLICIES), None
     while first < last:
         middle = (first + last) // 2 if likely is None else likely
         likely = None
@@ -54,13 +55,14 @@ def cheapest_policy(peak_of: PeakOf, capacity: int, *, likely: int | None = None
         if peak is not None and peak <= (1 - SPARE) * capacity:
             last = middle
         else:
-            first = middle + 1
+            first, least = middle + 1, peak
     if first < len(POLICIES):
         return POLICIES[first]
+    takes = "more than there is" if least is None else f"{least / 2**30:.1f} GiB"
     raise InputError(
-        f"loss.remat: no policy leaves {SPARE:.0%} of a device's {capacity / 2**30:.1f} GiB; "
-        f"fewer rows with more accumulation take less, and loss.remat={POLICIES[-1]} tries all the "
-        "same"
+        f"loss.remat: no policy leaves {SPARE:.0%} of a device's {capacity / 2**30:.1f} GiB: "
+        f"{POLICIES[-1]}, which takes least, takes {takes}; fewer rows with more accumulation take "
+        f"less, and loss.remat={POLICIES[-1]} tries all the same"
     )
 
 
@@ -98,6 +100,8 @@ def settled(
         )
     memory = _Memory(_key(config, model, kind, len(devices), capacity))
     known = memory.recall()
+    if known is None:
+        say_it("loss.remat: compiling to find what fits")
     likely = 0 if devices[0].platform == "cpu" else None
     policy = known or cheapest_policy(peak_of, capacity, likely=likely)
     # All processes must run the same program, whatever each of them remembers.
@@ -118,14 +122,11 @@ def settled_here(program: TrainProgram) -> TrainProgram:
     def peak_of(policy: str) -> int | None:
         own = make_program(with_policy(config, policy), model, mesh)
         try:
-            memory = own.compile(rows).memory_analysis()
+            return peak_bytes(own.compile(rows))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             return None
-        assert memory is not None, "this backend does not count memory"
-        held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-        return memory.peak_memory_in_bytes or held
 
     capacity = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if devices[0].platform == "cpu":

@@ -227,14 +227,22 @@ def describe_budget(state: TrainState, compiled: jax.stages.Compiled) -> str:
         frozen = local_bytes(state.frozen)
         parts.insert(0, f"frozen {_gib(frozen)}")
         parameters += frozen
-    memory = compiled.memory_analysis()
-    peak = getattr(memory, "peak_memory_in_bytes", 0) or 0
-    if peak:
-        parts.append(f"activations and the rest {_gib(max(peak - parameters - optimizer, 0))}")
-        parts.append(f"peak {_gib(peak)}")
+    peak = peak_bytes(compiled)
+    parts.append(f"activations and the rest {_gib(max(peak - parameters - optimizer, 0))}")
+    parts.append(f"peak {_gib(peak)}")
     limit = (device.memory_stats() or {}).get("bytes_limit")
     of = f" of {_gib(limit)}" if limit else ""
     return f"memory of a device{of}: {', '.join(parts)} (by the compiler)"
+
+
+def peak_bytes(compiled: jax.stages.Compiled) -> int:
+    """Returns what a program takes of one device's memory at its peak, by the compiler."""
+    memory = compiled.memory_analysis()
+    assert memory is not None, "this backend does not count memory"
+    # A CPU's peak is without temporaries.
+    held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    on_cpu = jax.local_devices()[0].platform == "cpu"
+    return held if on_cpu else memory.peak_memory_in_bytes or held
 
 
 def _gib(size: float) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from train.data.manifest import Manifest, read_manifest, tokenizer_fingerprint
 from train.data.shards import ShardRows
 from train.recipe.config import TrainConfig
+from train.recipe.phases import phases_of
 from wedlm_jax.errors import InputError
 from wedlm_jax.processes import say
 from wedlm_jax.storage import folder_of_this_machine
@@ -43,16 +45,7 @@ def open_sources(config: TrainConfig, tokenizer: Tokenizer, pad_token_id: int) -
     total = sum(config.data.sources.values())
     for name, weight in config.data.sources.items():
         folder = folder_of_this_machine(name, "data.sources")
-        manifest = read_manifest(folder)
-        for field in ("row_length", "block_size"):
-            theirs, ours = getattr(manifest, field), getattr(config, field)
-            if theirs != ours:
-                raise InputError(f"{folder}: {field} {theirs}, where the recipe has {ours}")
-        if manifest.tokenizer != fingerprint:
-            raise InputError(
-                f"{folder}: made with another tokenizer "
-                f"({manifest.tokenizer[:12]}) than the model's ({fingerprint[:12]})"
-            )
+        manifest = _fitting_manifest(folder, config, fingerprint)
         sources.manifests.append(manifest)
         sources.rows.append(ShardRows(folder, manifest, pad_token_id))
         sources.weights.append(weight)
@@ -61,3 +54,38 @@ def open_sources(config: TrainConfig, tokenizer: Tokenizer, pad_token_id: int) -
             f"{manifest.tokens:,} tokens, {manifest.fill:.1%} filled"
         )
     return sources
+
+
+def check_sources(config: TrainConfig, tokenizer: Tokenizer) -> None:
+    """Refuses folders, of all phases and of the evaluation, that `open_sources` would refuse; reads
+    their manifests alone.
+
+    Raises:
+      InputError: as `open_sources`.
+    """
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    checked = [
+        (phase.config, name) for phase in phases_of(config) for name in phase.config.data.sources
+    ]
+    if config.evaluation.every and config.evaluation.source is not None:
+        checked.append((config, config.evaluation.source))
+    for own, name in checked:
+        _fitting_manifest(folder_of_this_machine(name, "data.sources"), own, fingerprint)
+
+
+def _fitting_manifest(folder: Path, config: TrainConfig, fingerprint: str) -> Manifest:
+    manifest = read_manifest(folder)
+    for field in ("row_length", "block_size"):
+        theirs, ours = getattr(manifest, field), getattr(config, field)
+        if theirs != ours:
+            flag = field.replace("_", "-")
+            raise InputError(
+                f"{folder}: tokenised with --{flag} {theirs}, but {field} is {ours} in the recipe; "
+                f"set {field}={theirs}, or tokenise again"
+            )
+    if manifest.tokenizer != fingerprint:
+        raise InputError(
+            f"{folder}: made with another tokenizer "
+            f"({manifest.tokenizer[:12]}) than the model's ({fingerprint[:12]})"
+        )
+    return manifest

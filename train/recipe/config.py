@@ -282,7 +282,9 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
     except InputError:
         raise
     except (OmegaConfBaseException, ValueError, OSError) as error:
-        raise InputError(f"{path}: {str(error).splitlines()[0]}") from None
+        key = getattr(error, "full_key", None)
+        field = f"{key}: " if key else ""
+        raise InputError(f"{path}: {field}{str(error).splitlines()[0]}") from None
     except Exception as error:
         # A YAML parser has many error types of its own; all mean the file is not YAML.
         raise InputError(f"{path}: not valid YAML ({str(error).splitlines()[0]})") from None
@@ -328,8 +330,8 @@ def _check(config: TrainConfig, path: str | Path) -> None:
     section = config.evaluation
     if config.data.sources and section.every and section.source is None:
         raise InputError(
-            f"{path}: evaluation.source: data.sources need a folder of held-out rows beside; "
-            "evaluation.every=0 does without"
+            f"{path}: evaluation.source must name a folder of held-out rows, since data.sources "
+            "are folders; evaluation.every=0 trains without evaluating"
         )
     if config.row_length % config.block_size:
         raise InputError(

@@ -124,9 +124,12 @@ def test_rows_of_other_sizes_or_of_another_tokenizer_are_refused(
     folder: Path, tokenizer: Tokenizer
 ) -> None:
     sources = {str(folder): 1.0}
-    with pytest.raises(InputError, match="rows: row_length 128, where the recipe has 256"):
+    with pytest.raises(
+        InputError,
+        match="row-length 128, but row_length is 256 in the recipe; set",
+    ):
         open_sources(recipe(sources, row_length=256), tokenizer, 0)
-    with pytest.raises(InputError, match="rows: block_size 32, where the recipe has 16"):
+    with pytest.raises(InputError, match="block-size 32, but block_size is 16 in the recipe"):
         open_sources(recipe(sources, block_size=16), tokenizer, 0)
     texts = (sample.answer for sample in generate(0, 50, split="train"))
     with pytest.raises(InputError, match="rows: made with another tokenizer"):
