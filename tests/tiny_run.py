@@ -79,17 +79,20 @@ def metric_lines(output: Path) -> list[dict[str, float]]:
     return [{name: x for name, x in line.items() if name not in WALL_CLOCK} for line in lines]
 
 
-class Killed(Exception):
-    """What ends a run from outside."""
+def run_until_killed(config: TrainConfig, last: int) -> None:
+    """Trains until the run asks for the batch of step ``last``, where something from outside
+    ends it."""
 
-
-def stop_before_step(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
-    """The run dies when it asks for the batch of step ``last``."""
+    class Killed(Exception):
+        pass
 
     def die() -> None:
         raise Killed
 
-    call_before_step(monkeypatch, last, die)
+    with pytest.MonkeyPatch.context() as patch:
+        call_before_step(patch, last, die)
+        with pytest.raises(Killed):
+            train.loop.train(config)
 
 
 def call_before_step(

@@ -35,6 +35,18 @@ TINY = ModelConfig(
     mask_token_id=MASK_TOKEN,
 )
 
+# Without those options: what its step computes is counted by hand.
+PLAIN = ModelConfig(
+    vocab_size=100,
+    hidden_size=8,
+    intermediate_size=16,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+    mask_token_id=99,
+)
+
 
 def tiny_transformer(**changes: object) -> Transformer:
     return Transformer(dataclasses.replace(TINY, **changes), rngs=nnx.Rngs(5))  # type: ignore[arg-type]

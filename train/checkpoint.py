@@ -29,7 +29,7 @@ tried several times within each."""
 
 
 class Checkpoints:
-    """The states of a run.
+    """Saves and restores the states of a run.
 
     Args:
       folder: where they are.
@@ -159,8 +159,8 @@ class Checkpoints:
 
 @jax.jit
 def checksums(arrays: dict[str, Array]) -> Array:
-    """uint32 ``[N]``, one for each array in the order of their names: the sum of its words, each
-    times an odd number of its place, modulo 2³²."""
+    """Returns uint32 ``[N]``, one for each array in the order of their names: the sum of its words,
+    each times an odd number of its place, modulo 2³²."""
     return jnp.stack([_checksum(arrays[name]) for name in sorted(arrays)])
 
 

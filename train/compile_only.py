@@ -45,7 +45,7 @@ from wedlm_jax.sharding import make_mesh
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStep:
-    """What the compiler and the chip's figures say of one step.
+    """Holds what the compiler and the chip's figures say of one step.
 
     Attributes:
       topology, devices, mesh: what it was compiled for.
@@ -89,7 +89,7 @@ class CompiledStep:
 
     @property
     def headroom(self) -> float:
-        """Share of HBM that is left."""
+        """Returns the share of HBM that is left."""
         return 1 - self.peak_bytes / self.hbm_limit
 
 
@@ -117,7 +117,7 @@ def compile_phases(config: TrainConfig, topology_name: str) -> Iterator[tuple[Ph
 
 
 def _needed_if_here(config: TrainConfig) -> int | None:
-    """`needed_by_sources`, where the data is on this machine: it need not be, to compile."""
+    """Returns `needed_by_sources` where the data is on this machine: it need not be, to compile."""
     if not config.data.sources:
         return None
     try:
@@ -209,7 +209,7 @@ def _report(program: TrainProgram, topology: Topology, compiled: CompiledProgram
 
 
 def describe(step: CompiledStep) -> str:
-    """The report as lines of text."""
+    """Returns the report as lines of text."""
     gib = 2**30
     axes = " x ".join(f"{axis} {size}" for axis, size in step.mesh.items() if size > 1)
     bound, cost = step.roofline, step.cost

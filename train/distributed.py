@@ -103,8 +103,8 @@ def mesh_of_processes(mesh: Mesh) -> Mesh:
 
 
 def own_copy(processes: Mesh, tree: Any) -> Any:
-    """Parameters copied whole to each process's own devices. All processes call this together;
-    none holds more than its copy.
+    """Copies parameters whole to each process's own devices. All processes call this together; none
+    holds more than its copy.
 
     What processes compute together they must compute in step, but a decode loop ends when its
     sequences do. So the processes of a run decode apart: each its own prompts, on its own devices.

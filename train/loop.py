@@ -58,7 +58,7 @@ from wedlm_jax.signals import TERMINATED
 
 
 class RunStopped(Exception):
-    """The run ended on request, with its state saved.
+    """Says that the run ended on request, with its state saved.
 
     Attributes:
       step: completed steps.
@@ -127,7 +127,8 @@ def train(config: TrainConfig) -> Path:
 def with_blocks(
     config: TrainConfig, program: TrainProgram, output: Path, tokenizer: Tokenizer
 ) -> TrainConfig:
-    """The recipe with the numbers of blocks that its rows need in their prediction streams."""
+    """Returns the recipe with the numbers of blocks that its rows need in their prediction
+    streams."""
     pad = program.model.pad_token_id or 0
 
     def needed(own: TrainConfig) -> int | None:
@@ -137,13 +138,13 @@ def with_blocks(
 
 
 def to_export(state: TrainState) -> nnx.State:
-    """The average of the parameters where the recipe has one, else the newest; and what is not
-    trained."""
+    """Returns the average of the parameters where the recipe has one, else the newest; and what is
+    not trained."""
     return with_frozen(averaged_parameters(state.optimizer, state.parameters), state.frozen)
 
 
 class TrainingRun:
-    """One attempt at a run: from its newest checkpoint to its last step.
+    """Makes one attempt at a run: from its newest checkpoint to its last step.
 
     Args:
       program: of the recipe; its mesh is already set.
@@ -267,8 +268,8 @@ class TrainingRun:
         checkpoints.save(state, whole=whole)
 
     def _compile(self, done: int) -> dict[tuple[int, ...], Any]:
-        """The step for every shape of a batch that comes behind step ``done``, compiled before a
-        weight is read, and what it takes of the memory."""
+        """Compiles the step for every shape of a batch that comes behind step ``done``, before a
+        weight is read, and says what it takes of the memory."""
         compiled = dict[tuple[int, ...], Any]()
         for phase in self._phases:
             shape = phase.batch_shape
@@ -283,7 +284,7 @@ class TrainingRun:
         return compiled
 
     def _shape_of(self, step: int) -> tuple[int, ...]:
-        """The shape of the batch of a step, counted from 0."""
+        """Returns the shape of the batch of a step, counted from 0."""
         return next(phase.batch_shape for phase in self._phases if step < phase.stop)
 
     def _open_log(self, done: int) -> MetricsLog | None:

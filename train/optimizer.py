@@ -72,7 +72,7 @@ def make_optimizer(
 
 
 class ParameterAverage(NamedTuple):
-    """State of `average_parameters`.
+    """Holds the state of `average_parameters`.
 
     Attributes:
       updates: int32 scalar, how many there were.
@@ -105,7 +105,8 @@ def average_parameters(decay: float) -> optax.GradientTransformation:
 
 
 def averaged_parameters(state: Any, parameters: Any) -> Any:
-    """What an optimizer's state has as the average of the parameters; else the parameters."""
+    """Returns what an optimizer's state has as the average of the parameters; else the
+    parameters."""
 
     def is_average(node: Any) -> bool:
         return isinstance(node, ParameterAverage)

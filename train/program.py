@@ -35,7 +35,7 @@ from wedlm_jax.sharding import batch_sharding, check_fits, tree_shardings
 
 
 def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
-    """The recipe's optimizer under its schedule."""
+    """Returns the recipe's optimizer under its schedule."""
     o = config.optimizer
     return make_optimizer(
         schedule_of(config),
@@ -51,7 +51,7 @@ def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def lora_of(config: TrainConfig) -> LoraConfig | None:
-    """The recipe's adapters; None where it trains all parameters."""
+    """Returns the recipe's adapters; None where it trains all parameters."""
     lora = config.lora
     targets = tuple(name for name in TARGETS if name in lora.targets)
     return LoraConfig(lora.rank, lora.alpha, targets) if lora.rank else None
@@ -73,8 +73,8 @@ def abstract_state(
     optimizer: optax.GradientTransformation,
     frozen: nnx.State | None = None,
 ) -> TrainState:
-    """Shapes, dtypes and places of the first state; ``parameters`` and ``frozen`` may be shapes,
-    too."""
+    """Returns shapes, dtypes and places of the first state; ``parameters`` and ``frozen`` may be
+    shapes, too."""
 
     def first(parameters: nnx.State, frozen: nnx.State | None) -> TrainState:
         step, moments = jnp.zeros((), jnp.int32), optimizer.init(parameters)
@@ -89,7 +89,8 @@ def abstract_state(
 
 
 def abstract_rows(config: TrainConfig, mesh: Mesh, sources: int = 1) -> PackedRows:
-    """Shapes, dtypes and places of a global batch ``[A, R, L]`` of a run with so many sources."""
+    """Returns shapes, dtypes and places of a global batch ``[A, R, L]`` of a run with so many
+    sources."""
     place = batch_sharding(mesh)
 
     def array(width: int, dtype: Any) -> Any:
@@ -107,7 +108,7 @@ def abstract_rows(config: TrainConfig, mesh: Mesh, sources: int = 1) -> PackedRo
 
 @dataclasses.dataclass(frozen=True)
 class TrainProgram:
-    """What a recipe runs on a mesh.
+    """Holds what a recipe runs on a mesh.
 
     Attributes:
       config: the recipe.

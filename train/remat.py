@@ -154,7 +154,8 @@ def _key(config: TrainConfig, model: ModelConfig, kind: str, count: int, capacit
 
 
 class _Memory:
-    """Policies that were found, by key, in the folder of compiled programs, if there is one."""
+    """Remembers policies that were found, by key, in the folder of compiled programs, if there is
+    one."""
 
     def __init__(self, key: str):
         folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]

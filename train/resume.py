@@ -36,7 +36,7 @@ REMARKS = {"accumulation": "; masks are drawn for each micro-batch, so they are 
 
 @dataclasses.dataclass(frozen=True)
 class RowOrder:
-    """All that decides which rows a step reads.
+    """Holds all that decides which rows a step reads.
 
     Attributes:
       seed: of the order, and of the masks.
@@ -55,7 +55,7 @@ class RowOrder:
     phases: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def differences(self, before: RowOrder, done: int) -> list[str]:
-        """What is not as before, by the recipe's names, in what ``done`` steps have read."""
+        """Lists what is not as before, by the recipe's names, in what ``done`` steps have read."""
         names = {"batch_rows": "rows x accumulation"}
         changed = [
             f"{names.get(name, name)} was {getattr(before, name)}, is {getattr(self, name)}"
@@ -85,7 +85,7 @@ def _listed(order: RowOrder) -> str:
 
 
 def row_order(config: TrainConfig, tokenizer: Tokenizer) -> RowOrder:
-    """The order of the rows of a recipe.
+    """Returns the order of the rows of a recipe.
 
     Raises:
       InputError: a folder of ``data.sources`` cannot be read.
@@ -150,7 +150,7 @@ def begin_or_resume(
 
 
 def _saved_order(path: Path) -> RowOrder | None:
-    """None where there is none, as in runs of earlier versions."""
+    """Reads the saved order; None where there is none, as in runs of earlier versions."""
     try:
         return RowOrder(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -160,7 +160,7 @@ def _saved_order(path: Path) -> RowOrder | None:
 
 
 def _changed_fields(config: TrainConfig, path: Path) -> list[str]:
-    """A line for each field whose value is not the saved one."""
+    """Writes a line for each field whose value is not the saved one."""
     try:
         saved = OmegaConf.to_container(OmegaConf.create(path.read_text(encoding="utf-8")))
     except Exception as error:
@@ -177,7 +177,7 @@ def _changed_fields(config: TrainConfig, path: Path) -> list[str]:
 
 
 def _at(tree: Any, name: str) -> tuple[Any, bool]:
-    """The value of a dotted name, and whether there is one."""
+    """Returns the value of a dotted name, and whether there is one."""
     for part in name.split("."):
         if not isinstance(tree, dict) or part not in tree:
             return None, False

@@ -72,7 +72,7 @@ def _appears(path: Path, token: str) -> bool:
 
 
 class RunFiles:
-    """The files of a run that grow: those of its folder, or copies beside a bucket.
+    """Keeps the files of a run that grow: those of its folder, or copies beside a bucket.
 
     Args:
       output: the run's folder, from `open_output`.

@@ -12,7 +12,7 @@ from wedlm_jax.errors import InputError
 
 
 def schedule_of(config: TrainConfig) -> optax.Schedule:
-    """The recipe's learning rate, in its phases times what they say.
+    """Returns the recipe's learning rate, in its phases times what they say.
 
     Raises:
       InputError: warm-up and decay leave no step between them.
@@ -40,7 +40,7 @@ def schedule_of(config: TrainConfig) -> optax.Schedule:
 
 
 def _plateau(config: TrainConfig) -> optax.Schedule:
-    """Warm-up, a constant rate, and a linear decay over the last ``decay_steps``."""
+    """Returns warm-up, a constant rate, and a linear decay over the last ``decay_steps``."""
     o, steps = config.optimizer, config.steps
     if o.warmup_steps + o.decay_steps > steps:
         raise InputError(

@@ -19,7 +19,7 @@ NORM_DECAY = 0.98
 
 @dataclasses.dataclass(frozen=True)
 class Guard:
-    """When a step is skipped.
+    """Says when a step is skipped.
 
     Attributes:
       spike_factor: skip where the gradient norm exceeds this many times its running mean; 0
@@ -34,7 +34,7 @@ class Guard:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GuardState:
-    """What the guard remembers.
+    """Holds what the guard remembers.
 
     Attributes:
       mean_norm: float32 scalar, running mean of the gradient norms of the steps taken.

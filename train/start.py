@@ -60,7 +60,7 @@ PARAMETERS = (*SIZES, "attention_bias", "qk_norm", "tie_word_embeddings")
 
 
 def tokenizer_folder(config: TrainConfig, output: Path, *, resumes: bool = False) -> Path:
-    """The tokenizer given, that of the starting checkpoint, or one trained on the corpus.
+    """Returns the tokenizer given, that of the starting checkpoint, or one trained on the corpus.
 
     Args:
       output: the run's folder.
@@ -282,7 +282,7 @@ def starting_state(program: TrainProgram, checkpoints: Checkpoints) -> TrainStat
 def training_rows(
     config: TrainConfig, output: Path, tokenizer: Tokenizer, pad_token_id: int
 ) -> TrainingRows:
-    """The rows to train on: of the recipe's sources, or of the synthetic corpus."""
+    """Returns the rows to train on: of the recipe's sources, or of the synthetic corpus."""
     if config.data.sources:
         return open_sources(config, tokenizer, pad_token_id)
     return packed_dataset(config, output, tokenizer, pad_token_id)
@@ -302,9 +302,9 @@ def needed_blocks(
 def held_out_rows(
     config: TrainConfig, tokenizer: Tokenizer, pad_token_id: int
 ) -> dict[str, np.ndarray]:
-    """The rows to evaluate on, arrays ``[N, L]``, drawn by the evaluation's seed: from its source,
-    or from the corpus's held-out part. The first would be no sample: packing begins with the
-    longest texts."""
+    """Returns the rows to evaluate on, arrays ``[N, L]``, drawn by the evaluation's seed: from its
+    source, or from the corpus's held-out part. The first would be no sample: packing begins with
+    the longest texts."""
     count, data = config.evaluation.rows, config.data
 
     def order(rows: int) -> np.ndarray:
@@ -326,7 +326,8 @@ def held_out_rows(
 def packed_dataset(
     config: TrainConfig, output: Path, tokenizer: Tokenizer, pad_token_id: int
 ) -> PackedDataset:
-    """The corpus as packed rows, made once; made anew when what they depend on has changed."""
+    """Returns the corpus as packed rows, made once; made anew when what they depend on has
+    changed."""
     path, recipe_path = output / "rows.npz", output / "rows.json"
     recipe = rows_recipe(config, tokenizer)
 

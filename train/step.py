@@ -39,7 +39,7 @@ Metrics = dict[str, Any]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """All that a step reads and writes.
+    """Holds all that a step reads and writes.
 
     Attributes:
       step: int32 scalar, completed steps.
@@ -64,7 +64,7 @@ def forgiven(state: TrainState) -> TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """What is learned.
+    """Says what is learned.
 
     Attributes:
       kind: "wedlm" (MLM + AR over dual streams) or "ar" (next token only).
@@ -82,7 +82,7 @@ class Objective:
 
 
 class TrainStep(Protocol):
-    """A jitted step: called with arrays, or lowered with their shapes."""
+    """Takes a step, jitted: called with arrays, or lowered with their shapes."""
 
     def __call__(
         self, state: TrainState, rows: PackedRows, key: Array
@@ -100,8 +100,8 @@ def make_train_step(
     guard: Guard | None = None,
     norms: bool = True,
 ) -> TrainStep:
-    """The jitted step; its state argument is donated. Called under ``jax.set_mesh``, it runs on
-    that mesh, laid out by the rules of `wedlm_jax.sharding`.
+    """Returns the jitted step; its state argument is donated. Called under ``jax.set_mesh``, it
+    runs on that mesh, laid out by the rules of `wedlm_jax.sharding`.
 
     Args:
       graph: of the model.
@@ -159,8 +159,8 @@ EvaluationStep = Callable[[nnx.State, PackedRows, Array], Metrics]
 
 
 def make_evaluation_step(graph: nnx.GraphDef[Transformer], objective: Objective) -> EvaluationStep:
-    """The jitted forward pass over held-out rows ``[A, R, L]``: the metrics of a training step
-    that depend on no gradient. ``key`` draws the masks."""
+    """Returns the jitted forward pass over held-out rows ``[A, R, L]``: the metrics of a training
+    step that depend on no gradient. ``key`` draws the masks."""
 
     @jax.jit
     def evaluate(parameters: nnx.State, rows: PackedRows, key: Array) -> Metrics:
@@ -226,8 +226,8 @@ def accumulate(
     loss: LossFn,
     frozen: nnx.State | None = None,
 ) -> tuple[nnx.State, Metrics]:
-    """Gradients by ``parameters`` and metrics of the global batch, one micro-batch in memory at a
-    time. ``frozen`` are the model's other parameters, if there are others."""
+    """Returns gradients by ``parameters`` and metrics of the global batch, one micro-batch in
+    memory at a time. ``frozen`` are the model's other parameters, if there are others."""
 
     def total(parameters: nnx.State, batch: Any) -> tuple[Array, Metrics]:
         model = nnx.merge(graph, with_frozen(parameters, frozen))

@@ -41,7 +41,7 @@ _FORWARD, _BACKWARD = 2, 5
 
 @dataclasses.dataclass(frozen=True)
 class StepFlops:
-    """Products of a step by what computes them.
+    """Counts the products of a step by what computes them.
 
     Attributes:
       products: of matrices with parameters.
@@ -59,7 +59,8 @@ class StepFlops:
 def forward_flops(
     model: ModelConfig, rows: int, row_length: int, prediction: int | None = None
 ) -> float:
-    """Products of the forward pass over packed rows, of what is visible and has a target.
+    """Counts the products of the forward pass over packed rows, of what is visible and has a
+    target.
 
     Each stream passes through every layer. A query of either stream sees half the row on average
     (both its own block and the memory are triangles), hence L²/2 pairs a row and stream.
@@ -79,7 +80,7 @@ def forward_flops(
 
 
 def model_flops(config: TrainConfig, model: ModelConfig) -> float:
-    """Products of a step, forward and backward, nothing computed anew counted: what MFU is
+    """Counts the products of a step, forward and backward, nothing computed anew: what MFU is
     relative to."""
     rows = config.rows * config.accumulation
     forward = forward_flops(model, rows, config.row_length, prediction_length(config))
@@ -92,8 +93,8 @@ def model_flops(config: TrainConfig, model: ModelConfig) -> float:
 
 
 def program_flops(config: TrainConfig, model: ModelConfig, rows: int, kind: str = "") -> StepFlops:
-    """Products that the step's program does for ``rows`` packed rows: what the backward pass
-    computes anew counts, and tiles of attention count whole.
+    """Counts the products that the step's program does for ``rows`` packed rows: what the backward
+    pass computes anew counts, and tiles of attention count whole.
 
     Args:
       kind: of the device, which decides the size of tiles.
@@ -119,7 +120,7 @@ def head_chunks(config: TrainConfig, devices: int) -> int:
 
 
 def visited_pairs(config: TrainConfig, kind: str = "", samples: int = 1) -> int:
-    """Pairs of a query and a key in the tiles that are visited, of one row.
+    """Counts pairs of a query and a key in the tiles that are visited, of one row.
 
     Args:
       kind: of the device.
@@ -148,7 +149,7 @@ def visited_pairs(config: TrainConfig, kind: str = "", samples: int = 1) -> int:
 
 
 def seen_pairs(config: TrainConfig, samples: int = 1) -> int:
-    """Pairs of a query and a key that it sees, of one row of ``samples`` of equal length."""
+    """Counts pairs of a query and a key that it sees, of one row of ``samples`` of equal length."""
     bounds = np.arange(samples + 1) * config.row_length // samples
     total = 0
     for size in np.diff(bounds).tolist():
@@ -166,8 +167,8 @@ def _ends(tile: int, *streams: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _targets(row_length: int, prediction: int) -> float:
-    """Tokens of a row that have a target. All of a stream of whole rows are trainable, and half of
-    them are masked on average; the memory has the same targets."""
+    """Counts a row's tokens that have a target. All of a stream of whole rows are trainable, and
+    half of them are masked on average; the memory has the same targets."""
     return 1.5 * prediction if prediction else row_length
 
 
@@ -176,12 +177,12 @@ def _head_parameters(model: ModelConfig) -> int:
 
 
 def _layer_parameters(model: ModelConfig) -> int:
-    """Of all layers together, norms included."""
+    """Counts the parameters of all layers together, norms included."""
     return model.num_parameters(embeddings=False)
 
 
 def _adapter_parameters(config: TrainConfig, model: ModelConfig) -> int:
-    """Of all layers together."""
+    """Counts the adapters' parameters of all layers together."""
     queries = model.num_attention_heads * model.head_dim
     keys = model.num_key_value_heads * model.head_dim
     # One side of each matrix is the hidden states'; here is the other.
@@ -192,8 +193,8 @@ def _adapter_parameters(config: TrainConfig, model: ModelConfig) -> int:
 
 
 def _parameters_anew(model: ModelConfig, kept: tuple[str, ...]) -> int:
-    """Parameters whose products the backward pass computes anew. No gradient needs a layer's last
-    product, the MLP's, so it never is."""
+    """Counts parameters whose products the backward pass computes anew. No gradient needs a layer's
+    last product, the MLP's, so it never is."""
     d, mlp = model.hidden_size, model.hidden_size * model.intermediate_size
     queries = model.num_attention_heads * model.head_dim
     keys = model.num_key_value_heads * model.head_dim

@@ -16,11 +16,10 @@ from tests.checkpoints import assert_same_bits, hf_values
 from tests.emulated_bucket import bucket as bucket
 from tests.emulated_bucket import clients
 from tests.tiny_run import (
-    Killed,
     metric_lines,
     on_devices,
+    run_until_killed,
     start_command,
-    stop_before_step,
     tiny_recipe,
     write_recipe,
 )
@@ -52,10 +51,7 @@ def test_a_run_in_a_bucket_stopped_and_resumed_is_the_run_on_a_disk(
     monkeypatch.chdir(tmp_path)
     run = f"{bucket}/runs/stopped"
     config = tiny_recipe(run, tokenizer_folder, checkpoint_every=2)
-    with monkeypatch.context() as patch:
-        stop_before_step(patch, 3)
-        with pytest.raises(Killed):
-            run_training(config)
+    run_until_killed(config, 3)
     assert not as_path(f"{run}/hf").exists()
     capsys.readouterr()
     run_training(config)

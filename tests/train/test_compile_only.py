@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from tests.no_libtpu import NO_LIBTPU, hide_libtpu
+from tests.training_examples import PLAIN as MODEL
 from train.compile_only import CompiledStep, describe
 from train.program import make_program
 from train.recipe.config import TrainConfig
@@ -26,19 +27,8 @@ from train.step_cost import (
 from wedlm_jax.__main__ import main
 from wedlm_jax.aot.cost import ProgramCost, program_cost
 from wedlm_jax.aot.topology import Roofline
-from wedlm_jax.config import ModelConfig
 from wedlm_jax.sharding import make_mesh
 
-MODEL = ModelConfig(
-    vocab_size=100,
-    hidden_size=8,
-    intermediate_size=16,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=6,
-    mask_token_id=99,
-)
 STEP = CompiledStep(
     topology="v5p:2x2x1",
     devices=4,

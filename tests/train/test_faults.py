@@ -12,12 +12,11 @@ import pytest
 
 from tests.checkpoints import assert_same_bits, hf_values
 from tests.tiny_run import (
-    Killed,
     call_before_step,
     metric_lines,
     on_devices,
+    run_until_killed,
     start_command,
-    stop_before_step,
     tiny_recipe,
     write_recipe,
 )
@@ -79,10 +78,7 @@ def test_means_over_an_interval_are_those_of_its_steps_across_a_restart(
         sum(line["gradient_norm"] for line in steps[:3]) / 3
     )
     config = tiny_recipe(tmp_path / "cut", tokenizer_folder, log_every=3, checkpoint_every=2)
-    with monkeypatch.context() as patch:
-        stop_before_step(patch, 2)
-        with pytest.raises(Killed):
-            run_training(config)
+    run_until_killed(config, 2)
     run_training(config)
     assert metric_lines(tmp_path / "cut") == metric_lines(tmp_path / "whole")
 
@@ -96,10 +92,7 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
 ) -> None:
     on_devices(monkeypatch, 1)
     config = tiny_recipe(tmp_path, tokenizer_folder, checkpoint_every=1)
-    with monkeypatch.context() as patch:
-        stop_before_step(patch, 3)
-        with pytest.raises(Killed):
-            run_training(config)
+    run_until_killed(config, 3)
     flip(biggest_file(tmp_path / "checkpoints" / "3"))
     capsys.readouterr()
     run_training(config)
@@ -114,11 +107,8 @@ def test_a_run_goes_on_with_the_same_data_on_another_mesh(
     finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_recipe(tmp_path, tokenizer_folder, checkpoint_every=2)
-    with monkeypatch.context() as patch:
-        on_devices(patch, 1)
-        stop_before_step(patch, 2)
-        with pytest.raises(Killed):
-            run_training(config)
+    on_devices(monkeypatch, 1)
+    run_until_killed(config, 2)
     on_devices(monkeypatch, 2)
     run_training(config)
     for moved, stayed in zip(metric_lines(tmp_path), metric_lines(finished), strict=True):

@@ -16,10 +16,9 @@ import train.start
 from tests.checkpoints import assert_same_bits, hf_values
 from tests.tiny_run import (
     ARCHITECTURE,
-    Killed,
     metric_lines,
     on_devices,
-    stop_before_step,
+    run_until_killed,
     tiny_recipe,
 )
 from train.loop import train as run_training
@@ -45,14 +44,10 @@ def test_a_run_that_was_killed_and_resumed_is_the_uninterrupted_run(
     finished: Path,
     tokenizer_folder: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = tiny_recipe(tmp_path, tokenizer_folder, checkpoint_every=2)
-    with monkeypatch.context() as patch:
-        stop_before_step(patch, 2)
-        with pytest.raises(Killed):
-            run_training(config)
+    run_until_killed(config, 2)
     assert not (tmp_path / "hf").exists()
     assert [line["step"] for line in metric_lines(tmp_path)] == [1, 2]
     capsys.readouterr()

@@ -18,7 +18,7 @@ from flax import nnx
 
 from tests.checkpoints import assert_same_bits, hf_values
 from tests.jaxpr_shapes import arrays_in
-from tests.tiny_run import Killed, metric_lines, on_devices, stop_before_step, tiny_recipe
+from tests.tiny_run import metric_lines, on_devices, run_until_killed, tiny_recipe
 from tests.training_examples import BLOCK, MASK_TOKEN, TINY, packed, random_sample, tiny_transformer
 from train.loop import train as run_training
 from train.optimizer import make_optimizer
@@ -310,10 +310,7 @@ def test_a_run_that_was_killed_goes_on_without_the_checkpoint_it_began_with(
     on_devices(monkeypatch, 1)
     start = shutil.copytree(base, tmp_path / "start")
     config = lora_recipe(tmp_path / "run", start, checkpoint_every=2)
-    with monkeypatch.context() as patch:
-        stop_before_step(patch, 3)
-        with pytest.raises(Killed):
-            run_training(config)
+    run_until_killed(config, 3)
     shutil.rmtree(start)
     for change, sentence in (
         ({"alpha": 16.0}, "began with adapters of rank 4, alpha 8 .* has adapters of rank 4, alph"),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.data_examples import CHAT, EMBEDDED, NumberedRows, tokenised, write_jsonl
 from tests.reference.training import MaskedSample
-from tests.tiny_run import Killed, metric_lines, on_devices, stop_before_step, tiny_recipe
+from tests.tiny_run import metric_lines, on_devices, run_until_killed, tiny_recipe
 from tests.train.test_step import (
     KEY,
     OBJECTIVE,
@@ -181,10 +181,7 @@ def test_a_run_goes_on_bit_for_bit(
 ) -> None:
     on_devices(monkeypatch, 1)
     config = chat_recipe(tmp_path / "resumed", chats, checkpoint_every=2)
-    with monkeypatch.context() as patch:
-        stop_before_step(patch, 3)
-        with pytest.raises(Killed):
-            run_training(config)
+    run_until_killed(config, 3)
     run_training(config)
     assert "not as before" not in capsys.readouterr().out
     run_training(dataclasses.replace(config, output=str(tmp_path / "whole")))

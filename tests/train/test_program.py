@@ -10,22 +10,11 @@ import jax
 import pytest
 
 from tests.tiny_run import tiny_recipe
+from tests.training_examples import PLAIN as MODEL
 from train.program import make_program
 from train.recipe.config import LoraSection, TrainConfig
-from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
 from wedlm_jax.sharding import make_mesh
-
-MODEL = ModelConfig(
-    vocab_size=100,
-    hidden_size=8,
-    intermediate_size=16,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=6,
-    mask_token_id=99,
-)
 
 
 def integer_products(config: TrainConfig) -> int:

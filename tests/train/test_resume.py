@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.data_examples import EMBEDDED, ROW, documents, tokenised, write_jsonl
-from tests.tiny_run import Killed, metric_lines, on_devices, stop_before_step, tiny_recipe
+from tests.tiny_run import metric_lines, on_devices, run_until_killed, tiny_recipe
 from train.loop import train as run_training
 from train.recipe.config import (
     DataSection,
@@ -61,10 +61,7 @@ def test_a_run_goes_on_with_a_changed_recipe_and_says_what_changed(
 ) -> None:
     on_devices(monkeypatch, 1)
     config = tiny_recipe(tmp_path, tokenizer_folder, checkpoint_every=2)
-    with monkeypatch.context() as patch:
-        stop_before_step(patch, 2)
-        with pytest.raises(Killed):
-            run_training(config)
+    run_until_killed(config, 2)
     assert "not as before" not in capsys.readouterr().out
     other = OptimizerSection(learning_rate=0.02, warmup_steps=1)
     with pytest.raises(InputError, match="seed was 1, is 2; allow_other_data=true allows it"):
@@ -176,10 +173,7 @@ def test_losses_and_tokens_of_each_source_are_logged_through_phases_and_a_restar
     phases = [PhaseSection(from_step=2, sources={str(b): 1.0})]
     intervals = {"checkpoint_every": 1, "log_every": 2, "phases": phases}
     config = with_sources(tmp_path / "run", {a: 0.5, b: 0.5}, **intervals)
-    with monkeypatch.context() as patch:
-        stop_before_step(patch, 3)
-        with pytest.raises(Killed):
-            run_training(config)
+    run_until_killed(config, 3)
     run_training(config)
     both, one = metric_lines(tmp_path / "run")
     assert {name for name in both if "/" in name} == {

@@ -1,4 +1,4 @@
-"""The Python API: order, parameters, streaming, refusals, and independence of batches."""
+"""The Python API: order, parameters, streaming, and independence of batches."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.decode_examples import EVERYTHING
 from tests.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.completion import Completion
 from wedlm_jax.errors import InputError
@@ -25,17 +26,6 @@ SAMPLED = SamplingParams(mode="paper", max_tokens=24, temperature=1.0, entropy_t
 VERIFIED = SamplingParams(max_tokens=24, temperature=1.0)
 SMALL: dict[str, Any] = {"max_batch_size": 4, "deterministic": True}
 """One size of forwards: little is compiled."""
-EVERYTHING = [
-    SamplingParams(
-        mode=mode,
-        temperature=1.0,
-        min_tokens=1,
-        bad_words=((5,),) * 4,
-        logprobs=3,
-        stop_token_ids=(5,) * 3,
-    )
-    for mode in ("paper", "verified", "ar")
-]
 
 
 @pytest.fixture(scope="module")
@@ -54,20 +44,6 @@ def llm(folder: Path) -> LLM:
 def whole(llm: LLM) -> list[Completion]:
     """What greedy decoding makes of each prompt."""
     return llm.generate(PROMPTS, GREEDY)
-
-
-def test_a_model_of_conversations_says_once_that_a_text_goes_without_them(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    fresh = LLM(folder, window_size=4, **SMALL)
-    fresh.prepare_one([5, 6], GREEDY)
-    fresh.prepare_one("<|im_start|>user\na<|im_end|>\n", GREEDY)
-    fresh.prepare_one(fresh.chat_prompt([{"role": "user", "content": "a"}]), GREEDY)
-    assert not caplog.records
-    fresh.prepare(["a", "b"], GREEDY)
-    assert [record.message.split(";")[0] for record in caplog.records] == [
-        f"{folder} was tuned on conversations, and this text is completed without its chat template"
-    ]
 
 
 def tokens(completions: list[Completion]) -> list[list[int]]:
@@ -236,14 +212,6 @@ def test_samples_are_what_their_seeds_give_alone(llm: LLM) -> None:
     assert (seen[-1].finished, seen[-1].total, seen[-1].tokens) == (2, 2, tokens)
 
 
-def test_samples_where_one_is_expected_are_refused(llm: LLM) -> None:
-    params = dataclasses.replace(SAMPLED, n=2)
-    with pytest.raises(InputError, match=r"^n: expected 1 here, not 2"):
-        next(llm.stream(PROMPTS[0], params))
-    with pytest.raises(InputError, match=r"^n: expected 1 here, not 2"):
-        llm.prepare_one(PROMPTS[0], params)
-
-
 def test_log_probabilities_change_no_token(llm: LLM, whole: list[Completion]) -> None:
     params = [dataclasses.replace(GREEDY, logprobs=k) for k in (0, 3)] + [GREEDY]
     none, three, plain = llm.generate(PROMPTS[:3], params)
@@ -273,17 +241,6 @@ def test_scores_are_the_log_probabilities_of_autoregressive_decoding(llm: LLM) -
             assert [i for i, _ in other.top] == [i for i, _ in one.top]
         assert completion.confidence == [math.exp(one.logprob) for one in completion.logprobs]
     assert llm.score(["one"], [[]]) == [[]]
-
-
-def test_what_cannot_be_scored_is_refused(llm: LLM) -> None:
-    with pytest.raises(InputError, match="as many completions as prompts"):
-        llm.score(["one", "two"], ["three"])
-    with pytest.raises(InputError, match=r"pair 1: .*max_model_len"):
-        llm.score(["one"] * 2, ["two", [5] * 400])
-    with pytest.raises(InputError, match="outside the vocabulary"):
-        llm.score(["one"], [[5, 1000]])
-    with pytest.raises(InputError, match="top: expected an integer from 0 to 20"):
-        llm.score(["one"], ["two"], top=21)
 
 
 def test_log_probabilities_are_cut_with_the_text(llm: LLM, whole: list[Completion]) -> None:
@@ -432,16 +389,9 @@ def test_the_whole_context_can_be_used_and_no_more(folder: Path) -> None:
         llm.generate([[7] * 5], dataclasses.replace(GREEDY, max_tokens=20))
 
 
-def test_without_tokenizer_token_ids_only(
-    tmp_path: Path, llm: LLM, whole: list[Completion]
-) -> None:
+def test_token_ids_need_no_tokenizer(tmp_path: Path, llm: LLM, whole: list[Completion]) -> None:
     bare = LLM(write_tiny_checkpoint(tmp_path / "bare", tokenizer=False), window_size=4, **SMALL)
     assert llm.codec is not None
     ids = llm.codec.encode(PROMPTS[0])
     assert bare.generate([ids], GREEDY) == [dataclasses.replace(whole[0], text=None)]
     assert list(bare.stream(ids, GREEDY))[-1].completion.token_ids == whole[0].token_ids
-    for prompt, params in (("text", GREEDY), (ids, dataclasses.replace(GREEDY, stop="x"))):
-        with pytest.raises(InputError, match="bare has no tokenizer"):
-            bare.generate(prompt, params)
-    with pytest.raises(InputError, match="bare has no tokenizer"):
-        bare.chat([{"role": "user", "content": "hello"}])

@@ -1,7 +1,8 @@
-"""What the Python API refuses, in one sentence and before anything runs."""
+"""What the Python API refuses, in one sentence and before anything runs, and what it warns of."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +109,45 @@ def test_missing_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("wedlm_jax.checkpoint.find_model.EMBEDDED_MODEL", tmp_path / "embedded")
     with pytest.raises(InputError, match="no model is embedded"):
         find_model(None)
+
+
+def test_a_model_of_conversations_says_once_that_a_text_goes_without_them(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fresh = LLM(folder, window_size=4)
+    fresh.prepare_one([5, 6], GREEDY)
+    fresh.prepare_one("<|im_start|>user\na<|im_end|>\n", GREEDY)
+    fresh.prepare_one(fresh.chat_prompt([{"role": "user", "content": "a"}]), GREEDY)
+    assert not caplog.records
+    fresh.prepare(["a", "b"], GREEDY)
+    assert [record.message.split(";")[0] for record in caplog.records] == [
+        f"{folder} was tuned on conversations, and this text is completed without its chat template"
+    ]
+
+
+def test_samples_where_one_is_expected_are_refused(llm: LLM) -> None:
+    params = dataclasses.replace(GREEDY, temperature=1.0, n=2)
+    with pytest.raises(InputError, match=r"^n: expected 1 here, not 2"):
+        next(llm.stream("the cat", params))
+    with pytest.raises(InputError, match=r"^n: expected 1 here, not 2"):
+        llm.prepare_one("the cat", params)
+
+
+def test_what_cannot_be_scored_is_refused(llm: LLM) -> None:
+    with pytest.raises(InputError, match="as many completions as prompts"):
+        llm.score(["one", "two"], ["three"])
+    with pytest.raises(InputError, match=r"pair 1: .*max_model_len"):
+        llm.score(["one"] * 2, ["two", [5] * 400])
+    with pytest.raises(InputError, match="outside the vocabulary"):
+        llm.score(["one"], [[5, 1000]])
+    with pytest.raises(InputError, match="top: expected an integer from 0 to 20"):
+        llm.score(["one"], ["two"], top=21)
+
+
+def test_without_a_tokenizer_texts_are_refused(tmp_path: Path) -> None:
+    bare = LLM(write_tiny_checkpoint(tmp_path / "bare", tokenizer=False), window_size=4)
+    for prompt, params in (("text", GREEDY), ([5], dataclasses.replace(GREEDY, stop="x"))):
+        with pytest.raises(InputError, match="bare has no tokenizer"):
+            bare.generate(prompt, params)
+    with pytest.raises(InputError, match="bare has no tokenizer"):
+        bare.chat([{"role": "user", "content": "hello"}])

@@ -24,7 +24,7 @@ KERNELS = ("tpu_custom_call", "$xla.gpu.triton", "__cublas")
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """What one row is attended with; dtype is that of queries, keys and values."""
+    """Says what one row is attended with; dtype is that of queries, keys and values."""
 
     heads: int = 8
     kv_heads: int = 2
@@ -34,7 +34,7 @@ class Heads:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCost:
-    """One backend at one length; one row of tokens, forward and backward.
+    """Holds what one backend took at one length: one row of tokens, forward and backward.
 
     Attributes:
       way, length: the backend, and L of the row; both streams have 2 L.
@@ -120,7 +120,7 @@ def _compile(backend: str, length: int, heads: Heads) -> jax.stages.Compiled:
 
 
 def _timed(call: Callable[[], object]) -> float:
-    """Milliseconds until the results are there."""
+    """Measures the milliseconds until the results are there."""
     started = time.perf_counter()
     jax.block_until_ready(call())
     return (time.perf_counter() - started) * 1e3

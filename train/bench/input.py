@@ -36,7 +36,7 @@ about 20 s, 16 hosts of 4 chips."""
 
 @dataclasses.dataclass(frozen=True)
 class InputSpeed:
-    """One way to read.
+    """Holds what one way to read took.
 
     Attributes:
       workers: processes that read ahead; 0 reads in threads.
@@ -53,7 +53,7 @@ class InputSpeed:
 
     @property
     def rows(self) -> float:
-        """A second, the median."""
+        """Returns the rows a second, the median."""
         return statistics.median(self.rows_per_second)
 
 
@@ -84,7 +84,7 @@ def compare_input(
 def _read(
     data: Sources, workers: int, row_length: int, rows: int, batches: int
 ) -> tuple[float, float]:
-    """Rows a second, and milliseconds of this process a row."""
+    """Measures rows a second, and milliseconds of this process a row."""
     config = TrainConfig(
         steps=batches + 1,
         rows=rows,
@@ -113,7 +113,7 @@ def open_rows(folder: Path) -> Sources:
 
 
 def random_rows(folder: Path, rows: int, row_length: int) -> Sources:
-    """Documents of random tokens and of lengths that vary, packed into rows.
+    """Packs documents of random tokens and of lengths that vary into rows.
 
     Args:
       rows: at least so many; about as many as `RANDOM_TOKENS` fill.

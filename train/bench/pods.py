@@ -28,7 +28,7 @@ TOPOLOGIES = (
 
 @dataclasses.dataclass(frozen=True)
 class PodStep:
-    """A recipe on a pod.
+    """Holds what one recipe costs on a pod.
 
     Attributes:
       recipe, topology, row_length, rows, accumulation: what was compiled.

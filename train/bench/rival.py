@@ -26,7 +26,7 @@ STACKED = "layers."
 
 @dataclasses.dataclass(frozen=True)
 class StepInputs:
-    """R dual-stream rows in NumPy: memory stream, then prediction stream.
+    """Holds R dual-stream rows in NumPy: memory stream, then prediction stream.
 
     Attributes:
       tokens, targets: int ``[R, 2L]``: the input, and what each row is to say.
@@ -80,7 +80,7 @@ def check_torch() -> None:
 
 
 class TorchStep:
-    """Forward and backward pass in float32.
+    """Computes the forward and backward pass in float32.
 
     Args:
       config: Qwen3's or Qwen2's shape; a tied head or one of its own.

@@ -53,7 +53,7 @@ difference."""
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """Forward and backward pass, done one way.
+    """Holds what a forward and backward pass took, done one way.
 
     Attributes:
       way: a backend of attention here, or PyTorch.
@@ -76,7 +76,7 @@ class StepCost:
 
 
 class StepsDiffer(Exception):
-    """Two ways to compute a step do not find the same."""
+    """Says that two ways to compute a step do not find the same."""
 
 
 def compare_step(
@@ -136,7 +136,7 @@ def timed_by_turns(
 
 
 class Step(Protocol):
-    """Forward and backward pass of a batch, compiled or ready to be."""
+    """Runs forward and backward pass of a batch, compiled or ready to be."""
 
     def run(self) -> float:
         """Computes loss and gradients; returns the loss once both are there."""
@@ -146,7 +146,7 @@ class Step(Protocol):
 
 
 class JaxStep:
-    """The step of `train.step`.
+    """Runs the step of `train.step`.
 
     Args:
       model: whose weights.
@@ -216,7 +216,7 @@ def _prepared(
 
 
 def random_rows(model: ModelConfig, rows: int, length: int) -> PackedRows:
-    """Rows of one sample each, of random tokens, every one trainable."""
+    """Returns rows of one sample each, of random tokens, every one trainable."""
     tokens = jax.random.randint(jax.random.key(0), (rows, length), 0, model.vocab_size)
     return PackedRows(
         tokens=tokens.astype(jnp.int32),

@@ -17,7 +17,7 @@ GIB = 2**30
 
 
 def step_table(costs: Sequence[StepCost]) -> Table:
-    """Steps of one row length, beside the first of them."""
+    """Tabulates steps of one row length, beside the first of them."""
     first = costs[0]
     table = _table(
         f"forward and backward, {first.rows} × {first.length:,} tokens, {first.flops / 1e9:,.0f} "
@@ -39,7 +39,7 @@ def step_table(costs: Sequence[StepCost]) -> Table:
 
 
 def attention_table(costs: Sequence[AttentionCost], what: str) -> Table:
-    """Backends at one row length."""
+    """Tabulates backends at one row length."""
     table = _table(f"L = {costs[0].length:,}, {what}", "GFLOP", "memory, MiB", "ms")
     for cost in costs:
         table.add_row(
@@ -52,7 +52,7 @@ def attention_table(costs: Sequence[AttentionCost], what: str) -> Table:
 
 
 def input_table(speeds: Sequence[InputSpeed]) -> Table:
-    """Ways to read, against what a pod asks of a host."""
+    """Tabulates ways to read, against what a pod asks of a host."""
     first = speeds[0]
     table = _table(
         f"rows of {first.row_length:,}, {first.row_bytes:,.0f} bytes each on disk",

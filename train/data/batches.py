@@ -31,13 +31,13 @@ from wedlm_jax.corruption import PackedRows
 
 
 class TrainingRows(Protocol):
-    """What a run reads: sets of packed rows, and the share that each has of a batch."""
+    """Holds what a run reads: sets of packed rows, and the share that each has of a batch."""
 
     def row_sets(self) -> Sequence[tuple[RowSet, float]]: ...
 
 
 class TrainBatches:
-    """The batches of a run in order, from step ``start`` on: an iterator of global `PackedRows`.
+    """Yields the batches of a run in order, from step ``start`` on, as global `PackedRows`.
 
     A batch is a function of the seed and the step number alone. Every host reads only the rows
     that its devices hold; threads or worker processes read ahead, and one thread places what
@@ -108,8 +108,8 @@ class TrainBatches:
         return item
 
     def read_from(self, step: int) -> list[dict[str, list[int]]]:
-        """Where the rows of a step's global batch stand: of each process of the run, the files
-        that it reads, and the numbers of its rows in each, from 0.
+        """Tells where the rows of a step's global batch stand: of each process of the run, the
+        files that it reads, and the numbers of its rows in each, from 0.
 
         Nothing is read, and no process has to ask another.
         """

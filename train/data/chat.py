@@ -31,11 +31,11 @@ _PROBE = [
 
 
 class TurnsNotFound(ValueError):
-    """The template does not show where an assistant's turn begins or ends."""
+    """Says that the template does not show where an assistant's turn begins or ends."""
 
 
 class ChatFormat:
-    """A chat template and the tokenizer it goes with.
+    """Joins a chat template and the tokenizer it goes with.
 
     Args:
       render: the template.
@@ -88,7 +88,7 @@ class ChatFormat:
         return whole, spans
 
     def sample(self, messages: Sequence[Message], *, train_on_prompt: bool) -> TokenisedSample:
-        """Token ids of a conversation; only the assistant's turns are trainable, unless
+        """Returns the token ids of a conversation; only the assistant's turns are trainable, unless
         ``train_on_prompt``. What stands after the last trainable token is left out.
 
         Turns and what is between them are tokenised apart, as a prompt and its answer are.

@@ -43,7 +43,7 @@ COLUMNS = ("text", "messages", "conversations", "token_ids", "trainable")
 
 @dataclasses.dataclass(frozen=True)
 class Malformed:
-    """A record that is left out, and why.
+    """Describes a record that is left out, and why.
 
     Attributes:
       file: as the caller named it.
@@ -64,7 +64,7 @@ class Malformed:
 
 @dataclasses.dataclass(frozen=True)
 class RecordChunk:
-    """Some records of one file.
+    """Holds some records of one file.
 
     Attributes:
       file: which.
@@ -266,7 +266,7 @@ def _require_datasets() -> Any:
 
 @functools.cache
 def _dataset(folder: Path) -> Any:
-    """The dataset of a folder, mapped into memory."""
+    """Returns the dataset of a folder, mapped into memory."""
     return _require_datasets().load_from_disk(str(folder))
 
 

@@ -46,7 +46,7 @@ OPEN_ROWS = 512
 
 @dataclasses.dataclass(frozen=True)
 class TokeniseOptions:
-    """What to make of what.
+    """Says what to make of what.
 
     Attributes:
       inputs: files and folders.
@@ -76,7 +76,7 @@ class Watcher(Protocol):
 
 
 class Progress:
-    """How far this host is, over all of its parts.
+    """Tells how far this host is, over all of its parts.
 
     Args:
       watcher: is told.
@@ -135,7 +135,7 @@ def tokenise(options: TokeniseOptions, watcher: Watcher) -> Manifest | None:
 
 
 class NoRows(InputError):
-    """The input has no usable record."""
+    """Says that the input has no usable record."""
 
 
 def _make_part(
@@ -194,7 +194,7 @@ def _manifest(
 def _plan(
     options: TokeniseOptions, parts: Sequence[Sequence[RecordFile]], fingerprint: str
 ) -> dict[str, Any]:
-    """All that decides what the parts hold."""
+    """Returns all that decides what the parts hold."""
     return {
         "tokenizer": fingerprint,
         "row_length": options.samples.row_length,

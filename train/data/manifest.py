@@ -21,7 +21,7 @@ DECISIVE = ("added_tokens", "normalizer", "pre_tokenizer", "model")
 
 @dataclasses.dataclass(frozen=True)
 class DataShard:
-    """One file of rows."""
+    """Describes one file of rows."""
 
     file: str
     rows: int
@@ -30,7 +30,7 @@ class DataShard:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The content of a `dataset.json`.
+    """Holds the content of a `dataset.json`.
 
     Attributes:
       row_length, block_size: L and B of the packed rows.

@@ -23,7 +23,7 @@ HostBatch = dict[str, np.ndarray]
 
 
 class RowSet(Protocol):
-    """Packed rows by number: the fields of `wedlm_jax.corruption.PackedRows`, ``[L]`` each."""
+    """Gives rows by number: the fields of `wedlm_jax.corruption.PackedRows`, ``[L]`` each."""
 
     def __len__(self) -> int: ...
 
@@ -34,7 +34,7 @@ class RowSet(Protocol):
 
 
 class RowPlaces:
-    """In the stead of a row set: element i is the place of row i, which is not read.
+    """Stands in for a row set: element i is the place of row i, which is not read.
 
     An order of these tells where the rows of the same order of the sets themselves stand.
     """
@@ -50,7 +50,7 @@ class RowPlaces:
 
 
 class RowsOfSource:
-    """A row set whose rows tell which of a run's sources they are of, as bool ``[S]``.
+    """Adds to each row of a set which of a run's sources it is of, as bool ``[S]``.
 
     Args:
       rows: the set.
@@ -76,7 +76,7 @@ class RowsOfSource:
 
 
 class Stream(NamedTuple):
-    """The endless sequence of one set's rows, and where an order goes on with it.
+    """Describes the endless sequence of one set's rows, and where an order goes on with it.
 
     Attributes:
       number: tells the streams of a run apart; with the seed, it decides the sequence.
@@ -88,7 +88,7 @@ class Stream(NamedTuple):
 
 
 def rows_taken(weights: Sequence[float], rows: int) -> list[int]:
-    """How many of the first ``rows`` rows of a mix come from each of its sets."""
+    """Counts how many of the first ``rows`` rows of a mix come from each of its sets."""
     if len(weights) == 1:
         return [rows]
     places = [
@@ -144,8 +144,8 @@ def global_order(
 
 
 class HostSteps:
-    """Number i is this host's share of step ``start + i``: arrays ``[A, len(rows), ...]``, each
-    with the last axis that it has in a row.
+    """Gives this host's share of step ``start + i`` as element i: arrays ``[A, len(rows), ...]``,
+    each with the last axis that it has in a row.
 
     Args:
       order: as from `global_order`.
@@ -214,7 +214,7 @@ def step_places(
 
 
 def read_ahead(steps: HostSteps, *, workers: int, prefetch: int) -> Iterator[HostBatch]:
-    """Steps in order, each read before it is asked for.
+    """Yields steps in order, each read before it is asked for.
 
     Args:
       steps: what to read.

@@ -35,7 +35,7 @@ FIRST_NAMED = 5
 
 @dataclasses.dataclass
 class PartCounts:
-    """What is in a part; grows while samples stream into rows."""
+    """Counts what is in a part; grows while samples stream into rows."""
 
     records: int = 0
     samples: int = 0
@@ -78,7 +78,7 @@ class PartCounts:
 
 
 def cut_into_parts(files: Sequence[RecordFile]) -> list[list[RecordFile]]:
-    """Files in their order, in parts of at least `PART_BYTES`, but for the last."""
+    """Cuts files, in their order, into parts of at least `PART_BYTES`, but for the last."""
     parts: list[list[RecordFile]] = [[]]
     size = 0
     for file in files:
@@ -91,7 +91,7 @@ def cut_into_parts(files: Sequence[RecordFile]) -> list[list[RecordFile]]:
 
 
 class PartFolders:
-    """The hidden folder in which the parts of one output lie.
+    """Keeps the hidden folder in which the parts of one output lie.
 
     Args:
       output: the folder to make.
@@ -124,7 +124,7 @@ class PartFolders:
         return self.folder / f"part-{number:05d}"
 
     def missing(self) -> list[int]:
-        """Parts that are not made yet."""
+        """Lists the parts that are not made yet."""
         if (self.folder / "dataset.json").exists():
             return []
         return [n for n in range(self._count) if not (self.part(n) / PART).exists()]

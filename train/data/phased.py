@@ -12,7 +12,7 @@ from wedlm_jax.corruption import PackedRows
 
 
 class PhasedBatches:
-    """An iterator of the global `PackedRows` of a run's steps, one phase after another.
+    """Yields the global `PackedRows` of a run's steps, one phase after another.
 
     Args:
       phases: of the recipe.
@@ -59,7 +59,7 @@ class PhasedBatches:
         return next(self._batches)
 
     def read_from(self, step: int) -> list[dict[str, list[int]]]:
-        """As `TrainBatches.read_from`, of any step since the first."""
+        """Tells what `TrainBatches.read_from` does, of any step since the first."""
         for stop, read_from in self._earlier:
             if step < stop:
                 return read_from(step)

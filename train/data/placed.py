@@ -12,7 +12,7 @@ from wedlm_jax.packing import prediction_blocks
 
 
 class PlacedRows:
-    """A set of rows, each with the places of its prediction blocks.
+    """Adds the places of its prediction blocks to each row of a set.
 
     Args:
       rows: the set.

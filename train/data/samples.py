@@ -34,7 +34,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 @dataclasses.dataclass(frozen=True)
 class SampleOptions:
-    """What decides the samples of a record.
+    """Holds what decides the samples of a record.
 
     Attributes:
       tokenizer: folder.
@@ -55,7 +55,7 @@ class SampleOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkSamples:
-    """What became of a chunk, in its order."""
+    """Holds what became of a chunk, in its order."""
 
     samples: list[TokenisedSample]
     malformed: list[Malformed]
@@ -77,7 +77,7 @@ class SampleMaker:
 
     @functools.cached_property
     def document_end(self) -> int:
-        """Id of the token after each document."""
+        """Returns the id of the token after each document."""
         wanted = self.options.document_end or END_OF_TEXT
         token = self.tokenizer.token_to_id(wanted)
         if token is None and self.options.document_end is None:
@@ -103,7 +103,7 @@ class SampleMaker:
         return codec
 
     def make(self, chunk: RecordChunk) -> ChunkSamples:
-        """Samples of a chunk in its order; documents are tokenised together."""
+        """Makes the samples of a chunk in its order; documents are tokenised together."""
         made: list[list[TokenisedSample] | str] = []
         malformed: list[Malformed] = []
         count = 0
@@ -238,11 +238,11 @@ class _Refused(Exception):
 
 
 class _Wrong(Exception):
-    """Reason and detail, from where file and line are not known."""
+    """Says reason and detail, from where file and line are not known."""
 
 
 def _from_sharegpt(turns: Any) -> list[dict[str, Any]]:
-    """The messages of ``[{"from": ..., "value": ...}, ...]``."""
+    """Converts ``[{"from": ..., "value": ...}, ...]`` to messages."""
     if not isinstance(turns, list) or not turns:
         raise _Wrong("wrong type", "conversations must be a list of at least one turn")
     messages = []

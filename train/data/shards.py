@@ -80,7 +80,7 @@ class ShardWriter:
 
 
 class ShardRows:
-    """The rows of a folder by number; opened when first read, in whatever process that is.
+    """Gives the rows of a folder by number; opened when first read, in whatever process that is.
 
     Args:
       folder: of the shards.

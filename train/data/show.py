@@ -80,6 +80,6 @@ def _opened(file: Path) -> tuple[Any, int]:
 
 
 def _samples(row: dict[str, np.ndarray]) -> list[TokenisedSample]:
-    """Arrays ``[L]`` taken apart at their segments."""
+    """Takes arrays ``[L]`` apart at their segments."""
     places = (row["segment_ids"] == segment for segment in range(1, row["segment_ids"].max() + 1))
     return [TokenisedSample(row["tokens"][here], row["trainable"][here]) for here in places]

@@ -18,7 +18,7 @@ from wedlm_jax.storage import folder_of_this_machine
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """Opened folders of packed rows and their weights."""
+    """Holds opened folders of packed rows and their weights."""
 
     rows: list[ShardRows]
     manifests: list[Manifest]

@@ -25,8 +25,8 @@ CHAT_END = "<|im_end|>"
 
 @dataclasses.dataclass(frozen=True)
 class PackedDataset:
-    """Rows in memory: each array ``[rows, row_length]``; ``fill`` is the share of real tokens;
-    ``file`` is where they were saved, if they were."""
+    """Holds rows in memory: each array ``[rows, row_length]``; ``fill`` is the share of real
+    tokens; ``file`` is where they were saved, if they were."""
 
     arrays: dict[str, np.ndarray]
     fill: float
@@ -122,7 +122,7 @@ def load_dataset(path: Path) -> PackedDataset:
 
 
 class MemoryRows:
-    """Packed rows in memory, by number.
+    """Gives packed rows in memory, by number.
 
     Args:
       arrays: ``[rows, row_length]`` each.

@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> int:
 
 
 class InputTexts:
-    """The texts of documents and messages, in the order of the input.
+    """Yields the texts of documents and messages, in the order of the input.
 
     Attributes:
       count, characters: of the texts so far.

@@ -68,7 +68,7 @@ def add_words(old: Path, new: Path) -> int:
 
 
 def corpus_texts(count: int, seed: int = 5) -> Iterator[str]:
-    """Prompts as a chat asks them, and answers: ``count`` samples of each regime."""
+    """Yields prompts as a chat asks them, and answers: ``count`` samples of each regime."""
     for regime in REGIMES:
         for sample in generate(seed, count, split="train", weights={regime: 1.0}):
             yield CHAT_PROMPT.format(prompt=sample.prompt)
@@ -76,15 +76,15 @@ def corpus_texts(count: int, seed: int = 5) -> Iterator[str]:
 
 
 def split_words(tokenizer: Tokenizer, texts: Iterator[str]) -> list[str]:
-    """The words that have several tokens, sorted, as the tokenizer's vocabulary spells them: a
-    leading space is `Ġ`. Numbers and punctuation are no words: they stay as they are."""
+    """Lists the words that have several tokens, sorted, as the tokenizer's vocabulary spells them:
+    a leading space is `Ġ`. Numbers and punctuation are no words: they stay as they are."""
     words = {word for text in texts for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)}
     letters = (word for word in sorted(words) if word.removeprefix("Ġ").isalpha())
     return [word for word in letters if len(tokenizer.model.tokenize(word)) > 1]
 
 
 def with_words(tokenizer: Tokenizer, words: list[str]) -> Tokenizer:
-    """The tokenizer with each word as one more token, behind those it has.
+    """Returns the tokenizer with each word as one more token, behind those it has.
 
     `ignore_merges` takes a word that is in the vocabulary as it stands, and spells all others by
     the merges, of which none is added: so no other text changes.
@@ -97,8 +97,8 @@ def with_words(tokenizer: Tokenizer, words: list[str]) -> Tokenizer:
 
 
 def word_rows(tokenizer: Tokenizer, words: list[str], rows: np.ndarray) -> np.ndarray:
-    """Embeddings to begin with, ``[words, D]``: the mean of the pieces' ``rows [V, D]``, made as
-    long as they are, since a mean is shorter and the head is the same matrix."""
+    """Returns embeddings to begin with, ``[words, D]``: the mean of the pieces' ``rows [V, D]``,
+    made as long as they are, since a mean is shorter and the head is the same matrix."""
     pieces = [[token.id for token in tokenizer.model.tokenize(word)] for word in words]
     means = np.stack([rows[ids].mean(0) for ids in pieces])
     lengths = np.stack([np.linalg.norm(rows[ids], axis=1).mean() for ids in pieces])

@@ -23,7 +23,7 @@ MOST_AT_ONCE = 16
 
 
 class OwnEngine:
-    """The engine of a process, which has the run's parameters while it decodes and nothing between.
+    """Lends the engine of a process the run's parameters while it decodes, and nothing between.
 
     Args:
       mesh: of the run; see `can_decode`.

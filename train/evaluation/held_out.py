@@ -31,7 +31,7 @@ MASKS = 2**31
 
 
 class Evaluation:
-    """Held-out rows, prompts and questions, and the compiled programs that judge a model by them.
+    """Judges a model by held-out rows, prompts and questions, with programs compiled for them.
 
     Args:
       config: the recipe.
@@ -112,7 +112,7 @@ class Evaluation:
         return record
 
     def _decode_prompts(self, engine: Engine, first: int, every: int) -> np.ndarray:
-        """Tokens, forwards and token instances of every ``every``-th prompt."""
+        """Counts tokens, forwards and token instances of every ``every``-th prompt."""
         counts = [
             (len(result.token_ids), result.num_forwards, result.num_token_instances)
             for result in decode_all(engine, self._prompts[first::every], self._params)
@@ -121,7 +121,7 @@ class Evaluation:
 
 
 def prompts_of(rows: dict[str, np.ndarray], count: int, seed: int = 0) -> list[list[int]]:
-    """Beginnings of samples of packed rows, drawn by the seed: what stands before the first
+    """Returns beginnings of samples of packed rows, drawn by the seed: what stands before the first
     trainable token, or the first half of a sample that is trainable from its start."""
     prompts: list[list[int]] = []
     for tokens, segments, trainable in zip(

@@ -42,7 +42,7 @@ def drawn_questions(section: EvaluationSection) -> list[Question]:
 
 
 class AskedQuestions:
-    """Questions as token ids, and how they are answered.
+    """Holds questions as token ids, and how they are answered.
 
     Args:
       questions: at least one.

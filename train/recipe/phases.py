@@ -19,7 +19,7 @@ from wedlm_jax.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A stretch of a run.
+    """Describes a stretch of a run.
 
     Attributes:
       first, stop: its first step, and the one after its last, from 0.
@@ -34,14 +34,14 @@ class Phase:
 
     @property
     def batch_shape(self) -> tuple[int, int, int, int]:
-        """(A, R, L, N) of a global batch: micro-batches, rows, tokens of a row's memory stream and
-        of its prediction stream."""
+        """Returns (A, R, L, N) of a global batch: micro-batches, rows, tokens of a row's memory
+        stream and of its prediction stream."""
         config = self.config
         return config.accumulation, config.rows, config.row_length, prediction_length(config)
 
 
 def phases_of(config: TrainConfig) -> list[Phase]:
-    """The phases of a recipe, at least one.
+    """Returns the phases of a recipe, at least one.
 
     Raises:
       InputError: phases that are not in order, or change what they cannot.
@@ -80,7 +80,8 @@ def source_names(config: TrainConfig) -> list[str]:
 
 
 def largest_phase(config: TrainConfig) -> Phase:
-    """The phase whose micro-batches have the most tokens, so whose step takes the most memory."""
+    """Returns the phase whose micro-batches have the most tokens, so whose step takes the most
+    memory."""
     return max(phases_of(config), key=lambda phase: phase.config.rows * row_tokens(phase.config))
 
 
@@ -101,7 +102,7 @@ def _changed(config: TrainConfig, section: Any) -> TrainConfig:
 def _streams(
     phases: Sequence[tuple[TrainConfig, int]], names: Sequence[str]
 ) -> list[tuple[Stream, ...]]:
-    """Where the sources of each phase go on, given its recipe and how many steps it has."""
+    """Tells where the sources of each phase go on, given its recipe and how many steps it has."""
     taken: dict[str, int] = {}
     found = []
     for config, steps in phases:

@@ -17,7 +17,7 @@ WANDB_ID = "wandb.id"
 
 
 class Sink(Protocol):
-    """Where records go besides the JSONL file."""
+    """Takes records besides the JSONL file."""
 
     def write(self, step: int, record: Record) -> None: ...
 
@@ -44,7 +44,7 @@ def _needed(module: str, field: str, package: str) -> Any:
 
 
 def open_boards(config: TrainConfig, output: Path, done: int) -> list[Sink]:
-    """The boards that a recipe asks for, going on behind ``done`` completed steps."""
+    """Opens the boards that a recipe asks for, going on behind ``done`` completed steps."""
     boards: list[Sink] = []
     if config.metrics.tensorboard:
         boards.append(TensorBoard(output / "tensorboard", done))
@@ -54,7 +54,7 @@ def open_boards(config: TrainConfig, output: Path, done: int) -> list[Sink]:
 
 
 class TensorBoard:
-    """Scalars for TensorBoard."""
+    """Writes scalars for TensorBoard."""
 
     def __init__(self, folder: Path, done: int):
         from tensorboardX import SummaryWriter
@@ -71,7 +71,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of Weights & Biases, named like the run's folder; its id is drawn once."""
+    """Writes to a run of Weights & Biases, named like the run's folder; its id is drawn once."""
 
     def __init__(self, project: str, folder: Path, settings: dict[str, Any]):
         import wandb
@@ -93,7 +93,7 @@ class Wandb:
 
 
 def run_id(folder: Path) -> str:
-    """The id kept in a run's folder; drawn where there is none."""
+    """Returns the id kept in a run's folder; drawn where there is none."""
     path = folder / WANDB_ID
     if not path.exists():
         path.write_text(uuid.uuid4().hex[:16] + "\n", encoding="utf-8")

@@ -25,8 +25,8 @@ GROUPS = {
 
 
 def group_norms(tree: Any, name: str) -> dict[str, Array]:
-    """The Euclidean norm of each group's leaves, all layers together: float32 scalars called
-    ``<name>_norm_<group>``."""
+    """Returns the Euclidean norm of each group's leaves, all layers together: float32 scalars
+    called ``<name>_norm_<group>``."""
     squares: dict[str, list[Array]] = collections.defaultdict(list)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         parts = jax.tree_util.keystr(path, simple=True, separator="/").split("/")

@@ -20,11 +20,11 @@ from there logs the same means."""
 
 
 class TooManySkipped(InputError):
-    """As many steps in a row were skipped as the recipe allows."""
+    """Says that as many steps in a row were skipped as the recipe allows."""
 
 
 class PendingMetrics:
-    """Metrics of the steps since the last record.
+    """Collects metrics of the steps since the last record.
 
     Each skipped step is a line in ``skipped.jsonl``, with the number of its batch (that of the
     step, from 0) and where its rows stand, those of each process apart.

@@ -62,7 +62,7 @@ class Profiler:
         print(f"{host}profile of steps {self._from} to {step - 1} in {self._folder}", flush=True)
 
     def end(self, step: int, newest: Any) -> None:
-        """``step`` would be the next, and there is none: ends what is under way."""
+        """Ends what is under way: ``step`` would be the next, and there is none."""
         if self._until:
             self._stop(step, newest)
 

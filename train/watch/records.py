@@ -99,7 +99,7 @@ class Interval:
         return zip(self._sources, map(np.float64, values), strict=False)
 
     def record(self) -> Record:
-        """The means, and the interval begins anew."""
+        """Returns the means, and begins the interval anew."""
         tiny = np.finfo(np.float64).tiny
         record = flatten(
             {name: x / np.maximum(self._weights[name], tiny) for name, x in self._sums.items()}
@@ -114,7 +114,7 @@ class Interval:
         return record
 
     def state(self) -> dict[str, Any]:
-        """All of it, for a line of JSON."""
+        """Returns all of it, for a line of JSON."""
         return {
             "sums": {name: np.asarray(x).tolist() for name, x in self._sums.items()},
             "weights": {name: np.asarray(x).tolist() for name, x in self._weights.items()},
@@ -132,8 +132,8 @@ class Interval:
 
 
 def flatten(metrics: Mapping[str, Any]) -> Record:
-    """Metrics of a step as plain numbers. The MLM loss by mask ratio becomes a number a bin,
-    ``mlm_loss_ratio_0.25_0.50``; bins without a mask are left out."""
+    """Returns metrics of a step as plain numbers. The MLM loss by mask ratio becomes a number a
+    bin, ``mlm_loss_ratio_0.25_0.50``; bins without a mask are left out."""
     record: Record = {}
     for name, value in metrics.items():
         if name != BY_RATIO:
@@ -148,7 +148,7 @@ def flatten(metrics: Mapping[str, Any]) -> Record:
 
 
 def as_json(step: int, record: Mapping[str, float], **more: Any) -> str:
-    """A line of a JSONL file. JSON has no word for what is not finite: it becomes null.
+    """Returns a line of a JSONL file. JSON has no word for what is not finite: it becomes null.
 
     ``more`` stands behind the numbers as it is.
     """

@@ -25,7 +25,7 @@ WRITE_EVERY_S = 30.0
 
 @dataclasses.dataclass
 class Attempt:
-    """One process's try at the run.
+    """Describes one process's try at the run.
 
     Attributes:
       begun, seen: seconds since 1970 at its begin and when it last wrote this down.
@@ -45,7 +45,7 @@ class Attempt:
 
 
 def shares(attempts: Sequence[Attempt]) -> Record:
-    """What the time from the first attempt's begin to now was spent on, as shares of 1.
+    """Returns what the time from the first attempt's begin to now was spent on, as shares of 1.
 
     ``steps`` is the goodput: steps whose result was kept. ``redone`` are steps that a later
     attempt had to do again, ``restart`` is the time between attempts and until the later ones
@@ -68,7 +68,7 @@ def shares(attempts: Sequence[Attempt]) -> Record:
 
 
 class RunTime:
-    """The clock of one attempt; made when it begins.
+    """Keeps the time of one attempt; made when it begins.
 
     Args:
       now: seconds since 1970.
@@ -85,7 +85,7 @@ class RunTime:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of this attempt, by kind."""
+        """Returns the seconds of this attempt, by kind."""
         return self._attempt.seconds
 
     @contextlib.contextmanager
@@ -98,7 +98,7 @@ class RunTime:
             self._attempt.seconds[kind] += self._now() - started
 
     def begin(self, output: Path, done: int) -> None:
-        """The state is there, ``done`` steps are completed: training begins."""
+        """Notes that training begins: the state is there, ``done`` steps are completed."""
         attempt = self._attempt
         attempt.first = attempt.last = done
         known = sum(attempt.seconds.values())
@@ -107,8 +107,8 @@ class RunTime:
         self._read, self._at_reading = self._now(), dict(attempt.seconds)
 
     def step(self, step: int, tokens: int, flops: float = 0.0) -> None:
-        """``step`` steps are completed, or on their way; the newest has so many tokens, and so
-        many products of the model."""
+        """Notes that ``step`` steps are completed, or on their way; the newest has so many tokens,
+        and so many products of the model."""
         self._steps, self._tokens, self._flops = (
             self._steps + 1,
             self._tokens + tokens,
@@ -117,9 +117,9 @@ class RunTime:
         self._attempt.last = step
 
     def read(self, peak_flops: float | None = None) -> Record:
-        """``step_seconds``, ``tokens_per_second`` and ``input_wait`` (share of the time) since the
-        last reading, without checkpoints, evaluations and compiling; ``goodput`` of the run; and
-        ``mfu`` where the devices' peak is known."""
+        """Returns ``step_seconds``, ``tokens_per_second`` and ``input_wait`` (share of the time)
+        since the last reading, without checkpoints, evaluations and compiling; ``goodput`` of the
+        run; and ``mfu`` where the devices' peak is known."""
         now, seconds = self._now(), self._attempt.seconds
         since = {kind: seconds[kind] - self._at_reading[kind] for kind in KINDS}
         trained = max(now - self._read - sum(since.values()) + since["input"], 1e-9)
@@ -136,7 +136,7 @@ class RunTime:
         return record
 
     def shares(self) -> Record:
-        """`shares` of the run until now; written to its folder now and then."""
+        """Returns the `shares` of the run until now; written to its folder now and then."""
         attempt = self._attempt
         attempt.seen = self._now()
         if attempt.seen - self._written > WRITE_EVERY_S:
@@ -157,7 +157,7 @@ class RunTime:
 
 
 def read_attempts(path: Path) -> list[Attempt]:
-    """Earlier attempts at a run; none where the file is not there, or not whole."""
+    """Reads earlier attempts at a run; none where the file is not there, or not whole."""
     try:
         return [Attempt(**one) for one in json.loads(path.read_text(encoding="utf-8"))]
     except (OSError, ValueError, TypeError):

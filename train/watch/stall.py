@@ -47,13 +47,13 @@ class StallWatch:
 
     @property
     def limit(self) -> float | None:
-        """Seconds that the next step may take; None while nothing is known."""
+        """Returns the seconds that the next step may take; None while nothing is known."""
         if not self._factor or len(self._times) < FEWEST:
             return None
         return max(self._factor * statistics.median(self._times), self._least)
 
     def step(self) -> None:
-        """A step is over, and the next has begun."""
+        """Notes that a step is over, and the next has begun."""
         now = self._now()
         if self._since is not None:
             self._times.append(now - self._since)
@@ -63,7 +63,8 @@ class StallWatch:
             faulthandler.dump_traceback_later(self.limit, file=self._file)
 
     def pause(self) -> None:
-        """Until the next call of `step`, nothing is a step: a checkpoint, an evaluation."""
+        """Notes that until the next call of `step`, nothing is a step: a checkpoint, an
+        evaluation."""
         self._since = None
         if self._factor and self._file is not None:
             faulthandler.dump_traceback_later(LONGEST_PAUSE_S, file=self._file)

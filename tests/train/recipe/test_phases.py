@@ -13,7 +13,7 @@ import pytest
 
 from tests.checkpoints import assert_same_bits, hf_values
 from tests.data_examples import Mixture, NumberedRows
-from tests.tiny_run import Killed, metric_lines, on_devices, stop_before_step, tiny_recipe
+from tests.tiny_run import metric_lines, on_devices, run_until_killed, tiny_recipe
 from train.data.order import rows_taken
 from train.data.phased import PhasedBatches
 from train.loop import train as run_training
@@ -206,10 +206,7 @@ def test_a_run_through_phases_is_the_same_when_it_is_stopped_within_one(
     settings = {"phases": phases, "optimizer": optimizer, "checkpoint_every": 3}
     run_training(tiny_recipe(tmp_path / "whole", tokenizer_folder, **settings))
     config = tiny_recipe(tmp_path / "cut", tokenizer_folder, **settings)
-    with monkeypatch.context() as patch:
-        stop_before_step(patch, 3)
-        with pytest.raises(Killed):
-            run_training(config)
+    run_until_killed(config, 3)
     run_training(config)
     whole, cut = (metric_lines(tmp_path / name) for name in ("whole", "cut"))
     assert cut == whole

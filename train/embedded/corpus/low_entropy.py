@@ -33,7 +33,7 @@ SCHEMAS = (
 
 
 def count(rng: random.Random) -> tuple[str, str]:
-    """Counting up or down in equal steps, always as many terms."""
+    """Counts up or down in equal steps, always as many terms."""
     step = rng.choice(STEPS)
     low = rng.randint(0, LARGEST_COUNT - step * (COUNT_TERMS - 1))
     values = [low + step * i for i in range(COUNT_TERMS)]
@@ -50,7 +50,7 @@ def count(rng: random.Random) -> tuple[str, str]:
 
 
 def times_table(rng: random.Random) -> tuple[str, str]:
-    """A part of one multiplication table, a line each; nothing above 10 x 10."""
+    """Writes a part of one multiplication table, a line each; nothing above 10 x 10."""
     n, rows = rng.randint(2, 10), rng.randint(5, 9)
     first = rng.randint(1, 11 - rows)
     prompt = rng.choice(
@@ -65,7 +65,8 @@ def times_table(rng: random.Random) -> tuple[str, str]:
 
 
 def sum_table(rng: random.Random) -> tuple[str, str]:
-    """The same small sum or difference for a run of numbers: arithmetic with a steady shape."""
+    """Writes the same small sum or difference for a run of numbers: arithmetic with a steady
+    shape."""
     n = rng.randint(2, 9)
     first = rng.randint(n, 20)
     sign, value = rng.choice((("+", n), ("-", -n)))
@@ -78,7 +79,7 @@ def sum_table(rng: random.Random) -> tuple[str, str]:
 
 
 def copy_line(rng: random.Random) -> tuple[str, str]:
-    """One sentence written several times, a line each."""
+    """Writes one sentence several times, a line each."""
     times = rng.randint(3, 6)
     line = (
         f"The {rng.choice(COLORS)} {rng.choice(ANIMALS)} {rng.choice(DOINGS)} "
@@ -89,7 +90,7 @@ def copy_line(rng: random.Random) -> tuple[str, str]:
 
 
 def _record(rng: random.Random) -> dict[str, str | int]:
-    """The fields of one of a few schemas, in their order."""
+    """Draws the fields of one of a few schemas, in their order."""
     drawers: dict[str, Callable[[], str | int]] = {
         "name": lambda: rng.choice(NAMES),
         "age": lambda: rng.randint(5, 90),
@@ -102,7 +103,7 @@ def _record(rng: random.Random) -> dict[str, str | int]:
 
 
 def markdown(rng: random.Random) -> tuple[str, str]:
-    """The fields of a record as a Markdown table, a row each."""
+    """Writes the fields of a record as a Markdown table, a row each."""
     record = _record(rng)
     fields = ", ".join(f"{key} {value}" for key, value in record.items())
     rows = "\n".join(f"| {key} | {value} |" for key, value in record.items())
@@ -110,14 +111,14 @@ def markdown(rng: random.Random) -> tuple[str, str]:
 
 
 def json_records(rng: random.Random) -> tuple[str, str]:
-    """The fields of a record as JSON."""
+    """Writes the fields of a record as JSON."""
     record = _record(rng)
     fields = ", ".join(f"{key} {json.dumps(value)}" for key, value in record.items())
     return f"Turn into JSON: {fields}", json.dumps(record, indent=2)
 
 
 def letters(rng: random.Random) -> tuple[str, str]:
-    """A run of the alphabet, forwards or backwards, always as long."""
+    """Writes a run of the alphabet, forwards or backwards, always as long."""
     start = rng.randint(0, len(LETTERS) - LETTER_RUN)
     run = list(LETTERS[start : start + LETTER_RUN])
     if rng.random() < 0.5:

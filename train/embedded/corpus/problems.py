@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """A form: how its numbers are drawn, its questions, its solution, and the result's slot."""
+    """Describes a form: how its numbers are drawn, its questions, its solution, and the result's
+    slot."""
 
     kind: str
     numbers: str

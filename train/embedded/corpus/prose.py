@@ -39,7 +39,8 @@ _ARTICLE = re.compile(r"\b([Aa]) (?=[aeiouAEIOU])")
 
 
 def expand(template: str, rng: random.Random, subject: Mapping[str, str]) -> str:
-    """A sentence: its slots take the subject where that is named, else a random alternative."""
+    """Writes a sentence: its slots take the subject where that is named, else a random
+    alternative."""
 
     def fill(match: re.Match[str]) -> str:
         name = match.group(1)
@@ -55,7 +56,7 @@ def expand(template: str, rng: random.Random, subject: Mapping[str, str]) -> str
 def passage(
     form: str, rng: random.Random, subject: Mapping[str, str], least: int, most: int
 ) -> str:
-    """An opening, some different middle sentences in any order, and a close."""
+    """Writes an opening, some different middle sentences in any order, and a close."""
     middles = rng.sample(GRAMMAR[f"{form}_mid"], rng.randint(least, most))
     templates = [
         rng.choice(GRAMMAR[f"{form}_open"]),

@@ -26,7 +26,7 @@ Numbers = dict[str, int]
 
 
 def _small_factors(rng: random.Random) -> tuple[int, int]:
-    """Two factors whose product is at most 20."""
+    """Draws two factors whose product is at most 20."""
     a = rng.randint(2, 9)
     return a, rng.randint(2, min(9, 20 // a))
 
@@ -192,7 +192,7 @@ NUMBERS: Mapping[str, Callable[[random.Random], Numbers]] = MappingProxyType(
 
 
 def draw(problem: Problem, rng: random.Random) -> tuple[str, str]:
-    """A question of one form and its solution, a step a line, then the marked answer."""
+    """Draws a question of one form and its solution, a step a line, then the marked answer."""
     n, m = rng.sample(NAMES, 2)
     x, y = rng.sample(THINGS, 2)
     box, boxes = rng.choice(CONTAINERS)
@@ -204,7 +204,7 @@ def draw(problem: Problem, rng: random.Random) -> tuple[str, str]:
 
 
 def final_answer(text: str) -> str | None:
-    """The number after the first answer marker that ends a line; None if there is none."""
+    """Finds the number after the first answer marker that ends a line; None if there is none."""
     found = _FINAL.search(text)
     return found.group(1) if found else None
 

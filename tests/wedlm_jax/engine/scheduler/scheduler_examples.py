@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tests.wedlm_jax.engine.fake_device import (
+from tests.wedlm_jax.engine.scheduler.fake_device import (
     FakeDevice,
     small_sizes,
 )

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from tests.wedlm_jax.engine.fake_device import FakeDevice, decode_alone, small_sizes
+from tests.wedlm_jax.engine.scheduler.fake_device import FakeDevice, decode_alone, small_sizes
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.events import Failed, Finished, TokenDelta
 from wedlm_jax.engine.scheduler import Scheduler

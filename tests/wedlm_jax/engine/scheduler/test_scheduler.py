@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.wedlm_jax.engine.fake_device import (
+from tests.wedlm_jax.engine.scheduler.fake_device import (
     FakeDevice,
     decode_alone,
     drain,
     numbers_of,
     small_sizes,
 )
-from tests.wedlm_jax.engine.scheduler_examples import WINDOW, new, request, results
+from tests.wedlm_jax.engine.scheduler.scheduler_examples import WINDOW, new, request, results
 from wedlm_jax.engine.burst import Burst, NewTokens, Report
 from wedlm_jax.engine.events import Failed, Finished, TokenDelta
 from wedlm_jax.engine.scheduler import Scheduler
