@@ -60,6 +60,7 @@ def forward_sizes(
     narrower: bool = False,
     coarse: bool = False,
     one_size: bool = False,
+    whole: int = 4,
 ) -> ForwardSizes:
     """Chooses sizes for N sequences with windows of at most W and prompt chunks beside them.
 
@@ -69,11 +70,12 @@ def forward_sizes(
       coarse: whether a forward of few tokens takes as long as one of four times as many, as on
         accelerators, whose time goes into reading the weights.
       one_size: whether all forwards are computed at one size, as a deterministic engine does.
+      whole: tokens that a CPU's matrix product computes together; 16 on columns.
     """
     spans = sequences * num_slots(window)
     total = spans + chunk_tokens
     most = min(total, largest)
-    tokens = _coarse_grid(most) if coarse else _grid(sequences, window, most, narrower)
+    tokens = _coarse_grid(most) if coarse else _grid(sequences, window, most, narrower, whole)
     rows = min(next((size for size in tokens if size >= spans), spans), LARGEST_HEAD)
     head = [*(size for size in tokens if size < rows), rows]
     if one_size:
@@ -82,7 +84,7 @@ def forward_sizes(
     return ForwardSizes(tuple(tokens), tuple(head), total)
 
 
-def _grid(sequences: int, window: int, largest: int, narrower: bool) -> list[int]:
+def _grid(sequences: int, window: int, largest: int, narrower: bool, whole: int) -> list[int]:
     """Lists powers of two and, from 64 on, one size between each two of them; for one sequence, the
     sizes of its windows.
 
@@ -96,7 +98,7 @@ def _grid(sequences: int, window: int, largest: int, narrower: bool) -> list[int
         spans = [slots for w in widths for slots in (w + 1, num_slots(w))]
         spans += [3 * w // 2 for w in widths if w >= 8]
         chunks = [2**i for i in range(5, largest.bit_length()) if 2**i >= num_slots(window)]
-        sizes = {1, *chunks, *map(_whole_columns, spans)}
+        sizes = {1, *chunks, *(_filled(span, whole) for span in spans)}
     else:
         least = window if window and not narrower else 1
         powers = [2**i for i in range(least.bit_length() - 1, largest.bit_length())]
@@ -104,10 +106,9 @@ def _grid(sequences: int, window: int, largest: int, narrower: bool) -> list[int
     return [*sorted(size for size in sizes if size < largest), largest]
 
 
-def _whole_columns(tokens: int) -> int:
-    """Rounds up to what a CPU's matrix product computes in whole columns: a multiple of 4, and not
-    28, which takes longer than 32."""
-    rounded = -(-tokens // 4) * 4
+def _filled(tokens: int, whole: int) -> int:
+    """Rounds up to a multiple of ``whole``, and 28 to 32, which takes less time."""
+    rounded = -(-tokens // whole) * whole
     return 32 if rounded == 28 else rounded
 
 

@@ -15,6 +15,7 @@ from wedlm_jax.decode.sizes import forward_sizes
 from wedlm_jax.decode.state import num_slots
 from wedlm_jax.engine.memory import MemoryPlan, plan_pages, working_bytes
 from wedlm_jax.errors import InputError
+from wedlm_jax.model.layers import columns_are_faster
 from wedlm_jax.params import SamplingParams
 
 PAGE_SIZES = {"cpu": 16, "gpu": 32, "tpu": 128}
@@ -75,6 +76,7 @@ class EngineSettings:
       balanced_tokens: tokens of a forward that takes about twice as long as that of one token.
       tokens_at_once: the most tokens that pass the layers at once.
       coarse_sizes: whether forwards are compiled at few sizes, far apart.
+      whole_tokens: computed together by a CPU's matrix product; see `forward_sizes`.
       compiler_lays_out: whether the compiler chooses how parameters lie in memory.
       attention: a name in `wedlm_jax.attention.RAGGED_BACKENDS`.
       refill: "streaming" or "blockwise".
@@ -95,6 +97,7 @@ class EngineSettings:
     balanced_tokens: int
     tokens_at_once: int
     coarse_sizes: bool
+    whole_tokens: int
     compiler_lays_out: bool
     attention: str
     refill: str
@@ -135,6 +138,7 @@ class EngineSettings:
             coarse=self.coarse_sizes,
             narrower=traits.autoregressive,
             one_size=self.deterministic,
+            whole=self.whole_tokens,
         )
         return Program(sizes, traits, self.attention, self.refill)
 
@@ -219,6 +223,7 @@ def plan_engine(
         balanced_tokens=_of(BALANCED_TOKENS, platform),
         tokens_at_once=_of(TOKENS_AT_ONCE, platform),
         coarse_sizes=platform != "cpu",
+        whole_tokens=16 if columns_are_faster(config, dtype) else 4,
         compiler_lays_out=platform == "tpu",
         attention=attention,
         refill=wishes.refill,

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from wedlm_jax.errors import InputError, require_extra
 
@@ -57,8 +58,10 @@ def left_product(matrix: Any, x: Array, dtype: Any = None) -> Array:
     are cheap to repack; a large matrix takes as long to repack as to multiply.
     """
     columns = x.shape[1]
-    if x.dtype != jnp.float32 and columns < FEWEST_COLUMNS:
-        x = jnp.pad(x, ((0, 0), (0, FEWEST_COLUMNS - columns)))
+    if x.dtype != jnp.float32:
+        x = jnp.pad(x, ((0, 0), (0, max(FEWEST_COLUMNS - columns, 0))))
+        # Of transposed rows, too, XLA casts the whole matrix, unless they are laid out as columns.
+        x = with_layout_constraint(x, Layout((0, 1)))
     if is_quantized(matrix):
         import qwix
 

@@ -54,13 +54,16 @@ def test_every_forward_has_a_size(sequences: int, window: int, chunk: int, large
 
 @pytest.mark.parametrize("window", [2, 3, 8, 14, 15, 16, 32])
 @pytest.mark.parametrize("narrower", [False, True])
-def test_windows_of_one_sequence_fill_the_columns_of_a_product(window: int, narrower: bool) -> None:
-    sizes = forward_sizes(1, window, 256, 256, narrower=narrower)
-    assert all(size % 4 == 0 and size != 28 for size in sizes.tokens[1:])
+@pytest.mark.parametrize("whole", [4, 16])
+def test_windows_of_one_sequence_fill_the_columns_of_a_product(
+    window: int, narrower: bool, whole: int
+) -> None:
+    sizes = forward_sizes(1, window, 256, 256, narrower=narrower, whole=whole)
+    assert all(size % whole == 0 and size != 28 for size in sizes.tokens[1:])
     assert set(sizes.head) <= set(sizes.tokens)
     # Windows with nothing and with everything filled are padded by little.
     for slots in (window + 1, num_slots(window)):
-        assert filled_up(sizes, slots) - slots <= 4
+        assert filled_up(sizes, slots) - slots <= whole
 
 
 @pytest.mark.parametrize(("sequences", "window"), [(1, 4), (4, 4), (16, 16), (300, 16), (8, 0)])
