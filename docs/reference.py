@@ -144,8 +144,8 @@ def sampling_table() -> str:
     head = (
         "`SamplingParams(...)` in Python, a flag of `wedlm generate`, or a key of "
         "`sampling` in a record of a [batch job](batch.md). What they mean where masks are filled "
-        "out of order is in [How it works](how-it-works.md#sampling-options). None is refused where "
-        "nothing is said of it.\n\n"
+        "out of order is in [How it works](how-it-works.md#sampling-options). None is refused "
+        "where nothing is said of it.\n\n"
     )
     return head + table(("field", "default", "values", "meaning"), rows) + "\n"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from functools import partial
@@ -353,27 +354,17 @@ def load(options: dict[str, Any]) -> LLM:
         given["max_batch_size"] = given.pop("batch_size")
     if "mesh" in given:
         given["mesh"] = dict(given["mesh"])
+    # Before orbax is imported, which else begins every warning with its level and logger.
+    logging.basicConfig(format="%(message)s")
     keep_compiled()
     try:
         llm = LLM(given.pop("model", None), **given)
-        asked = "window_size" in options or options.get("mode") == "ar"
-        if not asked and llm.engine.window_size == 0:
-            _tell_autoregressive(llm)
         if options.get("warmup"):
             _warm_up(llm, options)
         return llm
     except InputError as error:
         message = str(error).replace("max_batch_size:", "batch_size:", 1)
         raise InputError(as_flag(message, LLM_OPTIONS)) from None
-
-
-def _tell_autoregressive(llm: LLM) -> None:
-    kind = llm.engine.config.model_type
-    print(
-        f"{llm.folder} ({kind}) was not trained on masks: decoding autoregressively, as with "
-        "--window-size 0",
-        file=sys.stderr,
-    )
 
 
 def _warm_up(llm: LLM, options: dict[str, Any]) -> None:

@@ -87,7 +87,9 @@ class Option:
     def _bounds(self, low: float) -> str:
         if self.above:
             return f"above {low:g}, up to {self.high:g}"
-        return f"of at least {low:g}" if self.high == UNBOUNDED else f"from {low:g} to {self.high:g}"
+        return (
+            f"of at least {low:g}" if self.high == UNBOUNDED else f"from {low:g} to {self.high:g}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -122,7 +122,8 @@ def main(arguments: list[str]) -> int:
     except ImportError as error:
         raise InputError(f"{NEEDED} ({error})") from None
     params = sampling_params(options)
-    # Before the model, which may take minutes to load.
+    # Both before the model, whose warnings are lines of this log, and which may take minutes.
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with listening_socket(options.get("host", "127.0.0.1"), options.get("port", 8000)) as sock:
         return serve(make_service(load_warm(options), options, params), sock, options)
 
@@ -190,7 +191,6 @@ def serve(service: Service, sock: socket.socket, options: dict[str, Any]) -> int
     """Answers until the process is asked to end."""
     from infer.serve.http_server import make_server
 
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if options.get("access_log"):
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     host, port, *_ = sock.getsockname()
