@@ -159,4 +159,6 @@ class Calls:
         except InputError as error:
             if params.max_tokens <= most:
                 raise
-            raise ApiError(400, str(error), param=name, code=CONTEXT_LENGTH) from None
+            # With fewer tokens the prompt would do, unless it leaves room for none.
+            param = "max_tokens" if exact and most > 0 else name
+            raise ApiError(400, str(error), param=param, code=CONTEXT_LENGTH) from None
