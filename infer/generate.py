@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from infer.sampling_options import add_sampling_options, as_flag, field_list, sampling_params
+from wedlm_jax.command_line import CommandParser
 from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ LLM_OPTIONS = (
 def parser() -> argparse.ArgumentParser:
     """Options without a value on the command line are absent from what it parses: their
     defaults are those of `LLM` and `SamplingParams`, in brackets here."""
-    result = argparse.ArgumentParser(
+    result = CommandParser(
         prog="wedlm generate",
         usage="wedlm generate [--model DIR] (--prompt TEXT | --input PATH ... --output PATH) "
         "[options]",

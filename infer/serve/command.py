@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from infer.generate import add_decoding_options, add_model_options, load
 from infer.sampling_options import sampling_params
 from infer.serve.settings import FILE, PREFIX, TABLE, layered
+from wedlm_jax.command_line import CommandParser
 from wedlm_jax.errors import InputError
 from wedlm_jax.signals import StopRequest
 
@@ -54,7 +55,7 @@ NEEDED = "wedlm serve needs FastAPI, uvicorn and prometheus_client: pip install 
 
 def parser() -> argparse.ArgumentParser:
     """Options without a value are absent from what it parses."""
-    result = argparse.ArgumentParser(
+    result = CommandParser(
         prog="wedlm serve",
         usage="wedlm serve [--model DIR] [--host HOST] [--port N] [options]",
         description=DESCRIPTION,
