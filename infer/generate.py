@@ -90,8 +90,8 @@ LLM_OPTIONS = (
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options without a value on the command line are absent from what it parses: their
-    defaults are those of `LLM` and `SamplingParams`, in brackets here."""
+    """Returns the parser; options without a value on the command line are absent from what it
+    parses: their defaults are those of `LLM` and `SamplingParams`, in brackets here."""
     result = CommandParser(
         prog="wedlm generate",
         usage="wedlm generate [--model DIR] (--prompt TEXT | --input PATH ... --output PATH) "

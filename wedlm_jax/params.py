@@ -94,7 +94,7 @@ class Option:
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How one prompt is decoded.
+    """Says how one prompt is decoded.
 
     The meaning of a field is stated beside it; docs/how-it-works.md says what it means when
     several masks are filled at a time.

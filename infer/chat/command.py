@@ -44,7 +44,7 @@ NO_TEMPLATE = "this checkpoint has no chat template: each message is completed b
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options without a value are absent from what it parses."""
+    """Returns the parser; options without a value are absent from what it parses."""
     result = CommandParser(
         prog="wedlm chat",
         usage="wedlm chat [--model DIR] [--system TEXT] [options]",

@@ -37,7 +37,7 @@ ACCELERATORS = ("TPU", "GPU")
 
 @dataclasses.dataclass(frozen=True)
 class RayCluster:
-    """Where a job runs.
+    """Says where a job runs.
 
     Attributes:
       address: of the cluster; empty for the one that Ray finds, or else a new local one.

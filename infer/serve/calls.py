@@ -56,7 +56,7 @@ class Calls:
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="grammars")
 
     async def of_completion(self, body: Any) -> Call:
-        """What a body of /v1/completions asks for.
+        """Reads what a body of /v1/completions asks for.
 
         Raises:
           ApiError: naming the field.
@@ -67,7 +67,7 @@ class Calls:
         return await self._call(body, "prompt", lambda: prompts, self._defaults.max_tokens)
 
     async def of_chat(self, body: Any) -> Call:
-        """What a body of /v1/chat/completions asks for.
+        """Reads what a body of /v1/chat/completions asks for.
 
         Raises:
           ApiError: naming the field.

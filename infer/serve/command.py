@@ -54,7 +54,7 @@ NEEDED = "wedlm serve needs FastAPI, uvicorn and prometheus_client: pip install 
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options without a value are absent from what it parses."""
+    """Returns the parser; options without a value are absent from what it parses."""
     result = CommandParser(
         prog="wedlm serve",
         usage="wedlm serve [--model DIR] [--host HOST] [--port N] [options]",
@@ -144,12 +144,12 @@ def _check(options: dict[str, Any]) -> None:
 
 
 def load_warm(options: dict[str, Any]) -> LLM:
-    """The model, with all compiled that requests need which ask for nothing special."""
+    """Loads the model, with all compiled that requests need which ask for nothing special."""
     return load({**options, "warmup": not options.get("no_warmup", False)})
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket that has its address, and does not listen yet.
+    """Returns a socket that has its address, and does not listen yet.
 
     Raises:
       InputError: the address cannot be had.
@@ -169,7 +169,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def make_service(llm: LLM, options: dict[str, Any], params: SamplingParams) -> Service:
-    """The service that options describe."""
+    """Makes the service that options describe."""
     from infer.serve.app import Options, Service
 
     # A seed is part of a request, unless the command line has one for all.

@@ -31,7 +31,7 @@ RUN = "run"
 
 @dataclasses.dataclass(frozen=True)
 class Converted:
-    """What was written: format ("hf" or "orbax"), tensors there, bytes, dtype names."""
+    """Holds what was written: format ("hf" or "orbax"), tensors there, bytes, dtype names."""
 
     format: str
     tensors: int

@@ -100,7 +100,7 @@ def _shapes(checkpoint: HFCheckpoint | OrbaxCheckpoint) -> Shapes:
 
 
 def _dtype_counts(shapes: Shapes) -> dict[str, int]:
-    """Parameters held in each dtype, the most frequent first."""
+    """Counts the parameters held in each dtype, the most frequent first."""
     counts: dict[str, int] = {}
     for shape, dtype in shapes.values():
         counts[dtype] = counts.get(dtype, 0) + math.prod(shape)

@@ -103,7 +103,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Tally:
-    """What completions of questions come to.
+    """Holds what completions of questions come to.
 
     Attributes:
       questions: how many.
