@@ -51,8 +51,8 @@ class ProgramCost:
 def program_cost(
     hlo: str, *, devices: int = 0, slices: int = 1, unknown_trips: int = 1
 ) -> ProgramCost:
-    """Returns the costs of the entry computation of ``compiled.as_text()``; of a conditional, of all
-    branches.
+    """Returns the costs of the entry computation of ``compiled.as_text()``; of a conditional, of
+    all branches.
 
     Args:
       hlo: the text.
