@@ -144,7 +144,8 @@ def sampling_table() -> str:
     head = (
         "`SamplingParams(...)` in Python, a flag of `wedlm generate`, or a key of "
         "`sampling` in a record of a [batch job](batch.md). What they mean where masks are filled "
-        "out of order is in [How it works](how-it-works.md#sampling-options).\n\n"
+        "out of order is in [How it works](how-it-works.md#sampling-options). None is refused "
+        "where nothing is said of it.\n\n"
     )
     return head + table(("field", "default", "values", "meaning"), rows) + "\n"
 
@@ -163,7 +164,7 @@ def sampling_bounds(option: Any) -> str:
         else f"{option.high:g}"
     )
     bounds = f"{low} to {high}" if high else low if option.above else f"at least {low}"
-    return bounds.replace("above 0 to", "above 0, to")
+    return bounds.replace("above 0 to", "above 0, up to")
 
 
 def recipe_table() -> str:

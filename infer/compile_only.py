@@ -45,7 +45,7 @@ PRODUCTS, BANDWIDTH = 0.6, 0.8
 
 @dataclasses.dataclass(frozen=True)
 class DecodeSizes:
-    """What decodes together.
+    """Holds what decodes together.
 
     Attributes:
       sequences: of all replicas.
@@ -60,7 +60,7 @@ class DecodeSizes:
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """What one forward of full windows needs on a chip.
+    """Holds what one forward of full windows needs on a chip.
 
     Attributes:
       tokens: that pass the layers of a replica.
@@ -81,7 +81,7 @@ class Forward:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledDecoder:
-    """What the compiler and the chip's figures say of an engine.
+    """Holds what the compiler and the chip's figures say of an engine.
 
     Attributes:
       topology, devices, mesh, sizes: what it was compiled for.
@@ -123,7 +123,7 @@ def read_model(source: str) -> ModelConfig:
 
 
 def decode_mesh(model: ModelConfig, topology: Topology) -> Mesh:
-    """Heads over as many devices as there are KV heads for, replicas over the rest."""
+    """Lays heads over as many devices as there are KV heads for, replicas over the rest."""
     tensor = math.gcd(len(topology.devices), model.num_key_value_heads)
     return make_mesh({"tensor": tensor, "data": -1}, topology.devices)
 

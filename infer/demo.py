@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from wedlm_jax.command_line import CommandParser
 from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ PICTURE_WIDTH = 100
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="wedlm demo",
         description="Decodes held-out prompts of three kinds with the embedded model, shows the\n"
         "window of masks as it fills, and measures WeDLM against autoregressive (AR)\n"

@@ -9,6 +9,7 @@ from typing import Any
 
 from infer.generate import add_model_options
 from infer.plots import check_plot
+from wedlm_jax.command_line import CommandParser
 from wedlm_jax.errors import InputError
 from wedlm_jax.records.questions import MATCHES
 
@@ -41,7 +42,7 @@ TASK_OPTIONS: dict[str, Any] = {
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser; what is not given on the command line is absent from what it parses."""
-    result = argparse.ArgumentParser(
+    result = CommandParser(
         prog="wedlm evaluate",
         usage="wedlm evaluate [--model DIR] [--questions FILE | --tasks NAME ...] [options]",
         description="Accuracy and speed of AR, block-wise, streaming and verified decoding from "

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from infer.sampling_options import add_sampling_options, as_flag, field_list, sampling_params
+from wedlm_jax.command_line import CommandParser
 from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -88,9 +90,9 @@ LLM_OPTIONS = (
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options without a value on the command line are absent from what it parses: their
-    defaults are those of `LLM` and `SamplingParams`, in brackets here."""
-    result = argparse.ArgumentParser(
+    """Returns the parser; options without a value on the command line are absent from what it
+    parses: their defaults are those of `LLM` and `SamplingParams`, in brackets here."""
+    result = CommandParser(
         prog="wedlm generate",
         usage="wedlm generate [--model DIR] (--prompt TEXT | --input PATH ... --output PATH) "
         "[options]",
@@ -353,27 +355,17 @@ def load(options: dict[str, Any]) -> LLM:
         given["max_batch_size"] = given.pop("batch_size")
     if "mesh" in given:
         given["mesh"] = dict(given["mesh"])
+    # Before orbax is imported, which else begins every warning with its level and logger.
+    logging.basicConfig(format="%(message)s")
     keep_compiled()
     try:
         llm = LLM(given.pop("model", None), **given)
-        asked = "window_size" in options or options.get("mode") == "ar"
-        if not asked and llm.engine.window_size == 0:
-            _tell_autoregressive(llm)
         if options.get("warmup"):
             _warm_up(llm, options)
         return llm
     except InputError as error:
         message = str(error).replace("max_batch_size:", "batch_size:", 1)
         raise InputError(as_flag(message, LLM_OPTIONS)) from None
-
-
-def _tell_autoregressive(llm: LLM) -> None:
-    kind = llm.engine.config.model_type
-    print(
-        f"{llm.folder} ({kind}) was not trained on masks: decoding autoregressively, as with "
-        "--window-size 0",
-        file=sys.stderr,
-    )
 
 
 def _warm_up(llm: LLM, options: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """What one decoder did with the prompts of one regime.
+    """Holds what one decoder did with the prompts of one regime.
 
     Attributes:
       decoder, regime: names.

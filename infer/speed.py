@@ -41,7 +41,7 @@ class Speed:
 
 
 def speed_table(speeds: Sequence[Speed]) -> Table:
-    """Speeds of one comparison, beside the first of them."""
+    """Makes a table of the speeds of one comparison, beside the first of them."""
     first = speeds[0]
     regime = first.regime.replace("_", " ")
     result = Table(

@@ -129,8 +129,8 @@ class SequenceTrace:
         return new
 
     def news(self) -> dict[str, Any] | None:
-        """What is new since the last call, None for nothing: "forwards" and "tokens" are to be
-        appended to those before. The first time all else is with it, but the end."""
+        """Returns what is new since the last call, None for nothing: "forwards" and "tokens" are to
+        be appended to those before. The first time all else is with it, but the end."""
         first = self._told is None
         forwards, tokens = self._told or (0, 0)
         if len(self._forwards) == forwards:
@@ -143,7 +143,7 @@ class SequenceTrace:
         }
 
     def whole(self, finish_reason: str | None) -> dict[str, Any]:
-        """The trace of the finished sequence."""
+        """Returns the trace of the finished sequence."""
         end = {"finish_reason": finish_reason}
         return {**self._head, **end, "tokens": self._tokens, "forwards": self._forwards}
 

@@ -10,12 +10,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from wedlm_jax.command_line import CommandParser
+
 PALE = 2.0
 """Nats; what is less certain looks no paler."""
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="wedlm plot",
         description="Draws a trace of `wedlm generate --trace`, or one saved by the page of\n"
         "`wedlm serve`: a row a forward, a column a place of the completion. Colour is\n"

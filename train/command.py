@@ -7,13 +7,14 @@ import sys
 
 from train.distributed import add_options, join
 from train.recipe.config import describe, load_config
+from wedlm_jax.command_line import CommandParser
 from wedlm_jax.processes import say
 from wedlm_jax.storage import as_path
 
 
 def main(arguments: list[str]) -> int:
     fields = "\n".join(f"  {name:<32} {what} [{default}]" for name, default, what in describe())
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="wedlm train",
         description="Trains a model: AR pretraining, or WeDLM continuation of a checkpoint.\n"
         "A run that was stopped goes on where its last checkpoint stands.",

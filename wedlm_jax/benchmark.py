@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from wedlm_jax.atomic import write_json
+from wedlm_jax.command_line import CommandParser
 from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class BenchmarkParser(argparse.ArgumentParser):
+class BenchmarkParser(CommandParser):
     """The command line of a benchmark that compares several things.
 
     Every option is of some of the comparisons; given for others, it is refused. So options have no

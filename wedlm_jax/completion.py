@@ -10,7 +10,7 @@ from wedlm_jax.decode.logprobs import TokenLogprob
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """What became of one prompt.
+    """Holds what became of one prompt.
 
     Attributes:
       text: the completion without stop token and stop string; None without a tokenizer, and from

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
@@ -38,9 +37,9 @@ from wedlm_jax.text import (
     is_integer,
     numbered,
 )
+from wedlm_jax.told_once import ToldOnce
 
 DTYPES = ("float32", "bfloat16")
-_log = logging.getLogger(__name__)
 
 
 class LLM:
@@ -102,8 +101,12 @@ class LLM:
             stacked=not runs_apart(),
             quantization=quantization,
         )
+        replaced = None
         if window_size is None:
-            window_size = DEFAULT_WINDOW if weights.config.knows_masks else 0
+            knows_masks = weights.config.knows_masks
+            window_size = DEFAULT_WINDOW if knows_masks else 0
+            replaced = None if knows_masks else weights.config.model_type
+        self._told_once = ToldOnce(self.folder, self.codec, replaced)
         self.engine = Engine(
             weights,
             window_size=window_size,
@@ -117,7 +120,6 @@ class LLM:
             grammars=self._grammars(weights.config),
         )
         self._router = Router(self.engine)
-        self._told_of_chat = False
 
     def __repr__(self) -> str:
         engine = self.engine
@@ -144,6 +146,8 @@ class LLM:
           on_step: called after each program with how many are compiled, and of how many.
         """
         given = [params] if isinstance(params, SamplingParams) else params or [SamplingParams()]
+        for one in given:
+            self._told_once.of_mode(one)
         self.engine.expect([self._with_bad_words_as_ids(one) for one in given])
         self.engine.compile(on_step)
 
@@ -345,7 +349,8 @@ class LLM:
                 "give several samples"
             )
         token_ids = self.as_ids(prompt)
-        self._tell_of_chat(prompt)
+        self._told_once.of_prompt(prompt)
+        self._told_once.of_mode(params)
         if params.stop:
             self._require_codec("stop strings")
         if params.seed is None:
@@ -368,18 +373,6 @@ class LLM:
         if self.tokenizer is None:
             return None
         return TokenizerGrammars(self.tokenizer, config.vocab_size, config.eos_token_ids)
-
-    def _tell_of_chat(self, prompt: Prompt) -> None:
-        """Says once that a model tuned to answer is given a text without its chat template."""
-        end = self.codec and self.codec.chat_end
-        if self._told_of_chat or not end or not isinstance(prompt, str) or end in prompt:
-            return
-        self._told_of_chat = True
-        _log.warning(
-            "%s was tuned on conversations, and this text is completed without its chat template; "
-            "LLM.chat, --chat and records with messages use it",
-            self.folder,
-        )
 
     def _with_bad_words_as_ids(self, params: SamplingParams) -> SamplingParams:
         words: list[tuple[int, ...]] = []

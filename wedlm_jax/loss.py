@@ -29,7 +29,7 @@ WEIGHTINGS = ("inverse_ratio", "uniform")
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-    """Which loss, and how it is computed.
+    """Says which loss, and how it is computed.
 
     Attributes:
       weighting: "inverse_ratio" weighs a masked token by 1 / (γ + ε), "uniform" by 1.

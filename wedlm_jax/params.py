@@ -80,18 +80,21 @@ class Option:
     def _check_number(self, name: str, value: Any, low: float) -> None:
         kinds = (int,) if self.integer else (int, float)
         number = isinstance(value, kinds) and not isinstance(value, bool)
-        if not number or not low <= value <= self.high:
+        if not number or not low <= value <= self.high or (self.above and value == low):
             what = "an integer" if self.integer else "a number"
-            bounded = self.high != UNBOUNDED
-            bounds = f"from {low:g} to {self.high:g}" if bounded else f"of at least {low:g}"
-            raise InputError(f"{name}: expected {what} {bounds}, not {value!r}")
-        if self.above and value == low:
-            raise InputError(f"{name}: expected a number above {low:g}, not {value!r}")
+            raise InputError(f"{name}: expected {what} {self._bounds(low)}, not {value!r}")
+
+    def _bounds(self, low: float) -> str:
+        if self.above:
+            return f"above {low:g}, up to {self.high:g}"
+        return (
+            f"of at least {low:g}" if self.high == UNBOUNDED else f"from {low:g} to {self.high:g}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How one prompt is decoded.
+    """Says how one prompt is decoded.
 
     The meaning of a field is stated beside it; docs/how-it-works.md says what it means when
     several masks are filled at a time.
@@ -124,7 +127,8 @@ class SamplingParams:
     top_k: Annotated[
         int,
         Option(
-            "sample from this many of the most likely tokens, before top_p; 0 or -1 is all",
+            "sample from this many of the most likely tokens, before top_p; 0 is all, and so "
+            "is -1, as in vLLM",
             low=0,
             integer=True,
             array="int32",

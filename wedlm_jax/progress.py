@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Where a call that decodes many prompts stands, counted over finished and running sequences.
+    """Says where a call that decodes many prompts stands, over finished and running sequences.
 
     Attributes:
       finished: prompts.

@@ -156,7 +156,7 @@ class _ChunkPass:
     others: list[_TimedBurst]
 
     def chunk_seconds(self, start: int) -> float:
-        """Seconds of `CHUNK` tokens of the prompt from ``start`` on, alone."""
+        """Returns the seconds of `CHUNK` tokens of the prompt from ``start`` on, alone."""
         spent, before = 0.0, 0
         for burst in self.alone:
             after = before + burst.computed

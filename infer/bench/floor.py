@@ -179,7 +179,7 @@ def _rival_forward(rival: Rival, prompts: Sequence[list[int]]) -> tuple[float, f
 def _forward_and_floor(
     engine: Engine, work: Work, sequences: int
 ) -> tuple[float, float, float, float]:
-    """Milliseconds of a forward and of its floor, real and computed tokens a forward."""
+    """Returns milliseconds of a forward and of its floor, real and computed tokens a forward."""
     engine.scheduler.forget_prefixes()
     seconds, counted = 0.0, np.zeros(3, np.int64)
     for start in range(0, len(work), sequences):
@@ -195,7 +195,7 @@ def _forward_and_floor(
 
 
 def _forwards_amid(engine: Engine, work: Work) -> tuple[float, np.ndarray]:
-    """Seconds of bursts in which all sequences decode, and what was counted in these."""
+    """Returns seconds of bursts in which all sequences decode, and what was counted in these."""
     submitted = [Request(number, prompt, params) for number, (prompt, params) in enumerate(work)]
     prompts = math.ceil(sum(len(prompt) for prompt, _ in work) / engine.settings.chunk_tokens)
     events = engine.step(submitted, max_forwards=prompts)
@@ -243,8 +243,8 @@ def _prompts(
 
 
 def _requests(engine: Engine, work: Work) -> tuple[float, float, float]:
-    """Milliseconds of a request for one token, those of it in programs, and its prompt's tokens:
-    medians over the prompts, and a mean."""
+    """Returns milliseconds of a request for one token, those of it in programs, and its prompt's
+    tokens: medians over the prompts, and a mean."""
     requests: list[float] = []
     device: list[float] = []
     for number, (prompt, params) in enumerate(work):

@@ -105,7 +105,7 @@ def first_differences(
 
 
 def _margin(completion: Completion, place: int) -> float:
-    """Nats between the two most probable tokens of a place."""
+    """Returns nats between the two most probable tokens of a place."""
     assert completion.logprobs is not None
     (_, best), (_, second) = completion.logprobs[place].top[:2]
     return best - second

@@ -25,7 +25,7 @@ class Ask:
 
 @dataclasses.dataclass
 class Heard:
-    """What a client heard.
+    """Holds what a client heard.
 
     Attributes:
       token_ids: in order.

@@ -23,7 +23,7 @@ TIMES = 4
 
 @dataclasses.dataclass(frozen=True)
 class PageUse:
-    """What was used while sequences waited, so that every place that could be taken was.
+    """Holds what was used while sequences waited, so that every place that could be taken was.
 
     Attributes:
       way: AR, or a window in a mode.

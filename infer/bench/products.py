@@ -23,8 +23,8 @@ TURNS = 16
 
 
 def milliseconds_of_products(engine: Engine, tokens: int) -> float:
-    """Time of one forward's products over so many flat tokens, head included: no attention, no
-    norms, no RoPE, no sampling. Compiling counts for nothing."""
+    """Returns the time of one forward's products over so many flat tokens, head included: no
+    attention, no norms, no RoPE, no sampling. Compiling counts for nothing."""
     dtype = jax.tree.leaves(engine.device.parameters)[0].dtype
     x = jnp.ones((tokens, engine.config.hidden_size), dtype)
     logits = jnp.zeros((tokens, engine.config.vocab_size), jnp.float32)

@@ -45,7 +45,7 @@ GROWTH_ALLOWED = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What so many clients at a time got.
+    """Holds what so many clients at a time got.
 
     Attributes:
       tokens_per_second: of all answers together.
@@ -66,7 +66,7 @@ class Load:
 
     @property
     def ratio(self) -> float:
-        """Of the job's speed."""
+        """The share of the job's speed."""
         return self.tokens_per_second / self.offline
 
     @property
@@ -77,7 +77,7 @@ class Load:
 
 @dataclasses.dataclass(frozen=True)
 class Soundness:
-    """What was wrong while clients went away.
+    """Holds what was wrong while clients went away.
 
     Attributes:
       answers: that were heard to their end.

@@ -28,7 +28,7 @@ MAX_TOKENS = 160
 
 @dataclasses.dataclass(frozen=True)
 class SoakSample:
-    """Where a long run stands.
+    """Says where a long run stands.
 
     Attributes:
       way: AR, or a window in a mode.

@@ -161,7 +161,7 @@ def random_subject(
 
 
 def random_prompts(config: ModelConfig, count: int, length: int, seed: int = 0) -> list[list[int]]:
-    """Prompts of random tokens, no two of which begin alike."""
+    """Returns prompts of random tokens, no two of which begin alike."""
     import numpy as np
 
     ids = np.random.default_rng(seed).integers(4, config.vocab_size, (count, length))

@@ -16,7 +16,7 @@ from infer.bench.soak import SoakSample, growth
 
 
 def forward_table(costs: Sequence[ForwardCost]) -> Table:
-    """Forwards at one number of sequences; a rival beside the first."""
+    """Makes a table of forwards at one number of sequences; a rival beside the first."""
     table = _table(
         f"a forward, {costs[0].sequences} sequences",
         "ms",
@@ -57,7 +57,7 @@ def prompt_table(costs: Sequence[PromptCost]) -> Table:
 
 
 def page_table(uses: Sequence[PageUse]) -> Table:
-    """Shares of what is computed and kept."""
+    """Makes a table of shares of what is computed and kept."""
     first = uses[0]
     table = _table(
         f"mixed lengths, {first.sequences} sequences while others wait",
@@ -104,7 +104,7 @@ def chunk_table(cost: ChunkCost) -> Table:
 
 
 def identity_table(agreements: Sequence[Agreement]) -> Table:
-    """Windows in mode verified, beside AR itself, which comes first."""
+    """Makes a table of windows in mode verified, beside AR itself, which comes first."""
     ar = agreements[0]
     table = _table(
         f"{ar.prompts:,} completions, {ar.tokens:,} tokens by AR, {ar.dtype}",

@@ -29,15 +29,15 @@ LONG_ONE_IN = 8
 
 
 def questions_of(subject: Subject, questions: Sequence[Question], count: int, mode: str) -> Work:
-    """Questions of a regime, answered to their ends; none twice, so at most as many as there
-    are."""
+    """Returns questions of a regime, answered to their ends; none twice, so at most as many as
+    there are."""
     params = SamplingParams(mode=mode, max_tokens=MAX_TOKENS)
     return [(subject.chat_prompt(question.prompt), params) for question in questions[:count]]
 
 
 def long_answers(subject: Subject, regimes: Regimes, count: int, mode: str) -> Work:
-    """Those questions of each regime with the longest answers, by turns, answered to their ends:
-    what a model says after its end is no text, and would not cost what text costs."""
+    """Returns those questions of each regime with the longest answers, by turns, answered to their
+    ends: what a model says after its end is no text, and would not cost what text costs."""
     longest = {
         regime: sorted(questions, key=lambda one: -len(one.answer))
         for regime, questions in regimes.items()
@@ -47,7 +47,7 @@ def long_answers(subject: Subject, regimes: Regimes, count: int, mode: str) -> W
 
 
 def mixed(subject: Subject, regimes: Regimes, count: int, mode: str) -> Work:
-    """Questions of all regimes by turns, short and long, each with its own limit."""
+    """Returns questions of all regimes by turns, short and long, each with its own limit."""
     rng = np.random.default_rng(0)
     asked = list(_by_turns(regimes, count))
     shots = cycle(_by_turns(regimes, max(SHOTS * (1 + count // LONG_ONE_IN), len(asked))))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from infer.generate import add_decoding_options, add_model_options, load
 from infer.sampling_options import sampling_params
+from wedlm_jax.command_line import CommandParser
 from wedlm_jax.errors import InputError
 from wedlm_jax.signals import StopRequest
 
@@ -43,8 +44,8 @@ NO_TEMPLATE = "this checkpoint has no chat template: each message is completed b
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options without a value are absent from what it parses."""
-    result = argparse.ArgumentParser(
+    """Returns the parser; options without a value are absent from what it parses."""
+    result = CommandParser(
         prog="wedlm chat",
         usage="wedlm chat [--model DIR] [--system TEXT] [options]",
         description=DESCRIPTION,

@@ -19,7 +19,7 @@ Message = dict[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class _Past:
-    """What the cache may hold of the conversation.
+    """Holds what the cache may hold of the conversation.
 
     Attributes:
       token_ids: of prompt and answer, as the model saw and chose them.

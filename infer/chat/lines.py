@@ -29,7 +29,7 @@ def line_reader(stdin: TextIO) -> Callable[[], str]:
 
 
 def _from_pipe(stdin: TextIO) -> str:
-    """A line; one that ends in a backslash goes on in the next."""
+    """Returns a line; one that ends in a backslash goes on in the next."""
     message = ""
     while True:
         try:
@@ -71,7 +71,7 @@ def _keys() -> KeyBindings:
 
 
 def _history() -> History:
-    """Earlier lines, kept on disk if that can be."""
+    """Returns earlier lines, kept on disk if that can be."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"

@@ -302,10 +302,7 @@ def _loaded(pretrained: str | Path | None, options: dict[str, Any]) -> LLM:
         for axis in ("tensor", "data")
         if (name := f"{axis}_parallel_size") in options
     }
-    llm = LLM(pretrained, mesh=mesh or None, **options)
-    if not llm.engine.config.knows_masks:
-        logger.warning("%s was not trained on masks: decoding autoregressively", llm.folder)
-    return llm
+    return LLM(pretrained, mesh=mesh or None, **options)
 
 
 def _sequences(batch_size: int | str | None, most: int | None) -> dict[str, int]:

@@ -23,7 +23,7 @@ MODEL_FILES = (".json", ".safetensors", ".txt", ".jinja")
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """What distinguishes a job from all others. Its JSON form is stored with the job.
+    """Holds what distinguishes a job from all others. Its JSON form is stored with the job.
 
     Attributes:
       input: digest of the records.

@@ -35,7 +35,7 @@ Content = bytes | dict[str, Any] | None
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What ``--input`` names, before any of it is read.
+    """Holds what ``--input`` names, before any of it is read.
 
     Attributes:
       files: in the order of their records; none where there is a pipe.
@@ -58,7 +58,7 @@ class Source:
 
 
 class Place(NamedTuple):
-    """Where a record begins.
+    """Says where a record begins.
 
     Attributes:
       file: its number among the job's files.

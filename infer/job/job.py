@@ -113,8 +113,6 @@ class Job:
 
     def _run(self, load: Callable[[], LLM], stop: GracefulStop) -> int:
         workload = self.read_input()
-        if not workload.index.records:
-            return self.end_empty(workload.index)
         llm = load()
         if self.options.fail_fast:
             workload.check_all(llm)
@@ -131,7 +129,11 @@ class Job:
         return self.end(folder, run.progress())
 
     def read_input(self) -> Workload:
-        """Reads the whole input once: counts records and indexes them."""
+        """Reads the whole input once: counts records and indexes them.
+
+        Raises:
+          InputError: it has none, or cannot be read.
+        """
         files, started = self.source.files, time.monotonic()
         if self.source.pipe:
             files = (spool(self.source.pipe, self.output.folder),)
@@ -150,6 +152,8 @@ class Job:
                 self.say(f"reading the input: {records:,} records so far")
 
         index = build_index(files, self.shard_size(), tell)
+        if not index.records:
+            raise InputError(f"{self.source.shown}: expected at least one record, and has none")
         if time.monotonic() - started >= TELL_SECONDS:
             self.say(f"{index.records:,} records read in {time.monotonic() - started:.0f} s")
         return Workload(files, index, self.options.params, self.options.chat)
@@ -202,13 +206,6 @@ class Job:
             if counts is None:
                 raise
             return counts
-
-    def end_empty(self, index: RecordIndex) -> int:
-        """Finishes a job without records, which needs no model."""
-        identity = Identity(index.digest, "", {}, index.shard_size, 0)
-        finish(self.open_folder(index, identity), self.output.file, {})
-        self.say(f"{self.source.shown} has no records; {self.output.shown} is empty")
-        return 0
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False)

@@ -14,7 +14,7 @@ OTHER_FILES = (".json", ".txt", ".csv", ".tsv", ".parquet", ".gz", ".zst")
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What ``--output`` names.
+    """Holds what ``--output`` names.
 
     Attributes:
       shown: as the user named it.

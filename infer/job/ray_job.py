@@ -37,7 +37,7 @@ ACCELERATORS = ("TPU", "GPU")
 
 @dataclasses.dataclass(frozen=True)
 class RayCluster:
-    """Where a job runs.
+    """Says where a job runs.
 
     Attributes:
       address: of the cluster; empty for the one that Ray finds, or else a new local one.
@@ -102,8 +102,6 @@ def _check_working_folder() -> None:
 def _run(ray: Any, job: Job, load: Callable[[], LLM], cluster: RayCluster) -> int:
     workload = job.read_input()
     index = workload.index
-    if not index.records:
-        return job.end_empty(index)
     # With --overwrite only an actor, which has the model, knows whether shards are of this job.
     overwrite, folder = job.options.overwrite, job.output.folder
     done = set() if overwrite else finished_shards(folder, index.shards)

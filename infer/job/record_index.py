@@ -42,7 +42,7 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class RecordIndex:
-    """What the first pass found.
+    """Holds what the first pass found.
 
     Attributes:
       records: how many there are.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What a call of the API asks for, all checked.
+    """Holds what a call of the API asks for, all checked.
 
     Attributes:
       prompts: token ids and sampling of each, of which ``n`` samples are wanted.
@@ -48,7 +48,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What has come of one choice: its place among all, the news, and those of its trace."""
+    """Holds what has come of one choice: its place among all, the news, and those of its trace."""
 
     index: int
     chunk: Chunk
@@ -71,7 +71,7 @@ class _Choice:
     trace: SequenceTrace | None
 
     def news(self) -> Piece | None:
-        """What has come since the last time; None for nothing."""
+        """Returns what has come since the last time; None for nothing."""
         chunk = self.stream.piece()
         trace = None if self.trace is None else self.trace.news()
         if chunk is None and trace is not None:

@@ -52,7 +52,7 @@ CLIENT_GONE = 499
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a server is made with.
+    """Holds what a server is made with.
 
     Attributes:
       model: the name that requests know it by.

@@ -56,7 +56,7 @@ class Calls:
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="grammars")
 
     async def of_completion(self, body: Any) -> Call:
-        """What a body of /v1/completions asks for.
+        """Reads what a body of /v1/completions asks for.
 
         Raises:
           ApiError: naming the field.
@@ -67,7 +67,7 @@ class Calls:
         return await self._call(body, "prompt", lambda: prompts, self._defaults.max_tokens)
 
     async def of_chat(self, body: Any) -> Call:
-        """What a body of /v1/chat/completions asks for.
+        """Reads what a body of /v1/chat/completions asks for.
 
         Raises:
           ApiError: naming the field.
@@ -159,4 +159,6 @@ class Calls:
         except InputError as error:
             if params.max_tokens <= most:
                 raise
-            raise ApiError(400, str(error), param=name, code=CONTEXT_LENGTH) from None
+            # With fewer tokens the prompt would do, unless it leaves room for none.
+            param = "max_tokens" if exact and most > 0 else name
+            raise ApiError(400, str(error), param=param, code=CONTEXT_LENGTH) from None

@@ -63,7 +63,8 @@ class Capacity:
         self._ends.extend([time.monotonic()] * count)
 
     def _seconds_until(self, excess: int) -> int:
-        """Seconds until so many sequences will be over, from how soon the last ones were."""
+        """Returns seconds until so many sequences will be over, from how soon the last ones
+        were."""
         if len(self._ends) < 2:
             return 1
         passed = time.monotonic() - self._ends[0]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from infer.generate import add_decoding_options, add_model_options, load
 from infer.sampling_options import sampling_params
 from infer.serve.settings import FILE, PREFIX, TABLE, layered
+from wedlm_jax.command_line import CommandParser
 from wedlm_jax.errors import InputError
 from wedlm_jax.signals import StopRequest
 
@@ -53,8 +54,8 @@ NEEDED = "wedlm serve needs FastAPI, uvicorn and prometheus_client: pip install 
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options without a value are absent from what it parses."""
-    result = argparse.ArgumentParser(
+    """Returns the parser; options without a value are absent from what it parses."""
+    result = CommandParser(
         prog="wedlm serve",
         usage="wedlm serve [--model DIR] [--host HOST] [--port N] [options]",
         description=DESCRIPTION,
@@ -122,7 +123,8 @@ def main(arguments: list[str]) -> int:
     except ImportError as error:
         raise InputError(f"{NEEDED} ({error})") from None
     params = sampling_params(options)
-    # Before the model, which may take minutes to load.
+    # Both before the model, whose warnings are lines of this log, and which may take minutes.
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with listening_socket(options.get("host", "127.0.0.1"), options.get("port", 8000)) as sock:
         return serve(make_service(load_warm(options), options, params), sock, options)
 
@@ -142,12 +144,12 @@ def _check(options: dict[str, Any]) -> None:
 
 
 def load_warm(options: dict[str, Any]) -> LLM:
-    """The model, with all compiled that requests need which ask for nothing special."""
+    """Loads the model, with all compiled that requests need which ask for nothing special."""
     return load({**options, "warmup": not options.get("no_warmup", False)})
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket that has its address, and does not listen yet.
+    """Returns a socket that has its address, and does not listen yet.
 
     Raises:
       InputError: the address cannot be had.
@@ -167,7 +169,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def make_service(llm: LLM, options: dict[str, Any], params: SamplingParams) -> Service:
-    """The service that options describe."""
+    """Makes the service that options describe."""
     from infer.serve.app import Options, Service
 
     # A seed is part of a request, unless the command line has one for all.
@@ -190,7 +192,6 @@ def serve(service: Service, sock: socket.socket, options: dict[str, Any]) -> int
     """Answers until the process is asked to end."""
     from infer.serve.http_server import make_server
 
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if options.get("access_log"):
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     host, port, *_ = sock.getsockname()

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
 def patient_protocol(head_seconds: float, write_seconds: float) -> type[H11Protocol]:
-    """uvicorn's protocol with an end to its patience.
+    """Returns uvicorn's protocol with an end to its patience.
 
     Args:
       head_seconds: until the head of a request is there, from the connection's begin or the head's

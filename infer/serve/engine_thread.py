@@ -36,7 +36,7 @@ class EngineFailure(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """Where the engine stands after a step.
+    """Says where the engine stands after a step.
 
     Attributes:
       counters: of the scheduler.
@@ -60,7 +60,7 @@ class Status:
 
 @dataclasses.dataclass
 class _Turn:
-    """What came in since the last step."""
+    """Holds what came in since the last step."""
 
     submitted: list[tuple[Request, Deliver]] = dataclasses.field(default_factory=list)
     aborted: list[int] = dataclasses.field(default_factory=list)
@@ -68,7 +68,7 @@ class _Turn:
 
 @dataclasses.dataclass
 class _Caller:
-    """Who waits for the events of a request.
+    """Says who waits for the events of a request.
 
     Attributes:
       hurried: whether they are all wanted at once: a stop string may stand in them, or they are
@@ -172,7 +172,7 @@ class EngineThread:
                 self._send()
 
     def _next_turn(self) -> _Turn | None:
-        """What came in; waits where there is nothing else to do. None at the end."""
+        """Returns what came in; waits where there is nothing else to do. None at the end."""
         with self._arrived:
             self._arrived.wait_for(
                 lambda: (
@@ -217,7 +217,7 @@ class EngineThread:
         return failed + events
 
     def _admit(self, waiting: list[Request]) -> tuple[list[Request], Traits | None, list[Event]]:
-        """Who can join now, the program for all, and who cannot be decoded at all."""
+        """Returns who can join now, the program for all, and who cannot be decoded at all."""
         engine, ready, failed = self._engine, list[Request](), list[Event]()
         program, traits = None, engine.traits_with([])
         wanted, self._held = traits, []

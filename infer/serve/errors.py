@@ -58,7 +58,7 @@ class ApiError(Exception):
 def bad_request(
     error: InputError, fields: Collection[str] = (), otherwise: str | None = None
 ) -> ApiError:
-    """The answer to input that the library refuses.
+    """Returns the answer to input that the library refuses.
 
     Args:
       fields: with which its sentence may begin.
@@ -69,7 +69,7 @@ def bad_request(
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The answer to an exception that a request ended with."""
+    """Returns the answer to an exception that a request ended with."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InputError):

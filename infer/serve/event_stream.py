@@ -54,8 +54,8 @@ class EventStream(StreamingResponse):
 async def events_of(
     answer: Answer, shape: TextShape, on_failure: Callable[[], None]
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a stream, several at once where they come together. An exception is the last
-    one, in the shape of an error."""
+    """Yields the events of a stream, several at once where they come together. An exception is the
+    last one, in the shape of an error."""
     try:
         if opening := shape.opening():
             yield b"".join(map(event, opening))
@@ -73,5 +73,5 @@ async def events_of(
 
 
 def event(data: dict[str, Any]) -> bytes:
-    """One event."""
+    """Returns one event."""
     return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"

@@ -90,7 +90,7 @@ class Message(Body):
     tool_calls: list[Any] | None = Field(None, max_length=0)
 
     def as_given(self) -> dict[str, str]:
-        """The message as chat templates take it."""
+        """Returns the message as chat templates take it."""
         content = self.content
         if not isinstance(content, str):
             content = "".join(part.text for part in content)
@@ -203,8 +203,8 @@ ChatRequest = make_model(
 
 
 def sampling_given(body: BaseModel) -> dict[str, Any]:
-    """The fields of `SamplingParams` that a body gives. Null stands for "not given", where it means
-    nothing to the field itself."""
+    """Returns the fields of `SamplingParams` that a body gives. Null stands for "not given", where
+    it means nothing to the field itself."""
     defaults = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
     given = {name: getattr(body, name) for name in body.model_fields_set if name in OPTIONS}
     _take_in_formats(body, given)
@@ -280,8 +280,8 @@ def check_refused(body: BaseModel) -> None:
 
 
 def sampling_of(given: Mapping[str, Any], defaults: SamplingParams, context: int) -> SamplingParams:
-    """Sampling parameters from what a request gives and the server's defaults; ``max_tokens`` is
-    all of the context where the request does not give it.
+    """Makes sampling parameters from what a request gives and the server's defaults; ``max_tokens``
+    is all of the context where the request does not give it.
 
     Raises:
       ApiError: naming the field.

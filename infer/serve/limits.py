@@ -128,5 +128,5 @@ class BodyLimits:
 
 
 def _as_http(error: ApiError) -> HTTPException:
-    """The error in the form that passes FastAPI's reading of bodies."""
+    """Returns the error in the form that passes FastAPI's reading of bodies."""
     return HTTPException(error.status, error.message, error.headers | {"Connection": "close"})

@@ -27,7 +27,7 @@ class LogprobShapes:
         self._special = frozenset(() if codec is None else codec.tokenizer.all_special_ids)
 
     def of_chat(self, token_ids: Sequence[int], said: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Of a piece of a chat's answer."""
+        """Returns those of a piece of a chat's answer."""
         content = [
             self._entry(token_id, one.logprob)
             | {"top_logprobs": [self._entry(*other) for other in one.top]}
@@ -38,7 +38,7 @@ class LogprobShapes:
     def of_text(
         self, token_ids: Sequence[int], said: Sequence[TokenLogprob], offset: int
     ) -> dict[str, Any]:
-        """Of a piece of a text's completion, whose tokens begin ``offset`` characters into it."""
+        """Returns those of a piece of a completion, which begins ``offset`` characters into it."""
         offsets = []
         for token_id in token_ids:
             offsets.append(offset)
@@ -54,7 +54,7 @@ class LogprobShapes:
         }
 
     def length(self, token_ids: Sequence[int]) -> int:
-        """Characters of a text that tokens are; special ones stand in none."""
+        """Returns characters of a text that tokens are; special ones stand in none."""
         return sum(map(self._length, token_ids))
 
     def _length(self, token_id: int) -> int:

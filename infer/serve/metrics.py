@@ -83,7 +83,7 @@ class Metrics:
         return SequenceTimes(self)
 
     def text(self) -> bytes:
-        """Everything, in Prometheus' text format."""
+        """Returns everything, in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def note_totals(self) -> None:
@@ -146,7 +146,7 @@ class Recent:
             self._notes.popleft()
 
     def figures(self) -> dict[str, float]:
-        """The gauges; 0 where nothing has happened."""
+        """Returns the gauges; 0 where nothing has happened."""
         if len(self._notes) < 2:
             return dict.fromkeys(RECENT, 0.0)
         (start, before), *_, (end, after) = self._notes
@@ -164,7 +164,7 @@ class Recent:
 
 
 class _Engine(Collector):
-    """Where the engine stands, when somebody asks."""
+    """Says where the engine stands, when somebody asks."""
 
     def __init__(self, status: Callable[[], Status], recent: Recent):
         self._status, self._recent = status, recent

@@ -34,7 +34,7 @@ class TextShape:
         self._offsets: dict[int, int] = {}
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """The answer in one piece a choice."""
+        """Returns the answer in one piece a choice."""
         choices = [self._choice(piece, self._content(piece.chunk.text)) for piece in pieces]
         head = self._head | {"object": self.whole_object}
         usage = self._usage([piece.chunk.completion for piece in pieces])
@@ -45,7 +45,7 @@ class TextShape:
         return []
 
     def chunks(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        """The chunks of what has come."""
+        """Returns the chunks of what has come."""
         return [
             self._chunk([self._choice(piece, self._delta(piece.chunk.text))]) for piece in pieces
         ]
@@ -63,7 +63,7 @@ class TextShape:
         return {"text": text}
 
     def _said(self, piece: Piece) -> dict[str, Any] | None:
-        """The log-probabilities of a piece's tokens."""
+        """Returns the log-probabilities of a piece's tokens."""
         said, ids = piece.chunk.completion.logprobs, piece.chunk.token_ids
         if said is None:
             return None
@@ -91,8 +91,8 @@ class TextShape:
         return chunk | {"usage": None} if self._call.with_usage else chunk
 
     def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """Tokens of each prompt once, and of all its samples; beside these, this project's own
-        figures."""
+        """Counts tokens of each prompt once, and of all its samples; beside these, this project's
+        own figures."""
         prompts = sum(len(token_ids) for token_ids, _ in self._call.prompts)
         tokens = sum(len(completion.token_ids) for completion in completions)
         first, cached = 0, 0

@@ -38,7 +38,7 @@ def add_error_answers(app: FastAPI) -> None:
 
 
 def _of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first field that is wrong. Where it may be of several types, each has said no."""
+    """Returns the first field that is wrong. Where it may be of several types, each has said no."""
     first = errors[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON ({first.get('ctx', {}).get('error')})")
@@ -54,7 +54,7 @@ def _of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def _path(loc: Sequence[Any]) -> str:
-    """The field, without the names of the types that it was tried as."""
+    """Returns the field, without the names of the types that it was tried as."""
     _, *parts = loc
     names = [part for part in parts if isinstance(part, int) or _is_field(part)]
     return ".".join(map(str, names))

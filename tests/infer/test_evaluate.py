@@ -104,7 +104,7 @@ def test_own_questions_give_answers_and_verdicts_of_the_chosen_decoders(
     arguments += "--decoders verified --max-tokens 24 --output " + str(tmp_path / "scores.json")
     assert infer.evaluate.main(arguments.split()) == 0
     (score,) = json.loads((tmp_path / "scores.json").read_text(encoding="utf-8"))
-    assert (score["regime"], score["decoder"]) == ("questions", "verified")
+    assert (score["regime"], score["decoder"]) == ("q", "verified")
     said = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
     assert [(row["prompt"], row["text"]) for row in said] == list(zip(PROMPTS, texts, strict=True))
     assert [row["match"] for row in said] == ["contains"] * 3 + ["exact"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_missing_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         find_model(None)
 
 
-def test_a_model_of_conversations_says_once_that_a_text_goes_without_them(
+def test_a_model_with_a_chat_template_says_once_that_a_text_goes_without_them(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fresh = LLM(folder, window_size=4)
@@ -121,7 +122,24 @@ def test_a_model_of_conversations_says_once_that_a_text_goes_without_them(
     assert not caplog.records
     fresh.prepare(["a", "b"], GREEDY)
     assert [record.message.split(";")[0] for record in caplog.records] == [
-        f"{folder} was tuned on conversations, and this text is completed without its chat template"
+        f"{folder} has a chat template, and this text is completed without it"
+    ]
+
+
+def test_a_model_without_masks_says_once_that_it_decodes_autoregressively(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    qwen = write_tiny_checkpoint(tmp_path / "qwen")
+    config = json.loads((qwen / "config.json").read_text(encoding="utf-8"))
+    (qwen / "config.json").write_text(json.dumps(config | {"model_type": "qwen3"}))
+    LLM(qwen, window_size=0).prepare_one([5, 6], GREEDY)
+    fresh = LLM(qwen)
+    fresh.prepare_one([5, 6], SamplingParams(mode="ar"))
+    assert not caplog.records
+    fresh.prepare([[5, 6], [7]], GREEDY)
+    fresh.prepare_one([5], GREEDY)
+    assert [record.message for record in caplog.records] == [
+        f"{qwen} (qwen3) was not trained on masks: decoding autoregressively, as with a window of 0"
     ]
 
 

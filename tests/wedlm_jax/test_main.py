@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.reference import subcommand_parser
 from wedlm_jax.__main__ import SUBCOMMANDS, help_text, main
 
 
@@ -31,6 +32,21 @@ def test_a_folder_with_a_train_py_and_an_infer_of_its_own(
 def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tokenise"]) == 2
     assert "no command 'tokenise'; did you mean 'tokenize'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", SUBCOMMANDS)
+def test_an_unknown_option_gets_the_nearest_known_one(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = subcommand_parser(command)
+    known = max(parser._option_string_actions, key=len)
+    for action in parser._actions:
+        action.required = False
+    misspelt = f"{known[:4]}q{known[4:]}"
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args([f"{misspelt}=x", "--zzzz"])
+    said = f"unrecognized arguments: {misspelt}=x --zzzz; did you mean {known}?\n"
+    assert capsys.readouterr().err.endswith(said)
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

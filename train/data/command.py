@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from wedlm_jax.command_line import CommandParser
 from wedlm_jax.errors import InputError
 from wedlm_jax.progress import ProgressBar
 
@@ -52,7 +53,7 @@ examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="wedlm tokenize",
         description="Tokenises and packs training data once, for `wedlm train` to read.",
         epilog=EPILOG,

@@ -11,12 +11,13 @@ import numpy as np
 from train.data.row_codec import decode_samples
 from train.data.samples import load_tokenizer
 from train.data.synthetic import load_dataset
+from wedlm_jax.command_line import CommandParser
 from wedlm_jax.errors import InputError, shortened
 from wedlm_jax.packing import TokenisedSample
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="wedlm rows",
         description="Shows packed rows as text, sample by sample: those that skipped.jsonl names,\n"
         "for one.",

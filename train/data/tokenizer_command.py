@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wedlm_jax.command_line import CommandParser
 from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ NO_LIMIT = 10**30
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="wedlm tokenizer",
         description="Makes a tokenizer, with a chat template, an end and a mask token.",
         epilog=EPILOG,

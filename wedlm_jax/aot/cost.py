@@ -51,7 +51,8 @@ class ProgramCost:
 def program_cost(
     hlo: str, *, devices: int = 0, slices: int = 1, unknown_trips: int = 1
 ) -> ProgramCost:
-    """Costs of the entry computation of ``compiled.as_text()``; of a conditional, of all branches.
+    """Returns the costs of the entry computation of ``compiled.as_text()``; of a conditional, of
+    all branches.
 
     Args:
       hlo: the text.
@@ -165,8 +166,8 @@ def _dot_flops(own: Instruction, computation: Computation) -> int:
 
 
 def group_size(attributes: str, devices: int) -> int:
-    """Devices of a collective's first group, the others being like it. Without groups in the
-    text, or with empty ones, all ``devices``."""
+    """Counts the devices of a collective's first group, the others being like it. Without groups in
+    the text, or with empty ones, all ``devices``."""
     if found := _LISTED_GROUPS.search(attributes):
         return len(found.group(1).split(","))
     if found := _IOTA_GROUPS.search(attributes):

@@ -53,7 +53,7 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Of all its arrays."""
+        """The bytes of all its arrays."""
         return sum(array.bytes for array in self.arrays)
 
     @property

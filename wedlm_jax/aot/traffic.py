@@ -53,7 +53,7 @@ def hbm_bytes(own: Instruction, computation: Computation, program: HloProgram) -
 
 
 def _in_hbm(own: Instruction | None) -> int:
-    """Bytes of what an instruction yields that lie in main memory."""
+    """Counts the bytes of what an instruction yields that lie in main memory."""
     return sum(array.bytes for array in own.arrays if array.in_hbm) if own else 0
 
 

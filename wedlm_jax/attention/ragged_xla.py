@@ -57,7 +57,7 @@ class TileList:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """What attention computes once for all layers of a forward.
+    """Holds what attention computes once for all layers of a forward.
 
     Attributes:
       table: int32 ``[N, blocks * P]``, the page table, padded to whole blocks.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from wedlm_jax.checkpoint.model_folder import FORMATS, ORBAX, format_of, run_model_folder
+from wedlm_jax.command_line import CommandParser
 from wedlm_jax.config import MODEL_TYPES, ModelConfig, with_model_type
 from wedlm_jax.errors import InputError
 from wedlm_jax.progress import ProgressBar
@@ -30,7 +31,7 @@ RUN = "run"
 
 @dataclasses.dataclass(frozen=True)
 class Converted:
-    """What was written: format ("hf" or "orbax"), tensors there, bytes, dtype names."""
+    """Holds what was written: format ("hf" or "orbax"), tensors there, bytes, dtype names."""
 
     format: str
     tensors: int
@@ -39,7 +40,7 @@ class Converted:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="wedlm convert",
         description="Converts a checkpoint folder: Hugging Face (config.json and safetensors) to\n"
         f"orbax (config.json and {ORBAX}/), or back. What SOURCE is, is found out; the other\n"

@@ -32,7 +32,7 @@ Index = tuple[Span, ...]
 
 
 class Part(NamedTuple):
-    """Where a rectangle of a Hugging Face tensor goes: ``target[rows, columns]``."""
+    """Says where a rectangle of a Hugging Face tensor goes: ``target[rows, columns]``."""
 
     rows: Span
     columns: Span

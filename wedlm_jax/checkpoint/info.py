@@ -10,6 +10,7 @@ from typing import Any
 
 from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL, HFCheckpoint
 from wedlm_jax.checkpoint.model_folder import OrbaxCheckpoint, format_of
+from wedlm_jax.command_line import CommandParser
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
 from wedlm_jax.storage import as_path, file_sizes
@@ -20,7 +21,7 @@ Shapes = dict[str, tuple[tuple[int, ...], str]]
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="wedlm info",
         description="Tells what a checkpoint is: size, shape, dtype, files, tokenizer, and how it\n"
         "can be decoded. Only headers are read, so a large checkpoint answers as fast as a\n"
@@ -99,7 +100,7 @@ def _shapes(checkpoint: HFCheckpoint | OrbaxCheckpoint) -> Shapes:
 
 
 def _dtype_counts(shapes: Shapes) -> dict[str, int]:
-    """Parameters held in each dtype, the most frequent first."""
+    """Counts the parameters held in each dtype, the most frequent first."""
     counts: dict[str, int] = {}
     for shape, dtype in shapes.values():
         counts[dtype] = counts.get(dtype, 0) + math.prod(shape)

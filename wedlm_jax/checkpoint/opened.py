@@ -31,7 +31,7 @@ class StoredTensors(Protocol):
 
 
 class OpenedCheckpoint(Protocol):
-    """What loading a model needs of a checkpoint."""
+    """Holds what loading a model needs of a checkpoint."""
 
     @property
     def folder(self) -> Path: ...

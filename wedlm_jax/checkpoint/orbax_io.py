@@ -40,7 +40,7 @@ LATE_REPORTS_S = 0.5
 
 
 class DamagedCheckpoint(InputError):
-    """What is on disk cannot be read, or is not what was written."""
+    """Says that what is on disk cannot be read, or is not what was written."""
 
 
 class StepFolders:
@@ -288,7 +288,7 @@ def array_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def read_arrays(folder: Path, paths: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-    """Arrays of a checkpoint in host memory, by dotted path.
+    """Returns arrays of a checkpoint in host memory, by dotted path.
 
     Args:
       paths: those to read, all by default; the others stay on disk.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 
 from wedlm_jax.checkpoint.convert import run
+from wedlm_jax.command_line import CommandParser
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="wedlm export",
         description="Writes a checkpoint for transformers, vLLM and others that know Qwen but not\n"
         "WeDLM, and decode it autoregressively: Hugging Face's files, named qwen3 or\n"

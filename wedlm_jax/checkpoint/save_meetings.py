@@ -38,7 +38,7 @@ class SaveMeetings:
         self.failure = ""
 
     def begin(self, step: int) -> None:
-        """A state is written next. Every process calls this, by the thread that starts to write."""
+        """Begins the next state. Every process calls this, by the thread that starts to write."""
         self._state, self._met, self._step, self.failure = self._state + 1, 0, step, ""
         self._starter = threading.get_ident()
 

@@ -33,7 +33,7 @@ from wedlm_jax.model import Transformer
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a burst is compiled for; static.
+    """Holds what a burst is compiled for; static.
 
     Attributes:
       sizes: of the forwards.
@@ -49,7 +49,7 @@ class Program:
 
 
 class Predictions(NamedTuple):
-    """What the head predicts for window slots, ``[N, P+1]`` each; zeros where it was not run.
+    """Holds what the head predicts for window slots, ``[N, P+1]`` each; zeros where it was not run.
 
     Attributes:
       tokens: int32.

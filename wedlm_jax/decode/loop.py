@@ -41,7 +41,7 @@ REFILLS = ("streaming", "blockwise")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BurstCounters:
-    """What a burst computed, int32 each.
+    """Holds what a burst computed, int32 each.
 
     Attributes:
       forwards: how many.
@@ -117,7 +117,7 @@ def run_burst(
 
 
 class Decision(NamedTuple):
-    """What a forward decides for each window.
+    """Holds what a forward decides for each window.
 
     Attributes:
       tokens, logprobs: ``[N, P]``, of which the first ``committed`` are new text.

@@ -29,8 +29,8 @@ LONGEST_BAD_WORD = 16
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
-    """What the sequences of a program may use; static. Sizes are rounded up, so that few programs
-    are compiled.
+    """Holds what the sequences of a program may use; static. Sizes are rounded up, so that few
+    programs are compiled.
 
     Attributes:
       window: the widest window.

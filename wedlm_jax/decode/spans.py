@@ -29,7 +29,7 @@ from wedlm_jax.decode.state import DecodeState
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Allowance:
-    """What the host allows a burst of forwards.
+    """Holds what the host allows a burst of forwards.
 
     Attributes:
       page_table: int32 ``[N, max_pages]``, the pages of each sequence in order, 0 where it has

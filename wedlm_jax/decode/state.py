@@ -32,7 +32,7 @@ from wedlm_jax.decode.logprobs import Logprobs, empty_logprobs
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Emitted:
-    """What was committed since the host last fetched it, at most E tokens a sequence.
+    """Holds what was committed since the host last fetched it, at most E tokens a sequence.
 
     Attributes:
       tokens: int32 ``[N, E]``.

@@ -48,7 +48,7 @@ from wedlm_jax.decode.state import DecodeState, is_filled, is_mask
 
 
 class Verified(NamedTuple):
-    """What a forward decides for anchored windows.
+    """Holds what a forward decides for anchored windows.
 
     Attributes:
       run: int32 ``[N]``, leading slots that are text now: slot 0 and the accepted drafts.

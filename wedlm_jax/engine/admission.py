@@ -43,7 +43,7 @@ class AdmissionRound:
 
 @dataclasses.dataclass
 class _Room:
-    """What a replica can still give in this round."""
+    """Holds what a replica can still give in this round."""
 
     replica: Replica
     indices: int
@@ -53,7 +53,7 @@ class _Room:
 
 @dataclasses.dataclass(frozen=True)
 class _Candidate:
-    """Where a sequence would go.
+    """Says where a sequence would go.
 
     Attributes:
       room: its replica.

@@ -91,7 +91,7 @@ class Burst:
 
 @dataclasses.dataclass(frozen=True)
 class NewTokens:
-    """What one sequence committed in a burst.
+    """Holds what one sequence committed in a burst.
 
     Attributes:
       token_ids: in the order of the text.
@@ -107,7 +107,7 @@ class NewTokens:
 
 @dataclasses.dataclass(frozen=True)
 class WindowForward:
-    """What a forward saw of a sequence's window, and did, by slot.
+    """Holds what a forward saw of a sequence's window, and did, by slot.
 
     Attributes:
       start: logical position of slot 0.
@@ -131,7 +131,7 @@ class WindowForward:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Where the sequences stand after a burst; arrays ``[R·N]``, meaningless where there is no
+    """Says where the sequences stand after a burst; arrays ``[R·N]``, meaningless where there is no
     sequence. Counts continue across preemption.
 
     Attributes:

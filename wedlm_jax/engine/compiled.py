@@ -102,7 +102,7 @@ class CompiledPrograms:
         return self._kept(key, lower_laid_out)
 
     def entry(self, traits: Traits) -> jax.stages.Compiled:
-        """Sequences that enter and leave."""
+        """Returns the program for sequences that enter and leave."""
 
         def lower() -> jax.stages.Lowered:
             settings = self._settings

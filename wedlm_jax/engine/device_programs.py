@@ -36,7 +36,7 @@ Graph = nnx.GraphDef[Transformer]
 
 
 class BurstResult(NamedTuple):
-    """What a burst returns.
+    """Holds what a burst returns.
 
     Attributes:
       state, pages: on the device, for the next burst.

@@ -24,7 +24,7 @@ PLAIN_FORWARDS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """How prompts are computed in a burst.
+    """Says how prompts are computed in a burst.
 
     Attributes:
       tokens: of prompts that a forward may compute beside its windows; 0 pauses them.

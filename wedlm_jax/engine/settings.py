@@ -150,7 +150,7 @@ class EngineSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Wishes:
-    """What a user asks of an engine; see `wedlm_jax.engine.engine.Engine`.
+    """Holds what a user asks of an engine; see `wedlm_jax.engine.engine.Engine`.
 
     Attributes:
       window: W, the widest.

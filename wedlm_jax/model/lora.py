@@ -28,7 +28,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """Which matrices have adapters, and how large ones.
+    """Says which matrices have adapters, and how large ones.
 
     Attributes:
       rank: of the term.

@@ -34,7 +34,7 @@ class RecordFile:
 
 @dataclasses.dataclass(frozen=True)
 class FoundFiles:
-    """What was found where the user said.
+    """Holds what was found where the user said.
 
     Attributes:
       files: in the order of their records.

@@ -94,7 +94,9 @@ def parse_object(line: bytes | None) -> dict[str, Any]:
     except UnicodeEncodeError:
         raise BadRecord("not UTF-8", "half of a surrogate pair, \\ud800 to \\udfff") from None
     except json.JSONDecodeError as error:
-        raise BadRecord("not JSON", f"{error.msg} at column {error.colno}") from None
+        # Of its messages, those of strings and control characters end in "at" themselves.
+        what = error.msg.removesuffix(" at")
+        raise BadRecord("not JSON", f"{what} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
         # Numbers of thousands of digits, and brackets within brackets without an end.
         raise BadRecord("not JSON", shortened(str(error))) from None

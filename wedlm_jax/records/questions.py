@@ -103,7 +103,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Tally:
-    """What completions of questions come to.
+    """Holds what completions of questions come to.
 
     Attributes:
       questions: how many.
@@ -154,7 +154,7 @@ def read_questions(
     """Reads the questions of a file by regime, in the order of the file.
 
     Args:
-      path: a JSONL file.
+      path: a JSONL file; its name without the ending is the regime of records that name none.
       match: of records that do not say how they are judged.
       chat: whether a ``prompt`` is a user's message, for the chat template.
 
@@ -167,7 +167,8 @@ def read_questions(
             for line in read_lines(stream):
                 place = f"{path}, line {line.number}"
                 try:
-                    question = _question(parse_object(line.content), match, chat, place)
+                    fields = {"regime": path.stem} | parse_object(line.content)
+                    question = _question(fields, match, chat, place)
                 except InputError as error:
                     raise InputError(f"{place}: {error}") from None
                 regimes.setdefault(question.regime, []).append(question)

@@ -53,7 +53,10 @@ BAD_LINES = [
     ('{"prompt": "a", "id": 0}', "duplicate id: record 0 has it (records count from 0"),
     ('{"prompt": "a", "sampling": 5}', "sampling: expected an object, not 5"),
     ('{"prompt": "a", "sampling": {"temprature": 1}}', "did you mean 'temperature'?"),
-    ('{"prompt": "a", "sampling": {"top_p": 1.5}}', "sampling.top_p: expected a number from 0 to"),
+    (
+        '{"prompt": "a", "sampling": {"top_p": 1.5}}',
+        "sampling.top_p: expected a number above 0, up",
+    ),
     ('{"prompt": "a", "sampling": {"temperature": "hot"}}', "sampling.temperature: expected a num"),
     ('{"prompt": "a", "sampling": {"temperature": 1e999}}', "sampling.temperature: expected a num"),
     ('{"prompt": "a", "sampling": {"max_tokens": 0}}', "sampling.max_tokens: expected an integer"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.infer.job.job_examples import lines, read_json, results, run, words, write
+from tests.infer.job.job_examples import lines, results, run, words, write
 from wedlm_jax.__main__ import main
 
 
@@ -36,17 +36,14 @@ def test_line_ends_blank_lines_and_a_byte_order_mark(
 
 @pytest.mark.parametrize("output", ["out.jsonl", "out"])
 @pytest.mark.parametrize("content", ["", "\n  \n"])
-def test_no_rows_need_no_model_and_make_an_empty_output(
+def test_input_without_a_record_is_refused_before_a_model_is_loaded(
     work: Path, content: str, output: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("in.jsonl").write_text(content)
-    assert run(work / "never-loaded", output=output) == 0
-    assert results(output) == []
-    assert Path(output).exists()
-    assert capsys.readouterr().err == f"in.jsonl has no records; {output} is empty\n"
-    assert (
-        read_json(f"{output}{'.shards' if output == 'out.jsonl' else ''}/stats.json")["rows"] == 0
-    )
+    assert run(work / "never-loaded", output=output) == 2
+    said = "wedlm generate: in.jsonl: expected at least one record, and has none\n"
+    assert capsys.readouterr().err == said
+    assert not Path(output).exists()
 
 
 def test_files_and_folders_are_one_row_after_the_other(

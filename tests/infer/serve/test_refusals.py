@@ -30,7 +30,7 @@ JSON = {"Content-Type": "application/json"}
         ),
         ({"max_tokens": 0}, "max_tokens", "max_tokens: expected an integer of at least 1"),
         ({"max_tokens": 1.5}, "max_tokens", "max_tokens: input should be a valid integer"),
-        ({"max_tokens": 9999}, "prompt", "max_tokens 9999 exceed max_model_len 1024"),
+        ({"max_tokens": 9999}, "max_tokens", "max_tokens 9999 exceed max_model_len 1024"),
         ({"prompt": "cat " * 2000}, "prompt", "exceed max_model_len 1024"),
         ({"prompt": []}, "prompt", "prompt: expected at least one"),
         ({"prompt": ""}, "prompt", "the prompt has no tokens"),
@@ -86,6 +86,7 @@ def test_a_bad_field_is_named(
         ({"tools": [{"type": "function"}]}, "tools", "tools: not supported"),
         ({"top_logprobs": 3}, "top_logprobs", "top_logprobs: expected logprobs to be true"),
         ({"max_tokens": 3, "max_completion_tokens": 3}, "max_completion_tokens", "another name"),
+        ({"max_completion_tokens": 9999}, "max_completion_tokens", "exceed max_model_len 1024"),
         ({"prompt": "x"}, "prompt", "unknown field 'prompt'"),
     ],
 )

@@ -65,6 +65,7 @@ def test_objects_are_read(line: bytes, value: object) -> None:
         (None, "too long", "more than 32 MiB in a line"),
         (b'{"a": 1', "not JSON", "Expecting ',' delimiter at column 8"),
         (b'{"a": 1} {"b": 2}', "not JSON", "Extra data at column 10"),
+        (b'{"a": "b', "not JSON", "Unterminated string starting at column 7"),
         (b'{"a": NaN}', "not JSON", "NaN is not a JSON number"),
         (b'{"a": 1, "b": {"c": 1, "c": 2}}', "not JSON", "duplicate key 'c'"),
         (b"[" * 100_000, "not JSON", "maximum recursion depth exceeded"),

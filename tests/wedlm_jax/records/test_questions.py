@@ -95,8 +95,8 @@ def test_a_prompt_is_a_users_message_if_asked_for_and_messages_always_are_a_chat
     path = _write(
         tmp_path / "q.jsonl", {"prompt": "2 and 3?", "answer": 5}, {"messages": chat, "answer": "5"}
     )
-    raw, conversation = read_questions(path)["questions"]
-    asked, same = read_questions(path, chat=True)["questions"]
+    raw, conversation = read_questions(path)["q"]
+    asked, same = read_questions(path, chat=True)["q"]
     assert (raw.messages, raw.answer) == (None, "5")
     assert (conversation.messages, conversation.prompt) == (chat, "2 and 3?")
     assert conversation == same

@@ -207,7 +207,7 @@ def candidates(committed: Floats, computed: Floats) -> np.ndarray:
 
 
 class _Sequences:
-    """What is remembered of the sequence at each index, over all replicas.
+    """Holds what is remembered of the sequence at each index, over all replicas.
 
     Attributes:
       whose: the sequence at the index, and the number of its admission.

@@ -1,0 +1,50 @@
+"""What `LLM` tells of a model once, when the first prompt comes that it matters for."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from wedlm_jax.params import SamplingParams
+from wedlm_jax.text import Prompt, TextCodec
+
+_log = logging.getLogger(__name__)
+
+
+class ToldOnce:
+    """Warns of what a caller may not expect, each thing once.
+
+    Args:
+      folder: of the model.
+      codec: its tokenizer; None if it has none.
+      replaces_modes: the ``model_type`` of a model that decodes autoregressively for want of masks,
+        without being asked to; None for others.
+    """
+
+    def __init__(self, folder: Path, codec: TextCodec | None, replaces_modes: str | None):
+        self._folder = folder
+        self._chat_end = codec and codec.chat_end
+        self._replaces_modes = replaces_modes
+
+    def of_prompt(self, prompt: Prompt) -> None:
+        """Warns if a text goes without the chat template that there is."""
+        end = self._chat_end
+        if not end or not isinstance(prompt, str) or end in prompt:
+            return
+        self._chat_end = None
+        _log.warning(
+            "%s has a chat template, and this text is completed without it; LLM.chat, --chat and "
+            "records with messages use it",
+            self._folder,
+        )
+
+    def of_mode(self, params: SamplingParams) -> None:
+        """Warns if AR decodes what another mode was to."""
+        kind = self._replaces_modes
+        if kind is None or params.mode == "ar":
+            return
+        self._replaces_modes = None
+        _log.warning(
+            "%s (%s) was not trained on masks: decoding autoregressively, as with a window of 0",
+            *(self._folder, kind),
+        )
