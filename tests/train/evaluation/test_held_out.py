@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.data_examples import EMBEDDED
-from tests.tiny_run import Killed, metric_lines, on_devices, tiny_recipe
+from tests.tiny_run import metric_lines, on_devices, tiny_recipe
 from train.data.manifest import read_manifest
 from train.data.shards import ShardRows
 from train.evaluation.decoding import can_decode
@@ -81,6 +81,9 @@ def test_a_run_that_dies_in_an_evaluation_makes_it_when_it_goes_on(
     on_devices(monkeypatch, 1)
     section = EvaluationSection(every=2, rows=2, prompts=0)
     config = tiny_recipe(tmp_path, tokenizer_folder, evaluation=section, checkpoint_every=2)
+
+    class Killed(Exception):
+        pass
 
     def die(*_: object) -> None:
         raise Killed
