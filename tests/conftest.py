@@ -44,7 +44,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.decode_examples import DRAWN, TINY, small_engine
+from tests.examples.decode import DRAWN, TINY, small_engine
 from tests.forward_sizes import one_size, two_sizes
 from tests.reference.decode_loop import FullForward
 from wedlm_jax.engine.engine import Engine

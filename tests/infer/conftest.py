@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_checkpoint import write_tiny_checkpoint
+from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from infer import generate
-from tests.decode_examples import EVERYTHING
+from tests.examples.decode import EVERYTHING
+from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from tests.forward_sizes import two_sizes
-from tests.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.__main__ import main
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams

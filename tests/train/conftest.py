@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_run import on_devices, tiny_recipe
+from tests.examples.tiny_run import on_devices, tiny_recipe
 from train.data.tokenizer import save_tokenizer, train_tokenizer
 from train.embedded.corpus import generate
 from train.loop import train as run_training

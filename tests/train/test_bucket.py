@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.checkpoints import assert_same_bits, hf_values
 from tests.emulated_bucket import bucket as bucket
 from tests.emulated_bucket import clients
-from tests.tiny_run import (
+from tests.examples.checkpoints import assert_same_bits, hf_values
+from tests.examples.tiny_run import (
     metric_lines,
     on_devices,
     run_until_killed,

@@ -10,8 +10,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from tests.examples.training import PLAIN as MODEL
 from tests.no_libtpu import NO_LIBTPU, hide_libtpu
-from tests.training_examples import PLAIN as MODEL
 from train.compile_only import CompiledStep, describe
 from train.program import make_program
 from train.recipe.config import TrainConfig

@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 from tokenizers import Tokenizer
 
-from tests.checkpoints import hf_values
-from tests.tiny_run import metric_lines, start_command, tiny_recipe, write_recipe
+from tests.examples.checkpoints import hf_values
+from tests.examples.tiny_run import metric_lines, start_command, tiny_recipe, write_recipe
 from train.evaluation.held_out import Evaluation
 from train.evaluation.questions import asked_questions, drawn_questions
 from train.program import objective_of

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import assert_same_bits, hf_values
-from tests.tiny_run import (
+from tests.examples.checkpoints import assert_same_bits, hf_values
+from tests.examples.tiny_run import (
     call_before_step,
     metric_lines,
     on_devices,

@@ -13,8 +13,8 @@ import pytest
 from tokenizers import Tokenizer
 
 import train.start
-from tests.checkpoints import assert_same_bits, hf_values
-from tests.tiny_run import (
+from tests.examples.checkpoints import assert_same_bits, hf_values
+from tests.examples.tiny_run import (
     ARCHITECTURE,
     metric_lines,
     on_devices,

@@ -16,10 +16,10 @@ import optax
 import pytest
 from flax import nnx
 
-from tests.checkpoints import assert_same_bits, hf_values
+from tests.examples.checkpoints import assert_same_bits, hf_values
+from tests.examples.tiny_run import metric_lines, on_devices, run_until_killed, tiny_recipe
+from tests.examples.training import BLOCK, MASK_TOKEN, TINY, packed, random_sample, tiny_transformer
 from tests.jaxpr_shapes import arrays_in
-from tests.tiny_run import metric_lines, on_devices, run_until_killed, tiny_recipe
-from tests.training_examples import BLOCK, MASK_TOKEN, TINY, packed, random_sample, tiny_transformer
 from train.loop import train as run_training
 from train.optimizer import make_optimizer
 from train.program import make_program

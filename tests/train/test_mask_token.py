@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from tests.tiny_checkpoint import write_tiny_checkpoint
-from tests.tiny_run import tiny_recipe
+from tests.examples.tiny_checkpoint import write_tiny_checkpoint
+from tests.examples.tiny_run import tiny_recipe
 from train.data.command import main as tokenize
 from train.data.tokenizer import save_tokenizer, train_tokenizer
 from train.recipe.config import ModelSection, TrainConfig

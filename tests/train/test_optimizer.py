@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
-from tests.training_examples import tiny_transformer
+from tests.examples.training import tiny_transformer
 from train.optimizer import MUON_RMS, averaged_parameters, decayed, make_optimizer
 
 PARAMETERS = nnx.state(tiny_transformer())

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data_examples import CHAT, EMBEDDED, NumberedRows, tokenised, write_jsonl
+from tests.examples.data import CHAT, EMBEDDED, NumberedRows, tokenised, write_jsonl
+from tests.examples.tiny_run import metric_lines, on_devices, run_until_killed, tiny_recipe
+from tests.examples.training import BLOCK, packed, random_sample
 from tests.reference.training import MaskedSample
-from tests.tiny_run import metric_lines, on_devices, run_until_killed, tiny_recipe
 from tests.train.test_step import (
     KEY,
     OBJECTIVE,
@@ -26,7 +27,6 @@ from tests.train.test_step import (
     micro_batches,
     wedlm_step,
 )
-from tests.training_examples import BLOCK, packed, random_sample
 from train.data.manifest import MANIFEST, read_manifest
 from train.data.placed import PlacedRows
 from train.loop import train as run_training

@@ -9,8 +9,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from tests.tiny_run import tiny_recipe
-from tests.training_examples import PLAIN as MODEL
+from tests.examples.tiny_run import tiny_recipe
+from tests.examples.training import PLAIN as MODEL
 from train.program import make_program
 from train.recipe.config import LoraSection, TrainConfig
 from wedlm_jax.errors import InputError

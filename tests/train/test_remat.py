@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from tests.training_examples import TINY
+from tests.examples.training import TINY
 from train.program import make_program
 from train.recipe.config import MetricsSection, OptimizerSection, PhaseSection, TrainConfig
 from train.remat import REMEMBERED, cheapest_policy, settled, settled_here

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from tests.data_examples import EMBEDDED, ROW, documents, tokenised, write_jsonl
-from tests.tiny_run import metric_lines, on_devices, run_until_killed, tiny_recipe
+from tests.examples.data import EMBEDDED, ROW, documents, tokenised, write_jsonl
+from tests.examples.tiny_run import metric_lines, on_devices, run_until_killed, tiny_recipe
 from train.loop import train as run_training
 from train.recipe.config import (
     DataSection,

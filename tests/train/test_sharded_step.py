@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
-from tests.training_examples import BLOCK, MASK_TOKEN, packed, random_sample, tiny_transformer
+from tests.examples.training import BLOCK, MASK_TOKEN, packed, random_sample, tiny_transformer
 from train.optimizer import make_optimizer
 from train.step import (
     Metrics,

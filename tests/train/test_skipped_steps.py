@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.tiny_run import ARCHITECTURE, metric_lines, on_devices, tiny_recipe
+from tests.examples.tiny_run import ARCHITECTURE, metric_lines, on_devices, tiny_recipe
 from train.data.order import global_order
 from train.data.synthetic import load_dataset
 from train.loop import train as run_training

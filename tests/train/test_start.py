@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiny_checkpoint import write_tiny_checkpoint
+from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from train.recipe.config import ModelSection, TrainConfig
 from train.start import check_start, recipe_model
 from wedlm_jax.errors import InputError

@@ -14,8 +14,8 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples.training import BLOCK, MASK_TOKEN, packed, random_sample, tiny_transformer
 from tests.jaxpr_shapes import shapes_in
-from tests.training_examples import BLOCK, MASK_TOKEN, packed, random_sample, tiny_transformer
 from train.optimizer import decayed, make_optimizer
 from train.step import (
     Objective,

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples.training import BLOCK, MASK_TOKEN, packed, random_sample
 from tests.reference.training import block_order, dual_streams
-from tests.training_examples import BLOCK, MASK_TOKEN, packed, random_sample
 from wedlm_jax.corruption import (
     PackedRows,
     dual_stream,

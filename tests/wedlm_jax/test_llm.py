@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.decode_examples import EVERYTHING
-from tests.tiny_checkpoint import write_tiny_checkpoint
+from tests.examples.decode import EVERYTHING
+from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.completion import Completion
 from wedlm_jax.errors import InputError
 from wedlm_jax.generation import WAITING

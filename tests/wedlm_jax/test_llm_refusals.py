@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiny_checkpoint import CONTEXT, VOCAB_SIZE, write_tiny_checkpoint
+from tests.examples.tiny_checkpoint import CONTEXT, VOCAB_SIZE, write_tiny_checkpoint
 from wedlm_jax.checkpoint.find_model import find_model
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.errors import InputError

@@ -14,19 +14,19 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.reference.training import (
-    MaskedSample,
-    cross_entropy,
-    dual_streams,
-    wedlm_losses,
-)
-from tests.training_examples import (
+from tests.examples.training import (
     BLOCK,
     MASK_TOKEN,
     MatrixMask,
     packed,
     random_sample,
     tiny_transformer,
+)
+from tests.reference.training import (
+    MaskedSample,
+    cross_entropy,
+    dual_streams,
+    wedlm_losses,
 )
 from wedlm_jax.corruption import PackedRows, dual_stream
 from wedlm_jax.loss import (

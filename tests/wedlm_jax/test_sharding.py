@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from tests.training_examples import tiny_transformer
+from tests.examples.training import tiny_transformer
 from wedlm_jax.errors import InputError
 from wedlm_jax.sharding import (
     AXIS_RULES,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import assert_same_bits, hf_values, write_tiny
 from tests.emulated_bucket import bucket as bucket
+from tests.examples.checkpoints import assert_same_bits, hf_values, write_tiny
 from wedlm_jax import storage
 from wedlm_jax.atomic import part_folder, replacing, write_json
 from wedlm_jax.checkpoint.hf import load_checkpoint, save_checkpoint

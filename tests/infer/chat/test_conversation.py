@@ -8,7 +8,7 @@ import pytest
 
 from infer.chat.conversation import Conversation
 from infer.chat.orders import ORDERS, follow, is_order
-from tests.tiny_checkpoint import CONTEXT
+from tests.examples.tiny_checkpoint import CONTEXT
 from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM

@@ -15,8 +15,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
 from infer.harness.model import HarnessModel
+from tests.examples.tiny_checkpoint import CONTEXT, EOS, MASK, write_tiny_checkpoint
 from tests.infer.harness.conftest import TEXTS
-from tests.tiny_checkpoint import CONTEXT, EOS, MASK, write_tiny_checkpoint
 from wedlm_jax.checkpoint.hf import load_checkpoint
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from infer import generate
-from tests.decode_examples import EVERYTHING
+from tests.examples.decode import EVERYTHING
+from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from tests.infer.job.quick_decoder import quick_run
-from tests.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.llm import LLM
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from infer.job.prompt_record import record_fields, record_id
+from tests.examples.tiny_checkpoint import VOCAB_SIZE
 from tests.infer.job.job_examples import lines, results, run, words, write
 from tests.infer.job.quick_decoder import quick_run
-from tests.tiny_checkpoint import VOCAB_SIZE
 from wedlm_jax.completion import Completion
 from wedlm_jax.errors import InputError
 from wedlm_jax.generation import Prepared

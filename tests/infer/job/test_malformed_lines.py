@@ -8,8 +8,8 @@ import string
 from pathlib import Path
 from typing import Any
 
+from tests.examples.tiny_checkpoint import VOCAB_SIZE
 from tests.infer.job.job_examples import results, run
-from tests.tiny_checkpoint import VOCAB_SIZE
 
 
 def anything(draw: random.Random, depth: int = 0) -> Any:

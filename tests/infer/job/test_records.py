@@ -12,6 +12,7 @@ import pytest
 from infer.job.part_file import FORMAT
 from infer.job.prompt_record import record_seed
 from infer.job.result_record import encoded, result_record
+from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from tests.infer.job.job_examples import (
     GREEDY,
     KEYS,
@@ -23,7 +24,6 @@ from tests.infer.job.job_examples import (
     words,
     write,
 )
-from tests.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.completion import Completion
 from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.llm import LLM

@@ -10,9 +10,9 @@ from typing import Any
 import httpx2
 import pytest
 
+from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from tests.infer.serve.conftest import SMALL
 from tests.infer.serve.running_server import RunningServer, running_server
-from tests.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 

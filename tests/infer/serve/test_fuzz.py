@@ -20,9 +20,9 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from infer.serve.app import PATHS
+from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from tests.infer.serve.conftest import SMALL
 from tests.infer.serve.running_server import RunningServer, running_server
-from tests.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 

@@ -13,8 +13,8 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from tests.docs.pages import ROOT, blocks
+from tests.examples.schemas import fits
 from tests.infer.serve.running_server import MODEL, RunningServer
-from tests.schema_examples import fits
 from wedlm_jax.completion import Completion
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.training_examples import TINY
+from tests.examples.training import TINY
 from train.bench.prompts import SAMPLES, compare_prompts, conversations
 from train.bench.step import BLOCK_SIZE
 from wedlm_jax.benchmark import Bar

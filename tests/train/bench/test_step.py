@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.training_examples import BLOCK, TINY, packed, random_sample, tiny_transformer
+from tests.examples.training import BLOCK, TINY, packed, random_sample, tiny_transformer
 from train.bench import step
 from train.bench.__main__ import main
 from train.bench.step import StepsDiffer, check_agreement, compare_step, random_rows, steps_of

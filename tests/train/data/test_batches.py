@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from tests.data_examples import Mixture, NumberedRows
+from tests.examples.data import Mixture, NumberedRows
 from train.data.batches import TrainBatches, host_rows, place_rows
 from train.data.order import HostSteps, global_order
 from train.recipe.config import DataSection, TrainConfig

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tests.data_examples import CHAT, EMBEDDED
+from tests.examples.data import CHAT, EMBEDDED
 from train.data.chat import ChatFormat, Message, Render, TurnsNotFound
 from train.data.samples import load_tokenizer
 from train.data.synthetic import tokenise

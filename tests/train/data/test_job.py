@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import train.data.chunks
-from tests.data_examples import BLOCK, CHAT, EMBEDDED, ROW, documents, tokenised, write_jsonl
+from tests.examples.data import BLOCK, CHAT, EMBEDDED, ROW, documents, tokenised, write_jsonl
 from train.data.manifest import read_manifest
 from train.data.samples import load_tokenizer
 from train.data.shards import ShardRows
@@ -114,7 +114,7 @@ KILLED = """
 import os, signal, sys
 import train.data.chunks
 from pathlib import Path
-from tests.data_examples import options
+from tests.examples.data import options
 from train.data.job import tokenise
 
 class Killer:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tests.data_examples import EMBEDDED, NumberedRows
+from tests.examples.data import EMBEDDED, NumberedRows
 from train.data.order import HostSteps, global_order, read_ahead, step_places
 from train.data.synthetic import build_dataset
 from train.recipe.config import load_config

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import train.data.parts
-from tests.data_examples import CHAT, Silent, documents, options, tokenised, write_jsonl
+from tests.examples.data import CHAT, Silent, documents, options, tokenised, write_jsonl
 from train.data.job import tokenise
 from train.data.manifest import read_manifest
 from wedlm_jax.errors import InputError

@@ -14,7 +14,7 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
 import wedlm_jax.records.jsonl
-from tests.data_examples import CHAT, EMBEDDED, ROW, write_jsonl
+from tests.examples.data import CHAT, EMBEDDED, ROW, write_jsonl
 from train.data.chunks import Malformed, RecordChunk, chunks, find_input, records
 from train.data.samples import SampleMaker, SampleOptions, load_tokenizer
 from wedlm_jax.errors import InputError

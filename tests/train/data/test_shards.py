@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from tests.data_examples import BLOCK, EMBEDDED, ROW, documents, tokenised, write_jsonl
+from tests.examples.data import BLOCK, EMBEDDED, ROW, documents, tokenised, write_jsonl
 from train.data.batches import TrainBatches
 from train.data.manifest import read_manifest, tokenizer_fingerprint
 from train.data.row_codec import decode_row, encode_row

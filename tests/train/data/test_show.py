@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data_examples import CHAT, EMBEDDED, tokenised, write_jsonl
+from tests.examples.data import CHAT, EMBEDDED, tokenised, write_jsonl
 from train.data.manifest import read_manifest
 from train.data.show import read_rows
 from train.data.synthetic import PackedDataset, load_dataset, save_dataset

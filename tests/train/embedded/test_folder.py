@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import train.embedded.__main__ as embedded
-from tests.checkpoints import hf_values
-from tests.tiny_checkpoint import write_tiny_checkpoint
+from tests.examples.checkpoints import hf_values
+from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from train.embedded.corpus import REGIMES, is_heldout
 from wedlm_jax.errors import InputError
 from wedlm_jax.records.questions import read_questions

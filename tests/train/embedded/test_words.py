@@ -11,9 +11,9 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 import train.embedded.words as words
-from tests.checkpoints import hf_values
-from tests.data_examples import EMBEDDED
-from tests.tiny_checkpoint import TEXTS, VOCAB_SIZE, write_tiny_checkpoint
+from tests.examples.checkpoints import hf_values
+from tests.examples.data import EMBEDDED
+from tests.examples.tiny_checkpoint import TEXTS, VOCAB_SIZE, write_tiny_checkpoint
 from train.data.tokenizer import save_tokenizer, train_tokenizer
 from train.embedded.corpus import generate
 from wedlm_jax.checkpoint.hf import save_checkpoint

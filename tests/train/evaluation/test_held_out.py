@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tests.data_examples import EMBEDDED
-from tests.tiny_run import metric_lines, on_devices, tiny_recipe
+from tests.examples.data import EMBEDDED
+from tests.examples.tiny_run import metric_lines, on_devices, tiny_recipe
 from train.data.manifest import read_manifest
 from train.data.shards import ShardRows
 from train.evaluation.decoding import can_decode

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.tiny_run import tiny_recipe
+from tests.examples.tiny_run import tiny_recipe
 from train.evaluation.questions import AskedQuestions, asked_questions, drawn_questions
 from train.loop import train as run_training
 from train.recipe.config import EvaluationSection

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 import pytest
 
-from tests.checkpoints import assert_same_bits, hf_values
-from tests.data_examples import Mixture, NumberedRows
-from tests.tiny_run import metric_lines, on_devices, run_until_killed, tiny_recipe
+from tests.examples.checkpoints import assert_same_bits, hf_values
+from tests.examples.data import Mixture, NumberedRows
+from tests.examples.tiny_run import metric_lines, on_devices, run_until_killed, tiny_recipe
 from train.data.order import rows_taken
 from train.data.phased import PhasedBatches
 from train.loop import train as run_training

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiny_run import tiny_recipe
+from tests.examples.tiny_run import tiny_recipe
 from train.loop import train as run_training
 from train.recipe.config import MetricsSection
 from train.watch.boards import TensorBoard, Wandb, run_id

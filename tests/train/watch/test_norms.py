@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.training_examples import tiny_transformer
+from tests.examples.training import tiny_transformer
 from train.watch.norms import group_norms
 
 

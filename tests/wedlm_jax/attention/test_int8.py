@@ -13,8 +13,8 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.decode_examples import TINY, Row, requests_of, run, small_engine
-from tests.tiny_checkpoint import write_tiny_checkpoint
+from tests.examples.decode import TINY, Row, requests_of, run, small_engine
+from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.attention.int8 import Int8Rows, to_float, to_int8
 from wedlm_jax.attention.ragged import check_ragged_backend
 from wedlm_jax.engine.engine import Engine

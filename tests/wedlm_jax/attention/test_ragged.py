@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.ragged_examples import LAYER, Example, as_floats, make_example, make_spans, run_xla
+from tests.examples.ragged import LAYER, Example, as_floats, make_example, make_spans, run_xla
 from tests.reference.ragged import attend_span, cached
 from wedlm_jax.attention.ragged_xla import make_tiles
 

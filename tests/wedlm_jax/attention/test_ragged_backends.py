@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tests.decode_examples import TINY
-from tests.ragged_examples import LAYER, LAYERS, Example, make_example, run_xla
+from tests.examples.decode import TINY
+from tests.examples.ragged import LAYER, LAYERS, Example, make_example, run_xla
 from wedlm_jax.attention.int8 import Int8Rows
 from wedlm_jax.attention.pages import Spans
 from wedlm_jax.attention.ragged import (

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.checkpoints import (
+from tests.examples.checkpoints import (
     assert_same_bits,
     edit_config,
     every_float16_pattern,

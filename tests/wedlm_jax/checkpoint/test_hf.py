@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.checkpoints import (
+from tests.examples.checkpoints import (
     assert_same_bits,
     edit_config,
     every_float16_pattern,

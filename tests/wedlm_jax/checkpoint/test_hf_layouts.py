@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.checkpoints import assert_same_bits, hf_values, tiny_config, write_tiny
+from tests.examples.checkpoints import assert_same_bits, hf_values, tiny_config, write_tiny
 from wedlm_jax.checkpoint import hf
 from wedlm_jax.checkpoint.hf import arrays_from_model, load_checkpoint, save_checkpoint
 from wedlm_jax.checkpoint.hf_folder import HFCheckpoint

@@ -13,7 +13,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.checkpoints import assert_same_bits, hf_values, set_tensors, tiny_config, write_tiny
+from tests.examples.checkpoints import (
+    assert_same_bits,
+    hf_values,
+    set_tensors,
+    tiny_config,
+    write_tiny,
+)
 from wedlm_jax.checkpoint import hf_export, hf_import, safetensors_file
 from wedlm_jax.checkpoint.hf import arrays_from_model, load_checkpoint, save_checkpoint
 from wedlm_jax.checkpoint.hf_export import Tensor, plan_files, write_weights

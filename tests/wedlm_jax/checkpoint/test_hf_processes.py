@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import assert_same_bits, hf_values, write_tiny
+from tests.examples.checkpoints import assert_same_bits, hf_values, write_tiny
 
 ROOT = Path(__file__).parents[3]
 

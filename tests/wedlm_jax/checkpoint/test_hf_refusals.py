@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.checkpoints import edit_config, set_tensors, write_tiny
+from tests.examples.checkpoints import edit_config, set_tensors, write_tiny
 from wedlm_jax.checkpoint.hf import load_checkpoint
 from wedlm_jax.errors import InputError
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.checkpoints import edit_config, hf_values, set_tensors, write_tiny
+from tests.examples.checkpoints import edit_config, hf_values, set_tensors, write_tiny
 from wedlm_jax.__main__ import main
 from wedlm_jax.checkpoint import info
 from wedlm_jax.checkpoint.convert import convert

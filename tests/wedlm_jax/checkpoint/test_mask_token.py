@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from tests.checkpoints import tiny_config
+from tests.examples.checkpoints import tiny_config
 from train.data.tokenizer import train_tokenizer
 from wedlm_jax.checkpoint.mask_token import (
     choose_mask_token,

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from tests.checkpoints import write_tiny
-from tests.tiny_checkpoint import write_tiny_checkpoint
+from tests.examples.checkpoints import write_tiny
+from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax import LLM, SamplingParams
 from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.checkpoint.hf import arrays_from_model, load_checkpoint

@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import nnx
 
-from tests.checkpoints import tiny_config, tiny_model, write_tiny
+from tests.examples.checkpoints import tiny_config, tiny_model, write_tiny
 from train.checkpoint import Checkpoints
 from train.step import TrainState
 from wedlm_jax.__main__ import main

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.examples.windows import Decoding, rows_of
 from tests.jaxpr_shapes import arrays_in
-from tests.window_examples import Decoding, rows_of
 from wedlm_jax.decode.allowed_tokens import all_allowed, allowed_tokens
 from wedlm_jax.decode.options import Traits, abstract_options
 from wedlm_jax.params import SamplingParams

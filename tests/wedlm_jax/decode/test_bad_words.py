@@ -10,8 +10,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples.windows import SLOTS, VOCAB, Decoding, options_of, sequences, state_of
 from tests.reference.logit_options import bad_words_in, left_masked
-from tests.window_examples import SLOTS, VOCAB, Decoding, options_of, sequences, state_of
 from wedlm_jax.decode.bad_words import keep_apart
 from wedlm_jax.params import SamplingParams
 

@@ -13,9 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.jaxpr_shapes import arrays_in, equations_in
-from tests.reference.logit_options import adjusted, seen_by_row
-from tests.window_examples import (
+from tests.examples.windows import (
     ALL_TRAITS,
     LONGEST_TEXT,
     STOPS,
@@ -27,6 +25,8 @@ from tests.window_examples import (
     sequences,
     state_of,
 )
+from tests.jaxpr_shapes import arrays_in, equations_in
+from tests.reference.logit_options import adjusted, seen_by_row
 from wedlm_jax.decode.logits import adjusted_logits, token_use, with_committed
 from wedlm_jax.decode.options import Traits, idle_options
 from wedlm_jax.decode.state import DecodeState, HeadRows, idle_state

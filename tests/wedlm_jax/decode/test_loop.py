@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.decode_examples import (
+from tests.examples.decode import (
     BATCH,
     SAFE_MARGIN,
     TINY,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.window_examples import ALL_TRAITS, VOCAB
+from tests.examples.windows import ALL_TRAITS, VOCAB
 from wedlm_jax.decode.options import (
     HostOptions,
     Options,

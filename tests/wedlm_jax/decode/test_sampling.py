@@ -13,9 +13,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.jaxpr_shapes import equations_in
-from tests.reference import sampling as reference
-from tests.window_examples import (
+from tests.examples.windows import (
     ALL_TRAITS,
     VOCAB,
     WINDOW,
@@ -25,6 +23,8 @@ from tests.window_examples import (
     sequences,
     state_of,
 )
+from tests.jaxpr_shapes import equations_in
+from tests.reference import sampling as reference
 from wedlm_jax.decode import sampling
 from wedlm_jax.decode.options import Traits, idle_options
 from wedlm_jax.decode.sampling import (

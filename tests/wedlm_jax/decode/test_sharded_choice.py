@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tests.window_examples import VOCAB, Decoding, options_of, rows_of, sequences, state_of
+from tests.examples.windows import VOCAB, Decoding, options_of, rows_of, sequences, state_of
 from wedlm_jax.decode import sampling
 from wedlm_jax.decode.logits import adjusted_logits, token_use
 from wedlm_jax.decode.logprobs import token_logprobs

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jax import Array
 from scipy import stats
 
-from tests.decode_examples import (
+from tests.examples.decode import (
     TINY,
     Row,
     assert_logprobs_near,

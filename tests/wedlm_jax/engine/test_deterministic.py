@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.decode_examples import Row, in_mode, requests_of, run, say_the_same, small_engine
+from tests.examples.decode import Row, in_mode, requests_of, run, say_the_same, small_engine
 from wedlm_jax.completion import Completion
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.events import Finished

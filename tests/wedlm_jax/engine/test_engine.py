@@ -12,7 +12,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.decode_examples import (
+from tests.examples.decode import (
     DRAWN,
     TINY,
     Row,

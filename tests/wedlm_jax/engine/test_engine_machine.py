@@ -11,7 +11,7 @@ from flax import nnx
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from tests.decode_examples import TINY, say_the_same, small_engine
+from tests.examples.decode import TINY, say_the_same, small_engine
 from wedlm_jax.completion import Completion
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine

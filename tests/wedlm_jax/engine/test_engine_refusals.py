@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from flax import nnx
 
-from tests.decode_examples import TINY, Row, run, small_engine
+from tests.examples.decode import TINY, Row, run, small_engine
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.errors import InputError

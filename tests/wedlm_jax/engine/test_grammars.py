@@ -13,7 +13,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.decode_examples import (
+from tests.examples.decode import (
     BATCH,
     SAFE_MARGIN,
     TINY,
@@ -25,7 +25,7 @@ from tests.decode_examples import (
     say_the_same,
     small_engine,
 )
-from tests.grammar_examples import END, STATES, RandomAutomata, automaton_of
+from tests.examples.grammar import END, STATES, RandomAutomata, automaton_of
 from tests.reference.decode_loop import FullForward
 from tests.reference.logit_options import adjusted
 from tests.reference.sampling import choose_token

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from jax.experimental.layout import Format, Layout
 
-from tests.decode_examples import Row, run, small_engine
+from tests.examples.decode import Row, run, small_engine
 from wedlm_jax.engine import engine as engine_module
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.model import Transformer

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
-from tests.decode_examples import (
+from tests.examples.decode import (
     Row,
     assert_logprobs_near,
     in_mode,
@@ -18,7 +18,7 @@ from tests.decode_examples import (
     say_the_same,
     small_engine,
 )
-from tests.training_examples import tiny_transformer
+from tests.examples.training import tiny_transformer
 from wedlm_jax.completion import Completion
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.model import Transformer

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.decode_examples import (
+from tests.examples.decode import (
     Row,
     as_if_first,
     assert_logprobs_near,

@@ -8,7 +8,7 @@ from collections import defaultdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.decode_examples import BATCH, Row, in_mode, requests_of, rows
+from tests.examples.decode import BATCH, Row, in_mode, requests_of, rows
 from wedlm_jax.completion import Completion
 from wedlm_jax.engine.burst import Request, WindowForward
 from wedlm_jax.engine.engine import Engine

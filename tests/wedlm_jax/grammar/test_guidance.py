@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.schema_examples import fits, random_schema
+from tests.examples.schemas import fits, random_schema
 from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL
 from wedlm_jax.errors import InputError
 from wedlm_jax.grammar.guidance import LONGEST, TokenizerGrammars

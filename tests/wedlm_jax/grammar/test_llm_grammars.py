@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.schema_examples import fits, random_schema
-from tests.tiny_checkpoint import TEXTS, write_tiny_checkpoint
+from tests.examples.schemas import fits, random_schema
+from tests.examples.tiny_checkpoint import TEXTS, write_tiny_checkpoint
 from wedlm_jax.completion import Completion
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM

@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tests.examples.training import tiny_transformer
 from tests.jaxpr_shapes import equations_in
-from tests.training_examples import tiny_transformer
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.int8_training import with_int8_products

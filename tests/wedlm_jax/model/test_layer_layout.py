@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.training_examples import TINY, tiny_transformer
+from tests.examples.training import TINY, tiny_transformer
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.training_examples import tiny_transformer
+from tests.examples.training import tiny_transformer
 from wedlm_jax.errors import InputError
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer

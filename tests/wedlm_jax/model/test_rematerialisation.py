@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from tests.examples.training import tiny_transformer
 from tests.jaxpr_shapes import equations_in
-from tests.training_examples import tiny_transformer
 from wedlm_jax.masks import DualStreamMask
 from wedlm_jax.model.rematerialisation import KEPT, POLICIES
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.examples.training import TINY, MatrixMask, tiny_transformer
 from tests.jaxpr_shapes import equations_in
-from tests.training_examples import TINY, MatrixMask, tiny_transformer
 from wedlm_jax.masks import CausalMask, DualStreamMask
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.layer_layout import with_layers_apart

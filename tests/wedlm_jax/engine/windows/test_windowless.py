@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.decode_examples import say_the_same, small_engine
-from tests.grammar_examples import RandomAutomata
+from tests.examples.decode import say_the_same, small_engine
+from tests.examples.grammar import RandomAutomata
 from wedlm_jax.completion import Completion
 from wedlm_jax.engine.burst import Burst, Report, Request
 from wedlm_jax.engine.engine import Engine

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.decode_examples import TINY
+from tests.examples.decode import TINY
 from wedlm_jax.errors import InputError
 from wedlm_jax.params import SamplingParams
 

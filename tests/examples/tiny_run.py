@@ -147,7 +147,7 @@ def start_command(
 ) -> BaseProcess:
     """Starts `command_in_child`."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.tiny_run"])
+    context.set_forkserver_preload(["tests.examples.tiny_run"])
     child = context.Process(
         target=command_in_child, args=(arguments, output, devices), kwargs=settings
     )

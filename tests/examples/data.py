@@ -13,7 +13,7 @@ from train.data.job import TokeniseOptions, tokenise
 from train.data.manifest import Manifest
 from train.data.samples import SampleOptions
 
-EMBEDDED = Path(__file__).parents[1] / "wedlm_jax" / "embedded"
+EMBEDDED = Path(__file__).parents[2] / "wedlm_jax" / "embedded"
 ROW, BLOCK = 128, 32
 
 CHAT = [

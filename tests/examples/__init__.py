@@ -1,0 +1,1 @@
+"""Checkpoints, runs, data and options that tests share."""
