@@ -22,6 +22,7 @@ from wedlm_jax.generation import Router
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.text import StopStrings, TextCodec
+from wedlm_jax.told_once import ToldOnce
 
 SPECIAL = ["<|endoftext|>", "<|im_end|>"]
 TEMPLATE = (
@@ -351,7 +352,7 @@ def scripted_llm(codec: TextCodec, ids: list[int], step: int, finish_reason: str
     llm = LLM.__new__(LLM)
     llm.codec, llm.folder = codec, Path("scripted")
     llm.engine = ScriptedEngine(ids, step, finish_reason)  # type: ignore[assignment]
-    llm._router, llm._told_of_chat = Router(llm.engine), False
+    llm._router, llm._told_once = Router(llm.engine), ToldOnce(Path(), codec, None)
     return llm
 
 

@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
+# A kernel's attributes go over lines that begin with a brace, too.
+_END = re.compile(r'^\}(?:, execution_thread="\w+")?\s*$')
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 _ARRAY = re.compile(r"\b([a-z]+)(\d*)[a-z0-9]*\[([0-9,]*)\](\{[^}]*\})?")
 _NAME = re.compile(r"%([\w.\-]+)")
@@ -88,7 +90,7 @@ def parse(hlo: str) -> HloProgram:
             if found := _COMPUTATION.match(line):
                 current = computations.setdefault(found.group(2), {})
                 entry = found.group(2) if found.group(1) else entry
-        elif line.rstrip() == "}":  # a kernel's attributes go over lines that begin so, too
+        elif _END.match(line):
             current = None
         elif found := _INSTRUCTION.match(line):
             root, name, shape, opcode, rest = found.groups()

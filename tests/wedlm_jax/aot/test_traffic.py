@@ -167,3 +167,24 @@ frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
     assert cost.sent_bytes == 16 * 4 // 2
     assert cost.slice_bytes == 8 * 4
     assert cost.collective_count == {"all-gather": 1, "all-reduce between slices": 1}
+
+
+def test_what_runs_on_another_core_ends_with_its_name() -> None:
+    text = """
+    %moved (p0: f32[8,8]) -> f32[8,8] {
+      %p0 = f32[8,8]{0,1} parameter(0)
+      ROOT %copy = f32[8,8]{1,0} copy(%p0)
+    }, execution_thread="sparsecore"
+
+    %fused (p1: f32[8,8]) -> f32[8,8] {
+      %p1 = f32[8,8]{1,0} parameter(0)
+      ROOT %twice = f32[8,8]{1,0} add(%p1, %p1)
+    }
+
+    ENTRY %main (a: f32[8,8]) -> f32[8,8] {
+      %a = f32[8,8]{0,1} parameter(0)
+      %b = f32[8,8]{1,0} call(%a), to_apply=%moved
+      ROOT %f = f32[8,8]{1,0} fusion(%b), kind=kLoop, calls=%fused
+    }
+    """
+    assert traffic(text) == 4 * LAYER
