@@ -121,7 +121,9 @@ class Health(BaseModel):
 
 Responses = dict[int | str, dict[str, Any]]
 
-_STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+"""The schema of each event of a stream: its data is JSON, or ``[DONE]``."""
+_STREAM = {"text/event-stream": {"schema": _EVENT}}
 
 
 def _of(model: type[BaseModel], **content: Any) -> Responses:
