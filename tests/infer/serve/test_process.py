@@ -63,8 +63,10 @@ def test_sigterm_under_load_and_kill_and_restart(checkpoint: Path) -> None:
         concurrent.futures.ThreadPoolExecutor(8) as pool,
     ):
         expected = ask(url).json()["choices"]
-        asked = [pool.submit(ask, url, stream=number % 2 == 1) for number in range(6)]
+        asked: list[concurrent.futures.Future[httpx2.Response]] = []
         while "wedlm_sequences_running 2.0" not in httpx2.get(f"{url}/metrics").text:
+            if all(one.done() for one in asked):  # between two looks, perhaps
+                asked = [pool.submit(ask, url, stream=number % 2 == 1) for number in range(6)]
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         answers = [one.result(60) for one in asked]
