@@ -263,7 +263,7 @@ class EngineThread:
         self._held = []
         try:
             self._engine.restart()
-        except Exception:
+        except Exception:  # whatever it is: the server lives on, and says that it is broken
             LOG.exception("the engine cannot be started anew")
             self._broken = True
         self._note()
