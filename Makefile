@@ -54,7 +54,7 @@ embedded: env ## train the included model anew from configs/, about three and a 
 	$(BIN)/python -m train.embedded.words runs/embedded_suffixes/hf runs/embedded_vocabulary
 	$(BIN)/wedlm train --config configs/embedded_words.yaml
 	$(BIN)/python -m train.embedded runs/embedded_words/hf wedlm_jax/embedded
-	$(BIN)/wedlm demo --record docs/demo.svg
+	$(BIN)/wedlm demo --record docs/figures/demo.svg
 
 lint: env-test ## ruff check, ruff format --check and mypy; changes nothing
 	$(BIN)/ruff check .

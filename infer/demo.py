@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from wedlm_jax.command_line import CommandParser
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.command_line import CommandParser
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -197,7 +197,7 @@ def _draw(file: Path, decoder: Decoder, questions: Sequence[Question]) -> None:
     from rich.table import Table
 
     from infer.window_view import LEGEND, styled
-    from wedlm_jax.atomic import written_beside
+    from wedlm_jax.host.atomic import written_beside
 
     codec = decoder.llm.codec
     assert codec is not None
@@ -232,7 +232,7 @@ def _measure(console: Console, decoders: list[Decoder], regimes: list[list[Quest
 
     from infer.evaluate import evaluate
     from infer.score import COLUMNS, score_table
-    from wedlm_jax.progress import ProgressBar
+    from wedlm_jax.host.progress import ProgressBar
 
     scores: list[Score] = []
     console.rule("[bold]measured")

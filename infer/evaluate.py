@@ -22,8 +22,8 @@ from infer.evaluation_options import KINDS, QUESTION_OPTIONS, TASK_OPTIONS, chec
 from infer.generate import LLM_OPTIONS, load
 from infer.plots import draw_scores
 from infer.score import Score
-from wedlm_jax.atomic import write_json, written_beside
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.atomic import write_json, written_beside
 from wedlm_jax.records.questions import read_questions, tally
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def _evaluate_all(options: Mapping[str, Any], regimes: Sequence[Sequence[Questio
     from rich.console import Console
 
     from infer.score import score_table
-    from wedlm_jax.progress import ProgressBar
+    from wedlm_jax.host.progress import ProgressBar
 
     names = {name: options[name] for name in DECODER_OPTIONS if name in options}
     decoders = decoders_at(

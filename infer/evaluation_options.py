@@ -9,8 +9,8 @@ from typing import Any
 
 from infer.generate import add_model_options
 from infer.plots import check_plot
-from wedlm_jax.command_line import CommandParser
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.records.questions import MATCHES
 
 KINDS = ("ar", "blockwise", "paper", "verified")

@@ -10,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from infer.sampling_options import add_sampling_options, as_flag, field_list, sampling_params
-from wedlm_jax.command_line import CommandParser
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.command_line import CommandParser
 
 if TYPE_CHECKING:
     from wedlm_jax.llm import LLM
@@ -300,7 +300,7 @@ def main(arguments: list[str]) -> int:
 
 def _run_job(options: dict[str, Any]) -> int:
     from infer.job.job import Job, JobOptions
-    from wedlm_jax.processes import find_host
+    from wedlm_jax.host.processes import find_host
 
     names = ("chat", "shard_size", "fail_fast", "overwrite", "grace")
     job = Job(
@@ -347,7 +347,7 @@ def _check_combination(options: dict[str, Any]) -> None:
 def load(options: dict[str, Any]) -> LLM:
     """Loads the model that options name, with ``warmup`` all compiled that records with the others'
     sampling need; a message names the option, not the argument."""
-    from wedlm_jax.compiled_cache import keep_compiled
+    from wedlm_jax.host.compiled_cache import keep_compiled
     from wedlm_jax.llm import LLM
 
     given = {name: options[name] for name in LLM_OPTIONS if name in options}

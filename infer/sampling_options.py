@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from wedlm_jax.decode.option_values import as_schema
 from wedlm_jax.errors import InputError, shortened
-from wedlm_jax.params import OPTIONS, Option, SamplingParams
+from wedlm_jax.option_values import Option, as_schema
+from wedlm_jax.params import OPTIONS, SamplingParams
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
 NOT_FLAGS = ("logit_bias",)

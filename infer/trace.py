@@ -36,8 +36,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wedlm_jax.atomic import written_beside
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.atomic import written_beside
 from wedlm_jax.text import GrowingText
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from wedlm_jax.command_line import CommandParser
+from wedlm_jax.host.command_line import CommandParser
 
 PALE = 2.0
 """Nats; what is less certain looks no paler."""

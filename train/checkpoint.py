@@ -20,7 +20,7 @@ from jax import Array
 from train.step import TrainState
 from wedlm_jax.checkpoint.orbax_io import DamagedCheckpoint, StepFolders
 from wedlm_jax.errors import InputError, StorageFailure
-from wedlm_jax.processes import fail_together, jax_processes, say, texts_of_all
+from wedlm_jax.host.processes import fail_together, jax_processes, say, texts_of_all
 
 CHECKSUMS = "checksums"
 PAUSES_S = (5.0, 30.0)

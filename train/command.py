@@ -7,9 +7,9 @@ import sys
 
 from train.distributed import add_options, join
 from train.recipe.config import describe, load_config
-from wedlm_jax.command_line import CommandParser
-from wedlm_jax.processes import say
-from wedlm_jax.storage import as_path
+from wedlm_jax.host.command_line import CommandParser
+from wedlm_jax.host.processes import say
+from wedlm_jax.host.storage import as_path
 
 
 def main(arguments: list[str]) -> int:
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
     from train.loop import RunStopped, train
 
     join(options)
-    from wedlm_jax.compiled_cache import keep_compiled
+    from wedlm_jax.host.compiled_cache import keep_compiled
 
     keep_compiled(as_path(config.output) / "compiled")
     try:

@@ -39,7 +39,7 @@ from wedlm_jax.aot.topology import (
     local_bytes,
 )
 from wedlm_jax.errors import InputError
-from wedlm_jax.processes import say
+from wedlm_jax.host.processes import say
 from wedlm_jax.sharding import make_mesh
 
 

@@ -1,6 +1,6 @@
 """Several processes in one run: how they find one another, stop together, and compute apart.
 
-What else they do together is `wedlm_jax.processes`'s.
+What else they do together is `wedlm_jax.host.processes`'s.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from wedlm_jax.errors import InputError
-from wedlm_jax.processes import AUTO, connect, find_host, jax_processes
+from wedlm_jax.host.processes import AUTO, connect, find_host, jax_processes
+from wedlm_jax.host.signals import StopRequest
 from wedlm_jax.sharding import tree_shardings
-from wedlm_jax.signals import StopRequest
 
 EXAMPLE = "--coordinator HOST:PORT --num-processes N --process-id I"
 

@@ -16,9 +16,9 @@ from train.data.manifest import read_manifest
 from train.recipe.config import TrainConfig
 from train.recipe.phases import phases_of
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.processes import say
+from wedlm_jax.host.storage import folder_of_this_machine
 from wedlm_jax.packing import prediction_blocks, trainable_blocks
-from wedlm_jax.processes import say
-from wedlm_jax.storage import folder_of_this_machine
 
 
 def with_prediction_blocks(

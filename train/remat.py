@@ -22,11 +22,11 @@ from train.program import TrainProgram, abstract_rows, make_program
 from train.recipe.config import AUTO, TrainConfig
 from train.recipe.phases import largest_phase, source_names
 from train.step_cost import peak_bytes
-from wedlm_jax.atomic import write_json
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.atomic import write_json
+from wedlm_jax.host.processes import is_first, say, sum_over_all
 from wedlm_jax.model.rematerialisation import POLICIES
-from wedlm_jax.processes import is_first, say, sum_over_all
 
 SPARE = 0.1
 """Share of a device's memory that a policy must leave free, for fragments and what else runs."""

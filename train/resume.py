@@ -21,10 +21,10 @@ from train.data.manifest import read_manifest
 from train.data.synthetic import rows_recipe
 from train.recipe.config import TrainConfig, describe, save_config
 from train.recipe.phases import phases_of
-from wedlm_jax.atomic import write_json
 from wedlm_jax.errors import InputError
-from wedlm_jax.processes import is_first, say, wait_for_all
-from wedlm_jax.storage import folder_of_this_machine
+from wedlm_jax.host.atomic import write_json
+from wedlm_jax.host.processes import is_first, say, wait_for_all
+from wedlm_jax.host.storage import folder_of_this_machine
 
 CONFIG = "config.yaml"
 ORDER = "order.json"

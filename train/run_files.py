@@ -14,8 +14,8 @@ import uuid
 from pathlib import Path
 
 from wedlm_jax.errors import InputError, StorageFailure, shortened
-from wedlm_jax.processes import fail_together, is_first, texts_of_all
-from wedlm_jax.storage import as_path, is_remote, upload
+from wedlm_jax.host.processes import fail_together, is_first, texts_of_all
+from wedlm_jax.host.storage import as_path, is_remote, upload
 
 SEEN_WITHIN_S = 60.0
 """How long a host looks for what another has written: some file systems tell of it late."""

@@ -50,9 +50,9 @@ from wedlm_jax.config import (
     config_to_hf,
 )
 from wedlm_jax.errors import InputError, did_you_mean
+from wedlm_jax.host.processes import is_first, say, wait_for_all
+from wedlm_jax.host.storage import as_path, folder_of_this_machine
 from wedlm_jax.model.lora import LoraConfig
-from wedlm_jax.processes import is_first, say, wait_for_all
-from wedlm_jax.storage import as_path, folder_of_this_machine
 
 TOKENIZER_SAMPLES = 20_000
 PARAMETERS = (*SIZES, "attention_bias", "qk_norm", "tie_word_embeddings")

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from wedlm_jax.atomic import write_json
-from wedlm_jax.command_line import CommandParser
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.atomic import write_json
+from wedlm_jax.host.command_line import CommandParser
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -15,8 +15,8 @@ from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.events import Event, Failed, Finished, TokenDelta, Traced
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.progress import Progress
 from wedlm_jax.params import SamplingParams, sample_seed
-from wedlm_jax.progress import Progress
 from wedlm_jax.text import GrowingText, StopStrings, TextCodec
 
 WAITING = 16

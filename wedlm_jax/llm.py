@@ -23,9 +23,9 @@ from wedlm_jax.engine.scoring import score
 from wedlm_jax.errors import InputError
 from wedlm_jax.generation import CompletionStream, Generation, Prepared, Router
 from wedlm_jax.grammar.guidance import TokenizerGrammars
+from wedlm_jax.host.progress import Progress
 from wedlm_jax.model.quantization import check_quantization
 from wedlm_jax.params import MOST_LOGPROBS, SamplingParams
-from wedlm_jax.progress import Progress
 from wedlm_jax.sharding import make_local_mesh
 from wedlm_jax.text import (
     Messages,

@@ -12,8 +12,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Annotated, Any, Self, get_type_hints
 
-from wedlm_jax.decode.option_values import as_bias, as_schema, as_words, is_token_id
 from wedlm_jax.errors import InputError, did_you_mean
+from wedlm_jax.option_values import Option, as_bias, as_schema, as_words, is_token_id
 
 NO_TOKEN = -1
 """Pads arrays of token ids."""
@@ -26,70 +26,6 @@ MOST_SAMPLES = 1024
 
 MODES = ("paper", "verified", "ar")
 DEFAULT_MODE = "verified"
-UNBOUNDED = float("inf")
-
-
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """Describes a field of `SamplingParams` beyond its type and default.
-
-    Attributes:
-      help: what it does.
-      low, high: bounds of a number, inclusive.
-      above: whether ``low`` itself is excluded.
-      integer: whether a number must be an integer.
-      flag: whether it is true or false.
-      choices: the allowed texts.
-      text: whether it is a text.
-      none: what None means; None if None is refused.
-      array: the dtype of its array ``[N]`` on the device; None if it has none.
-      trait: the trait that a program needs to have this array, a field of
-        `wedlm_jax.decode.options.Traits`; None if every program has it.
-    """
-
-    help: str
-    _: dataclasses.KW_ONLY
-    low: float | None = None
-    high: float = UNBOUNDED
-    above: bool = False
-    integer: bool = False
-    flag: bool = False
-    choices: tuple[str, ...] = ()
-    text: bool = False
-    none: str | None = None
-    array: str | None = None
-    trait: str | None = None
-
-    def check(self, name: str, value: Any) -> None:
-        """Refuses a value of the wrong type or outside the bounds; lists are not checked here.
-
-        Raises:
-          InputError: naming the field.
-        """
-        if value is None and self.none is not None:
-            return
-        if self.low is not None:
-            self._check_number(name, value, self.low)
-        elif self.flag and not isinstance(value, bool):
-            raise InputError(f"{name}: expected true or false, not {value!r}")
-        elif self.choices and value not in self.choices:
-            raise InputError(f"{name}: expected one of {', '.join(self.choices)}, not {value!r}")
-        elif self.text and not isinstance(value, str):
-            raise InputError(f"{name}: expected a text, not {value!r}")
-
-    def _check_number(self, name: str, value: Any, low: float) -> None:
-        kinds = (int,) if self.integer else (int, float)
-        number = isinstance(value, kinds) and not isinstance(value, bool)
-        if not number or not low <= value <= self.high or (self.above and value == low):
-            what = "an integer" if self.integer else "a number"
-            raise InputError(f"{name}: expected {what} {self._bounds(low)}, not {value!r}")
-
-    def _bounds(self, low: float) -> str:
-        if self.above:
-            return f"above {low:g}, up to {self.high:g}"
-        return (
-            f"of at least {low:g}" if self.high == UNBOUNDED else f"from {low:g} to {self.high:g}"
-        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from infer.generate import add_decoding_options, add_model_options, load
 from infer.sampling_options import sampling_params
-from wedlm_jax.command_line import CommandParser
 from wedlm_jax.errors import InputError
-from wedlm_jax.signals import StopRequest
+from wedlm_jax.host.command_line import CommandParser
+from wedlm_jax.host.signals import StopRequest
 
 if TYPE_CHECKING:
     from infer.chat.conversation import Conversation

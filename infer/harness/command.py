@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from infer.generate import LLM_OPTIONS, load
-from wedlm_jax.atomic import written_beside
 from wedlm_jax.errors import InputError, shortened
+from wedlm_jax.host.atomic import written_beside
 
 TASKS = Path(__file__).with_name("tasks")
 """The project's own."""

@@ -16,12 +16,12 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, warning_once
 
-from wedlm_jax.compiled_cache import keep_compiled
 from wedlm_jax.errors import InputError, did_you_mean
 from wedlm_jax.generation import Prepared
+from wedlm_jax.host.compiled_cache import keep_compiled
+from wedlm_jax.host.progress import ProgressBar
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import OPTIONS, SamplingParams, sample_seed
-from wedlm_jax.progress import ProgressBar
 
 SCORED_AT_ONCE = 256
 """Texts scored between two looks of the progress bar, and of the cache of answers."""

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from wedlm_jax.progress import ProgressBar
+from wedlm_jax.host.progress import ProgressBar
 
 
 @dataclasses.dataclass

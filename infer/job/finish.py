@@ -11,8 +11,8 @@ from infer.job.counts import Counts
 from infer.job.input import COPY_BYTES
 from infer.job.result_record import writable
 from infer.job.shard_folder import STATS, ShardFolder
-from wedlm_jax.atomic import naming, write_json, written_beside
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.atomic import naming, write_json, written_beside
 
 
 def finish(folder: ShardFolder, output: Path | None, run: dict[str, Any]) -> Counts:

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 
-from wedlm_jax.signals import TERMINATED, StopRequest
+from wedlm_jax.host.signals import TERMINATED, StopRequest
 
 GRACE_SECONDS = 20.0
 """Kubernetes sends SIGKILL 30 seconds after SIGTERM."""

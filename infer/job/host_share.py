@@ -12,8 +12,8 @@ from infer.job.graceful_stop import GracefulStop
 from infer.job.shard_decoder import ShardDecoder
 from infer.job.shard_folder import ShardFolder
 from infer.job.workload import Workload
-from wedlm_jax.processes import Host
-from wedlm_jax.progress import Progress, ProgressBar
+from wedlm_jax.host.processes import Host
+from wedlm_jax.host.progress import Progress, ProgressBar
 
 if TYPE_CHECKING:
     from wedlm_jax.llm import LLM

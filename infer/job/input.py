@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from wedlm_jax.atomic import naming, writer_name
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.atomic import naming, writer_name
 from wedlm_jax.records.files import JSONL, PARQUET, FoundFiles, RecordFile, find_files, reading
 from wedlm_jax.records.jsonl import Digest, read_lines
 from wedlm_jax.records.parquet import column_names, read_rows

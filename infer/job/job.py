@@ -23,8 +23,8 @@ from infer.job.shard_decoder import NotEnoughMemory
 from infer.job.shard_folder import ShardFolder, read_job
 from infer.job.workload import Workload
 from wedlm_jax.errors import InputError
-from wedlm_jax.processes import Host
-from wedlm_jax.signals import INTERRUPTED, TERMINATED
+from wedlm_jax.host.processes import Host
+from wedlm_jax.host.signals import INTERRUPTED, TERMINATED
 
 if TYPE_CHECKING:
     from wedlm_jax.llm import LLM

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from infer.job.result_record import encoded
-from wedlm_jax.atomic import naming, sync, writer_name
+from wedlm_jax.host.atomic import naming, sync, writer_name
 
 FORMAT = 3
 """Records in another format come from another decoder, whose counts of forwards may differ."""

@@ -24,7 +24,7 @@ from infer.job.shard_decoder import ShardDecoder
 from infer.job.shard_folder import ShardFolder, finished_shards, read_job
 from infer.job.workload import Workload
 from wedlm_jax.errors import InputError, shortened
-from wedlm_jax.progress import ProgressBar
+from wedlm_jax.host.progress import ProgressBar
 
 if TYPE_CHECKING:
     from wedlm_jax.llm import LLM

@@ -21,8 +21,8 @@ from wedlm_jax.errors import InputError
 if TYPE_CHECKING:
     from wedlm_jax.completion import Completion
     from wedlm_jax.generation import Prepared
+    from wedlm_jax.host.progress import Progress
     from wedlm_jax.llm import LLM
-    from wedlm_jax.progress import Progress
 
 
 class NotEnoughMemory(InputError):

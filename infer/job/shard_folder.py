@@ -28,8 +28,8 @@ from infer.job.identity import Identity
 from infer.job.input import SPOOL
 from infer.job.part_file import FORMAT, SUFFIX, PartFile, whole_records
 from infer.job.record_index import Shard
-from wedlm_jax.atomic import alone, naming, write_json, written_beside
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.atomic import alone, naming, write_json, written_beside
 
 JOB, STATS, PARTS = "job.json", "stats.json", "parts"
 DATA, MANIFEST = ".jsonl", ".manifest.json"

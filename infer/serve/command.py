@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from infer.generate import add_decoding_options, add_model_options, load
 from infer.sampling_options import sampling_params
 from infer.serve.settings import FILE, PREFIX, TABLE, layered
-from wedlm_jax.command_line import CommandParser
 from wedlm_jax.errors import InputError
-from wedlm_jax.signals import StopRequest
+from wedlm_jax.host.command_line import CommandParser
+from wedlm_jax.host.signals import StopRequest
 
 if TYPE_CHECKING:
     from infer.serve.app import Service

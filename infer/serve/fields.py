@@ -15,7 +15,8 @@ from pydantic import create_model as make_model
 
 from infer.serve.errors import ApiError, bad_request
 from wedlm_jax.errors import InputError
-from wedlm_jax.params import OPTIONS, UNBOUNDED, Option, SamplingParams
+from wedlm_jax.option_values import UNBOUNDED, Option
+from wedlm_jax.params import OPTIONS, SamplingParams
 
 LISTS: Mapping[str, Any] = {
     "stop": StrictStr | list[StrictStr],

@@ -29,7 +29,7 @@ from train.recipe.config import ModelSection
 from train.run_files import RunFiles
 from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
-from wedlm_jax.storage import as_path
+from wedlm_jax.host.storage import as_path
 
 LIMIT_S = 300
 

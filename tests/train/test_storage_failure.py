@@ -17,7 +17,7 @@ from tests.train.test_distributed import free_port
 from train.checkpoint import Checkpoints
 from wedlm_jax.checkpoint import storage_errors
 from wedlm_jax.errors import STORAGE_FAILED, StorageFailure
-from wedlm_jax.storage import as_path
+from wedlm_jax.host.storage import as_path
 
 LIMIT_S = 120
 

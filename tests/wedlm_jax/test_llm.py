@@ -16,9 +16,9 @@ from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.completion import Completion
 from wedlm_jax.errors import InputError
 from wedlm_jax.generation import WAITING
+from wedlm_jax.host.progress import Progress
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams, sample_seed
-from wedlm_jax.progress import Progress
 
 PROMPTS = ["the cat", "one two three", "naïve 日本", "12 + 30 = ", "a", "mat", "= 42", "on on on"]
 GREEDY = SamplingParams(mode="paper", max_tokens=24)

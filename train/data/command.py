@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wedlm_jax.command_line import CommandParser
 from wedlm_jax.errors import InputError
-from wedlm_jax.progress import ProgressBar
+from wedlm_jax.host.command_line import CommandParser
+from wedlm_jax.host.progress import ProgressBar
 
 if TYPE_CHECKING:
     from train.data.manifest import Manifest
@@ -129,7 +129,7 @@ def main(arguments: list[str]) -> int:
     from train.data.job import TokeniseOptions, check_options, tokenise
     from train.data.parts import MALFORMED
     from train.data.samples import SampleOptions
-    from wedlm_jax.processes import find_host
+    from wedlm_jax.host.processes import find_host
 
     job = TokeniseOptions(
         inputs=tuple(options.input),

@@ -29,12 +29,12 @@ from train.data.parts import MALFORMED, PART, PartCounts, PartFolders, cut_into_
 from train.data.row_codec import encode_row
 from train.data.samples import ChunkSamples, SampleMaker, SampleOptions, load_tokenizer
 from train.data.shards import ShardWriter
-from wedlm_jax.atomic import replacing, write_json
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.atomic import replacing, write_json
+from wedlm_jax.host.processes import Host
+from wedlm_jax.host.storage import folder_of_this_machine
 from wedlm_jax.packing import TokenisedSample, blocks_to_predict, pack
-from wedlm_jax.processes import Host
 from wedlm_jax.records.files import RecordFile
-from wedlm_jax.storage import folder_of_this_machine
 
 SORTED_SAMPLES = 1024
 """So many samples at a time are packed longest first, which fills rows better than their own

@@ -21,8 +21,8 @@ from typing import Any
 from train.data.added_tokens import added_up
 from train.data.chunks import Malformed, input_size
 from train.data.manifest import DataShard, Manifest, write_manifest
-from wedlm_jax.atomic import part_folder, sync_path, write_json, written_beside
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.atomic import part_folder, sync_path, write_json, written_beside
 from wedlm_jax.records.files import RecordFile
 
 PART_BYTES = 2**30

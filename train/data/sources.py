@@ -12,8 +12,8 @@ from train.data.shards import ShardRows
 from train.recipe.config import TrainConfig
 from train.recipe.phases import phases_of
 from wedlm_jax.errors import InputError
-from wedlm_jax.processes import say
-from wedlm_jax.storage import folder_of_this_machine
+from wedlm_jax.host.processes import say
+from wedlm_jax.host.storage import folder_of_this_machine
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 
 from train.embedded.corpus import Sample, Split, generate
 from train.recipe.config import TrainConfig
-from wedlm_jax.atomic import written_beside
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.atomic import written_beside
 from wedlm_jax.packing import TokenisedSample, pack, row_arrays
 
 CHAT_PROMPT = "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"

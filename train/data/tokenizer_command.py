@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wedlm_jax.command_line import CommandParser
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.command_line import CommandParser
 
 if TYPE_CHECKING:
     from train.data.chunks import Malformed
-    from wedlm_jax.progress import ProgressBar
+    from wedlm_jax.host.progress import ProgressBar
     from wedlm_jax.records.files import RecordFile
 
 EPILOG = """\
@@ -62,8 +62,8 @@ def main(arguments: list[str]) -> int:
 
     from train.data.chunks import find_input
     from train.data.tokenizer import SMALLEST, save_tokenizer, train_tokenizer
-    from wedlm_jax.atomic import replacing
-    from wedlm_jax.progress import ProgressBar
+    from wedlm_jax.host.atomic import replacing
+    from wedlm_jax.host.progress import ProgressBar
 
     output = Path(options.output)
     if options.vocab_size < SMALLEST:

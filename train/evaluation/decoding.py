@@ -13,10 +13,10 @@ from train.distributed import mesh_of_processes, own_copy
 from wedlm_jax.completion import Completion
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
+from wedlm_jax.host.processes import say
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.lora import merged
 from wedlm_jax.params import SamplingParams
-from wedlm_jax.processes import say
 
 MOST_AT_ONCE = 16
 """Prompts that a process decodes together."""

@@ -21,9 +21,9 @@ from train.watch.records import Record, flatten
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.corruption import PackedRows
 from wedlm_jax.engine.engine import DEFAULT_WINDOW, Engine
+from wedlm_jax.host.processes import jax_processes, sum_over_all
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
-from wedlm_jax.processes import jax_processes, sum_over_all
 from wedlm_jax.sharding import batch_sharding
 
 MASKS = 2**31

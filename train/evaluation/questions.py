@@ -16,9 +16,9 @@ from wedlm_jax.checkpoint.hf import copy_tokenizer
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.generation import complete
+from wedlm_jax.host.storage import folder_of_this_machine, is_remote
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.records.questions import Question, Tally, read_questions, tally
-from wedlm_jax.storage import folder_of_this_machine, is_remote
 from wedlm_jax.text import TextCodec
 
 

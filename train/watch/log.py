@@ -14,7 +14,7 @@ from rich.console import Console
 
 from train.watch.boards import Sink
 from train.watch.records import Record, as_json, cut_back
-from wedlm_jax.progress import ProgressBar, clock
+from wedlm_jax.host.progress import ProgressBar, clock
 
 METRICS, EVALUATION = "metrics.jsonl", "evaluation.jsonl"
 SHOWN = {

@@ -11,7 +11,7 @@ import jax
 
 from train.watch.records import Interval, Record, as_json, cut_back, flatten
 from wedlm_jax.errors import InputError
-from wedlm_jax.processes import is_first, say
+from wedlm_jax.host.processes import is_first, say
 
 SKIPPED = "skipped.jsonl"
 INTERVAL = "interval.jsonl"

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import jax
 
-from wedlm_jax.processes import is_first, jax_processes
+from wedlm_jax.host.processes import is_first, jax_processes
 
 ON_SIGNAL = 5
 """Steps of a profile that SIGUSR1 asks for, where the recipe names no number."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from wedlm_jax.atomic import written_beside
+from wedlm_jax.host.atomic import written_beside
 
 Record = dict[str, float]
 BY_RATIO = "mlm_loss_by_ratio"

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from train.watch.records import Record
-from wedlm_jax.atomic import write_json
-from wedlm_jax.processes import is_first, say
+from wedlm_jax.host.atomic import write_json
+from wedlm_jax.host.processes import is_first, say
 
 FILE = "time.json"
 KINDS = ("start", "compile", "input", "checkpoint", "evaluation")

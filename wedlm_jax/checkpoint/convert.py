@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from wedlm_jax.checkpoint.model_folder import FORMATS, ORBAX, format_of, run_model_folder
-from wedlm_jax.command_line import CommandParser
 from wedlm_jax.config import MODEL_TYPES, ModelConfig, with_model_type
 from wedlm_jax.errors import InputError
-from wedlm_jax.progress import ProgressBar
-from wedlm_jax.storage import absolute, as_path, copy_file
+from wedlm_jax.host.command_line import CommandParser
+from wedlm_jax.host.progress import ProgressBar
+from wedlm_jax.host.storage import absolute, as_path, copy_file
 
 if TYPE_CHECKING:
     from wedlm_jax.checkpoint.hf_export import Tensor
@@ -145,9 +145,9 @@ def convert(
         )
     _check_destination(source, destination, force)
     # Imported late: all of JAX comes with them, and mistakes should be told at once.
-    from wedlm_jax.atomic import replacing
     from wedlm_jax.checkpoint.dtypes import numpy_dtype
     from wedlm_jax.checkpoint.hf import copy_tokenizer, write_config
+    from wedlm_jax.host.atomic import replacing
 
     np_dtype = numpy_dtype(dtype)
     try:

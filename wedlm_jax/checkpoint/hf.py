@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from wedlm_jax.atomic import part_folder
 from wedlm_jax.checkpoint.dtypes import numpy_dtype
 from wedlm_jax.checkpoint.hf_export import (
     SHARD_BYTES,
@@ -31,12 +30,13 @@ from wedlm_jax.checkpoint.names import Entry, abstract_model, hf_path, parameter
 from wedlm_jax.checkpoint.opened import OpenedCheckpoint, open_checkpoint
 from wedlm_jax.config import ModelConfig, config_to_hf
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.atomic import part_folder
+from wedlm_jax.host.processes import Processes, jax_processes, replacing_together
+from wedlm_jax.host.storage import as_path, copy_file, is_remote
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.layer_layout import are_stacked, is_on_columns
 from wedlm_jax.model.layers import columns_are_faster
 from wedlm_jax.model.quantization import check_quantization, rounded_alone
-from wedlm_jax.processes import Processes, jax_processes, replacing_together
-from wedlm_jax.storage import as_path, copy_file, is_remote
 
 
 def check_tensors(

@@ -23,8 +23,8 @@ from wedlm_jax.checkpoint.dtypes import bits
 from wedlm_jax.checkpoint.hf_folder import INDEX, WEIGHTS
 from wedlm_jax.checkpoint.safetensors_file import Header, write_safetensors
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.processes import ALONE, Processes
 from wedlm_jax.model.lora import adapter_of, merged_kernel
-from wedlm_jax.processes import ALONE, Processes
 
 if TYPE_CHECKING:
     from wedlm_jax.checkpoint.names import Entry

@@ -16,7 +16,7 @@ import numpy as np
 from wedlm_jax.checkpoint.safetensors_file import SafetensorsFile
 from wedlm_jax.config import ModelConfig, config_from_hf, read_config_json
 from wedlm_jax.errors import InputError
-from wedlm_jax.storage import as_path
+from wedlm_jax.host.storage import as_path
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded"
 WEIGHTS = "model.safetensors"

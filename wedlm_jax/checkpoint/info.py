@@ -10,10 +10,10 @@ from typing import Any
 
 from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL, HFCheckpoint
 from wedlm_jax.checkpoint.model_folder import OrbaxCheckpoint, format_of
-from wedlm_jax.command_line import CommandParser
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
-from wedlm_jax.storage import as_path, file_sizes
+from wedlm_jax.host.command_line import CommandParser
+from wedlm_jax.host.storage import as_path, file_sizes
 
 CACHE_BYTES = {"bfloat16": 2, "float32": 4}
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from wedlm_jax.checkpoint.hf_folder import INDEX, WEIGHTS, model_config
 from wedlm_jax.config import read_config_json
 from wedlm_jax.errors import InputError
-from wedlm_jax.storage import absolute, as_path
+from wedlm_jax.host.storage import absolute, as_path
 
 if TYPE_CHECKING:
     import numpy as np

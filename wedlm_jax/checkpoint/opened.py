@@ -17,7 +17,7 @@ from wedlm_jax.checkpoint.model_folder import (
 )
 from wedlm_jax.checkpoint.names import Entry
 from wedlm_jax.config import ModelConfig
-from wedlm_jax.storage import as_path
+from wedlm_jax.host.storage import as_path
 
 
 class StoredTensors(Protocol):

@@ -26,8 +26,8 @@ from orbax.checkpoint import type_handlers
 from wedlm_jax.checkpoint.save_meetings import SaveMeetings
 from wedlm_jax.checkpoint.storage_errors import asked_again, told
 from wedlm_jax.errors import InputError, StorageFailure
-from wedlm_jax.processes import fail_together, is_first, jax_processes, texts_of_all
-from wedlm_jax.storage import absolute, is_remote, move_tree
+from wedlm_jax.host.processes import fail_together, is_first, jax_processes, texts_of_all
+from wedlm_jax.host.storage import absolute, is_remote, move_tree
 
 T = TypeVar("T")
 

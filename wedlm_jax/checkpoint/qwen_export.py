@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from wedlm_jax.checkpoint.convert import run
-from wedlm_jax.command_line import CommandParser
+from wedlm_jax.host.command_line import CommandParser
 
 
 def main(arguments: list[str]) -> int:

@@ -32,10 +32,10 @@ from wedlm_jax.checkpoint.opened import open_checkpoint
 from wedlm_jax.checkpoint.orbax_io import array_shapes, is_whole, read_arrays, step_tree
 from wedlm_jax.config import ModelConfig, config_to_hf, read_config_json
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.processes import jax_processes, replacing_together
+from wedlm_jax.host.storage import as_path
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.lora import LoraConfig, adapter_of, merged_kernel, with_adapters
-from wedlm_jax.processes import jax_processes, replacing_together
-from wedlm_jax.storage import as_path
 
 LEAVES_BEFORE_PARAMETERS = 1  # the step
 LORA = "lora.json"

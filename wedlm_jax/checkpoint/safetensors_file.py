@@ -16,10 +16,10 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from wedlm_jax.atomic import sync
 from wedlm_jax.checkpoint.dtypes import bits, cast
 from wedlm_jax.errors import InputError
-from wedlm_jax.storage import READ_BYTES, ByteRanges, is_remote, open_new
+from wedlm_jax.host.atomic import sync
+from wedlm_jax.host.storage import READ_BYTES, ByteRanges, is_remote, open_new
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from wedlm_jax.errors import StorageFailure, shortened
-from wedlm_jax.storage import file_sizes, is_remote
+from wedlm_jax.host.storage import file_sizes, is_remote
 
 T = TypeVar("T")
 

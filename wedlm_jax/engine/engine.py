@@ -21,7 +21,7 @@ from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.device import Device
 from wedlm_jax.engine.events import Counters, Event, Failed, Finished, WindowView
 from wedlm_jax.engine.memory import parameter_bytes
-from wedlm_jax.engine.scheduler import Scheduler
+from wedlm_jax.engine.scheduling.scheduler import Scheduler
 from wedlm_jax.engine.settings import Wishes, plan_engine
 from wedlm_jax.engine.windows.auto import AutoWindows
 from wedlm_jax.engine.windows.choice import FixedWindows, WindowChoice

@@ -12,9 +12,9 @@ from wedlm_jax.completion import Completion
 from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.errors import InputError
 from wedlm_jax.generation import Prepared
+from wedlm_jax.host.progress import Progress
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import sample_seed
-from wedlm_jax.progress import Progress
 
 
 def quick_completion(record: Prepared) -> Completion:

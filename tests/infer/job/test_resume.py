@@ -22,8 +22,8 @@ from tests.infer.job.job_examples import (
     write,
 )
 from wedlm_jax.generation import Generation
+from wedlm_jax.host.progress import Progress
 from wedlm_jax.llm import LLM
-from wedlm_jax.progress import Progress
 
 
 def kept(records: int, total: int = 16) -> str:

@@ -12,7 +12,7 @@ from tests.examples.data import CHAT, Silent, documents, options, tokenised, wri
 from train.data.job import tokenise
 from train.data.manifest import read_manifest
 from wedlm_jax.errors import InputError
-from wedlm_jax.processes import Host
+from wedlm_jax.host.processes import Host
 
 
 @pytest.fixture

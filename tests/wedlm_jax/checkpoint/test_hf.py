@@ -23,12 +23,12 @@ from tests.examples.checkpoints import (
     tiny_model,
     write_tiny,
 )
-from wedlm_jax.atomic import replacing
 from wedlm_jax.checkpoint import hf_export
 from wedlm_jax.checkpoint.hf import arrays_from_model, load_checkpoint, save_checkpoint
 from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
 from wedlm_jax.checkpoint.names import parameter_entries
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.atomic import replacing
 from wedlm_jax.model import Transformer
 
 STYLES = {
@@ -247,7 +247,7 @@ def test_kill_at_a_rename_loses_nothing(
         real_rename(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr("wedlm_jax.atomic._recover", lambda *_: None)
+        patch.setattr("wedlm_jax.host.atomic._recover", lambda *_: None)
         patch.setattr(shutil, "rmtree", lambda *_, **__: None)
         patch.setattr(os, "rename", rename)
         with pytest.raises(Killed), replacing(folder) as beside:

@@ -33,8 +33,8 @@ from wedlm_jax.checkpoint.hf_import import (
 from wedlm_jax.checkpoint.names import parameter_entries
 from wedlm_jax.checkpoint.safetensors_file import SafetensorsFile
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.processes import Processes
 from wedlm_jax.model import Transformer
-from wedlm_jax.processes import Processes
 from wedlm_jax.sharding import make_mesh, tree_shardings
 
 MESHES = {

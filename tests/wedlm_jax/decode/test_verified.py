@@ -37,7 +37,7 @@ from wedlm_jax.decode.state import DecodeState, idle_state, is_filled
 from wedlm_jax.decode.verified import Verified, draft_rule, verify
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.sequence import SequenceState
+from wedlm_jax.engine.scheduling.sequence import SequenceState
 from wedlm_jax.engine.windows.choice import FixedWindows
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM

@@ -22,9 +22,9 @@ from tests.examples.decode import (
     small_engine,
 )
 from wedlm_jax.completion import Completion
-from wedlm_jax.engine import admission
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.events import Finished
+from wedlm_jax.engine.scheduling import admission
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from wedlm_jax.engine.burst import Burst, Report, Request
-from wedlm_jax.engine.sequence import SequenceState
+from wedlm_jax.engine.scheduling.sequence import SequenceState
 from wedlm_jax.engine.windows.acceptance import NUM_TYPES, OWN_MEMORY, Acceptance, Floats
 from wedlm_jax.engine.windows.cost import CostTable
 

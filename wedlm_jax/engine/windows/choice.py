@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from wedlm_jax.engine.burst import Burst, Report, Request
-from wedlm_jax.engine.sequence import SequenceState
+from wedlm_jax.engine.scheduling.sequence import SequenceState
 
 
 class WindowChoice(Protocol):

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from wedlm_jax.atomic import write_json
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.atomic import write_json
 
 Floats = np.ndarray
 """float64."""

@@ -20,7 +20,7 @@ from tests.wedlm_jax.engine.simulated_decoding import (
     Text,
 )
 from wedlm_jax.engine.burst import Request
-from wedlm_jax.engine.sequence import SequenceState
+from wedlm_jax.engine.scheduling.sequence import SequenceState
 from wedlm_jax.engine.windows.auto import AutoWindows
 from wedlm_jax.engine.windows.choice import FixedWindows
 from wedlm_jax.engine.windows.cost import CostTable, measure

@@ -16,7 +16,7 @@ from wedlm_jax.completion import Completion
 from wedlm_jax.engine.burst import Burst, Report, Request
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.events import Failed, Finished
-from wedlm_jax.engine.sequence import SequenceState
+from wedlm_jax.engine.scheduling.sequence import SequenceState
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 

@@ -7,8 +7,8 @@ from array import array
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from wedlm_jax.engine.pages import Pages
-from wedlm_jax.engine.prefix import Node, PrefixTree, page_key
+from wedlm_jax.engine.scheduling.pages import Pages
+from wedlm_jax.engine.scheduling.prefix import Node, PrefixTree, page_key
 
 SIZE = 2
 

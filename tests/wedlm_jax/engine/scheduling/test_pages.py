@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from wedlm_jax.engine.pages import TRASH_PAGE, PageError, Pages
+from wedlm_jax.engine.scheduling.pages import TRASH_PAGE, PageError, Pages
 
 
 def test_every_page_but_the_trash_page_is_given_out_once() -> None:

@@ -7,17 +7,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.wedlm_jax.engine.scheduler.fake_device import (
+from tests.wedlm_jax.engine.scheduling.fake_device import (
     FakeDevice,
     decode_alone,
     drain,
     numbers_of,
     small_sizes,
 )
-from tests.wedlm_jax.engine.scheduler.scheduler_examples import WINDOW, new, request, results
+from tests.wedlm_jax.engine.scheduling.scheduler_examples import (
+    WINDOW,
+    new,
+    request,
+    results,
+)
 from wedlm_jax.engine.burst import Burst, NewTokens, Report
 from wedlm_jax.engine.events import Failed, Finished, TokenDelta
-from wedlm_jax.engine.scheduler import Scheduler
+from wedlm_jax.engine.scheduling.scheduler import Scheduler
 from wedlm_jax.engine.settings import SchedulerSizes
 from wedlm_jax.engine.windows.choice import FixedWindows
 from wedlm_jax.errors import InputError

@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from wedlm_jax.engine.arrival_queue import ArrivalQueue
 from wedlm_jax.engine.burst import Request
-from wedlm_jax.engine.prefix import Node
-from wedlm_jax.engine.replica import Replica
-from wedlm_jax.engine.sequence import SequenceState, widest_span
+from wedlm_jax.engine.scheduling.arrival_queue import ArrivalQueue
+from wedlm_jax.engine.scheduling.prefix import Node
+from wedlm_jax.engine.scheduling.replica import Replica
+from wedlm_jax.engine.scheduling.sequence import SequenceState, widest_span
 
 SHORTEST_REUSE = 32
 """Shared tokens below which computing them again is as cheap as waiting for them."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from wedlm_jax.errors import InputError
-from wedlm_jax.processes import ALONE, Host, Processes, find_host
+from wedlm_jax.host.processes import ALONE, Host, Processes, find_host
 
 
 @pytest.mark.parametrize(

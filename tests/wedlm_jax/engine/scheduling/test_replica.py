@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from wedlm_jax.engine.burst import Request
-from wedlm_jax.engine.pages import PageError
-from wedlm_jax.engine.replica import Replica
-from wedlm_jax.engine.sequence import SequenceState
+from wedlm_jax.engine.scheduling.pages import PageError
+from wedlm_jax.engine.scheduling.replica import Replica
+from wedlm_jax.engine.scheduling.sequence import SequenceState
 from wedlm_jax.params import SamplingParams
 
 NUMBERS = count()

@@ -12,7 +12,7 @@ import heapq
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
-from wedlm_jax.engine.pages import Pages
+from wedlm_jax.engine.scheduling.pages import Pages
 
 
 class Node:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tests.wedlm_jax.engine.scheduler.fake_device import (
+from tests.wedlm_jax.engine.scheduling.fake_device import (
     FakeDevice,
     small_sizes,
 )
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.events import Finished
-from wedlm_jax.engine.scheduler import Scheduler
+from wedlm_jax.engine.scheduling.scheduler import Scheduler
 from wedlm_jax.engine.windows.choice import FixedWindows
 from wedlm_jax.params import SamplingParams
 

@@ -9,13 +9,13 @@ import re
 import pytest
 from rich.console import Console
 
-from wedlm_jax.progress import ProgressBar, clock
+from wedlm_jax.host.progress import ProgressBar, clock
 
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr("wedlm_jax.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("wedlm_jax.host.progress.time.monotonic", lambda: now[0])
     return now
 
 

@@ -7,15 +7,20 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tests.wedlm_jax.engine.scheduler.fake_device import (
+from tests.wedlm_jax.engine.scheduling.fake_device import (
     FakeDevice,
     decode_alone,
     drain,
     small_sizes,
 )
-from tests.wedlm_jax.engine.scheduler.scheduler_examples import WINDOW, new, request, results
-from wedlm_jax.engine.scheduler import Scheduler
-from wedlm_jax.engine.sequence import SequenceState
+from tests.wedlm_jax.engine.scheduling.scheduler_examples import (
+    WINDOW,
+    new,
+    request,
+    results,
+)
+from wedlm_jax.engine.scheduling.scheduler import Scheduler
+from wedlm_jax.engine.scheduling.sequence import SequenceState
 from wedlm_jax.engine.windows.choice import FixedWindows
 
 # --- prefixes -----------------------------------------------------------------------------

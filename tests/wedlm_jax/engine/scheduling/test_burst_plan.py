@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from wedlm_jax.engine.burst import Request
-from wedlm_jax.engine.burst_plan import (
+from wedlm_jax.engine.scheduling.burst_plan import (
     PREFILL_FORWARDS,
     SHORT_OF_PAGES_FORWARDS,
     WAITING_FORWARDS,
@@ -16,9 +16,9 @@ from wedlm_jax.engine.burst_plan import (
     give_pages,
     prefill_forwards,
 )
-from wedlm_jax.engine.prompt_pace import Chunks
-from wedlm_jax.engine.replica import Replica
-from wedlm_jax.engine.sequence import SequenceState
+from wedlm_jax.engine.scheduling.prompt_pace import Chunks
+from wedlm_jax.engine.scheduling.replica import Replica
+from wedlm_jax.engine.scheduling.sequence import SequenceState
 from wedlm_jax.params import SamplingParams
 
 

@@ -10,9 +10,9 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from wedlm_jax.engine.prompt_pace import Chunks
-from wedlm_jax.engine.replica import Replica
-from wedlm_jax.engine.sequence import SequenceState
+from wedlm_jax.engine.scheduling.prompt_pace import Chunks
+from wedlm_jax.engine.scheduling.replica import Replica
+from wedlm_jax.engine.scheduling.sequence import SequenceState
 
 WAITING_FORWARDS = 32
 """The most forwards of a burst while a sequence waits for a place; it also ends when one is

@@ -9,13 +9,13 @@ import pytest
 
 from tests.emulated_bucket import bucket as bucket
 from tests.examples.checkpoints import assert_same_bits, hf_values, write_tiny
-from wedlm_jax import storage
-from wedlm_jax.atomic import part_folder, replacing, write_json
 from wedlm_jax.checkpoint.hf import load_checkpoint, save_checkpoint
 from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
 from wedlm_jax.checkpoint.info import describe as describe_checkpoint
 from wedlm_jax.errors import InputError
-from wedlm_jax.storage import as_path, folder_of_this_machine, is_remote
+from wedlm_jax.host import storage
+from wedlm_jax.host.atomic import part_folder, replacing, write_json
+from wedlm_jax.host.storage import as_path, folder_of_this_machine, is_remote
 
 
 def test_a_folder_is_a_folder_and_other_schemes_are_refused_by_name(

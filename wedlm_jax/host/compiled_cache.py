@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from wedlm_jax.storage import absolute
+from wedlm_jax.host.storage import absolute
 
 
 def keep_compiled(folder: Path | None = None) -> None:

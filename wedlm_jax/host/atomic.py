@@ -1,6 +1,6 @@
 """Writing files and folders that appear whole or not at all, and survive a loss of power.
 
-In a bucket (`wedlm_jax.storage`) a file is an object, which always appears whole; a folder is
+In a bucket (`wedlm_jax.host.storage`) a file is an object, which always appears whole; a folder is
 copied into its place with its ``config.json`` last, without which it counts for none.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from wedlm_jax.errors import InputError
-from wedlm_jax.storage import absolute, as_path, is_remote, move_tree, remove_tree, upload
+from wedlm_jax.host.storage import absolute, as_path, is_remote, move_tree, remove_tree, upload
 
 LAST = "config.json"
 """The file of a folder in a bucket that is there only when all the others are."""

@@ -13,8 +13,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from wedlm_jax.engine.replica import Replica
-from wedlm_jax.engine.sequence import SequenceState
+from wedlm_jax.engine.scheduling.replica import Replica
+from wedlm_jax.engine.scheduling.sequence import SequenceState
 
 SHARE = 2.0
 """How many times longer, on average, a forward may take for a long prompt beside it."""

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import random
 
-from wedlm_jax.engine.arrival_queue import ArrivalQueue
 from wedlm_jax.engine.burst import Request
-from wedlm_jax.engine.sequence import SequenceState
+from wedlm_jax.engine.scheduling.arrival_queue import ArrivalQueue
+from wedlm_jax.engine.scheduling.sequence import SequenceState
 from wedlm_jax.params import SamplingParams
 
 

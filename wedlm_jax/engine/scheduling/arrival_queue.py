@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator
 
-from wedlm_jax.engine.sequence import SequenceState
+from wedlm_jax.engine.scheduling.sequence import SequenceState
 
 
 class ArrivalQueue:

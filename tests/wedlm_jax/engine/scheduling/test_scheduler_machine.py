@@ -17,11 +17,15 @@ from hypothesis.stateful import (
     rule,
 )
 
-from tests.wedlm_jax.engine.scheduler.fake_device import FakeDevice, decode_alone, small_sizes
+from tests.wedlm_jax.engine.scheduling.fake_device import (
+    FakeDevice,
+    decode_alone,
+    small_sizes,
+)
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.events import Failed, Finished, TokenDelta
-from wedlm_jax.engine.scheduler import Scheduler
-from wedlm_jax.engine.sequence import SequenceState
+from wedlm_jax.engine.scheduling.scheduler import Scheduler
+from wedlm_jax.engine.scheduling.sequence import SequenceState
 from wedlm_jax.engine.windows.choice import FixedWindows
 from wedlm_jax.errors import InputError
 from wedlm_jax.params import SamplingParams

@@ -6,11 +6,16 @@ from itertools import count
 import numpy as np
 import pytest
 
-from wedlm_jax.engine.admission import SHORTEST_REUSE, AdmissionRound, Admitter, common_length
-from wedlm_jax.engine.arrival_queue import ArrivalQueue
 from wedlm_jax.engine.burst import Request
-from wedlm_jax.engine.replica import Replica
-from wedlm_jax.engine.sequence import SequenceState
+from wedlm_jax.engine.scheduling.admission import (
+    SHORTEST_REUSE,
+    AdmissionRound,
+    Admitter,
+    common_length,
+)
+from wedlm_jax.engine.scheduling.arrival_queue import ArrivalQueue
+from wedlm_jax.engine.scheduling.replica import Replica
+from wedlm_jax.engine.scheduling.sequence import SequenceState
 from wedlm_jax.params import SamplingParams
 
 PAGE = 4

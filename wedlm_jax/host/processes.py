@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from wedlm_jax.atomic import part_folder, replacing
 from wedlm_jax.errors import InputError, StorageFailure
+from wedlm_jax.host.atomic import part_folder, replacing
 
 # JAX is imported by what needs it: a file job finds out which host it is without.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from wedlm_jax.compiled_cache import keep_compiled
+from wedlm_jax.host.compiled_cache import keep_compiled
 
 
 def test_compiled_programs_are_kept_where_the_user_s_caches_are(

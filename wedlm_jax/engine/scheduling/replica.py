@@ -8,9 +8,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from wedlm_jax.engine.pages import PageError, Pages
-from wedlm_jax.engine.prefix import Node, PrefixTree, page_key
-from wedlm_jax.engine.sequence import SequenceState
+from wedlm_jax.engine.scheduling.pages import PageError, Pages
+from wedlm_jax.engine.scheduling.prefix import Node, PrefixTree, page_key
+from wedlm_jax.engine.scheduling.sequence import SequenceState
 
 
 class Replica:

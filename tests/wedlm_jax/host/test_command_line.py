@@ -1,0 +1,39 @@
+"""A refused command: its usage and one sentence on standard error, and status 2."""
+
+from __future__ import annotations
+
+import pytest
+
+from wedlm_jax.host.command_line import CommandParser
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            ["--temprature", "1"],
+            "unrecognized arguments: --temprature 1; did you mean --temperature?",
+        ),
+        (["--temprature=1"], "--temprature=1; did you mean --temperature?"),
+        (
+            ["--temprature", "1", "--max_tokens", "2"],
+            "did you mean --temperature and --max-tokens?",
+        ),
+        (["--zzz"], "unrecognized arguments: --zzz\n"),
+        (["prompt"], "unrecognized arguments: prompt\n"),
+        (["--temperature", "hot"], "argument --temperature: invalid float value: 'hot'\n"),
+    ],
+)
+def test_a_refusal_names_the_nearest_options(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = CommandParser(prog="wedlm generate")
+    parser.add_argument("--temperature", type=float)
+    parser.add_argument("--max-tokens", type=int)
+    with pytest.raises(SystemExit) as end:
+        parser.parse_args(given)
+    assert end.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("usage: wedlm generate ")
+    assert said in err
