@@ -41,7 +41,7 @@ TASK_OPTIONS: dict[str, Any] = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser; what is not given on the command line is absent from what it parses."""
+    """Returns the parser. An option that is not given is absent from the result."""
     result = CommandParser(
         prog="wedlm evaluate",
         usage="wedlm evaluate [--model DIR] [--questions FILE | --tasks NAME ...] [options]",
@@ -130,7 +130,7 @@ def _add_tasks(group: Any) -> None:
 
 
 def check(given: Mapping[str, Any]) -> None:
-    """Refuses what does not go together, before anything is loaded.
+    """Refuses options that contradict one another, before anything is loaded.
 
     Raises:
       InputError: naming the flag.

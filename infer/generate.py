@@ -90,8 +90,8 @@ LLM_OPTIONS = (
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser; options without a value on the command line are absent from what it
-    parses: their defaults are those of `LLM` and `SamplingParams`, in brackets here."""
+    """Returns the parser. An option that is not given is absent from the result: its default is
+    that of `LLM` or `SamplingParams`, in brackets in the help."""
     result = CommandParser(
         prog="wedlm generate",
         usage="wedlm generate [--model DIR] (--prompt TEXT | --input PATH ... --output PATH) "
@@ -345,8 +345,8 @@ def _check_combination(options: dict[str, Any]) -> None:
 
 
 def load(options: dict[str, Any]) -> LLM:
-    """Loads the model that options name, with ``warmup`` all compiled that records with the others'
-    sampling need; a message names the option, not the argument."""
+    """Loads the model that the options name; with ``warmup`` compiles all that records with this
+    sampling need. Error messages name the option, not the argument."""
     from wedlm_jax.host.compiled_cache import keep_compiled
     from wedlm_jax.llm import LLM
 

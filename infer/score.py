@@ -12,7 +12,7 @@ from rich.table import Table
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Holds what one decoder did with the prompts of one regime.
+    """Holds how one decoder did on the prompts of one regime.
 
     Attributes:
       decoder, regime: names.
@@ -73,8 +73,8 @@ COLUMNS = {
 
 
 def score_table(scores: Sequence[Score]) -> Table:
-    """Makes a table with a row for each regime and decoder; the speed is against the regime's first
-    decoder."""
+    """Makes a table with a row for each regime and decoder; speeds are relative to the regime's
+    first decoder."""
     # Narrow enough for a terminal of 80 columns.
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column("regime", no_wrap=True)

@@ -1,4 +1,4 @@
-"""What `LLM` tells of a model once, when the first prompt comes that it matters for."""
+"""Warnings that `LLM` gives once: when the first prompt comes to which they apply."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 class ToldOnce:
-    """Warns of what a caller may not expect, each thing once.
+    """Warns of behaviour that a caller may not expect, each kind once.
 
     Args:
       folder: of the model.

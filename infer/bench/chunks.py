@@ -68,7 +68,7 @@ class ChunkCost:
 
     @property
     def against_products(self) -> float:
-        """The last chunk's time against what its products say."""
+        """The time of the last chunk, divided by what its products predict from the first."""
         return self.last / self.first / self.products
 
     @property
@@ -79,7 +79,7 @@ class ChunkCost:
 def compare_chunks(
     shape: str, *, tokens: int, dtype: str | None, passes: int, bar: Bar
 ) -> ChunkCost:
-    """Computes a long prompt while others decode.
+    """Computes a long prompt while other sequences decode.
 
     Raises:
       InputError: the shape's context is too short for it.
@@ -156,7 +156,8 @@ class _ChunkPass:
     others: list[_TimedBurst]
 
     def chunk_seconds(self, start: int) -> float:
-        """Returns the seconds of `CHUNK` tokens of the prompt from ``start`` on, alone."""
+        """Returns how long a chunk of `CHUNK` tokens takes that starts at token ``start`` of the
+        prompt, with no other sequence."""
         spent, before = 0.0, 0
         for burst in self.alone:
             after = before + burst.computed

@@ -23,8 +23,8 @@ TURNS = 16
 
 
 def milliseconds_of_products(engine: Engine, tokens: int) -> float:
-    """Returns the time of one forward's products over so many flat tokens, head included: no
-    attention, no norms, no RoPE, no sampling. Compiling counts for nothing."""
+    """Times the matrix products of one forward over so many flat tokens, the head included, and
+    nothing else: no attention, norms, RoPE or sampling. Compiling is not counted."""
     dtype = jax.tree.leaves(engine.device.parameters)[0].dtype
     x = jnp.ones((tokens, engine.config.hidden_size), dtype)
     logits = jnp.zeros((tokens, engine.config.vocab_size), jnp.float32)

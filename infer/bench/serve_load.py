@@ -268,7 +268,7 @@ def _quantiles(values: Sequence[float]) -> tuple[float, float]:
 def _go_away(
     pid: int, port: int, asks: Sequence[Ask], expected: Sequence[list[int]], clients: int, seed: int
 ) -> Soundness:
-    """Asks everything once more, while a third of the clients leave in the middle."""
+    """Sends all requests once more, while a third of the clients disconnect in the middle."""
     rng = np.random.default_rng(seed + 1)
     leaving = [
         dataclasses.replace(ask, leave_after=1 + len(ids) // 2) if rng.random() < LEAVING else ask

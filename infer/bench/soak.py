@@ -112,12 +112,12 @@ def resident_bytes() -> int:
 
 
 def growth(samples: Sequence[SoakSample]) -> float:
-    """Returns by what share the memory in use has grown since the first quarter."""
+    """Returns the share by which the memory in use has grown since the first quarter."""
     return samples[-1].resident_mib / samples[len(samples) // 4].resident_mib - 1
 
 
 def failure_of(samples: Sequence[SoakSample]) -> str | None:
-    """Says what a run has not held; None where it has held all."""
+    """Returns which promise a run has broken; None if it has kept all."""
     last = samples[-1]
     if last.compiled:
         return f"{last.way}: {last.compiled} programs were compiled on the way"

@@ -171,8 +171,8 @@ def random_prompts(config: ModelConfig, count: int, length: int, seed: int = 0) 
 
 
 def forget_programs() -> None:
-    """Lets go of what was compiled: on a CPU each program takes about a hundred memory maps, of
-    which Linux allows a process 65,530."""
+    """Frees compiled programs: on a CPU each takes about a hundred memory maps, of which Linux
+    allows a process 65,530."""
     import jax
 
     gc.collect()

@@ -1,4 +1,4 @@
-"""What was measured, as tables."""
+"""Tables of what was measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from infer.bench.soak import SoakSample, growth
 
 
 def forward_table(costs: Sequence[ForwardCost]) -> Table:
-    """Makes a table of forwards at one number of sequences; a rival beside the first."""
+    """Makes the table of forwards with one number of sequences; a rival's time is set against the
+    first."""
     table = _table(
         f"a forward, {costs[0].sequences} sequences",
         "ms",
@@ -37,7 +38,7 @@ def forward_table(costs: Sequence[ForwardCost]) -> Table:
 
 
 def prompt_table(costs: Sequence[PromptCost]) -> Table:
-    """Requests for one token, alone."""
+    """Makes the table of requests for one token."""
     table = _table(
         f"a request for one token, prompts of {costs[0].tokens:.0f} tokens",
         "ms",
@@ -57,7 +58,7 @@ def prompt_table(costs: Sequence[PromptCost]) -> Table:
 
 
 def page_table(uses: Sequence[PageUse]) -> Table:
-    """Makes a table of shares of what is computed and kept."""
+    """Makes the table of pages and tokens in use."""
     first = uses[0]
     table = _table(
         f"mixed lengths, {first.sequences} sequences while others wait",
@@ -104,7 +105,7 @@ def chunk_table(cost: ChunkCost) -> Table:
 
 
 def identity_table(agreements: Sequence[Agreement]) -> Table:
-    """Makes a table of windows in mode verified, beside AR itself, which comes first."""
+    """Makes the table of windows in mode verified; AR itself comes first."""
     ar = agreements[0]
     table = _table(
         f"{ar.prompts:,} completions, {ar.tokens:,} tokens by AR, {ar.dtype}",
@@ -128,7 +129,7 @@ def identity_table(agreements: Sequence[Agreement]) -> Table:
 
 
 def soak_table(samples: Sequence[SoakSample]) -> Table:
-    """Makes the table of a long run: its end beside the end of its first quarter."""
+    """Makes the table of a long run: its end against the end of its first quarter."""
     last, quarter = samples[-1], samples[len(samples) // 4]
     table = Table(box=box.SIMPLE, title=f"random lengths, {last.way}", show_header=False)
     table.add_column()

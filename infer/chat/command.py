@@ -44,7 +44,7 @@ NO_TEMPLATE = "this checkpoint has no chat template: each message is completed b
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser; options without a value are absent from what it parses."""
+    """Returns the parser. An option that is not given is absent from the result."""
     result = CommandParser(
         prog="wedlm chat",
         usage="wedlm chat [--model DIR] [--system TEXT] [options]",
@@ -124,7 +124,7 @@ def _answer(message: str, conversation: Conversation, llm: LLM) -> None:
 
 
 def figures(completion: Completion, seconds: float, *, stopped: bool) -> str:
-    """Returns what an answer took, in a line."""
+    """Formats what an answer took as a line."""
     tokens = len(completion.token_ids)
     said = (
         f"[{tokens} tokens, {completion.tokens_per_forward:.2f} tokens per forward, "

@@ -19,7 +19,7 @@ Message = dict[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class _Past:
-    """Holds what the cache may hold of the conversation.
+    """Holds the tokens of the conversation that the prefix cache may have.
 
     Attributes:
       token_ids: of prompt and answer, as the model saw and chose them.
@@ -74,8 +74,8 @@ class Conversation:
         self._messages, self._past = [], None
 
     def answer(self, message: str, stopping: Callable[[], bool] | None = None) -> Iterator[Chunk]:
-        """Answers a message as `wedlm_jax.llm.LLM.stream` does. What has come when nobody asks for
-        more, or when ``stopping`` says so, is the answer that the conversation goes on from.
+        """Answers a message as `wedlm_jax.llm.LLM.stream` does. If the caller stops early, or
+        ``stopping`` says so, the conversation goes on from what has come.
 
         Raises:
           InputError: the message does not fit; the conversation is as it was.
@@ -113,8 +113,8 @@ class Conversation:
         return self._codec.render_chat([*system, *messages], add_generation_prompt=True)
 
     def _encoded(self, text: str) -> list[int]:
-        """Returns the tokens of a prompt. Those of the past are kept as they were, so that the
-        cache has them: the text of an answer might be encoded otherwise than the model chose."""
+        """Encodes a prompt, but keeps the tokens of the past as they were, so that the prefix cache
+        has them: encoding the text of an answer anew may give other tokens than the model chose."""
         past = self._past
         if past is None or not text.startswith(past.text):
             return self._codec.encode_rendered(text)

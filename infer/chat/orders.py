@@ -1,4 +1,4 @@
-"""What a line that begins with a slash asks of the program."""
+"""Commands in a conversation: lines that begin with a slash."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Enter sends, Alt-Enter begins a line; what is pasted may have several. Ctrl-C st
 
 
 def is_order(line: str) -> bool:
-    """Tells whether a line is for the program; one with a space in front is for the model."""
+    """Tells whether a line is a command; one with a space in front is for the model."""
     return line.startswith("/")
 
 
 def follow(line: str, conversation: Conversation, llm: LLM) -> str:
-    """Does what a line asks for and returns what to say of it.
+    """Runs a command and returns its message.
 
     Raises:
       InputError: it cannot be done.

@@ -48,7 +48,8 @@ def finish(folder: ShardFolder, output: Path | None, run: dict[str, Any]) -> Cou
 
 
 def finished_before(folder: ShardFolder, output: Path | None) -> Counts | None:
-    """Returns sums over all records if the job is finished and its output file still there."""
+    """Returns the sums over all records if the job is finished and its output file is still
+    there."""
     try:
         stats = json.loads((folder.folder / STATS).read_bytes())
         if output is not None and output.stat().st_size == stats["output"]["bytes"]:

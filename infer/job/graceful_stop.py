@@ -43,7 +43,7 @@ class GracefulStop(StopRequest):
             self._finishing = False
 
     def check(self) -> None:
-        """Raises `JobStopped` if the grace period is over. To be called now and then."""
+        """Raises `JobStopped` once the grace period is over; to be called regularly."""
         if self.requested and time.monotonic() >= self._deadline:
             raise JobStopped
 

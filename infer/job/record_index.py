@@ -42,7 +42,7 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class RecordIndex:
-    """Holds what the first pass found.
+    """Holds the result of the first pass over the input.
 
     Attributes:
       records: how many there are.

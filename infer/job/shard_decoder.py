@@ -118,8 +118,8 @@ class ShardDecoder:
             self._seal_if_whole(shard, part)
 
     def _and_again(self, shards: Iterable[Shard]) -> Iterator[Shard]:
-        """Yields all shards, and then again those that others were decoding: they may be free
-        now."""
+        """Yields all shards, and then again those that another process was decoding: it may have
+        left them."""
         yield from shards
         again, self.in_use = self.in_use, []
         yield from again

@@ -261,7 +261,7 @@ def _part_records(parts: Path) -> dict[str, int]:
 
 
 def _kept_of_another(folder: Path) -> str:
-    """Says what would be deleted in a folder, "3 shards and 40 records"; empty if nothing."""
+    """Says what would be deleted in the folder: "3 shards and 40 records"; empty if nothing."""
     shards = len(list(folder.glob(f"rows-*{MANIFEST}")))
     records = sum(_part_records(folder / PARTS).values())
     words = [f"{n:,} {what}" for n, what in ((shards, "shards"), (records, "records")) if n]

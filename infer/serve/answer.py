@@ -101,7 +101,7 @@ class Answer:
         self._choices: list[_Choice] = []
 
     def begin(self) -> None:
-        """Lets all sequences in.
+        """Submits all sequences to the engine.
 
         Raises:
           ApiError: there is no room for them.
@@ -130,7 +130,7 @@ class Answer:
         return not self._under_way
 
     def end(self) -> None:
-        """Aborts what nobody wants any more, and ends `pieces`; does nothing where all is over."""
+        """Aborts what is still running and ends `pieces`; does nothing once all are finished."""
         numbers = list(self._under_way)
         if numbers:
             self._metrics.aborted.inc(len(numbers))
@@ -157,7 +157,7 @@ class Answer:
             yield [piece for piece in news if piece is not None]
 
     async def wholes(self) -> list[Piece]:
-        """Waits for all of them; each in one piece.
+        """Waits for all choices, and returns each in one piece.
 
         Raises:
           Exception: what a sequence failed with.
@@ -173,7 +173,7 @@ class Answer:
 
     @property
     def so_far(self) -> list[Completion]:
-        """What has come of each choice."""
+        """Returns what has come of each choice."""
         return [choice.stream.completion for choice in self._choices]
 
     def _trace(self, params: SamplingParams, prompt_tokens: int) -> SequenceTrace:

@@ -56,7 +56,7 @@ class Calls:
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="grammars")
 
     async def of_completion(self, body: Any) -> Call:
-        """Reads what a body of /v1/completions asks for.
+        """Reads the body of a request to /v1/completions.
 
         Raises:
           ApiError: naming the field.
@@ -67,7 +67,7 @@ class Calls:
         return await self._call(body, "prompt", lambda: prompts, self._defaults.max_tokens)
 
     async def of_chat(self, body: Any) -> Call:
-        """Reads what a body of /v1/chat/completions asks for.
+        """Reads the body of a request to /v1/chat/completions.
 
         Raises:
           ApiError: naming the field.
@@ -126,7 +126,8 @@ class Calls:
         )
 
     async def _compile_grammar(self, params: SamplingParams, name: str) -> None:
-        """Compiles a grammar where nobody else has to wait for it; it is kept."""
+        """Compiles a grammar in a thread of its own, so that no other request waits for it; the
+        result is kept."""
         check = self._llm.engine.check_grammar
         try:
             async with asyncio.timeout(GRAMMAR_SECONDS):

@@ -41,7 +41,7 @@ class Capacity:
             )
 
     def enter(self, count: int) -> None:
-        """Takes sequences in.
+        """Counts sequences in.
 
         Raises:
           ApiError: 429 with Retry-After, if there is no room for all of them now.
@@ -58,13 +58,13 @@ class Capacity:
         self._open += count
 
     def leave(self, count: int) -> None:
-        """Lets sequences out that are over."""
+        """Counts sequences out."""
         self._open -= count
         self._ends.extend([time.monotonic()] * count)
 
     def _seconds_until(self, excess: int) -> int:
-        """Returns seconds until so many sequences will be over, from how soon the last ones
-        were."""
+        """Estimates the seconds until so many sequences will have finished, from the rate of the
+        last ones."""
         if len(self._ends) < 2:
             return 1
         passed = time.monotonic() - self._ends[0]

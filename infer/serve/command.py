@@ -54,7 +54,7 @@ NEEDED = "wedlm serve needs FastAPI, uvicorn and prometheus_client: pip install 
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser; options without a value are absent from what it parses."""
+    """Returns the parser. An option that is not given is absent from the result."""
     result = CommandParser(
         prog="wedlm serve",
         usage="wedlm serve [--model DIR] [--host HOST] [--port N] [options]",
@@ -144,7 +144,7 @@ def _check(options: dict[str, Any]) -> None:
 
 
 def load_warm(options: dict[str, Any]) -> LLM:
-    """Loads the model, with all compiled that requests need which ask for nothing special."""
+    """Loads the model and compiles what ordinary requests need."""
     return load({**options, "warmup": not options.get("no_warmup", False)})
 
 

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
 def patient_protocol(head_seconds: float, write_seconds: float) -> type[H11Protocol]:
-    """Returns uvicorn's protocol with an end to its patience.
+    """Returns uvicorn's protocol, made to close the connections of clients that are too slow.
 
     Args:
       head_seconds: until the head of a request is there, from the connection's begin or the head's
@@ -65,14 +65,14 @@ def patient_protocol(head_seconds: float, write_seconds: float) -> type[H11Proto
 
 
 class _Timer:
-    """Calls a function unless it is stopped in time."""
+    """Calls a function after some time, unless it is stopped before."""
 
     def __init__(self, seconds: float, call: Any):
         self._seconds, self._call = seconds, call
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begins, unless it runs already."""
+        """Starts, unless it runs already."""
         if self._handle is None:
             loop = asyncio.get_running_loop()
             self._handle = loop.call_later(self._seconds, self._call)

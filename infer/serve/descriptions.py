@@ -18,7 +18,7 @@ class ErrorDetail(BaseModel):
 
 
 class Error(BaseModel):
-    """Any answer that is no success."""
+    """Describes the body of every answer with an error status."""
 
     error: ErrorDetail
 

@@ -129,13 +129,13 @@ class EngineThread:
         return next(self._numbers)
 
     def submit(self, requests: Sequence[Request], deliver: Deliver) -> None:
-        """Lets checked requests in at the next step."""
+        """Submits checked requests, which join at the next step."""
         with self._arrived:
             self._inbox.submitted += [(request, deliver) for request in requests]
             self._arrived.notify()
 
     def abort(self, numbers: Sequence[int]) -> None:
-        """Ends requests at the next step, whose pages are free then; unknown ones do not matter."""
+        """Ends requests at the next step, which frees their pages; unknown ones are ignored."""
         with self._arrived:
             self._inbox.aborted += numbers
             self._arrived.notify()
@@ -172,7 +172,8 @@ class EngineThread:
                 self._send()
 
     def _next_turn(self) -> _Turn | None:
-        """Returns what came in; waits where there is nothing else to do. None at the end."""
+        """Returns what has come in since the last step, and waits for it if there is nothing to
+        decode; None at the end."""
         with self._arrived:
             self._arrived.wait_for(
                 lambda: (
@@ -217,7 +218,8 @@ class EngineThread:
         return failed + events
 
     def _admit(self, waiting: list[Request]) -> tuple[list[Request], Traits | None, list[Event]]:
-        """Returns who can join now, the program for all, and who cannot be decoded at all."""
+        """Returns which requests can join now, the program for all, and which can never be
+        decoded."""
         engine, ready, failed = self._engine, list[Request](), list[Event]()
         program, traits = None, engine.traits_with([])
         wanted, self._held = traits, []
@@ -258,7 +260,8 @@ class EngineThread:
             self._arrived.notify()
 
     def _begin_anew(self, error: Exception) -> list[Event]:
-        """Fails all that was under way. Which request it was, if any, cannot be known."""
+        """Fails everything that was under way: which request was the cause, if any, cannot be
+        known."""
         self._restarts += 1
         self._held = []
         try:

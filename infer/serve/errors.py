@@ -1,4 +1,4 @@
-"""What goes wrong, in the shape of OpenAI's API: every answer that is no success has it."""
+"""Errors in the shape of OpenAI's API, which every answer with an error status has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONTEXT_LENGTH = "context_length_exceeded"
 
 
 class ApiError(Exception):
-    """An answer that is no success.
+    """Ends a request with an error status.
 
     Attributes:
       status: of HTTP.
@@ -58,7 +58,7 @@ class ApiError(Exception):
 def bad_request(
     error: InputError, fields: Collection[str] = (), otherwise: str | None = None
 ) -> ApiError:
-    """Returns the answer to input that the library refuses.
+    """Returns the error answer to a request that the library refuses.
 
     Args:
       fields: with which its sentence may begin.
@@ -69,7 +69,7 @@ def bad_request(
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Returns the answer to an exception that a request ended with."""
+    """Returns the error answer to an exception that ended a request."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InputError):

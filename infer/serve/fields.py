@@ -269,7 +269,7 @@ def _take_in_chat_names(body: Any, given: dict[str, Any]) -> None:
 
 
 def check_refused(body: BaseModel) -> None:
-    """Refuses fields that ask for what this server does not do.
+    """Refuses fields that ask for something this server cannot do.
 
     Raises:
       ApiError: naming the field.

@@ -1,4 +1,5 @@
-"""What stands between the network and the routes: who may call, and how much of what."""
+"""Checks before a request reaches its route: its key, its size, its time; and the last place that
+catches exceptions."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ OPEN_PATHS = ("/", "/health")
 
 
 class Outcomes:
-    """Counts answers, and turns exceptions into them: none gets any further.
+    """Counts answers by status, and turns any exception into an answer.
 
     Args:
       paths: of the routes; calls of others are counted together.
@@ -56,7 +57,7 @@ class Outcomes:
 
 
 class KeyCheck:
-    """Lets in who has the key."""
+    """Refuses requests without the key."""
 
     def __init__(self, app: ASGIApp, key: str):
         self._app, self._digest = app, _digest(key.encode())
@@ -84,7 +85,7 @@ def _digest(key: bytes) -> bytes:
 
 
 class BodyLimits:
-    """Bounds what a body may have, and take.
+    """Bounds the size of a body, and the time that it may take to arrive.
 
     Args:
       most: bytes.
@@ -128,5 +129,6 @@ class BodyLimits:
 
 
 def _as_http(error: ApiError) -> HTTPException:
-    """Returns the error in the form that passes FastAPI's reading of bodies."""
+    """Returns the error as an `HTTPException`, the one kind that FastAPI passes on while it reads a
+    body."""
     return HTTPException(error.status, error.message, error.headers | {"Connection": "close"})

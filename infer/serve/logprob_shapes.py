@@ -54,7 +54,7 @@ class LogprobShapes:
         }
 
     def length(self, token_ids: Sequence[int]) -> int:
-        """Returns characters of a text that tokens are; special ones stand in none."""
+        """Returns how many characters of the text the tokens make; special tokens make none."""
         return sum(map(self._length, token_ids))
 
     def _length(self, token_id: int) -> int:

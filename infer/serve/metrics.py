@@ -113,7 +113,7 @@ class SequenceTimes:
         self._forwards = self._instances = 0
 
     def note(self, delta: TokenDelta) -> None:
-        """Takes in tokens that have come now."""
+        """Records new tokens."""
         metrics, now = self._metrics, time.perf_counter()
         count = len(delta.token_ids)
         if delta.num_output == count:

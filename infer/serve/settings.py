@@ -22,7 +22,7 @@ TRUTHS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no"
 def layered(
     parser: argparse.ArgumentParser, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns what flags, environment and file say together.
+    """Merges flags, environment and file.
 
     Args:
       parser: of the flags, which leaves out what is not given. ``--config`` names the file.
@@ -80,7 +80,7 @@ def _from_environment(
 
 
 def _read(origin: str, action: argparse.Action, value: Any) -> Any:
-    """Returns a value as the flag would have it."""
+    """Parses a value as its flag would."""
     if action.nargs == 0:
         truth = TRUTHS.get(str(value).lower())
         if truth is None:
@@ -96,7 +96,7 @@ def _read(origin: str, action: argparse.Action, value: Any) -> Any:
 
 
 class _Reader(argparse.ArgumentParser):
-    """Reads one value; says where it is from when it is wrong."""
+    """Parses one value; an error names where the value came from."""
 
     def __init__(self, origin: str):
         super().__init__(add_help=False)

@@ -41,7 +41,7 @@ class TextShape:
         return head | {"choices": choices, "usage": usage}
 
     def opening(self) -> list[dict[str, Any]]:
-        """Returns the chunks before all others."""
+        """Returns the chunks that come before all others."""
         return []
 
     def chunks(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:

@@ -38,7 +38,8 @@ def add_error_answers(app: FastAPI) -> None:
 
 
 def _of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Returns the first field that is wrong. Where it may be of several types, each has said no."""
+    """Returns the error of the first field that is wrong; a field of several types lists what each
+    expected."""
     first = errors[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON ({first.get('ctx', {}).get('error')})")
@@ -54,7 +55,7 @@ def _of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def _path(loc: Sequence[Any]) -> str:
-    """Returns the field, without the names of the types that it was tried as."""
+    """Returns the name of a field, without the names of the types that were tried."""
     _, *parts = loc
     names = [part for part in parts if isinstance(part, int) or _is_field(part)]
     return ".".join(map(str, names))

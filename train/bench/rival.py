@@ -49,7 +49,7 @@ def step_inputs(
     denominators: Mapping[str, jax.Array],
     loss: LossConfig,
 ) -> StepInputs:
-    """Returns what a batch and the loss say, with no more to be worked out within the step."""
+    """Returns what a batch and its loss give, prepared so that the step does no other work."""
     share = 1 / (1 + loss.ar_weight)
     mlm = masked_weights(batch.masked, batch.mask_ratio, loss.weighting)
     weights = [
@@ -167,7 +167,7 @@ class TorchStep:
 
 
 def _as_torch(name: str, value: np.ndarray) -> np.ndarray:
-    """Turns a matrix ``[in, out]`` into ``[out, in]``, and back; all else stays as it is."""
+    """Transposes matrices ``[in, out]`` to ``[out, in]``, or back; leaves all else unchanged."""
     is_matrix = name.endswith(".kernel") or name == "lm_head"
     return np.ascontiguousarray(value.T) if is_matrix else np.asarray(value)
 

@@ -1,4 +1,4 @@
-"""How often tokens stand in the data that ordinary text is not made of."""
+"""Counts of the tokens in the data that ordinary text is not made of."""
 
 from __future__ import annotations
 

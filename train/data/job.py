@@ -261,7 +261,7 @@ def _longest_first(samples: Iterator[TokenisedSample]) -> Iterator[TokenisedSamp
 def _results(
     options: TokeniseOptions, stream: Iterator[RecordChunk]
 ) -> Iterator[tuple[RecordChunk, ChunkSamples]]:
-    """Yields each chunk with its samples, in order; few chunks are under way at a time."""
+    """Yields each chunk with its samples, in order; only a few chunks are in progress at a time."""
     if not options.workers:
         maker = SampleMaker(options.samples)
         for chunk in stream:

@@ -230,7 +230,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 class _Refused(Exception):
-    """Carries a `Malformed` out of the making of a sample."""
+    """Carries a `Malformed` out of the code that makes a sample."""
 
     def __init__(self, what: Malformed):
         super().__init__(what)
@@ -238,7 +238,7 @@ class _Refused(Exception):
 
 
 class _Wrong(Exception):
-    """Says reason and detail, from where file and line are not known."""
+    """Holds reason and detail where file and line are not known."""
 
 
 def _from_sharegpt(turns: Any) -> list[dict[str, Any]]:

@@ -121,7 +121,7 @@ class Evaluation:
 
 
 def prompts_of(rows: dict[str, np.ndarray], count: int, seed: int = 0) -> list[list[int]]:
-    """Returns beginnings of samples of packed rows, drawn by the seed: what stands before the first
+    """Returns prompts from samples of packed rows, drawn by the seed: what stands before the first
     trainable token, or the first half of a sample that is trainable from its start."""
     prompts: list[list[int]] = []
     for tokens, segments, trainable in zip(

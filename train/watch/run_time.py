@@ -150,7 +150,7 @@ class RunTime:
             write_json(self._path, [dataclasses.asdict(a) for a in (*self._before, self._attempt)])
 
     def close(self) -> None:
-        """Says and writes down where the time went."""
+        """Prints and writes down where the time went."""
         self.write()
         known = {kind: part for kind, part in self.shares().items() if part >= 0.001}
         say("time: " + ", ".join(f"{kind} {part:.1%}" for kind, part in known.items()))

@@ -1,4 +1,4 @@
-"""Says where a run stands still: the stacks of all threads, when a step takes far too long."""
+"""Reports a run that stands still: the stacks of all threads, when a step takes far too long."""
 
 from __future__ import annotations
 

@@ -148,8 +148,8 @@ class _Counter:
 
 
 def _is_seen(own: Instruction, seen: set[str]) -> bool:
-    """Tells whether a collective was met before: TPUs take one through several fusions that compute
-    meanwhile."""
+    """Tells whether this collective is counted already: a TPU may spread one over several fusions,
+    which compute meanwhile."""
     channel = _CHANNEL.search(own.attributes)
     known = channel is not None and channel.group(1) in seen
     seen.update(channel.groups() if channel else ())

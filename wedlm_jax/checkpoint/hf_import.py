@@ -199,7 +199,7 @@ def _read_tensor(checkpoint: OpenedCheckpoint, name: str, parts: Sequence[Part])
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:
-    """Spans as few as they can be: those that touch are one."""
+    """Merges spans that touch or overlap."""
     joined: list[Span] = []
     for start, end in sorted(set(spans)):
         if joined and start <= joined[-1][1]:

@@ -132,7 +132,7 @@ def _cache_values(config: ModelConfig) -> int:
 
 
 def _tokenizer(folder: Path) -> dict[str, Any]:
-    """Tells whether there is a tokenizer, and whether it has a chat template."""
+    """Says whether there is a tokenizer, and whether it has a chat template."""
     present = any((folder / name).exists() for name in ("tokenizer.json", "vocab.json"))
     template = (folder / "chat_template.jinja").exists()
     path = folder / "tokenizer_config.json"
@@ -146,7 +146,8 @@ def _tokenizer(folder: Path) -> dict[str, Any]:
 
 
 def _decoding(config: ModelConfig) -> dict[str, Any]:
-    """Tells how a model can be decoded: with masks if it has a mask token and was trained on it."""
+    """Says how the model can be decoded: with masks if it was trained on them and has a mask
+    token."""
     if config.model_type == "wedlm" and config.mask_token_id is not None:
         return {"decodes": ["wedlm", "ar"], "role": "WeDLM model"}
     if config.model_type == "wedlm":
@@ -157,7 +158,7 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
 
 
 def as_text(facts: dict[str, Any]) -> str:
-    """Prints the facts into aligned lines."""
+    """Formats the facts as aligned lines."""
     width = max(len(name) for name, _ in _lines(facts))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in _lines(facts))
 

@@ -98,7 +98,7 @@ class StepFolders:
             self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
 
     def _refusal(self) -> str:
-        """Writes a file beside the states; returns what the storage has against it."""
+        """Writes a file beside the states; returns the storage's error, or None."""
         path = self._folder / ".writable"
         try:
             path.write_bytes(b"")
@@ -353,7 +353,7 @@ def _dotted(path: tuple[Any, ...]) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps orbax's informational lines off the terminal, and what follows a failed read."""
+    """Silences orbax's informational log lines, and its tracebacks after a failed read."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -371,9 +371,9 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _late_reports_unheard() -> Iterator[None]:
-    """Drops what comes behind a failure: orbax reads and writes many parts at once and closes its
-    event loop at the first error; the other parts then report to a closed loop, each with a
-    traceback on standard error."""
+    """Ignores errors that arrive after the first: orbax reads and writes many parts at once and
+    closes its event loop at the first error; the other parts then report to a closed loop, each
+    with a traceback on standard error."""
     hook = sys.unraisablehook
 
     def without_late_reports(report: Any) -> None:

@@ -139,7 +139,7 @@ def described_lora(run: Path) -> LoraConfig | None:
 
 
 def is_described(run: Path, config: ModelConfig) -> bool:
-    """Tells whether `describe_run` has written that the run's model is ``config``."""
+    """Tells whether `describe_run` has written ``config`` already."""
     folder = run / RUN_MODEL
     described = (folder / "config.json").exists() and (folder / "tokenizer.json").exists()
     return described and described_model(folder) == dataclasses.replace(config, model_type="wedlm")

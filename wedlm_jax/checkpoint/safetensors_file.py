@@ -114,7 +114,7 @@ class SafetensorsFile:
 
 
 def _sound_header(path: Path, file: ByteRanges) -> tuple[int, dict[str, dict]]:
-    """Finds where a file's values begin, and what its header says.
+    """Checks the header; returns the offset at which values begin, and the header.
 
     Raises:
       ValueError, KeyError, TypeError, SafetensorError: the header is not sound, or says more than

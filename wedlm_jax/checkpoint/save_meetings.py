@@ -1,4 +1,5 @@
-"""Where the processes of a run meet while they write a state, and hear who could not."""
+"""Where the processes of a run wait for one another while they write a state, and learn of
+failures."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class SaveMeetings:
         self._starter = threading.get_ident()
 
     def note(self, error: BaseException) -> StorageFailure:
-        """Returns how the state failed: what a process has said, or here and now this one."""
+        """Returns why the state failed: what a process has reported, or the error of this one."""
         self.failure = self.failure or self.sentence({self._index: told(error)})
         return StorageFailure(self.failure)
 
@@ -74,7 +75,7 @@ class SaveMeetings:
             self.failure = self.sentence({int(name.split("/")[-1]): said for name, said in failed})
 
     def sentence(self, failed: dict[int, str]) -> str:
-        """Returns what is told of a state: what the storage said to each process that failed."""
+        """Returns the message for a state: what the storage said to each process that failed."""
         reasons = [
             f"host {index} of {self._count}: {said}" if self._count > 1 else said
             for index, said in sorted(failed.items())

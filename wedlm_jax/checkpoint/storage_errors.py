@@ -43,7 +43,7 @@ def is_of_storage(error: BaseException) -> bool:
 
 
 def told(error: BaseException) -> str:
-    """Returns what the storage said, or else what the error says, on one line."""
+    """Returns the storage's own message, or else the error's, on one line."""
     first = next(filter(_is_of_storage, _chain(error)), error)
     # Behind this tensorstore lays out how the array was opened.
     text = str(first).split(" [tensorstore_spec")[0].split(" [source locations")[0]
@@ -51,7 +51,7 @@ def told(error: BaseException) -> str:
 
 
 def asked_again(folder: Path, read: Callable[[], T]) -> T:
-    """Returns what ``read`` does, which is called again, aloud, where the storage fails.
+    """Returns the result of ``read``, which is retried, with a message, where the storage fails.
 
     Args:
       folder: what is read. What seems damaged counts as damaged only when its files can be opened.
@@ -85,7 +85,7 @@ def _reached(folder: Path, read: Callable[[], T]) -> T:
 
 
 def _open_all(folder: Path) -> None:
-    """Raises what the storage says where the files in a folder cannot be opened."""
+    """Opens all files in a folder, and raises the error of the storage where it refuses."""
     try:
         if is_remote(folder):
             file_sizes(folder)

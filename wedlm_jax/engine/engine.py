@@ -247,8 +247,8 @@ class Engine:
         return traits.union(self._watched()) if request.traced else traits
 
     def _watched(self) -> Traits:
-        """Returns the traits of a program for traced requests. Who watches one mode watches the
-        others next: they share a program, whatever the window."""
+        """Returns the traits of a program for traced requests: those who watch one mode mostly
+        watch the others next, so all modes and windows share one program."""
         window = self.settings.window
         masks = window > 0
         return Traits(window, paper=masks, verified=masks, autoregressive=True, traced=True)

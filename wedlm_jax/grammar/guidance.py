@@ -109,6 +109,6 @@ class TokenizerGrammars:
 
 
 def _reason(message: str) -> str:
-    """Returns what an error of the library says, without the drawing of where."""
+    """Returns the library's error message, without its drawing of the place."""
     found = re.search(r"^error: (.*)$", message, re.MULTILINE)
     return shortened(found[1] if found else message)

@@ -30,7 +30,7 @@ class GrammarMasks:
         self._masks = all_allowed(sequences, 0, vocab)
 
     def enter(self, index: int, params: SamplingParams, completion: Sequence[int]) -> None:
-        """Follows the sequence at ``index``, which has this completion already."""
+        """Begins to follow the sequence at ``index``, which has this completion already."""
         self.leave(index)
         if params.grammar is not None:
             assert self._grammars is not None, "the engine refuses grammars that it cannot follow"
@@ -39,12 +39,12 @@ class GrammarMasks:
             self._matchers[index] = matcher, params
 
     def clear(self) -> None:
-        """Follows nothing any longer."""
+        """Stops following all sequences."""
         for index in list(self._matchers):
             self.leave(index)
 
     def leave(self, index: int) -> None:
-        """Follows the sequence at ``index`` no longer."""
+        """Stops following the sequence at ``index``."""
         if self._matchers.pop(index, None) is not None:
             self._masks[index] = ~np.uint32(0)
 

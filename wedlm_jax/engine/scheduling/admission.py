@@ -183,7 +183,7 @@ class Admitter:
 
     @staticmethod
     def _has_waited(sequence: SequenceState, maker: SequenceState) -> bool:
-        """Tells whether it has waited for this maker before, which was preempted meanwhile."""
+        """Tells whether it has waited before for this maker, which was preempted meanwhile."""
         return sequence.waited_for.get(maker.number, maker.num_admissions) != maker.num_admissions
 
 

@@ -79,8 +79,8 @@ class ForwardProbe:
         return time.perf_counter() - started, report.num_run
 
     def _windows(self, tokens: int, windowless: bool) -> np.ndarray:
-        """Returns windows with which as many sequences as possible run so many tokens together, −1
-        for no sequence. Many sequences, because each also costs the attention to its text."""
+        """Returns windows that together run so many tokens, spread over as many sequences as
+        possible, because each sequence also costs the attention to its text; −1 for no sequence."""
         each = self._settings.sequences_each
         count = min(max(tokens - (not windowless), 1), each)
         own = np.full(each, -1, np.int32)
