@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import io
 import re
@@ -39,7 +38,6 @@ def main(arguments: list[str]) -> int:
         description="Decodes held-out prompts of three kinds with the embedded model, shows the\n"
         "window of masks as it fills, and measures WeDLM against autoregressive (AR)\n"
         "decoding with the same weights in the same engine.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--seconds",

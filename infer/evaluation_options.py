@@ -53,9 +53,7 @@ def parser() -> argparse.ArgumentParser:
         "  wedlm evaluate --samples 100 --entropy-threshold 0.4 --plot scores.svg\n"
         "  wedlm evaluate --model DIR --questions questions.jsonl --decoders ar verified\n"
         "  wedlm evaluate --model DIR --tasks gsm8k --limit 200 --batch-size 64",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
     )
     add_model_options(result.add_argument_group("model"))
     _add_decoding(result.add_argument_group("decoding"))

@@ -98,9 +98,7 @@ def parser() -> argparse.ArgumentParser:
         "[options]",
         description=DESCRIPTION,
         epilog=FILES.replace("{fields}", field_list(" " * 22, 90)),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
     )
     add = result.add_argument_group("what to complete").add_argument
     add(

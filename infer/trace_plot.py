@@ -5,7 +5,6 @@ Tested by tests/infer/test_trace.py.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,6 @@ def main(arguments: list[str]) -> int:
         "committed, filled out of order, and rejected.",
         epilog="example:\n"
         '  wedlm generate --prompt "Once upon a time" --trace out.json && wedlm plot out.json',
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("trace", metavar="TRACE", help="file of traces")
     parser.add_argument(

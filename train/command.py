@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 from train.distributed import add_options, join
@@ -20,7 +19,6 @@ def main(arguments: list[str]) -> int:
         "A run that was stopped goes on where its last checkpoint stands.",
         epilog=f"fields of the recipe, with their defaults:\n{fields}\n\nexample:\n"
         "  wedlm train --config configs/embedded_wedlm.yaml steps=500 optimizer.learning_rate=1e-3",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="a YAML recipe")
     parser.add_argument(

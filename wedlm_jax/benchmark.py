@@ -57,7 +57,6 @@ class BenchmarkParser(CommandParser):
             description="Measures on this machine, all that is compared in one process and by "
             "turns:\n\n" + "\n".join(lines) + "\n\n" + closing,
             epilog="\n".join(["examples:", *(f"  {line}" for line in examples)]),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         self._comparisons = tuple(comparisons)
         self._known_to: dict[str, tuple[str, ...]] = {}

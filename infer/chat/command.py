@@ -50,9 +50,7 @@ def parser() -> argparse.ArgumentParser:
         usage="wedlm chat [--model DIR] [--system TEXT] [options]",
         description=DESCRIPTION,
         epilog=NOTES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
     )
     result.add_argument("--system", metavar="TEXT", help="the system's message [none]")
     add_model_options(result.add_argument_group("model"))

@@ -60,9 +60,7 @@ def parser() -> argparse.ArgumentParser:
         usage="wedlm serve [--model DIR] [--host HOST] [--port N] [options]",
         description=DESCRIPTION,
         epilog=NOTES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
     )
     _add_server(result.add_argument_group("server"))
     _add_limits(result.add_argument_group("limits"))

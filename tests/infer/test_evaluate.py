@@ -127,7 +127,7 @@ def test_a_model_that_knows_no_masks_decodes_ar_alone(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "qwen3"
-    assert convert([str(checkpoint), str(folder), "--to", "hf", "--model-type", "qwen3"]) == 0
+    assert convert([str(checkpoint), str(folder), "--model-type", "qwen3"]) == 0
     decoders = decoders_at(str(folder), [0.4])
     assert [(d.name, d.params.mode) for d in decoders] == [("AR", "ar")]
     assert "not trained on masks" in capsys.readouterr().err

@@ -57,7 +57,6 @@ def parser() -> argparse.ArgumentParser:
         prog="wedlm tokenize",
         description="Tokenises and packs training data once, for `wedlm train` to read.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help="files and folders to read")

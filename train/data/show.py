@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ def main(arguments: list[str]) -> int:
         epilog="examples:\n"
         "  wedlm rows data/corpus/rows-00000-of-00008.arrayrecord 17 204 --tokenizer Qwen3-8B\n"
         "  wedlm rows runs/embedded_ar/rows.npz 5 --tokenizer runs/embedded_ar/tokenizer",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", type=Path, help="a shard of `wedlm tokenize`, or a run's rows.npz")
     parser.add_argument("rows", nargs="+", type=int, metavar="ROW", help="its number, from 0")

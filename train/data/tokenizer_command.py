@@ -40,7 +40,6 @@ def parser() -> argparse.ArgumentParser:
         prog="wedlm tokenizer",
         description="Makes a tokenizer, with a chat template, an end and a mask token.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help="files and folders to read")

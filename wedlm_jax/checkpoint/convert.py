@@ -53,13 +53,14 @@ def main(arguments: list[str]) -> int:
         "                                                       same format, other dtype\n"
         "  wedlm convert runs/my ./now                          a run's newest state, while it\n"
         "                                                       trains\n"
-        "  wedlm convert runs/my/hf ./qwen --to hf --model-type qwen3\n"
+        "  wedlm convert runs/my/hf ./qwen --model-type qwen3\n"
         "                                                       for transformers, as a Qwen3",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", metavar="SOURCE", help="a checkpoint folder, or a training run's")
     parser.add_argument("destination", metavar="DESTINATION", help="the folder to write")
-    parser.add_argument("--to", choices=FORMATS, help="the format to write [the other one]")
+    parser.add_argument(
+        "--to", choices=FORMATS, help="the format to write [the other one; hf with --model-type]"
+    )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="cast the weights [as they are]"
     )
@@ -121,7 +122,8 @@ def convert(
         ``checkpoints`` or one state in there: of a run the newest state's parameters are written,
         not their average.
       destination: must be absent or empty, or a checkpoint with ``force``.
-      to: "hf" or "orbax"; by default the format that the source has not, "hf" for a run.
+      to: "hf" or "orbax"; by default "hf" of a run and with ``model_type``, else the format that
+        the source has not.
       dtype: "float32", "bfloat16" or "float16"; as it is by default.
       model_type: "wedlm", "qwen2" or "qwen3", written into ``config.json``; "qwen" for the one of
         the latter that fits; as it is by default.
@@ -135,7 +137,8 @@ def convert(
     source, destination = as_path(source), as_path(destination)
     described = run_model_folder(source) if config_from is None else as_path(config_from)
     found = format_of(source) if described is None else RUN
-    target = to or next(name for name in FORMATS if name != found)
+    other = next(name for name in FORMATS if name != found)
+    target = to or (other if model_type is None else "hf")
     if target not in FORMATS:
         raise InputError(f"to: expected one of {', '.join(FORMATS)}, not {target!r}")
     if target == found and dtype is None and model_type is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from pathlib import Path
@@ -30,7 +29,6 @@ def main(arguments: list[str]) -> int:
         "  wedlm info                                   the embedded model\n"
         "  wedlm info runs/my/hf                        a checkpoint of your own\n"
         "  wedlm info ./WeDLM-8B --json | jq .parameters.total",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "folder", nargs="?", metavar="DIR", help="a checkpoint folder [the embedded model]"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-
 from wedlm_jax.checkpoint.convert import run
 from wedlm_jax.host.command_line import CommandParser
 
@@ -15,7 +13,6 @@ def main(arguments: list[str]) -> int:
         "WeDLM, and decode it autoregressively: Hugging Face's files, named qwen3 or\n"
         "qwen2 by the parameters. SOURCE is any that `wedlm convert` reads.",
         epilog="example:\n  wedlm export runs/mine/hf mine-qwen --dtype bfloat16",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", metavar="SOURCE", help="a checkpoint folder, or a training run's")
     parser.add_argument("destination", metavar="DESTINATION", help="the folder to write")

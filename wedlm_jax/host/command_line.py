@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parses as argparse does, and says beside an unknown option which known one is nearest."""
+    """Parses as argparse does, but takes no abbreviations, keeps the lines of help texts, and says
+    beside an unknown option which known one is nearest."""
+
+    def __init__(self, **options: Any):
+        super().__init__(
+            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options
+        )
 
     def error(self, message: str) -> NoReturn:
         """Ends the command with its usage and one sentence, and with status 2."""
