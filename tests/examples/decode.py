@@ -42,14 +42,16 @@ SAFE_MARGIN = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Case:
+    """A prompt to decode, its options, and its window."""
+
     prompt: tuple[int, ...]
     params: SamplingParams
     window: int
 
 
 @st.composite
-def rows(draw: st.DrawFn, *, window: int = 4) -> Row:
+def cases(draw: st.DrawFn, *, window: int = 4) -> Case:
     """A prompt (which may hold the mask's id), parameters, and a window of at most ``window``."""
     prompt = draw(st.lists(st.integers(0, 23), min_size=1, max_size=LONGEST_PROMPT))
     hot = draw(st.booleans())
@@ -64,13 +66,13 @@ def rows(draw: st.DrawFn, *, window: int = 4) -> Row:
         position_penalty=draw(st.sampled_from([0.0, 0.02, 0.4])),
         seed=draw(st.integers(0, 2**32 - 1)),
     )
-    return Row(tuple(prompt), params, draw(st.integers(1, window)) if window else 0)
+    return Case(tuple(prompt), params, draw(st.integers(1, window)) if window else 0)
 
 
 @st.composite
-def rows_with_options(draw: st.DrawFn, *, window: int = 4) -> Row:
-    """As `rows`, with any of the options that change logits; few tokens, often repeated."""
-    row = draw(rows(window=window))
+def cases_with_options(draw: st.DrawFn, *, window: int = 4) -> Case:
+    """As `cases`, with any of the options that change logits; few tokens, often repeated."""
+    case = draw(cases(window=window))
     token = st.integers(0, 22)
 
     def some(values: st.SearchStrategy[Any], otherwise: Any) -> Any:
@@ -79,9 +81,9 @@ def rows_with_options(draw: st.DrawFn, *, window: int = 4) -> Row:
     biases = st.dictionaries(token, st.sampled_from([-100, -1.5, 2, 5]), max_size=5)
     words = st.lists(st.lists(token, min_size=1, max_size=3).map(tuple), max_size=4)
     params = dataclasses.replace(
-        row.params,
-        min_p=some(st.sampled_from([0.05, 0.3]), 0.0) if row.params.temperature else 0.0,
-        min_tokens=min(some(st.integers(1, 12), 0), row.params.max_tokens),
+        case.params,
+        min_p=some(st.sampled_from([0.05, 0.3]), 0.0) if case.params.temperature else 0.0,
+        min_tokens=min(some(st.integers(1, 12), 0), case.params.max_tokens),
         repetition_penalty=some(st.sampled_from([0.5, 1.3, 4.0]), 1.0),
         presence_penalty=some(st.sampled_from([-2.0, 0.6, 2.0]), 0.0),
         frequency_penalty=some(st.sampled_from([-0.3, 0.4, 2.0]), 0.0),
@@ -89,11 +91,11 @@ def rows_with_options(draw: st.DrawFn, *, window: int = 4) -> Row:
         bad_words=tuple(some(words, [])),
         logprobs=some(st.integers(0, 4), None),
     )
-    return dataclasses.replace(row, params=params)
+    return dataclasses.replace(case, params=params)
 
 
-def batches(*, window: int = 4) -> st.SearchStrategy[list[Row]]:
-    return st.lists(rows(window=window), min_size=BATCH, max_size=BATCH)
+def batches(*, window: int = 4) -> st.SearchStrategy[list[Case]]:
+    return st.lists(cases(window=window), min_size=BATCH, max_size=BATCH)
 
 
 EVERYTHING = [
@@ -127,13 +129,15 @@ def small_engine(
     return engine
 
 
-def requests_of(batch: Sequence[Row], first: int = 0) -> list[Request]:
-    """Requests of the rows, numbered from ``first``."""
-    return [Request(first + i, row.prompt, row.params, row.window) for i, row in enumerate(batch)]
+def requests_of(batch: Sequence[Case], first: int = 0) -> list[Request]:
+    """Requests of the cases, numbered from ``first``."""
+    return [
+        Request(first + i, case.prompt, case.params, case.window) for i, case in enumerate(batch)
+    ]
 
 
-def run(engine: Engine, batch: Sequence[Row]) -> list[Completion]:
-    """Decodes the rows, all submitted at once; results in their order, but for what was cached of
+def run(engine: Engine, batch: Sequence[Case]) -> list[Completion]:
+    """Decodes the cases, all submitted at once; results in their order, but for what was cached of
     a prompt, which depends on who was there before."""
     return [as_if_first(result) for result in engine.decode(requests_of(batch))]
 
@@ -142,9 +146,9 @@ def as_if_first(result: Completion) -> Completion:
     return dataclasses.replace(result, num_cached_tokens=0)
 
 
-def in_mode(row: Row, mode: str, **changes: object) -> Row:
-    params = dataclasses.replace(row.params, mode=mode, **changes)  # type: ignore[arg-type]
-    return dataclasses.replace(row, params=params)
+def in_mode(case: Case, mode: str, **changes: object) -> Case:
+    params = dataclasses.replace(case.params, mode=mode, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(case, params=params)
 
 
 def say_the_same(ours: Completion, theirs: Completion) -> bool:
@@ -168,13 +172,13 @@ def assert_logprobs_near(ours: Completion, theirs: Completion) -> None:
 
 
 def reference(
-    forward: FullForward, config: ModelConfig, row: Row, refill: str = "streaming"
+    forward: FullForward, config: ModelConfig, case: Case, refill: str = "streaming"
 ) -> Decoded:
     return decode(
         forward,
-        row.prompt,
-        row.params,
-        window=row.window,
+        case.prompt,
+        case.params,
+        window=case.window,
         mask_token_id=config.require_mask_token_id(),
         eos_token_ids=config.eos_token_ids,
         refill=refill,

@@ -13,7 +13,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.examples.decode import TINY, Row, requests_of, run, small_engine
+from tests.examples.decode import TINY, Case, requests_of, run, small_engine
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.attention.int8 import Int8Rows, to_float, to_int8
 from wedlm_jax.attention.ragged import check_ragged_backend
@@ -51,18 +51,20 @@ def engine(tiny_model: Transformer) -> Engine:
     return small_engine(tiny_model, params, kv_cache_dtype="int8", deterministic=True)
 
 
-def rows_in(mode: str) -> list[Row]:
+def cases_in(mode: str) -> list[Case]:
     params = SamplingParams(
         mode=mode, max_tokens=14, temperature=0.7, entropy_threshold=2.0, draft_budget=50.0
     )
-    return [Row(prompt, dataclasses.replace(params, seed=i), 4) for i, prompt in enumerate(PROMPTS)]
+    return [
+        Case(prompt, dataclasses.replace(params, seed=i), 4) for i, prompt in enumerate(PROMPTS)
+    ]
 
 
 def test_the_cache_is_of_bytes_and_changes_what_is_said_but_little(
     engine: Engine, tiny_model: Transformer
 ) -> None:
     prompt = PROMPTS[0]
-    engine.step(requests_of(rows_in("paper")[:1]), max_forwards=2)
+    engine.step(requests_of(cases_in("paper")[:1]), max_forwards=2)
     pages, table = engine.device._pages, engine.scheduler._table[0]
     assert isinstance(pages, Int8Rows)
     assert pages.values.dtype == jnp.int8
@@ -92,7 +94,7 @@ def test_the_cache_is_of_bytes_and_changes_what_is_said_but_little(
 
 def test_verified_sequences_have_the_tokens_of_autoregressive_ones(engine: Engine) -> None:
     """Though these read from the cache what those still have in their windows."""
-    expected, found = run(engine, rows_in("ar")), run(engine, rows_in("verified"))
+    expected, found = run(engine, cases_in("ar")), run(engine, cases_in("verified"))
     assert [r.token_ids for r in found] == [r.token_ids for r in expected]
     # Some drafts were right: every forward commits a token, and some more than one.
     assert sum(r.num_forwards for r in found) < sum(len(r.token_ids) for r in found)
@@ -101,10 +103,10 @@ def test_verified_sequences_have_the_tokens_of_autoregressive_ones(engine: Engin
 @pytest.mark.parametrize("mode", MODES)
 def test_chunks_and_prefixes_taken_over_change_nothing(engine: Engine, mode: str) -> None:
     alone = []
-    for row in rows_in(mode):
+    for case in cases_in(mode):
         engine.scheduler = engine._new_scheduler()  # forgets what is cached
-        alone += run(engine, [row])
-    assert run(engine, rows_in(mode) * 2) == alone * 2
+        alone += run(engine, [case])
+    assert run(engine, cases_in(mode) * 2) == alone * 2
     assert engine.counters.prefix_tokens > 0
 
 

@@ -14,11 +14,11 @@ from tests.examples.decode import (
     BATCH,
     SAFE_MARGIN,
     TINY,
-    Row,
+    Case,
     batches,
+    cases,
+    cases_with_options,
     reference,
-    rows,
-    rows_with_options,
     run,
 )
 from tests.reference.decode_loop import Decoded, FullForward
@@ -48,60 +48,60 @@ def assert_equal(result: Completion, answer: Decoded) -> None:
 
 
 def assert_equals_reference(
-    engine: Engine, full_forward: FullForward, batch: list[Row], refill: str = "streaming"
+    engine: Engine, full_forward: FullForward, batch: list[Case], refill: str = "streaming"
 ) -> None:
     compared = 0
-    for row, result in zip(batch, run(engine, batch), strict=True):
-        assert not bad_words_in(result.token_ids, row.params)
-        answer = reference(full_forward, TINY, row, refill)
+    for case, result in zip(batch, run(engine, batch), strict=True):
+        assert not bad_words_in(result.token_ids, case.params)
+        answer = reference(full_forward, TINY, case, refill)
         if answer.margin > SAFE_MARGIN:
             compared += 1
             assert_equal(result, answer)
     assume(compared)
 
 
-def batches_with_options(window: int) -> st.SearchStrategy[list[Row]]:
-    return st.lists(rows_with_options(window=window), min_size=BATCH, max_size=BATCH)
+def batches_with_options(window: int) -> st.SearchStrategy[list[Case]]:
+    return st.lists(cases_with_options(window=window), min_size=BATCH, max_size=BATCH)
 
 
 @given(batch=batches())
 def test_streaming_equals_the_python_loop(
-    streaming_engine: Engine, full_forward: FullForward, batch: list[Row]
+    streaming_engine: Engine, full_forward: FullForward, batch: list[Case]
 ) -> None:
     assert_equals_reference(streaming_engine, full_forward, batch)
 
 
 @given(batch=batches())
 def test_blockwise_equals_the_python_loop(
-    blockwise_engine: Engine, full_forward: FullForward, batch: list[Row]
+    blockwise_engine: Engine, full_forward: FullForward, batch: list[Case]
 ) -> None:
     assert_equals_reference(blockwise_engine, full_forward, batch, "blockwise")
 
 
 @given(batch=batches(window=0))
 def test_a_window_of_0_equals_full_forwards_token_by_token(
-    autoregressive_engine: Engine, full_forward: FullForward, batch: list[Row]
+    autoregressive_engine: Engine, full_forward: FullForward, batch: list[Case]
 ) -> None:
     assert_equals_reference(autoregressive_engine, full_forward, batch)
 
 
 @given(batch=batches_with_options(window=4))
 def test_streaming_with_options_equals_the_python_loop(
-    streaming_engine: Engine, full_forward: FullForward, batch: list[Row]
+    streaming_engine: Engine, full_forward: FullForward, batch: list[Case]
 ) -> None:
     assert_equals_reference(streaming_engine, full_forward, batch)
 
 
 @given(batch=batches_with_options(window=0))
 def test_autoregressive_decoding_with_options_equals_the_python_loop(
-    autoregressive_engine: Engine, full_forward: FullForward, batch: list[Row]
+    autoregressive_engine: Engine, full_forward: FullForward, batch: list[Case]
 ) -> None:
     assert_equals_reference(autoregressive_engine, full_forward, batch)
 
 
-@given(many=st.lists(rows_with_options(), min_size=5, max_size=10))
+@given(many=st.lists(cases_with_options(), min_size=5, max_size=10))
 def test_more_than_decode_together_equal_the_python_loop(
-    streaming_engine: Engine, full_forward: FullForward, many: list[Row]
+    streaming_engine: Engine, full_forward: FullForward, many: list[Case]
 ) -> None:
     """Later ones take the places and the pages of those that have finished."""
     assert_equals_reference(streaming_engine, full_forward, many)
@@ -109,24 +109,24 @@ def test_more_than_decode_together_equal_the_python_loop(
 
 @given(batch=batches())
 def test_the_sizes_of_a_forward_change_nothing(
-    streaming_engine: Engine, one_size_engine: Engine, full_forward: FullForward, batch: list[Row]
+    streaming_engine: Engine, one_size_engine: Engine, full_forward: FullForward, batch: list[Case]
 ) -> None:
     ours, theirs = run(streaming_engine, batch), run(one_size_engine, batch)
-    for row, one, other in zip(batch, ours, theirs, strict=True):
-        if reference(full_forward, TINY, row).margin > SAFE_MARGIN:
+    for case, one, other in zip(batch, ours, theirs, strict=True):
+        if reference(full_forward, TINY, case).margin > SAFE_MARGIN:
             assert one == other
 
 
-@given(row=rows(), others=st.lists(rows_with_options(), min_size=3, max_size=3))
+@given(case=cases(), others=st.lists(cases_with_options(), min_size=3, max_size=3))
 def test_a_sequence_without_options_is_what_it_is_where_nobody_has_them(
     streaming_engine: Engine,
     one_size_engine: Engine,
     full_forward: FullForward,
-    row: Row,
-    others: list[Row],
+    case: Case,
+    others: list[Case],
 ) -> None:
-    assume(reference(full_forward, TINY, row).margin > SAFE_MARGIN)
-    assert run(streaming_engine, [row, *others])[0] == run(one_size_engine, [row])[0]
+    assume(reference(full_forward, TINY, case).margin > SAFE_MARGIN)
+    assert run(streaming_engine, [case, *others])[0] == run(one_size_engine, [case])[0]
 
 
 # --- bad words ---------------------------------------------------------------------------
@@ -139,12 +139,12 @@ def test_masks_that_are_filled_together_make_no_bad_word(
     with them in one forward then take more."""
     shown = 0
     for first in range(2, 10):
-        row = Row((first, 9, 4), AT_ONCE, 4)
-        whole = run(streaming_engine, [row])[0]
+        case = Case((first, 9, 4), AT_ONCE, 4)
+        whole = run(streaming_engine, [case])[0]
         pairs = tuple(sorted(set(itertools.pairwise(whole.token_ids))))[:8]
         params = dataclasses.replace(AT_ONCE, bad_words=pairs)
         assert bad_words_in(whole.token_ids, params)
-        without = Row(row.prompt, params, 4)
+        without = Case(case.prompt, params, 4)
         result = run(streaming_engine, [without])[0]
         assert not bad_words_in(result.token_ids, params)
         answer = reference(full_forward, TINY, without)
@@ -159,12 +159,12 @@ def test_a_bad_word_may_begin_in_the_prompt(autoregressive_engine: Engine) -> No
     """Token by token, a word whose first token the completion lacks forbids nothing."""
     tried = 0
     for last in range(2, 22):
-        row = Row((3, 9, last), PLAIN, 0)
-        whole = run(autoregressive_engine, [row])[0]
+        case = Case((3, 9, last), PLAIN, 0)
+        whole = run(autoregressive_engine, [case])[0]
         if last not in whole.token_ids:
             tried += 1
             params = dataclasses.replace(PLAIN, bad_words=((last, whole.token_ids[0]),))
-            without = dataclasses.replace(row, params=params)
+            without = dataclasses.replace(case, params=params)
             assert run(autoregressive_engine, [without])[0] == whole
         if tried == 3:
             return
@@ -177,12 +177,12 @@ def test_a_bad_word_may_begin_in_the_prompt(autoregressive_engine: Engine) -> No
 def test_a_stop_token_ends_the_sequence_and_is_kept(
     streaming_engine: Engine, full_forward: FullForward
 ) -> None:
-    whole = run(streaming_engine, [Row((3, 9, 4), PLAIN, 4)])[0]
+    whole = run(streaming_engine, [Case((3, 9, 4), PLAIN, 4)])[0]
     stop = whole.token_ids[0]
-    row = Row((3, 9, 4), dataclasses.replace(PLAIN, stop_token_ids=(stop,)), 4)
-    result = run(streaming_engine, [row])[0]
+    case = Case((3, 9, 4), dataclasses.replace(PLAIN, stop_token_ids=(stop,)), 4)
+    result = run(streaming_engine, [case])[0]
     assert (result.token_ids, result.finish_reason) == ([stop], "stop")
-    assert result.token_ids == reference(full_forward, TINY, row).token_ids
+    assert result.token_ids == reference(full_forward, TINY, case).token_ids
 
 
 @pytest.mark.parametrize("kind", ["streaming", "blockwise", "autoregressive"])
@@ -191,7 +191,7 @@ def test_one_token_at_most(kind: str, request: pytest.FixtureRequest) -> None:
     window = engine.settings.window
     prompts = [(3,), (4, 5), (6, 7, 8), (9, 10)]
     params = SamplingParams(mode="paper", max_tokens=1, entropy_threshold=9.0)
-    for result in run(engine, [Row(prompt, params, window) for prompt in prompts]):
+    for result in run(engine, [Case(prompt, params, window) for prompt in prompts]):
         assert len(result.token_ids) == 1
         assert result.finish_reason == ("stop" if result.token_ids == [1] else "length")
         # A window commits in the forward after the one that filled; AR's first token comes with
@@ -207,10 +207,10 @@ def test_a_text_may_end_exactly_at_the_context_s_end(
     params = SamplingParams(mode="paper", max_tokens=most, entropy_threshold=1.6)
     ended = 0
     for first in range(2, 22, 4):
-        batch = [Row(tuple([first + i, 7, 3, 11] * 7), params, 4) for i in range(4)]
+        batch = [Case(tuple([first + i, 7, 3, 11] * 7), params, 4) for i in range(4)]
         assert len(batch[0].prompt) == TINY.max_position_embeddings - most
         streaming_engine.check(batch[0].prompt, params)
-        for row, result in zip(batch, run(streaming_engine, batch), strict=True):
+        for case, result in zip(batch, run(streaming_engine, batch), strict=True):
             ended += result.finish_reason == "length"
-            assert result.token_ids == reference(full_forward, TINY, row).token_ids
+            assert result.token_ids == reference(full_forward, TINY, case).token_ids
     assert ended

@@ -18,13 +18,13 @@ from scipy import stats
 
 from tests.examples.decode import (
     TINY,
-    Row,
+    Case,
     assert_logprobs_near,
     assert_same,
+    cases,
+    cases_with_options,
     in_mode,
     requests_of,
-    rows,
-    rows_with_options,
     run,
     say_the_same,
     small_engine,
@@ -93,10 +93,10 @@ def test_masks_draft_until_the_budget_is_spent_but_never_the_first() -> None:
 
 
 @st.composite
-def mixed_rows(draw: st.DrawFn) -> list[Row]:
+def mixed_rows(draw: st.DrawFn) -> list[Case]:
     """Four: two verified, one of each of the other modes, in any order, with any options."""
     modes = draw(st.permutations(["verified", "verified", "ar", "paper"]))
-    some = rows() | rows_with_options()
+    some = cases() | cases_with_options()
     return [
         in_mode(draw(some), mode, draft_budget=draw(st.sampled_from(BUDGETS))) for mode in modes
     ]
@@ -104,31 +104,31 @@ def mixed_rows(draw: st.DrawFn) -> list[Row]:
 
 @given(batch=mixed_rows())
 def test_a_verified_sequence_has_the_tokens_of_an_autoregressive_one(
-    streaming_engine: Engine, batch: list[Row]
+    streaming_engine: Engine, batch: list[Case]
 ) -> None:
-    expected = run(streaming_engine, [in_mode(row, "ar") for row in batch])
-    for row, ours, theirs in zip(batch, run(streaming_engine, batch), expected, strict=True):
-        if row.params.mode != "paper":
+    expected = run(streaming_engine, [in_mode(case, "ar") for case in batch])
+    for case, ours, theirs in zip(batch, run(streaming_engine, batch), expected, strict=True):
+        if case.params.mode != "paper":
             assert say_the_same(ours, theirs)
-        if row.params.mode == "verified":
+        if case.params.mode == "verified":
             # Each adds one token at least; the first, which ends the prompt, is counted here.
             assert ours.num_forwards <= theirs.num_forwards + 1
-            assert ours.num_token_instances <= 2 * row.window * ours.num_forwards
+            assert ours.num_token_instances <= 2 * case.window * ours.num_forwards
 
 
-@given(batch=st.lists(rows_with_options(), min_size=2, max_size=4))
+@given(batch=st.lists(cases_with_options(), min_size=2, max_size=4))
 def test_log_probabilities_are_those_of_the_autoregressive_sequence(
-    streaming_engine: Engine, batch: list[Row]
+    streaming_engine: Engine, batch: list[Case]
 ) -> None:
-    asked = [in_mode(row, "verified", logprobs=3, draft_budget=50.0) for row in batch]
-    expected = run(streaming_engine, [in_mode(row, "ar") for row in asked])
+    asked = [in_mode(case, "verified", logprobs=3, draft_budget=50.0) for case in batch]
+    expected = run(streaming_engine, [in_mode(case, "ar") for case in asked])
     for ours, theirs in zip(run(streaming_engine, asked), expected, strict=True):
         assert_logprobs_near(ours, theirs)
 
 
 def test_drafts_that_are_right_save_forwards(streaming_engine: Engine) -> None:
     params = SamplingParams(mode="verified", max_tokens=20, draft_budget=50.0, ignore_eos=True)
-    batch = [Row((3 + i, 9, 4), params, 4) for i in range(8)]
+    batch = [Case((3 + i, 9, 4), params, 4) for i in range(8)]
     results = run(streaming_engine, batch)
     assert sum(result.num_forwards for result in results) < 0.95 * sum(
         len(result.token_ids) for result in results
@@ -137,12 +137,12 @@ def test_drafts_that_are_right_save_forwards(streaming_engine: Engine) -> None:
 
 @given(batch=mixed_rows())
 def test_a_paper_sequence_beside_verified_ones_is_as_alone(
-    streaming_engine: Engine, batch: list[Row]
+    streaming_engine: Engine, batch: list[Case]
 ) -> None:
     results = run(streaming_engine, batch)
-    for row, result in zip(batch, results, strict=True):
-        if row.params.mode == "paper":
-            assert_same(run(streaming_engine, [row])[0], result)
+    for case, result in zip(batch, results, strict=True):
+        if case.params.mode == "paper":
+            assert_same(run(streaming_engine, [case])[0], result)
 
 
 @pytest.fixture(scope="module")
@@ -160,8 +160,8 @@ def test_the_tokens_are_the_same_at_every_width(wide_engine: Engine, window: int
         params = SamplingParams(
             temperature=[0.0, 0.7][seed % 2], seed=seed, max_tokens=20, draft_budget=4.0
         )
-        batch.append(Row(prompt, params, window))
-    expected = run(wide_engine, [in_mode(row, "ar") for row in batch])
+        batch.append(Case(prompt, params, window))
+    expected = run(wide_engine, [in_mode(case, "ar") for case in batch])
     assert all(map(say_the_same, run(wide_engine, batch), expected))
 
 
@@ -190,12 +190,12 @@ def shifting_engine(tiny_model: Transformer) -> Engine:
     return engine
 
 
-@given(batch=st.lists(rows(), min_size=1, max_size=6), forwards=st.integers(1, 4))
+@given(batch=st.lists(cases(), min_size=1, max_size=6), forwards=st.integers(1, 4))
 def test_the_window_may_change_at_any_time(
-    shifting_engine: Engine, batch: list[Row], forwards: int
+    shifting_engine: Engine, batch: list[Case], forwards: int
 ) -> None:
-    drafting = [in_mode(row, "verified", draft_budget=5.0) for row in batch]
-    expected = run(shifting_engine, [in_mode(row, "ar") for row in batch])
+    drafting = [in_mode(case, "verified", draft_budget=5.0) for case in batch]
+    expected = run(shifting_engine, [in_mode(case, "ar") for case in batch])
     results = {}
     submitted = requests_of(drafting)
     while submitted or shifting_engine.has_work:
@@ -214,12 +214,12 @@ class Narrowing(FixedWindows):
         return [0] * len(running) if self.narrow else super().choose(running)
 
 
-@given(row=rows(), before=st.integers(0, 6))
+@given(case=cases(), before=st.integers(0, 6))
 def test_a_paper_sequence_goes_on_token_by_token_from_what_it_has_committed(
-    shifting_engine: Engine, row: Row, before: int
+    shifting_engine: Engine, case: Case, before: int
 ) -> None:
     """What was filled and not committed is forgotten."""
-    greedy = in_mode(row, "paper", temperature=0.0, top_k=0, top_p=1.0, stop_token_ids=())
+    greedy = in_mode(case, "paper", temperature=0.0, top_k=0, top_p=1.0, stop_token_ids=())
     windows = Narrowing(4)
     plain, shifting_engine.windows = shifting_engine.windows, windows
     shifting_engine.scheduler = shifting_engine._new_scheduler()
@@ -238,7 +238,7 @@ def test_a_paper_sequence_goes_on_token_by_token_from_what_it_has_committed(
         if left == 0 or 1 in text:
             assert result.token_ids == text
             return
-        rest = in_mode(Row((*row.prompt, *text), greedy.params, 0), "ar", max_tokens=left)
+        rest = in_mode(Case((*case.prompt, *text), greedy.params, 0), "ar", max_tokens=left)
         assert result.token_ids == text + run(shifting_engine, [rest])[0].token_ids
     finally:
         shifting_engine.windows = plain

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.examples.decode import Row, in_mode, requests_of, run, say_the_same, small_engine
+from tests.examples.decode import Case, in_mode, requests_of, run, say_the_same, small_engine
 from wedlm_jax.completion import Completion
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.events import Finished
@@ -36,7 +36,7 @@ def engine(request: pytest.FixtureRequest, tiny_model: Transformer) -> Engine:
     )
 
 
-def some_rows(window: int, seed: int) -> list[Row]:
+def some_cases(window: int, seed: int) -> list[Case]:
     rng = np.random.default_rng(seed)
     made = []
     for number in range(COUNT):
@@ -49,24 +49,24 @@ def some_rows(window: int, seed: int) -> list[Row]:
             draft_budget=6.0,
             ignore_eos=True,
         )
-        made.append(Row(prompt, params, int(rng.integers(1, window + 1))))
+        made.append(Case(prompt, params, int(rng.integers(1, window + 1))))
     return made
 
 
 def test_verified_equals_autoregressive_alone_and_together(engine: Engine) -> None:
-    batch = some_rows(engine.settings.window, 0)
+    batch = some_cases(engine.settings.window, 0)
     drafted = run(engine, batch)
-    expected = run(engine, [in_mode(row, "ar") for row in batch])
+    expected = run(engine, [in_mode(case, "ar") for case in batch])
     assert all(map(say_the_same, drafted, expected))
     assert run(engine, batch[::-1]) == drafted[::-1]
-    assert [run(engine, [row])[0] for row in batch[:20]] == drafted[:20]
+    assert [run(engine, [case])[0] for case in batch[:20]] == drafted[:20]
     # There is something to tell apart: with other numbers the same prompts say other things.
-    reseeded = [in_mode(row, "ar", seed=row.params.seed + 1) for row in batch[1::2]]
+    reseeded = [in_mode(case, "ar", seed=case.params.seed + 1) for case in batch[1::2]]
     assert run(engine, reseeded) != expected[1::2]
 
 
 def test_neither_arrival_nor_aborts_change_a_token(engine: Engine) -> None:
-    batch = some_rows(engine.settings.window, 1)
+    batch = some_cases(engine.settings.window, 1)
     expected = run(engine, batch)
     rng = np.random.default_rng(2)
     waiting = requests_of(batch)

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from tests.examples.decode import (
     DRAWN,
     TINY,
-    Row,
+    Case,
     as_if_first,
     assert_same,
     batches,
+    cases,
+    cases_with_options,
     in_mode,
     requests_of,
-    rows,
-    rows_with_options,
     run,
     small_engine,
 )
@@ -37,38 +37,40 @@ from wedlm_jax.params import SamplingParams
 PLAIN = SamplingParams(mode="paper", max_tokens=12, entropy_threshold=1.6)
 
 
-def any_mode(row: Row, mode: str) -> Row:
-    return in_mode(row, mode, draft_budget=4.0)
+def any_mode(case: Case, mode: str) -> Case:
+    return in_mode(case, mode, draft_budget=4.0)
 
 
-some_rows = st.builds(
-    any_mode, rows() | rows_with_options(), st.sampled_from(["paper", "verified", "ar"])
+some_cases = st.builds(
+    any_mode, cases() | cases_with_options(), st.sampled_from(["paper", "verified", "ar"])
 )
 
 
 # --- in any company ----------------------------------------------------------------------
 
 
-@given(row=some_rows, others=st.lists(some_rows, min_size=3, max_size=3), place=st.integers(0, 3))
+@given(
+    case=some_cases, others=st.lists(some_cases, min_size=3, max_size=3), place=st.integers(0, 3)
+)
 def test_a_sequence_alone_equals_the_sequence_among_any_others(
-    streaming_engine: Engine, row: Row, others: list[Row], place: int
+    streaming_engine: Engine, case: Case, others: list[Case], place: int
 ) -> None:
-    batch = [*others[:place], row, *others[place:]]
-    assert_same(run(streaming_engine, batch)[place], run(streaming_engine, [row])[0])
+    batch = [*others[:place], case, *others[place:]]
+    assert_same(run(streaming_engine, batch)[place], run(streaming_engine, [case])[0])
 
 
-@given(batch=st.lists(some_rows, min_size=2, max_size=6), data=st.data())
+@given(batch=st.lists(some_cases, min_size=2, max_size=6), data=st.data())
 def test_autoregressive_sequences_and_windows_run_side_by_side(
-    streaming_engine: Engine, autoregressive_engine: Engine, batch: list[Row], data: st.DataObject
+    streaming_engine: Engine, autoregressive_engine: Engine, batch: list[Case], data: st.DataObject
 ) -> None:
     plain = [data.draw(st.booleans()) for _ in batch]
     mixed = [
-        dataclasses.replace(row, window=0) if without else row
-        for row, without in zip(batch, plain, strict=True)
+        dataclasses.replace(case, window=0) if without else case
+        for case, without in zip(batch, plain, strict=True)
     ]
-    for row, without, result in zip(mixed, plain, run(streaming_engine, mixed), strict=True):
+    for case, without, result in zip(mixed, plain, run(streaming_engine, mixed), strict=True):
         engine = autoregressive_engine if without else streaming_engine
-        assert_same(result, run(engine, [row])[0])
+        assert_same(result, run(engine, [case])[0])
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +90,11 @@ def roomy_engine(tiny_model: Transformer) -> Engine:
     )
 
 
-@given(row=st.builds(any_mode, rows(), st.sampled_from(["paper", "verified", "ar"])))
+@given(case=st.builds(any_mode, cases(), st.sampled_from(["paper", "verified", "ar"])))
 def test_pages_chunks_and_the_engine_s_window_change_nothing(
-    streaming_engine: Engine, roomy_engine: Engine, row: Row
+    streaming_engine: Engine, roomy_engine: Engine, case: Case
 ) -> None:
-    assert run(roomy_engine, [row]) == run(streaming_engine, [row])
+    assert run(roomy_engine, [case]) == run(streaming_engine, [case])
 
 
 # --- burst by burst ----------------------------------------------------------------------
@@ -112,7 +114,7 @@ def take(events: list[Any], results: dict[int, Completion]) -> None:
 
 @given(batch=batches(), slices=st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_short_bursts_equal_all_at_once(
-    streaming_engine: Engine, batch: list[Row], slices: list[int]
+    streaming_engine: Engine, batch: list[Case], slices: list[int]
 ) -> None:
     expected = run(streaming_engine, batch)
     results: dict[int, Completion] = {}
@@ -140,21 +142,21 @@ def test_short_bursts_equal_all_at_once(
 
 @given(batch=batches(), data=st.data())
 def test_a_cut_sequence_is_counted_as_if_it_had_stopped_there(
-    streaming_engine: Engine, batch: list[Row], data: st.DataObject
+    streaming_engine: Engine, batch: list[Case], data: st.DataObject
 ) -> None:
     """Cut at some token's first appearance, against a run with that token as a stop id."""
     cuts, stopping = [], []
-    for row, whole in zip(batch, run(streaming_engine, batch), strict=True):
+    for case, whole in zip(batch, run(streaming_engine, batch), strict=True):
         end = data.draw(st.integers(1, len(whole.token_ids)))
         token = whole.token_ids[end - 1]
         cuts.append(whole.cut(whole.token_ids.index(token) + 1))
-        stopping.append(in_mode(row, "paper", stop_token_ids=(token,)))
+        stopping.append(in_mode(case, "paper", stop_token_ids=(token,)))
     assert run(streaming_engine, stopping) == cuts
 
 
 def test_an_abort_ends_one_sequence_and_no_other(streaming_engine: Engine) -> None:
     slow = dataclasses.replace(PLAIN, entropy_threshold=None)
-    batch = [Row((3 + i, 9), slow, 4) for i in range(4)]
+    batch = [Case((3 + i, 9), slow, 4) for i in range(4)]
     expected = run(streaming_engine, batch)
     results: dict[int, Completion] = {}
     take(streaming_engine.step(requests_of(batch), max_forwards=2), results)
@@ -189,7 +191,7 @@ def test_a_request_with_options_among_those_without(
 ) -> None:
     """It comes while others run for which the program was made without them."""
     biased = dataclasses.replace(PLAIN, logit_bias={7: 100})
-    batch = [Row((3 + i, 9), biased if i == 3 else PLAIN, 4) for i in range(6)]
+    batch = [Case((3 + i, 9), biased if i == 3 else PLAIN, 4) for i in range(6)]
     first, rest = requests_of(batch[:2]), requests_of(batch[2:], first=2)
     results: dict[int, Completion] = {}
     take(one_size_engine.step(first, max_forwards=3), results)
@@ -200,15 +202,15 @@ def test_a_request_with_options_among_those_without(
 
 
 def test_a_prompt_that_is_too_long_fails_alone(streaming_engine: Engine) -> None:
-    row = Row((3, 9), PLAIN, 4)
-    requests = [Request(0, [3] * 40, PLAIN), *requests_of([row], first=1)]
+    case = Case((3, 9), PLAIN, 4)
+    requests = [Request(0, [3] * 40, PLAIN), *requests_of([case], first=1)]
     failed, *events = streaming_engine.step(requests)
     assert isinstance(failed, Failed)
     assert isinstance(failed.error, InputError)
     results: dict[int, Completion] = {}
     take(events, results)
     finish(streaming_engine, results)
-    assert results == {1: run(streaming_engine, [row])[0]}
+    assert results == {1: run(streaming_engine, [case])[0]}
     with pytest.raises(InputError, match="exceed max_model_len"):
         streaming_engine.decode([Request(0, [3] * 40, PLAIN)])
 
@@ -240,10 +242,10 @@ def test_what_is_expected_compiles_before_and_nothing_after(tiny_model: Transfor
     assert spent > 0
     rng = np.random.default_rng(0)
     batch = [
-        Row(tuple(rng.integers(2, 22, rng.integers(1, 28)).tolist()), params, int(window))
+        Case(tuple(rng.integers(2, 22, rng.integers(1, 28)).tolist()), params, int(window))
         for window in rng.integers(1, 3, 20)
     ]
-    greedy = [in_mode(row, "verified", temperature=0.0) for row in batch]
+    greedy = [in_mode(case, "verified", temperature=0.0) for case in batch]
     run(engine, batch)
     run(engine, [*greedy, *batch[::-1]])
     engine.update(tiny_model)
@@ -254,7 +256,7 @@ def test_what_is_expected_compiles_before_and_nothing_after(tiny_model: Transfor
 def test_other_weights_give_other_tokens_and_none_are_left_of_the_old(
     tiny_model: Transformer, one_size_engine: Engine
 ) -> None:
-    batch = [Row((3 + i, 9, 4, 5, 6, 7, 8), PLAIN, 4) for i in range(4)]
+    batch = [Case((3 + i, 9, 4, 5, 6, 7, 8), PLAIN, 4) for i in range(4)]
     before = run(one_size_engine, batch)
     one_size_engine.update(Transformer(TINY, rngs=nnx.Rngs(8)))
     assert run(one_size_engine, batch) != before

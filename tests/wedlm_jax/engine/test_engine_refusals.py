@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from flax import nnx
 
-from tests.examples.decode import TINY, Row, run, small_engine
+from tests.examples.decode import TINY, Case, run, small_engine
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.errors import InputError
@@ -118,5 +118,5 @@ def test_without_a_mask_token_only_a_window_of_0_runs() -> None:
     with pytest.raises(InputError, match="no mask_token_id"):
         Engine(model, window_size=4)
     engine = small_engine(model, [], window_size=0, deterministic=True)
-    result = run(engine, [Row((3,), SamplingParams(max_tokens=3), 0)])[0]
+    result = run(engine, [Case((3,), SamplingParams(max_tokens=3), 0)])[0]
     assert 1 <= len(result.token_ids) <= 3

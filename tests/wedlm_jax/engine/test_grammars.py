@@ -17,10 +17,10 @@ from tests.examples.decode import (
     BATCH,
     SAFE_MARGIN,
     TINY,
-    Row,
+    Case,
+    cases,
     in_mode,
     requests_of,
-    rows,
     run,
     say_the_same,
     small_engine,
@@ -55,10 +55,10 @@ def engine(tiny_model: Transformer) -> Engine:
 
 
 @st.composite
-def constrained(draw: st.DrawFn) -> Row:
-    row = draw(rows())
+def constrained(draw: st.DrawFn) -> Case:
+    case = draw(cases())
     return in_mode(
-        row,
+        case,
         draw(st.sampled_from(["verified", "ar"])),
         regex=str(draw(st.integers(0, 30))),
         draft_budget=draw(st.sampled_from([0.0, 2.0, 100.0])),
@@ -66,25 +66,25 @@ def constrained(draw: st.DrawFn) -> Row:
     )
 
 
-def assert_in_grammar(result: Completion, row: Row) -> None:
+def assert_in_grammar(result: Completion, case: Case) -> None:
     stopped = result.finish_reason == "stop"
     text = result.token_ids[:-1] if stopped else result.token_ids
-    state = automaton_of(row.params).walk(text)
+    state = automaton_of(case.params).walk(text)
     assert state >= 0
     if stopped:
         assert result.token_ids[-1] == END
         assert state == STATES - 1
     else:
-        assert len(text) == row.params.max_tokens
+        assert len(text) == case.params.max_tokens
 
 
-@given(row=constrained(), others=st.lists(rows() | constrained(), min_size=3, max_size=5))
+@given(case=constrained(), others=st.lists(cases() | constrained(), min_size=3, max_size=5))
 def test_a_sequence_is_in_its_grammar_and_the_same_in_any_company(
-    engine: Engine, row: Row, others: list[Row]
+    engine: Engine, case: Case, others: list[Case]
 ) -> None:
-    batch = [*others[:2], row, *others[2:]]
+    batch = [*others[:2], case, *others[2:]]
     results = run(engine, batch)
-    assert results[2] == run(engine, [row])[0]
+    assert results[2] == run(engine, [case])[0]
     for one, result in zip(batch, results, strict=True):
         if one.params.grammar is not None:
             assert_in_grammar(result, one)
@@ -93,42 +93,42 @@ def test_a_sequence_is_in_its_grammar_and_the_same_in_any_company(
 
 
 @given(batch=st.lists(constrained(), min_size=BATCH, max_size=BATCH))
-def test_verified_says_what_ar_says(engine: Engine, batch: list[Row]) -> None:
+def test_verified_says_what_ar_says(engine: Engine, batch: list[Case]) -> None:
     ours, theirs = (
-        run(engine, [in_mode(row, mode) for row in batch]) for mode in ("verified", "ar")
+        run(engine, [in_mode(case, mode) for case in batch]) for mode in ("verified", "ar")
     )
     assert all(map(say_the_same, ours, theirs))
 
 
-def in_plain_python(forward: FullForward, row: Row) -> tuple[list[int], float]:
+def in_plain_python(forward: FullForward, case: Case) -> tuple[list[int], float]:
     """What autoregressive decoding says, and the smallest margin of its choices."""
-    automaton, out, least = automaton_of(row.params), list[int](), np.inf
-    while len(out) < row.params.max_tokens and END not in out:
-        text = [*row.prompt, *out]
+    automaton, out, least = automaton_of(case.params), list[int](), np.inf
+    while len(out) < case.params.max_tokens and END not in out:
+        text = [*case.prompt, *out]
         logits = np.array(forward(text, range(len(text)))[-1], np.float64)
         logits[TINY.require_mask_token_id()] = -np.inf
         place = len(out)
-        logits = adjusted(logits, row.params, row.prompt, out, place, {END})
+        logits = adjusted(logits, case.params, case.prompt, out, place, {END})
         logits = np.where(automaton.allowed(automaton.walk(out)), logits, -np.inf)
-        token, margin = choose_token(logits, row.params, place + 1, 0)
+        token, margin = choose_token(logits, case.params, place + 1, 0)
         out.append(token)
         least = min(least, margin)
     return out, least
 
 
-@given(row=constrained())
+@given(case=constrained())
 def test_it_is_ar_decoding_with_the_other_tokens_impossible(
-    engine: Engine, full_forward: FullForward, row: Row
+    engine: Engine, full_forward: FullForward, case: Case
 ) -> None:
-    expected, margin = in_plain_python(full_forward, row)
+    expected, margin = in_plain_python(full_forward, case)
     if margin > SAFE_MARGIN:
-        assert run(engine, [row])[0].token_ids == expected
+        assert run(engine, [case])[0].token_ids == expected
 
 
 def test_drafts_within_the_grammar_are_accepted(engine: Engine) -> None:
     """Not all tokens come one by one: what a mask drafts may well be allowed."""
     params = SamplingParams(mode="verified", draft_budget=100.0, max_tokens=20)
-    batch = [Row((3 + i, 5, 9), dataclasses.replace(params, regex=str(i)), 4) for i in range(12)]
+    batch = [Case((3 + i, 5, 9), dataclasses.replace(params, regex=str(i)), 4) for i in range(12)]
     results = run(engine, batch)
     assert sum(result.num_forwards for result in results) < sum(
         len(result.token_ids) for result in results
@@ -150,9 +150,9 @@ def test_where_nothing_is_allowed_the_sequence_fails_and_no_other(
     engine: Engine, mode: str
 ) -> None:
     params = SamplingParams(mode=mode, max_tokens=12, regex="7")
-    batch = [Row((3 + i, 9), params, 4) for i in range(6)]
+    batch = [Case((3 + i, 9), params, 4) for i in range(6)]
     expected = run(engine, batch)
-    dead = Row((4, 9), dataclasses.replace(params, regex="7 dead"), 4)
+    dead = Case((4, 9), dataclasses.replace(params, regex="7 dead"), 4)
     last = events_of(engine, requests_of([*batch[:2], dead, *batch[3:]]))
     failed = last.pop(2)
     assert isinstance(failed, Failed)
@@ -185,13 +185,13 @@ def test_a_failure_ends_one_prompt_of_a_call_with_all_its_samples(engine: Engine
 
 def test_a_stop_token_ends_a_completion_wherever_the_grammar_allows_it(engine: Engine) -> None:
     params = SamplingParams(mode="verified", max_tokens=12, regex="7")
-    row = Row((3, 9), params, 4)
-    (whole,) = run(engine, [row])
+    case = Case((3, 9), params, 4)
+    (whole,) = run(engine, [case])
     walk = automaton_of(params).walk
     at = next(i for i in range(1, 12) if walk(whole.token_ids[:i]) != STATES - 1)
     token = whole.token_ids[at]
     assert token != END
-    cut = dataclasses.replace(row, params=dataclasses.replace(params, stop_token_ids=(token,)))
+    cut = dataclasses.replace(case, params=dataclasses.replace(params, stop_token_ids=(token,)))
     (result,) = run(engine, [cut])
     first = whole.token_ids.index(token)
     assert result.finish_reason == "stop"
@@ -210,14 +210,14 @@ def test_a_grammar_that_cannot_be_followed_is_refused_before_anything_runs(
 def test_preempted_sequences_go_on_within_their_grammar(engine: Engine) -> None:
     params = SamplingParams(mode="verified", draft_budget=100.0, max_tokens=20)
     batch = [
-        Row(tuple(range(2, 22)), dataclasses.replace(params, regex=str(i)), 4) for i in range(9)
+        Case(tuple(range(2, 22)), dataclasses.replace(params, regex=str(i)), 4) for i in range(9)
     ]
     before = engine.counters.preemptions
     together = run(engine, batch)
     assert engine.counters.preemptions > before
-    assert together == [run(engine, [row])[0] for row in batch]
-    for row, result in zip(batch, together, strict=True):
-        assert_in_grammar(result, row)
+    assert together == [run(engine, [case])[0] for case in batch]
+    for case, result in zip(batch, together, strict=True):
+        assert_in_grammar(result, case)
 
 
 def test_on_a_mesh_they_are_what_they_are_on_one_device() -> None:
@@ -228,7 +228,7 @@ def test_on_a_mesh_they_are_what_they_are_on_one_device() -> None:
     on_mesh = nnx.merge(graph, jax.device_put(parameters, tree_shardings(mesh, parameters)))
     options: dict[str, Any] = {"deterministic": True, "grammars": RandomAutomata()}
     batch = [
-        Row((3 + i, 5, 9), SamplingParams(mode=mode, regex=str(i), max_tokens=12), 4)
+        Case((3 + i, 5, 9), SamplingParams(mode=mode, regex=str(i), max_tokens=12), 4)
         for i, mode in enumerate(["verified", "ar", "verified"] * 3)
     ]
     expected = run(small_engine(model, EXPECTED[1:], **options), batch)

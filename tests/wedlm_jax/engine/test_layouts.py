@@ -10,15 +10,15 @@ import pytest
 from flax import nnx
 from jax.experimental.layout import Format, Layout
 
-from tests.examples.decode import Row, run, small_engine
+from tests.examples.decode import Case, run, small_engine
 from wedlm_jax.engine import engine as engine_module
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 
-ROWS = [
-    Row((5, 6, 7), SamplingParams(max_tokens=8, seed=1), 4),
-    Row((9,), SamplingParams(max_tokens=6, seed=2, temperature=0.8), 4),
+CASES = [
+    Case((5, 6, 7), SamplingParams(max_tokens=8, seed=1), 4),
+    Case((9,), SamplingParams(max_tokens=6, seed=2, temperature=0.8), 4),
 ]
 
 
@@ -45,14 +45,14 @@ def orders(parameters: nnx.State) -> list[tuple[int, ...]]:
 
 
 def test_tokens_are_the_same_however_parameters_lie(laid_out_engine: Engine) -> None:
-    expected = run(laid_out_engine, ROWS)
+    expected = run(laid_out_engine, CASES)
     programs, parameters = laid_out_engine.device.programs, laid_out_engine.device.parameters
     assert programs.formats is not None
     # A CPU's compiler leaves all as it is: choose otherwise, as a TPU's does, and compile again.
     programs.clear()
     programs.formats = jax.tree.map(turned, parameters)
-    assert run(laid_out_engine, ROWS) == expected
+    assert run(laid_out_engine, CASES) == expected
     assert orders(laid_out_engine.device.parameters) == [x[::-1] for x in orders(parameters)]
     laid_out_engine.update(nnx.merge(programs._graph, parameters))
-    assert run(laid_out_engine, ROWS) == expected
+    assert run(laid_out_engine, CASES) == expected
     assert orders(laid_out_engine.device.parameters) == [x[::-1] for x in orders(parameters)]

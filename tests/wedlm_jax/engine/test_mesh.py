@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tests.examples.decode import (
-    Row,
+    Case,
     assert_logprobs_near,
     in_mode,
     run,
@@ -49,7 +49,7 @@ PARAMS = [
         ]
     )
 ]
-ROWS = [Row(tuple(prompt), PARAMS[i % 4], 2) for i, prompt in enumerate(PROMPTS)]
+CASES = [Case(tuple(prompt), PARAMS[i % 4], 2) for i, prompt in enumerate(PROMPTS)]
 MESHES = [
     {"data": 2, "tensor": 4},
     *(
@@ -94,7 +94,7 @@ def without_logprobs(results: list[Completion]) -> list[Completion]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[Completion]:
-    return run(engine_of(MODEL), ROWS)
+    return run(engine_of(MODEL), CASES)
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
@@ -106,7 +106,7 @@ def test_tokens_and_counts_equal_those_of_one_device(
     # A fresh engine: what is cached is counted. Of one mesh, all share what is compiled.
     engine = engine_of(placed(MODEL, mesh), mesh)
     assert engine.settings.replicas == sizes.get("data", 1)
-    results = run(engine, ROWS)
+    results = run(engine, CASES)
     assert without_logprobs(results) == without_logprobs(expected)
     for ours, theirs in zip(results, expected, strict=True):
         assert_logprobs_near(ours, theirs)
@@ -116,13 +116,13 @@ def test_tokens_and_counts_equal_those_of_one_device(
     replicas = sizes.get("data", 1)
     assert counters.prefix_tokens >= (7 - replicas) * 32
     # Again, from where others have been: the same, and everything is found.
-    again = run(engine, ROWS)
+    again = run(engine, CASES)
     assert without_logprobs(again) == without_logprobs(expected)
     engine.scheduler.check_accounts()
 
 
 def test_each_device_holds_its_own_part_of_the_cache(on_eight: Engine) -> None:
-    run(on_eight, ROWS[:3])
+    run(on_eight, CASES[:3])
     pages = on_eight.device._pages
     total, size, heads, width = pages.shape
     layers, each = MODEL.config.num_hidden_layers, on_eight.settings.num_pages
@@ -139,10 +139,10 @@ def test_rounded_weights_and_caches_on_a_mesh(sizes: dict[str, int]) -> None:
     rounded = engine_of(quantize_weights(MODEL), kv_cache_dtype="int8")
     mesh = mesh_of(sizes)
     on_mesh = engine_of(quantize_weights(placed(MODEL, mesh)), mesh, kv_cache_dtype="int8")
-    assert without_logprobs(run(on_mesh, ROWS)) == without_logprobs(run(rounded, ROWS))
+    assert without_logprobs(run(on_mesh, CASES)) == without_logprobs(run(rounded, CASES))
 
 
 def test_verified_equals_autoregressive_on_a_mesh(on_eight: Engine) -> None:
-    drafting = [in_mode(row, "verified", draft_budget=50.0) for row in ROWS]
-    expected = run(on_eight, [in_mode(row, "ar") for row in ROWS])
+    drafting = [in_mode(case, "verified", draft_budget=50.0) for case in CASES]
+    expected = run(on_eight, [in_mode(case, "ar") for case in CASES])
     assert all(map(say_the_same, run(on_eight, drafting), expected))

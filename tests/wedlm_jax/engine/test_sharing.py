@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.examples.decode import (
-    Row,
+    Case,
     as_if_first,
     assert_logprobs_near,
+    cases,
     in_mode,
     requests_of,
-    rows,
     run,
     say_the_same,
     small_engine,
@@ -58,28 +58,28 @@ def fresh(engine: Engine) -> Engine:
     return engine
 
 
-def drafting(row: Row, mode: str) -> Row:
-    return in_mode(row, mode, draft_budget=4.0)
+def drafting(case: Case, mode: str) -> Case:
+    return in_mode(case, mode, draft_budget=4.0)
 
 
-some_rows = st.builds(drafting, rows(), st.sampled_from(MODES))
+some_cases = st.builds(drafting, cases(), st.sampled_from(MODES))
 
 
 @st.composite
-def with_headers(draw: st.DrawFn) -> list[Row]:
+def with_headers(draw: st.DrawFn) -> list[Case]:
     """Requests that begin with the whole or a part of one header, or with none."""
     header = draw(st.lists(st.integers(0, 23), min_size=12, max_size=16))
     requests = []
-    for row in draw(st.lists(some_rows, min_size=2, max_size=9)):
+    for case in draw(st.lists(some_cases, min_size=2, max_size=9)):
         part = draw(st.integers(0, len(header)))
-        prompt = (*header[:part], *row.prompt[: max(28 - part, 1)])
-        requests.append(dataclasses.replace(row, prompt=prompt))
+        prompt = (*header[:part], *case.prompt[: max(28 - part, 1)])
+        requests.append(dataclasses.replace(case, prompt=prompt))
     return requests
 
 
 @given(requests=with_headers())
-def test_shared_prefixes_change_no_token(engine: Engine, requests: list[Row]) -> None:
-    alone = [run(fresh(engine), [row])[0] for row in requests]
+def test_shared_prefixes_change_no_token(engine: Engine, requests: list[Case]) -> None:
+    alone = [run(fresh(engine), [case])[0] for case in requests]
     together = run(fresh(engine), requests)
     assert together == alone
     # And once more, where all of it is known.
@@ -89,13 +89,13 @@ def test_shared_prefixes_change_no_token(engine: Engine, requests: list[Row]) ->
 
 
 @given(
-    requests=st.lists(some_rows, min_size=1, max_size=8),
+    requests=st.lists(some_cases, min_size=1, max_size=8),
     gaps=st.lists(st.integers(0, 3), min_size=1, max_size=5),
 )
 def test_whenever_it_comes_a_request_gets_what_it_gets_alone(
-    engine: Engine, requests: list[Row], gaps: list[int]
+    engine: Engine, requests: list[Case], gaps: list[int]
 ) -> None:
-    alone = [run(engine, [row])[0] for row in requests]
+    alone = [run(engine, [case])[0] for case in requests]
     results: dict[int, Completion] = {}
     waiting, turn = requests_of(requests), 0
     while waiting or engine.has_work:
@@ -111,12 +111,12 @@ def test_whenever_it_comes_a_request_gets_what_it_gets_alone(
 
 @given(requests=with_headers())
 def test_who_is_put_back_goes_on_with_the_same_tokens(
-    engine: Engine, short_engine: Engine, requests: list[Row]
+    engine: Engine, short_engine: Engine, requests: list[Case]
 ) -> None:
-    alone = [run(engine, [row])[0] for row in requests]
-    for row, ours, theirs in zip(requests, run(short_engine, requests), alone, strict=True):
+    alone = [run(engine, [case])[0] for case in requests]
+    for case, ours, theirs in zip(requests, run(short_engine, requests), alone, strict=True):
         assert say_the_same(ours, theirs)
-        if row.params.mode != "verified":  # whose drafts are dropped when it is put back
+        if case.params.mode != "verified":  # whose drafts are dropped when it is put back
             assert ours == theirs
     short_engine.scheduler.check_accounts()
 
@@ -128,8 +128,8 @@ def test_the_youngest_is_put_back_where_pages_run_out(
     params = SamplingParams(
         mode=mode, max_tokens=20, entropy_threshold=1.6, ignore_eos=True, logprobs=2
     )
-    batch = [Row((3 + i, 9, 4, 7, 5 + i, 2, 2, 8), params, 4) for i in range(4)]
-    alone = [run(engine, [row])[0] for row in batch]
+    batch = [Case((3 + i, 9, 4, 7, 5 + i, 2, 2, 8), params, 4) for i in range(4)]
+    alone = [run(engine, [case])[0] for case in batch]
     results = run(fresh(short_engine), batch)
     counters = short_engine.counters
     assert counters.preemptions > 0
@@ -143,7 +143,7 @@ def test_the_youngest_is_put_back_where_pages_run_out(
 
 def test_a_shared_prefix_is_computed_once(engine: Engine) -> None:
     header = tuple(range(2, 18))
-    results = run(fresh(engine), [Row((*header, i + 2), PLAIN, 4) for i in range(8)])
+    results = run(fresh(engine), [Case((*header, i + 2), PLAIN, 4) for i in range(8)])
     counters = engine.counters
     assert counters.prompt_tokens == len(header) + 8
     assert counters.prefix_tokens == 7 * len(header)
@@ -153,11 +153,11 @@ def test_a_shared_prefix_is_computed_once(engine: Engine) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_equal_prompts_share_their_whole_pages(engine: Engine, mode: str) -> None:
     """Pages of four: of nine tokens, eight are taken over, for every mode."""
-    row = Row((3, 4, 5, 6, 7, 8, 9, 2, 2), dataclasses.replace(PLAIN, mode=mode), 4)
-    alone = run(fresh(engine), [row])[0]
-    assert run(fresh(engine), [row] * 6) == [alone] * 6
+    case = Case((3, 4, 5, 6, 7, 8, 9, 2, 2), dataclasses.replace(PLAIN, mode=mode), 4)
+    alone = run(fresh(engine), [case])[0]
+    assert run(fresh(engine), [case] * 6) == [alone] * 6
     assert engine.counters.prompt_tokens == 9 + 5
-    results = engine.decode(requests_of([row]))
+    results = engine.decode(requests_of([case]))
     assert results[0].num_cached_tokens == 8
 
 
@@ -166,16 +166,16 @@ def test_never_all_of_a_prompt_is_taken_over(engine: Engine, mode: str) -> None:
     """Its last token says the first of the completion, even where every page is known."""
     params = dataclasses.replace(PLAIN, mode=mode)
     long, short = (3, 4, 5, 6, 7, 8, 9, 2, 2, 5, 6, 7), (3, 4, 5, 6, 7, 8, 9, 2)
-    requests = [Row(prompt, params, 4) for prompt in (long, long, short, short)]
-    alone = [run(fresh(engine), [row])[0] for row in requests]
-    assert [run(engine, [row])[0] for row in requests] == alone
+    requests = [Case(prompt, params, 4) for prompt in (long, long, short, short)]
+    alone = [run(fresh(engine), [case])[0] for case in requests]
+    assert [run(engine, [case])[0] for case in requests] == alone
 
 
 def test_the_second_turn_of_a_conversation_finds_the_first(engine: Engine) -> None:
-    first = Row((3, 9, 4, 7, 5), dataclasses.replace(PLAIN, ignore_eos=True), 4)
+    first = Case((3, 9, 4, 7, 5), dataclasses.replace(PLAIN, ignore_eos=True), 4)
     (answer,) = run(fresh(engine), [first])
     prompt = (*first.prompt, *answer.token_ids, 8, 8)
-    second = Row(prompt, dataclasses.replace(PLAIN, max_tokens=6), 4)
+    second = Case(prompt, dataclasses.replace(PLAIN, max_tokens=6), 4)
     (warm,) = engine.decode(requests_of([second]))
     (cold,) = run(fresh(engine), [second])
     # All that was committed but the last token or two, whose keys nobody has computed.
@@ -186,14 +186,14 @@ def test_the_second_turn_of_a_conversation_finds_the_first(engine: Engine) -> No
 def test_samples_share_their_prompt(engine: Engine) -> None:
     params = dataclasses.replace(PLAIN, temperature=1.0)
     prompt = tuple(range(2, 19))
-    batch = [Row(prompt, dataclasses.replace(params, seed=i), 4) for i in range(5)]
+    batch = [Case(prompt, dataclasses.replace(params, seed=i), 4) for i in range(5)]
     results = run(fresh(engine), batch)
     assert engine.counters.prompt_tokens == 17 + 4
     assert len({tuple(result.token_ids) for result in results}) > 1
 
 
 def test_no_more_sequences_than_were_asked_for_and_pages_hold_tokens(engine: Engine) -> None:
-    waiting = requests_of([Row((3 + i, 9), PLAIN, 4) for i in range(7)])
+    waiting = requests_of([Case((3 + i, 9), PLAIN, 4) for i in range(7)])
     seen = []
     while waiting or engine.has_work:
         engine.step(waiting, max_forwards=1)

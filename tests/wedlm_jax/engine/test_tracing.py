@@ -8,7 +8,7 @@ from collections import defaultdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples.decode import BATCH, Row, in_mode, requests_of, rows
+from tests.examples.decode import BATCH, Case, cases, in_mode, requests_of
 from wedlm_jax.completion import Completion
 from wedlm_jax.engine.burst import Request, WindowForward
 from wedlm_jax.engine.engine import Engine
@@ -37,9 +37,9 @@ def decode_traced(
 
 
 @settings(max_examples=4)
-@given(st.lists(st.tuples(rows(), MODES), min_size=BATCH, max_size=BATCH))
-def test_a_trace_explains_itself(one_size_engine: Engine, batch: list[tuple[Row, str]]) -> None:
-    cases = [in_mode(row, mode) for row, mode in batch]
+@given(st.lists(st.tuples(cases(), MODES), min_size=BATCH, max_size=BATCH))
+def test_a_trace_explains_itself(one_size_engine: Engine, batch: list[tuple[Case, str]]) -> None:
+    cases = [in_mode(case, mode) for case, mode in batch]
     plain = one_size_engine.decode(requests_of(cases))
     requests = [dataclasses.replace(one, traced=True) for one in requests_of(cases)]
     results, forwards = decode_traced(one_size_engine, requests)
