@@ -1,5 +1,5 @@
-"""Who imports whom: the library knows neither job, and the jobs not each other. And how large a file
-and a folder may be."""
+"""Who imports whom: the library knows neither job, and the jobs not each other. How large files and
+folders may be, and that each has tests."""
 
 from __future__ import annotations
 
