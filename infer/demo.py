@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from infer.evaluate import Decoder
-    from infer.score import Score
     from wedlm_jax.engine.engine import Engine
     from wedlm_jax.engine.events import WindowView
     from wedlm_jax.params import SamplingParams
@@ -161,11 +160,10 @@ def _show(
 def _result(question: Question, last: View, text: str) -> str:
     """Says what a prompt took, and whether its answer is right."""
     tokens, forwards = len(last.token_ids), last.num_forwards
-    verdicts = {True: "; right", False: f"; wrong: expected {question.expected!r}", None: ""}
-    return (
-        f"{tokens} tokens in {forwards} forwards, where AR takes one for each token"
-        f"{verdicts[question.is_right(text)]}"
-    )
+    # AR's first token comes with the prompt, whose forward is not counted.
+    took = f"{tokens} tokens in {forwards} forwards (AR: {tokens - 1})"
+    verdicts = {True: "; right answer", False: f"; wrong: expected {question.expected!r}", None: ""}
+    return took + verdicts[question.is_right(text)]
 
 
 def _views(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Iterator[View]:
@@ -226,32 +224,18 @@ def _draw(file: Path, decoder: Decoder, questions: Sequence[Question]) -> None:
 
 
 def _measure(console: Console, decoders: list[Decoder], regimes: list[list[Question]]) -> None:
-    from rich.table import Table
+    from infer.evaluate import evaluate_all
+    from infer.score import legend, score_table
 
-    from infer.evaluate import evaluate
-    from infer.score import COLUMNS, score_table
-    from wedlm_jax.host.progress import ProgressBar
-
-    scores: list[Score] = []
     console.rule("[bold]measured")
-    passes = len(regimes) * len(decoders) * (PASSES + 1)
-    with ProgressBar("passes", total=passes, console=console) as bar:
-        for questions in regimes:
-
-            def begin(name: str, regime: str = questions[0].regime.replace("_", " ")) -> None:
-                bar.advance(title=f"{regime}, {name:<12}")
-
-            scores += evaluate(decoders, questions, passes=PASSES, on_pass=begin)
+    scores = evaluate_all(decoders, regimes, passes=PASSES, console=console)
     console.print(score_table(scores))
     engines = {id(decoder.llm): decoder.llm.engine for decoder in decoders}
     compiling = sum(engine.compile_seconds for engine in engines.values())
-    explained = Table.grid(padding=(0, 2))
     console.print()
-    for name, meaning in COLUMNS.items():
-        explained.add_row(name.replace("\n", ""), meaning)
-    console.print(explained)
+    console.print(legend(scores))
     console.print(
         f"\n{len(regimes[0])} held-out questions of each kind, one at a time, by turns; times are "
-        f"with the prompt and without compiling ({compiling:.0f} s in all). WeDLM is mode paper, "
-        "which commits what masks were filled with; verified commits only what AR would choose."
+        f"with the prompt and without compiling ({compiling:.0f} s in all). mode paper commits "
+        "what masks were filled with; verified commits only what AR would choose."
     )

@@ -8,8 +8,10 @@ set by prompt set, so that a busy machine slows them alike.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
+import math
 import statistics
 import sys
 import time
@@ -27,6 +29,8 @@ from wedlm_jax.host.atomic import write_json, written_beside
 from wedlm_jax.records.questions import read_questions, tally
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from wedlm_jax.completion import Completion
     from wedlm_jax.llm import LLM
     from wedlm_jax.params import SamplingParams
@@ -92,6 +96,54 @@ def evaluate(
         _score(decoder, questions, completions, answers[0], statistics.median(times))
         for decoder, completions, times in zip(decoders, answers, seconds, strict=True)
     ]
+
+
+def evaluate_all(
+    decoders: Sequence[Decoder],
+    regimes: Sequence[Sequence[Question]],
+    *,
+    passes: int,
+    console: Console | None = None,
+    on_answers: Callable[[Sequence[Question], str, list[Completion]], None] = lambda *_: None,
+) -> list[Score]:
+    """Does what `evaluate` does for one regime after another, under a progress bar.
+
+    Args:
+      console: where the bar is shown; by default on standard error.
+      on_answers: told questions, a decoder's name, and what it completed.
+    """
+    from wedlm_jax.host.progress import ProgressBar
+
+    total = sum(map(len, regimes)) * len(decoders) * (passes + 1)
+    scores, answered, asked = list[Score](), 0, 0
+    engines = {id(decoder.llm): decoder.llm.engine for decoder in decoders}.values()
+
+    def decoding_seconds() -> float:
+        return time.monotonic() - sum(engine.compile_seconds for engine in engines)
+
+    started = decoding_seconds()
+    with ProgressBar("answers", total=total, console=console) as bar:
+
+        def begin(questions: Sequence[Question], name: str) -> None:
+            nonlocal answered, asked
+            answered, asked = answered + asked, len(questions)
+            speed = answered / (decoding_seconds() - started)
+            bar.update(
+                answered,
+                title=f"{questions[0].regime.replace('_', ' ')} · {name:<16}",
+                seconds_left=(total - answered) / speed if answered else math.inf,
+            )
+
+        for questions in regimes:
+            scores += evaluate(
+                decoders,
+                questions,
+                passes=passes,
+                on_pass=functools.partial(begin, questions),
+                on_answers=functools.partial(on_answers, questions),
+            )
+        bar.update(total)
+    return scores
 
 
 def _complete(decoder: Decoder, questions: Iterable[Question]) -> list[Completion]:
@@ -182,7 +234,7 @@ def decoders_at(
     kinds: Sequence[str] = KINDS,
     **others: Any,
 ) -> list[Decoder]:
-    """Returns AR decoding, block-wise and streaming decoding at each threshold, and verified
+    """Returns AR decoding, block-wise decoding and mode paper at each threshold, and verified
     decoding.
 
     Args:
@@ -211,7 +263,7 @@ def decoders_at(
     if {"paper", "verified"} & set(kinds):
         llm = loaded(window_size=window_size)
     if "paper" in kinds:
-        decoders += [Decoder(f"WeDLM τ={p.entropy_threshold:g}", llm, p) for p in at]
+        decoders += [Decoder(f"paper τ={p.entropy_threshold:g}", llm, p) for p in at]
     if "verified" in kinds:
         decoders.append(Decoder("verified", llm, dataclasses.replace(base, mode="verified")))
     return decoders
@@ -221,8 +273,7 @@ def _evaluate_all(options: Mapping[str, Any], regimes: Sequence[Sequence[Questio
     """Compares decoders as ``options`` say; prints and writes what came of it."""
     from rich.console import Console
 
-    from infer.score import score_table
-    from wedlm_jax.host.progress import ProgressBar
+    from infer.score import legend, score_table
 
     names = {name: options[name] for name in DECODER_OPTIONS if name in options}
     decoders = decoders_at(
@@ -234,22 +285,16 @@ def _evaluate_all(options: Mapping[str, Any], regimes: Sequence[Sequence[Questio
     for decoder in decoders:
         for question in itertools.chain.from_iterable(regimes):
             check_fits(decoder, question)
-    scores: list[Score] = []
     answers: list[dict[str, object]] = []
-    passes = len(regimes) * len(decoders) * (options["passes"] + 1)
-    with ProgressBar("passes", total=passes) as bar:
-        for questions in regimes:
 
-            def begin(name: str, regime: str = questions[0].regime) -> None:
-                bar.advance(title=f"{regime} · {name:<16}")
+    def note(asked: Sequence[Question], name: str, said: Sequence[Completion]) -> None:
+        answers.extend(as_answer(name, *pair) for pair in zip(asked, said, strict=True))
 
-            def note(name: str, said: Sequence[Completion], asked: Any = questions) -> None:
-                answers.extend(as_answer(name, *pair) for pair in zip(asked, said, strict=True))
-
-            scores += evaluate(
-                decoders, questions, passes=options["passes"], on_pass=begin, on_answers=note
-            )
-    Console().print(score_table(scores))
+    scores = evaluate_all(decoders, regimes, passes=options["passes"], on_answers=note)
+    console = Console()
+    console.print(score_table(scores))
+    console.print()
+    console.print(legend(scores))
     _tell_cut(scores, options["max_tokens"])
     if options["output"] is not None:
         write_json(Path(options["output"]), [score.as_row() for score in scores])

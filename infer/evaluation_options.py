@@ -55,9 +55,9 @@ def parser() -> argparse.ArgumentParser:
         "  wedlm evaluate --model DIR --tasks gsm8k --limit 200 --batch-size 64",
         argument_default=argparse.SUPPRESS,
     )
-    add_model_options(result.add_argument_group("model"))
+    add_model_options(result.add_argument_group("model"), together="1; tasks 16")
     _add_decoding(result.add_argument_group("decoding"))
-    _add_questions(result.add_argument_group("questions (one at a time unless --batch-size says)"))
+    _add_questions(result.add_argument_group("questions"))
     _add_tasks(result.add_argument_group("tasks; these need wedlm-jax[eval]"))
     return result
 
@@ -112,18 +112,18 @@ def _add_tasks(group: Any) -> None:
     add("--mode", choices=("verified", "paper", "ar"), help="how answers are decoded [verified]")
     add("--limit", type=int, metavar="N", help="documents of each task, for a trial [all]")
     add("--num-fewshot", type=int, metavar="N", help="solved examples before each [as tasks say]")
-    add("--apply-chat-template", action="store_true", help="ask through the chat template [not]")
+    add("--apply-chat-template", action="store_true", help="ask through the chat template [off]")
     add(
         "--include-path",
         nargs="+",
         metavar="DIR",
         help="folders with tasks of your own [none]",
     )
-    add("--log-samples", action="store_true", help="with --output: keep every answer in it [not]")
+    add("--log-samples", action="store_true", help="with --output: keep every answer in it [off]")
     add(
         "--run-code",
         action="store_true",
-        help="run programs that the model wrote, which human_eval is scored by [not]",
+        help="run programs that the model wrote, which human_eval is scored by [off]",
     )
 
 

@@ -113,7 +113,11 @@ def parser() -> argparse.ArgumentParser:
         action="extend",
         help="files or folders of prompts, or - for standard input; see below",
     )
-    add("--output", metavar="PATH", help="a folder, or a .jsonl file that is replaced if it exists")
+    add(
+        "--output",
+        metavar="PATH",
+        help="a folder, or a .jsonl file; another job's is kept, see --overwrite",
+    )
     add(
         "--trace",
         metavar="FILE",
@@ -126,7 +130,9 @@ def parser() -> argparse.ArgumentParser:
         default=False,
         help="a prompt is a user's message, put through the chat template",
     )
-    add_model_options(result.add_argument_group("model"))
+    add_model_options(
+        result.add_argument_group("model"), together="16; 1 with --prompt, or as many as --n"
+    )
     add_decoding_options(result.add_argument_group("decoding"))
     _add_job(result.add_argument_group("with --input"))
     add = result.add_argument_group("without a TPU").add_argument
@@ -146,8 +152,12 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def add_model_options(group: Any) -> None:
-    """Adds the flags of what `load` takes, but for the window."""
+def add_model_options(group: Any, *, together: str = "16") -> None:
+    """Adds the flags of what `load` takes, but for the window.
+
+    Args:
+      together: the default of ``--batch-size``, for the help.
+    """
     add = group.add_argument
     add(
         "--model",
@@ -162,7 +172,7 @@ def add_model_options(group: Any) -> None:
     add(
         "--quantization",
         choices=("int8",),
-        help="round the weights of matrices to 8 bits; needs qwix [not]",
+        help="round the weights of matrices to 8 bits; needs the extra int8 [no rounding]",
     )
     add("--kv-cache-dtype", choices=("int8",), help="round keys and values to 8 bits [as --dtype]")
     add(
@@ -175,8 +185,7 @@ def add_model_options(group: Any) -> None:
         "--batch-size",
         type=int,
         metavar="N",
-        help="prompts that decode together, at most, on each replica of --mesh [16; 1 with "
-        "--prompt, or as many as --n]",
+        help=f"prompts that decode together, at most, on each replica of --mesh [{together}]",
     )
     add(
         "--mesh",
@@ -191,7 +200,7 @@ def add_model_options(group: Any) -> None:
         "--deterministic",
         action="store_true",
         help="compute every forward in one shape: a prompt's tokens then depend on nothing but "
-        "itself, in bfloat16 too; slower [not]",
+        "itself, in bfloat16 too; slower [off]",
     )
     add(
         "--attention",
@@ -244,7 +253,7 @@ def _add_job(group: Any) -> None:
         action="store_true",
         help="check all records first, and stop at a bad one instead of noting its error",
     )
-    add("--overwrite", action="store_true", help="drop records of another job that the output has")
+    add("--overwrite", action="store_true", help="replace what the output holds of another job")
     add(
         "--grace",
         type=float,

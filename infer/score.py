@@ -18,7 +18,7 @@ class Score:
       decoder, regime: names.
       questions: how many.
       accuracy: share answered right; None where there is no right answer.
-      as_first: share whose tokens are exactly those of the first decoder, AR.
+      as_first: share whose tokens are exactly those of the first decoder.
       ar_agrees: share of the tokens that the autoregressive head finds most probable given all
         before them.
       tokens, forwards, instances: totals over completions: tokens committed, decode
@@ -59,17 +59,32 @@ class Score:
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in ratios}
 
 
-COLUMNS = {
-    "right": "answers that are right; prose has no right answer",
-    "as AR": "completions that are AR's, token for token",
-    "AR\nagrees": "tokens that AR, given all before them, finds most probable",
-    "tokens/\nforward": "completion tokens for each forward pass; AR makes 1",
-    "p_cache": "completion tokens for each token computed: 1 in AR; at most 0.5 where masks are "
-    "filled, since each place is computed as a mask first and as a token once more",
-    "tokens/\nsecond": "with the prompt, without compiling",
-    "speed": "tokens/second over those of AR",
-}
-"""The columns of a table of scores after the names, and what each means."""
+def columns(first: str) -> dict[str, str]:
+    """Returns the columns of a table of scores after the names, and what each means.
+
+    Args:
+      first: name of the decoder that the others are compared with.
+    """
+    return {
+        "right": "answers that are right; prose has no right answer",
+        f"as {first}"
+        if first == "AR"
+        else "as first": f"completions that are those of {first}, token for token",
+        "AR\nagrees": "tokens that AR, given all before them, finds most probable",
+        "tokens/\nforward": "completion tokens for each forward after the prompt's; about 1 in AR",
+        "p_cache": "completion tokens for each token computed: about 1 in AR; at most 0.5 where "
+        "masks are filled, since each place is computed as a mask first and as a token once more",
+        "tokens/\nsecond": "with the prompt, without compiling",
+        "speed": f"tokens/second over those of {first}",
+    }
+
+
+def legend(scores: Sequence[Score]) -> Table:
+    """Makes the lines that explain the columns of `score_table`."""
+    lines = Table.grid(padding=(0, 2))
+    for name, meaning in columns(scores[0].decoder).items():
+        lines.add_row(name.replace("\n", ""), meaning)
+    return lines
 
 
 def score_table(scores: Sequence[Score]) -> Table:
@@ -79,7 +94,7 @@ def score_table(scores: Sequence[Score]) -> Table:
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column("regime", no_wrap=True)
     table.add_column("decoder", no_wrap=True)
-    for name in COLUMNS:
+    for name in columns(scores[0].decoder):
         table.add_column(name, justify="right", no_wrap=True)
     reference = scores[0]
     for score in scores:

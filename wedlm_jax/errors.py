@@ -59,3 +59,8 @@ def shortened(text: str, length: int = 200) -> str:
     """Returns a text as part of a message: on one line, and cut to ``length`` characters."""
     line = " ".join(text.split())
     return line if len(line) <= length else line[: length - 3] + "..."
+
+
+def counted(number: int, what: str) -> str:
+    """Returns a number with its noun: "1 record", "1,200 records"."""
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"

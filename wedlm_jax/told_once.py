@@ -33,8 +33,8 @@ class ToldOnce:
             return
         self._chat_end = None
         _log.warning(
-            "%s has a chat template, and this text is completed without it; LLM.chat, --chat and "
-            "records with messages use it",
+            "plain-text prompts are completed without the chat template of %s; for answers use "
+            "LLM.chat, --chat or records with messages",
             self._folder,
         )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from infer.generate import add_decoding_options, add_model_options, load
 from infer.sampling_options import sampling_params
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, counted
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.signals import StopRequest
 
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     result.add_argument("--system", metavar="TEXT", help="the system's message [none]")
-    add_model_options(result.add_argument_group("model"))
+    add_model_options(result.add_argument_group("model"), together="1")
     add_decoding_options(result.add_argument_group("decoding"))
     return result
 
@@ -125,7 +125,7 @@ def figures(completion: Completion, seconds: float, *, stopped: bool) -> str:
     """Formats what an answer took as a line."""
     tokens = len(completion.token_ids)
     said = (
-        f"[{tokens} tokens, {completion.tokens_per_forward:.2f} tokens per forward, "
+        f"[{counted(tokens, 'token')}, {completion.tokens_per_forward:.2f} tokens per forward, "
         f"{tokens / max(seconds, 1e-9):.0f} tokens/s, {completion.num_cached_tokens} cached"
     )
     reason = "stopped" if stopped and completion.finish_reason is None else ""

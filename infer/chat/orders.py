@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from typing import TYPE_CHECKING
 
-from wedlm_jax.errors import InputError, did_you_mean
+from wedlm_jax.errors import InputError
 from wedlm_jax.params import MODES
 
 if TYPE_CHECKING:
@@ -40,7 +41,9 @@ def follow(line: str, conversation: Conversation, llm: LLM) -> str:
     name, _, given = line.strip().partition(" ")
     given = given.strip()
     if name not in ORDERS:
-        raise InputError(f"no order {name!r}; {did_you_mean(name, ORDERS)}")
+        near = difflib.get_close_matches(name, ORDERS, n=1, cutoff=0.75)
+        hint = f"did you mean {near[0]!r}?" if near else "/help lists them"
+        raise InputError(f"no command {name!r}; {hint}")
     if name == "/quit":
         raise EOFError
     if name == "/help":

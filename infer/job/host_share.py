@@ -12,6 +12,7 @@ from infer.job.graceful_stop import GracefulStop
 from infer.job.shard_decoder import ShardDecoder
 from infer.job.shard_folder import ShardFolder
 from infer.job.workload import Workload
+from wedlm_jax.errors import counted
 from wedlm_jax.host.processes import Host
 from wedlm_jax.host.progress import Progress, ProgressBar
 
@@ -43,7 +44,8 @@ class JobShare:
         """Decodes what is missing and shows progress; raises what `ShardDecoder.run` does."""
         if left := self._total - self._folder.kept_records(self._shards):
             console.print(
-                f"{left:,} records to decode, {self._llm.engine.settings.sequences} at a time; "
+                f"{counted(left, 'record')} to decode, "
+                f"{self._llm.engine.settings.sequences} at a time; "
                 "programs are compiled when they are first needed",
                 markup=False,
             )

@@ -20,9 +20,9 @@ from infer.job.input import find_input, spool, unread_columns
 from infer.job.output import Output, find_output
 from infer.job.record_index import RecordIndex, build_index
 from infer.job.shard_decoder import NotEnoughMemory
-from infer.job.shard_folder import ShardFolder, read_job
+from infer.job.shard_folder import ShardFolder, check_file_is_new, read_job
 from infer.job.workload import Workload
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, counted
 from wedlm_jax.host.processes import Host
 from wedlm_jax.host.signals import INTERRUPTED, TERMINATED
 
@@ -78,6 +78,8 @@ class Job:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         self.source = find_input(options.inputs)
         self.output = find_output(options.output, self.source)
+        if not options.overwrite:
+            check_file_is_new(self.output.file, read_job(self.output.folder))
         self.folder: ShardFolder | None = None
         self._spooled: Path | None = None
         if self.source.pipe and options.host.count > 1:
@@ -153,14 +155,20 @@ class Job:
 
         index = build_index(files, self.shard_size(), tell)
         if not index.records:
-            raise InputError(f"{self.source.shown}: expected at least one record, and has none")
+            raise InputError(f"{self.source.shown}: has no records")
         if time.monotonic() - started >= TELL_SECONDS:
-            self.say(f"{index.records:,} records read in {time.monotonic() - started:.0f} s")
+            self.say(
+                f"{counted(index.records, 'record')} read in {time.monotonic() - started:.0f} s"
+            )
         return Workload(files, index, self.options.params, self.options.chat)
 
     def open_folder(self, index: RecordIndex, identity: Identity) -> ShardFolder:
         self.folder = ShardFolder(
-            self.output.folder, identity, index.shards, overwrite=self.options.overwrite
+            self.output.folder,
+            identity,
+            index.shards,
+            file=self.output.file,
+            overwrite=self.options.overwrite,
         )
         return self.folder
 
@@ -168,7 +176,9 @@ class Job:
         """Tells whether the job is finished already; reports that, or what is kept of it."""
         if counts := finished_before(folder, self.output.file):
             folder.drop_shards()  # a pipe's copy, or what a kill in the middle of `finish` left
-            self.say(f"{self.output.shown} is already complete, with {counts.rows:,} records")
+            self.say(
+                f"{self.output.shown} is already complete, with {counted(counts.rows, 'record')}"
+            )
             return True
         if folder.kept_records(folder.shards):
             self.say(f"resuming: {self._kept_records(folder)}")
@@ -186,8 +196,8 @@ class Job:
         elif missing:
             who = f"{host} has done its share" if host.count > 1 else "this process is done"
             self.say(
-                f"{who}; {missing:,} of {len(folder.shards):,} shards are still unfinished: other "
-                "processes, or another run, will decode them"
+                f"{who}; {missing:,} of {counted(len(folder.shards), 'shard')} still unfinished: "
+                "other processes, or another run, will decode them"
             )
             return 0
         else:
@@ -244,7 +254,7 @@ def summary(output: Output, counts: Counts, progress: JobProgress) -> str:
         notes.append(f"{counts.error_rows:,} bad, with an error instead of a result")
     noted = f" ({', '.join(notes)})" if notes else ""
     return (
-        f"{output.shown}: {counts.rows:,} records{noted}, "
+        f"{output.shown}: {counted(counts.rows, 'record')}{noted}, "
         f"{progress.tokens:,} tokens in {progress.seconds:.1f} s ({progress.speed()}), "
         f"after {progress.compile_seconds:.1f} s of compiling"
     )

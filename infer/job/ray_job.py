@@ -23,7 +23,7 @@ from infer.job.record_index import Shard
 from infer.job.shard_decoder import ShardDecoder
 from infer.job.shard_folder import ShardFolder, finished_shards, read_job
 from infer.job.workload import Workload
-from wedlm_jax.errors import InputError, shortened
+from wedlm_jax.errors import InputError, counted, shortened
 from wedlm_jax.host.progress import ProgressBar
 
 if TYPE_CHECKING:
@@ -109,7 +109,9 @@ def _run(ray: Any, job: Job, load: Callable[[], LLM], cluster: RayCluster) -> in
     _connect(ray, cluster.address)
     resources, count = _actors(ray, cluster.actors)
     groups = _groups(missing, count)
-    job.say(f"{len(missing):,} shards to finish, by {count} actors under Ray {ray.__version__}")
+    job.say(
+        f"{counted(len(missing), 'shard')} to finish, by {count} actors under Ray {ray.__version__}"
+    )
     # Actors run in working folders of their own.
     files = tuple(dataclasses.replace(file, path=file.path.absolute()) for file in workload.files)
     shared = dataclasses.replace(workload, files=files)
@@ -235,6 +237,7 @@ class _ShardActor:
                 self._output.folder,
                 identity_of(llm, self._workload),
                 self._workload.index.shards,
+                file=self._output.file,
                 overwrite=self._overwrite,
             )
             self._llm = llm

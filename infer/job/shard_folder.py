@@ -28,7 +28,7 @@ from infer.job.identity import Identity
 from infer.job.input import SPOOL
 from infer.job.part_file import FORMAT, SUFFIX, PartFile, whole_records
 from infer.job.record_index import Shard
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, counted
 from wedlm_jax.host.atomic import alone, naming, write_json, written_beside
 
 JOB, STATS, PARTS = "job.json", "stats.json", "parts"
@@ -44,16 +44,24 @@ class ShardFolder:
       folder: its path.
       identity: of the job.
       shards: all of them.
+      file: into which they are merged at the end; None if they stay.
       overwrite: whether records of another job may be deleted.
 
     Raises:
-      InputError: it holds records of another job, or something else, or cannot be written.
+      InputError: folder or file holds records of another job, or something else, or cannot be
+        written.
     """
 
     def __init__(
-        self, folder: Path, identity: Identity, shards: Sequence[Shard], *, overwrite: bool = False
+        self,
+        folder: Path,
+        identity: Identity,
+        shards: Sequence[Shard],
+        *,
+        file: Path | None = None,
+        overwrite: bool = False,
     ):
-        self.folder, self.identity, self.shards = folder, identity, shards
+        self.folder, self.identity, self.shards, self.file = folder, identity, shards, file
         self.parts = folder / PARTS
         self._job = {"wedlm_generate": FORMAT, **identity.as_json()}
         with naming(folder):
@@ -206,15 +214,29 @@ class ShardFolder:
             raise InputError(
                 f"{self.folder}: expected a new folder, or a job's, but it contains {other[0]}"
             )
-        if not overwrite and (kept := _kept_of_another(self.folder)):
-            raise InputError(
-                f"{self.folder}: holds {kept} of another job ({self._unlike(found)}); choose "
-                "another output, or delete them with --overwrite"
-            )
+        if not overwrite:
+            check_file_is_new(self.file, found)
+            merged = self.file is not None and self.file.exists()
+            kept = "finished records" if merged else _kept_of_another(self.folder)
+            if kept:
+                raise InputError(
+                    f"{self.file if merged else self.folder}: holds {kept} of another job "
+                    f"({self._unlike(found)}); choose another output, or delete them with "
+                    "--overwrite"
+                )
         for old in _ours(self.folder):
             if not old.name.startswith(SPOOL):
                 _remove(old)
         write_json(self.folder / JOB, self._job, self.folder)
+
+
+def check_file_is_new(file: Path | None, job: dict[str, Any] | None) -> None:
+    """Refuses an output file that is there although no job (`read_job`) has written it."""
+    if file is not None and file.exists() and job is None:
+        raise InputError(
+            f"{file}: exists, and no job has written it; choose another output, or replace it with "
+            "--overwrite"
+        )
 
 
 def finished_shards(folder: Path, shards: Sequence[Shard]) -> set[int]:
@@ -264,7 +286,7 @@ def _kept_of_another(folder: Path) -> str:
     """Says what would be deleted in the folder: "3 shards and 40 records"; empty if nothing."""
     shards = len(list(folder.glob(f"rows-*{MANIFEST}")))
     records = sum(_part_records(folder / PARTS).values())
-    words = [f"{n:,} {what}" for n, what in ((shards, "shards"), (records, "records")) if n]
+    words = [counted(n, what) for n, what in ((shards, "shard"), (records, "record")) if n]
     return " and ".join(words)
 
 

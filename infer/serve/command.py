@@ -83,7 +83,7 @@ def _add_server(group: Any) -> None:
         help="whose pages may call from browsers; * is all [none]",
     )
     add("--no-warmup", action="store_true", help="listen at once, and compile when prompts come")
-    add("--access-log", action="store_true", help="a line on standard error for each call [not]")
+    add("--access-log", action="store_true", help="a line on standard error for each call [off]")
     add("--config", metavar="FILE", help=f"see below [{FILE}, if it is there]")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import infer.demo
-from infer.score import COLUMNS
+from infer.score import columns
 from tests.infer.few_questions import PROMPTS, write_questions
 from wedlm_jax.errors import InputError
 
@@ -26,12 +26,12 @@ def test_without_a_terminal_it_prints_plain_lines(capsys: pytest.CaptureFixture[
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
     assert all(f"> {prompt}" in printed for prompt in PROMPTS)
-    assert printed.count(" forwards, where AR takes") == 2 * len(PROMPTS)
+    assert printed.count(" forwards (AR: ") == 2 * len(PROMPTS)
     assert "wrong: expected 'no'" in printed
     table, explained = printed.split(" measured ")[1].split("\n\n", 1)
-    assert "WeDLM τ=0.4" in table
+    assert "paper τ=0.4" in table
     assert max(map(len, table.splitlines())) <= 80
-    for name, meaning in COLUMNS.items():
+    for name, meaning in columns("AR").items():
         words = re.escape(name.replace("\n", "")) + r"\s+" + re.escape(meaning[:30])
         assert re.search(words, explained), name
 
@@ -47,7 +47,7 @@ def test_the_picture_has_a_line_for_each_forward(
     assert "url(" not in drawn.replace("url(#", ""), "loads something from elsewhere"
     forwards = [int(n) for n in re.findall(r">forward (\d+)", drawn)]
     assert forwards[0] == 1
-    assert len(re.findall(r"AR takes one", drawn)) == 2
+    assert len(re.findall(r"\(AR: \d+\)", drawn)) == 2
     first = drawn
     assert infer.demo.main(["--record", str(picture)]) == 0
     assert picture.read_text(encoding="utf-8").replace("&#160;", " ") == first

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def questions_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_scores_are_sums_over_completions(checkpoint: Path) -> None:
     decoders = decoders_at(str(checkpoint), [0.4], window_size=2, batch_size=2)
-    assert [d.name for d in decoders] == ["AR", "block-wise τ=0.4", "WeDLM τ=0.4", "verified"]
+    assert [d.name for d in decoders] == ["AR", "block-wise τ=0.4", "paper τ=0.4", "verified"]
     chat = [{"role": "user", "content": PROMPTS[0]}]
     question = Question(PROMPTS[0], "", "exact", chat)
     answer, _ = decoders[2].llm.chat([chat] * 2, decoders[2].params)
@@ -44,7 +45,7 @@ def test_scores_are_sums_over_completions(checkpoint: Path) -> None:
     assert wedlm.accuracy == 0.5
     assert wedlm.cut == 2 * (answer.finish_reason == "length")
     assert list(answers) == [d.name for d in decoders]
-    assert [a.token_ids for a in answers["WeDLM τ=0.4"]] == [answer.token_ids] * 2
+    assert [a.token_ids for a in answers["paper τ=0.4"]] == [answer.token_ids] * 2
     assert (wedlm.tokens, wedlm.forwards, wedlm.instances) == (
         2 * len(answer.token_ids),
         2 * answer.num_forwards,
@@ -75,7 +76,7 @@ def test_the_command_writes_what_it_prints(
     assert [(s["regime"], s["decoder"]) for s in scores] == [
         (regime, decoder)
         for regime in ("low_entropy", "prose")
-        for decoder in ("AR", "block-wise τ=0.4", "WeDLM τ=0.4", "verified")
+        for decoder in ("AR", "block-wise τ=0.4", "paper τ=0.4", "verified")
     ]
     assert [s["accuracy"] for s in scores[4:]] == [None] * 4
     assert all(s["questions"] == 2 and s["tokens"] <= 2 * 96 for s in scores)
@@ -112,7 +113,12 @@ def test_own_questions_give_answers_and_verdicts_of_the_chosen_decoders(
     assert score["accuracy"] == sum(row["right"] for row in said) / 4
     assert 0 < score["accuracy"] < 1
     assert score["cut"] == sum(row["finish_reason"] == "length" for row in said) > 0
-    assert f"{score['cut']} of 4 answers were cut at 24 tokens" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert f"{score['cut']} of 4 answers were cut at 24 tokens" in printed.err
+    # Without AR there is nothing that is AR's.
+    assert "as AR" not in printed.out
+    assert re.search(r"as first +completions that are those of verified", printed.out)
+    assert "over those of verified" in printed.out
 
 
 def test_a_question_that_has_no_room_is_refused_by_line_before_any_is_decoded(

@@ -122,7 +122,7 @@ def test_a_model_with_a_chat_template_says_once_that_a_text_goes_without_them(
     assert not caplog.records
     fresh.prepare(["a", "b"], GREEDY)
     assert [record.message.split(";")[0] for record in caplog.records] == [
-        f"{folder} has a chat template, and this text is completed without it"
+        f"plain-text prompts are completed without the chat template of {folder}"
     ]
 
 

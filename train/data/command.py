@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, counted
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.progress import ProgressBar
 
@@ -149,7 +149,7 @@ def main(arguments: list[str]) -> int:
     )
     check_options(job)
     found = find_input(job.inputs)
-    print(f"{len(found.files)} files to read", flush=True)
+    print(f"{counted(len(found.files), 'file')} to read", flush=True)
     if others := found.others:
         named = ", ".join(map(str, others[:3])) + (", ..." if len(others) > 3 else "")
         print(f"{len(others)} files of other kinds are not read: {named}", flush=True)
@@ -162,8 +162,9 @@ def main(arguments: list[str]) -> int:
         return 0
     seconds = max(time.monotonic() - started, 1e-9)
     print(
-        f"{job.output}: {made.rows:,} rows of {made.row_length} in {len(made.shards)} shards, "
-        f"{made.fill:.1%} filled; {made.samples:,} samples of {made.records:,} records, "
+        f"{job.output}: {made.rows:,} rows of {made.row_length} in "
+        f"{counted(len(made.shards), 'shard')}, {made.fill:.1%} filled; "
+        f"{made.samples:,} samples of {made.records:,} records, "
         f"{made.tokens:,} tokens ({made.trainable_tokens:,} trainable), "
         f"{made.tokens / seconds:,.0f} tokens/s"
     )
@@ -172,7 +173,9 @@ def main(arguments: list[str]) -> int:
     if line := _mask_tokens(options.tokenizer, made):
         print(line)
     if made.malformed:
-        print(f"{made.malformed:,} records left out, all named in {job.output}/{MALFORMED}:")
+        print(
+            f"{counted(made.malformed, 'record')} left out, all named in {job.output}/{MALFORMED}:"
+        )
         for reason, examples in made.reasons.items():
             count = examples["records"]
             named = ", ".join(examples["first"][:3]) + (" ..." if count > 3 else "")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, counted
 from wedlm_jax.host.command_line import CommandParser
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InputError(f"{output}: is there already; remove it, or name another folder")
     files = find_input(options.input).files
-    print(f"{len(files)} files to read", flush=True)
+    print(f"{counted(len(files), 'file')} to read", flush=True)
     bar = ProgressBar("bytes", percent=True, title="reading", console=Console(), every=10.0)
     texts = InputTexts(files, bar)
     with bar:
@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> int:
         f"{texts.characters:,} characters"
     )
     if texts.left_out:
-        print(f"{len(texts.left_out):,} records left out; the first: {texts.left_out[0]}")
+        print(f"{counted(len(texts.left_out), 'record')} left out; the first: {texts.left_out[0]}")
     return 0
 
 

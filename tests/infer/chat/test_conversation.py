@@ -179,8 +179,9 @@ def test_orders_change_what_follows(llm: LLM, conversation: Conversation) -> Non
         ("/mode fast", "mode: expected one of"),
         ("/window 5", "window_size: expected 0 to 4"),
         ("/window x", "/window: expected a number"),
-        ("/rest", "no order '/rest'; did you mean '/reset'"),
-        ("/", "no order '/'"),
+        ("/rest", "no command '/rest'; did you mean '/reset'"),
+        ("/nonsense", "no command '/nonsense'; /help lists them"),
+        ("/", "no command '/'; /help lists them"),
     ],
 )
 def test_orders_that_cannot_be_followed_are_told(

@@ -47,7 +47,7 @@ def test_a_host_says_what_is_left(
     write(words(15))
     assert host(model, 1, 3) == 0
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "host 1 of 3 has done its share; 5 of 8 shards are still unfinished: other processes, or "
+        "host 1 of 3 has done its share; 5 of 8 shards still unfinished: other processes, or "
         "another run, will decode them"
     )
     assert not Path("out/stats.json").exists()
@@ -89,7 +89,7 @@ def test_a_shard_that_another_process_is_at_is_left_to_it(
         fcntl.flock(other, fcntl.LOCK_EX)
         assert run(model, output="out") == 0
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("this process is done; 1 of 2 shards are still unfinished")
+    assert said.startswith("this process is done; 1 of 2 shards still unfinished")
     assert run(model, output="out") == 0
     assert [record["id"] for record in results("out")] == list(range(8))
     assert kept + 4 <= len(decoded) <= 12

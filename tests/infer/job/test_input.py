@@ -41,7 +41,7 @@ def test_input_without_a_record_is_refused_before_a_model_is_loaded(
 ) -> None:
     Path("in.jsonl").write_text(content)
     assert run(work / "never-loaded", output=output) == 2
-    said = "wedlm generate: in.jsonl: expected at least one record, and has none\n"
+    said = "wedlm generate: in.jsonl: has no records\n"
     assert capsys.readouterr().err == said
     assert not Path(output).exists()
 

@@ -51,7 +51,7 @@ def test_interrupted_job_goes_on(
     with monkeypatch.context() as patch:
         stop_after(3, KeyboardInterrupt(), patch)
         capsys.readouterr()
-        assert run(model, *shape) == 130
+        assert run(model, *shape, "--overwrite") == 130
     said = capsys.readouterr().err.splitlines()[-1]
     records = int(said.split()[1])
     assert 0 < records < 16
