@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
 from train.distributed import add_options, join
 from train.recipe.config import describe, load_config
@@ -11,9 +12,19 @@ from wedlm_jax.host.processes import say
 from wedlm_jax.host.storage import as_path
 
 
+class _RecipeParser(CommandParser):
+    """Says how a field of the recipe is given, where it comes as an option."""
+
+    def error(self, message: str) -> NoReturn:
+        option = message.partition("unrecognized arguments: --")[2].partition(" ")[0]
+        field = option.partition("=")[0].replace("-", "_")
+        known = field in {name for name, _, _ in describe()}
+        super().error(message + (f"; fields are given as {field}=VALUE" if known else ""))
+
+
 def main(arguments: list[str]) -> int:
     fields = "\n".join(f"  {name:<32} {what} [{default}]" for name, default, what in describe())
-    parser = CommandParser(
+    parser = _RecipeParser(
         prog="wedlm train",
         description="Trains a model: AR pretraining, or WeDLM continuation of a checkpoint.\n"
         "A run that was stopped goes on where its last checkpoint stands.",

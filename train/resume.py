@@ -30,7 +30,10 @@ CONFIG = "config.yaml"
 ORDER = "order.json"
 ALLOW = "allow_other_data"
 
-REMARKS = {"accumulation": "; masks are drawn for each micro-batch, so they are others"}
+REMARKS = {
+    "accumulation": "; masks are drawn for each micro-batch, so they are others",
+    "model.init_from": "; the run goes on from its own states and does not read it",
+}
 """What a changed field means, where its name does not say."""
 
 
@@ -141,6 +144,10 @@ def begin_or_resume(
         )
     for line in [*changes, *differences]:
         say(f"not as before: {line}")
+    if not states and (output / CONFIG).exists():
+        say(f"{output}: no state was saved yet; training begins at step 1")
+    elif states and max(states) >= config.steps:
+        say(f"{output}: has {max(states)} steps, of {config.steps}; there is nothing left to train")
     if states and before is None:
         say(f"{output / ORDER} is not there: whether the data is as before is not known")
     wait_for_all("recipe compared")  # before the first writes, all have read

@@ -51,7 +51,7 @@ from wedlm_jax.config import (
 )
 from wedlm_jax.errors import InputError, did_you_mean
 from wedlm_jax.host.processes import is_first, say, wait_for_all
-from wedlm_jax.host.storage import as_path, folder_of_this_machine
+from wedlm_jax.host.storage import as_path, folder_of_this_machine, why_absent
 from wedlm_jax.model.lora import LoraConfig
 
 TOKENIZER_SAMPLES = 20_000
@@ -72,7 +72,7 @@ def tokenizer_folder(config: TrainConfig, output: Path, *, resumes: bool = False
     for given in (config.data.tokenizer, config.model.init_from):
         if given is not None:
             if not _has_tokenizer(given):
-                raise InputError(f"{given}: no tokenizer.json in this folder")
+                raise InputError(why_absent(as_path(given), "tokenizer.json"))
             return as_path(given)
     folder = output / "tokenizer"
     if is_first() and not _has_tokenizer(folder):
@@ -210,8 +210,14 @@ def check_paths(config: TrainConfig) -> None:
     """Refuses what a recipe names and cannot be read or written where it lies.
 
     Raises:
-      InputError: a scheme that is not supported, or rows that are in a bucket.
+      InputError: a scheme that is not supported, or rows that are in a bucket; or no model.
     """
+    begun = (as_path(config.output) / RUN_MODEL / "config.json").exists()
+    if config.model.init_from is None and not config.model.architecture and not begun:
+        raise InputError(
+            "model.init_from: expected the folder of the checkpoint to start from; a model from "
+            "scratch needs its sizes in model.architecture"
+        )
     for name in (config.output, config.model.init_from, config.data.tokenizer):
         if name is not None:
             as_path(name)

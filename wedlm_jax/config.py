@@ -330,7 +330,11 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(f"{path}: no such file; a model folder holds a config.json") from None
+        if (folder / "hf" / path.name).exists():
+            text = f"{folder}: the folder of a training run; its model is {folder / 'hf'}"
+        else:
+            text = f"{path}: no such file; a model's folder holds a config.json"
+        raise InputError(text) from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InputError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(raw, dict):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyBindings
 
-NEEDED = "wedlm chat at a terminal needs prompt_toolkit: pip install 'wedlm-jax[chat]'"
+NEEDED = "a conversation at a terminal needs prompt_toolkit: pip install 'wedlm-jax[chat]'"
 
 
 def line_reader(stdin: TextIO) -> Callable[[], str]:

@@ -73,7 +73,7 @@ class JobShare:
         compiling = self._llm.engine.compile_seconds - self._compiled
         earlier = self._finished + self._decoder.earlier
         return JobProgress(
-            done=earlier + max(counts.rows, counts.error_rows + (now.finished if now else 0)),
+            done=earlier + counts.rows,
             earlier=earlier,
             total=self._total,
             tokens=now.tokens if now else 0,

@@ -255,6 +255,7 @@ def summary(output: Output, counts: Counts, progress: JobProgress) -> str:
     noted = f" ({', '.join(notes)})" if notes else ""
     return (
         f"{output.shown}: {counted(counts.rows, 'record')}{noted}, "
-        f"{progress.tokens:,} tokens in {progress.seconds:.1f} s ({progress.speed()}), "
+        f"{progress.tokens:,} tokens{' by this run' if progress.earlier else ''} in "
+        f"{progress.seconds:.1f} s ({progress.speed()}), "
         f"after {progress.compile_seconds:.1f} s of compiling"
     )

@@ -68,9 +68,12 @@ class ShardDecoder:
           JobStopped: on SIGTERM, if running sequences took longer than the grace period.
         """
 
+        newest: Progress | None = None
+
         def told(now: Progress) -> None:
+            nonlocal newest
             self._stop.check()
-            on_progress(now)
+            on_progress(newest := now)
 
         allow_open_files()
         prompts = self._prompts(shards)
@@ -78,6 +81,8 @@ class ShardDecoder:
             stopping, failed = (lambda: self._stop.requested), self._take_failure
             for batch in self._llm.run(prompts, told, stopping=stopping, on_failure=failed):
                 self._take(batch)
+                if newest is not None:  # only now are its records kept
+                    on_progress(newest)
         except Exception as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise

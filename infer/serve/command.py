@@ -50,7 +50,7 @@ GRACE, CLIENT_TIMEOUT = 20.0, 30.0
 
 EMBEDDED_NAME = "wedlm-embedded"
 
-NEEDED = "wedlm serve needs FastAPI, uvicorn and prometheus_client: pip install 'wedlm-jax[serve]'"
+NEEDED = "needs FastAPI, uvicorn and prometheus_client: pip install 'wedlm-jax[serve]'"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -143,7 +143,11 @@ def _check(options: dict[str, Any]) -> None:
 
 def load_warm(options: dict[str, Any]) -> LLM:
     """Loads the model and compiles what ordinary requests need."""
-    return load({**options, "warmup": not options.get("no_warmup", False)})
+    warm = not options.get("no_warmup", False)
+    compiling = " and compiling what requests need" if warm else ""
+    model = options.get("model", EMBEDDED_NAME)
+    print(f"wedlm serve: loading {model}{compiling}", file=sys.stderr, flush=True)
+    return load({**options, "warmup": warm})
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

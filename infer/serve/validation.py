@@ -45,7 +45,9 @@ def _of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, f"the body is not valid JSON ({first.get('ctx', {}).get('error')})")
     path = _path(first["loc"])
     if not path:
-        return ApiError(400, "expected an object of JSON as the body, with content type JSON")
+        return ApiError(
+            400, "expected a JSON object as the body, with Content-Type: application/json"
+        )
     if first["type"] == "extra_forbidden":
         *_, name = first["loc"]
         hint = did_you_mean(str(name), KNOWN_FIELDS)

@@ -55,7 +55,9 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     ("text", "overrides", "message"),
     [
         ("stpes: 5", [], "unknown key 'stpes'; did you mean 'steps'?"),
-        ("steps: 5", ["rows=none"], "none"),
+        ("steps: 5", ["rows=none"], "override 'rows=none': rows: expected an integer, not 'none'"),
+        ("steps: 5", ["optimizer=adam"], "optimizer: expected fields of its own, such as"),
+        ("steps: 5", ["data.sources=x"], "data.sources: expected a mapping, such as"),
         ("steps: 5", ["rows"], "override 'rows': expected key=value"),
         ("steps: 5", ["row_length=33"], "row_length 33 is not a multiple of block_size 32"),
     ],
@@ -74,6 +76,23 @@ def test_bad_input_is_one_line_and_status_2(
     assert message in error
     assert error.count("\n") == 1
     assert not asked_for
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--steps=5", "unrecognized arguments: --steps=5; fields are given as steps=VALUE\n"),
+        ("--row-length", "unrecognized arguments: --row-length; fields are given as row_length="),
+        ("--confg", "unrecognized arguments: --confg; did you mean --config?\n"),
+    ],
+)
+def test_a_field_given_as_an_option_is_told_as_a_field(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, said: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--config", recipe(tmp_path, "steps: 5"), option])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_missing_recipe_is_status_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

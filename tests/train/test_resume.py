@@ -114,8 +114,21 @@ def test_before_the_first_state_everything_may_change(
     tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     begin(tiny_recipe(tmp_path, tokenizer_folder))
-    begin(tiny_recipe(tmp_path, tokenizer_folder, seed=2, rows=4))
     assert capsys.readouterr().out == ""
+    second = tiny_recipe(tmp_path, tokenizer_folder, seed=2, rows=4)
+    begin(second)
+    said = f"{second.output}: no state was saved yet; training begins at step 1\n"
+    assert capsys.readouterr().out == said
+
+
+def test_a_run_that_has_all_its_steps_says_so(
+    tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tiny_recipe(tmp_path, tokenizer_folder, steps=2)
+    begun(recipe)
+    begin(recipe)
+    said = f"{tmp_path}: has 2 steps, of 2; there is nothing left to train\n"
+    assert capsys.readouterr().out == said
 
 
 def test_the_same_rows_a_step_in_other_portions_are_not_refused(

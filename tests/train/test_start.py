@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
+from tests.examples.tiny_run import tiny_recipe
+from train.loop import train
 from train.recipe.config import ModelSection, TrainConfig
 from train.start import check_start, recipe_model
 from wedlm_jax.errors import InputError
@@ -52,3 +55,20 @@ def test_weights_that_are_not_there_are_refused_before_anything_is_compiled(
 ) -> None:
     with pytest.raises(InputError, match="neither model"):
         check_start(recipe(described))
+
+
+def test_a_recipe_without_any_model_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    config = dataclasses.replace(tiny_recipe(tmp_path / "run", None), model=ModelSection())
+    with pytest.raises(InputError, match=r"model\.init_from: expected the folder of the "):
+        train(config)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("made", "said"), [(False, "no such folder"), (True, "no tokenizer.json")])
+def test_a_folder_without_a_tokenizer_is_told_from_none_at_all(
+    tmp_path: Path, made: bool, said: str
+) -> None:
+    if made:
+        (tmp_path / "there").mkdir()
+    with pytest.raises(InputError, match=f"there: {said}"):
+        train(tiny_recipe(tmp_path / "run", tmp_path / "there"))

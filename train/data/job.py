@@ -317,7 +317,7 @@ def _nothing(counts: PartCounts) -> str:
         return "the input has no records"
     worst = max(counts.reasons, key=lambda reason: counts.reasons[reason]["records"])
     return (
-        f"none of the {counts.records} records can be used; most often: {worst}, "
+        f"no record of {counts.records:,} can be used; most often: {worst}, "
         f"as in {counts.reasons[worst]['first'][0]}"
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.storage import why_absent
 
 MANIFEST = "dataset.json"
 VERSION = 1
@@ -90,7 +91,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise InputError(f"{path}: version {version!r}, where {VERSION} is read here")
         manifest = Manifest(**{**fields, "shards": [DataShard(**one) for one in fields["shards"]]})
     except FileNotFoundError:
-        raise InputError(f"{folder}: no {MANIFEST} here; `wedlm tokenize` makes one") from None
+        raise InputError(f"{why_absent(folder, MANIFEST)}; `wedlm tokenize` makes one") from None
     except InputError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:

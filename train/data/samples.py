@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from train.data.chat import ChatFormat, TurnsNotFound
 from train.data.chunks import Malformed, RecordChunk, records
 from wedlm_jax.errors import InputError, shortened
+from wedlm_jax.host.storage import why_absent
 from wedlm_jax.packing import TokenisedSample
 from wedlm_jax.text import TextCodec
 
@@ -217,7 +218,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """
     path = folder / "tokenizer.json"
     if not path.exists():
-        raise InputError(f"{folder}: no tokenizer.json in this folder")
+        raise InputError(why_absent(folder, path.name))
     try:
         tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:

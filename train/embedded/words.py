@@ -30,6 +30,7 @@ from wedlm_jax.checkpoint.hf import (
     save_checkpoint,
 )
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.storage import why_absent
 
 SAMPLES = 20_000
 """Of each regime: the rarest word stands in a few dozen of them."""
@@ -43,7 +44,7 @@ def add_words(old: Path, new: Path) -> int:
         own, or every word already.
     """
     if not (old / "tokenizer.json").exists():
-        raise InputError(f"{old}: no tokenizer.json in this folder")
+        raise InputError(why_absent(old, "tokenizer.json"))
     model = load_checkpoint(old, dtype=jnp.float32)
     if not model.config.tie_word_embeddings:
         raise InputError(f"{old}: expected a head tied to the embedding")

@@ -5,13 +5,21 @@ Unknown keys and wrong types are refused, with the nearest known name.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+)
 
 from train.recipe.fields import check_fields, field
 from train.recipe.overrides import apply_override
@@ -269,28 +277,40 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
     for item in overrides or []:
         if "=" not in item:
             raise InputError(f"override {item!r}: expected key=value")
-    try:
-        given = OmegaConf.load(path)
-        merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), given)
-        for item in overrides or []:
+    merged = OmegaConf.structured(TrainConfig)
+    with _told_as(str(path)):
+        merged = OmegaConf.merge(merged, OmegaConf.load(path))
+    for item in overrides or []:
+        with _told_as(f"override {item!r}"):
             apply_override(merged, item)
+    with _told_as(str(path)):
         config = OmegaConf.to_object(merged)
+    assert isinstance(config, TrainConfig)
+    _check(config, path)
+    return config
+
+
+@contextlib.contextmanager
+def _told_as(origin: str) -> Iterator[None]:
+    """Turns OmegaConf's errors into `InputError`, which begin with where the value came from."""
+    try:
+        yield
     except FileNotFoundError:
-        raise InputError(f"{path}: no such configuration file") from None
+        raise InputError(f"{origin}: no such configuration file") from None
     except (ConfigKeyError, ConfigAttributeError) as error:
-        raise InputError(f"{path}: {_unknown_key(str(error.full_key))}") from None
+        raise InputError(f"{origin}: {_unknown_key(str(error.full_key))}") from None
     except InputError:
         raise
     except (OmegaConfBaseException, ValueError, OSError) as error:
         key = getattr(error, "full_key", None)
-        field = f"{key}: " if key else ""
-        raise InputError(f"{path}: {field}{str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0]
+        if key and not isinstance(error, InterpolationResolutionError):
+            value = re.search(r"^Value ('.*?') ", reason)
+            reason = f"{key}: {_expected(key)}" + (f", not {value[1]}" if value else "")
+        raise InputError(f"{origin}: {reason}") from None
     except Exception as error:
         # A YAML parser has many error types of its own; all mean the file is not YAML.
-        raise InputError(f"{path}: not valid YAML ({str(error).splitlines()[0]})") from None
-    assert isinstance(config, TrainConfig)
-    _check(config, path)
-    return config
+        raise InputError(f"{origin}: not valid YAML ({str(error).splitlines()[0]})") from None
 
 
 def save_config(config: TrainConfig, path: Path) -> None:
@@ -313,6 +333,23 @@ def describe() -> list[tuple[str, str, str]]:
         return lines
 
     return walk(TrainConfig, "")
+
+
+NAMES = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
+"""The types of fields in words."""
+
+
+def _expected(key: str) -> str:
+    """Says what a field of the wrong type was to be."""
+    kind: Any = TrainConfig
+    for name in key.split("."):
+        kind = get_type_hints(kind).get(name) if dataclasses.is_dataclass(kind) else None
+    if dataclasses.is_dataclass(kind):
+        return f"expected fields of its own, such as {key}.{dataclasses.fields(kind)[0].name}"
+    if get_origin(kind) is dict:
+        return f"expected a mapping, such as {key}={{name: 1}}"
+    known = [NAMES[one] for one in (kind, *get_args(kind)) if one in NAMES]
+    return f"expected {known[0]}" if known else "expected another type"
 
 
 def _unknown_key(key: str) -> str:

@@ -47,9 +47,8 @@ def format_of(folder: Path) -> str:
     patterns = ("", "*/", "checkpoints/*/")
     if any(any(folder.glob(f"{pattern}_CHECKPOINT_METADATA")) for pattern in patterns):
         raise InputError(
-            f"{folder}: the state of a training run, not a model; the model is in the run's hf/ "
-            "folder when the run has ended, and until then `wedlm convert` exports it, with "
-            "--config where the run has no model/ folder that says what its model is"
+            f"{folder}: the state of a training run, not a model; a run that has ended has its "
+            "model in hf/, and `wedlm convert RUN DIR` writes that of the newest state at any time"
         )
     raise InputError(
         f"{folder}: neither a Hugging Face checkpoint ({WEIGHTS} or {INDEX}) nor an orbax one "

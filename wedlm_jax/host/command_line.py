@@ -21,6 +21,6 @@ class CommandParser(argparse.ArgumentParser):
         words = message.partition("unrecognized arguments: ")[2].split()
         options = [word.partition("=")[0] for word in words if word.startswith("--")]
         known = self._option_string_actions
-        near = [name for one in options for name in difflib.get_close_matches(one, known, n=1)]
+        near = [name for one in options for name in difflib.get_close_matches(one, known, 1, 0.7)]
         hint = f"; did you mean {' and '.join(near)}?" if near else ""
         super().error(message + hint)

@@ -76,6 +76,11 @@ def folder_of_this_machine(name: str | os.PathLike[str], what: str) -> Path:
     return path
 
 
+def why_absent(folder: Path, name: str) -> str:
+    """Says that ``folder`` lacks the file ``name``, or that there is no such folder."""
+    return f"{folder}: no {name} in this folder" if folder.exists() else f"{folder}: no such folder"
+
+
 def absolute(path: Path) -> Path:
     """Returns the same path from the root of where it lies."""
     return path if is_remote(path) else path.resolve()

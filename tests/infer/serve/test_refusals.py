@@ -115,9 +115,9 @@ def test_null_is_as_good_as_nothing(server: RunningServer) -> None:
     ("body", "kind", "sentence"),
     [
         (b"{", "application/json", "not valid JSON"),
-        (b"", "application/json", "expected an object of JSON"),
-        (b"[1]", "application/json", "expected an object of JSON"),
-        (b'{"prompt": "x"}', "text/plain", "expected an object of JSON"),
+        (b"", "application/json", "expected a JSON object"),
+        (b"[1]", "application/json", "expected a JSON object"),
+        (b'{"prompt": "x"}', "text/plain", "expected a JSON object"),
         (b'{"prompt": "x", "temperature": NaN}', "application/json", "temperature"),
         (b'{"prompt": "x", "temperature": 1e999}', "application/json", "temperature"),
         (b"[" * 100_000, "application/json", "error parsing the body"),

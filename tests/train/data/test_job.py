@@ -181,7 +181,7 @@ def test_an_input_without_a_usable_record_is_refused(tmp_path: Path) -> None:
         tokenised([tmp_path / "blank.jsonl"], tmp_path / "rows")
     bad = write_jsonl(tmp_path / "bad.jsonl", BAD)
     with pytest.raises(
-        InputError, match=r"none of the 3 records can be used; most often: wrong type, as in .*:1"
+        InputError, match=r"no record of 3 can be used; most often: wrong type, as in .*:1"
     ):
         tokenised([bad], tmp_path / "rows")
     assert not (tmp_path / "rows").exists()

@@ -99,7 +99,9 @@ def test_the_place_of_a_row_is_its_shard_and_its_number_there(folder: Path) -> N
 
 
 def test_a_folder_that_is_not_whole_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no dataset\.json here; `wedlm tokenize` makes one"):
+    with pytest.raises(
+        InputError, match=r"no dataset\.json in this folder; `wedlm tokenize` makes one"
+    ):
         read_manifest(tmp_path)
     shards = read_manifest(folder).shards
     (folder / shards[0].file).write_bytes(b"cut")
