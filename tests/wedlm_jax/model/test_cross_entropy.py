@@ -117,7 +117,9 @@ def test_a_head_that_is_not_trained_costs_no_gradient() -> None:
     products = [e for e in equations_in(traced) if e.primitive.name == "dot_general"]
     assert len(products) == 2
     both, _ = losses_and_gradients(hidden, head, targets, weights, wanted, chunk=4)
-    np.testing.assert_allclose(jax.jit(jax.grad(by_hidden))(hidden), both[0], rtol=1e-6)
+    # Two programs round the summands otherwise, and sums are smaller than their summands.
+    rounding = 1e-6 * np.abs(both[0]).max()
+    np.testing.assert_allclose(jax.jit(jax.grad(by_hidden))(hidden), both[0], rtol=0, atol=rounding)
 
 
 @pytest.mark.parametrize(("wanted", "turns"), [(0, 0), (1, 1), (8, 2), (9, 3), (24, 6)])
