@@ -219,7 +219,7 @@ def main(arguments: list[str]) -> int:
     options.setdefault("max_tokens", OWN_MAX_TOKENS if own else MAX_TOKENS)
     samples = options["samples"] or (None if own else SAMPLES)
     chosen = [questions[:samples] for questions in regimes.values()]
-    _evaluate_all(options, chosen)
+    _compare(options, chosen)
     return 0
 
 
@@ -269,7 +269,7 @@ def decoders_at(
     return decoders
 
 
-def _evaluate_all(options: Mapping[str, Any], regimes: Sequence[Sequence[Question]]) -> None:
+def _compare(options: Mapping[str, Any], regimes: Sequence[Sequence[Question]]) -> None:
     """Compares decoders as ``options`` say; prints and writes what came of it."""
     from rich.console import Console
 

@@ -65,11 +65,10 @@ def columns(first: str) -> dict[str, str]:
     Args:
       first: name of the decoder that the others are compared with.
     """
+    same = "as AR" if first == "AR" else "as first"
     return {
         "right": "answers that are right; prose has no right answer",
-        f"as {first}"
-        if first == "AR"
-        else "as first": f"completions that are those of {first}, token for token",
+        same: f"completions that are those of {first}, token for token",
         "AR\nagrees": "tokens that AR, given all before them, finds most probable",
         "tokens/\nforward": "completion tokens for each forward after the prompt's; about 1 in AR",
         "p_cache": "completion tokens for each token computed: about 1 in AR; at most 0.5 where "
