@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.examples.decode import (
     DRAWN,
+    SAFE_MARGIN,
     TINY,
     Case,
     as_if_first,
@@ -22,10 +23,12 @@ from tests.examples.decode import (
     cases,
     cases_with_options,
     in_mode,
+    reference,
     requests_of,
     run,
     small_engine,
 )
+from tests.reference.decode_loop import FullForward
 from wedlm_jax.completion import Completion
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
@@ -142,7 +145,7 @@ def test_short_bursts_equal_all_at_once(
 
 @given(batch=batches(), data=st.data())
 def test_a_cut_sequence_is_counted_as_if_it_had_stopped_there(
-    streaming_engine: Engine, batch: list[Case], data: st.DataObject
+    streaming_engine: Engine, full_forward: FullForward, batch: list[Case], data: st.DataObject
 ) -> None:
     """Cut at some token's first appearance, against a run with that token as a stop id."""
     cuts, stopping = [], []
@@ -151,7 +154,10 @@ def test_a_cut_sequence_is_counted_as_if_it_had_stopped_there(
         token = whole.token_ids[end - 1]
         cuts.append(whole.cut(whole.token_ids.index(token) + 1))
         stopping.append(in_mode(case, "paper", stop_token_ids=(token,)))
-    assert run(streaming_engine, stopping) == cuts
+    for case, stopped, cut in zip(batch, run(streaming_engine, stopping), cuts, strict=True):
+        # In other company a choice that ties may fall the other way.
+        if reference(full_forward, TINY, case).margin > SAFE_MARGIN:
+            assert stopped == cut
 
 
 def test_an_abort_ends_one_sequence_and_no_other(streaming_engine: Engine) -> None:
