@@ -48,7 +48,7 @@ def format_of(folder: Path) -> str:
     if any(any(folder.glob(f"{pattern}_CHECKPOINT_METADATA")) for pattern in patterns):
         raise InputError(
             f"{folder}: the state of a training run, not a model; a run that has ended has its "
-            "model in hf/, and `wedlm convert RUN DIR` writes that of the newest state at any time, "
+            "model in hf/, and `wedlm convert RUN DIR` writes that of its newest state any time, "
             "with --config MODEL if the run has no model/ folder"
         )
     raise InputError(
