@@ -236,6 +236,6 @@ def _measure(console: Console, decoders: list[Decoder], regimes: list[list[Quest
     console.print(legend(scores))
     console.print(
         f"\n{len(regimes[0])} held-out questions of each kind, one at a time, by turns; times are "
-        f"with the prompt and without compiling ({compiling:.0f} s in all). mode paper commits "
+        f"with the prompt and without compiling ({compiling:.0f} s in all). Mode paper commits "
         "what masks were filled with; verified commits only what AR would choose."
     )

@@ -127,11 +127,11 @@ def evaluate_all(
         def begin(questions: Sequence[Question], name: str) -> None:
             nonlocal answered, asked
             answered, asked = answered + asked, len(questions)
-            speed = answered / (decoding_seconds() - started)
+            spent = decoding_seconds() - started
             bar.update(
                 answered,
                 title=f"{questions[0].regime.replace('_', ' ')} · {name:<16}",
-                seconds_left=(total - answered) / speed if answered else math.inf,
+                seconds_left=spent * (total / answered - 1) if answered else math.inf,
             )
 
         for questions in regimes:

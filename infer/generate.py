@@ -153,7 +153,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_model_options(group: Any, *, together: str = "16") -> None:
-    """Adds the flags of what `load` takes, but for the window.
+    """Adds the options of the model that `load` takes, all but the window's.
 
     Args:
       together: the default of ``--batch-size``, for the help.

@@ -147,7 +147,10 @@ def begin_or_resume(
     if not states and (output / CONFIG).exists():
         say(f"{output}: no state was saved yet; training begins at step 1")
     elif states and max(states) >= config.steps:
-        say(f"{output}: has {max(states)} steps, of {config.steps}; there is nothing left to train")
+        say(
+            f"{output}: trained for {max(states)} steps already, and the recipe has "
+            f"{config.steps}: nothing is left to train"
+        )
     if states and before is None:
         say(f"{output / ORDER} is not there: whether the data is as before is not known")
     wait_for_all("recipe compared")  # before the first writes, all have read

@@ -68,7 +68,8 @@ class ChunkCost:
 
     @property
     def against_products(self) -> float:
-        """The time of the last chunk, divided by what its products predict from the first."""
+        """Compares the last chunk's time with the first's: 1 where it grew as its matrix products
+        did."""
         return self.last / self.first / self.products
 
     @property

@@ -91,8 +91,8 @@ def _speed(way: str, regime: str, sequences: int, prompts: int, passes: Sequence
 
 
 def decode(subject: Subject, engine: Engine, work: Work) -> Pass:
-    """Decodes all prompts as `LLM.generate` does, with no prefix cached from an earlier pass.
-    Compiling is not counted."""
+    """Decodes all prompts as `LLM.generate` does, and caches no prefix from pass to pass. Compiling
+    is not counted."""
     engine.scheduler.forget_prefixes()
     tokens = forwards = 0
     compiled, started = engine.compile_seconds, time.perf_counter()

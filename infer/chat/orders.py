@@ -27,7 +27,7 @@ Enter sends, Alt-Enter begins a line; what is pasted may have several. Ctrl-C st
 
 
 def is_order(line: str) -> bool:
-    """Tells whether a line is a command; one with a space in front is for the model."""
+    """Tells whether a line is a command: it begins with a slash, and has no space before it."""
     return line.startswith("/")
 
 

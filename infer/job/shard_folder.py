@@ -283,7 +283,8 @@ def _part_records(parts: Path) -> dict[str, int]:
 
 
 def _kept_of_another(folder: Path) -> str:
-    """Says what would be deleted in the folder: "3 shards and 40 records"; empty if nothing."""
+    """Describes what would be deleted in the folder: "3 shards and 40 records"; empty if
+    nothing."""
     shards = len(list(folder.glob(f"rows-*{MANIFEST}")))
     records = sum(_part_records(folder / PARTS).values())
     words = [counted(n, what) for n, what in ((shards, "shard"), (records, "record")) if n]

@@ -362,7 +362,8 @@ def _quiet() -> Iterator[None]:
             try:
                 yield
             except Exception:
-                # Whatever failed: the late reports come before they are heard again.
+                # Whichever error it was, and it is raised again: its late reports arrive within
+                # this time, while they are still ignored.
                 time.sleep(LATE_REPORTS_S)
                 raise
     finally:
