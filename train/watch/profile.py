@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 import jax
@@ -71,12 +71,7 @@ class Profiler:
             self._old = signal.signal(signal.SIGUSR1, self._handle)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._until:  # the run failed meanwhile
             self._until = 0
             jax.profiler.stop_trace()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 TERMINATED = 128 + signal.SIGTERM
@@ -38,12 +38,7 @@ class StopRequest:
         self._before = {one: signal.signal(one, self._handle) for one in self._signals}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for one, before in self._before.items():
             signal.signal(one, before)
 
