@@ -21,7 +21,7 @@ RUN case "$ACCELERATOR" in \
     esac \
     && python -m venv /opt/wedlm \
     && /opt/wedlm/bin/pip install --no-cache-dir -c constraints.txt \
-      ".[serve,grammar,chat,eval,data,int8,tensorboard${extras}]"
+      ".[serve,grammar,chat,eval,data,gcs,int8,tensorboard${extras}]"
 
 FROM python:${PYTHON}-slim-bookworm
 RUN useradd --create-home --uid 1000 wedlm

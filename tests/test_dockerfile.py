@@ -83,6 +83,8 @@ def test_its_extras_are_those_of_the_package() -> None:
     assert accelerators is not None
     asked = {*named[1].split(","), *accelerators.groups()}
     assert asked <= project["optional-dependencies"].keys()
+    # A run on a cluster writes to a bucket, and no pod can install what the image lacks.
+    assert "gcs" in asked
 
 
 class Healthy(http.server.BaseHTTPRequestHandler):
@@ -199,6 +201,8 @@ def test_its_steps_make_an_image_that_decodes(tmp_path: Path) -> None:
     for name in ("serve", "train", "evaluate", "tokenize"):
         done = image.run("wedlm", name, "--help")
         assert done.returncode == 0, done.stderr
+    in_bucket = "from wedlm_jax.host.storage import as_path; print(as_path('gs://b/run').name)"
+    assert image.run("python", "-c", in_bucket).stdout == "run\n"
     where = image.run("python", "-c", "import infer.harness.command as c; print(c.TASKS)").stdout
     assert sorted(path.name for path in Path(where.strip()).iterdir()) == [
         "human_eval.yaml",

@@ -9,6 +9,7 @@ was damaged on disk is found out when it is read and not some thousand steps lat
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,13 +40,24 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, keep: int, keep_every: int = 0, timeout: int = 1200):
-        self._folder = folder
+        self._folder, self._keep, self._keep_every = folder, keep, keep_every
         self._folders = StepFolders(folder, keep, keep_every, timeout)
         self._under_way, self._failed, self._pause = False, 0, 0.0
 
     def steps(self) -> list[int]:
         """Lists the steps whose states were written completely, newest first."""
         return self._folders.steps()
+
+    def kept(self, every: int) -> str:
+        """Says which states stay, of a run that writes one after so many steps."""
+        said = f"a state every {every:,} steps, of which the newest {self._keep} stay"
+        if not self._keep_every:
+            return said
+        both = math.lcm(every, self._keep_every)
+        said += f", and for good those at multiples of {both:,}"
+        if both != self._keep_every:
+            said += f": keep_every={self._keep_every} is no multiple of checkpoint_every"
+        return said
 
     def save(self, state: TrainState, *, whole: bool = False) -> None:
         """Starts to write a state, unless that step is already there. All processes call this.

@@ -120,7 +120,9 @@ def train(config: TrainConfig) -> Path:
         files.close()
     exported = dataclasses.replace(model, model_type="wedlm")
     trained = nnx.merge(program.graph, parameters)
-    save_checkpoint(trained, exported, output / "hf", dtype="float32", tokenizer_from=folder)
+    save_checkpoint(
+        trained, exported, output / "hf", dtype=config.export_dtype, tokenizer_from=folder
+    )
     return output / "hf"
 
 
@@ -208,6 +210,7 @@ class TrainingRun:
         )
         pending = self._pending(batches, done)
         log = self._open_log(done)
+        say(checkpoints.kept(config.checkpoint_every))
         time.begin(self._output, done)
         stop, watch = AgreedStop(), StallWatch(config.metrics.stall_factor)
         try:

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.emulated_bucket import bucket as bucket
 from train.checkpoint import Checkpoints, checksums
 from train.step import TrainState
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.storage import as_path
 
 
 def state(step: int) -> TrainState:
@@ -72,7 +74,45 @@ def test_no_states_are_no_error(tmp_path: Path) -> None:
 
 def test_the_newest_and_every_so_manieth_are_kept(tmp_path: Path) -> None:
     write(tmp_path, *range(1, 9), keep=2, keep_every=3)
-    assert sorted(int(p.name) for p in tmp_path.iterdir() if p.name.isdigit()) == [3, 6, 7, 8]
+    assert numbers(tmp_path) == [3, 6, 7, 8]
+
+
+def numbers(folder: Path) -> list[int]:
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+
+
+def test_what_is_kept_for_good_stays_over_restarts(tmp_path: Path) -> None:
+    for steps in ((1, 2, 3), (4, 5), (6, 7, 8), (9, 10, 11)):
+        write(tmp_path, *steps, keep=2, keep_every=3)
+    assert numbers(tmp_path) == [3, 6, 9, 10, 11]
+    found, _ = read(tmp_path)
+    assert_is_step(found, 11)
+    write(tmp_path, 12, 13, 14, keep=1)  # who keeps none for good drops them
+    assert numbers(tmp_path) == [14]
+
+
+def test_what_is_kept_for_good_stays_in_a_bucket(bucket: str) -> None:
+    folder = as_path(f"{bucket}/checkpoints")
+    for steps in ((1, 2, 3), (4, 5), (6, 7)):
+        write(folder, *steps, keep=1, keep_every=3)
+    assert numbers(folder) == [3, 6, 7]
+    found, _ = read(folder)
+    assert_is_step(found, 7)
+
+
+def test_what_is_kept_is_said(tmp_path: Path) -> None:
+    def said(keep_every: int) -> str:
+        checkpoints = Checkpoints(tmp_path, 2, keep_every)
+        checkpoints.close()
+        return checkpoints.kept(200)
+
+    newest = "a state every 200 steps, of which the newest 2 stay"
+    assert said(0) == newest
+    assert said(1000) == f"{newest}, and for good those at multiples of 1,000"
+    assert said(500) == (
+        f"{newest}, and for good those at multiples of 1,000: keep_every=500 is no multiple of "
+        "checkpoint_every"
+    )
 
 
 def cut(file: Path) -> None:

@@ -27,6 +27,7 @@ from train.start import packed_dataset
 from train.start import tokenizer_folder as tokenizer_folder_of
 from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.checkpoint.hf import load_checkpoint
+from wedlm_jax.config import read_config_json
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
@@ -74,6 +75,19 @@ def test_a_finished_run_started_again_trains_no_further(
     assert "resumed from step 4" in capsys.readouterr().out
     assert metric_lines(finished) == lines
     assert_same_bits(hf_values(finished / "hf"), values)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_export_has_the_dtype_of_the_recipe(
+    finished: Path, tokenizer_folder: Path, tmp_path: Path, dtype: str
+) -> None:
+    assert {value.dtype.name for value in hf_values(finished / "hf").values()} == {"float32"}
+    run = shutil.copytree(finished, tmp_path / "run")
+    run_training(tiny_recipe(run, tokenizer_folder, export_dtype=dtype))
+    convert(finished / "hf", tmp_path / "expected", to="hf", dtype=dtype)
+    assert_same_bits(hf_values(run / "hf"), hf_values(tmp_path / "expected"))
+    assert read_config_json(run / "hf")["dtype"] == dtype
+    assert load_checkpoint(run / "hf").config == load_checkpoint(finished / "hf").config
 
 
 def test_the_exported_folder_decodes(finished: Path) -> None:

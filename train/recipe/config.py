@@ -25,6 +25,7 @@ from train.recipe.fields import check_fields, field
 from train.recipe.overrides import apply_override
 from wedlm_jax.attention import IMPLEMENTATIONS
 from wedlm_jax.attention.tiles import LANES
+from wedlm_jax.checkpoint.dtypes import DTYPES
 from wedlm_jax.errors import InputError
 from wedlm_jax.loss import WEIGHTINGS
 from wedlm_jax.model.lora import TARGETS
@@ -244,7 +245,12 @@ class TrainConfig:
     )
     keep_checkpoints: int = field(2, "newest checkpoints kept", least=1)
     keep_every: int = field(
-        0, "checkpoints at multiples of this are kept for good; 0: none", least=0
+        0, "checkpoints at multiples of this stay for good, beside the newest; 0: none", least=0
+    )
+    export_dtype: str = field(
+        "float32",
+        "of the model in <output>/hf; training keeps parameters in float32 all the same",
+        choices=DTYPES,
     )
     log_every: int = field(10, "steps between metric lines", least=1)
     allow_other_data: bool = field(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from wedlm_jax.checkpoint.dtypes import DTYPES
 from wedlm_jax.checkpoint.model_folder import FORMATS, ORBAX, format_of, run_model_folder
 from wedlm_jax.config import MODEL_TYPES, ModelConfig, with_model_type
 from wedlm_jax.errors import InputError
@@ -61,9 +62,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--to", choices=FORMATS, help="the format to write [the other one; hf with --model-type]"
     )
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="cast the weights [as they are]"
-    )
+    parser.add_argument("--dtype", choices=DTYPES, help="cast the weights [as they are]")
     parser.add_argument(
         "--model-type",
         choices=(*MODEL_TYPES, "qwen"),

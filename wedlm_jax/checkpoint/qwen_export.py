@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from wedlm_jax.checkpoint.convert import run
+from wedlm_jax.checkpoint.dtypes import DTYPES
 from wedlm_jax.host.command_line import CommandParser
 
 
@@ -16,9 +17,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("source", metavar="SOURCE", help="a checkpoint folder, or a training run's")
     parser.add_argument("destination", metavar="DESTINATION", help="the folder to write")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="cast the weights [as they are]"
-    )
+    parser.add_argument("--dtype", choices=DTYPES, help="cast the weights [as they are]")
     parser.add_argument(
         "--force", action="store_true", help="replace the checkpoint that DESTINATION holds"
     )
