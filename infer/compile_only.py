@@ -26,6 +26,7 @@ from wedlm_jax.aot.topology import (
     describe_topology,
     local_bytes,
 )
+from wedlm_jax.checkpoint.hf_folder import model_config
 from wedlm_jax.config import ModelConfig, config_from_hf, read_config_json
 from wedlm_jax.decode.options import Traits
 from wedlm_jax.decode.state import num_slots
@@ -112,14 +113,18 @@ def read_model(source: str) -> ModelConfig:
     sizes."""
     path = Path(source)
     if path.suffix not in (".yaml", ".yml"):
-        return config_from_hf(read_config_json(path))
+        return model_config(path, read_config_json(path), ())
     try:
         recipe: Any = OmegaConf.to_container(OmegaConf.load(path))
-        return config_from_hf({"model_type": "wedlm", **recipe["model"]["architecture"]})
+        stated = {"model_type": "wedlm", **recipe["model"]["architecture"]}
     except FileNotFoundError:
         raise InputError(f"{path}: no such recipe") from None
     except (KeyError, TypeError):
         raise InputError(f"{path}: expected a recipe with model.architecture") from None
+    try:
+        return config_from_hf(stated)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
 
 
 def decode_mesh(model: ModelConfig, topology: Topology) -> Mesh:

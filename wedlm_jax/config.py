@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, shortened
 
 SIZES = (
     "vocab_size",
@@ -41,6 +41,52 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     ),
 }
 """The supported RoPE types, and the numbers that each cannot do without."""
+
+SILU = ("silu", "swish")
+WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    # The MLP.
+    "hidden_act": SILU,
+    "hidden_activation": SILU,
+    "mlp_bias": (False,),
+    "num_experts": (0, 1),
+    "num_local_experts": (0, 1),
+    "n_routed_experts": (0, 1),
+    "moe_num_experts": (0, 1),
+    # Attention.
+    "attention_multiplier": (),
+    "query_pre_attn_scalar": (),
+    "attn_logit_softcapping": (0,),
+    "attention_chunk_size": (),
+    "attention_out_bias": (False,),
+    "clip_qkv": (),
+    "is_causal": (True,),
+    "use_bidirectional_attention": (False,),
+    # Positions.
+    "alibi": (False,),
+    "no_rope_layers": ([],),
+    "no_rope_layer_interval": (0,),
+    "rope_local_base_freq": (),
+    "rope_interleave": (False,),
+    "rope_interleaved": (False,),
+    "rotary_dim": (),
+    "rotary_pct": (1,),
+    # Factors on the way through.
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "scale_emb": (1,),
+    "scale_depth": (),
+    "logits_scaling": (1,),
+    "logit_scale": (1,),
+    "final_logit_softcapping": (0,),
+    # How tensors are stored.
+    "quantization_config": (),
+    "compression_config": (),
+}
+"""Keys of a ``config.json`` that change what is computed, here or in related families, and are not
+supported: the values under which they change nothing. So does null."""
+
+QWEN_WINDOW, QWEN_MAX_WINDOW_LAYERS = 4096, 28
+"""What a Qwen's config.json means where it does not say."""
 
 # The published WeDLM checkpoints leave `mask_token_id` null and use this row of
 # the padded Qwen vocabulary.
@@ -187,32 +233,77 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 
 def _rope_from_hf(raw: dict[str, Any]) -> RopeConfig:
     # Transformers 5 writes one `rope_parameters`; before, `rope_theta` and `rope_scaling`.
-    scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    names = [name for name in ("rope_parameters", "rope_scaling") if raw.get(name)]
+    if len(names) > 1 and raw[names[0]] != raw[names[1]]:
+        raise InputError("model config: rope_parameters and rope_scaling differ; give one of them")
+    scaling = dict(raw[names[0]]) if names else {}
+    if nested := [key for key, value in scaling.items() if isinstance(value, dict)]:
+        raise InputError(
+            f"model config: {names[0]} has numbers for {nested[0]!r} alone, and RoPE that differs "
+            "between layers is not supported"
+        )
     theta = scaling.pop("rope_theta", None) or raw.get("rope_theta", 10000.0)
     rope_type = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
-    if raw.get("partial_rotary_factor", scaling.pop("partial_rotary_factor", 1.0)) not in (1.0, 1):
-        raise InputError("model config: partial_rotary_factor other than 1 is not supported")
-    if rope_type == "yarn" and not scaling.get("original_max_position_embeddings"):
-        scaling["original_max_position_embeddings"] = raw["max_position_embeddings"]
+    for part in (raw.get("partial_rotary_factor"), scaling.pop("partial_rotary_factor", None)):
+        if part not in (None, 1):
+            raise InputError(
+                f"model config: partial_rotary_factor {part!r} is not supported (only 1)"
+            )
+    if rope_type in ("yarn", "llama3"):
+        _add_original_length(scaling, raw)
     # A configuration is a key of compiled programs, so it must be hashable throughout.
     parameters = {k: tuple(v) if isinstance(v, list) else v for k, v in scaling.items()}
     return RopeConfig(_number("rope_theta", theta), rope_type, tuple(sorted(parameters.items())))
 
 
-def _refuse_unsupported(raw: dict[str, Any]) -> None:
-    layers = raw.get("num_hidden_layers", 0)
-    sliding = [i for i, kind in enumerate(raw.get("layer_types") or []) if kind != "full_attention"]
-    if raw.get("use_sliding_window") and not raw.get("layer_types"):
-        sliding = list(range(raw.get("max_window_layers", 0), layers))
-    if sliding:
+def _add_original_length(scaling: dict[str, Any], raw: dict[str, Any]) -> None:
+    """Adds the length that the model was trained at before its context was extended."""
+    name = "original_max_position_embeddings"
+    inside, outside = scaling.get(name), raw.get(name)
+    if inside and outside and inside != outside:
         raise InputError(
-            f"model config: sliding-window layers are not supported (layer {sliding[0]} is one)"
+            f"model config: {name} is {outside!r}, and {inside!r} in the RoPE scaling; expected one"
         )
-    if raw.get("hidden_act", "silu") != "silu":
-        raise InputError(f"model config: hidden_act {raw['hidden_act']!r} is not supported")
+    if not inside and (length := outside or raw.get("max_position_embeddings")):
+        scaling[name] = length
+
+
+def _refuse_unsupported(raw: dict[str, Any]) -> None:
+    for key, neutral in WITHOUT_EFFECT.items():
+        if (value := raw.get(key)) is not None and value not in neutral:
+            only = f" (only {', '.join(json.dumps(one) for one in neutral)})" if neutral else ""
+            shown = shortened(json.dumps(value), 80)
+            raise InputError(f"model config: {key} {shown} is not supported{only}")
+    kinds = raw.get("layer_types") or []
+    for layer, kind in enumerate(kinds):
+        if kind != "full_attention":
+            raise InputError(
+                f"model config: layer_types has {kind!r} for layer {layer}, which is not supported "
+                "(only 'full_attention')"
+            )
+    windowed = None if kinds else _first_windowed_layer(raw)
+    if windowed is not None:
+        raise InputError(
+            f"model config: sliding_window {raw.get('sliding_window', 'by default')} limits what "
+            f"tokens attend to from layer {windowed} on, which is not supported (only null, or "
+            '"use_sliding_window": false)'
+        )
     if raw["model_type"] == "qwen3" and raw.get("attention_bias"):
-        raise InputError("model config: attention_bias in a qwen3 model is not supported")
+        raise InputError("model config: attention_bias true in a qwen3 model is not supported")
+
+
+def _first_windowed_layer(raw: dict[str, Any]) -> int | None:
+    """Returns the first layer whose attention a sliding window limits, as transformers has it; None
+    if there is none, by what ``layer_types`` does not say."""
+    # A Qwen's window has a size even where it is not used. In other families, as in Mistral, and
+    # for whoever renamed one, a size is what uses it.
+    by_flag = raw["model_type"] in ("qwen2", "qwen3")
+    size = raw.get("sliding_window", QWEN_WINDOW if raw.get("use_sliding_window") else None)
+    if size is None or not raw.get("use_sliding_window", not by_flag):
+        return None
+    first = raw.get("max_window_layers", QWEN_MAX_WINDOW_LAYERS if by_flag else 0) or 0
+    return first if first < raw.get("num_hidden_layers", 0) else None
 
 
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
@@ -287,7 +378,7 @@ def config_to_hf(config: ModelConfig, *, dtype: str = "float32") -> dict[str, An
 
 
 CONFIG_FIELDS = [
-    *("hidden_act", "use_sliding_window", "layer_types", "max_window_layers"),
+    *("hidden_act", "use_sliding_window", "sliding_window", "layer_types", "max_window_layers"),
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
     *("eos_token_id", "attention_dropout"),
     *(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from wedlm_jax.config import (
     PUBLISHED_MASK_TOKEN_ID,
+    WITHOUT_EFFECT,
     ModelConfig,
     RopeConfig,
     config_from_hf,
@@ -176,8 +177,25 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "llama"}, "llama"),
     ({"model_type": None}, "model_type"),
     ({"hidden_act": "gelu"}, "gelu"),
-    ({"use_sliding_window": True, "max_window_layers": 2}, "layer 2"),
     ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer 1"),
+    ({"layer_types": ["chunked_attention"] * 3}, "'chunked_attention' for layer 0"),
+    (
+        {"quantization_config": {"quant_method": "fp8"}},
+        r'quantization_config \{"quant_method": "fp8"',
+    ),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 7.0}}}, "differs between layers"),
+    (
+        {"rope_parameters": {"rope_theta": 7.0}, "rope_scaling": {"factor": 2}},
+        "rope_scaling differ",
+    ),
+    (
+        {
+            "rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 8},
+            "original_max_position_embeddings": 16,
+        },
+        "original_max_position_embeddings is 16, and 8 in",
+    ),
+    ({"partial_rotary_factor": 1, "rope_scaling": {"partial_rotary_factor": 0.5}}, "factor 0.5"),
     ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
     ({"rope_scaling": {"rope_type": ["yarn"]}}, "yarn"),
     ({"rope_scaling": {"rope_type": "linear"}}, "'linear' needs a positive number as 'factor'"),
@@ -199,6 +217,67 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_is_not_supported_is_refused_by_name(changes, named):
     with pytest.raises(InputError, match=named):
         config_from_hf({**SMALL, **changes})
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_a_key_that_changes_the_arithmetic_is_refused_with_its_value(name):
+    """Silence, null and the neutral values are one model; anything else is refused."""
+    for neutral in (None, *WITHOUT_EFFECT[name]):
+        assert config_from_hf({**SMALL, name: neutral}) == config_from_hf(SMALL)
+    with pytest.raises(InputError, match=f"{name} 0.125 is not supported"):
+        config_from_hf({**SMALL, name: 0.125})
+
+
+WINDOWS: list[tuple[str, dict[str, Any]]] = [
+    *(
+        (model_type, fields)
+        for model_type in ("qwen2", "qwen3")
+        for fields in (
+            {},
+            {"sliding_window": 8},
+            {"sliding_window": 8, "use_sliding_window": False},
+            {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2},
+            {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3},
+            {"sliding_window": 8, "use_sliding_window": True},
+            {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0},
+            {"use_sliding_window": True, "max_window_layers": 1},
+        )
+    ),
+    ("mistral", {"sliding_window": None}),
+    ("mistral", {"sliding_window": 8}),
+]
+
+
+@pytest.mark.parametrize(("model_type", "fields"), WINDOWS)
+def test_a_sliding_window_is_refused_where_transformers_uses_one(model_type, fields):
+    transformers = pytest.importorskip("transformers")
+    raw = {**SMALL, "model_type": model_type, **fields}
+    if model_type == "mistral":  # which is read under another name only
+        used = transformers.MistralConfig(**without(raw, "model_type")).sliding_window is not None
+        raw["model_type"] = "wedlm"
+    else:
+        made = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}[model_type]
+        used = "sliding_attention" in made(**without(raw, "model_type")).layer_types
+    if used:
+        with pytest.raises(InputError, match=r"sliding_window .* limits what tokens attend to"):
+            config_from_hf(raw)
+    else:
+        config_from_hf(raw)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"rope_type": "yarn", "factor": 2.0},
+        {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    ],
+)
+def test_the_length_before_an_extension_is_read_beside_the_scaling_too(raw):
+    lengths = {"max_position_embeddings": 64, "original_max_position_embeddings": 32}
+    outside = config_from_hf({**SMALL, **lengths, "rope_scaling": raw})
+    inside = {**raw, "original_max_position_embeddings": 32}
+    expected = config_from_hf({**SMALL, "max_position_embeddings": 64, "rope_scaling": inside})
+    assert outside == expected
 
 
 @pytest.mark.parametrize(

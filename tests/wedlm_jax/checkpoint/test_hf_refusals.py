@@ -88,11 +88,11 @@ def test_invalid_config(folder: Path, content: str) -> None:
     [
         ({"model_type": "llama"}, "'llama' is not supported"),
         ({"model_type": None}, "model_type None"),
-        ({"use_sliding_window": True, "max_window_layers": 1}, "layer 1 is one"),
+        ({"use_sliding_window": True, "max_window_layers": 1}, "from layer 1 on"),
         ({"layer_types": ["full_attention", "full_attention", "sliding_attention"]}, "layer 2"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "'dynamic'"),
-        ({"hidden_act": "gelu"}, "'gelu'"),
+        ({"hidden_act": "gelu"}, 'hidden_act "gelu"'),
         ({"vocab_size": "24"}, ""),
         ({"hidden_size": 0}, "hidden_size"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
