@@ -134,7 +134,7 @@ def _write_and_attend(
     places = token_places(spans, size, page_size)
     plan = make_tiles(spans, size, page_size, tile=tile, block=BLOCK, deterministic=deterministic)
     pages = write_pages(pages, k, v, places, LAYER, num_pages)
-    return attend_pages(q, pages, spans, plan, LAYER, num_pages, implementation="xla"), pages
+    return attend_pages(q, pages, plan, LAYER, num_pages), pages
 
 
 def as_floats(pages: Any) -> np.ndarray:

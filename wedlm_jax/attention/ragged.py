@@ -12,13 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
 from wedlm_jax.attention.int8 import Int8Rows
 from wedlm_jax.attention.pages import Pages, Spans, allocate_pages, token_places
 from wedlm_jax.attention.pages import write_pages as _write_own
+from wedlm_jax.attention.ragged_tpu import LiveSpans, attend_tpu, live_first
 from wedlm_jax.attention.ragged_xla import Tiles, attend_xla, make_tiles
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
@@ -43,13 +43,8 @@ RAGGED_BACKENDS = {
 }
 """The backends by name, and what each is for."""
 
-KV_PAGES_PER_BLOCK = 4
-QUERIES_PER_BLOCK = 32
-VMEM_LIMIT = 64 * 2**20
-"""Bytes."""
-
-Plan = Tiles
-"""What a forward computes once for all layers."""
+Plan = Tiles | LiveSpans
+"""What a forward computes once for all layers; its type is that of the backend."""
 
 
 def check_ragged_backend(
@@ -89,7 +84,7 @@ def attention_plan(
     num_tokens: int,
     page_size: int,
     *,
-    tile: int | None = None,
+    implementation: str,
     deterministic: bool = False,
 ) -> Plan:
     """Returns what attention of T flat tokens computes once for all layers.
@@ -98,11 +93,15 @@ def attention_plan(
       spans: of this forward.
       num_tokens: T.
       page_size: tokens of a page.
-      tile: tokens of a span that are computed together.
+      implementation: a name in `RAGGED_BACKENDS`.
       deterministic: compute all spans alike, so that the result for a token does not depend, to
         the bit, on how its sequence is divided into spans.
     """
-    return make_tiles(spans, num_tokens, page_size, tile=tile, deterministic=deterministic)
+    if implementation not in RAGGED_BACKENDS:
+        raise ValueError(f"attention {implementation!r}: not in {list(RAGGED_BACKENDS)}")
+    if implementation == "rpa":
+        return live_first(spans)
+    return make_tiles(spans, num_tokens, page_size, deterministic=deterministic)
 
 
 def write_pages(
@@ -129,12 +128,10 @@ def write_pages(
 def attend_pages(
     queries: Array,
     pages: Pages,
-    spans: Spans,
     plan: Plan,
     layer: Array | int,
     num_pages: int,
     *,
-    implementation: str,
     scale: float | None = None,
 ) -> Array:
     """Computes causal softmax attention of flat tokens over the pages of their sequences.
@@ -145,54 +142,26 @@ def attend_pages(
     Args:
       queries: ``[T, H, head_dim]``; heads ``k * G`` to ``k * G + G - 1`` read KV head k.
       pages: the pool of one replica, into which these tokens are written.
-      spans: of this forward.
-      plan: from `attention_plan`.
+      plan: from `attention_plan`; it chooses the backend.
       layer: its number, from 0.
       num_pages: of each layer.
-      implementation: a name in `RAGGED_BACKENDS`.
       scale: of the scores; ``head_dim ** -0.5`` by default.
 
     Returns:
       ``[T, H, head_dim]`` in the dtype of ``queries``; arbitrary finite numbers for padding.
     """
-    if implementation not in RAGGED_BACKENDS:
-        raise ValueError(f"attention {implementation!r}: not in {list(RAGGED_BACKENDS)}")
     by = queries.shape[-1] ** -0.5 if scale is None else scale
-    if implementation == "rpa" and isinstance(pages, Int8Rows):
-        raise ValueError("attention 'rpa' cannot read an int8 cache")
 
-    def own(queries: Array, pages: Pages, spans: Spans, plan: Plan, layer: Array) -> Array:
-        if implementation == "rpa":
-            assert not isinstance(pages, Int8Rows)
-            return attend_rpa(queries, pages, spans, layer, num_pages, by)
-        return attend_xla(queries, pages, plan, layer, num_pages, by)
+    def own(queries: Array, pages: Pages, plan: Plan, layer: Array) -> Array:
+        if isinstance(plan, Tiles):
+            return attend_xla(queries, pages, plan, layer, num_pages, by)
+        if isinstance(pages, Int8Rows):
+            raise ValueError("attention 'rpa' cannot read an int8 cache")
+        return attend_tpu(queries, pages, plan, layer, num_pages, by)
 
     whole = PartitionSpec()
-    run = _on_own_heads(own, [_HEADS, _pool_spec(pages), whole, whole, whole], _HEADS)
-    return run(queries, pages, spans, plan, layer)  # type: ignore[no-any-return]
-
-
-def attend_rpa(
-    queries: Array, pages: Array, spans: Spans, layer: Array | int, num_pages: int, scale: float
-) -> Array:
-    """Computes `attend_pages` with the ragged paged attention kernel for TPUs that JAX ships."""
-    # Pallas takes a while to import, and only TPUs need it.
-    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
-
-    table = spans.page_table + layer * num_pages
-    out: Any = ragged_paged_attention(
-        queries,
-        pages,
-        spans.kv_lengths,
-        table,
-        spans.query_starts,
-        jnp.full((1,), spans.num_sequences, jnp.int32),
-        sm_scale=scale,
-        num_kv_pages_per_block=min(KV_PAGES_PER_BLOCK, table.shape[1]),
-        num_queries_per_block=min(QUERIES_PER_BLOCK, queries.shape[0]),
-        vmem_limit_bytes=VMEM_LIMIT,
-    )
-    return out  # type: ignore[no-any-return]
+    run = _on_own_heads(own, [_HEADS, _pool_spec(pages), whole, whole], _HEADS)
+    return run(queries, pages, plan, layer)  # type: ignore[no-any-return]
 
 
 _HEADS = PartitionSpec(None, AXIS_RULES["attention_heads"])

@@ -102,16 +102,19 @@ def run_layers(
         flat = flat_tokens(plan, state, start, size, mask_token_id)
         spans = attention_spans(plan, state, allowance, start, size)
         places = token_places(spans, size, page_size)
-        tiles = attention_plan(spans, size, page_size, deterministic=len(sizes) == 1)
+        attention = attention_plan(
+            spans,
+            size,
+            page_size,
+            implementation=program.attention,
+            deterministic=len(sizes) == 1,
+        )
 
         def attend(
             pages: Pages, layer: Array | int, q: Array, k: Array, v: Array
         ) -> tuple[Array, Pages]:
             pages = write_pages(pages, k, v, places, layer, num_pages)
-            mixed = attend_pages(
-                q, pages, spans, tiles, layer, num_pages, implementation=program.attention
-            )
-            return mixed, pages
+            return attend_pages(q, pages, attention, layer, num_pages), pages
 
         own, pages = model.run(flat.tokens, flat.positions, attend, pages)
         return jax.lax.dynamic_update_slice_in_dim(out, own, start, axis=0), pages

@@ -68,13 +68,13 @@ def test_pages_of_a_model() -> None:
 def forward(spans: Spans, pages: Any, q: Any, k: Any, v: Any, *, num_pages: int) -> Any:
     """All layers, one after the other."""
     size, page_size = q.shape[0], pages.shape[1]
-    places, plan = token_places(spans, size, page_size), attention_plan(spans, size, page_size)
+    places = token_places(spans, size, page_size)
+    plan = attention_plan(spans, size, page_size, implementation="xla")
 
     def layer(number: Any, carry: Any) -> Any:
         q, pages = carry
         pages = write_pages(pages, k, v, places, number, num_pages)
-        out = attend_pages(q, pages, spans, plan, number, num_pages, implementation="xla")
-        return out, pages
+        return attend_pages(q, pages, plan, number, num_pages), pages
 
     return jax.lax.fori_loop(0, LAYERS, layer, (q, pages))
 
