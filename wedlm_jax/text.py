@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +127,17 @@ class TextCodec:
         """
         return self.encode_rendered(self.render_chat(messages, add_generation_prompt=True))
 
-    def render_chat(self, messages: Messages, *, add_generation_prompt: bool) -> str:
+    def render_chat(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Renders a conversation with the chat template.
+
+        Args:
+          variables: further ones of the template, such as ``tools``.
 
         Raises:
           InputError: the tokenizer has no template, or the messages do not fit it.
@@ -140,7 +149,10 @@ class TextCodec:
             raise InputError("this checkpoint's tokenizer has no chat template")
         try:
             text = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **(variables or {}),
             )
         except Exception as error:
             # Templates are programs of their own and raise what they like.

@@ -8,7 +8,8 @@ template puts after the turn's content.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -16,9 +17,11 @@ from tokenizers import Tokenizer
 from wedlm_jax.errors import InputError
 from wedlm_jax.packing import TokenisedSample
 
-Message = dict[str, str]
-Render = Callable[[Sequence[Message], bool], str]
-"""(messages, whether to ask for the assistant's turn) to text; raises `InputError`."""
+Message = dict[str, Any]
+Variables = Mapping[str, Any]
+Render = Callable[[Sequence[Message], bool, Variables], str]
+"""(messages, whether to ask for the assistant's turn, other variables of the template) to text;
+raises `InputError`."""
 
 ASSISTANT = "assistant"
 
@@ -32,6 +35,10 @@ _PROBE = [
 
 class TurnsNotFound(ValueError):
     """Says that the template does not show where an assistant's turn begins or ends."""
+
+
+class ToolsNotFound(ValueError):
+    """Says that the template writes nothing of a conversation's tools."""
 
 
 class ChatFormat:
@@ -58,20 +65,35 @@ class ChatFormat:
                 f"this tokenizer's chat template cannot be trained on: {error}"
             ) from None
 
-    def turns(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
+    def turns(
+        self, messages: Sequence[Message], variables: Variables | None = None
+    ) -> tuple[str, list[tuple[int, int]]]:
         """Returns the whole text, and ``[start, stop)`` of each assistant's turn in it, end token
         included.
 
+        Args:
+          variables: further ones of the template, such as ``tools``.
+
         Raises:
           TurnsNotFound: the template writes this conversation in a way that hides them.
+          ToolsNotFound: it writes the same without the tools.
           InputError: the template refuses the messages.
         """
-        whole = self._render(messages, False)
+        variables = variables or {}
+
+        def render(messages: Sequence[Message], ask: bool = False) -> str:
+            return self._render(messages, ask, variables)
+
+        whole = render(messages)
+        if "tools" in variables:
+            without = {name: value for name, value in variables.items() if name != "tools"}
+            if self._render(messages, False, without) == whole:
+                raise ToolsNotFound("it writes the same text without them")
         spans = []
         for number, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
-            prompt = self._render(messages[:number], True)
+            prompt = render(messages[:number], True)
             if not whole.startswith(prompt):
                 raise TurnsNotFound(
                     "it writes what stands before an assistant's turn differently once the turn "
@@ -79,7 +101,7 @@ class ChatFormat:
                 )
             # Whatever else the turn says, the text after it stays as it is.
             other = {**message, "content": _unlike(message["content"])}
-            varied = self._render([*messages[:number], other, *messages[number + 1 :]], False)
+            varied = render([*messages[:number], other, *messages[number + 1 :]])
             behind = _common_ending(whole[len(prompt) :], varied[len(prompt) :])
             end = self._end.match(whole, len(whole) - behind)
             if end is None:
@@ -87,16 +109,22 @@ class ChatFormat:
             spans.append((len(prompt), end.end()))
         return whole, spans
 
-    def sample(self, messages: Sequence[Message], *, train_on_prompt: bool) -> TokenisedSample:
+    def sample(
+        self,
+        messages: Sequence[Message],
+        *,
+        train_on_prompt: bool,
+        variables: Variables | None = None,
+    ) -> TokenisedSample:
         """Returns the token ids of a conversation; only the assistant's turns are trainable, unless
         ``train_on_prompt``. What stands after the last trainable token is left out.
 
         Turns and what is between them are tokenised apart, as a prompt and its answer are.
 
         Raises:
-          TurnsNotFound, InputError: as `turns`.
+          TurnsNotFound, ToolsNotFound, InputError: as `turns`.
         """
-        whole, spans = self.turns(messages)
+        whole, spans = self.turns(messages, variables)
         tokens: list[int] = []
         trainable: list[bool] = []
 

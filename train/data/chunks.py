@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from train.data.conversations import BESIDE
 from wedlm_jax.errors import InputError, shortened
 from wedlm_jax.records.files import (
     JSONL,
@@ -24,7 +25,13 @@ from wedlm_jax.records.files import (
     find_files,
 )
 from wedlm_jax.records.jsonl import LARGEST_LINE, BadRecord, parse_object, read_lines
-from wedlm_jax.records.parquet import NotParquet, read_rows, rows_of_groups, without_nulls
+from wedlm_jax.records.parquet import (
+    NotParquet,
+    column_names,
+    read_rows,
+    rows_of_groups,
+    without_nulls,
+)
 
 CHUNK_BYTES = 2**18
 CHUNK_RECORDS = 512
@@ -38,7 +45,7 @@ ENDINGS = {
     ".arrayrecord": ARRAYRECORD,
     ".array_record": ARRAYRECORD,
 }
-COLUMNS = ("text", "messages", "conversations", "token_ids", "trainable")
+COLUMNS = ("text", "messages", "conversations", "token_ids", "trainable", *BESIDE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +78,7 @@ class RecordChunk:
       first: row of the first record, from 1, where the file is one of rows.
       lines: numbers and contents of lines where the file is JSONL; None for one that is too long.
       count: rows of this chunk there.
+      unread: columns of a table that are not read.
       problem: reason and detail, if the file can be read no further than this.
       bytes_read: of the file on disk since the chunk before, for a progress bar.
     """
@@ -79,6 +87,7 @@ class RecordChunk:
     first: int = 1
     lines: tuple[tuple[int, bytes | None], ...] = ()
     count: int = 0
+    unread: tuple[str, ...] = ()
     problem: tuple[str, str] | None = None
     bytes_read: int = 0
 
@@ -191,12 +200,13 @@ def _parquet_chunks(file: RecordFile, size: int) -> Iterator[RecordChunk]:
     first, told = 1, 0
     try:
         groups = rows_of_groups(file.path, file.shown)
+        unread = _unread(column_names(file.path, file.shown))
     except NotParquet as error:
         yield RecordChunk(file, problem=("not a Parquet file", error.detail))
         return
     for group, rows in enumerate(groups):
         here = size * (group + 1) // len(groups)
-        yield RecordChunk(file, first, count=rows, bytes_read=here - told)
+        yield RecordChunk(file, first, count=rows, unread=unread, bytes_read=here - told)
         first, told = first + rows, here
 
 
@@ -217,20 +227,27 @@ def _arrayrecord_chunks(file: RecordFile, size: int) -> Iterator[RecordChunk]:
 
 def _dataset_chunks(file: RecordFile, size: int) -> Iterator[RecordChunk]:
     try:
-        count = len(_dataset(file.path))
+        table = _dataset(file.path)
+        count, unread = len(table), _unread(table.column_names)
     except Exception as error:
         # The library has error types of its own, for all that may be damaged.
         yield RecordChunk(file, problem=("not a dataset", shortened(str(error))))
         return
-    yield from _row_chunks(file, size, count)
+    yield from _row_chunks(file, size, count, unread)
 
 
-def _row_chunks(file: RecordFile, size: int, count: int) -> Iterator[RecordChunk]:
+def _unread(columns: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in columns if name not in COLUMNS)
+
+
+def _row_chunks(
+    file: RecordFile, size: int, count: int, unread: tuple[str, ...] = ()
+) -> Iterator[RecordChunk]:
     told = 0
     for start in range(0, count, CHUNK_RECORDS):
         rows = min(CHUNK_RECORDS, count - start)
         here = size * (start + rows) // count
-        yield RecordChunk(file, start + 1, count=rows, bytes_read=here - told)
+        yield RecordChunk(file, start + 1, count=rows, unread=unread, bytes_read=here - told)
         told = here
 
 

@@ -24,6 +24,9 @@ input, by ending; folders are searched, several may be given:
                         "messages": [{"role": ..., "content": ...}, ...], a conversation
                         "conversations": [{"from": "human", "value": ...}, ...], one, too
                         "token_ids": [...], and perhaps "trainable": [true, ...] of its length
+                      and, with a conversation, perhaps
+                        "system": its system message
+                        "tools": [{...}, ...] and "chat_template_kwargs": {...}, for the template
   .txt                one document
   .parquet            columns of these names (pip install 'wedlm-jax[data]')
   .arrayrecord        a JSON object, as above, a record
@@ -40,7 +43,8 @@ about 1 GiB of whole files, and a part that is made is not made again. --num-hos
 out to hosts that see the same files.
 
 Nothing is dropped in silence: DIR/malformed.jsonl names each record that was left out, and
-why; DIR/dataset.json has the counts. The output is the same for any number of workers and hosts.
+why; DIR/dataset.json has the counts, of keys that are not read, too. The output is the same for
+any number of workers and hosts.
 
 examples:
   wedlm tokenize --input corpus/ --output data/corpus --tokenizer Qwen3-8B \\
@@ -168,6 +172,10 @@ def main(arguments: list[str]) -> int:
         f"{made.tokens:,} tokens ({made.trainable_tokens:,} trainable), "
         f"{made.tokens / seconds:,.0f} tokens/s"
     )
+    if made.unread_keys:
+        most = sorted(made.unread_keys.items(), key=lambda one: -one[1])
+        named = ", ".join(f"{key} ({counted(n, 'record')})" for key, n in most)
+        print(f"keys that are not read: {named}")
     if line := _blocks(made):
         print(line)
     if line := _mask_tokens(options.tokenizer, made):

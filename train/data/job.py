@@ -186,6 +186,7 @@ def _manifest(
         trainable_blocks=counts.trainable_blocks,
         most_trainable_blocks=counts.most_trainable_blocks,
         added_tokens=counts.added_tokens,
+        unread_keys=counts.unread_keys,
         content=counts.content,
         shards=shards,
     )
@@ -245,6 +246,7 @@ def _samples(
             named.write(json.dumps(dataclasses.asdict(what), ensure_ascii=False) + "\n")
             counts.note(what)
         counts.records += result.records
+        counts.note_unread(result.unread)
         for sample in result.samples:
             counts.samples += 1
             counts.tokens += len(sample.tokens)

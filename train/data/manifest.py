@@ -48,6 +48,8 @@ class Manifest:
       most_trainable_blocks: in one row.
       added_tokens: how often each id occurs that the tokenizer has as an added token, or not at
         all; None in folders of earlier versions. A mask token should not be among them.
+      unread_keys: how many records have a key that is not read, by its name; None in folders of
+        earlier versions.
       content: SHA-256 of all rows in order.
       shards: the files in order.
     """
@@ -70,6 +72,7 @@ class Manifest:
     added_tokens: dict[str, int] | None = None
     trainable_blocks: int | None = None
     most_trainable_blocks: int | None = None
+    unread_keys: dict[str, int] | None = None
 
 
 def write_manifest(manifest: Manifest, folder: Path) -> None:

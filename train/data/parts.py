@@ -21,7 +21,7 @@ from typing import Any
 from train.data.added_tokens import added_up
 from train.data.chunks import Malformed, input_size
 from train.data.manifest import DataShard, Manifest, write_manifest
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, shortened
 from wedlm_jax.host.atomic import part_folder, sync_path, write_json, written_beside
 from wedlm_jax.records.files import RecordFile
 
@@ -29,6 +29,9 @@ PART_BYTES = 2**30
 MALFORMED = "malformed.jsonl"
 PLAN, PART = "plan.json", "part.json"
 POLL_S = 2.0
+MOST_UNREAD = 50
+"""Names of keys that are counted, before the rest is counted together."""
+OTHERS = "(others)"
 FIRST_NAMED = 5
 """Malformed records that the manifest names for each reason."""
 
@@ -49,6 +52,7 @@ class PartCounts:
     shards: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     content: str = ""
     added_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
+    unread_keys: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def note_row(self, blocks: int) -> None:
         """Counts a row with so many blocks that have a trainable token."""
@@ -60,6 +64,14 @@ class PartCounts:
         """Counts a malformed record."""
         place = f"{what.file}:{what.line}" if what.line else what.file
         self._add_reason(what.reason, 1, [place])
+
+    def note_unread(self, keys: dict[str, int]) -> None:
+        """Counts records that have a key that is not read, by its name."""
+        for key, records in keys.items():
+            name = shortened(key, 60)
+            if name not in self.unread_keys and len(self.unread_keys) >= MOST_UNREAD:
+                name = OTHERS
+            self.unread_keys[name] = self.unread_keys.get(name, 0) + records
 
     def _add_reason(self, reason: str, records: int, places: Sequence[str]) -> None:
         self.malformed += records
@@ -73,6 +85,7 @@ class PartCounts:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.most_trainable_blocks = max(self.most_trainable_blocks, other.most_trainable_blocks)
         self.added_tokens = added_up([self.added_tokens, other.added_tokens])
+        self.note_unread(other.unread_keys)
         for reason, found in other.reasons.items():
             self._add_reason(reason, found["records"], found["first"])
 

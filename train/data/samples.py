@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Iterator
@@ -11,8 +12,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from train.data.chat import ChatFormat, TurnsNotFound
+from train.data.chat import ChatFormat, ToolsNotFound, TurnsNotFound
 from train.data.chunks import Malformed, RecordChunk, records
+from train.data.conversations import BESIDE, Conversation, Wrong, whole_text
 from wedlm_jax.errors import InputError, shortened
 from wedlm_jax.host.storage import why_absent
 from wedlm_jax.packing import TokenisedSample
@@ -21,14 +23,8 @@ from wedlm_jax.text import TextCodec
 KEYS = {"text": "text", "messages": "chat", "conversations": "chat", "token_ids": "tokens"}
 """Keys that hold a record, and their format."""
 
-SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-}
-"""Role in a chat template by the ``from`` of a ShareGPT turn."""
+BESIDE_OF = {"text": (), "chat": BESIDE, "tokens": ("trainable",)}
+"""Keys that are read beside a record's own, by format."""
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -56,11 +52,16 @@ class SampleOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkSamples:
-    """Holds what became of a chunk, in its order."""
+    """Holds what became of a chunk, in its order.
+
+    Attributes:
+      unread: how many of the records that were used have a key that nothing reads, by its name.
+    """
 
     samples: list[TokenisedSample]
     malformed: list[Malformed]
     records: int
+    unread: dict[str, int]
 
 
 class SampleMaker:
@@ -92,7 +93,9 @@ class SampleMaker:
     def chat(self) -> ChatFormat:
         codec = self._codec
         return ChatFormat(
-            lambda messages, ask: codec.render_chat(messages, add_generation_prompt=ask),
+            lambda messages, ask, variables: codec.render_chat(
+                messages, add_generation_prompt=ask, variables=variables
+            ),
             self.tokenizer,
             self.options.end_tokens,
         )
@@ -108,10 +111,12 @@ class SampleMaker:
         made: list[list[TokenisedSample] | str] = []
         malformed: list[Malformed] = []
         count = 0
+        # Of a table only columns with a meaning are read, so that rows do not show the others.
+        unread = collections.Counter(dict.fromkeys(chunk.unread, chunk.count))
         for line, record in records(chunk):
             count += 1
             try:
-                made.append(self._one(record, chunk.file.shown, line))
+                made.append(self._one(record, chunk.file.shown, line, unread))
             except _Refused as refused:
                 malformed.append(refused.what)
         texts = [one for one in made if isinstance(one, str)]
@@ -119,12 +124,17 @@ class SampleMaker:
         samples: list[TokenisedSample] = []
         for one in made:
             samples += self._pieces(next(documents).ids) if isinstance(one, str) else one
-        return ChunkSamples(samples, malformed, count)
+        return ChunkSamples(samples, malformed, count, dict(unread))
 
     def _one(
-        self, record: dict[str, Any] | str | Malformed, file: str, line: int
+        self,
+        record: dict[str, Any] | str | Malformed,
+        file: str,
+        line: int,
+        unread: collections.Counter[str],
     ) -> list[TokenisedSample] | str:
-        """Returns samples, or the text of a document, which is tokenised with others."""
+        """Returns samples, or the text of a document, which is tokenised with others; counts keys
+        that are not read."""
         if isinstance(record, Malformed):
             raise _Refused(record)
 
@@ -142,56 +152,58 @@ class SampleMaker:
         if len(keys) > 1:
             raise refuse("several formats", f"{' and '.join(keys)}; choose one with --format")
         try:
-            if keys[0] == "text":
-                return _whole_text(record["text"], "text")
-            if keys[0] == "messages":
-                return [self._conversation(record["messages"])]
-            if keys[0] == "conversations":
-                return [self._conversation(_from_sharegpt(record["conversations"]))]
-            return self._token_ids(record)
-        except _Wrong as wrong:
+            key, kind = keys[0], KEYS[keys[0]]
+            # Each would change the sample if it stood beside another key; dropped, it makes the
+            # wrong one.
+            meant = {name for other in KEYS if other in record for name in BESIDE_OF[KEYS[other]]}
+            for name in (name for names in BESIDE_OF.values() for name in names):
+                if name in record and name not in meant:
+                    raise Wrong("unused key", f"{name!r} has no meaning beside {key!r}")
+            extra = [name for name in record if name not in meant and name not in KEYS]
+            if kind == "text":
+                made: list[TokenisedSample] | str = whole_text(record["text"], "text")
+            elif kind == "chat":
+                conversation = Conversation.of_record(record, key)
+                made = [self._conversation(conversation)]
+                extra += conversation.unread
+            else:
+                made = self._token_ids(record)
+        except Wrong as wrong:
             raise refuse(*wrong.args) from None
+        unread.update(extra)
+        return made
 
-    def _conversation(self, messages: Any) -> TokenisedSample:
-        if not isinstance(messages, list) or not messages:
-            raise _Wrong("wrong type", "messages must be a list of at least one message")
-        turns = []
-        for number, message in enumerate(messages, 1):
-            if not isinstance(message, dict):
-                raise _Wrong("wrong type", f"message {number} must be an object")
-            turn = {key: message.get(key) for key in ("role", "content")}
-            for key, value in turn.items():
-                if not isinstance(value, str):
-                    raise _Wrong("wrong type", f"{key!r} of message {number} must be a text")
-                _whole_text(value, f"{key!r} of message {number}", empty=key == "content")
-            turns.append({**message, **turn})
-        if not any(turn["role"] == "assistant" for turn in turns):
-            raise _Wrong("no assistant turn")
-        chat = self.chat
+    def _conversation(self, conversation: Conversation) -> TokenisedSample:
         try:
-            sample = chat.sample(turns, train_on_prompt=self.options.train_on_prompt)
+            sample = self.chat.sample(
+                conversation.messages,
+                train_on_prompt=self.options.train_on_prompt,
+                variables=conversation.variables,
+            )
+        except ToolsNotFound as error:
+            raise Wrong("tools not found in the chat template's text", str(error)) from None
         except TurnsNotFound as error:
-            raise _Wrong("turns not found in the chat template's text", str(error)) from None
+            raise Wrong("turns not found in the chat template's text", str(error)) from None
         except InputError as error:
-            raise _Wrong("refused by the chat template", str(error)) from None
+            raise Wrong("refused by the chat template", str(error)) from None
         return self._fitting(sample)
 
     def _token_ids(self, record: dict[str, Any]) -> list[TokenisedSample]:
         tokens, flags = record["token_ids"], record.get("trainable")
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-            raise _Wrong("wrong type", "token_ids must be a list of integers")
+            raise Wrong("wrong type", "token_ids must be a list of integers")
         if not tokens:
-            raise _Wrong("empty", "token_ids")
+            raise Wrong("empty", "token_ids")
         if wrong := next((t for t in tokens if not 0 <= t < self._vocabulary), None):
-            raise _Wrong("unknown token", f"{wrong}; ids are 0 to {self._vocabulary - 1}")
+            raise Wrong("unknown token", f"{wrong}; ids are 0 to {self._vocabulary - 1}")
         if flags is None:
             return list(self._cut(np.array(tokens, np.int32)))
         if not isinstance(flags, list) or not all(flag in (0, 1) for flag in flags):
-            raise _Wrong("wrong type", "trainable must be a list of true and false")
+            raise Wrong("wrong type", "trainable must be a list of true and false")
         if len(flags) != len(tokens):
-            raise _Wrong("wrong length", f"{len(tokens)} token_ids, {len(flags)} trainable")
+            raise Wrong("wrong length", f"{len(tokens)} token_ids, {len(flags)} trainable")
         if not any(flags):
-            raise _Wrong("nothing to train on", "trainable is false everywhere")
+            raise Wrong("nothing to train on", "trainable is false everywhere")
         return [self._fitting(TokenisedSample(np.array(tokens, np.int32), np.array(flags, bool)))]
 
     def _pieces(self, ids: list[int]) -> Iterator[TokenisedSample]:
@@ -206,7 +218,7 @@ class SampleMaker:
 
     def _fitting(self, sample: TokenisedSample) -> TokenisedSample:
         if (size := len(sample.tokens)) > self.options.row_length:
-            raise _Wrong("longer than a row", f"{size} tokens of {self.options.row_length}")
+            raise Wrong("longer than a row", f"{size} tokens of {self.options.row_length}")
         return sample
 
 
@@ -236,31 +248,3 @@ class _Refused(Exception):
     def __init__(self, what: Malformed):
         super().__init__(what)
         self.what = what
-
-
-class _Wrong(Exception):
-    """Holds reason and detail where file and line are not known."""
-
-
-def _from_sharegpt(turns: Any) -> list[dict[str, Any]]:
-    """Converts ``[{"from": ..., "value": ...}, ...]`` to messages."""
-    if not isinstance(turns, list) or not turns:
-        raise _Wrong("wrong type", "conversations must be a list of at least one turn")
-    messages = []
-    for number, turn in enumerate(turns, 1):
-        if not isinstance(turn, dict):
-            raise _Wrong("wrong type", f"turn {number} must be an object")
-        speaker = turn.get("from")
-        if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
-            known = ", ".join(SHAREGPT_ROLES)
-            raise _Wrong("unknown speaker", f"'from' of turn {number} must be one of {known}")
-        messages.append({"role": SHAREGPT_ROLES[speaker], "content": turn.get("value")})
-    return messages
-
-
-def _whole_text(value: Any, name: str, *, empty: bool = False) -> str:
-    if not isinstance(value, str):
-        raise _Wrong("wrong type", f"{name} must be a text")
-    if not value and not empty:
-        raise _Wrong("empty", name)
-    return value

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.examples.data import CHAT, EMBEDDED
-from train.data.chat import ChatFormat, Message, Render, TurnsNotFound
+from train.data.chat import ChatFormat, Message, Render, TurnsNotFound, Variables
 from train.data.samples import load_tokenizer
 from train.data.synthetic import tokenise
 from train.data.tokenizer import CHAT_TEMPLATE
@@ -36,8 +36,8 @@ THINKING = """\
 def template(source: str) -> Render:
     made = jinja2.Environment().from_string(source)
 
-    def render(messages: Sequence[Message], ask: bool) -> str:
-        return made.render(messages=messages, add_generation_prompt=ask)
+    def render(messages: Sequence[Message], ask: bool, variables: Variables) -> str:
+        return made.render(messages=messages, add_generation_prompt=ask, **variables)
 
     return render
 
@@ -90,7 +90,7 @@ def test_the_prompt_is_trained_on_if_asked_for(tokenizer: Tokenizer) -> None:
     sample = chat.sample(CHAT, train_on_prompt=True)
     assert sample.trainable.all()
     text = tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=False)
-    assert text == template(CHAT_TEMPLATE)(CHAT, False)
+    assert text == template(CHAT_TEMPLATE)(CHAT, False, {})
 
 
 def test_a_conversation_is_the_sample_that_the_synthetic_corpus_makes(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import train.data.chunks
+import train.data.parts
 from tests.examples.data import BLOCK, CHAT, EMBEDDED, ROW, documents, tokenised, write_jsonl
 from train.data.manifest import read_manifest
 from train.data.samples import load_tokenizer
@@ -213,3 +214,21 @@ def test_the_command_says_what_it_made_and_what_it_left_out(
     assert read_manifest(tmp_path / "rows").made_with["end_tokens"] == 2
     assert main(command) == 2
     assert "wedlm tokenize:" in capsys.readouterr().err
+
+
+def test_the_command_counts_the_keys_that_it_does_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train.data.parts, "MOST_UNREAD", 2)
+    monkeypatch.setattr(train.data.parts, "PART_BYTES", 1)
+    for name, key in (("a", "source"), ("b", "url"), ("c", "language")):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": "one two", "id": 1, key: "x"}] * 3)
+    command = ["tokenize", "--input", str(tmp_path), "--tokenizer", str(EMBEDDED)]
+    command += ["--row-length", "128", "--output", str(tmp_path / "rows")]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert (
+        "keys that are not read: id (9 records), (others) (6 records), source (3 records)\n" in said
+    )
+    found = read_manifest(tmp_path / "rows").unread_keys
+    assert found == {"id": 9, "source": 3, "(others)": 6}

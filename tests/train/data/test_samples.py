@@ -76,6 +76,142 @@ def test_token_ids_are_a_document_or_with_trainable_a_finished_sample(tmp_path: 
     assert not malformed
 
 
+SYSTEM = {"role": "system", "content": "Be brief."}
+TURNS = [turn for turn in CHAT if turn["role"] != "system"]
+SHAREGPT = [
+    {"from": {"user": "human", "assistant": "gpt"}[turn["role"]], "value": turn["content"]}
+    for turn in TURNS
+]
+TOOLS = [{"type": "function", "function": {"name": "count", "parameters": {"to": 3}}}]
+WITH_TOOLS = """\
+{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>
+{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def with_tools(tmp_path_factory: pytest.TempPathFactory) -> SampleMaker:
+    """Makes samples with a template that writes tools."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    for path in EMBEDDED.glob("*token*"):
+        shutil.copy(path, folder)
+    (folder / "chat_template.jinja").write_text(WITH_TOOLS)
+    return SampleMaker(SampleOptions(str(folder), 512))
+
+
+@pytest.mark.parametrize(
+    "record", [{"messages": TURNS}, {"conversations": SHAREGPT}], ids=["messages", "sharegpt"]
+)
+def test_a_system_message_beside_a_conversation_is_its_first(tmp_path: Path, record: dict) -> None:
+    records = [
+        {"messages": [SYSTEM, *TURNS]},
+        {**record, "system": "Be brief."},
+        {"messages": [SYSTEM, *TURNS], "system": "Be brief."},
+        {**record, "system": ""},
+        {"messages": TURNS},
+        {"messages": [SYSTEM, *TURNS], "system": "Be long."},
+        {**record, "system": ["Be brief."]},
+    ]
+    samples, malformed, _ = made_of(write_jsonl(tmp_path / "a.jsonl", records))
+    tokens = [sample.tokens.tolist() for sample in samples]
+    assert tokens[0] == tokens[1] == tokens[2] != tokens[3] == tokens[4]
+    assert [(what.line, what.reason) for what in malformed] == [
+        (6, "two system messages"),
+        (7, "wrong type"),
+    ]
+
+
+def test_tools_and_template_variables_are_in_the_text_or_the_record_is_named(
+    tmp_path: Path, with_tools: SampleMaker
+) -> None:
+    records = [
+        {"messages": TURNS},
+        {"messages": TURNS, "tools": TOOLS},
+        {"conversations": SHAREGPT, "tools": json.dumps(TOOLS)},
+        {"messages": TURNS, "tools": []},
+        {"messages": TURNS, "tools": "", "chat_template_kwargs": {}},
+        {"messages": TURNS, "tools": "none"},
+        {"messages": TURNS, "tools": {"name": "count"}},
+        {"messages": TURNS, "chat_template_kwargs": {"tokenize": True}},
+        {"messages": TURNS, "chat_template_kwargs": "mood"},
+    ]
+    path = write_jsonl(tmp_path / "a.jsonl", records)
+    samples, malformed, _ = made_of(path, with_tools)
+    texts = [
+        with_tools.tokenizer.decode(sample.tokens, skip_special_tokens=False) for sample in samples
+    ]
+    listed = f"<|im_start|>system\n{json.dumps(TOOLS[0])}<|im_end|>\n"
+    assert texts[1] == texts[2] == listed + texts[0]
+    assert texts[3] == texts[4] == texts[0]
+    assert [sample.trainable.sum() for sample in samples] == [samples[0].trainable.sum()] * 5
+    assert [(what.line, what.reason) for what in malformed] == [
+        (6, "wrong type"),
+        (7, "wrong type"),
+        (8, "not supported"),
+        (9, "wrong type"),
+    ]
+    # Of a template that does not write them, nothing is made that lacks them.
+    samples, malformed, _ = made_of(write_jsonl(path, records[:2]))
+    assert len(samples) == 1
+    reason = "tools not found in the chat template's text"
+    assert [(what.line, what.reason) for what in malformed] == [(2, reason)]
+
+
+def test_a_variable_of_the_template_changes_the_text(
+    tmp_path: Path, with_tools: SampleMaker
+) -> None:
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(with_tools.options.tokenizer, folder)
+    (folder / "chat_template.jinja").write_text("{{ mood | default('') }}" + WITH_TOOLS)
+    maker = SampleMaker(SampleOptions(str(folder), 512))
+    records = [{"messages": TURNS}, {"messages": TURNS, "chat_template_kwargs": {"mood": "two"}}]
+    samples, malformed, _ = made_of(write_jsonl(tmp_path / "a.jsonl", records), maker)
+    plain, moody = (maker.tokenizer.decode(s.tokens, skip_special_tokens=False) for s in samples)
+    assert (moody, malformed) == ("two" + plain, [])
+
+
+def unread_of(path: Path) -> list[dict[str, int]]:
+    return [MAKER.make(chunk).unread for chunk in chunks_of(path)]
+
+
+def test_a_key_that_nothing_reads_is_counted_and_one_that_matters_is_not_dropped(
+    tmp_path: Path,
+) -> None:
+    noted = [{**turn, "note": 1} for turn in SHAREGPT]
+    records = [
+        {"text": "a", "id": 1},
+        {"text": "b", "id": 2, "source": "web"},
+        {"messages": CHAT, "prompt": "Count to 3."},
+        {"conversations": noted, "id": 3},
+        {"text": "a", "system": "Be brief."},
+        {"text": "a", "tools": TOOLS},
+        {"text": "a", "trainable": [1]},
+        {"messages": CHAT, "trainable": [1]},
+        {"token_ids": [1], "system": "Be brief."},
+        {"messages": [*CHAT[:-1], {**CHAT[-1], "weight": 0}]},
+        {"conversations": [*SHAREGPT[:-1], {**SHAREGPT[-1], "weight": 0}]},
+        {"messages": [*CHAT[:-1], {**CHAT[-1], "weight": 1}]},
+        {"prompt": "Count to 3.", "completion": "1, 2, 3"},
+        {"instruction": "Count to 3.", "input": "", "output": "1, 2, 3", "system": "Be brief."},
+    ]
+    path = write_jsonl(tmp_path / "a.jsonl", records)
+    samples, malformed, _ = made_of(path)
+    assert len(samples) == 5
+    assert [(what.line, what.reason) for what in malformed] == [
+        *((line, "unused key") for line in range(5, 10)),
+        (10, "not supported"),
+        (11, "not supported"),
+        (13, "missing key"),
+        (14, "missing key"),
+    ]
+    assert unread_of(path) == [{"id": 3, "source": 1, "prompt": 1, "conversations.note": 1}]
+
+
 LONG_CHAT = [*CHAT[:2], {"role": "assistant", "content": "one two " * ROW}]
 RECORDS: list[tuple[Any, str]] = [
     ({}, "missing key"),
@@ -202,6 +338,7 @@ def test_parquet_rows_are_read_where_pyarrow_is_installed(tmp_path: Path) -> Non
         [*ids("three"), END],
     ]
     assert (malformed, records) == ([], 3)
+    assert unread_of(tmp_path / "a.parquet") == [{"id": 2}, {"id": 1}]
     (tmp_path / "b.parquet").write_bytes(b"PAR1 no more")
     assert [what.reason for what in made_of(tmp_path / "b.parquet")[1]] == ["not a Parquet file"]
 
@@ -332,6 +469,7 @@ def test_a_dataset_of_hugging_face_is_read_as_its_records(
     ]
     assert [(what.line, what.reason) for what in malformed] == [(41, "missing key")]
     assert count == 41
+    assert sum(unread["id"] for unread in unread_of(tmp_path / "texts")) == 41
     of_lines = made_of(write_jsonl(tmp_path / "chats.jsonl", chats))[0]
     of_table = made_of(tmp_path / "chats" / "train")[0]
     assert [s.tokens.tolist() for s in of_table] == [s.tokens.tolist() for s in of_lines]

@@ -1,0 +1,163 @@
+"""A conversation in a record: its messages, and what else its chat template is given."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+BESIDE = ("system", "tools", "chat_template_kwargs")
+"""Keys beside ``messages`` or ``conversations`` that change the text."""
+
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+}
+"""Role in a chat template by the ``from`` of a ShareGPT turn."""
+
+SHAREGPT_KEYS = ("from", "value", "weight")
+
+RESERVED = (
+    "messages",
+    "conversation",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "return_dict",
+    "return_tensors",
+    "return_assistant_tokens_mask",
+    "padding",
+    "truncation",
+    "max_length",
+    "tokenizer_kwargs",
+)
+"""What ``chat_template_kwargs`` cannot set."""
+
+
+class Wrong(Exception):
+    """Holds the reason and detail for which a record is left out, where file and line are not
+    known."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """Holds what a chat template is given.
+
+    Attributes:
+      messages: with ``role`` and ``content``, which are texts, and whatever else they have.
+      variables: of the template, by name: ``tools`` and a record's ``chat_template_kwargs``.
+      unread: keys of turns that nothing reads.
+    """
+
+    messages: Sequence[dict[str, Any]]
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    unread: Sequence[str] = ()
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any], key: str) -> Conversation:
+        """Reads a record.
+
+        Args:
+          key: "messages" or "conversations", which it has.
+
+        Raises:
+          Wrong: it is malformed.
+        """
+        unread: list[str] = []
+        turns = record[key]
+        if key == "conversations":
+            turns, unread = _from_sharegpt(turns)
+        messages = _with_system(_checked(turns), record.get("system"))
+        if not any(message["role"] == "assistant" for message in messages):
+            raise Wrong("no assistant turn")
+        variables = _variables(record.get("chat_template_kwargs"))
+        if tools := _tools(record.get("tools")):
+            variables["tools"] = tools
+        return cls(messages, variables, unread)
+
+
+def _checked(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not messages:
+        raise Wrong("wrong type", "messages must be a list of at least one message")
+    checked = []
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict):
+            raise Wrong("wrong type", f"message {number} must be an object")
+        turn = {key: message.get(key) for key in ("role", "content")}
+        for key, value in turn.items():
+            whole_text(value, f"{key!r} of message {number}", empty=key == "content")
+        if (weight := message.get("weight")) not in (None, 1):
+            # Trained on all the same, the turn would teach what it was marked not to.
+            raise Wrong("not supported", f"'weight' {weight!r} of message {number}; expected 1")
+        checked.append({name: message[name] for name in message if name != "weight"} | turn)
+    return checked
+
+
+def _from_sharegpt(turns: Any) -> tuple[list[dict[str, Any]], list[str]]:
+    """Converts ``[{"from": ..., "value": ...}, ...]`` to messages; returns keys of turns that are
+    not read, too."""
+    if not isinstance(turns, list) or not turns:
+        raise Wrong("wrong type", "conversations must be a list of at least one turn")
+    messages, unread = [], dict[str, None]()
+    for number, turn in enumerate(turns, 1):
+        if not isinstance(turn, dict):
+            raise Wrong("wrong type", f"turn {number} must be an object")
+        speaker = turn.get("from")
+        if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+            known = ", ".join(SHAREGPT_ROLES)
+            raise Wrong("unknown speaker", f"'from' of turn {number} must be one of {known}")
+        message = {"role": SHAREGPT_ROLES[speaker], "content": turn.get("value")}
+        messages.append(message | ({"weight": turn["weight"]} if "weight" in turn else {}))
+        unread |= dict.fromkeys(f"conversations.{key}" for key in turn if key not in SHAREGPT_KEYS)
+    return messages, list(unread)
+
+
+def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
+    """Puts a record's own system message first, unless it is there already."""
+    if system is None or system == "":
+        return messages
+    whole_text(system, "system")
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": system}, *messages]
+    if messages[0]["content"] != system:
+        raise Wrong("two system messages", "'system', and the first message, which differs")
+    return messages
+
+
+def _tools(tools: Any) -> list[Any]:
+    """Returns a record's tools, which may be a text of JSON: a table's column has one type."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except (ValueError, RecursionError):
+            raise Wrong("wrong type", "tools must be a list of objects, or its JSON") from None
+    if tools is None:
+        return []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise Wrong("wrong type", "tools must be a list of objects, or its JSON")
+    return tools
+
+
+def _variables(given: Any) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise Wrong("wrong type", "chat_template_kwargs must be an object")
+    if reserved := [name for name in RESERVED if name in given]:
+        raise Wrong("not supported", f"{reserved[0]!r} in chat_template_kwargs")
+    return dict(given)
+
+
+def whole_text(value: Any, name: str, *, empty: bool = False) -> str:
+    """Returns a value that must be a text, and, unless ``empty``, not an empty one."""
+    if not isinstance(value, str):
+        raise Wrong("wrong type", f"{name} must be a text")
+    if not value and not empty:
+        raise Wrong("empty", name)
+    return value
