@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -21,7 +22,15 @@ from jax import Array
 from train.step import TrainState
 from wedlm_jax.checkpoint.orbax_io import DamagedCheckpoint, StepFolders
 from wedlm_jax.errors import InputError, StorageFailure
-from wedlm_jax.host.processes import fail_together, jax_processes, say, texts_of_all
+from wedlm_jax.host.processes import (
+    SEEN_WITHIN_S,
+    fail_together,
+    is_first,
+    jax_processes,
+    say,
+    text_of_first,
+    texts_of_all,
+)
 
 CHECKSUMS = "checksums"
 PAUSES_S = (5.0, 30.0)
@@ -37,11 +46,20 @@ class Checkpoints:
       keep: how many of the newest to keep.
       keep_every: also keep each whose step is a multiple of this; 0 for none.
       timeout: seconds in which one must be written.
+      states: the steps of those that there are, from `train.agreement.agree`; by default what
+        process 0 finds.
     """
 
-    def __init__(self, folder: Path, keep: int, keep_every: int = 0, timeout: int = 1200):
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        keep_every: int = 0,
+        timeout: int = 1200,
+        states: Sequence[int] | None = None,
+    ):
         self._folder, self._keep, self._keep_every = folder, keep, keep_every
-        self._folders = StepFolders(folder, keep, keep_every, timeout)
+        self._folders = StepFolders(folder, keep, keep_every, timeout, states)
         self._under_way, self._failed, self._pause = False, 0, 0.0
 
     def steps(self) -> list[int]:
@@ -124,15 +142,24 @@ class Checkpoints:
 
         Raises:
           InputError: all states are damaged, or the newest is of another model.
-          StorageFailure: in all processes, when one of them cannot read it now.
+          StorageFailure: in all processes, when one of them cannot read it now, or does not see
+            the files that the others see.
         """
         steps = self._folders.steps()
         for step in steps:
             try:
                 return self._read(step, like)
             except DamagedCheckpoint as damage:
+                if is_first():
+                    print(f"{damage}; reading it once more", file=sys.stderr, flush=True)
+            # What was read by all of them in vain, and then again with the same files before their
+            # eyes, is damaged; until then a process may not have seen yet what is there.
+            self._see_the_same(step)
+            try:
+                return self._read(step, like)
+            except DamagedCheckpoint as damage:
                 say(f"{damage}; it is set aside, and the state before it is tried")
-                self._folders.set_aside(step)
+            self._folders.set_aside(step)
         if steps or self._folders.any_set_aside():
             raise InputError(
                 f"{self._folder}: every state is damaged; nothing can be resumed, and a run that "
@@ -140,10 +167,31 @@ class Checkpoints:
             )
         return None
 
+    def _see_the_same(self, step: int) -> None:
+        """Returns when all processes see the same files of a state.
+
+        Raises:
+          StorageFailure: in all, when they do not within `SEEN_WITHIN_S`.
+        """
+        deadline = time.monotonic() + SEEN_WITHIN_S
+        while True:
+            seen = texts_of_all(self._folders.files(step))
+            other = next((i for i, files in enumerate(seen) if files != seen[0]), None)
+            late = text_of_first("late" if time.monotonic() > deadline else "")
+            if other is None:
+                return
+            if late:
+                raise StorageFailure(
+                    f"{self._folder / str(step)}: is left as it is, because after "
+                    f"{SEEN_WITHIN_S:.0f} s host {other} of {len(seen)} still sees {seen[other]} "
+                    f"there and host 0 {seen[0]}"
+                )
+            time.sleep(0.5)
+
     def _read(self, step: int, like: TrainState) -> TrainState:
         arrays = _as_dict(like)
         expected = jnp.zeros((len(arrays),), jnp.uint32)
-        damage = failure = ""
+        damage = failure = refusal = ""
         restored = None
         try:
             restored = self._folders.restore(step, arrays | {CHECKSUMS: expected})
@@ -151,9 +199,11 @@ class Checkpoints:
             damage = str(error)
         except StorageFailure as error:
             failure = str(error)
+        except InputError as error:
+            refusal = str(error)
         fail_together(failure)
-        if damages := [text for text in texts_of_all(damage) if text]:
-            raise DamagedCheckpoint(damages[0])
+        fail_together(refusal, InputError)
+        fail_together(damage, DamagedCheckpoint)
         assert restored is not None
         expected = restored.pop(CHECKSUMS)
         wrong = jax.device_get(checksums(restored) != expected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
-from train.distributed import add_options, join
+from train.distributed import EndTogether, add_options, join
 from train.recipe.config import describe, load_config
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.processes import say
@@ -69,11 +69,12 @@ def main(arguments: list[str]) -> int:
     from wedlm_jax.host.compiled_cache import keep_compiled
 
     keep_compiled(as_path(config.output) / "compiled")
-    try:
-        folder = train(config)
-    except RunStopped as stopped:
-        text = f"wedlm train: {stopped}; the same command goes on from there"
-        print(text, file=sys.stderr, flush=True)
-        return stopped.status
+    with EndTogether("train"):
+        try:
+            folder = train(config)
+        except RunStopped as stopped:
+            text = f"wedlm train: {stopped}; the same command goes on from there"
+            print(text, file=sys.stderr, flush=True)
+            return stopped.status
     say(f"exported {folder}")
     return 0

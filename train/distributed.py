@@ -6,19 +6,28 @@ What else they do together is `wedlm_jax.host.processes`'s.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
-from typing import Any
+import sys
+import threading
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
-from wedlm_jax.errors import InputError
-from wedlm_jax.host.processes import AUTO, connect, find_host, jax_processes
+from wedlm_jax.errors import InputError, StorageFailure, exit_status
+from wedlm_jax.host.processes import AUTO, connect, coordinator, find_host, jax_processes
 from wedlm_jax.host.signals import StopRequest
 from wedlm_jax.sharding import tree_shardings
+
+ENDED = "ended"
+"""Where processes tell that they failed, and why."""
+ASK_EVERY_S = 0.5
+GRACE_S = 60.0
+"""How long a process may take to end by itself, with what it has to write, when another has."""
 
 EXAMPLE = "--coordinator HOST:PORT --num-processes N --process-id I"
 
@@ -91,6 +100,72 @@ class AgreedStop(StopRequest):
         if self._alone:
             return self.requested
         return multihost_utils.reached_preemption_sync_point(step)
+
+
+class EndTogether:
+    """Ends all processes of a run when one of them fails by itself: bad input that only it has, a
+    row that only it reads, storage that only it cannot reach.
+
+    The others may be computing together, and would wait on their devices for one that does not
+    come. So a thread of each asks the coordinator now and then whether another has failed; then it
+    says why, and ends this process with the same status. What all of them are told together ends
+    each of them by itself, within `GRACE_S`.
+
+    Args:
+      command: whose name begins the message.
+    """
+
+    def __init__(self, command: str):
+        self._command, self._service = command, coordinator()
+        self._over, self._one_at_a_time = threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._watch, name="end-together", daemon=True)
+
+    def __enter__(self) -> EndTogether:
+        if self._service is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self._service is None:
+            return
+        if error is not None:
+            expected = isinstance(error, InputError | StorageFailure | KeyboardInterrupt)
+            if not expected and (told := self._told_by_others()):
+                self._end(told)  # the error follows from theirs
+            text = " ".join(str(error).split())
+            if not expected:
+                text = f"{type(error).__name__}: {text}"
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # it may be gone itself
+                self._service.tell(ENDED, f"{exit_status(error)} {text}")
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(ASK_EVERY_S):
+            if told := self._told_by_others():
+                if not self._over.wait(GRACE_S):
+                    self._end(told)
+                return
+
+    def _told_by_others(self) -> dict[int, str]:
+        assert self._service is not None
+        try:
+            told = self._service.told(ENDED)
+        except jax.errors.JaxRuntimeError:
+            return {}  # without a coordinator JAX itself ends the process
+        return {index: text for index, text in told.items() if index != self._service.index}
+
+    def _end(self, told: dict[int, str]) -> NoReturn:
+        assert self._service is not None
+        with self._one_at_a_time:
+            index = min(told)
+            status, _, text = told[index].partition(" ")
+            said = f"wedlm {self._command}: host {index} of {self._service.count}: {text}"
+            print(said, file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            with contextlib.suppress(Exception):  # the one that failed waits for it
+                jax.distributed.shutdown()
+            os._exit(int(status))
 
 
 def mesh_of_processes(mesh: Mesh) -> Mesh:

@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 from tokenizers import Tokenizer
 
+from train.agreement import agree
 from train.checkpoint import Checkpoints
 from train.data.order import check_rows
 from train.data.phased import PhasedBatches
@@ -52,7 +53,7 @@ from wedlm_jax.checkpoint.hf import save_checkpoint
 from wedlm_jax.checkpoint.model_folder import RUN_STATES
 from wedlm_jax.checkpoint.run_folder import describe_run, is_described
 from wedlm_jax.errors import StorageFailure
-from wedlm_jax.host.processes import is_first, say
+from wedlm_jax.host.processes import is_first, say, text_of_first
 from wedlm_jax.host.signals import TERMINATED
 from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh
 
@@ -70,15 +71,19 @@ class RunStopped(Exception):
         self.step, self.status = step, status
 
 
-def train(config: TrainConfig) -> Path:
-    """Runs (or resumes) the training that ``config`` describes.
+def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
+    """Runs (or resumes) the training that ``config`` describes. All processes of a run call this.
+
+    Args:
+      config: the recipe.
+      allow_changed: resume although the recipe is another than the run began with.
 
     Returns:
       the folder of the exported Hugging Face checkpoint, ``<output>/hf``.
 
     Raises:
-      InputError: something in the recipe or its files is not right, or too many steps in a row
-        had to be skipped; then the state is saved.
+      InputError: something in the recipe or its files is not right, or not the same on all hosts;
+        or too many steps in a row had to be skipped; then the state is saved.
       RunStopped: SIGTERM or Ctrl-C came; the state is saved, and the same call goes on from it.
       StorageFailure: in all processes, when one of them could not write or read a state; the same
         call goes on from the newest whole one.
@@ -86,17 +91,21 @@ def train(config: TrainConfig) -> Path:
     time = RunTime()
     schedule_of(config)  # refused before anything is made
     check_boards(config.metrics)
+    check_paths(config)
+    begun = agree(config, allow_changed=allow_changed)
     mesh = make_mesh(dataclasses.asdict(config.mesh))
     check_runs_on(config.loss.attention, mesh.devices.flat[0].platform)
-    check_paths(config)
     questions = drawn_questions(config.evaluation)
     output = open_output(config.output)
     files = RunFiles(output)
     checkpoints = Checkpoints(
-        output / RUN_STATES, config.keep_checkpoints, config.keep_every, config.checkpoint_timeout
+        output / RUN_STATES,
+        config.keep_checkpoints,
+        config.keep_every,
+        config.checkpoint_timeout,
+        begun,
     )
     try:
-        begun = checkpoints.steps()
         folder = tokenizer_folder(config, output, resumes=bool(begun))
         tokenizer = load_tokenizer(folder)
         check_start(config, resumes=bool(begun))
@@ -105,7 +114,8 @@ def train(config: TrainConfig) -> Path:
         program = make_program(config, model, mesh)
         asked = asked_questions(config, questions, folder, model.max_position_embeddings)
         begin_or_resume(config, tokenizer, output, begun)
-        if not (begun and is_described(output, model)):
+        # Process 0 decides what all of them then do together.
+        if not text_of_first("yes" if begun and is_described(output, model) else ""):
             describe_run(output, model, folder, program.lora)
         program = make_program(with_blocks(config, program, output, tokenizer), model, mesh)
         with jax.set_mesh(mesh):

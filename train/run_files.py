@@ -14,11 +14,14 @@ import uuid
 from pathlib import Path
 
 from wedlm_jax.errors import InputError, StorageFailure, shortened
-from wedlm_jax.host.processes import fail_together, is_first, texts_of_all
+from wedlm_jax.host.processes import (
+    SEEN_WITHIN_S,
+    fail_together,
+    is_first,
+    text_of_first,
+    texts_of_all,
+)
 from wedlm_jax.host.storage import as_path, is_remote, upload
-
-SEEN_WITHIN_S = 60.0
-"""How long a host looks for what another has written: some file systems tell of it late."""
 
 GROWING = ("*.jsonl", "time.json", "wandb.id")
 """The files of a run that its next attempt goes on with."""
@@ -34,7 +37,7 @@ def open_output(name: str) -> Path:
       InputError: it cannot be written, or a host does not see what another wrote there.
     """
     output = as_path(name)
-    token = texts_of_all(uuid.uuid4().hex)[0]
+    token = text_of_first(uuid.uuid4().hex)
     path, failure = output / f".seen-by-all-{token}", ""
     if is_first():
         try:
@@ -43,7 +46,7 @@ def open_output(name: str) -> Path:
         except Exception as error:
             # A bucket's client has errors of many types, those of credentials among them.
             failure = f"cannot be written ({shortened(str(error) or type(error).__name__)})"
-    if failure := texts_of_all(failure)[0]:
+    if failure := text_of_first(failure):
         raise InputError(f"{output}: {failure}")
     seen = texts_of_all(token if _appears(path, token) else "")
     blind = [i for i, found in enumerate(seen) if not found]

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from wedlm_jax import __version__
-from wedlm_jax.errors import STORAGE_FAILED, InputError, StorageFailure, did_you_mean
+from wedlm_jax.errors import InputError, StorageFailure, did_you_mean, exit_status
 
 SUBCOMMANDS = {
     "demo": ("infer.demo", "watch the embedded model decode, with numbers"),
@@ -64,15 +64,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         return int(importlib.import_module(SUBCOMMANDS[name][0]).main(rest) or 0)
-    except InputError as error:
+    except (InputError, StorageFailure) as error:
         print(f"wedlm {name}: {error}", file=sys.stderr)
-        return 2
-    except StorageFailure as failure:
-        print(f"wedlm {name}: {failure}", file=sys.stderr)
-        return STORAGE_FAILED
-    except KeyboardInterrupt:
+        return exit_status(error)
+    except KeyboardInterrupt as interrupt:
         print(f"wedlm {name}: interrupted", file=sys.stderr)
-        return 130
+        return exit_status(interrupt)
     except BrokenPipeError:
         sys.stderr.close()
         return 1

@@ -28,6 +28,15 @@ STORAGE_FAILED = 74
 """Exit status after `StorageFailure`: EX_IOERR of sysexits.h."""
 
 
+def exit_status(error: BaseException) -> int:
+    """Returns the status with which a command that ends by an error exits."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, StorageFailure):
+        return STORAGE_FAILED
+    return 2 if isinstance(error, InputError) else 1
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns a hint for an unknown name: the nearest known one, or all of them."""
     names = list(known)

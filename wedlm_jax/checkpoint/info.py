@@ -107,7 +107,7 @@ def _dtype_counts(shapes: Shapes) -> dict[str, int]:
 
 def _files(folder: Path) -> dict[str, int]:
     sizes = file_sizes(folder)
-    return {"count": len(sizes), "bytes": sum(sizes)}
+    return {"count": len(sizes), "bytes": sum(sizes.values())}
 
 
 def _architecture(config: ModelConfig) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import logging
 import math
 import sys
@@ -26,8 +28,8 @@ from orbax.checkpoint import type_handlers
 from wedlm_jax.checkpoint.save_meetings import SaveMeetings
 from wedlm_jax.checkpoint.storage_errors import asked_again, told
 from wedlm_jax.errors import InputError, StorageFailure
-from wedlm_jax.host.processes import fail_together, is_first, jax_processes, texts_of_all
-from wedlm_jax.host.storage import absolute, is_remote, move_tree
+from wedlm_jax.host.processes import fail_together, is_first, jax_processes, text_of_first
+from wedlm_jax.host.storage import absolute, file_sizes, is_remote, move_tree
 
 T = TypeVar("T")
 
@@ -54,36 +56,60 @@ class StepFolders:
       keep: how many of the newest to keep.
       keep_every: also keep each state whose step is a multiple of this; 0 for none.
       timeout: seconds in which a state must be written.
+      states: the steps of those that there are, the same in every process; by default what
+        process 0 finds.
     """
 
-    def __init__(self, folder: Path, keep: int, keep_every: int = 0, timeout: int = 1200):
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        keep_every: int = 0,
+        timeout: int = 1200,
+        states: Sequence[int] | None = None,
+    ):
         self._folder, processes = folder, jax_processes()
+        if states is None:
+            states = json.loads(text_of_first(json.dumps(whole_steps(folder))))
+        self._states = sorted(states)
         client = ocp.multihost.get_jax_distributed_client() if processes.count > 1 else None
-        name = texts_of_all(uuid.uuid4().hex)[0]
+        name = text_of_first(uuid.uuid4().hex)
         self._meetings = SaveMeetings(client, processes.index, processes.count, name)
         self._refused = ""
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            keep_period=keep_every or None,
-            create=True,
-            async_options=ocp.options.AsyncOptions(
+        self._options: dict[str, Any] = {
+            "max_to_keep": keep,
+            "keep_period": keep_every or None,
+            "create": False,
+            "async_options": ocp.options.AsyncOptions(
                 timeout_secs=timeout, barrier_sync_fn=self._meetings
             ),
             # Without, one process asks the storage something while the others wait for it on the
             # devices, where they cannot be told that it failed. The background looks, too.
-            file_options=ocp.options.FileOptions(skip_sync_file_validations=True),
-        )
-        # What its background threads write of an error; `finish` has one sentence for it.
+            "file_options": ocp.options.FileOptions(skip_sync_file_validations=True),
+            # It would read of every state when it was written, each process by itself.
+            "lightweight_initialize": True,
+        }
         self._silence = contextlib.ExitStack()
-        self._silence.enter_context(_late_reports_unheard())
-        logging.getLogger("absl").addFilter(_is_no_error_of_orbax)
-        self._silence.callback(logging.getLogger("absl").removeFilter, _is_no_error_of_orbax)
-        with _quiet():
-            self._manager = ocp.CheckpointManager(absolute(folder), options=options)
+        self._manager: ocp.CheckpointManager | None = None
 
     def steps(self) -> list[int]:
         """Lists the steps whose states were written completely, newest first."""
-        return sorted(self._manager.all_steps(), reverse=True)
+        found = self._states if self._manager is None else self._manager.all_steps()
+        return sorted(found, reverse=True)
+
+    def _opened(self) -> ocp.CheckpointManager:
+        """Returns orbax's manager, made when the first state is written: what it lists by itself,
+        each process for itself, is never asked for."""
+        if self._manager is None:
+            # What its background threads write of an error; `finish` has one sentence for it.
+            self._silence.enter_context(_late_reports_unheard())
+            logging.getLogger("absl").addFilter(_is_no_error_of_orbax)
+            self._silence.callback(logging.getLogger("absl").removeFilter, _is_no_error_of_orbax)
+            names = _ListedSteps(self._states)
+            options = ocp.CheckpointManagerOptions(step_name_format=names, **self._options)
+            with _quiet():
+                self._manager = ocp.CheckpointManager(absolute(self._folder), options=options)
+        return self._manager
 
     def save(self, step: int, state: dict[str, jax.Array]) -> None:
         """Writes a state in the background; returns when its arrays may be overwritten.
@@ -92,15 +118,18 @@ class StepFolders:
         """
         self._meetings.begin(step)
         # Orbax's threads would wait for minutes for a folder that could not be made.
-        refusal = texts_of_all(self._refusal() if is_first() else "")[0]
+        refusal = text_of_first(self._refusal() if is_first() else "")
         self._refused = self._meetings.sentence({0: refusal}) if refusal else ""
         if not refusal:
-            self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
+            self._opened().save(step, args=ocp.args.StandardSave(state), force=True)
 
     def _refusal(self) -> str:
-        """Writes a file beside the states; returns the storage's error, or None."""
+        """Makes the folder, writes a file beside the states; returns the storage's error, or
+        none."""
         path = self._folder / ".writable"
         try:
+            with contextlib.suppress(FileExistsError):  # what is there instead, the next line tells
+                self._folder.mkdir(parents=True, exist_ok=True)
             path.write_bytes(b"")
             path.unlink()
         except Exception as error:
@@ -111,7 +140,7 @@ class StepFolders:
     @property
     def saving(self) -> bool:
         """Whether a state is being written."""
-        return self._manager.is_saving_in_progress()
+        return self._manager is not None and self._manager.is_saving_in_progress()
 
     def finish(self) -> None:
         """Waits until the state under way is over.
@@ -122,17 +151,16 @@ class StepFolders:
         """
         if self._refused:
             raise StorageFailure(self._refused)
+        if self._manager is None:
+            return
         try:
             self._manager.wait_until_finished()
         except Exception as error:
-            self._end_all_threads()
+            # Where the manager's own thread failed, the one that writes arrays may still run, and
+            # would raise its error in the next save.
+            with contextlib.suppress(Exception):
+                self._manager._checkpointer.wait_until_finished()
             raise self._meetings.note(error) from None
-
-    def _end_all_threads(self) -> None:
-        # Where the manager's own thread failed, the one that writes arrays may still run, and
-        # would raise its error in the next save.
-        with contextlib.suppress(Exception):
-            self._manager._checkpointer.wait_until_finished()
 
     def restore(self, step: int, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Reads the state of a step, with the shapes, dtypes and placement of ``like``. A process
@@ -153,8 +181,21 @@ class StepFolders:
                 folder, lambda: handler.restore(epath.Path(absolute(folder)), args=arguments)
             )
 
+    def files(self, step: int) -> str:
+        """Describes which files of a state this process sees, and how long they are.
+
+        Raises:
+          StorageFailure: the storage fails.
+        """
+        folder = self._folder / str(step)
+        found = sorted(asked_again(folder, lambda: file_sizes(folder)).items())
+        digest = hashlib.sha256(json.dumps(found).encode()).hexdigest()[:8]
+        return f"{len(found)} files of {sum(size for _, size in found):,} bytes ({digest})"
+
     def set_aside(self, step: int) -> None:
-        """Renames a state, so that it counts no more and its step can be written again."""
+        """Renames a state, so that it counts no more and its step can be written again. To be
+        called before a state is written."""
+        assert self._manager is None
         failure = ""
         if is_first():
             try:
@@ -163,7 +204,7 @@ class StepFolders:
                 # A bucket's client has errors of many types.
                 failure = f"{self._folder / str(step)}: cannot be renamed ({told(error)})"
         fail_together(failure)
-        self._manager.reload()
+        self._states.remove(step)
 
     def _move_aside(self, folder: Path) -> None:
         place, number = folder.with_name(f"{folder.name}{DAMAGED}"), 1
@@ -176,8 +217,9 @@ class StepFolders:
             folder.rename(place)
 
     def any_set_aside(self) -> bool:
-        """Tells whether a state was set aside here, by this run or an earlier attempt at it."""
-        return any(self._folder.glob(f"*{DAMAGED}*"))
+        """Tells whether process 0 sees a state that was set aside here, by this run or an earlier
+        attempt at it."""
+        return bool(text_of_first("yes" if any(self._folder.glob(f"*{DAMAGED}*")) else ""))
 
     def close(self) -> None:
         """Waits until everything is on disk.
@@ -185,6 +227,8 @@ class StepFolders:
         Raises:
           StorageFailure: as `finish` does.
         """
+        if self._manager is None:
+            return
         try:
             self._manager.wait_until_finished()
         except Exception as error:
@@ -192,6 +236,23 @@ class StepFolders:
         finally:
             self._manager.close()
             self._silence.close()
+
+
+class _ListedSteps:
+    """Names the folders of states for orbax, which finds there the steps that it is told of: the
+    processes agreed on them, and a listing by each may be old."""
+
+    def __init__(self, steps: Sequence[int]):
+        self._steps = tuple(steps)
+
+    def build_name(self, step: int) -> str:
+        return str(step)
+
+    def find_all(self, base_path: Any) -> Iterator[ocp.path.step.Metadata]:
+        return (self.find_step(base_path, step) for step in self._steps)
+
+    def find_step(self, base_path: Any, step: int) -> ocp.path.step.Metadata:
+        return ocp.path.step.Metadata(step=step, path=epath.Path(base_path) / str(step))
 
 
 def step_tree(step_folder: Path) -> Path:
@@ -205,6 +266,24 @@ def is_whole(step_folder: Path) -> bool:
         return (step_folder / COMMITTED).exists()
     # On a file system a state that is still being written stands under another name.
     return step_tree(step_folder).is_dir()
+
+
+def whole_steps(folder: Path) -> list[int]:
+    """Lists the steps of the numbered states in a folder that were written completely; none where
+    there is no such folder.
+
+    Raises:
+      StorageFailure: it cannot be read.
+    """
+
+    def listed() -> list[int]:
+        try:
+            found = [path for path in folder.iterdir() if path.name.isdigit()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(int(path.name) for path in found if is_whole(path))
+
+    return asked_again(folder, listed)
 
 
 def _check_same_shapes(folder: Path, like: dict[str, jax.Array]) -> None:
@@ -321,8 +400,8 @@ def _read(folder: Path, read: Callable[[], T]) -> T:
 
     try:
         return asked_again(folder, quietly)
-    except StorageFailure:
-        raise
+    except (StorageFailure, MemoryError, jax.errors.JaxRuntimeError):
+        raise  # nothing of these is about what lies there
     except Exception as error:
         # Tensorstore's errors are of many types; the others mean that the files are damaged.
         raise _damaged(folder, error) from None

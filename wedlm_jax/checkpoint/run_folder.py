@@ -29,7 +29,13 @@ from wedlm_jax.checkpoint.model_folder import (
 )
 from wedlm_jax.checkpoint.names import Entry, hf_path
 from wedlm_jax.checkpoint.opened import open_checkpoint
-from wedlm_jax.checkpoint.orbax_io import array_shapes, is_whole, read_arrays, step_tree
+from wedlm_jax.checkpoint.orbax_io import (
+    array_shapes,
+    is_whole,
+    read_arrays,
+    step_tree,
+    whole_steps,
+)
 from wedlm_jax.config import ModelConfig, config_to_hf, read_config_json
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.processes import jax_processes, replacing_together
@@ -154,9 +160,8 @@ def newest_state(folder: Path) -> Path:
     if folder.name.isdigit() and is_whole(folder):
         return folder
     for place in (folder / RUN_STATES, folder):
-        states = [path for path in place.glob("*") if path.name.isdigit() and is_whole(path)]
-        if states:
-            return max(states, key=lambda path: int(path.name))
+        if states := whole_steps(place):
+            return place / str(states[-1])
     raise InputError(f"{folder}: no complete state of a training run is here")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -62,6 +63,11 @@ class Processes(Host):
 
 
 ALONE = Processes()
+
+SEEN_WITHIN_S = 60.0
+"""How long a process looks for what another has written: some file systems tell of it late."""
+MEETING_MS = 24 * 3600 * 1000
+"""How long one waits for another to come; for one that died, JAX itself ends the wait."""
 
 
 # --- who am I ------------------------------------------------------------------------------
@@ -185,38 +191,79 @@ def sum_over_all(mine: np.ndarray) -> np.ndarray:
     return np.sum(multihost_utils.process_allgather(mine), axis=0)
 
 
-def texts_of_all(mine: str, size: int = 1000) -> list[str]:
+def texts_of_all(mine: str) -> list[str]:
     """Returns every process's text, in their order, in each of them; all have to call this.
 
-    Args:
-      size: bytes, behind which texts are cut off.
+    The coordinator carries them, not the devices, which compute together only where all processes
+    run the same program.
     """
-    import jax
-    from jax.experimental import multihost_utils
-
-    if jax.process_count() == 1:
-        return [mine]
-    content = np.frombuffer(mine.encode()[:size].ljust(size, b"\0"), np.uint8)
-    return [
-        np.asarray(text).tobytes().rstrip(b"\0").decode(errors="replace")
-        for text in multihost_utils.process_allgather(content)
-    ]
+    service = coordinator()
+    return [mine] if service is None else service.texts(mine)
 
 
-def fail_together(failure: str) -> None:
+def text_of_first(mine: str) -> str:
+    """Returns process 0's text in each of them; all have to call this."""
+    return texts_of_all(mine)[0]
+
+
+def fail_together(failure: str, kind: type[Exception] = StorageFailure) -> None:
     """Raises in every process when one of them gives a failure; all have to call this.
 
     Args:
       failure: a sentence; empty where there was none.
-
-    Raises:
-      StorageFailure: with the sentences of all that failed.
+      kind: of the exception, whose message has the sentences of all that failed.
     """
     texts = texts_of_all(failure)
-    if len(texts) > 1:
+    if len(set(texts)) > 1:
         texts = [text and f"host {i} of {len(texts)}: {text}" for i, text in enumerate(texts)]
     if any(texts):
-        raise StorageFailure("; ".join(filter(None, texts)))
+        raise kind("; ".join(dict.fromkeys(filter(None, texts))))
+
+
+class Coordinator:
+    """The service that `jax.distributed` started, as a place where processes leave texts. It asks
+    no device, and no process has to come to it.
+
+    Attributes:
+      index, count: this process, of how many.
+    """
+
+    def __init__(self, client: Any, index: int, count: int):
+        self._client, self.index, self.count, self._met = client, index, count, 0
+
+    def tell(self, place: str, text: str) -> None:
+        """Leaves this process's text at a place where it has left none."""
+        self._client.key_value_set(f"wedlm/{place}/{self.index}", text)
+
+    def told(self, place: str) -> dict[int, str]:
+        """Returns what processes have left there until now, by their numbers."""
+        found = self._client.key_value_dir_get(f"wedlm/{place}/")
+        return {int(name.rpartition("/")[2]): text for name, text in found}
+
+    def texts(self, mine: str) -> list[str]:
+        """Does what `texts_of_all` does."""
+        before, self._met = f"wedlm/texts/{self._met}/", self._met + 1
+        place = f"texts/{self._met}"
+        self.tell(place, mine)
+        self._client.wait_at_barrier(f"wedlm/{place}", MEETING_MS)
+        found = self.told(place)
+        if self.index == 0:  # whoever has come here has read what was said before
+            self._client.key_value_delete(before)
+        return [found[index] for index in range(self.count)]
+
+
+def coordinator() -> Coordinator | None:
+    """Returns that of this process's job; None for a process alone."""
+    from jax._src.distributed import global_state  # JAX has no other way to it
+
+    client = global_state.client
+    if client is None or global_state.num_processes == 1:
+        return None
+    return _coordinator_of(client, global_state.process_id, global_state.num_processes)
+
+
+_coordinator_of = functools.cache(Coordinator)
+"""One for each client, because it counts the meetings."""
 
 
 def say(text: str) -> None:

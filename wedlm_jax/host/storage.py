@@ -113,11 +113,14 @@ def copy_file(source: Path, destination: Path) -> None:
     destination.write_bytes(source.read_bytes())
 
 
-def file_sizes(folder: Path) -> list[int]:
-    """Lists the bytes of each file in a folder and in those within it."""
+def file_sizes(folder: Path) -> dict[str, int]:
+    """Returns the bytes of each file in a folder and in those within it, by its name from there."""
     if is_remote(folder):
-        return [file["size"] for file in _files().find(str(folder), detail=True).values()]
-    return [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+        root = f"{_without_scheme(folder)}/"
+        found = _files().find(str(folder), detail=True)
+        return {name.removeprefix(root): file["size"] for name, file in found.items()}
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
 
 
 def remove_tree(folder: Path) -> None:

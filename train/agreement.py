@@ -1,0 +1,176 @@
+"""What the hosts of a run must have in common before its first step: its recipe, its data, the
+versions of what computes it, and the states that it goes on from.
+
+Hosts that differ would train on without a word, each with its own learning rate; or stand still,
+because what they compute together is not one program. So each makes one digest of all that, and
+where the digests differ all hosts are told what differs, and end. No device is asked for it: with
+other versions it might not answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import train
+import wedlm_jax
+from train.data.manifest import read_manifest
+from train.recipe.config import TrainConfig, describe
+from train.recipe.phases import source_names
+from wedlm_jax.checkpoint.model_folder import RUN_STATES
+from wedlm_jax.checkpoint.orbax_io import is_whole, whole_steps
+from wedlm_jax.errors import InputError, shortened
+from wedlm_jax.host.processes import SEEN_WITHIN_S, coordinator
+from wedlm_jax.host.storage import as_path, file_sizes, folder_of_this_machine, is_remote
+
+PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint")
+STATE, START = "the newest whole state", "what model.init_from holds"
+SAMPLE_BYTES = 64 * 1024
+"""Of each file of a starting checkpoint at its beginning, in its middle and at its end."""
+
+
+def agree(config: TrainConfig, *, allow_changed: bool = False) -> list[int]:
+    """Returns the steps of the run's states, newest first, as process 0 lists them, when all hosts
+    run the same: recipe, data, versions and newest state. All of them call this; nothing is
+    written.
+
+    The newest state is looked for until all hosts see the same one, or `SEEN_WITHIN_S` has passed:
+    some file systems tell late of what another host has written or renamed.
+
+    Raises:
+      InputError: in all hosts, naming them, what differs and its values; or in this one, when its
+        data cannot be read.
+    """
+    folder, service = as_path(config.output) / RUN_STATES, coordinator()
+    states = whole_steps(folder)
+    if service is None:
+        return states[::-1]
+    mine = described(config) | {"--allow-changed": str(allow_changed)}
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    while True:
+        mine |= {STATE: str(states[-1] if states else None), START: _start(config, states)}
+        digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
+        if len(set(service.texts(digest))) == 1:
+            return list(json.loads(service.texts(json.dumps(states[::-1]))[0]))
+        late, first = time.monotonic() > deadline, service.index == 0
+        theirs, late = json.loads(service.texts(json.dumps([mine, late]) if first else "")[0])
+        found = [json.loads(text) for text in service.texts(json.dumps(_others(theirs, mine)))]
+        differing = {name for one in found for name in one}
+        if late or STATE not in differing or differing - {STATE, START}:
+            raise InputError(differences(theirs, found))
+        time.sleep(0.5)
+        newest = {one.get(STATE, theirs[STATE]) for one in found} - {"None"}
+        # By their names, too: a listing may be kept where what is asked for by name is not.
+        named = [step for step in map(int, newest) if is_whole(folder / str(step))]
+        states = sorted({*whole_steps(folder), *named})
+
+
+def described(config: TrainConfig) -> dict[str, str]:
+    """Returns what this host would run, by name: each field of the recipe, each package's version,
+    and what its data holds."""
+    fields = dataclasses.asdict(config)
+    # Hosts may see one folder under several names; `train.run_files.open_output` finds that out.
+    names = [name for name, _, _ in describe() if name != "output"]
+    found = {name: json.dumps(_at(fields, name)) for name in names}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "absent"
+    found["wedlm_jax"] = f"{wedlm_jax.__version__} with sources {_sources_digest()}"
+    found["Python"] = ".".join(platform.python_version_tuple()[:2])
+    sources = [name for name in source_names(config) if name]
+    if config.evaluation.every:
+        sources += [config.evaluation.source] if config.evaluation.source else []
+        if config.evaluation.questions:
+            questions = folder_of_this_machine(config.evaluation.questions, "evaluation.questions")
+            found["what evaluation.questions holds"] = _content(questions)
+    for name in sources:
+        manifest = read_manifest(folder_of_this_machine(name, "data.sources"))
+        found[f"what {name} holds"] = f"{manifest.rows:,} rows ({manifest.content[:16]})"
+    if config.data.tokenizer is not None:
+        path = as_path(config.data.tokenizer) / "tokenizer.json"
+        found["what data.tokenizer holds"] = _content(path)
+    return found
+
+
+def differences(first: Mapping[str, str], others: Sequence[Mapping[str, str]]) -> str:
+    """Says what differs between hosts, and how.
+
+    Args:
+      first: what host 0 runs, by name.
+      others: what each host has otherwise, host 0 included.
+    """
+    parts = []
+    for name in dict.fromkeys(name for found in others for name in found):
+        hosts: dict[str, list[int]] = {}
+        for index, found in enumerate(others):
+            hosts.setdefault(found.get(name, first.get(name, "absent")), []).append(index)
+        values = [f"{shortened(value, 100)} on {_hosts(which)}" for value, which in hosts.items()]
+        parts.append(f"{name} is {', '.join(values[:-1])} and {values[-1]}")
+    more = f"; and {len(parts) - 8} more" if len(parts) > 8 else ""
+    return (
+        f"the {len(others)} hosts of this run are not given the same: {'; '.join(parts[:8])}{more}"
+    )
+
+
+def _hosts(which: Sequence[int]) -> str:
+    named = ", ".join(map(str, which[:4])) + (f" and {len(which) - 4} more" if which[4:] else "")
+    return f"host {named}" if len(which) == 1 else f"hosts {named}"
+
+
+def _others(first: Mapping[str, str], mine: Mapping[str, str]) -> dict[str, str]:
+    """Returns what this host has otherwise than host 0."""
+    names = dict.fromkeys([*first, *mine])
+    return {name: mine.get(name, "absent") for name in names if first.get(name) != mine.get(name)}
+
+
+def _at(fields: object, name: str) -> object:
+    for part in name.split("."):
+        assert isinstance(fields, dict)
+        fields = fields[part]
+    return fields
+
+
+def _start(config: TrainConfig, states: Sequence[int]) -> str:
+    """Describes the files of the checkpoint that a run without states starts from: names, sizes
+    and samples of their content."""
+    if states or config.model.init_from is None or is_remote(as_path(config.model.init_from)):
+        return "not asked"
+    folder = as_path(config.model.init_from)
+    digest = hashlib.sha256()
+    files = {
+        name: size
+        for name, size in sorted(file_sizes(folder).items())
+        if name.endswith((".json", ".safetensors")) or name.startswith("orbax/")
+    }
+    for name, size in files.items():
+        digest.update(f"{name} {size}\n".encode())
+        with (folder / name).open("rb") as file:
+            for place in (0, size // 2, max(size - SAMPLE_BYTES, 0)):
+                file.seek(place)
+                digest.update(file.read(SAMPLE_BYTES))
+    return f"{len(files)} files of {sum(files.values()):,} bytes ({digest.hexdigest()[:16]})"
+
+
+def _content(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        return f"unreadable ({error.strerror})"
+
+
+def _sources_digest() -> str:
+    """Tells apart clones of one version: they may stand at other commits."""
+    digest = hashlib.sha256()
+    for package in (wedlm_jax, train):
+        root = Path(str(package.__file__)).parent
+        for path in sorted(root.rglob("*.py")):
+            digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
