@@ -139,6 +139,7 @@ class EndTogether:
                 self._service.tell(ENDED, f"{exit_status(error)} {text}")
         self._over.set()
         self._thread.join()
+        _leave()
 
     def _watch(self) -> None:
         while not self._over.wait(ASK_EVERY_S):
@@ -163,9 +164,15 @@ class EndTogether:
             said = f"wedlm {self._command}: host {index} of {self._service.count}: {text}"
             print(said, file=sys.stderr, flush=True)
             sys.stdout.flush()
-            with contextlib.suppress(Exception):  # the one that failed waits for it
-                jax.distributed.shutdown()
+            _leave()
             os._exit(int(status))
+
+
+def _leave() -> None:
+    """Leaves the coordinator when all processes do, or do not come: one that it, or another, has
+    left without a word is aborted by JAX, with a status that says nothing."""
+    with contextlib.suppress(Exception):
+        jax.distributed.shutdown()
 
 
 def mesh_of_processes(mesh: Mesh) -> Mesh:

@@ -7,8 +7,10 @@ import importlib
 import json
 import multiprocessing
 import os
+import socket
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -121,12 +123,14 @@ def command_in_child(
     devices: int = 1,
     environment: dict[str, str] | None = None,
     constants: dict[str, Any] | None = None,
+    folder: Path | None = None,
 ) -> None:
     """`wedlm train` in a process of its own, what it prints in the file ``output``.
 
     Args:
       environment: what is set there, too.
       constants: what "MODULE.NAME" is there, such as how long to wait.
+      folder: where it works; by default where this process does.
 
     For `multiprocessing`: its server has imported the project already, so that a child is
     ready in a moment.
@@ -135,6 +139,7 @@ def command_in_child(
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
         os.environ.update(environment or {})
+        os.chdir(folder or ".")
         for name, value in (constants or {}).items():
             module, _, constant = name.rpartition(".")
             setattr(importlib.import_module(module), constant, value)
@@ -153,6 +158,37 @@ def start_command(
     )
     child.start()
     return child
+
+
+def run_hosts(
+    arguments: list[str], said_in: Path, *, limit: float = 300, **settings: Sequence[Any]
+) -> tuple[list[int | None], list[str]]:
+    """Runs `wedlm train` as two processes of one run; returns their statuses and what each said.
+
+    Args:
+      arguments: of both.
+      said_in: folder for what they say.
+      limit: seconds within which they have to end; who has not is killed, and has no status.
+      settings: of each of the two: ``arguments_of``, and those of `command_in_child`.
+    """
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        address = f"localhost:{listener.getsockname()[1]}"
+    said = [said_in / f"host{i}.txt" for i in range(2)]
+    more = settings.pop("arguments_of", [[], []])
+    children = []
+    for i in range(2):
+        said[i].unlink(missing_ok=True)
+        own = {name: values[i] for name, values in settings.items()}
+        common = ["--coordinator", address, "--num-processes", "2", "--process-id", str(i)]
+        children.append(start_command([*arguments, *common, *more[i]], said[i], **own))
+    end = time.monotonic() + limit
+    for child in children:
+        child.join(max(end - time.monotonic(), 0))
+    statuses = [child.exitcode for child in children]
+    for child in children:
+        child.kill()
+    return statuses, [path.read_text() for path in said]
 
 
 def write_recipe(config: TrainConfig, folder: Path) -> Path:
