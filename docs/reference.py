@@ -19,6 +19,7 @@ from typing import Any, get_type_hints
 from unittest import mock
 
 from wedlm_jax.__main__ import SUBCOMMANDS
+from wedlm_jax.errors import EXIT_STATUS
 
 PAGE = Path(__file__).with_name("reference.md")
 
@@ -83,12 +84,19 @@ def page() -> str:
     parts = [HEAD, "## Commands\n"]
     parts += [command(f"wedlm {name}", subcommand_parser(name)) for name in SUBCOMMANDS]
     parts += [command(f"python -m {name}", module_parser(name)) for name in MODULES]
+    parts += ["## Exit status\n", status_table()]
     parts += ["## Sampling parameters\n", sampling_table(), "## Recipes\n", recipe_table()]
     parts += ["## Python\n"]
     parts += [described_class(getattr(importlib.import_module(m), n)) for m, n in pairs(CLASSES)]
     functions = [getattr(importlib.import_module(m), n) for m, n in pairs(FUNCTIONS)]
     parts += [described_function(f, f"### {f.__name__}", f.__module__) for f in functions]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
+
+
+def status_table() -> str:
+    """Returns the section of exit statuses."""
+    rows = [(str(status), meaning) for status, meaning in EXIT_STATUS.items()]
+    return "\n".join(["Of every command:\n", table(("status", "meaning"), rows), ""])
 
 
 def pairs(names: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:

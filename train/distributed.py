@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
-from wedlm_jax.errors import InputError, StorageFailure, exit_status
+from wedlm_jax.errors import FAULT, InputError, exit_status
 from wedlm_jax.host.processes import AUTO, connect, coordinator, find_host, jax_processes
 from wedlm_jax.host.signals import StopRequest
 from wedlm_jax.sharding import tree_shardings
@@ -129,7 +129,7 @@ class EndTogether:
         if self._service is None:
             return
         if error is not None:
-            expected = isinstance(error, InputError | StorageFailure | KeyboardInterrupt)
+            expected = exit_status(error) != FAULT
             if not expected and (told := self._told_by_others()):
                 self._end(told)  # the error follows from theirs
             text = " ".join(str(error).split())

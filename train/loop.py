@@ -52,9 +52,8 @@ from wedlm_jax.attention import check_runs_on
 from wedlm_jax.checkpoint.hf import save_checkpoint
 from wedlm_jax.checkpoint.model_folder import RUN_STATES
 from wedlm_jax.checkpoint.run_folder import describe_run, is_described
-from wedlm_jax.errors import StorageFailure
+from wedlm_jax.errors import TERMINATED, StorageFailure
 from wedlm_jax.host.processes import is_first, say, text_of_first
-from wedlm_jax.host.signals import TERMINATED
 from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh
 
 

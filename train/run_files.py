@@ -13,7 +13,7 @@ import time
 import uuid
 from pathlib import Path
 
-from wedlm_jax.errors import InputError, StorageFailure, shortened
+from wedlm_jax.errors import InputError, StorageFailure, file_error
 from wedlm_jax.host.processes import (
     SEEN_WITHIN_S,
     fail_together,
@@ -21,7 +21,7 @@ from wedlm_jax.host.processes import (
     text_of_first,
     texts_of_all,
 )
-from wedlm_jax.host.storage import as_path, is_remote, upload
+from wedlm_jax.host.storage import as_path, bucket_error, is_remote, upload
 
 GROWING = ("*.jsonl", "time.json", "wandb.id")
 """The files of a run that its next attempt goes on with."""
@@ -35,19 +35,24 @@ def open_output(name: str) -> Path:
 
     Raises:
       InputError: it cannot be written, or a host does not see what another wrote there.
+      StorageFailure: it cannot be written now, as on a full disk.
     """
     output = as_path(name)
     token = text_of_first(uuid.uuid4().hex)
-    path, failure = output / f".seen-by-all-{token}", ""
+    path, failure, kind = output / f".seen-by-all-{token}", "", InputError.__name__
     if is_first():
         try:
             output.mkdir(parents=True, exist_ok=True)
             path.write_text(token, encoding="utf-8")
         except Exception as error:
             # A bucket's client has errors of many types, those of credentials among them.
-            failure = f"cannot be written ({shortened(str(error) or type(error).__name__)})"
+            told = bucket_error(output, "cannot be written", error)
+            if isinstance(error, OSError) and not is_remote(output):
+                told = file_error(output, "cannot be written", error)
+            failure, kind = str(told), type(told).__name__
     if failure := text_of_first(failure):
-        raise InputError(f"{output}: {failure}")
+        passing = text_of_first(kind) == StorageFailure.__name__
+        raise (StorageFailure if passing else InputError)(failure)
     seen = texts_of_all(token if _appears(path, token) else "")
     blind = [i for i, found in enumerate(seen) if not found]
     if is_first():
@@ -116,7 +121,7 @@ class RunFiles:
                 state = _state(path)
                 try:
                     upload(self._output / name, path.read_bytes())
-                except InputError as error:  # the run was in this bucket already
+                except (InputError, StorageFailure) as error:  # the run was here already
                     raise StorageFailure(str(error)) from None
                 self._copied[name] = state
 

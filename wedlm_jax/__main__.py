@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from wedlm_jax import __version__
-from wedlm_jax.errors import InputError, StorageFailure, did_you_mean, exit_status
+from wedlm_jax.errors import BAD_INPUT, did_you_mean
+from wedlm_jax.host.command_line import run_command
 
 SUBCOMMANDS = {
     "demo": ("infer.demo", "watch the embedded model decode, with numbers"),
@@ -49,8 +50,7 @@ def help_text() -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a subcommand; returns the exit status: 2 for bad input, 74 when storage failed, 130
-    when interrupted."""
+    """Runs a subcommand; returns the exit status, one of `wedlm_jax.errors.EXIT_STATUS`."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(help_text(), end="")
@@ -61,18 +61,10 @@ def main(arguments: list[str] | None = None) -> int:
     name, *rest = arguments
     if name not in SUBCOMMANDS:
         print(f"wedlm: no command {name!r}; {did_you_mean(name, SUBCOMMANDS)}", file=sys.stderr)
-        return 2
-    try:
-        return int(importlib.import_module(SUBCOMMANDS[name][0]).main(rest) or 0)
-    except (InputError, StorageFailure) as error:
-        print(f"wedlm {name}: {error}", file=sys.stderr)
-        return exit_status(error)
-    except KeyboardInterrupt as interrupt:
-        print(f"wedlm {name}: interrupted", file=sys.stderr)
-        return exit_status(interrupt)
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 1
+        return BAD_INPUT
+    return run_command(
+        f"wedlm {name}", lambda: importlib.import_module(SUBCOMMANDS[name][0]).main(rest)
+    )
 
 
 if __name__ == "__main__":

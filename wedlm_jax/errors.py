@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib.util
 from collections.abc import Iterable
 
@@ -24,17 +25,71 @@ class StorageFailure(Exception):
     """
 
 
+FAULT = 1
+"""Exit status after any other exception."""
+BAD_INPUT = 2
+"""Exit status after `InputError`, and after options that cannot be parsed."""
 STORAGE_FAILED = 74
 """Exit status after `StorageFailure`: EX_IOERR of sysexits.h."""
+INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143
+"""Exit status after SIGINT, SIGPIPE and SIGTERM: 128 and the signal's number. None is 0, so a
+script that waits for the command does not go on without its result."""
+
+EXIT_STATUS = {
+    0: "done; a server was asked to end, and has given its answers",
+    FAULT: "a fault of the program, with a traceback",
+    BAD_INPUT: "options, input or files that cannot be used, in one sentence; "
+    "the same command would end so again",
+    STORAGE_FAILED: "storage or a network that refuses or does not answer, such as a full disk, in "
+    "one sentence; the same command may succeed later, and goes on from what is kept",
+    INTERRUPTED: "Ctrl-C (SIGINT); the same command goes on from what is kept",
+    PIPE_CLOSED: "whoever read the output has gone (SIGPIPE)",
+    TERMINATED: "SIGTERM, as before a preemption; the same command goes on from what is kept",
+}
+"""What the status of every `wedlm` command means: the one table, which docs/reference.md prints.
+A restart loop goes on after all but 0 and `BAD_INPUT`, and those that somebody asked for."""
+
+CALLER_ERRORS = frozenset(
+    {
+        *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY),
+        *(errno.EACCES, errno.EPERM, errno.EROFS),
+        *(errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL),
+    }
+)
+"""What a file system says of a name or a permission that is wrong. All else it says (ENOSPC,
+EDQUOT, EIO, ESTALE, ETIMEDOUT, ...) is of its own state, which passes."""
+
+
+def is_passing(error: OSError) -> bool:
+    """Tells whether the same call may succeed later: a full disk, as against a wrong name."""
+    return error.errno is not None and error.errno not in CALLER_ERRORS
+
+
+def file_error(path: object, what: str, error: OSError) -> InputError | StorageFailure:
+    """Returns the error to raise for a file system's refusal.
+
+    Args:
+      path: of the file or folder.
+      what: was refused: "cannot be written".
+      error: of the file system.
+
+    Returns:
+      `StorageFailure` where the refusal may pass, else `InputError`.
+    """
+    kind = StorageFailure if is_passing(error) else InputError
+    return kind(f"{path}: {what} ({error.strerror or shortened(str(error))})")
 
 
 def exit_status(error: BaseException) -> int:
-    """Returns the status with which a command that ends by an error exits."""
+    """Returns the status, of `EXIT_STATUS`, with which a command that ends by an error exits."""
+    if isinstance(error, InputError):
+        return BAD_INPUT
     if isinstance(error, KeyboardInterrupt):
-        return 130
-    if isinstance(error, StorageFailure):
-        return STORAGE_FAILED
-    return 2 if isinstance(error, InputError) else 1
+        return INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        return PIPE_CLOSED
+    passing = isinstance(error, OSError) and is_passing(error)
+    return STORAGE_FAILED if passing or isinstance(error, StorageFailure) else FAULT
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -30,6 +30,7 @@ import numpy as np
 from infer.bench.load_client import Ask, Heard, ask_all
 from infer.evaluate import EMBEDDED_QUESTIONS
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.command_line import run_command
 from wedlm_jax.records.questions import read_questions
 
 if TYPE_CHECKING:
@@ -374,7 +375,4 @@ def draw_loads(loads: Sequence[Load], path: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        raise SystemExit(main(sys.argv[1:]))
-    except InputError as error:
-        raise SystemExit(f"python -m infer.bench.serve_load: {error}") from None
+    sys.exit(run_command("python -m infer.bench.serve_load", lambda: main(sys.argv[1:])))

@@ -9,6 +9,7 @@ import sys
 
 from infer.harness.command import NEEDED, TASKS
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.command_line import run_command
 
 
 def main(arguments: list[str]) -> None:
@@ -25,8 +26,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except InputError as error:
-        print(f"lm_eval: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(run_command("lm_eval", lambda: main(sys.argv[1:])))

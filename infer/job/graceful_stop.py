@@ -8,7 +8,8 @@ import os
 import time
 from collections.abc import Iterator
 
-from wedlm_jax.host.signals import TERMINATED, StopRequest
+from wedlm_jax.errors import TERMINATED
+from wedlm_jax.host.signals import StopRequest
 
 GRACE_SECONDS = 20.0
 """Kubernetes sends SIGKILL 30 seconds after SIGTERM."""

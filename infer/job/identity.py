@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wedlm_jax import __version__
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import file_error
 
 if TYPE_CHECKING:
     from infer.job.workload import Workload
@@ -116,5 +116,5 @@ def folder_digest(folder: Path) -> str:
                     file.seek((size - SAMPLE_SIZE) * i // (SAMPLES - 1), os.SEEK_SET)
                     digest.update(file.read(SAMPLE_SIZE))
     except OSError as error:
-        raise InputError(f"{folder}: cannot be read ({error.strerror})") from None
+        raise file_error(folder, "cannot be read", error) from None
     return digest.hexdigest()

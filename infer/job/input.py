@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, file_error
 from wedlm_jax.host.atomic import naming, writer_name
 from wedlm_jax.records.files import JSONL, PARQUET, FoundFiles, RecordFile, find_files, reading
 from wedlm_jax.records.jsonl import Digest, read_lines
@@ -194,7 +194,7 @@ def _blocks(pipe: str) -> Iterator[bytes]:
             while block := stream.read(COPY_BYTES):
                 yield block
     except OSError as error:
-        raise InputError(f"{pipe}: cannot be read ({error.strerror})") from None
+        raise file_error(pipe, "cannot be read", error) from None
 
 
 def _is_pipe(name: str) -> bool:

@@ -22,9 +22,8 @@ from infer.job.record_index import RecordIndex, build_index
 from infer.job.shard_decoder import NotEnoughMemory
 from infer.job.shard_folder import ShardFolder, check_file_is_new, read_job
 from infer.job.workload import Workload
-from wedlm_jax.errors import InputError, counted
+from wedlm_jax.errors import INTERRUPTED, TERMINATED, InputError, counted
 from wedlm_jax.host.processes import Host
-from wedlm_jax.host.signals import INTERRUPTED, TERMINATED
 
 if TYPE_CHECKING:
     from wedlm_jax.llm import LLM

@@ -23,7 +23,7 @@ from infer.job.record_index import Shard
 from infer.job.shard_decoder import ShardDecoder
 from infer.job.shard_folder import ShardFolder, finished_shards, read_job
 from infer.job.workload import Workload
-from wedlm_jax.errors import InputError, counted, shortened
+from wedlm_jax.errors import InputError, StorageFailure, counted, shortened
 from wedlm_jax.host.progress import ProgressBar
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def _follow(job: Job, results: Iterable[dict[str, Any]], total: int, finished: i
     with ProgressBar("records", done=finished, console=job.console) as bar:
         for result in results:
             if result["error"]:
-                raise InputError(result["error"])
+                raise (StorageFailure if result["passing"] else InputError)(result["error"])
             earlier += result["earlier"]
             counts += Counts(**{name: result[name] for name in Counts().as_json()})
             # Actors compile concurrently.
@@ -224,10 +224,11 @@ class _ShardActor:
         numbers = [int(number) for number in task["shards"][0].split()]
         try:
             result = self._finish([self._workload.index.shards[k] for k in numbers])
-        except InputError as error:
+        except (InputError, StorageFailure) as error:
             # Returned as data: Ray would wrap an exception, or retry the task as if a machine had
             # failed.
-            result = {**_nothing(), "error": str(error)}
+            passing = isinstance(error, StorageFailure)
+            result = {**_nothing(), "error": str(error), "passing": passing}
         yield {name: [value] for name, value in result.items()}
 
     def _finish(self, shards: Sequence[Shard]) -> dict[str, Any]:
@@ -255,4 +256,10 @@ class _ShardActor:
 
 
 def _nothing() -> dict[str, Any]:
-    return {**Counts().as_json(), "earlier": 0, "compile_seconds": 0.0, "error": ""}
+    return {
+        **Counts().as_json(),
+        "earlier": 0,
+        "compile_seconds": 0.0,
+        "error": "",
+        "passing": False,
+    }

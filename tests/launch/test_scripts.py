@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from train.recipe.config import load_config
+from wedlm_jax.errors import BAD_INPUT, EXIT_STATUS, INTERRUPTED, TERMINATED
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
@@ -80,6 +81,21 @@ def test_a_restart_loop_ends_when_a_restart_would_not_help(
     assert ended.returncode == end, ended.stderr
     assert calls(tmp_path) == ["a b c"] * (restarts + 1)
     assert ended.stderr.count("; restart ") == restarts
+
+
+@pytest.mark.parametrize("status", EXIT_STATUS)
+def test_the_scripts_follow_the_table_of_statuses(tmp_path: Path, status: int) -> None:
+    """What may pass is tried again, bad input is not; what somebody ended stays so, except under
+    Slurm, which ends a job itself before its time is over."""
+    work = ends_with(tmp_path, status, 0)
+    ended = run([str(LAUNCH / "restart.sh"), str(work)], tmp_path, PAUSE="0")
+    final = (0, BAD_INPUT, INTERRUPTED, TERMINATED)
+    assert ended.returncode == (status if status in final else 0)
+    assert len(calls(tmp_path)) == (1 if status in final else 2)
+    script(tmp_path / "srun", f"exit {status}")
+    script(tmp_path / "scontrol", "touch queued")
+    run([str(LAUNCH / "slurm.sh"), "wedlm"], tmp_path, SLURM_JOB_ID="17")
+    assert (tmp_path / "queued").exists() == (status not in (0, BAD_INPUT))
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -166,7 +182,15 @@ def test_the_jobset_is_what_the_page_says_and_its_command_is_one_of_ours() -> No
     assert spec["parallelism"] == spec["completions"]
     # The default of 30 seconds is not enough to save the state of an 8B model.
     assert pod["terminationGracePeriodSeconds"] >= 300
-    assert spec["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2]
+    assert spec["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [BAD_INPUT]
     assert container["command"][:2] == ["wedlm", "train"]
     config = load_config(ROOT / container["command"][3], container["args"])
     assert config.data.sources == {"/mnt/share/data/corpus": 1.0}
+
+
+def test_the_manifest_of_a_decoding_job_gives_up_on_bad_input_alone() -> None:
+    page = (ROOT / "docs" / "batch.md").read_text(encoding="utf-8")
+    job = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])
+    first, second = job["spec"]["podFailurePolicy"]["rules"]
+    assert (first["action"], first["onExitCodes"]["values"]) == ("FailJob", [BAD_INPUT])
+    assert (second["action"], "onExitCodes" in second) == ("Ignore", False)

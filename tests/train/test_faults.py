@@ -24,7 +24,7 @@ from tests.train.test_checkpoint import biggest_file, flip
 from train.distributed import AgreedStop
 from train.loop import RunStopped
 from train.loop import train as run_training
-from wedlm_jax.host.signals import TERMINATED
+from wedlm_jax.errors import TERMINATED
 
 LIMIT_S = 300
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from wedlm_jax.attention import IMPLEMENTATIONS
 from wedlm_jax.benchmark import Bar, BenchmarkParser, Outcome, report
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.command_line import run_command
 
 PROG = "python -m train.bench"
 COMPARISONS = {
@@ -282,8 +283,4 @@ def _pods(options: argparse.Namespace, bar: Bar) -> Iterator[Outcome]:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except InputError as error:
-        print(f"{PROG}: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(run_command(PROG, lambda: main(sys.argv[1:])))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from train.data.conversations import BESIDE
-from wedlm_jax.errors import InputError, shortened
+from wedlm_jax.errors import InputError, file_error, is_passing, shortened
 from wedlm_jax.records.files import (
     JSONL,
     PARQUET,
@@ -143,6 +143,9 @@ def chunks(file: RecordFile) -> Iterator[RecordChunk]:
             return
         yield from reader(file, size)
     except OSError as error:
+        if is_passing(error):
+            # Not malformed: its records would be left out although they are there.
+            raise file_error(file.shown, "cannot be read", error) from None
         yield RecordChunk(file, problem=("cannot be read", error.strerror or str(error)))
 
 
@@ -300,6 +303,8 @@ def _text(file: RecordFile) -> str | Malformed:
     except UnicodeDecodeError as error:
         return Malformed(file.shown, 0, "not UTF-8", f"byte {error.start}")
     except OSError as error:
+        if is_passing(error):
+            raise file_error(file.shown, "cannot be read", error) from None
         return Malformed(file.shown, 0, "cannot be read", error.strerror or "")
     if "\0" in text:
         return Malformed(file.shown, 0, "not a text", "it holds zero bytes")

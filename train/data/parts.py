@@ -21,7 +21,7 @@ from typing import Any
 from train.data.added_tokens import added_up
 from train.data.chunks import Malformed, input_size
 from train.data.manifest import DataShard, Manifest, write_manifest
-from wedlm_jax.errors import InputError, shortened
+from wedlm_jax.errors import InputError, file_error, shortened
 from wedlm_jax.host.atomic import part_folder, sync_path, write_json, written_beside
 from wedlm_jax.records.files import RecordFile
 
@@ -130,8 +130,10 @@ class PartFolders:
                     )
             else:
                 write_json(self.folder / PLAN, plan)
-        except (OSError, ValueError) as error:
-            raise InputError(f"{output}: cannot be written here ({error})") from None
+        except OSError as error:
+            raise file_error(output, "cannot be written here", error) from None
+        except ValueError as error:
+            raise InputError(f"{self.folder / PLAN}: cannot be read ({error})") from None
 
     def part(self, number: int) -> Path:
         return self.folder / f"part-{number:05d}"

@@ -17,7 +17,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from train.data.manifest import DataShard, Manifest
 from train.data.row_codec import decode_row
-from wedlm_jax.errors import InputError, shortened
+from wedlm_jax.errors import InputError, StorageFailure, shortened
 
 WRITER_OPTIONS = "group_size:1,zstd:1"
 """One row a group: rows are read one by one, in no order of the file's."""
@@ -31,7 +31,7 @@ class ShardWriter:
       shard_rows: rows in a file.
 
     Raises:
-      InputError: a file cannot be written.
+      StorageFailure: a file cannot be written.
     """
 
     def __init__(self, folder: Path, shard_rows: int):
@@ -74,7 +74,8 @@ class ShardWriter:
         try:
             act(*arguments)
         except (OSError, RuntimeError, ValueError) as error:
-            raise InputError(
+            # Into a folder just made, only the disk can refuse.
+            raise StorageFailure(
                 f"{self._paths[-1]}: cannot be written ({shortened(str(error))})"
             ) from None
 

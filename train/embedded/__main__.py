@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from train.embedded.corpus import REGIMES, generate
 from train.embedded.corpus.questions import as_question
 from wedlm_jax.checkpoint.hf import load_checkpoint, save_checkpoint
-from wedlm_jax.errors import InputError
+from wedlm_jax.host.command_line import run_command
 
 # Prose has no right answers: its questions measure speed, for which fewer do.
 QUESTIONS = {"low_entropy": 400, "reasoning": 400, "prose": 60}
@@ -65,8 +65,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except InputError as error:
-        print(f"python -m train.embedded: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(run_command("python -m train.embedded", lambda: main(sys.argv[1:])))

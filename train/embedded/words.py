@@ -30,6 +30,7 @@ from wedlm_jax.checkpoint.hf import (
     save_checkpoint,
 )
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.command_line import run_command
 from wedlm_jax.host.storage import why_absent
 
 SAMPLES = 20_000
@@ -118,8 +119,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except InputError as error:
-        print(f"python -m train.embedded.words: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(run_command("python -m train.embedded.words", lambda: main(sys.argv[1:])))

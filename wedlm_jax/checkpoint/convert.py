@@ -15,7 +15,7 @@ import numpy as np
 from wedlm_jax.checkpoint.dtypes import DTYPES
 from wedlm_jax.checkpoint.model_folder import FORMATS, ORBAX, format_of, run_model_folder
 from wedlm_jax.config import MODEL_TYPES, ModelConfig, with_model_type
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, StorageFailure, file_error
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.progress import ProgressBar
 from wedlm_jax.host.storage import absolute, as_path, copy_file
@@ -132,6 +132,7 @@ def convert(
 
     Raises:
       InputError: naming the folder, file or tensor, and what was expected of it.
+      StorageFailure: the disk is full, or storage does not answer.
     """
     source, destination = as_path(source), as_path(destination)
     described = run_model_folder(source) if config_from is None else as_path(config_from)
@@ -149,6 +150,7 @@ def convert(
     # Imported late: all of JAX comes with them, and mistakes should be told at once.
     from wedlm_jax.checkpoint.dtypes import numpy_dtype
     from wedlm_jax.checkpoint.hf import copy_tokenizer, write_config
+    from wedlm_jax.checkpoint.storage_errors import is_of_storage, told
     from wedlm_jax.host.atomic import replacing
 
     np_dtype = numpy_dtype(dtype)
@@ -168,8 +170,14 @@ def convert(
                     raw = with_model_type(raw, model_type, opened.config)
                 write_config(beside, raw)
             copy_tokenizer(described or source, beside)
+    except (InputError, StorageFailure):
+        raise
     except OSError as error:
-        raise InputError(f"{destination}: writing failed ({error.strerror or error})") from None
+        raise file_error(destination, "cannot be written", error) from None
+    except Exception as error:
+        if not is_of_storage(error):  # as orbax has it
+            raise
+        raise StorageFailure(f"{destination}: cannot be written ({told(error)})") from None
     return result
 
 

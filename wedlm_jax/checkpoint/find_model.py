@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, StorageFailure
 
 
 def find_model(model: str | Path | None) -> Path:
     """Returns the folder of a checkpoint: given, the embedded one, or fetched from the hub.
 
     Raises:
-      InputError: it is neither a folder nor a hub id that can be reached.
+      InputError: it is neither a folder nor a model of the hub that may be had.
+      StorageFailure: the hub, or the disk that its files go to, refuses or does not answer.
     """
     if model is None:
         if not EMBEDDED_MODEL.is_dir():
@@ -21,7 +22,7 @@ def find_model(model: str | Path | None) -> Path:
     folder = Path(model)
     if folder.exists() or str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
         return folder
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import errors, snapshot_download
 
     wanted = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
     try:
@@ -29,6 +30,14 @@ def find_model(model: str | Path | None) -> Path:
     except Exception as error:
         # The hub's client raises many types; to a user all mean: not a folder, not fetched.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(
+        lasting = (
+            errors.RepositoryNotFoundError,  # private and gated ones among them
+            errors.HFValidationError,
+            errors.OfflineModeIsEnabled,
+            errors.EntryNotFoundError,
+        )
+        unreachable = isinstance(error, errors.LocalEntryNotFoundError)
+        kind = InputError if isinstance(error, lasting) and not unreachable else StorageFailure
+        raise kind(
             f"{model!r} is not a folder here and could not be fetched from the hub ({reason})"
         ) from None

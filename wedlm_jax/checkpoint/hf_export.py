@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from wedlm_jax.checkpoint.dtypes import bits
 from wedlm_jax.checkpoint.hf_folder import INDEX, WEIGHTS
 from wedlm_jax.checkpoint.safetensors_file import Header, write_safetensors
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, StorageFailure
 from wedlm_jax.host.processes import ALONE, Processes
 from wedlm_jax.model.lora import adapter_of, merged_kernel
 
@@ -207,7 +207,7 @@ def write_weights(
         if number % processes.count == processes.index and failure is None:
             try:
                 write_safetensors(folder / name, headers(tensors), values)
-            except (OSError, InputError) as error:
+            except (OSError, InputError, StorageFailure) as error:
                 failure = error
         if processes.count > 1:
             for _ in values:

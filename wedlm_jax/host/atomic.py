@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, file_error
 from wedlm_jax.host.storage import absolute, as_path, is_remote, move_tree, remove_tree, upload
 
 LAST = "config.json"
@@ -36,7 +36,7 @@ def written_beside(path: Path, beside: Path | None = None) -> Iterator[IO[bytes]
     the disk. Until then it is in the folder ``beside`` (by default the same), under a unique name.
 
     Raises:
-      InputError: it cannot be written.
+      InputError, StorageFailure: it cannot be written; see `naming`.
     """
     if is_remote(path):
         content = io.BytesIO()
@@ -91,11 +91,16 @@ def alone(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Turns the file system's refusal to write ``path`` into an `InputError` that names it."""
+    """Turns the file system's refusal to write ``path`` into an error that names it.
+
+    Raises:
+      StorageFailure: the refusal may pass, as of a full disk.
+      InputError: it will not, as of a folder that is not there.
+    """
     try:
         yield
     except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
+        raise file_error(path, "cannot be written", error) from None
 
 
 @contextlib.contextmanager
@@ -109,6 +114,7 @@ def replacing(folder: str | Path) -> Iterator[Path]:
 
     Raises:
       InputError: ``folder`` is a file, or cannot be written where it is asked for.
+      StorageFailure: the disk is full, or does not answer.
     """
     folder, beside = absolute(as_path(folder)), part_folder(folder)
     if is_remote(folder):
@@ -126,14 +132,15 @@ def replacing(folder: str | Path) -> Iterator[Path]:
             shutil.rmtree(beside)
         beside.mkdir()
     except OSError as error:
-        raise InputError(f"{folder}: cannot be written here ({error.strerror})") from None
+        raise file_error(folder, "cannot be written here", error) from None
     try:
         yield beside
-        _sync_tree(beside)
-        if folder.exists():
-            os.rename(folder, old)
-        os.rename(beside, folder)
-        sync_path(folder.parent)
+        with naming(folder):
+            _sync_tree(beside)
+            if folder.exists():
+                os.rename(folder, old)
+            os.rename(beside, folder)
+            sync_path(folder.parent)
     except BaseException:
         _recover(folder, old)
         shutil.rmtree(beside, ignore_errors=True)

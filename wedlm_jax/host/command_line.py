@@ -1,10 +1,40 @@
-"""The parser of every command."""
+"""The parser of every command, and the status that each ends with."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
+
+from wedlm_jax.errors import FAULT, PIPE_CLOSED, exit_status
+
+
+def run_command(name: str, main: Callable[[], int | None]) -> int:
+    """Runs a command; returns its exit status, one of `wedlm_jax.errors.EXIT_STATUS`.
+
+    Args:
+      name: what the user typed, which begins the message: "wedlm train".
+      main: the command.
+    """
+    try:
+        return int(main() or 0)
+    except (Exception, KeyboardInterrupt) as error:
+        status = exit_status(error)
+        if status == FAULT:
+            raise
+        said = str(error)
+        if status == PIPE_CLOSED:
+            sys.stderr.close()
+            return status
+        if isinstance(error, KeyboardInterrupt):
+            said = "interrupted"
+        elif isinstance(error, OSError):
+            where = f"{error.filename}: " if error.filename else ""
+            said = f"{where}{error.strerror or error}"
+        print(f"{name}: {said}", file=sys.stderr)
+        return status
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -139,7 +139,8 @@ def connect(coordinator: str | None = None, host: Host | None = None) -> None:
       host: which process this is; None leaves that, too.
 
     Raises:
-      InputError: they do not find one another.
+      InputError: arguments that do not fit.
+      StorageFailure: they do not find one another.
     """
     import jax
 
@@ -152,8 +153,10 @@ def connect(coordinator: str | None = None, host: Host | None = None) -> None:
         where |= {"num_processes": host.count, "process_id": host.index}
     try:
         jax.distributed.initialize(**where)
-    except (RuntimeError, ValueError) as error:
-        raise InputError(f"the processes did not find one another: {error}") from None
+    except ValueError as error:
+        raise InputError(f"the processes cannot find one another: {error}") from None
+    except RuntimeError as error:  # perhaps one of them was late
+        raise StorageFailure(f"the processes did not find one another: {error}") from None
 
 
 def jax_processes() -> Processes:
@@ -289,14 +292,15 @@ def replacing_together(folder: str | Path, processes: Processes) -> Iterator[Pat
     none goes on before that is settled. All of them have to see one file system.
 
     Raises:
-      InputError: as in `replacing`; or another process failed, whose own error tells why.
+      InputError, StorageFailure: as in `replacing`; or another process failed so, whose own error
+        tells why.
     """
     with contextlib.ExitStack() as stack:
         failure: Exception | None = None
         if processes.index == 0:
             try:
                 stack.enter_context(replacing(folder))
-            except InputError as error:
+            except (InputError, StorageFailure) as error:
                 failure = error
         _settle(folder, processes, failure)
         try:
@@ -306,7 +310,7 @@ def replacing_together(folder: str | Path, processes: Processes) -> Iterator[Pat
         _settle(folder, processes, failure)
         try:
             stack.close()
-        except OSError as error:
+        except (OSError, StorageFailure) as error:
             failure = error
         _settle(folder, processes, failure)
 
@@ -314,7 +318,11 @@ def replacing_together(folder: str | Path, processes: Processes) -> Iterator[Pat
 def _settle(folder: str | Path, processes: Processes, failure: Exception | None) -> None:
     """Waits for all; raises where one failed."""
     well = processes.all_true(failure is None)
+    if well:
+        return
+    # That all of them end with the status of the one that failed: a launcher sees any of them.
+    lasting = processes.all_true(failure is None or isinstance(failure, InputError))
     if failure is not None:
         raise failure
-    if not well:
-        raise InputError(f"{folder}: not written, because another process of the job failed")
+    kind = InputError if lasting else StorageFailure
+    raise kind(f"{folder}: not written, because another process of the job failed")

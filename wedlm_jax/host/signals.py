@@ -1,4 +1,7 @@
-"""Signals that end a program well: the one place that handles them."""
+"""Signals that end a program well: the one place that handles them.
+
+Tested by tests/infer/job/test_graceful_stop.py.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,7 @@ import threading
 from types import FrameType
 from typing import Any, Self
 
-TERMINATED = 128 + signal.SIGTERM
-"""Exit status after SIGTERM: not 0, so that a script that waits for the process does not
-continue."""
-INTERRUPTED = 128 + signal.SIGINT
-"""Exit status after Ctrl-C."""
+from wedlm_jax.errors import TERMINATED
 
 
 class StopRequest:

@@ -17,7 +17,7 @@ import weakref
 from pathlib import Path
 from typing import IO, Any, cast
 
-from wedlm_jax.errors import InputError, require_extra, shortened
+from wedlm_jax.errors import InputError, StorageFailure, require_extra, shortened
 
 REMOTE = "gs"
 READ_BYTES = 32 * 1024**2
@@ -98,14 +98,25 @@ def upload(path: Path, content: bytes) -> None:
     """Writes an object of a bucket, which appears whole.
 
     Raises:
-      InputError: it cannot be written.
+      InputError: there is no such bucket, or no permission.
+      StorageFailure: the bucket refuses or does not answer.
     """
     try:
         _files().pipe_file(str(path), content)
     except Exception as error:
-        # The client's errors are of many types, its credentials' among them.
-        reason = shortened(str(error) or type(error).__name__)
-        raise InputError(f"{path}: cannot be written ({reason})") from None
+        raise bucket_error(path, "cannot be written", error) from None
+
+
+def bucket_error(path: Path, what: str, error: Exception) -> InputError | StorageFailure:
+    """Returns the error to raise for what a bucket's client says, whose errors are of many types,
+    its credentials' among them; see `wedlm_jax.errors.file_error`."""
+    refused = type(error).__name__ == "DefaultCredentialsError" or getattr(error, "code", None) in (
+        401,
+        403,
+    )
+    lasting = refused or isinstance(error, FileNotFoundError | PermissionError)
+    reason = shortened(str(error) or type(error).__name__)
+    return (InputError if lasting else StorageFailure)(f"{path}: {what} ({reason})")
 
 
 def copy_file(source: Path, destination: Path) -> None:

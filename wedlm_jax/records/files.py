@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, file_error
 from wedlm_jax.records.parquet import require_pyarrow
 
 JSONL, PARQUET = "jsonl", "parquet"
@@ -107,7 +107,7 @@ def reading(file: RecordFile) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(f"{file.shown}: cannot be read ({error.strerror})") from None
+        raise file_error(file.shown, "cannot be read", error) from None
 
 
 def _kind(path: Path, endings: Mapping[str, str]) -> str | None:

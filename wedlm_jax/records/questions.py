@@ -15,7 +15,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wedlm_jax.errors import InputError, did_you_mean
+from wedlm_jax.errors import InputError, did_you_mean, file_error
 from wedlm_jax.records.fields import check_messages, check_text, refuse_unknown, shown_value
 from wedlm_jax.records.jsonl import parse_object, read_lines
 
@@ -175,7 +175,7 @@ def read_questions(
     except FileNotFoundError:
         raise InputError(f"{path}: no such file of questions") from None
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+        raise file_error(path, "cannot be read", error) from None
     if not regimes:
         raise InputError(f"{path}: no questions in this file")
     return regimes

@@ -28,7 +28,7 @@ from wedlm_jax.checkpoint.hf import arrays_from_model, load_checkpoint
 from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
 from wedlm_jax.checkpoint.orbax_io import read_arrays, write_arrays
 from wedlm_jax.checkpoint.qwen_export import main as export
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, StorageFailure
 
 ROOT = Path(__file__).parents[3]
 CARRIED = ("config.json", "tokenizer.json", "tokenizer_config.json")
@@ -301,7 +301,8 @@ def test_full_disk_is_told_and_leaves_the_destination(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("wedlm_jax.checkpoint.hf.write_config", full)
-    refusal(hf, out, "out", "No space left on device", dtype="bfloat16", force=True)
+    with pytest.raises(StorageFailure, match=r"out: cannot be written \(No space left on device\)"):
+        convert(hf, out, dtype="bfloat16", force=True)
     assert_same_bits(read_arrays(out / "orbax"), before)
 
 

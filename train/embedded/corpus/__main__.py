@@ -12,7 +12,8 @@ from pathlib import Path
 
 from train.embedded.corpus import generate
 from train.embedded.corpus.questions import as_question
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, file_error
+from wedlm_jax.host.command_line import run_command
 
 
 def main(arguments: list[str]) -> int:
@@ -30,13 +31,9 @@ def main(arguments: list[str]) -> int:
     try:
         Path(options.output).write_text("".join(lines), encoding="utf-8")
     except OSError as error:
-        raise InputError(f"{options.output}: cannot be written ({error.strerror})") from None
+        raise file_error(options.output, "cannot be written", error) from None
     return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except InputError as error:
-        print(f"python -m train.embedded.corpus: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(run_command("python -m train.embedded.corpus", lambda: main(sys.argv[1:])))

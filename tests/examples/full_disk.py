@@ -1,0 +1,49 @@
+"""A disk that fills up under a command: a small one, and, where none may be mounted, a limit on the
+size of files, which the file system refuses in the same way."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+SMALL_FILES = """
+import resource, sys
+from wedlm_jax.__main__ import main
+resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))
+sys.exit(main({arguments!r}))
+"""
+
+
+def run_with_small_files(
+    arguments: Sequence[str], size: int, setup: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Runs ``wedlm`` in a process in which no file may grow beyond ``size`` bytes.
+
+    Args:
+      setup: Python to run there first.
+    """
+    code = setup + SMALL_FILES.format(size=size, arguments=list(arguments))
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: int) -> Iterator[Path]:
+    """Mounts a disk of so many bytes at ``folder``; skips the test where that is not allowed."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
+    try:
+        done = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    except OSError:
+        done = False
+    if not done:
+        pytest.skip("no disk may be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)

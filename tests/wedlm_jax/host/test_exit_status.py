@@ -1,0 +1,60 @@
+"""What a command's exit status says, by the kind of its end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+
+import pytest
+
+from wedlm_jax.errors import (
+    CALLER_ERRORS,
+    EXIT_STATUS,
+    InputError,
+    StorageFailure,
+    file_error,
+)
+from wedlm_jax.host.command_line import run_command
+
+
+def failing(error: BaseException) -> int:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (InputError("row 3"), 2, "it: row 3\n"),
+        (StorageFailure("a: full"), 74, "it: a: full\n"),
+        (OSError(errno.ENOSPC, "No space left on device", "a"), 74, "it: a: No space left on"),
+        (OSError(errno.EIO, "Input/output error"), 74, "it: Input/output error\n"),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset"), 74, "it: Connection reset\n"),
+        (KeyboardInterrupt(), 130, "it: interrupted\n"),
+    ],
+)
+def test_each_kind_of_end_has_its_status(
+    error: BaseException, status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command("it", lambda: failing(error)) == status
+    assert status in EXIT_STATUS
+    assert capsys.readouterr().err.startswith(said)
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), FileNotFoundError(errno.ENOENT, "none", "a")])
+def test_a_fault_of_the_program_shows_where(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        run_command("it", lambda: failing(error))
+
+
+def test_signals_have_their_usual_numbers() -> None:
+    signals = [status - 128 for status in EXIT_STATUS if status > 128]
+    assert signals == [signal.SIGINT, signal.SIGPIPE, signal.SIGTERM]
+
+
+@pytest.mark.parametrize("number", sorted(errno.errorcode))
+def test_a_file_systems_refusal_passes_unless_the_caller_is_wrong(number: int) -> None:
+    error = file_error("a/b", "cannot be written", OSError(number, os.strerror(number)))
+    expected = InputError if number in CALLER_ERRORS else StorageFailure
+    assert type(error) is expected
+    assert str(error) == f"a/b: cannot be written ({os.strerror(number)})"
