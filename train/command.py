@@ -43,6 +43,11 @@ def main(arguments: list[str]) -> int:
         default="v5p:4x4x4",
         help="chip and shape to compile for: v5e:16x16, v5p:8x8x8*2 (two slices) [%(default)s]",
     )
+    parser.add_argument(
+        "--allow-changed",
+        action="store_true",
+        help="go on with a run although its recipe is not the one that it began with",
+    )
     add_options(parser)
     parser.add_argument(
         "overrides",
@@ -71,7 +76,7 @@ def main(arguments: list[str]) -> int:
     keep_compiled(as_path(config.output) / "compiled")
     with EndTogether("train"):
         try:
-            folder = train(config)
+            folder = train(config, allow_changed=options.allow_changed)
         except RunStopped as stopped:
             text = f"wedlm train: {stopped}; the same command goes on from there"
             print(text, file=sys.stderr, flush=True)

@@ -112,7 +112,9 @@ def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
         model = recipe_model(config, folder, output if begun else None)
         program = make_program(config, model, mesh)
         asked = asked_questions(config, questions, folder, model.max_position_embeddings)
-        begin_or_resume(config, tokenizer, output, begun)
+        begin_or_resume(
+            config, tokenizer, output, begun, allow_changed=allow_changed, logs=files.folder
+        )
         # Process 0 decides what all of them then do together.
         if not text_of_first("yes" if begun and is_described(output, model) else ""):
             describe_run(output, model, folder, program.lora)

@@ -1,5 +1,10 @@
-"""A run that is given again with another recipe: what changed is told, and what would change
-the order of its data is refused.
+"""A run that is given again with another recipe: what changed is told, and what makes it another
+run is refused.
+
+A change is harmless where the steps that the run has done would have come out as they did, but for
+rounding: how often it saves, on how many devices it runs, what it does from a later step on. All
+else is refused without ``--allow-changed``: the states would be of one recipe and the steps behind
+them of another.
 
 Step s of a run reads what `RowOrder` decides. The states of a run do not say on what rows they
 were trained, so the run says it beside them, in `order.json`.
@@ -10,10 +15,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 from omegaconf import OmegaConf
 from tokenizers import Tokenizer
 
@@ -21,14 +29,34 @@ from train.data.manifest import read_manifest
 from train.data.synthetic import rows_recipe
 from train.recipe.config import TrainConfig, describe, save_config
 from train.recipe.phases import phases_of
+from train.schedule import schedule_of
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.atomic import write_json
-from wedlm_jax.host.processes import is_first, say, wait_for_all
+from wedlm_jax.host.processes import is_first, say, text_of_first
 from wedlm_jax.host.storage import folder_of_this_machine
 
 CONFIG = "config.yaml"
 ORDER = "order.json"
-ALLOW = "allow_other_data"
+CHANGES = "changes.jsonl"
+"""What was not as before, at each step from which a run went on with another recipe."""
+ALLOW = "--allow-changed"
+
+HARMLESS = re.compile(
+    r"output|checkpoint_\w+|keep_\w+|export_dtype|log_every|prediction_blocks|optimizer.max_skipped"
+    r"|data.(workers|prefetch)|loss.(chunk|remat|attention|tile|unroll)|(mesh|metrics|evaluation)\..*"
+)
+"""Fields that change how a run is done, kept and watched. A field that is in none of these lists
+is refused, so a new one is until somebody has thought about it."""
+BY_CONTENT = re.compile(
+    r"seed|rows|accumulation|row_length|block_size|phases"
+    r"|data.(sources|tokenizer|corpus_seed|samples|weights|vocab_size|train_on_prompt|end_tokens)"
+)
+"""Fields of which `RowOrder` tells whether they change anything: a folder that was moved does
+not."""
+BY_RATE = re.compile(
+    r"steps|phases|optimizer.(schedule|learning_rate|final_learning_rate|warmup_steps|decay_steps)"
+)
+"""Fields of the learning rate, harmless where it is the same at every step that was done."""
 
 REMARKS = {
     "accumulation": "; masks are drawn for each micro-batch, so they are others",
@@ -120,43 +148,72 @@ def _of_phase(config: TrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def begin_or_resume(
-    config: TrainConfig, tokenizer: Tokenizer, output: Path, states: Sequence[int]
+    config: TrainConfig,
+    tokenizer: Tokenizer,
+    output: Path,
+    states: Sequence[int],
+    *,
+    allow_changed: bool = False,
+    logs: Path | None = None,
 ) -> None:
     """Tells what has changed since a run's states were written, and writes down the recipe.
 
-    Every process of the run calls this.
+    Every process of the run calls this; process 0 reads, decides and writes.
 
     Args:
-      states: the steps of the states that there are.
+      states: the steps of the states that there are, the same in all processes.
+      allow_changed: go on with another recipe.
+      logs: where the run's logs grow; by default in ``output``.
 
     Raises:
-      InputError: the run has states, and would go on with other rows than they were trained
-        on, or in another order; ``allow_other_data`` allows it.
+      InputError: in all processes: the run has states, which another recipe would have made
+        otherwise, or on other rows.
     """
-    order = row_order(config, tokenizer)
-    changes = _changed_fields(config, output / CONFIG) if states else []
-    before = _saved_order(output / ORDER) if states else None
-    differences = order.differences(before, max(states)) if before else []
-    if differences and not config.allow_other_data:
-        raise InputError(
-            f"{output}: this run would go on with other data than it began with: "
-            f"{'; '.join(differences)}; {ALLOW}=true allows it, and another output begins anew"
-        )
-    for line in [*changes, *differences]:
-        say(f"not as before: {line}")
-    if not states and (output / CONFIG).exists():
-        say(f"{output}: no state was saved yet; training begins at step 1")
-    elif states and max(states) >= config.steps:
-        say(
-            f"{output}: trained for {max(states)} steps already, and the recipe has "
-            f"{config.steps}: nothing is left to train"
-        )
-    if states and before is None:
-        say(f"{output / ORDER} is not there: whether the data is as before is not known")
-    wait_for_all("recipe compared")  # before the first writes, all have read
+    refusal = ""
     if is_first():
-        save_config(config, output / CONFIG)
-        write_json(output / ORDER, dataclasses.asdict(order))
+        try:
+            _begin_or_resume(config, tokenizer, output, states, allow_changed, logs or output)
+        except InputError as error:
+            refusal = str(error)
+    if refusal := text_of_first(refusal):
+        raise InputError(refusal)
+
+
+def _begin_or_resume(
+    config: TrainConfig,
+    tokenizer: Tokenizer,
+    output: Path,
+    states: Sequence[int],
+    allowed: bool,
+    logs: Path,
+) -> None:
+    order, done = row_order(config, tokenizer), max(states, default=0)
+    if states:
+        before = _saved_order(output / ORDER)
+        changes = _changed_fields(config, output / CONFIG, done, known=before is not None)
+        changes |= dict.fromkeys(order.differences(before, done) if before else [], True)
+        for line in changes:
+            print(f"not as before: {line}", flush=True)
+        refused = [line for line, decisive in changes.items() if decisive]
+        if refused and not allowed:
+            raise InputError(
+                f"{output}: this run began with another recipe: {'; '.join(refused)}; {ALLOW} goes "
+                f"on with this one from step {done}, and another output begins anew"
+            )
+        if before is None:
+            say(f"{output / ORDER} is not there: whether the data is as before is not known")
+        if done >= config.steps:
+            say(
+                f"{output}: trained for {done} steps already, and the recipe has "
+                f"{config.steps}: nothing is left to train"
+            )
+        if changes:
+            with (logs / CHANGES).open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": done, "changed": list(changes)}) + "\n")
+    elif (output / CONFIG).exists():
+        say(f"{output}: no state was saved yet; training begins at step 1")
+    save_config(config, output / CONFIG)
+    write_json(output / ORDER, dataclasses.asdict(order))
 
 
 def _saved_order(path: Path) -> RowOrder | None:
@@ -169,21 +226,58 @@ def _saved_order(path: Path) -> RowOrder | None:
         raise InputError(f"{path}: not what a run writes ({error}); remove it") from None
 
 
-def _changed_fields(config: TrainConfig, path: Path) -> list[str]:
-    """Writes a line for each field whose value is not the saved one."""
+def _changed_fields(config: TrainConfig, path: Path, done: int, *, known: bool) -> dict[str, bool]:
+    """Returns a line for each field whose value is not the saved one, and whether that makes it
+    another run.
+
+    Args:
+      done: completed steps.
+      known: whether `RowOrder` tells of the data.
+    """
     try:
         saved = OmegaConf.to_container(OmegaConf.create(path.read_text(encoding="utf-8")))
     except Exception as error:
         # A YAML parser has many error types of its own.
-        return [f"what, is not known: {path} cannot be read ({str(error).splitlines()[0]})"]
+        reason = str(error).splitlines()[0]
+        return {f"what, is not known: {path} cannot be read ({reason})": False}
     now = dataclasses.asdict(config)
-    lines = []
+    lines, same_rates = {}, None
     for name, _, _ in describe():
         was, there = _at(saved, name)
         new, _ = _at(now, name)
-        if there and was != new and name != ALLOW:
-            lines.append(f"{name} was {was}, is {new}{REMARKS.get(name, '')}")
+        if not there or was == new:
+            continue
+        decisive = not HARMLESS.fullmatch(name)
+        if decisive and BY_RATE.fullmatch(name):
+            if same_rates is None:
+                same_rates = _same_rates(config, saved, done)
+            decisive = not same_rates
+        elif decisive and BY_CONTENT.fullmatch(name):
+            decisive = not known
+        lines[f"{name} was {was}, is {new}{REMARKS.get(name, '')}"] = decisive
     return lines
+
+
+def _same_rates(config: TrainConfig, saved: Any, done: int) -> bool:
+    """Tells whether the first ``done`` steps have the learning rates of the saved recipe."""
+    recipe = OmegaConf.structured(config)
+    try:
+        for name, _, _ in describe():
+            value, there = _at(saved, name)
+            if there:
+                OmegaConf.update(recipe, name, value, merge=False)
+        before = OmegaConf.to_object(recipe)
+        assert isinstance(before, TrainConfig)
+        were = schedule_of(before)
+    except Exception:
+        # Of an earlier version, in which a field was something else.
+        return False
+    steps = np.arange(done)
+    was, now = (
+        np.broadcast_to(np.asarray(jax.vmap(one)(steps)), done)
+        for one in (were, schedule_of(config))
+    )
+    return bool(np.array_equal(was, now))
 
 
 def _at(tree: Any, name: str) -> tuple[Any, bool]:

@@ -17,7 +17,7 @@ def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     """The configurations of the runs that the command starts, none of which trains."""
     configs: list[TrainConfig] = []
 
-    def record(config: TrainConfig) -> Path:
+    def record(config: TrainConfig, *, allow_changed: bool = False) -> Path:
         configs.append(config)
         return Path(config.output) / "hf"
 

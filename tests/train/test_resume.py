@@ -3,36 +3,51 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 
 from tests.examples.data import EMBEDDED, ROW, documents, tokenised, write_jsonl
-from tests.examples.tiny_run import metric_lines, on_devices, run_until_killed, tiny_recipe
+from tests.examples.tiny_run import (
+    ARCHITECTURE,
+    metric_lines,
+    on_devices,
+    run_until_killed,
+    tiny_recipe,
+)
+from train import resume
 from train.loop import train as run_training
 from train.recipe.config import (
     DataSection,
+    EvaluationSection,
+    LossSection,
+    MeshSection,
+    MetricsSection,
+    ModelSection,
     OptimizerSection,
     PhaseSection,
     TrainConfig,
+    describe,
     load_config,
 )
 from train.resume import begin_or_resume
 from wedlm_jax.errors import InputError
 
 
-def begun(config: TrainConfig) -> None:
+def begun(config: TrainConfig, step: int = 2) -> None:
     """As if the run of a recipe had written a state."""
     begin(config)
-    (Path(config.output) / "checkpoints" / "2").mkdir(parents=True)
+    (Path(config.output) / "checkpoints" / str(step)).mkdir(parents=True)
 
 
-def begin(config: TrainConfig) -> None:
+def begin(config: TrainConfig, *, allow_changed: bool = False) -> None:
     Path(config.output).mkdir(exist_ok=True)
     tokenizer = Tokenizer.from_file(str(Path(config.data.tokenizer or "") / "tokenizer.json"))
     states = [int(path.name) for path in (Path(config.output) / "checkpoints").glob("*")]
-    begin_or_resume(config, tokenizer, Path(config.output), states)
+    begin_or_resume(config, tokenizer, Path(config.output), states, allow_changed=allow_changed)
 
 
 def with_sources(output: Path, sources: dict[Path, float], **changes: object) -> TrainConfig:
@@ -52,7 +67,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "a", root / "b"
 
 
-def test_a_run_goes_on_with_a_changed_recipe_and_says_what_changed(
+def test_a_run_goes_on_with_a_changed_recipe_when_that_is_allowed(
     finished: Path,
     tokenizer_folder: Path,
     tmp_path: Path,
@@ -63,16 +78,27 @@ def test_a_run_goes_on_with_a_changed_recipe_and_says_what_changed(
     config = tiny_recipe(tmp_path, tokenizer_folder, checkpoint_every=2)
     run_until_killed(config, 2)
     assert "not as before" not in capsys.readouterr().out
-    other = OptimizerSection(learning_rate=0.02, warmup_steps=1)
-    with pytest.raises(InputError, match="seed was 1, is 2; allow_other_data=true allows it"):
-        run_training(dataclasses.replace(config, optimizer=other, seed=2))
-    assert load_config(tmp_path / "config.yaml").seed == 1
-    run_training(dataclasses.replace(config, optimizer=other, keep_checkpoints=3))
-    said = [line for line in capsys.readouterr().out.splitlines() if "not as before" in line]
-    assert said == [
-        "not as before: keep_checkpoints was 2, is 3",
-        "not as before: optimizer.learning_rate was 0.01, is 0.02",
-    ]
+    other = dataclasses.replace(
+        config,
+        optimizer=OptimizerSection(learning_rate=0.02, warmup_steps=1),
+        keep_checkpoints=3,
+    )
+    with pytest.raises(InputError) as refused:
+        run_training(other)
+    assert str(refused.value) == (
+        f"{tmp_path}: this run began with another recipe: optimizer.learning_rate was 0.01, is "
+        "0.02; --allow-changed goes on with this one from step 2, and another output begins anew"
+    )
+    assert load_config(tmp_path / "config.yaml").optimizer.learning_rate == 0.01
+    assert not (tmp_path / "changes.jsonl").exists()
+    changed = ["keep_checkpoints was 2, is 3", "optimizer.learning_rate was 0.01, is 0.02"]
+    said = [f"not as before: {line}" for line in changed]
+    assert capsys.readouterr().out.splitlines()[-2:] == said
+    run_training(other, allow_changed=True)
+    out = capsys.readouterr().out.splitlines()
+    assert [line for line in out if "not as before" in line] == said
+    [line] = (tmp_path / "changes.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"step": 2, "changed": changed}
     lines, before = metric_lines(tmp_path), metric_lines(finished)
     assert lines[:2] == before[:2]
     # The third step's parameters are those of the second state; its batch is as it was.
@@ -102,12 +128,82 @@ def test_what_decides_the_order_of_rows_is_refused_by_name(
     for _ in range(2):
         with pytest.raises(InputError, match=sentence):
             begin(other)
+    assert f"not as before: {sentence}" in capsys.readouterr().out
     begin(config)  # what was refused has left nothing behind
     assert capsys.readouterr().out == ""
-    begin(dataclasses.replace(other, allow_other_data=True))
+    begin(other, allow_changed=True)
     assert f"not as before: {sentence}" in capsys.readouterr().out
     begin(other)  # what was allowed once is how the run is
     assert capsys.readouterr().out == ""
+
+
+DECISIVE = {
+    "model": ModelSection(init_from="elsewhere", architecture=dict(ARCHITECTURE)),
+    "objective": "ar",
+    "suffix_share": 0.5,
+    "quantized_training": "int8",
+    "loss": LossSection(dtype="float32", remat="none", chunk=64, weighting="uniform"),
+    "optimizer": OptimizerSection(learning_rate=0.01, warmup_steps=1, weight_decay=0.0),
+    "steps": 9,  # of a cosine, which then falls more slowly from the first step on
+}
+HARMLESS = {
+    "log_every": 7,
+    "checkpoint_every": 9,
+    "keep_every": 5,
+    "mesh": MeshSection(data=2),
+    "loss": LossSection(dtype="float32", remat="full", chunk=32, attention="dense"),
+    "metrics": MetricsSection(norms=False),
+    "evaluation": EvaluationSection(every=3),
+    "phases": [PhaseSection(from_step=3, rows=4)],
+}
+
+
+@pytest.mark.parametrize("field", DECISIVE)
+def test_what_makes_it_another_run_is_refused(
+    tokenizer_folder: Path, tmp_path: Path, field: str
+) -> None:
+    config = tiny_recipe(tmp_path, tokenizer_folder)
+    begun(config, step=3)
+    other = dataclasses.replace(config, **{field: DECISIVE[field]})
+    with pytest.raises(InputError, match=rf"began with another recipe: {field}[\w.]* was .*, is "):
+        begin(other)
+    begin(other, allow_changed=True)
+    [line] = (tmp_path / "changes.jsonl").read_text().splitlines()
+    assert json.loads(line)["changed"][0].startswith(field)
+
+
+@pytest.mark.parametrize("field", HARMLESS)
+def test_what_is_of_no_consequence_to_its_steps_is_told(
+    tokenizer_folder: Path, tmp_path: Path, field: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_recipe(tmp_path, tokenizer_folder)
+    begun(config)
+    begin(dataclasses.replace(config, **{field: HARMLESS[field]}))
+    told = capsys.readouterr().out.splitlines()
+    assert told
+    assert all(line.startswith(f"not as before: {field}") for line in told)
+
+
+def test_a_plateau_may_become_longer_until_its_decay_has_begun(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    wsd = OptimizerSection(learning_rate=0.01, warmup_steps=1, schedule="wsd", decay_steps=4)
+    config = tiny_recipe(tmp_path, tokenizer_folder, optimizer=wsd, steps=10)
+    begun(config, step=6)
+    begin(dataclasses.replace(config, steps=20))
+    with pytest.raises(InputError, match="another recipe: steps was 20, is 8; --allow-changed"):
+        begin(dataclasses.replace(config, steps=8))
+    (tmp_path / "checkpoints" / "18").mkdir()
+    with pytest.raises(InputError, match="another recipe: steps was 20, is 40"):
+        begin(dataclasses.replace(config, steps=40))
+
+
+def test_every_field_that_is_named_as_harmless_is_one() -> None:
+    """A pattern that matches nothing would be a field that was renamed."""
+    names = [name for name, _, _ in describe()]
+    for pattern in (resume.HARMLESS, resume.BY_CONTENT, resume.BY_RATE):
+        for part in re.split(r"\|(?![^()]*\))", pattern.pattern):
+            assert any(re.fullmatch(part, name) for name in names), part
 
 
 def test_before_the_first_state_everything_may_change(
@@ -176,7 +272,7 @@ def test_sources_are_told_by_content_weight_and_order(
     # The same name, other rows: what names alone would not show.
     a_moved.unlink()
     a_moved.symlink_to(b)
-    with pytest.raises(InputError, match="this run would go on with other data"):
+    with pytest.raises(InputError, match="this run began with another recipe: the rows were of"):
         begin(with_sources(tmp_path / "run", {a_moved: 0.75, b: 0.25}))
 
 

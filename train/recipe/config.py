@@ -253,9 +253,6 @@ class TrainConfig:
         choices=DTYPES,
     )
     log_every: int = field(10, "steps between metric lines", least=1)
-    allow_other_data: bool = field(
-        False, "resume although seed, sizes or sources of the data are not as before"
-    )
     phases: list[PhaseSection] = field(
         [],
         "changes at given steps: [{from_step: N, ...}] with "
