@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
-from wedlm_jax.errors import FAULT, InputError, exit_status
+from wedlm_jax.errors import FAULT, INTERRUPTED, InputError, exit_status
 from wedlm_jax.host.processes import AUTO, connect, coordinator, find_host, jax_processes
 from wedlm_jax.host.signals import StopRequest
 from wedlm_jax.sharding import tree_shardings
@@ -132,7 +132,7 @@ class EndTogether:
             expected = exit_status(error) != FAULT
             if not expected and (told := self._told_by_others()):
                 self._end(told)  # the error follows from theirs
-            text = " ".join(str(error).split())
+            text = " ".join(str(error).split()) or "interrupted"
             if not expected:
                 text = f"{type(error).__name__}: {text}"
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # it may be gone itself
@@ -144,7 +144,9 @@ class EndTogether:
     def _watch(self) -> None:
         while not self._over.wait(ASK_EVERY_S):
             if told := self._told_by_others():
-                if not self._over.wait(GRACE_S):
+                # A second Ctrl-C does not wait.
+                at_once = any(text.startswith(f"{INTERRUPTED} ") for text in told.values())
+                if not self._over.wait(0 if at_once else GRACE_S):
                     self._end(told)
                 return
 
