@@ -26,7 +26,7 @@ from train.step_cost import (
 )
 from wedlm_jax.__main__ import main
 from wedlm_jax.aot.cost import ProgramCost, program_cost
-from wedlm_jax.aot.topology import Roofline
+from wedlm_jax.aot.topology import CHIPS, Roofline
 from wedlm_jax.sharding import make_mesh
 
 STEP = CompiledStep(
@@ -178,14 +178,16 @@ def test_without_the_compiler_the_command_says_what_to_install(
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
 @pytest.mark.parametrize(
-    ("remat", "blocks"),
+    ("topology", "remat", "blocks"),
     [
-        ("attention", 8),
-        pytest.param("attention", 16, marks=pytest.mark.full),
-        pytest.param("auto", 8, marks=pytest.mark.full),
+        ("v5e:2x4", "attention", 8),
+        pytest.param("v5e:2x4", "attention", 16, marks=pytest.mark.full),
+        pytest.param("v5e:2x4", "auto", 8, marks=pytest.mark.full),
+        pytest.param("v5p:2x2x2", "products", 16, marks=pytest.mark.full),
+        pytest.param("v6e:2x4", "products", 16, marks=pytest.mark.full),
     ],
 )
-def test_a_small_step_compiles_for_a_real_topology(remat: str, blocks: int) -> None:
+def test_a_small_step_compiles_for_a_real_topology(topology: str, remat: str, blocks: int) -> None:
     """In a process of its own: the compiler's library wants one to itself. With "auto" it compiles
     up to three times."""
     sizes = {
@@ -207,7 +209,7 @@ def test_a_small_step_compiles_for_a_real_topology(remat: str, blocks: int) -> N
             "configs/wedlm_8b.yaml",
             "--compile-only",
             "--topology",
-            "v5e:2x4",
+            topology,
             "rows=8",
             "row_length=512",
             f"prediction_blocks={blocks}",
@@ -222,6 +224,7 @@ def test_a_small_step_compiles_for_a_real_topology(remat: str, blocks: int) -> N
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "v5e:2x4: 8 chips as fsdp 4 x tensor 2" in done.stdout
-    assert "of 16 GiB" in done.stdout
+    assert f"{topology}: 8 chips as fsdp 4 x tensor 2" in done.stdout
+    hbm = CHIPS[topology.partition(":")[0]].hbm_bytes // 2**30
+    assert f"of {hbm} GiB" in done.stdout
     assert f"; {8 * (512 + 32 * blocks):,} of both streams" in done.stdout

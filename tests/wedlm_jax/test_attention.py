@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.jaxpr_shapes import shapes_in
+from tests.jaxpr_shapes import equations_in, shapes_in
 from tests.reference.masks import from_drawing
 from tests.wedlm_jax.test_masks import DUAL_STREAM, DUAL_STREAM_SEGMENTS
 from wedlm_jax.attention import IMPLEMENTATIONS, check_runs_on, dispatch, splash
@@ -166,16 +166,43 @@ def test_the_grid_holds_each_tile_that_any_query_sees_and_no_other(
         np.testing.assert_array_equal(grid.seen(jnp.int32(i), jnp.int32(j)), cut[i, j])
 
 
-@pytest.mark.parametrize(("length", "block"), [(16, 4), (8, 1), (64, 32)])
-def test_the_kernels_pattern_is_the_mask(length: int, block: int) -> None:
-    pattern = splash.DualStreamPattern(length, block)[:, :]
-    dense = DualStreamMask(jnp.ones((1, length), jnp.int32), block).dense()[0]
-    np.testing.assert_array_equal(pattern, dense)
+@pytest.mark.parametrize("block", [1, 2, 4, 8, 16, 32])
+def test_the_kernels_pattern_is_the_mask(block: int) -> None:
+    """Of streams whose length is a power of two, and of others."""
+    for blocks in (1, 2, 3, 4, 5, 8, 12):
+        length = blocks * block
+        pattern = splash.DualStreamPattern(TileGrid(length, length, length, block))
+        seen = pattern[:, :]
+        mask = DualStreamMask(jnp.ones((1, length), jnp.int32), block)
+        np.testing.assert_array_equal(seen, mask.dense()[0])
+        # As the kernel reads it: int32, a query in each row.
+        place = jnp.arange(2 * length, dtype=jnp.int32)
+        np.testing.assert_array_equal(pattern.mask_function(place[:, None], place), seen)
 
 
-def test_the_kernel_refuses_a_block_size_that_is_no_power_of_two() -> None:
-    with pytest.raises(ValueError, match="2\\^n, not 3"):
-        attend_eagerly(*random_qkv(24), DualStreamMask(SEGMENTS, 3), implementation="splash")
+@pytest.mark.parametrize(
+    ("grid", "operations"),
+    [
+        (TileGrid(4096, 4096, 1024, 32), 7),
+        (TileGrid(5120, 5120, 1024, 32), 11),
+        (TileGrid(4096, 2048, 1024, 32, placed=True), 9),
+    ],
+)
+def test_the_kernels_pattern_takes_few_operations_a_score(grid: TileGrid, operations: int) -> None:
+    pattern = splash.DualStreamPattern(grid)
+    tile = jnp.zeros((8, 128), jnp.int32)
+    traced = jax.make_jaxpr(pattern.mask_function)(tile, tile).jaxpr
+    assert len([*equations_in(traced)]) == operations
+
+
+@pytest.mark.parametrize(("length", "block", "tile"), [(24, 3, 0), (1024, 256, 384)])
+def test_the_kernel_refuses_block_sizes_that_its_pattern_does_not_hold_for(
+    length: int, block: int, tile: int
+) -> None:
+    q, k, v = random_qkv(2 * length, batch=1)
+    mask = DualStreamMask(jnp.ones((1, length), jnp.int32), block)
+    with pytest.raises(ValueError, match=f"2\\^n and divides a stream of .* not {block}"):
+        attend_eagerly(q, k, v, mask, implementation="splash", tile=tile)
 
 
 def test_long_rows_of_several_tiles_equal_dense_in_all_tiled_forms() -> None:

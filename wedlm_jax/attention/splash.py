@@ -45,89 +45,61 @@ from wedlm_jax.sharding import on_own_shard
 
 
 class DualStreamPattern(_ComputableMask):
-    """The static pattern of `DualStreamMask` over ``2 * length`` rows.
+    """The pattern of `DualStreamMask` over a grid's memory and prediction stream.
 
-    Written with shifts and comparisons only, which the kernel's compiler supports.
-    """
+    The kernel evaluates it for every score, so each operation counts. A query at ``query`` sees the
+    keys ``before`` those of the memory that its block is a copy of, and its own block up to itself.
+    The memory's queries are no other case: there both parts together are what is causal.
 
-    def __init__(self, length: int, block_size: int):
-        self.length, self.block_size = length, block_size
-        shift = block_size.bit_length() - 1
-
-        def visible(query: Array, key: Array) -> Array:
-            causal = key <= query
-            query_block, key_block = query >> shift, key >> shift
-            memory = (query < length) & causal
-            earlier = (key < length) & (key_block < ((query - length) >> shift))
-            own = (key >= length) & causal & (key_block == query_block)
-            return memory | ((query >= length) & (earlier | own))
-
-        super().__init__((2 * length, 2 * length), visible)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DualStreamPattern) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def _key(self) -> tuple[int, int]:
-        return self.length, self.block_size
-
-
-class PlacedBlocksPattern(_ComputableMask):
-    """The pattern of `DualStreamMask` whose prediction blocks stand at places that vary by row.
-
-    A query is not its index, but ``number``: the index, and above its bits the block of the memory
-    of which its own is a copy (0 for the memory's queries).
+    Where blocks are left out of the prediction stream, a query is not its index, but ``number``:
+    the index, and above its bits the block of the memory of which its own is a copy.
 
     Raises:
       InputError: both do not fit into 31 bits.
     """
 
-    def __init__(self, memory: int, prediction: int, block_size: int):
-        self.memory, self.prediction, self.block_size = memory, prediction, block_size
-        shift, bits = block_size.bit_length() - 1, (memory + prediction - 1).bit_length()
-        self._bits = bits
-        if bits + (memory >> shift).bit_length() > 31:
+    def __init__(self, grid: TileGrid):
+        self.grid = grid
+        memory, size = grid.memory, grid.block_size
+        rows, shift = memory + grid.prediction, size.bit_length() - 1
+        bits = self._bits = (rows - 1).bit_length()
+        if grid.placed and bits + (memory >> shift).bit_length() > 31:
             raise InputError(
-                f"attention backend 'splash': rows of {memory:,} tokens in blocks of {block_size} "
+                f"attention backend 'splash': rows of {memory:,} tokens in blocks of {size} "
                 "are too long to leave blocks out of the prediction stream; prediction_blocks = "
-                f"{memory // block_size} leaves all in"
+                f"{memory // size} leaves all in"
             )
 
-        def visible(number: Array, key: Array) -> Array:
-            query, block = number & ((1 << bits) - 1), number >> bits
-            causal, key_block = key <= query, key >> shift
-            memory_stream = (query < memory) & causal
-            # Block 0, as of the memory's queries, sees nothing of the memory.
-            earlier = (key < memory) & (key_block < block)
-            own = (key >= memory) & causal & (key_block == (query >> shift))
-            return memory_stream | earlier | own
+        def visible(query: Array, key: Array) -> Array:
+            if grid.placed:
+                query, before = query & ((1 << bits) - 1), query >> bits << shift
+            elif memory & (memory - 1) == 0:
+                before = query & (memory - size)  # its place in its stream, in whole blocks
+            else:
+                place = query - memory
+                before = (place + (memory & (place >> 31))) & -size
+            own = query & -size
+            return (key < before) | ((own <= key) & (key <= query))
 
-        super().__init__((memory + prediction,) * 2, visible)
-        # What the tiles are listed by: a block behind the last, which sees all of the memory.
-        blocks = np.where(self.q_sequence < memory, 0, memory >> shift)
-        self.q_sequence = self.number(self.q_sequence, blocks).astype(np.int32)
-
-    def number(self, index: Any, block: Any) -> Any:
-        """Returns what the kernel reads for queries with these indices and blocks."""
-        return block << self._bits | index
+        super().__init__((rows, rows), visible)
+        index = self.q_sequence
+        self._numbers = np.where(index < memory, index >> shift << bits, 0) | index
+        if grid.placed:
+            # What the tiles are listed by: a block behind the last, which sees all of the memory.
+            last = np.where(index < memory, 0, memory >> shift << bits)
+            self.q_sequence = (self._numbers | last).astype(np.int32)
 
     def numbers(self, limits: Array) -> Array:
-        """Returns what the kernel reads for a row, int32 ``[T]``, given how many tokens of the
-        memory stand before each prediction token's block."""
-        blocks = jnp.pad(limits // self.block_size, (self.memory, 0))
-        numbers: Array = self.number(jnp.arange(len(blocks), dtype=jnp.int32), blocks)
-        return numbers
+        """Returns what the kernel reads for a row with placed blocks, int32 ``[T]``, given how many
+        tokens of the memory stand before each prediction token's block."""
+        blocks = jnp.pad(limits // self.grid.block_size << self._bits, (self.grid.memory, 0))
+        return blocks | jnp.asarray(self._numbers, jnp.int32)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PlacedBlocksPattern) and self._key() == other._key()
+        return isinstance(other, DualStreamPattern) and self.grid == other.grid
 
     def __hash__(self) -> int:
-        return hash(self._key())
-
-    def _key(self) -> tuple[int, int, int]:
-        return self.memory, self.prediction, self.block_size
+        return hash(self.grid)
 
 
 def attend_splash(
@@ -155,11 +127,14 @@ def attend_splash(
     """
     batch, _, groups, rows, head_dim = q.shape
     lengths, block_size = stream_lengths(mask, rows), block_size_of(mask)
-    if block_size & (block_size - 1):
-        raise ValueError(f"splash attention needs a block size that is 2^n, not {block_size}")
     tile = tile_side(lengths[0], tile)
     placed = isinstance(mask, DualStreamMask) and mask.blocks is not None
     sizes = [padded(length, tile) for length in lengths]
+    if block_size & (block_size - 1) or sizes[0] % block_size:
+        raise ValueError(
+            f"splash attention needs a block size that is 2^n and divides a stream of {sizes[0]} "
+            f"tokens, whole tiles of {tile}, not {block_size}"
+        )
     grid = TileGrid(sizes[0], sum(sizes[1:]), tile, block_size, placed)
     segments = stream_segments(mask, (batch, rows), tile)
     q, k, v = (pad_streams(x, lengths, tile) for x in (q, k, v))
@@ -211,8 +186,7 @@ def _of_row(
     forward = _strike(kernel.fwd_mask_info, shared, by_key=False)
     backward = _strike(kernel.dkv_mask_info, shared, by_key=True)
     if limits is not None:
-        pattern = PlacedBlocksPattern(grid.memory, grid.prediction, grid.block_size)
-        numbers = pattern.numbers(limits)
+        numbers = DualStreamPattern(grid).numbers(limits)
         forward, backward = (tiles._replace(q_sequence=numbers) for tiles in (forward, backward))
     return SplashAttentionKernel(forward, None, backward, **kernel.kwargs)
 
@@ -244,11 +218,11 @@ def _strike(tiles: Any, shared: Array, *, by_key: bool) -> Any:
 
 @lru_cache
 def _pattern(grid: TileGrid) -> _ComputableMask:
-    if grid.placed:
-        return PlacedBlocksPattern(grid.memory, grid.prediction, grid.block_size)
-    if grid.prediction:
-        return DualStreamPattern(grid.memory, grid.block_size)
-    return splash.CausalMask((grid.memory, grid.memory))
+    return (
+        DualStreamPattern(grid)
+        if grid.prediction
+        else splash.CausalMask((grid.memory, grid.memory))
+    )
 
 
 def _kernel(grid: TileGrid, heads: int, interpret: bool) -> SplashAttentionKernel:

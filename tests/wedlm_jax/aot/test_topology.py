@@ -8,7 +8,14 @@ import sys
 
 import pytest
 
-from wedlm_jax.aot.topology import CHIPS, Chip, Roofline, describe_topology, parse_topology
+from wedlm_jax.aot.topology import (
+    CHIPS,
+    Chip,
+    Roofline,
+    compiler_options,
+    describe_topology,
+    parse_topology,
+)
 from wedlm_jax.errors import InputError
 
 
@@ -36,6 +43,13 @@ def test_memory_is_that_of_the_makers_tables() -> None:
         "v5p": 95,
         "v6e": 32,
     }
+
+
+@pytest.mark.parametrize(
+    ("kind", "fused"), [("TPU v5 lite", "true"), ("TPU v5", "false"), ("TPU v6 lite", "false")]
+)
+def test_gathers_are_fused_where_the_compiler_can(kind: str, fused: str) -> None:
+    assert compiler_options(kind)["xla_tpu_enable_async_collective_fusion_fuse_all_gather"] == fused
 
 
 def test_without_the_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

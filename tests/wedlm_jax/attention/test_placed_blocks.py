@@ -186,7 +186,7 @@ def test_the_kernels_pattern_is_the_mask(length: int, places: int, block: int) -
     blocks = np.sort(random.choice(count, places - 1, replace=False))
     blocks = np.array([[*blocks, count]], np.int32)
     mask = DualStreamMask(jnp.ones((1, length), jnp.int32), block, jnp.asarray(blocks))
-    pattern = splash.PlacedBlocksPattern(length, places * block, block)
+    pattern = splash.DualStreamPattern(TileGrid(length, places * block, block, block, placed=True))
     numbers = pattern.numbers(mask.memory_before()[0])
     seen = pattern.mask_function(numbers[:, None], jnp.arange(len(numbers))[None])
     there = length + (places - 1) * block
@@ -196,9 +196,9 @@ def test_the_kernels_pattern_is_the_mask(length: int, places: int, block: int) -
 
 
 def test_rows_that_are_too_long_for_the_kernels_numbers_are_refused() -> None:
-    splash.PlacedBlocksPattern(131_072, 65_536, 32)
+    splash.DualStreamPattern(TileGrid(131_072, 65_536, 128, 32, placed=True))
     with pytest.raises(InputError, match=r"rows of 262,144 tokens.*prediction_blocks = 8192"):
-        splash.PlacedBlocksPattern(262_144, 131_072, 32)
+        splash.DualStreamPattern(TileGrid(262_144, 131_072, 128, 32, placed=True))
 
 
 @settings(max_examples=5, deadline=None)
