@@ -13,12 +13,11 @@ from train.prediction_blocks import needed_by_sources, with_prediction_blocks
 from train.program import TrainProgram, make_program
 from train.recipe.config import TrainConfig
 from train.recipe.phases import Phase, largest_phase, phases_of, source_names
-from train.recipe.streams import row_tokens
-from train.remat import settled, with_policy
+from train.recipe.streams import prediction_length, row_tokens
+from train.remat import chosen, settled
 from train.start import recipe_model
 from train.step_cost import (
     StepFlops,
-    head_chunks,
     model_flops,
     program_flops,
     seen_pairs,
@@ -40,6 +39,7 @@ from wedlm_jax.aot.topology import (
 )
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.processes import say
+from wedlm_jax.loss import head_chunks
 from wedlm_jax.sharding import make_mesh
 
 
@@ -58,6 +58,7 @@ class CompiledStep:
       model_flops: of the whole step, nothing computed anew (`train.step_cost.model_flops`).
       device_flops: of one device, with what is computed anew in the backward pass.
       remat: the policy, chosen or given.
+      rows, accumulation: of the step, likewise: rows of a micro-batch, and micro-batches.
       attention_share: by samples in a row, visited pairs of a query and a key over those seen.
       options: XLA's flags.
       cost: of one device: HBM traffic, collectives, and what leaves it.
@@ -79,6 +80,8 @@ class CompiledStep:
     model_flops: float
     device_flops: StepFlops
     remat: str
+    rows: int
+    accumulation: int
     attention_share: dict[int, float]
     options: dict[str, str | bool]
     cost: ProgramCost
@@ -95,7 +98,7 @@ class CompiledStep:
 
 def compile_phases(config: TrainConfig, topology_name: str) -> Iterator[tuple[Phase, CompiledStep]]:
     """Compiles the step for each size of batch that a recipe's phases have, all with the policy of
-    the largest, as a run does. Raises as `compile_step`.
+    the largest and cut as that is, as a run does. Raises as `compile_step`.
 
     Yields:
       the first phase of each size, and its step.
@@ -107,12 +110,13 @@ def compile_phases(config: TrainConfig, topology_name: str) -> Iterator[tuple[Ph
     for phase in phases_of(config):
         phases.setdefault(phase.batch_shape, phase)
     largest, sources = largest_phase(config), len(source_names(config))
-    compiled = compile_step(largest.config, topology_name, sources)
+    compiled = compile_step(config, topology_name, sources)
+    parts = compiled.accumulation // largest.config.accumulation
     for phase in phases.values():
         if phase.batch_shape == largest.batch_shape:
             yield phase, compiled
         else:
-            own = with_policy(phase.config, compiled.remat)
+            own = chosen(phase.config, compiled.remat, parts)
             yield phase, compile_step(own, topology_name, sources)
 
 
@@ -131,7 +135,7 @@ def _needed_if_here(config: TrainConfig) -> int | None:
 def compile_step(
     config: TrainConfig, topology_name: str, sources: int | None = None
 ) -> CompiledStep:
-    """Lowers and compiles the step of a recipe without phases for a topology; ``sources`` as in
+    """Lowers and compiles the step of a recipe's largest phase for a topology; ``sources`` as in
     `make_program`.
 
     Raises:
@@ -142,23 +146,23 @@ def compile_step(
     topology = describe_topology(topology_name)
     mesh = make_mesh(dataclasses.asdict(config.mesh), topology.devices)
     options = compiler_options(topology.devices[0].device_kind)
-    made: dict[str, tuple[TrainProgram, CompiledProgram]] = {}
+    made: dict[tuple[str, int], tuple[TrainProgram, CompiledProgram]] = {}
 
-    def compile_with(policy: str) -> tuple[TrainProgram, CompiledProgram]:
-        if policy not in made:
-            program = make_program(with_policy(config, policy), model, mesh, sources)
-            made[policy] = program, compile_for(topology, mesh, program.lower, "step", options)
-        return made[policy]
+    def compile_with(config: TrainConfig) -> tuple[TrainProgram, CompiledProgram]:
+        key = config.loss.remat, config.accumulation
+        if key not in made:
+            program = make_program(largest_phase(config).config, model, mesh, sources)
+            made[key] = program, compile_for(topology, mesh, program.lower, "step", options)
+        return made[key]
 
-    def peak_of(policy: str) -> int | None:
+    def peak_of(config: TrainConfig) -> int | None:
         try:
-            return compile_with(policy)[1].peak_bytes
+            return compile_with(config)[1].peak_bytes
         except InputError:
             return None  # it does not fit
 
     make_program(config, model, mesh)  # what no policy helps is refused as it is
-    config = settled(config, model, topology.devices, topology.chip.hbm_bytes, peak_of)
-    program, compiled = compile_with(config.loss.remat)
+    program, compiled = compile_with(settled(config, model, mesh, topology.chip.hbm_bytes, peak_of))
     return _report(program, topology, compiled)
 
 
@@ -166,12 +170,19 @@ def _report(program: TrainProgram, topology: Topology, compiled: CompiledProgram
     config, model, mesh = program.config, program.model, program.mesh
     devices, slices, chip = topology.devices, topology.slices, topology.chip
     kind = devices[0].device_kind
-    shards = mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["sequence"]
+    turns, _ = head_chunks(
+        config.loss.chunk,
+        (config.rows, config.row_length),
+        prediction_length(config),
+        config.block_size,
+        batch=mesh.shape["data"] * mesh.shape["fsdp"],
+        sequence=mesh.shape["sequence"],
+    )
     cost = program_cost(
         compiled.text,
         devices=len(devices) // slices,
         slices=slices,
-        unknown_trips=head_chunks(config, shards),
+        unknown_trips=turns,
     )
     rows = config.rows * config.accumulation
     whole = program_flops(config, model, rows, kind)
@@ -198,6 +209,8 @@ def _report(program: TrainProgram, topology: Topology, compiled: CompiledProgram
         model_flops=needed,
         device_flops=flops,
         remat=config.loss.remat,
+        rows=config.rows,
+        accumulation=config.accumulation,
         attention_share=shares,
         options=compiler_options(kind),
         cost=cost,
@@ -218,6 +231,7 @@ def describe(step: CompiledStep) -> str:
         f"compiled in {step.compile_seconds:.0f} s",
         f"parameters           {step.parameters / 1e9:.2f} B",
         f"tokens a step        {step.tokens:,}; {step.computed_tokens:,} of both streams",
+        f"micro-batches        {step.accumulation}, of {step.rows:,} rows each",
         f"state a chip         {step.state_bytes / gib:.2f} GiB (parameters, moments)",
         f"peak of HBM a chip   {step.peak_bytes / gib:.2f} of {step.hbm_limit / gib:.0f} GiB, "
         f"{step.headroom:.0%} to spare",

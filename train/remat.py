@@ -1,7 +1,9 @@
-"""`loss.remat: auto`: the policy that computes least anew and fits, found by compiling.
+"""`loss.remat: auto`: the policy that computes least anew and fits, and micro-batches small enough
+for it, found by compiling.
 
-How much a policy holds is the compiler's to say. Each holds less than the one before it, so halving
-the list finds the first that fits in three compilations. What was found is remembered beside the
+How much a step holds is the compiler's to say. Each policy holds less than the one before it, so
+halving the list finds the first that fits in three compilations, with the smallest micro-batches
+that there can be. These are then made as large as fits. What was found is remembered beside the
 compiled programs, and not looked for again.
 """
 
@@ -12,15 +14,18 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from train.program import TrainProgram, abstract_rows, make_program
 from train.recipe.config import AUTO, TrainConfig
-from train.recipe.phases import largest_phase, source_names
+from train.recipe.phases import largest_phase, phases_of, source_names
+from train.recipe.streams import row_tokens
 from train.step_cost import peak_bytes
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
@@ -32,32 +37,37 @@ SPARE = 0.1
 """Share of a device's memory that a policy must leave free, for fragments and what else runs."""
 REMEMBERED = "remat.json"
 
-PeakOf = Callable[[str], int | None]
-"""The compiler's peak in bytes on one device of the step with a policy; None if it does not fit."""
+LEAST_TOKENS = 4096
+"""Of a device in a micro-batch, both streams together: with fewer, gathers of weights would take
+longer than the products that they are for, by the bounds of docs/pods.md for v6e."""
+
+PeakOf = Callable[[TrainConfig], int | None]
+"""The compiler's peak in bytes on one device of a recipe's `largest_phase`; None if it does not
+fit."""
 
 
-def cheapest_policy(peak_of: PeakOf, capacity: int, *, likely: int | None = None) -> str:
-    """Returns the first of `POLICIES` whose peak leaves `SPARE` of ``capacity`` bytes.
+def first_that_fits(peaks: Sequence[Callable[[], int | None]], capacity: int, start: int) -> int:
+    """Returns the index of the first peak that leaves `SPARE` of ``capacity`` bytes, each being at
+    least the next one.
 
     Args:
-      peak_of: compiles the step with a policy.
+      peaks: each compiles a program.
       capacity: of one device.
-      likely: the index to begin with; the middle by default.
+      start: the index to begin with; then what is left is halved.
 
     Raises:
       InputError: none does.
     """
-    first, last, least = 0, len(POLICIES), None
+    first, last, middle, least = 0, len(peaks), start, None
     while first < last:
-        middle = (first + last) // 2 if likely is None else likely
-        likely = None
-        peak = peak_of(POLICIES[middle])
+        peak = peaks[middle]()
         if peak is not None and peak <= (1 - SPARE) * capacity:
             last = middle
         else:
             first, least = middle + 1, peak
-    if first < len(POLICIES):
-        return POLICIES[first]
+        middle = (first + last) // 2
+    if first < len(peaks):
+        return first
     takes = "more than there is" if least is None else f"{least / 2**30:.1f} GiB"
     raise InputError(
         f"loss.remat: no policy leaves {SPARE:.0%} of a device's {capacity / 2**30:.1f} GiB: "
@@ -66,25 +76,43 @@ def cheapest_policy(peak_of: PeakOf, capacity: int, *, likely: int | None = None
     )
 
 
+def possible_parts(config: TrainConfig, mesh: Mesh) -> list[int]:
+    """Lists, ascending, into how many each micro-batch of a recipe can be cut, all of its phases
+    alike, so that every device still has whole rows and `LEAST_TOKENS`. A CPU gains nothing."""
+    batch, sequence = mesh.shape["data"] * mesh.shape["fsdp"], mesh.shape["sequence"]
+    if mesh.devices.flat[0].platform == "cpu":
+        return [1]
+
+    def can_be_cut(config: TrainConfig, parts: int) -> bool:
+        rows, left = divmod(config.rows, parts * batch)
+        return not left and rows * row_tokens(config) // sequence >= LEAST_TOKENS
+
+    phases = phases_of(config)
+    cuts = range(2, config.rows // batch + 1)
+    return [1, *(n for n in cuts if all(can_be_cut(phase.config, n) for phase in phases))]
+
+
 def settled(
     config: TrainConfig,
     model: ModelConfig,
-    devices: Sequence[Any],
+    mesh: Mesh,
     capacity: int | None,
     peak_of: PeakOf,
     say_it: Callable[[str], None] = say,
 ) -> TrainConfig:
-    """Returns the recipe with a policy in place of ``auto``; the recipe itself if it names one.
+    """Returns the recipe with a policy in place of ``auto``, and with as many micro-batches as let
+    it fit; the recipe itself if it names a policy.
 
-    The policy is for all phases, so it is that of the one whose step takes the most memory. A CPU
+    Both are for all phases, so they are those of the one whose step takes the most memory. On a
+    TPU ``products`` is the first policy: ``none`` reads from memory what is as soon computed. A CPU
     has much memory beside what it computes, so the search begins with ``none`` there: the program
     that will run is then the only one compiled.
 
     Args:
       config, model: what is compiled.
-      devices: for which.
+      mesh: for which devices.
       capacity: bytes of memory of one; None where it is not known.
-      peak_of: compiles the step of `largest_phase` with a policy.
+      peak_of: compiles the step of `largest_phase`.
       say_it: told what was chosen.
 
     Raises:
@@ -92,55 +120,79 @@ def settled(
     """
     if config.loss.remat != AUTO:
         return config
-    kind = devices[0].device_kind
+    device = mesh.devices.flat[0]
+    kind, platform = device.device_kind, device.platform
     if capacity is None:
         raise InputError(
             f"loss.remat=auto: {kind} does not say how much memory it has; name a policy: "
             f"{', '.join(POLICIES)}"
         )
-    memory = _Memory(_key(config, model, kind, len(devices), capacity))
-    known = memory.recall()
+    policies = POLICIES[1:] if platform == "tpu" else POLICIES
+    parts = possible_parts(config, mesh)
+    memory = _Memory(_key(config, model, [kind, mesh.devices.size, capacity, parts]))
+    known = memory.recall(policies, parts)
     if known is None:
         say_it("loss.remat: compiling to find what fits")
-    likely = 0 if devices[0].platform == "cpu" else None
-    policy = known or cheapest_policy(peak_of, capacity, likely=likely)
+        peaks: list[Callable[[], int | None]]
+        peaks = [partial(peak_of, chosen(config, policy, parts[-1])) for policy in policies]
+        start = 0 if platform == "cpu" else len(peaks) // 2
+        policy = policies[first_that_fits(peaks, capacity, start)]
+        # The smallest micro-batches are known to fit with it.
+        peaks = [partial(peak_of, chosen(config, policy, count)) for count in parts[:-1]]
+        peaks.append(lambda: 0)
+        known = policy, parts[first_that_fits(peaks, capacity, (len(peaks) - 1) // 2)]
+        how = "found by compiling"
+    else:
+        how = "as remembered"
     # All processes must run the same program, whatever each of them remembers.
-    index = sum_over_all(np.array([POLICIES.index(policy) if is_first() else 0]))[0]
-    policy = POLICIES[int(index)]
-    memory.keep(policy)
-    say_it(f"loss.remat: {policy}, {'as remembered' if known else 'found by compiling'}")
-    return with_policy(config, policy)
+    found = np.array([POLICIES.index(known[0]), known[1]]) if is_first() else np.zeros(2, np.int64)
+    index, count = (int(number) for number in sum_over_all(found))
+    memory.keep((POLICIES[index], count))
+    settled = chosen(config, POLICIES[index], count)
+    cut = f", {settled.rows} rows in each of {settled.accumulation} micro-batches"
+    say_it(f"loss.remat: {POLICIES[index]}{cut if count > 1 else ''}, {how}")
+    return settled
 
 
 def settled_here(program: TrainProgram) -> TrainProgram:
     """Returns the program of the `settled` recipe for the mesh's own devices. Called under
     ``jax.set_mesh(program.mesh)``."""
     config, model, mesh = program.config, program.model, program.mesh
-    devices = mesh.devices.flat
-    rows = abstract_rows(largest_phase(config).config, mesh, len(source_names(config)))
 
-    def peak_of(policy: str) -> int | None:
-        own = make_program(with_policy(config, policy), model, mesh)
+    def peak_of(config: TrainConfig) -> int | None:
+        rows = abstract_rows(largest_phase(config).config, mesh, len(source_names(config)))
         try:
-            return peak_bytes(own.compile(rows))
+            return peak_bytes(make_program(config, model, mesh).compile(rows))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             return None
 
     capacity = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    if devices[0].platform == "cpu":
+    if mesh.devices.flat[0].platform == "cpu":
         capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    chosen = settled(config, model, list(devices), capacity, peak_of)
-    return program if chosen is config else make_program(chosen, model, mesh)
+    own = settled(config, model, mesh, capacity, peak_of)
+    return program if own is config else make_program(own, model, mesh)
 
 
-def with_policy(config: TrainConfig, policy: str) -> TrainConfig:
-    """Returns the recipe with this policy."""
-    return dataclasses.replace(config, loss=dataclasses.replace(config.loss, remat=policy))
+def chosen(config: TrainConfig, policy: str, parts: int = 1) -> TrainConfig:
+    """Returns the recipe with this policy, and each of its micro-batches cut into ``parts``."""
+
+    def cut(rows: int | None, accumulation: int | None) -> dict[str, Any]:
+        return {
+            "rows": rows and rows // parts,
+            "accumulation": accumulation and accumulation * parts,
+        }
+
+    phases = [
+        dataclasses.replace(phase, **cut(phase.rows, phase.accumulation)) for phase in config.phases
+    ]
+    loss = dataclasses.replace(config.loss, remat=policy)
+    sizes = cut(config.rows, config.accumulation)
+    return dataclasses.replace(config, loss=loss, phases=phases, **sizes)
 
 
-def _key(config: TrainConfig, model: ModelConfig, kind: str, count: int, capacity: int) -> str:
+def _key(config: TrainConfig, model: ModelConfig, devices: list[Any]) -> str:
     """Names everything that the memory of a step depends on."""
     fields = dataclasses.asdict(largest_phase(config).config)
     sizes = ("rows", "accumulation", "row_length", "block_size", "prediction_blocks")
@@ -149,30 +201,32 @@ def _key(config: TrainConfig, model: ModelConfig, kind: str, count: int, capacit
     optimizer = fields["optimizer"]
     given |= {name: optimizer[name] for name in ("name", "first_moment_dtype")}
     given |= {"averaged": optimizer["average"] > 0, "norms": fields["metrics"]["norms"]}
-    given |= {"model": repr(model), "devices": [kind, count, capacity], "jax": jax.__version__}
+    given |= {"model": repr(model), "devices": devices, "jax": jax.__version__}
     return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
 
 
 class _Memory:
-    """Remembers policies that were found, by key, in the folder of compiled programs, if there is
-    one."""
+    """Remembers what was found, by key, in the folder of compiled programs, if there is one."""
 
     def __init__(self, key: str):
         folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
         self._path = Path(folder) / REMEMBERED if folder and "://" not in folder else None
         self._key = key
 
-    def recall(self) -> str | None:
-        policy = self._all().get(self._key)
-        return policy if policy in POLICIES else None
+    def recall(self, policies: Sequence[str], parts: Sequence[int]) -> tuple[str, int] | None:
+        """Returns a policy and into how many each micro-batch is cut, where these are possible."""
+        match self._all().get(self._key):
+            case [policy, count] if policy in policies and count in parts:
+                return policy, count
+        return None
 
-    def keep(self, policy: str) -> None:
-        if self._path is None or not is_first() or self._all().get(self._key) == policy:
+    def keep(self, found: tuple[str, int]) -> None:
+        if self._path is None or not is_first() or self._all().get(self._key) == [*found]:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self._path, self._all() | {self._key: policy})
+        write_json(self._path, self._all() | {self._key: [*found]})
 
-    def _all(self) -> dict[str, str]:
+    def _all(self) -> dict[str, Any]:
         if self._path is None:
             return {}
         try:

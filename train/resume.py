@@ -59,7 +59,6 @@ BY_RATE = re.compile(
 """Fields of the learning rate, harmless where it is the same at every step that was done."""
 
 REMARKS = {
-    "accumulation": "; masks are drawn for each micro-batch, so they are others",
     "model.init_from": "; the run goes on from its own states and does not read it",
 }
 """What a changed field means, where its name does not say."""

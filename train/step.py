@@ -187,12 +187,18 @@ def prepare(
     if objective.kind == "ar":
         totals = jax.tree.map(partial(jnp.sum, axis=0), jax.vmap(ar_denominators)(rows))
         return rows, totals, partial(_call, ar_loss, objective.loss)
-    keys = jax.random.split(key, rows.tokens.shape[0])
-    draw = partial(
-        sample_masks, block_size=objective.block_size, suffix_share=objective.suffix_share
-    )
-    masked, ratio = jax.vmap(draw)(keys, rows.trainable)
+    # A key for each row, so that its masks do not depend on how a step is cut into micro-batches.
+    keys = jax.random.split(key, rows.tokens.shape[:2])
+    masked, ratio = jax.vmap(jax.vmap(partial(_row_masks, objective)))(keys, rows.trainable)
     return prepare_given(objective, rows, masked, ratio)
+
+
+def _row_masks(objective: Objective, key: Array, trainable: Array) -> tuple[Array, Array]:
+    """Draws the masks and ratios of one row, ``[L]``."""
+    masked, ratio = sample_masks(
+        key, trainable[None], objective.block_size, suffix_share=objective.suffix_share
+    )
+    return masked[0], ratio[0]
 
 
 def prepare_given(

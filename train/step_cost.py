@@ -7,7 +7,6 @@ the attention kernel out and takes the body of a loop once.
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 import numpy as np
@@ -110,13 +109,6 @@ def program_flops(config: TrainConfig, model: ModelConfig, rows: int, kind: str 
     pairs = rows * visited_pairs(config, kind)
     attention = 2 * _width(model) * pairs * (_FORWARD * (1 + repeats) + _BACKWARD)
     return StepFlops(layers + head, attention)
-
-
-def head_chunks(config: TrainConfig, devices: int) -> int:
-    """Turns of the vocabulary loss's loop in a micro-batch, of one device of ``devices`` that share
-    the tokens, all tokens of the prediction stream being trainable."""
-    targets = config.rows * _targets(config.row_length, prediction_length(config))
-    return math.ceil(targets / devices / config.loss.chunk)
 
 
 def visited_pairs(config: TrainConfig, kind: str = "", samples: int = 1) -> int:

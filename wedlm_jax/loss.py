@@ -9,6 +9,7 @@ it would weigh a token by the number of masks that it happens to share a micro-b
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 from jax import Array
@@ -17,12 +18,15 @@ from wedlm_jax.corruption import DualStreamBatch, PackedRows, next_token_targets
 from wedlm_jax.masks import PAD_SEGMENT, CausalMask
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.cross_entropy import weighted_cross_entropy
+from wedlm_jax.sharding import shards
 
 RATIO_EPSILON = 1e-8
 
 RATIO_BINS = 4
 """Bins of the mask ratio, equal parts of (0, 1], for which the MLM loss is reported."""
 
+SUBLANES = 16
+"""Rows of a TPU's tile of bfloat16 numbers: chunks are multiples."""
 
 WEIGHTINGS = ("inverse_ratio", "uniform")
 
@@ -34,7 +38,7 @@ class LossConfig:
     Attributes:
       weighting: "inverse_ratio" weighs a masked token by 1 / (γ + ε), "uniform" by 1.
       ar_weight: a in (MLM + a·AR) / (1 + a).
-      chunk: tokens whose logits a device holds at once.
+      chunk: the most tokens whose logits a device holds at once; see `head_chunks`.
       dtype, remat, attention, tile, unroll: passed to the model.
     """
 
@@ -50,6 +54,50 @@ class LossConfig:
     def __post_init__(self) -> None:
         if self.weighting not in WEIGHTINGS:
             raise ValueError(f"weighting {self.weighting!r}: inverse_ratio or uniform")
+
+
+SURPRISE = 0.1
+"""The share of micro-batches that may need one chunk more than `head_chunks` says, at most: fewer
+would make the chunks of all larger."""
+
+
+def head_chunks(
+    most: int,
+    shape: tuple[int, int],
+    prediction: int,
+    block_size: int,
+    *,
+    batch: int,
+    sequence: int,
+) -> tuple[int, int]:
+    """Returns in how many chunks a device goes through the vocabulary loss of a micro-batch, and
+    the tokens of one: as few as ``most`` allows, and all of them full on the fullest device, for
+    which the others wait.
+
+    Of a block of B, round(γB) are masked: B/2 on average, with variance (B² + 2) / 12. So a device
+    with n blocks has a normal number of masks, of variance σ² = n (B² + 2) / 12. It is z σ above
+    its mean with probability exp(-z²/2) / 2 at most, and that of one of N devices with N times
+    that at most. z is where this is `SURPRISE`. In the memory, all tokens that can be masked have
+    a target. Rows with prompts or padding have fewer targets, and take fewer chunks.
+
+    Args:
+      most: the most tokens of a chunk.
+      shape: rows of the micro-batch on all devices, and L.
+      prediction: tokens of a row's prediction stream; 0 without one.
+      block_size: B.
+      batch, sequence: devices that share the rows, and that share the tokens of each.
+    """
+    rows, length = -(-shape[0] // batch), shape[1]
+    tokens = -(-(length + prediction) // sequence)
+    # Most targets are where most of the memory is: half of the others are masked.
+    memory = min(length, tokens)
+    others = tokens - memory
+    targets = min(memory, prediction or length) + others / 2
+    deviation = math.sqrt(rows * others / block_size * (block_size**2 + 2) / 12)
+    above = math.sqrt(2 * math.log(batch * sequence / (2 * SURPRISE)))
+    wanted = min(rows * targets + above * deviation, rows * tokens)
+    turns = math.ceil(wanted / most)
+    return turns, min(most, math.ceil(wanted / turns / SUBLANES) * SUBLANES)
 
 
 def masked_weights(masked: Array, mask_ratio: Array, weighting: str) -> Array:
@@ -137,7 +185,7 @@ def wedlm_loss(
             axis=1,
         ),
         jnp.concatenate([batch.next_valid, batch.masked], axis=1),
-        chunk=config.chunk,
+        chunk=_chunk(config, batch.next_valid, batch.masked, batch.mask.block_size),
     )
     length = batch.next_valid.shape[1]
     (ar, mlm), (ar_hit, mlm_hit) = (jnp.split(x, [length], axis=1) for x in (nll, hit))
@@ -185,13 +233,23 @@ def ar_loss(
     )
     weights = _share(valid, denominators["ar"])
     loss, nll, hit = weighted_cross_entropy(
-        hidden, model.head_matrix(), targets, weights, valid, chunk=config.chunk
+        hidden, model.head_matrix(), targets, weights, valid, chunk=_chunk(config, valid)
     )
     shares = {"ar_loss": loss, "ar_accuracy": _share((valid & hit).sum(), denominators["ar"])}
     if rows.source is not None:
         total = _by_source(rows.source, valid * nll)
         shares["ar_loss_by_source"] = _share(total, denominators["ar_by_source"])
     return loss, shares
+
+
+def _chunk(
+    config: LossConfig, memory: Array, prediction: Array | None = None, block_size: int = 1
+) -> int:
+    """Returns the chunk of `head_chunks` for streams ``[R, L]`` and ``[R, N]`` on the current
+    mesh."""
+    others = 0 if prediction is None else prediction.shape[1]
+    over = {"batch": shards("batch"), "sequence": shards("length")}
+    return head_chunks(config.chunk, memory.shape, others, block_size, **over)[1]
 
 
 def _share(total: Array, denominator: Array) -> Array:

@@ -18,7 +18,6 @@ from train.recipe.config import TrainConfig
 from train.step_cost import (
     StepFlops,
     forward_flops,
-    head_chunks,
     model_flops,
     program_flops,
     seen_pairs,
@@ -42,6 +41,8 @@ STEP = CompiledStep(
     model_flops=3e15,
     device_flops=StepFlops(9e14, 1e14),
     remat="gate",
+    rows=64,
+    accumulation=8,
     attention_share={1: 1.5, 10: 11.25},
     options={"xla_of_this_chip": "true"},
     cost=ProgramCost(
@@ -142,16 +143,11 @@ def test_blocks_that_are_left_out_are_not_counted() -> None:
     assert seen_pairs(config) == 4096 * 4097 // 2 * 3 // 2
 
 
-def test_the_heads_loop_runs_over_tokens_with_targets() -> None:
-    config = TrainConfig(rows=8, row_length=4096)
-    assert head_chunks(config, 8) == 3  # 6,144 of 8,192 tokens a device, 2,048 at a time
-    assert head_chunks(config, 4) == 6
-
-
 def test_the_report_says_memory_collectives_and_time() -> None:
     text = describe(STEP)
     assert "4 chips as fsdp 4" in text
     assert "4,096; 6,144 of both streams" in text
+    assert "micro-batches        8, of 64 rows each" in text
     assert "90.00 of 100 GiB, 10% to spare" in text
     assert "all-gather         72 times, 2.00 GiB a chip" in text
     assert "2.00 GiB to its slice, 1.00 GiB to others" in text

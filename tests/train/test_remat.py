@@ -1,56 +1,72 @@
-"""`loss.remat: auto` finds the policy that computes least anew and fits, and remembers it."""
+"""`loss.remat: auto` finds the policy that computes least anew and fits, and the largest
+micro-batches that fit with it, and remembers both."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from tests.examples.training import TINY
 from train.program import make_program
 from train.recipe.config import MetricsSection, OptimizerSection, PhaseSection, TrainConfig
-from train.remat import REMEMBERED, cheapest_policy, settled, settled_here
+from train.recipe.phases import largest_phase, phases_of
+from train.remat import REMEMBERED, first_that_fits, possible_parts, settled, settled_here
 from wedlm_jax.errors import InputError
 from wedlm_jax.model.rematerialisation import POLICIES
 from wedlm_jax.sharding import make_mesh
 
-TPU = [SimpleNamespace(device_kind="TPU v5", platform="tpu")] * 4
+
+def tpus(count: int = 4, **axes: int) -> Any:
+    """A mesh of TPUs that are not here, all on ``fsdp`` but for what ``axes`` say."""
+    device = SimpleNamespace(device_kind="TPU v5", platform="tpu")
+    shape = {"data": 1, "fsdp": count, "tensor": 1, "sequence": 1} | axes
+    return SimpleNamespace(devices=np.array([device] * count), shape=shape)
 
 
 class Compiler:
-    """Peaks that fall from policy to policy: 1,000, 900, ... bytes; what does not fit into 950 is
-    refused, as compilers do."""
+    """Peaks that fall from policy to policy, 1,000, 900, ... bytes for 16 rows of 512 tokens, and
+    with the rows of a micro-batch but for 100 bytes; what does not fit into 950 is refused, as
+    compilers do."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.asked: list[tuple[str, int]] = []
 
-    def peak(self, policy: str) -> int | None:
-        self.asked.append(policy)
-        peak = 1000 - 100 * POLICIES.index(policy)
+    def peak(self, config: TrainConfig) -> int | None:
+        self.asked.append((config.loss.remat, config.accumulation))
+        held = 900 - 100 * POLICIES.index(config.loss.remat)
+        peak = 100 + held * largest_phase(config).config.rows // 16
         return None if peak > 950 else peak
 
 
-@pytest.mark.parametrize("index", range(len(POLICIES)))
-def test_the_first_policy_that_leaves_a_tenth_is_found_in_three_programs(index: int) -> None:
-    peak = 1000 - 100 * index
-    compiler = Compiler()
-    if peak > 950:
-        assert cheapest_policy(lambda _: 1000, 10_000) == POLICIES[0]
-        return
-    assert cheapest_policy(compiler.peak, -(-peak * 10 // 9)) == POLICIES[index]
-    assert len(compiler.asked) <= 3
+@pytest.mark.parametrize("index", range(6))
+def test_the_first_peak_that_leaves_a_tenth_is_found_in_three(index: int) -> None:
+    asked: list[int] = []
+
+    def peak(number: int) -> int:
+        asked.append(number)
+        return 1000 - 100 * number
+
+    peaks = [partial(peak, number) for number in range(6)]
+    capacity = -(-(1000 - 100 * index) * 10 // 9)
+    assert first_that_fits(peaks, capacity, 3) == index
+    assert len(asked) <= 3
+    assert len(set(asked)) == len(asked)
 
 
 def test_what_fits_nowhere_is_refused() -> None:
     with pytest.raises(InputError, match=r"10% of a device's 2.0 GiB: .* takes 1.9 GiB"):
-        cheapest_policy(lambda _: 2**31 - 2**27, 2**31)
+        first_that_fits([lambda: 2**31 - 2**27] * 3, 2**31, 1)
     with pytest.raises(InputError, match="takes more than there is"):
-        cheapest_policy(lambda _: None, 2**31)
+        first_that_fits([lambda: None] * 3, 2**31, 1)
 
 
 @pytest.fixture
@@ -62,10 +78,10 @@ def cache(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_what_was_found_is_remembered_for_the_same_program_only(cache: Path) -> None:
-    config, said, compiler = TrainConfig(), list[str](), Compiler()
+    config, said, compiler = TrainConfig(rows=16), list[str](), Compiler()
 
     def settle(config: TrainConfig, capacity: int = 800) -> str:
-        return settled(config, TINY, TPU, capacity, compiler.peak, said.append).loss.remat
+        return settled(config, TINY, tpus(16), capacity, compiler.peak, said.append).loss.remat
 
     assert settle(config) == "projections"  # 700 of 800, and 720 may be taken
     asked = len(compiler.asked)
@@ -75,8 +91,8 @@ def test_what_was_found_is_remembered_for_the_same_program_only(cache: Path) -> 
     assert [line.rpartition(" ")[2] for line in said[:3]] == ["fits", "compiling", "remembered"]
     settle(config, 600)
     for others in (
-        {"rows": 16},
-        {"phases": [PhaseSection(from_step=3, rows=64)]},
+        {"rows": 8},
+        {"phases": [PhaseSection(from_step=3, rows=32)]},
         {"optimizer": OptimizerSection(average=0.9)},
         {"optimizer": OptimizerSection(first_moment_dtype="bfloat16")},
         {"metrics": MetricsSection(norms=False)},
@@ -96,7 +112,7 @@ def test_what_was_found_is_remembered_for_the_same_program_only(cache: Path) -> 
 def test_a_named_policy_compiles_nothing() -> None:
     named = TrainConfig()
     named.loss.remat = "full"
-    assert settled(named, TINY, TPU, 800, lambda _: pytest.fail("compiled")) is named
+    assert settled(named, TINY, tpus(), 800, lambda _: pytest.fail("compiled")) is named
 
 
 @pytest.mark.parametrize(("capacity", "programs"), [(10_000, ["none"]), (500, None)])
@@ -105,11 +121,13 @@ def test_a_cpu_begins_with_the_program_that_will_run(
 ) -> None:
     asked: list[str] = []
 
-    def peak_of(policy: str) -> int:
-        asked.append(policy)
-        return 1000 - 100 * POLICIES.index(policy)
+    def peak_of(config: TrainConfig) -> int:
+        asked.append(config.loss.remat)
+        return 1000 - 100 * POLICIES.index(config.loss.remat)
 
-    found = settled(TrainConfig(), TINY, jax.devices(), capacity, peak_of, lambda _: None)
+    config, mesh = TrainConfig(rows=64, row_length=4096), make_mesh({"fsdp": 2}, jax.devices()[:2])
+    found = settled(config, TINY, mesh, capacity, peak_of, lambda _: None)
+    assert (found.rows, found.accumulation) == (64, 1)
     assert asked[0] == "none"
     if programs:
         assert asked == programs
@@ -118,7 +136,7 @@ def test_a_cpu_begins_with_the_program_that_will_run(
 
 def test_a_device_of_unknown_memory_needs_a_name() -> None:
     with pytest.raises(InputError, match="TPU v5 does not say how much memory it has"):
-        settled(TrainConfig(), TINY, TPU, None, Compiler().peak)
+        settled(TrainConfig(), TINY, tpus(), None, Compiler().peak)
 
 
 def test_a_small_step_fits_this_machine(cache: Path) -> None:
@@ -127,4 +145,49 @@ def test_a_small_step_fits_this_machine(cache: Path) -> None:
     with jax.set_mesh(mesh):
         program = settled_here(make_program(config, TINY, mesh))
     assert program.config.loss.remat == program.objective.loss.remat == "none"
-    assert list(json.loads((cache / REMEMBERED).read_text()).values()) == ["none"]
+    assert list(json.loads((cache / REMEMBERED).read_text()).values()) == [["none", 1]]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "policy", "parts"),
+    [
+        (1000, "products", 1),  # 900 of 900 that may be taken
+        (900, "products", 2),  # 500 of 810
+        (500, "products", 4),  # 300 of 450
+        (300, "projections", 4),  # 270 may be taken: gate takes 275
+        (223, "full", 4),
+    ],
+)
+def test_micro_batches_are_cut_no_finer_than_the_cheapest_policy_needs(
+    cache: Path, capacity: int, policy: str, parts: int
+) -> None:
+    compiler, said = Compiler(), list[str]()
+    recipe = TrainConfig(
+        rows=16, accumulation=3, row_length=4096, phases=[PhaseSection(from_step=9, accumulation=1)]
+    )
+    found = settled(recipe, TINY, tpus(), capacity, compiler.peak, said.append)
+    assert (found.loss.remat, found.rows, found.accumulation) == (policy, 16 // parts, 3 * parts)
+    # All phases have the same tokens a step as before.
+    assert [p.config.rows * p.config.accumulation for p in phases_of(found)] == [48, 16]
+    assert [p.config.accumulation for p in phases_of(found)] == [3 * parts, parts]
+    assert len(compiler.asked) <= 5
+    if parts > 1:
+        assert f"{16 // parts} rows in each of {3 * parts} micro-batches" in said[-1]
+    again = settled(recipe, TINY, tpus(), capacity, lambda _: pytest.fail("compiled"), said.append)
+    assert again == found
+
+
+def test_a_micro_batch_is_cut_into_whole_rows_of_every_device_and_phase() -> None:
+    def parts(rows: int, mesh: Any, length: int = 4096, **fields: Any) -> list[int]:
+        config = TrainConfig(rows=rows, row_length=length, steps=9, **fields)
+        return possible_parts(config, mesh)
+
+    assert parts(512, tpus(128)) == [1, 2, 4]
+    assert parts(512, tpus(512)) == [1]
+    assert parts(24, tpus(2)) == [1, 2, 3, 4, 6, 12]
+    assert parts(24, tpus(2), phases=[PhaseSection(from_step=3, rows=8)]) == [1, 2, 4]
+    # Two rows of 1,024 tokens in each stream, or as many halves of 2,048, are the least.
+    assert parts(64, tpus(4), 1024) == [1, 2, 4, 8]
+    assert parts(8, tpus(4, fsdp=2, sequence=2), 2048) == [1, 2]
+    # The mesh does not divide them: that is refused elsewhere.
+    assert parts(3, tpus(2)) == [1]

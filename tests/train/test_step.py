@@ -26,7 +26,7 @@ from train.step import (
     prepare,
     prepare_given,
 )
-from wedlm_jax.corruption import PackedRows
+from wedlm_jax.corruption import PackedRows, dual_stream, sample_masks
 from wedlm_jax.loss import LossConfig
 
 LENGTH, CHUNK = 32, 4
@@ -277,6 +277,21 @@ def test_equal_rows_draw_masks_of_their_own():
     rows = jax.tree.map(lambda x: micro_batches(x, 2), packed([[sample]] * 4, LENGTH)[0])
     batches, _, _ = prepare(OBJECTIVE, rows, KEY)
     assert len(np.unique(np.asarray(batches.masked).reshape(4, LENGTH), axis=0)) == 4
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_masks_do_not_depend_on_how_a_step_is_cut(steps: int) -> None:
+    """A device's memory decides it (`train.remat`), and should not decide what is learned."""
+    objective = dataclasses.replace(OBJECTIVE, suffix_share=0.5)
+    rows = jax.tree.map(lambda x: micro_batches(x, steps), global_batch()[0])
+    masked = prepare(objective, rows, KEY)[0].masked.reshape(-1, LENGTH)
+    for number, row in enumerate(masked):
+        key = jax.random.split(KEY, len(masked))[number]
+        own = jax.tree.map(lambda x, number=number: x[number, None], global_batch()[0])
+        drawn, ratio = sample_masks(key, own.trainable, BLOCK, suffix_share=0.5)
+        alone = dual_stream(own, drawn, ratio, block_size=BLOCK, mask_token_id=MASK_TOKEN)
+        np.testing.assert_array_equal(row, alone.masked[0])
+    assert masked.any()
 
 
 def test_a_run_resumed_from_its_state_is_the_same_run():

@@ -28,11 +28,13 @@ from tests.reference.training import (
     dual_streams,
     wedlm_losses,
 )
-from wedlm_jax.corruption import PackedRows, dual_stream
+from wedlm_jax.corruption import PackedRows, dual_stream, sample_masks
 from wedlm_jax.loss import (
+    SURPRISE,
     LossConfig,
     ar_denominators,
     ar_loss,
+    head_chunks,
     masked_weights,
     wedlm_denominators,
     wedlm_loss,
@@ -240,3 +242,47 @@ def test_masked_accuracy_counts_masked_rows_only(
 def test_unknown_weighting_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"'inverse'.*inverse_ratio or uniform"):
         LossConfig(weighting="inverse")
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "sequence", "turns", "chunk"),
+    [
+        (128, 128, 1, 4, 1632),  # 6,144 of 8,192 tokens, and up to 384 more masks on one of them
+        (256, 128, 1, 7, 1840),
+        (512, 512, 1, 4, 1648),
+        (1, 1, 1, 4, 1584),
+        (4, 1, 2, 8, 2048),  # one device has all of the memory
+    ],
+)
+def test_the_heads_chunks_are_full_on_the_fullest_device(
+    rows: int, batch: int, sequence: int, turns: int, chunk: int
+) -> None:
+    over = {"batch": batch, "sequence": sequence}
+    assert head_chunks(2048, (rows, 4096), 4096, 32, **over) == (turns, chunk)
+
+
+def test_half_a_prediction_stream_and_none_have_chunks_of_their_own() -> None:
+    def found(prediction: int, most: int = 2048) -> tuple[int, int]:
+        return head_chunks(most, (64, 4096), prediction, 32, batch=64, sequence=1)
+
+    assert found(2048) == (2, 1664)  # 3,072, and up to 251 more masks
+    assert found(0) == (2, 2048)
+    assert found(2048, 100_000) == (1, 3328)
+    assert found(2048, 8) == (416, 8)
+
+
+def test_no_device_of_a_pod_needs_another_chunk_in_nine_of_ten_micro_batches() -> None:
+    """32 micro-batches of 128 devices, with a row each, as they are drawn."""
+    length, block, devices, batches = 1024, 32, 128, 32
+    rows = jnp.ones((devices, length), bool)
+
+    @jax.jit
+    def most_targets(key: jax.Array) -> jax.Array:
+        return sample_masks(key, rows, block)[0].sum(-1).max() + length - 1
+
+    found = [int(most_targets(jax.random.key(seed))) for seed in range(batches)]
+    turns, chunk = head_chunks(512, (devices, length), length, block, batch=devices, sequence=1)
+    assert np.mean(np.array(found) > turns * chunk) <= SURPRISE
+    # Chunks of 512 would be one more on all, and chunks a tenth smaller would not do.
+    assert turns == -(-max(found) // 512)
+    assert np.mean(np.array(found) > 0.9 * turns * chunk) > SURPRISE

@@ -122,7 +122,7 @@ class LossSection:
         "inverse_ratio", "of masked tokens: inverse_ratio or uniform", choices=WEIGHTINGS
     )
     ar_weight: float = field(1.0, "a in (MLM + a AR) / (1 + a)", least=0)
-    chunk: int = field(2048, "tokens whose logits a device holds at once", least=1)
+    chunk: int = field(2048, "the most tokens whose logits a device holds at once", least=1)
     dtype: str = field(
         "bfloat16",
         "compute dtype, bfloat16 or float32; parameters stay float32",
