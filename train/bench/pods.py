@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -31,7 +30,8 @@ class PodStep:
     """Holds what one recipe costs on a pod.
 
     Attributes:
-      recipe, topology, row_length, rows, accumulation: what was compiled.
+      recipe, topology, row_length, rows, accumulation: what was compiled, micro-batches as
+        ``loss.remat: auto`` cut them.
       step: what the compiler and the chip's figures say of it; None where it does not compile.
       error: why it does not.
     """
@@ -55,8 +55,7 @@ def compare_pods(
     bar: Bar,
 ) -> Iterator[PodStep]:
     """Compiles every recipe for every topology at every row length, the tokens of a step being
-    those of `TOKENS`; ``fsdp`` cuts the model within a slice, ``data`` goes over slices. A
-    micro-batch has a row for each ``tensor * sequence`` chips, if the step has so many.
+    those of `TOKENS`; ``fsdp`` cuts the model within a slice, ``data`` goes over slices.
 
     Args:
       tensor, sequence: sizes of these axes of the mesh: chips that share a row.
@@ -80,19 +79,17 @@ def compare_pods(
             step = compile_step(config, topology)
         except InputError as refusal:
             error = str(refusal)
-        sizes = config.row_length, config.rows, config.accumulation
-        yield PodStep(name, topology, *sizes, step, error)
+        cut = step or config
+        yield PodStep(name, topology, config.row_length, cut.rows, cut.accumulation, step, error)
 
 
 def _config(recipe: str, topology: str, length: int, shared: Mapping[str, int]) -> TrainConfig:
-    _, shape, slices = parse_topology(topology)
-    rows = slices * TOKENS // length
-    together = min(slices * math.prod(shape) // math.prod(shared.values()), rows)
+    slices = parse_topology(topology)[2]
     fields = {
         **shared,
         "row_length": length,
-        "rows": together,
-        "accumulation": rows // together,
+        "rows": slices * TOKENS // length,
+        "accumulation": 1,
         "mesh.data": slices,
         "mesh.fsdp": -1,
     }

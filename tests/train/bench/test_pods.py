@@ -27,24 +27,28 @@ def test_every_pod_takes_as_many_tokens_a_slice(monkeypatch: pytest.MonkeyPatch)
         compiled.append((topology, *sizes, config.mesh.data))
         if config.row_length == 8192:
             raise InputError("it does not fit")
-        return STEP
+        # As `loss.remat: auto` may cut it.
+        return dataclasses.replace(STEP, rows=config.rows // 2, accumulation=2)
 
     monkeypatch.setattr(pods, "compile_step", compile_step)
     found = list(compare_pods([RECIPE], ["v5p:4x4x4", "v5p:8x8x8*2"], [4096, 8192], bar=Bar()))
     assert compiled == [
-        ("v5p:4x4x4", 4096, 64, 8, 1),
-        ("v5p:4x4x4", 8192, 64, 4, 1),
+        ("v5p:4x4x4", 4096, 512, 1, 1),
+        ("v5p:4x4x4", 8192, 256, 1, 1),
         ("v5p:8x8x8*2", 4096, 1024, 1, 2),
         ("v5p:8x8x8*2", 8192, 512, 1, 2),
     ]
-    assert [(pod.step, pod.error) for pod in found] == [(STEP, None), (None, "it does not fit")] * 2
+    assert [(pod.accumulation, pod.error) for pod in found] == [
+        (2, None),
+        (1, "it does not fit"),
+    ] * 2
     assert {(pod.recipe, pod.rows * pod.accumulation * pod.row_length) for pod in found} == {
         ("wedlm_8b", 512 * 4096),
         ("wedlm_8b", 1024 * 4096),
     }
 
 
-def test_chips_that_share_a_row_leave_fewer_rows_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chips_may_share_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[TrainConfig] = []
 
     def compile_step(config: TrainConfig, topology: str) -> CompiledStep:
@@ -54,7 +58,6 @@ def test_chips_that_share_a_row_leave_fewer_rows_together(monkeypatch: pytest.Mo
     monkeypatch.setattr(pods, "compile_step", compile_step)
     list(compare_pods([RECIPE], ["v5e:16x16"], [4096], tensor=2, sequence=2, bar=Bar()))
     [config] = compiled
-    assert (config.rows, config.accumulation) == (64, 8)
     assert dataclasses.astuple(config.mesh) == (1, -1, 2, 2)
 
 
