@@ -249,7 +249,8 @@ def _chunk(
     mesh."""
     others = 0 if prediction is None else prediction.shape[1]
     over = {"batch": shards("batch"), "sequence": shards("length")}
-    return head_chunks(config.chunk, memory.shape, others, block_size, **over)[1]
+    shape = memory.shape[0], memory.shape[1]
+    return head_chunks(config.chunk, shape, others, block_size, **over)[1]
 
 
 def _share(total: Array, denominator: Array) -> Array:

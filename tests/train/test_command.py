@@ -9,6 +9,7 @@ import pytest
 
 import train.loop
 from train.recipe.config import TrainConfig, describe
+from train.recipe.phases import largest_phase
 from wedlm_jax.__main__ import main
 
 
@@ -107,13 +108,16 @@ def test_no_recipe_at_all_is_status_2(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--config" in capsys.readouterr().err
 
 
-def test_every_size_of_batch_is_compiled_once_with_the_policy_of_the_largest(
+def test_every_size_of_batch_is_compiled_once_as_the_largest_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def compiled(config: TrainConfig, topology: str, sources: int) -> SimpleNamespace:
         assert sources == 1
-        assert config.loss.remat == ("auto" if config.rows == largest else "gate")
-        return SimpleNamespace(text=f"{config.rows} on {topology}", remat="gate")
+        own = largest_phase(config).config
+        assert config.loss.remat == ("auto" if own.rows == largest else "gate")
+        # The largest is found to fit in two micro-batches, so the others are cut as it is.
+        assert own.accumulation == (1 if own.rows == largest else 2)
+        return SimpleNamespace(text=f"{own.rows} on {topology}", remat="gate", accumulation=2)
 
     monkeypatch.setattr("train.compile_only.compile_step", compiled)
     monkeypatch.setattr("train.compile_only.describe", lambda step: step.text)
@@ -126,7 +130,7 @@ def test_every_size_of_batch_is_compiled_once_with_the_policy_of_the_largest(
     assert main([*arguments, f"phases={phases}"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "from step 0:",
-        "2 on v5p:4x4x4",
+        "1 on v5p:4x4x4",
         "from step 9:",
         "4 on v5p:4x4x4",
     ]

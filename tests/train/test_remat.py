@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.examples.training import TINY
+from train import remat
 from train.program import make_program
 from train.recipe.config import MetricsSection, OptimizerSection, PhaseSection, TrainConfig
 from train.recipe.phases import largest_phase, phases_of
@@ -191,3 +192,19 @@ def test_a_micro_batch_is_cut_into_whole_rows_of_every_device_and_phase() -> Non
     assert parts(8, tpus(4, fsdp=2, sequence=2), 2048) == [1, 2]
     # The mesh does not divide them: that is refused elsewhere.
     assert parts(3, tpus(2)) == [1]
+
+
+def test_the_program_that_runs_is_cut_as_was_found(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two compilations, that of whole micro-batches is too large."""
+    peaks = iter([0, 2**60])
+    monkeypatch.setattr(remat, "peak_bytes", lambda _: next(peaks))
+    monkeypatch.setattr(remat, "possible_parts", lambda *_: [1, 2])
+    mesh = make_mesh({"fsdp": 1}, jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        given = make_program(TrainConfig(rows=2, row_length=32, block_size=4), TINY, mesh)
+        program = settled_here(given)
+    assert (program.config.rows, program.config.accumulation) == (1, 2)
+    assert program.rows.tokens.shape == (2, 1, 32)
+    assert next(peaks, None) is None
