@@ -42,7 +42,7 @@ from train.start import (
 from train.step import TrainState, forgiven, with_frozen
 from train.step_cost import describe_budget, model_flops, peak_flops
 from train.watch.boards import check_boards, open_boards
-from train.watch.log import MetricsLog
+from train.watch.log import MetricsLog, evaluated_steps
 from train.watch.pending import SKIPPED, PendingMetrics, TooManySkipped
 from train.watch.profile import Profiler
 from train.watch.records import Record, cut_back
@@ -53,7 +53,7 @@ from wedlm_jax.checkpoint.hf import save_checkpoint
 from wedlm_jax.checkpoint.model_folder import RUN_STATES
 from wedlm_jax.checkpoint.run_folder import describe_run, is_described
 from wedlm_jax.errors import TERMINATED, StorageFailure
-from wedlm_jax.host.processes import is_first, say, text_of_first
+from wedlm_jax.host.processes import is_first, jax_processes, say, text_of_first
 from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh
 
 
@@ -205,6 +205,8 @@ class TrainingRun:
         state = starting_state(self._program, checkpoints)
         if int(state.step) < self._config.steps:
             state = self._train(compiled, state, checkpoints)
+        elif self._is_due(int(state.step)):
+            self._evaluate_finished(state)
         return state
 
     def _train(
@@ -226,6 +228,7 @@ class TrainingRun:
         stop, watch = AgreedStop(), StallWatch(config.metrics.stall_factor)
         try:
             with stop, watch, self._profiler() as profiler:
+                self._evaluate_first(log, state)
                 for step in range(done + 1, config.steps + 1):
                     profiler.before(step - 1, state.step)
                     watch.step()
@@ -247,14 +250,24 @@ class TrainingRun:
                         # From there a restart goes on behind them, and does not count them.
                         self._save(checkpoints, forgiven(state), whole=True)
                         raise
-                    # Before the state: a run that goes on from it does not evaluate this step.
-                    self._evaluate(log, step, state, watch)
                     if saves:
                         watch.pause()
                         with time.spent("checkpoint"):
                             self._save(checkpoints, state, whole=last or ends)
                     if ends and not last:
                         raise RunStopped(step, stop.status)
+                    # Behind the state, which does not depend on it; a run that goes on from there
+                    # makes an evaluation that is not in the log.
+                    if self._is_due(step):
+                        watch.pause()
+                        try:
+                            self._log_evaluation(log, step, self._evaluate(state))
+                        except Exception:
+                            # Processes that fail apart can write nothing together.
+                            if not saves and jax_processes().count == 1:
+                                pending.keep(step)
+                                self._save(checkpoints, state, whole=True)
+                            raise
                 profiler.end(config.steps, state.step)
         finally:
             batches.close()
@@ -318,17 +331,46 @@ class TrainingRun:
         if log is not None:
             log.write(step, record | speed)
 
-    def _evaluate(
-        self, log: MetricsLog | None, step: int, state: TrainState, watch: StallWatch
-    ) -> None:
+    def _is_due(self, step: int) -> bool:
+        """Tells whether the run evaluates after so many steps: before the first, at each multiple
+        and after the last."""
         every = self._config.evaluation.every
-        if self._evaluation is None or (step % every and step != self._config.steps):
-            return
-        watch.pause()
-        if not self._time.seconds["evaluation"]:
-            say(f"step {step}: evaluating on held-out rows; the first time this compiles")
+        return bool(every) and (step % every == 0 or step == self._config.steps)
+
+    def _evaluate(self, state: TrainState) -> Record:
+        assert self._evaluation is not None
         with self._time.spent("evaluation"):
-            record = self._evaluation.run(to_export(state))
+            return self._evaluation.run(to_export(state))
+
+    def _evaluate_first(self, log: MetricsLog | None, state: TrainState) -> None:
+        """Evaluates before the first step of an attempt: what cannot be compiled, or has no room,
+        is found out before there are steps to lose. It is logged where the run evaluates at this
+        step and has not done so."""
+        if self._evaluation is None:
+            return
+        step = int(state.step)
+        say(f"step {step}: evaluating on held-out rows before the first step, which compiles")
+        record = self._evaluate(state)
+        if self._is_due(step) and not self._is_evaluated(step):
+            self._log_evaluation(log, step, record)
+
+    def _evaluate_finished(self, state: TrainState) -> None:
+        """Makes the last evaluation of a run that ended within it."""
+        step = int(state.step)
+        if not self._is_evaluated(step):
+            log = self._open_log(step)
+            try:
+                self._log_evaluation(log, step, self._evaluate(state))
+            finally:
+                if log is not None:
+                    log.close()
+
+    def _is_evaluated(self, step: int) -> bool:
+        """Tells whether process 0 has an evaluation of a step in the log."""
+        found = is_first() and step in evaluated_steps(self._output)
+        return bool(text_of_first("yes" if found else ""))
+
+    def _log_evaluation(self, log: MetricsLog | None, step: int, record: Record) -> None:
         if log is not None:
             log.evaluated(step, record)
         say(f"held out, step {step}: " + " ".join(f"{k} {v:.4g}" for k, v in record.items()))

@@ -74,11 +74,12 @@ def test_two_processes_train_together_what_one_trains_alone(
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
         assert two["gradient_norm"] == pytest.approx(one["gradient_norm"], rel=1e-3)
     # Held-out losses are taken together; each process decodes its share of prompts and questions.
-    [evaluated] = [
+    first, evaluated = [
         json.loads(line)
         for line in (tmp_path / "run" / "evaluation.jsonl").read_text().splitlines()
     ]
-    assert evaluated.pop("step") == 4
+    assert (first.pop("step"), evaluated.pop("step")) == (0, 4)
+    assert first.keys() == evaluated.keys()
     expected_figures = evaluation_of(tmp_path / "run", config)
     assert expected_figures["tokens_per_forward"] > 0
     assert expected_figures["questions"] == 3

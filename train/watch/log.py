@@ -7,6 +7,8 @@ never stopped.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
 from pathlib import Path
 
@@ -78,3 +80,13 @@ class MetricsLog:
         self._file.close()
         for sink in self._sinks:
             sink.close()
+
+
+def evaluated_steps(folder: Path) -> set[int]:
+    """Returns the steps of a run that have an evaluation in its log; what a crash left of a line
+    does not count."""
+    path, steps = folder / EVALUATION, set[int]()
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            steps.add(int(json.loads(line)["step"]))
+    return steps

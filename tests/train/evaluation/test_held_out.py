@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,14 +14,14 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.examples.data import EMBEDDED
-from tests.examples.tiny_run import metric_lines, on_devices, tiny_recipe
+from tests.examples.tiny_run import metric_lines, on_devices, run_until_killed, tiny_recipe
 from train.data.manifest import read_manifest
 from train.data.shards import ShardRows
 from train.evaluation.decoding import can_decode
 from train.evaluation.held_out import Evaluation, prompts_of
 from train.loop import train as run_training
 from train.program import make_program
-from train.recipe.config import EvaluationSection, OptimizerSection
+from train.recipe.config import EvaluationSection, OptimizerSection, TrainConfig
 from train.start import held_out_rows, recipe_model
 from wedlm_jax.__main__ import main
 from wedlm_jax.completion import Completion
@@ -60,7 +61,7 @@ def test_a_run_evaluates_on_its_way_and_trains_as_without(
     run_training(tiny_recipe(tmp_path, tokenizer_folder, evaluation=section))
     assert metric_lines(tmp_path) == metric_lines(finished)
     lines = [json.loads(line) for line in (tmp_path / "evaluation.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [2, 4]
+    assert [line["step"] for line in lines] == [0, 2, 4]
     for line in lines:
         assert line["ar_perplexity"] == pytest.approx(math.exp(line["ar_loss"]))
         assert line["loss"] == pytest.approx((line["mlm_loss"] + line["ar_loss"]) / 2)
@@ -69,32 +70,87 @@ def test_a_run_evaluates_on_its_way_and_trains_as_without(
         assert 0 < line["tokens_per_forward"] <= 16
         assert any(name.startswith("mlm_loss_ratio_") for name in line)
         assert line["questions"] == len(ASKED) + 1
-    assert lines[1]["ar_loss"] < lines[0]["ar_loss"]
-    assert lines[1]["question_accuracy"] == len(ASKED) / (len(ASKED) + 1)
+    assert lines[2]["ar_loss"] < lines[1]["ar_loss"] < lines[0]["ar_loss"]
+    assert lines[2]["question_accuracy"] == len(ASKED) / (len(ASKED) + 1)
     cut = [one.finish_reason == "length" for one in said]
-    assert lines[1]["questions_cut"] == sum(cut) + cut[0]  # the first prompt is asked twice
+    assert lines[2]["questions_cut"] == sum(cut) + cut[0]  # the first prompt is asked twice
 
 
-def test_a_run_that_dies_in_an_evaluation_makes_it_when_it_goes_on(
+def dies_at(
+    monkeypatch: pytest.MonkeyPatch, config: TrainConfig, number: int
+) -> list[dict[str, float]]:
+    """Runs a recipe until its evaluation of this number, from 0, fails; returns those in the
+    log."""
+    made, real = 0, Evaluation.run
+
+    class Failed(Exception):
+        pass
+
+    def run(*arguments: Any) -> dict[str, float]:
+        nonlocal made
+        made += 1
+        if made > number:
+            raise Failed
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluation, "run", run)
+        with pytest.raises(Failed):
+            run_training(config)
+    return evaluations(Path(config.output))
+
+
+def evaluations(output: Path) -> list[dict[str, float]]:
+    path = output / "evaluation.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def states(output: Path) -> list[str]:
+    return sorted(path.name for path in (output / "checkpoints").glob("[0-9]*"))
+
+
+@pytest.mark.parametrize("checkpoint_every", [2, 100])
+def test_an_evaluation_that_fails_loses_no_steps_and_is_made_when_the_run_goes_on(
+    finished: Path,
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    checkpoint_every: int,
+) -> None:
+    """In the midst of the run and after its last step; at a step with a state, and at another."""
+    on_devices(monkeypatch, 1)
+    section = EvaluationSection(every=2, rows=2, prompts=0)
+    config = tiny_recipe(
+        tmp_path, tokenizer_folder, evaluation=section, checkpoint_every=checkpoint_every
+    )
+    assert [line["step"] for line in dies_at(monkeypatch, config, 1)] == [0]
+    assert states(tmp_path) == ["2"]
+    # The evaluation before the first step is that of step 2, which is missing.
+    assert [line["step"] for line in dies_at(monkeypatch, config, 1)] == [0, 2]
+    assert "resumed from step 2" in capsys.readouterr().out
+    assert states(tmp_path) == ["2", "4"]
+    run_training(config)
+    found = evaluations(tmp_path)
+    assert [line["step"] for line in found] == [0, 2, 4]
+    run_training(config)  # it is finished
+    assert evaluations(tmp_path) == found
+    assert metric_lines(tmp_path) == metric_lines(finished)
+
+
+def test_what_cannot_be_evaluated_is_found_out_before_the_first_step(
     tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_devices(monkeypatch, 1)
-    section = EvaluationSection(every=2, rows=2, prompts=0)
+    section = EvaluationSection(every=4, rows=2, prompts=0)
     config = tiny_recipe(tmp_path, tokenizer_folder, evaluation=section, checkpoint_every=2)
-
-    class Killed(Exception):
-        pass
-
-    def die(*_: object) -> None:
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Evaluation, "run", die)
-        with pytest.raises(Killed):
-            run_training(config)
-    run_training(config)
-    lines = [json.loads(line) for line in (tmp_path / "evaluation.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [2, 4]
+    assert dies_at(monkeypatch, config, 0) == []
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    run_until_killed(config, 3)
+    assert [line["step"] for line in evaluations(tmp_path)] == [0]
+    # Again from step 2, at which the run does not evaluate: nothing is added to the log.
+    assert [line["step"] for line in dies_at(monkeypatch, config, 1)] == [0]
+    assert states(tmp_path) == ["2", "4"]
 
 
 def test_a_run_without_masks_is_asked_too(
@@ -110,7 +166,7 @@ def test_a_run_without_masks_is_asked_too(
     )
     changes = {"objective": "ar", "steps": 1, "optimizer": OptimizerSection(warmup_steps=0)}
     run_training(tiny_recipe(tmp_path, tokenizer_folder, evaluation=section, **changes))
-    line = json.loads((tmp_path / "evaluation.jsonl").read_text())
+    _, line = evaluations(tmp_path)
     assert (line["questions"], line["questions_cut"]) == (2, 2)
     assert line["question_tokens_per_forward"] == 2  # the first token of each is its prompt's
     assert "tokens_per_forward" not in line
