@@ -7,15 +7,19 @@ logged up to the state that it goes on from, which is all that it keeps.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import shutil
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 from wedlm_jax.errors import InputError, StorageFailure, file_error
 from wedlm_jax.host.processes import (
     SEEN_WITHIN_S,
+    coordinator,
     fail_together,
     is_first,
     text_of_first,
@@ -53,7 +57,8 @@ def open_output(name: str) -> Path:
     if failure := text_of_first(failure):
         passing = text_of_first(kind) == StorageFailure.__name__
         raise (StorageFailure if passing else InputError)(failure)
-    seen = texts_of_all(token if _appears(path, token) else "")
+    appears = _comes(lambda: path.read_text(encoding="utf-8") == token)
+    seen = texts_of_all(token if appears else "")
     blind = [i for i, found in enumerate(seen) if not found]
     if is_first():
         path.unlink(missing_ok=True)
@@ -66,14 +71,34 @@ def open_output(name: str) -> Path:
     return output
 
 
-def _appears(path: Path, token: str) -> bool:
+def read_alike(path: Path) -> None:
+    """Returns when every process reads in a file what process 0 has written there; all call this.
+
+    Raises:
+      InputError: in all, when one of them does not within `SEEN_WITHIN_S`.
+    """
+    if coordinator() is None:
+        return
+    digest = text_of_first(_digest(path) if is_first() else "")
+    seen = texts_of_all(digest if _comes(lambda: _digest(path) == digest) else "")
+    if blind := [str(i) for i, found in enumerate(seen) if not found]:
+        raise InputError(
+            f"{path}: what host 0 of {len(seen)} wrote there is not what host {', '.join(blind)} "
+            f"reads after {SEEN_WITHIN_S:.0f} s; output must be a folder that all hosts share"
+        )
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _comes(there: Callable[[], bool]) -> bool:
+    """Tells whether something is so within `SEEN_WITHIN_S`."""
     deadline = time.monotonic() + SEEN_WITHIN_S
     while True:
-        try:
-            if path.read_text(encoding="utf-8") == token:
+        with contextlib.suppress(OSError):
+            if there():
                 return True
-        except OSError:
-            pass
         if time.monotonic() > deadline:
             return False
         time.sleep(0.2)

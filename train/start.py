@@ -31,6 +31,7 @@ from train.embedded.corpus import generate
 from train.prediction_blocks import most_trainable_blocks, needed_by_sources
 from train.program import TrainProgram, lora_of
 from train.recipe.config import TrainConfig
+from train.run_files import read_alike
 from train.step import TrainState
 from wedlm_jax.checkpoint.hf import check_tensors, load_checkpoint, save_checkpoint
 from wedlm_jax.checkpoint.mask_token import (
@@ -50,7 +51,7 @@ from wedlm_jax.config import (
     config_to_hf,
 )
 from wedlm_jax.errors import InputError, did_you_mean
-from wedlm_jax.host.processes import is_first, say, wait_for_all
+from wedlm_jax.host.processes import is_first, say
 from wedlm_jax.host.storage import as_path, folder_of_this_machine, why_absent
 from wedlm_jax.model.lora import LoraConfig
 
@@ -83,7 +84,7 @@ def tokenizer_folder(config: TrainConfig, output: Path, *, resumes: bool = False
         )
         texts = (f"{sample.prompt}\n{sample.answer}\n" for sample in samples)
         save_tokenizer(train_tokenizer(texts, config.data.vocab_size), folder)
-    wait_for_all("tokenizer")
+    read_alike(folder / "tokenizer.json")
     return folder
 
 
@@ -349,5 +350,5 @@ def packed_dataset(
         )
         save_dataset(dataset, path)
         recipe_path.write_text(recipe, encoding="utf-8")
-    wait_for_all("rows")
+    read_alike(path)
     return load_dataset(path)

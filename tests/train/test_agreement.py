@@ -4,6 +4,7 @@ renamed or written. Two processes here stand for two hosts."""
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib.metadata
 import json
 import shutil
@@ -241,6 +242,31 @@ def test_a_good_state_that_one_host_reads_too_early_is_not_renamed(
     assert said[0].count("reading it once more") == 1
     assert "resumed from step 4" in said[0]
     assert not list((tmp_path / "run" / "checkpoints").glob("*.damaged*"))
+
+
+class ReadsOldRows:
+    """A file system that keeps what was read of a file, for some seconds."""
+
+    def __init__(self, seconds: float):
+        self._seconds, self._asked = seconds, 0.0
+
+    def __call__(self, path: Path) -> str:
+        self._asked = self._asked or time.monotonic()
+        old = time.monotonic() < self._asked + self._seconds
+        return "old" if old else hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.slow
+def test_a_host_does_not_train_on_rows_of_before(tokenizer_folder: Path, tmp_path: Path) -> None:
+    config = tiny_recipe(tmp_path / "run", tokenizer_folder)
+    recipe = ["--config", str(write_recipe(config, tmp_path))]
+    soon = {**QUICK, "train.run_files.SEEN_WITHIN_S": 1.0}
+    old = {**soon, "train.run_files._digest": ReadsOldRows(1000.0)}
+    statuses, said = run_hosts(recipe, tmp_path, limit=LIMIT_S, constants=[soon, old])
+    assert statuses == [2, 2], said
+    for text in said:
+        [sentence] = sentences(text)
+        assert "rows.npz: what host 0 of 2 wrote there is not what host 1 reads" in sentence
 
 
 def test_too_little_memory_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 """The processes of one job: which of how many this is, and what they do together: who speaks,
-waiting for one another, and writing one folder.
+what they tell one another, and writing one folder.
 
 The one place that asks which process this is.
 """
@@ -273,15 +273,6 @@ def say(text: str) -> None:
     """Prints a line, once in a job of several processes."""
     if is_first():
         print(text, flush=True)
-
-
-def wait_for_all(reason: str) -> None:
-    """Returns when every process has come here."""
-    import jax
-    from jax.experimental import multihost_utils
-
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(reason)
 
 
 @contextlib.contextmanager
