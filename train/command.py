@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from train.distributed import EndTogether, add_options, join
 from train.recipe.config import describe, load_config
+from wedlm_jax.errors import CompilingInterrupted
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.processes import say
 from wedlm_jax.host.storage import as_path
@@ -81,5 +82,9 @@ def main(arguments: list[str]) -> int:
             text = f"wedlm train: {stopped}; the same command goes on from there"
             print(text, file=sys.stderr, flush=True)
             return stopped.status
+        except CompilingInterrupted as interrupt:
+            text = f"wedlm train: {interrupt}; the same command goes on from the newest state"
+            print(text, file=sys.stderr, flush=True)
+            return interrupt.status
     say(f"exported {folder}")
     return 0

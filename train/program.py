@@ -27,6 +27,7 @@ from wedlm_jax.attention import check_runs_on
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.corruption import PackedRows
 from wedlm_jax.errors import require_extra
+from wedlm_jax.host.signals import compiled
 from wedlm_jax.loss import LossConfig
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.int8_training import with_int8_products
@@ -147,7 +148,8 @@ class TrainProgram:
     def compile(self, rows: PackedRows | None = None) -> jax.stages.Compiled:
         """Compiles `lower` for the mesh's own devices, with the flags that suit them."""
         options: Any = compiler_options(self.mesh.devices.flat[0].device_kind)
-        return self.lower(rows).compile(compiler_options=options or None)
+        lowered = self.lower(rows)
+        return compiled(lambda: lowered.compile(compiler_options=options or None))
 
     def mask_key(self) -> jax.Array:
         """Makes the key from which the masks of all steps are drawn, on every device."""

@@ -84,12 +84,27 @@ def exit_status(error: BaseException) -> int:
     """Returns the status, of `EXIT_STATUS`, with which a command that ends by an error exits."""
     if isinstance(error, InputError):
         return BAD_INPUT
+    if isinstance(error, CompilingInterrupted):
+        return error.status
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, BrokenPipeError):
         return PIPE_CLOSED
     passing = isinstance(error, OSError) and is_passing(error)
     return STORAGE_FAILED if passing or isinstance(error, StorageFailure) else FAULT
+
+
+class CompilingInterrupted(KeyboardInterrupt):
+    """A signal has come while a program was being compiled: the command ends, because its compiler
+    cannot be asked to stop.
+
+    Attributes:
+      status: with which the command exits.
+    """
+
+    def __init__(self, status: int = INTERRUPTED):
+        super().__init__("interrupted while compiling")
+        self.status = status
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from infer.generate import add_decoding_options, add_model_options, load
 from infer.sampling_options import sampling_params
-from wedlm_jax.errors import InputError, counted
+from wedlm_jax.errors import CompilingInterrupted, InputError, counted
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.signals import StopRequest
 
@@ -97,6 +97,8 @@ def converse(read: Callable[[], str], conversation: Conversation, llm: LLM) -> N
                 _answer(message, conversation, llm)
         except EOFError:
             return
+        except CompilingInterrupted:
+            raise  # in the middle of an answer, after which the engine is of no use
         except KeyboardInterrupt:
             continue  # a line that was given up
         except InputError as error:

@@ -22,7 +22,7 @@ from infer.job.record_index import RecordIndex, build_index
 from infer.job.shard_decoder import NotEnoughMemory
 from infer.job.shard_folder import ShardFolder, check_file_is_new, read_job
 from infer.job.workload import Workload
-from wedlm_jax.errors import INTERRUPTED, TERMINATED, InputError, counted
+from wedlm_jax.errors import TERMINATED, InputError, StorageFailure, counted, exit_status
 from wedlm_jax.host.processes import Host
 
 if TYPE_CHECKING:
@@ -105,12 +105,16 @@ class Job:
             except JobStopped:
                 self.say(f"stopped by SIGTERM: {self.kept()}")
                 return TERMINATED
-            except KeyboardInterrupt:
-                self.say(f"interrupted: {self.kept()}")
-                return INTERRUPTED
+            except KeyboardInterrupt as interrupt:
+                self.say(f"{str(interrupt) or 'interrupted'}: {self.kept()}")
+                return exit_status(interrupt)
             finally:
                 if self.folder is None:
                     self._drop_spool()
+                elif self.options.host.count == 1:
+                    # Whoever mistyped an option, and stopped the job, gives it another.
+                    with contextlib.suppress(InputError, StorageFailure):
+                        self.folder.release()
 
     def _run(self, load: Callable[[], LLM], stop: GracefulStop) -> int:
         workload = self.read_input()

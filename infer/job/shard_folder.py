@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,13 +29,13 @@ from infer.job.identity import Identity
 from infer.job.input import SPOOL
 from infer.job.part_file import FORMAT, SUFFIX, PartFile, whole_records
 from infer.job.record_index import Shard
-from wedlm_jax.errors import InputError, counted
-from wedlm_jax.host.atomic import alone, naming, write_json, written_beside
+from wedlm_jax.errors import InputError, counted, file_error
+from wedlm_jax.host.atomic import alone, create_json, naming, write_json, written_beside
 
 JOB, STATS, PARTS = "job.json", "stats.json", "parts"
 DATA, MANIFEST = ".jsonl", ".manifest.json"
 OURS = re.compile(rf"(job|stats)\.json(\..*\.tmp)?|rows-\d+-of-\d+\..*|{PARTS}|{SPOOL}.*")
-READERS = 16
+READERS, ATTEMPTS = 16, 5
 
 
 class ShardFolder:
@@ -45,11 +46,10 @@ class ShardFolder:
       identity: of the job.
       shards: all of them.
       file: into which they are merged at the end; None if they stay.
-      overwrite: whether records of another job may be deleted.
+      overwrite: whether another job may be replaced.
 
     Raises:
-      InputError: folder or file holds records of another job, or something else, or cannot be
-        written.
+      InputError: folder or file is another job's, or something else, or cannot be written.
     """
 
     def __init__(
@@ -189,9 +189,25 @@ class ShardFolder:
                 if which(path.name):
                     _remove(path)
 
+    def release(self) -> None:
+        """Leaves the folder to any job, if this one has kept nothing in it, nor what came through
+        a pipe."""
+        with naming(self.folder), alone(self.folder):
+            if read_job(self.folder) != self._job or _kept_of_another(self.folder):
+                return
+            if (self.folder / STATS).exists() or list(self.folder.glob(f"{SPOOL}*")):
+                return
+            for path in [*_replaceable(self.folder), self.folder / JOB]:
+                _remove(path)
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
+
     def _check_owner(self) -> None:
-        """Checks that no other job took the folder, which is allowed while it holds no records."""
-        if (found := read_job(self.folder)) == self._job:
+        """Checks that no other job took the folder, as it does with ``overwrite``."""
+        found = read_job(self.folder)
+        if found is None and self.folder.is_dir() and create_json(self.folder / JOB, self._job):
+            return  # the same job elsewhere has released it
+        if found == self._job:
             return
         raise InputError(
             f"{self.folder}: another job has taken this folder since ({self._unlike(found)})"
@@ -207,27 +223,46 @@ class ShardFolder:
         return self.identity.differences(theirs)
 
     def _take_folder(self, overwrite: bool) -> None:
+        """Claims the folder: of several jobs that begin at once, one gets it."""
         found = read_job(self.folder)
+        if found is None:
+            if other := sorted(_foreign(self.folder)):
+                raise InputError(
+                    f"{self.folder}: expected a new folder, or a job's, but it contains {other[0]}"
+                )
+            if not overwrite:
+                self._refuse_to_replace(None)
+            # Listed before: what comes after the claim is of this job, on other hosts.
+            old = _replaceable(self.folder)
+            if create_json(self.folder / JOB, self._job):
+                for path in old:
+                    _remove(path)
+                return
+            found = read_job(self.folder)
         if found == self._job:
             return
-        if found is None and (other := sorted(_foreign(self.folder))):
-            raise InputError(
-                f"{self.folder}: expected a new folder, or a job's, but it contains {other[0]}"
-            )
         if not overwrite:
-            check_file_is_new(self.file, found)
-            merged = self.file is not None and self.file.exists()
-            kept = "finished records" if merged else _kept_of_another(self.folder)
-            if kept:
-                raise InputError(
-                    f"{self.file if merged else self.folder}: holds {kept} of another job "
-                    f"({self._unlike(found)}); choose another output, or delete them with "
-                    "--overwrite"
-                )
-        for old in _ours(self.folder):
-            if not old.name.startswith(SPOOL):
-                _remove(old)
+            self._refuse_to_replace(found)
+        for path in _replaceable(self.folder):
+            _remove(path)
         write_json(self.folder / JOB, self._job, self.folder)
+
+    def _refuse_to_replace(self, found: dict[str, Any] | None) -> None:
+        """Refuses to replace what another job holds, or will hold: it may be running."""
+        check_file_is_new(self.file, found)
+        merged = self.file is not None and self.file.exists()
+        kept = "finished records" if merged else _kept_of_another(self.folder)
+        if kept:
+            raise InputError(
+                f"{self.file if merged else self.folder}: holds {kept} of another job "
+                f"({self._unlike(found)}); choose another output, or delete them with --overwrite"
+            )
+        if found is not None and not (self.folder / STATS).exists():
+            raise InputError(
+                f"{self.folder}: another job has begun here ({self._unlike(found)}), and has no "
+                "records yet; choose another output, or, if it is not running any more, give "
+                "--overwrite"
+            )
 
 
 def check_file_is_new(file: Path | None, job: dict[str, Any] | None) -> None:
@@ -260,12 +295,20 @@ def read_job(folder: Path) -> dict[str, Any] | None:
       InputError: it is damaged.
     """
     path = folder / JOB
-    try:
-        job = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError):
-        raise InputError(f"{path}: cannot be read; choose another output") from None
+    for attempt in range(ATTEMPTS):
+        try:
+            job = json.loads(path.read_bytes())
+            break
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise file_error(path, "cannot be read", error) from None
+        except ValueError:
+            # Perhaps it is being written, on a file system without links.
+            if attempt + 1 < ATTEMPTS:
+                time.sleep(0.2)
+                continue
+            raise InputError(f"{path}: cannot be read; choose another output") from None
     if not isinstance(job, dict) or "wedlm_generate" not in job:
         raise InputError(f"{path}: not written by wedlm generate; choose another output")
     return job
@@ -298,6 +341,11 @@ def _foreign(folder: Path) -> list[str]:
 
 def _ours(folder: Path) -> list[Path]:
     return [folder / name for name in os.listdir(folder) if OURS.fullmatch(name)]
+
+
+def _replaceable(folder: Path) -> list[Path]:
+    """Lists what another job has left: not the copy of a pipe, which may be this one's."""
+    return [path for path in _ours(folder) if not path.name.startswith((JOB, SPOOL))]
 
 
 def _remove(path: Path) -> None:

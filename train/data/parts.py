@@ -22,7 +22,7 @@ from train.data.added_tokens import added_up
 from train.data.chunks import Malformed, input_size
 from train.data.manifest import DataShard, Manifest, write_manifest
 from wedlm_jax.errors import InputError, file_error, shortened
-from wedlm_jax.host.atomic import part_folder, sync_path, write_json, written_beside
+from wedlm_jax.host.atomic import create_json, part_folder, sync_path, written_beside
 from wedlm_jax.records.files import RecordFile
 
 PART_BYTES = 2**30
@@ -122,14 +122,12 @@ class PartFolders:
         plan = json.loads(json.dumps(plan))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if (self.folder / PLAN).exists():
-                if json.loads((self.folder / PLAN).read_text(encoding="utf-8")) != plan:
-                    raise InputError(
-                        f"{self.folder}: was left by a job of other settings or other input; "
-                        "remove it to begin anew"
-                    )
-            else:
-                write_json(self.folder / PLAN, plan)
+            path = self.folder / PLAN
+            if not create_json(path, plan) and json.loads(path.read_text("utf-8")) != plan:
+                raise InputError(
+                    f"{self.folder}: was begun by a job of other settings or other input; if it "
+                    "is not running any more, remove the folder to begin anew"
+                )
         except OSError as error:
             raise file_error(output, "cannot be written here", error) from None
         except ValueError as error:

@@ -19,6 +19,7 @@ import jax
 from jax.sharding import Mesh
 
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.signals import compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,16 +236,17 @@ def compile_for(
     started = time.perf_counter()
     try:
         with jax.set_mesh(mesh), jax.default_device(topology.devices[0]):
-            compiled = lower().compile(compiler_options=dict(options) or None)
+            lowered = lower()
+        done = compiled(lambda: lowered.compile(compiler_options=dict(options) or None))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         reason = next((line for line in str(error).splitlines() if "hbm" in line.lower()), "")
         raise InputError(f"{topology.name}: the {what} does not fit: {reason.strip()}") from None
-    memory = compiled.memory_analysis()
+    memory = done.memory_analysis()
     assert memory is not None, "this backend does not count memory"
     return CompiledProgram(
-        compiled.as_text() or "",
+        done.as_text() or "",
         memory.peak_memory_in_bytes,
         memory.temp_size_in_bytes,
         time.perf_counter() - started,

@@ -19,6 +19,7 @@ from wedlm_jax.engine import device_programs
 from wedlm_jax.engine.device_programs import abstract_state, lower_burst
 from wedlm_jax.engine.entering import make_entrants
 from wedlm_jax.engine.settings import EngineSettings
+from wedlm_jax.host.signals import compiled
 from wedlm_jax.model import Transformer
 
 
@@ -91,8 +92,8 @@ class CompiledPrograms:
         key = (device_programs.burst, traits)
         with self._choosing:
             if self._settings.compiler_lays_out and self.formats is None:
-                compiled = self._kept(key, lambda: lower(parameters, choose=True))
-                self.formats = compiled.input_formats[0][0]
+                chosen = self._kept(key, lambda: lower(parameters, choose=True))
+                self.formats = chosen.input_formats[0][0]
 
         def lower_laid_out() -> jax.stages.Lowered:
             if self.formats is None:
@@ -139,7 +140,7 @@ class CompiledPrograms:
         if key not in self._compiled:
             self.on_compile(len(self._compiled) + 1)
             started = time.monotonic()
-            self._compiled[key] = lower().compile()
+            self._compiled[key] = compiled(lower().compile)
             self.seconds += time.monotonic() - started
         return self._compiled[key]
 

@@ -7,6 +7,7 @@ copied into its place with its ``config.json`` last, without which it counts for
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import io
 import json
@@ -60,6 +61,38 @@ def write_json(path: Path, value: Any, beside: Path | None = None) -> None:
     """Writes an indented JSON file, whole or not at all."""
     with written_beside(path, beside) as file:
         file.write(json.dumps(value, ensure_ascii=False, indent=2).encode("utf-8") + b"\n")
+
+
+def create_json(path: Path, value: Any) -> bool:
+    """Writes a JSON file, whole, unless there is one of this name; returns whether it did. Of
+    several processes, on any hosts, exactly one does.
+
+    Raises:
+      InputError, StorageFailure: it cannot be written; see `naming`.
+    """
+    temporary = path.parent / f"{path.name}.{writer_name()}.tmp"
+    with naming(path):
+        try:
+            write_json(temporary, value)
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+                    raise
+                # A file system without links, as of a mounted bucket: there the file is not whole
+                # at once, but still only one process makes it.
+                try:
+                    with path.open("xb") as file:
+                        file.write(temporary.read_bytes())
+                        sync(file)
+                except FileExistsError:
+                    return False
+            sync_path(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return True
 
 
 def sync(file: IO[bytes]) -> None:

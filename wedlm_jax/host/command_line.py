@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from wedlm_jax.errors import FAULT, PIPE_CLOSED, exit_status
+from wedlm_jax.host.signals import end_if_compiling
 
 
 def run_command(name: str, main: Callable[[], int | None]) -> int:
@@ -18,6 +19,12 @@ def run_command(name: str, main: Callable[[], int | None]) -> int:
       name: what the user typed, which begins the message: "wedlm train".
       main: the command.
     """
+    status = _status_of(name, main)
+    end_if_compiling(status)
+    return status
+
+
+def _status_of(name: str, main: Callable[[], int | None]) -> int:
     try:
         return int(main() or 0)
     except (Exception, KeyboardInterrupt) as error:
@@ -29,7 +36,7 @@ def run_command(name: str, main: Callable[[], int | None]) -> int:
             sys.stderr.close()
             return status
         if isinstance(error, KeyboardInterrupt):
-            said = "interrupted"
+            said = said or "interrupted"
         elif isinstance(error, OSError):
             where = f"{error.filename}: " if error.filename else ""
             said = f"{where}{error.strerror or error}"

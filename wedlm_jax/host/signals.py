@@ -1,20 +1,82 @@
 """Signals that end a program well: the one place that handles them.
 
-Tested by tests/infer/job/test_graceful_stop.py.
+Python runs a signal's handler in the main thread, between two of its own instructions. A compiler
+has none for half a minute, so the main thread leaves compiling to another one and waits, which a
+handler interrupts. What it raises then ends the command as any exception does: files are closed,
+the terminal is put right, a job says what is kept. Only the compiler cannot be ended, so that the
+process is (`end_if_compiling`).
 """
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from wedlm_jax.errors import TERMINATED
+from wedlm_jax.errors import TERMINATED, CompilingInterrupted
+
+T = TypeVar("T")
+
+_compiling: list[threading.Thread] = []
+"""Threads that compile for the main thread; it waits for the last, if it waits."""
+_waits = False
+"""Whether the main thread does."""
+
+
+def compiled(compile: Callable[[], T]) -> T:
+    """Returns the result of ``compile``, a call that does not return to Python for long and leaves
+    nothing half-done if the process ends in it.
+
+    Raises:
+      CompilingInterrupted: Ctrl-C, or another signal that a `StopRequest` handles, has come to the
+        main thread in the meantime.
+      Exception: whatever ``compile`` raises.
+    """
+    global _waits
+    if threading.current_thread() is not threading.main_thread():
+        return compile()
+    done: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            done.set_result(compile())
+        except BaseException as error:
+            done.set_exception(error)
+
+    # No daemon: where a library's user is interrupted and ends Python, it waits for the thread,
+    # because XLA does not survive that the interpreter ends under it.
+    thread = threading.Thread(target=work, name="compile")
+    _compiling[:] = [one for one in _compiling if one.is_alive()]
+    _compiling.append(thread)
+    try:
+        _waits = True
+        thread.start()
+        return done.result()
+    except CompilingInterrupted:
+        raise
+    except KeyboardInterrupt:
+        raise CompilingInterrupted from None
+    finally:
+        _waits = False
+
+
+def end_if_compiling(status: int) -> None:
+    """Ends the process at once if a program is still being compiled for a main thread that was
+    interrupted; to be called when a command has nothing left to do."""
+    if any(thread.is_alive() for thread in _compiling):
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(status)
 
 
 class StopRequest:
-    """Notes a signal while it is open.
+    """Notes a signal while it is open; one that comes while the main thread waits for a compiler
+    (`compiled`) is raised there, as `CompilingInterrupted`.
 
     Args:
       signals: others to note instead. Beside another, Ctrl-C (SIGINT) is noted once, and a second
@@ -46,6 +108,8 @@ class StopRequest:
         if number == signal.SIGINT and len(self._signals) > 1:
             signal.signal(number, signal.default_int_handler)
         self.note()
+        if _waits:
+            raise CompilingInterrupted(self.status)
 
     def note(self) -> None:
         """Notes that a signal has arrived."""

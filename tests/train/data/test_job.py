@@ -6,6 +6,8 @@ import json
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ import train.data.chunks
 import train.data.parts
 from tests.examples.data import BLOCK, CHAT, EMBEDDED, ROW, documents, tokenised, write_jsonl
 from train.data.manifest import read_manifest
+from train.data.parts import PartFolders
 from train.data.samples import load_tokenizer
 from train.data.shards import ShardRows
 from wedlm_jax.__main__ import main
@@ -232,3 +235,22 @@ def test_the_command_counts_the_keys_that_it_does_not_read(
     )
     found = read_manifest(tmp_path / "rows").unread_keys
     assert found == {"id": 9, "source": 3, "(others)": 6}
+
+
+def test_of_jobs_that_begin_at_once_on_one_output_one_gets_it(tmp_path: Path) -> None:
+    plans = [{"row_length": length} for length in range(8)]
+    together = threading.Barrier(len(plans))
+
+    def begin(number: int, plan: dict[str, int]) -> str:
+        together.wait()
+        try:
+            PartFolders(tmp_path / str(number), plan, 1)
+        except InputError as refused:
+            return str(refused)
+        return "begun"
+
+    with ThreadPoolExecutor(len(plans)) as threads:
+        for number in range(20):
+            said = list(threads.map(begin, [number] * len(plans), plans))
+            assert said.count("begun") == 1
+            assert sum("was begun by a job of other settings" in text for text in said) == 7

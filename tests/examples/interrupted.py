@@ -1,0 +1,77 @@
+"""`wedlm` in a process of its own that says when it begins to compile a program, and when it has.
+
+Run as a script: FOLDER NAME ARGUMENTS, where NAME is the program's and FOLDER gets the files
+``compiling`` and ``compiled``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+LIMIT_S = 300
+
+
+def command(folder: Path, program: str, *arguments: str) -> list[str]:
+    return ["-m", "tests.examples.interrupted", str(folder), program, *arguments]
+
+
+def interrupted(
+    folder: Path, program: str, *arguments: str, number: signal.Signals = signal.SIGINT
+) -> tuple[int, str]:
+    """Sends the signal while ``program`` is being compiled; returns status and standard error of
+    the command, which must end before the compiler does."""
+    child = subprocess.Popen(
+        [sys.executable, *command(folder, program, *arguments)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        # None of the compiled programs that are kept between runs.
+        env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")},
+    )
+    try:
+        wait_for_compiler(folder, child)
+        child.send_signal(number)
+        _, said = child.communicate(timeout=LIMIT_S)
+    finally:
+        child.kill()
+    assert not (folder / "compiled").exists(), "the command waited for its compiler"
+    return child.returncode, said
+
+
+def wait_for_compiler(folder: Path, child: subprocess.Popen[Any]) -> None:
+    until = time.monotonic() + LIMIT_S
+    while not (folder / "compiling").exists():
+        assert child.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    time.sleep(0.2)  # until it is in C++
+
+
+def main() -> int:
+    from wedlm_jax.__main__ import main as wedlm
+
+    folder, program, *arguments = sys.argv[1:]
+    compile = jax.stages.Lowered.compile
+
+    def telling(self: jax.stages.Lowered, *options: Any, **named: Any) -> jax.stages.Compiled:
+        if f"module @jit_{program} " not in self.as_text()[:1000]:
+            return compile(self, *options, **named)
+        Path(folder, "compiling").touch()
+        done = compile(self, *options, **named)
+        Path(folder, "compiled").touch()
+        return done
+
+    jax.stages.Lowered.compile = telling  # type: ignore[method-assign]
+    return wedlm(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

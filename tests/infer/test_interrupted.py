@@ -1,0 +1,44 @@
+"""Ctrl-C while a program is compiled ends a command at once, with nothing half-written."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.examples.interrupted import command, interrupted
+from tests.infer.chat.terminal import Terminal
+
+
+def test_a_prompt_ends(tmp_path: Path) -> None:
+    ended = interrupted(tmp_path, "burst", "generate", "--chat", "--prompt", "Hello.")
+    assert ended == (130, "wedlm generate: interrupted while compiling\n")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_job_says_what_is_kept(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out")]
+    ended, said = interrupted(tmp_path, "burst", "generate", *files, number=number)
+    assert ended == status
+    assert said.splitlines()[-1] == (
+        f"interrupted while compiling: 0 of 2 records are kept in {tmp_path / 'out'}; the same "
+        "command continues from there"
+    )
+    assert not (tmp_path / "out").exists(), "any job may begin there"
+
+
+def test_a_conversation_ends(tmp_path: Path) -> None:
+    terminal = Terminal(command(tmp_path, "burst", "chat"), tmp_path)
+    try:
+        terminal.wait_for("compiling")
+        while not (tmp_path / "compiling").exists():
+            pass
+        terminal.press_ctrl_c()
+        said = terminal.wait_for("interrupted while compiling")
+        assert "\x1b[?25h" in said, "the cursor is there again"
+        assert terminal.end() == 130
+        assert not (tmp_path / "compiled").exists()
+    finally:
+        terminal.close()

@@ -1,0 +1,82 @@
+"""Signals that come while the main thread waits for a compiler."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from wedlm_jax.errors import CompilingInterrupted
+from wedlm_jax.host.signals import StopRequest, compiled
+
+ENDS = """
+import os, signal, threading, time
+from wedlm_jax.host.command_line import run_command
+from wedlm_jax.host.signals import compiled
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+raise SystemExit(run_command("it", lambda: compiled(lambda: time.sleep(60))))
+"""
+
+
+def compiling(number: signal.Signals, went_on: threading.Event) -> Callable[[], None]:
+    def work() -> None:
+        os.kill(os.getpid(), number)
+        went_on.wait(10)
+
+    return work
+
+
+def test_a_compilers_result_and_its_error_come_back() -> None:
+    assert compiled(lambda: threading.current_thread().name) == "compile"
+    with pytest.raises(ZeroDivisionError):
+        compiled(lambda: 1 / 0)
+
+
+def test_other_threads_compile_themselves() -> None:
+    names: list[str] = []
+    thread = threading.Thread(
+        target=lambda: names.append(compiled(lambda: threading.current_thread().name)), name="mine"
+    )
+    thread.start()
+    thread.join()
+    assert names == ["mine"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_noted_signal_does_not_wait_for_a_compiler(number: signal.Signals) -> None:
+    went_on = threading.Event()
+    with StopRequest(number) as stop:
+        started = time.monotonic()
+        with pytest.raises(CompilingInterrupted) as interrupt:
+            compiled(compiling(number, went_on))
+        assert time.monotonic() - started < 5
+        went_on.set()
+        assert interrupt.value.status == 128 + number
+        assert stop.requested
+        os.kill(os.getpid(), number)  # and elsewhere it is noted, as ever
+
+
+def test_ctrl_c_does_not_wait_for_a_compiler() -> None:
+    went_on = threading.Event()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(CompilingInterrupted):
+            compiled(compiling(signal.SIGINT, went_on))
+    finally:
+        signal.signal(signal.SIGINT, before)
+        went_on.set()
+
+
+def test_a_command_does_not_end_under_a_compiler_but_with_it() -> None:
+    started = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (130, "it: interrupted while compiling\n")
+    assert time.monotonic() - started < 40
