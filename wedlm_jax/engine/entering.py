@@ -25,7 +25,8 @@ class SavedWindow:
 
     Attributes:
       tokens, filled: of its active slots, ``[active]``.
-      logprobs: of the filled ones, ``[active]``; None where no sequence asks for them.
+      logprobs: of the filled ones, ``[active]``, with as many alternatives as the request asks
+        for; None where it asks for none.
       active, num_forwards, num_token_instances: as in `wedlm_jax.decode.state.DecodeState`.
       window: W.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,8 +23,9 @@ from tests.examples.decode import (
     small_engine,
 )
 from wedlm_jax.completion import Completion
+from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.events import Finished
+from wedlm_jax.engine.events import Finished, TokenDelta
 from wedlm_jax.engine.scheduling import admission
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
@@ -200,3 +202,54 @@ def test_no_more_sequences_than_were_asked_for_and_pages_hold_tokens(engine: Eng
         waiting = []
         seen.append(engine.counters.running)
     assert max(seen) == 2
+
+
+@pytest.fixture(scope="module")
+def logprobs_engine(tiny_model: Transformer) -> Engine:
+    """Two at a time, and pages for hardly more than one; a program for each number of
+    alternatives."""
+    expected = [SamplingParams(mode=mode) for mode in ("paper", "verified")]
+    return small_engine(tiny_model, expected, max_batch_size=2, num_pages=18, deterministic=True)
+
+
+@pytest.mark.parametrize("mode", ["paper", "verified"])
+@pytest.mark.parametrize(
+    ("before", "own", "later"),
+    [(9, 1, None), (None, 1, 9), (1, None, None), (None, None, 1), (9, 1, 9)],
+)
+def test_who_is_put_back_goes_on_in_a_program_of_other_log_probabilities(
+    logprobs_engine: Engine, mode: str, before: int | None, own: int | None, later: int | None
+) -> None:
+    """Programs have as many alternatives as whoever is there asks for."""
+    engine = fresh(logprobs_engine)
+    usual = SamplingParams(
+        mode=mode, max_tokens=36, ignore_eos=True, entropy_threshold=1.6, draft_budget=4.0
+    )
+
+    def request(number: int, logprobs: int | None, **changes: Any) -> Request:
+        params = dataclasses.replace(usual, logprobs=logprobs, **changes)
+        return Request(number, (3 + number, 9, 4), params)
+
+    first, second, third = request(0, before), request(1, own), request(2, later, max_tokens=2)
+    expected = [engine.decode([one])[0] for one in (first, second, third)]
+    engine = fresh(engine)
+    results: dict[int, Completion] = {}
+    room: set[int | None] = set()
+    submitted, waiting = [first, second], [third]
+    while submitted or engine.has_work:
+        for event in engine.step(submitted, max_forwards=2):
+            if isinstance(event, TokenDelta):
+                asked = (first, second, third)[event.number].params.logprobs
+                assert (event.logprobs is None) == (asked is None)
+            elif isinstance(event, Finished):
+                results[event.number] = event.result
+        room.add(engine.device.traits.num_logprobs)
+        submitted = []
+        if engine.counters.preemptions and waiting:
+            submitted, waiting = waiting, []
+    assert engine.counters.preemptions == 1
+    assert len(room) > 1 or before == later
+    for ours, theirs in zip(map(results.get, range(3)), expected, strict=True):
+        assert ours is not None
+        assert say_the_same(ours, theirs)
+        assert ours.logprobs == theirs.logprobs

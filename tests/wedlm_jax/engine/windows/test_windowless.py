@@ -17,6 +17,7 @@ from wedlm_jax.engine.burst import Burst, Report, Request
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.events import Failed, Finished
 from wedlm_jax.engine.scheduling.sequence import SequenceState
+from wedlm_jax.engine.windows.auto import AutoWindows
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 
@@ -141,3 +142,19 @@ def test_grammars_hold_while_windows_come_and_go(tiny_model: Transformer) -> Non
     theirs, rooms = decoded("ar")
     assert ours == theirs
     assert rooms == {0}
+
+
+@pytest.mark.parametrize(("mode", "window"), [("ar", None), ("paper", 2)])
+def test_costs_are_measured_whoever_comes_first(
+    tiny_model: Transformer, mode: str, window: int | None
+) -> None:
+    """Also a sequence whose window is not chosen, for which a narrower program would do."""
+    engine = small_engine(tiny_model, [], window_size="auto", deterministic=True)
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    first = Request(0, (3, 9), dataclasses.replace(params, mode=mode), window)
+    engine.step([first], max_forwards=1)
+    # Measured before the first sequence: it would overwrite what sequences have computed.
+    assert isinstance(engine.windows, AutoWindows)
+    assert engine.windows.costs is not None
+    (result,) = engine.decode([Request(1, (4, 9), params)])
+    assert len(result.token_ids) == 6
