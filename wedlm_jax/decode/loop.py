@@ -41,7 +41,7 @@ REFILLS = ("streaming", "blockwise")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BurstCounters:
-    """Holds what a burst computed, int32 each.
+    """Holds what a burst of one replica computed, int32 each.
 
     Attributes:
       forwards: how many.
@@ -91,7 +91,7 @@ def run_burst(
         fits |= ~state.running
         finished = begun - state.running.sum()
         due = (counters.forwards < allowance.max_forwards) & state.running.any()
-        return due & (finished < allowance.until_finished) & (ready & fits).all()
+        return due & (finished < allowance.until_finished[0]) & (ready & fits).all()
 
     def body(carry: Carry) -> Carry:
         state, pages, hidden, use, counters, last = carry

@@ -29,7 +29,7 @@ from wedlm_jax.decode.state import DecodeState
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Allowance:
-    """Holds what the host allows a burst of forwards.
+    """Holds what the host allows a burst of forwards, of one replica.
 
     Attributes:
       page_table: int32 ``[N, max_pages]``, the pages of each sequence in order, 0 where it has
@@ -39,7 +39,8 @@ class Allowance:
       chunk_tokens: int32, prompt tokens that a forward may compute beside the windows; 0 pauses all
         prompts.
       max_forwards: int32, the most forwards of the burst.
-      until_finished: int32, the burst ends when so many sequences have finished.
+      until_finished: int32 ``[1]``, the replica's burst ends when so many of its sequences have
+        finished.
     """
 
     page_table: Array

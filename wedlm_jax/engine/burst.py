@@ -74,8 +74,9 @@ class Burst:
       windows: int32 ``[R·N]``, W of each sequence in this burst.
       chunk_tokens: prompt tokens that a forward of a replica may compute beside windows; 0 pauses
         all prompts.
-      max_forwards: the most forwards, at least 1.
-      until_finished: the burst ends when so many sequences have finished, over all replicas.
+      max_forwards: the most forwards of each replica, at least 1.
+      until_finished: int32 ``[R]``; a replica is done when so many of its sequences have finished.
+        Replicas know nothing of each other during a burst, which ends when all of them are done.
     """
 
     released: list[int]
@@ -86,7 +87,7 @@ class Burst:
     windows: np.ndarray
     chunk_tokens: int
     max_forwards: int
-    until_finished: int
+    until_finished: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +146,8 @@ class Report:
       errors: by index, the error that ended a sequence.
       traced: by index, the last forward of sequences whose request is traced, where it ran their
         window.
-      num_run: forwards of the burst.
+      num_run: forwards of the burst: of the replica that ran the most. The replicas run theirs at
+        the same time, so the burst took as long as these.
     """
 
     num_computed: np.ndarray

@@ -65,15 +65,18 @@ class Device:
         self._pages: Any = None
         self._options = HostOptions(settings.sequences, self.traits)
         self._windows = np.full(settings.sequences, -1, np.int32)
-        self._num_logprobs: dict[int, int] = {}
+        self._num_logprobs: dict[int, int | None] = {}
+        """As each request asks, whatever its program has."""
         self._grammars = GrammarMasks(grammars, settings.sequences, model.config.vocab_size)
         self._failed: list[int] = []
         """Sequences that the state has still, although the last report told of their error."""
         self._traced: set[int] = set()
         self.counters = np.zeros(3, np.int64)
-        """Forwards, real tokens and computed tokens so far, all replicas together."""
+        """Forwards, real tokens and computed tokens so far. Replicas run their forwards at the same
+        time, and the device waits for the last: forwards are those of the replica that ran the most
+        in each burst, so seconds over forwards are what one takes. Tokens are those of all."""
         self.drafts = np.zeros(2, np.int64)
-        """Drafts that were checked, and that were accepted, so far."""
+        """Drafts that were checked, and that were accepted, so far, of all replicas."""
 
     # --- weights and programs -----------------------------------------------------------
 
@@ -158,19 +161,20 @@ class Device:
         numbers, logprobs, counters, last = jax.device_get(
             (result.numbers, result.logprobs, result.counters, result.last)
         )
-        counted = [int(x.sum()) for x in jax.tree.leaves(counters)]
-        self.counters += counted[:3]
-        self.drafts += counted[3:]
+        num_run = int(counters.forwards.max())
+        self.counters += [num_run, counters.tokens.sum(), counters.computed.sum()]
+        self.drafts += [counters.drafts.sum(), counters.accepted.sum()]
         traced = {} if last is None else window_forwards(last, self._traced, started)
-        report = self._report(numbers, logprobs, int(counters.forwards.max()), traced)
+        report = self._report(numbers, logprobs, num_run, traced)
         for index in [*np.flatnonzero(report.finished), *report.errors]:
             self._forget(int(index))
         self._failed = list(report.errors)
         return report
 
     def save(self, index: int) -> SavedWindow:
-        """Returns the window of a sequence that is preempted, for `Admission.resume`."""
-        state = self._state
+        """Returns the window of a sequence that is preempted, for `Admission.resume`: what any
+        program that can decode the sequence has room for, not what the present one has."""
+        state, asked = self._state, self._num_logprobs[index]
         assert state is not None
         row = jax.device_get(
             jax.tree.map(
@@ -178,7 +182,7 @@ class Device:
                 (
                     state.tokens,
                     state.filled,
-                    state.logprobs,
+                    None if asked is None else state.logprobs,
                     state.active,
                     state.num_forwards,
                     state.num_token_instances,
@@ -188,7 +192,10 @@ class Device:
         tokens, filled, logprobs, *counts = row
         active, num_forwards, instances = map(int, counts)
         window = int(self._windows[index])
-        tokens, filled, logprobs = jax.tree.map(lambda x: x[:active], (tokens, filled, logprobs))
+        tokens, filled, logprobs = jax.tree.map(
+            lambda x: x[:active] if x.ndim == 1 else x[:active, :asked],
+            (tokens, filled, logprobs),
+        )
         return SavedWindow(tokens, filled, logprobs, active, num_forwards, instances, window)
 
     def window(self, index: int) -> WindowView:
@@ -220,7 +227,7 @@ class Device:
         """Keeps what the host has to know of a sequence that enters."""
         index, params = admission.index, admission.request.params
         self._options.set(index, params, window=window, stops=self.settings.stop_ids(params))
-        self._num_logprobs[index] = params.logprobs or 0
+        self._num_logprobs[index] = params.logprobs
         (self._traced.add if admission.request.traced else self._traced.discard)(index)
         completion = admission.text[len(admission.request.prompt) :]
         self._grammars.enter(index, params, completion.tolist())
@@ -286,9 +293,10 @@ class Device:
         errors: dict[int, Exception] = {}
         for index in np.flatnonzero(count):
             new = int(count[index])
-            own = None
-            if logprobs is not None:
-                own = as_list(logprobs, int(index), new, self._num_logprobs[int(index)])
+            own, asked = None, self._num_logprobs[int(index)]
+            if asked is not None:
+                assert logprobs is not None, "the program has what its sequences ask for"
+                own = as_list(logprobs, int(index), new, asked)
             ids, forwards_at, instances_at = (array[index, :new].tolist() for array in emitted)
             tokens[index] = NewTokens(ids, forwards_at, instances_at, own)
             error = self._grammars.commit(int(index), ids, stopped=bool(stopped[index]))
@@ -331,5 +339,5 @@ def _allowance(burst: Burst, most_chunk_tokens: int) -> Allowance:
         arrival=np.asarray(burst.arrival, np.int32),  # type: ignore[arg-type]
         chunk_tokens=np.int32(min(burst.chunk_tokens, most_chunk_tokens)),  # type: ignore[arg-type]
         max_forwards=np.int32(burst.max_forwards),  # type: ignore[arg-type]
-        until_finished=np.int32(burst.until_finished),  # type: ignore[arg-type]
+        until_finished=np.asarray(burst.until_finished, np.int32),  # type: ignore[arg-type]
     )

@@ -172,7 +172,7 @@ def burst_arguments(
         integers(sequences),
         integers(),
         integers(),
-        integers(),
+        integers(settings.replicas),
     )
     changed = jax.ShapeDtypeStruct((sequences,), jnp.bool)
     others = (abstract_options(sequences, traits, config.vocab_size), allowance, changed)

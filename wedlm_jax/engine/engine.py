@@ -171,7 +171,7 @@ class Engine:
           submitted: checked requests, in order of arrival.
           aborted: numbers of requests to abort; they cause no more events.
           max_forwards: of the burst, for callers that need an answer soon: it then also ends once a
-            quarter of the sequences have finished. Chosen by default. With 0, requests are admitted
+            quarter of the sequences have finished, those of each replica. Chosen by default. With 0, requests are admitted
             and nothing is run.
           program: from `compiled_for`; by default the least that serves all, compiled if need be.
           meanwhile: called while the device computes; not at all if there is nothing to run.
@@ -336,10 +336,13 @@ class Engine:
 
     def _prepare(self, program: Traits | None = None) -> None:
         """Makes room for all requests. If windows are chosen by cost, costs are measured once,
-        before the first sequence is admitted."""
-        self.device.prepare(self._program() if program is None else program)
+        before the first sequence is admitted, whose own window may be narrower or none."""
+        traits = self._program() if program is None else program
         if isinstance(self.windows, AutoWindows) and self.windows.costs is None:
+            chosen = traits if traits.window else Traits(verified=True)
+            self.device.prepare(chosen.union(Traits(self.settings.window, autoregressive=True)))
             self.windows.costs = forward_costs(self.device, self.mesh)
+        self.device.prepare(traits)
 
     def _traits(self) -> Traits:
         traits = self._floor

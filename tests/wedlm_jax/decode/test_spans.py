@@ -98,7 +98,7 @@ def allowance_of(some: list[Sequence], chunk_tokens: int) -> Allowance:
         arrival=jnp.array([one.arrival for one in some], jnp.int32),
         chunk_tokens=jnp.int32(chunk_tokens),
         max_forwards=jnp.int32(1),
-        until_finished=jnp.int32(1),
+        until_finished=jnp.ones(1, jnp.int32),
     )
 
 

@@ -178,7 +178,7 @@ class Simulation:
             windows=windows,
             chunk_tokens=CHUNK,
             max_forwards=forwards,
-            until_finished=until,
+            until_finished=np.array([until]),
         )
         self._windows.observe(burst, report, self._noise(seconds))
         for one in running:

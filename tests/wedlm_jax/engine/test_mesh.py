@@ -20,7 +20,9 @@ from tests.examples.decode import (
 )
 from tests.examples.training import tiny_transformer
 from wedlm_jax.completion import Completion
+from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.events import Finished, TokenDelta
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.quantization import quantize_weights
 from wedlm_jax.params import SamplingParams
@@ -146,3 +148,41 @@ def test_verified_equals_autoregressive_on_a_mesh(on_eight: Engine) -> None:
     drafting = [in_mode(case, "verified", draft_budget=50.0) for case in CASES]
     expected = run(on_eight, [in_mode(case, "ar") for case in CASES])
     assert all(map(say_the_same, run(on_eight, drafting), expected))
+
+
+def test_forwards_are_those_of_the_busiest_replica_and_tokens_those_of_all(
+    on_eight: Engine,
+) -> None:
+    """Replicas run at the same time: a forward takes as long on two as on one."""
+    params = SamplingParams(mode="ar", max_tokens=6, ignore_eos=True)
+    lengths = (6, 3)
+    requests = [
+        Request(i, (7, 70 + i), dataclasses.replace(params, max_tokens=most))
+        for i, most in enumerate(lengths)
+    ]
+    before = on_eight.device.counters.copy()
+    events = on_eight.step(requests)
+    running = {event.number for event in events if isinstance(event, TokenDelta)}
+    assert running == {0, 1}
+    assert not on_eight.has_work
+    forwards, tokens, computed = (on_eight.device.counters - before).tolist()
+    assert forwards == max(lengths)
+    assert tokens == sum(1 + most for most in lengths)
+    assert computed == sum(lengths) * on_eight.settings.program(on_eight.device.traits).sizes.tokens[0]
+
+
+def test_a_burst_ends_once_each_replica_has_finished_its_share(on_eight: Engine) -> None:
+    """Not the share of all sequences, for which the replicas would wait in vain."""
+    params = SamplingParams(mode="ar", ignore_eos=True)
+    requests = [
+        Request(i, (7, 80 + i), dataclasses.replace(params, max_tokens=most))
+        for i, most in enumerate((2, 2, 40, 40))
+    ]
+    on_eight.step(requests, max_forwards=0)
+    places = [on_eight.scheduler.index_of(i) for i in range(4)]
+    assert [place // 2 for place in places if place is not None] == [0, 1, 0, 1]
+    before = on_eight.device.counters[0]
+    done = [e.number for e in on_eight.step(max_forwards=30) if isinstance(e, Finished)]
+    assert sorted(done) == [0, 1]
+    assert on_eight.device.counters[0] - before == 2
+    on_eight.step(aborted=range(4), max_forwards=0)

@@ -27,14 +27,15 @@ WATCHED_FORWARDS = 16
 
 @dataclasses.dataclass(frozen=True)
 class BurstLength:
-    """The end of a burst: after so many forwards, or when so many sequences have finished."""
+    """The end of a burst: after so many forwards of each replica, or when so many sequences of each
+    have finished, by the number of the replica."""
 
     forwards: int
-    until_finished: int
+    until_finished: list[int]
 
 
 def burst_length(
-    running: Sequence[SequenceState],
+    running: Sequence[Sequence[SequenceState]],
     *,
     longest: int,
     prefill_forwards: int,
@@ -47,6 +48,7 @@ def burst_length(
     """Decides when the next burst ends.
 
     Args:
+      running: sequences of each replica.
       longest: forwards if no sequence waits.
       prefill_forwards: forwards until all prompts are computed; 0 if they are paused.
       chunks: of the burst.
@@ -54,14 +56,15 @@ def burst_length(
       pages_are_short: whether some of them wait although an index is free.
       soon: whether callers want to hear of finished sequences soon, and may have others.
     """
-    forwards, until = longest, len(running)
-    if any(sequence.request.params.stop for sequence in running):
+    everybody = [sequence for some in running for sequence in some]
+    forwards, until = longest, [len(some) for some in running]
+    if any(sequence.request.params.stop for sequence in everybody):
         forwards = min(forwards, WATCHED_FORWARDS)
-    if any(sequence.request.params.grammar for sequence in running):
+    if any(sequence.request.params.grammar for sequence in everybody):
         forwards = 1  # what a grammar allows, the host says from forward to forward
     if num_waiting or soon:
         # So many sequences finish before new ones enter, whose prompts then share forwards.
-        until = max(len(running) // (4 if soon else 8), 1)
+        until = [max(count // (4 if soon else 8), 1) for count in until]
     if num_waiting:
         forwards = min(forwards, WAITING_FORWARDS)
     if pages_are_short:
@@ -69,12 +72,12 @@ def burst_length(
     if chunks.forwards is not None:
         forwards = min(forwards, chunks.forwards)
     if not chunks.tokens:
-        until = 1  # were the others all to finish, nothing would be left to run
+        until = [1] * len(until)  # were the others all to finish, nothing would be left to run
     elif num_deferred:
         forwards = min(forwards, max(prefill_forwards, 1))
     if prefill_forwards > 1:
         forwards = min(forwards, PREFILL_FORWARDS)
-    if any(sequence.request.traced for sequence in running):
+    if any(sequence.request.traced for sequence in everybody):
         forwards = 1
     return BurstLength(forwards, until)
 

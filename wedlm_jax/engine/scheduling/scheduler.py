@@ -117,7 +117,7 @@ class Scheduler:
           aborted: numbers of requests to abort, those of this step included. Their pages are free
             at once, and they cause no more events. Unknown numbers are ignored.
           max_forwards: of the burst, for callers that need an answer soon: it then also ends once a
-            quarter of the sequences have finished. Chosen by default. With 0, requests are admitted
+            quarter of the sequences have finished, those of each replica. Chosen by default. With 0, requests are admitted
             and nothing is run.
           meanwhile: called while the device computes; not at all if there is nothing to run.
 
@@ -252,10 +252,10 @@ class Scheduler:
     def _burst(
         self, turn: AdmissionRound, admissions: list[Admission], max_forwards: int | None
     ) -> Burst:
-        sizes, running = self._sizes, self._running
+        sizes = self._sizes
         chunks = self._pace.next_chunks(self._replicas)
         length = burst_length(
-            running,
+            [replica.running for replica in self._replicas],
             longest=sizes.longest_burst,
             prefill_forwards=max(prefill_forwards(r, chunks.tokens) for r in self._replicas),
             chunks=chunks,
@@ -286,7 +286,7 @@ class Scheduler:
             windows,
             chunks.tokens,
             forwards,
-            length.until_finished,
+            np.array(length.until_finished, np.int32),
         )
 
     # --- taking in a report -----------------------------------------------------------------

@@ -112,5 +112,5 @@ class ForwardProbe:
             windows=np.maximum(windows, 0),
             chunk_tokens=settings.chunk_tokens,
             max_forwards=forwards,
-            until_finished=count + 1,
+            until_finished=np.full(settings.replicas, count + 1),
         )

@@ -177,7 +177,7 @@ class FakeDevice:
         """Asserts that pages are there, and that nobody writes into another's."""
         size, count = self.sizes.page_size, self.sizes.num_sequences
         assert burst.max_forwards >= 0
-        assert burst.until_finished >= 1
+        assert burst.until_finished.shape == (self.sizes.num_replicas,)
         readers: dict[tuple[int, int], int] = {}
         for index in range(count * self.sizes.num_replicas):
             row, capacity = burst.page_table[index], int(burst.capacity[index])
@@ -200,16 +200,19 @@ class FakeDevice:
 
     def _forwards(self, burst: Burst) -> None:
         self.num_run = 0
+        going = set(range(self.sizes.num_replicas))
         for _ in range(burst.max_forwards):
-            ran = False
-            for replica in range(self.sizes.num_replicas):
-                ran |= self._forward(burst, replica)
-            done = sum(sequence.finished for sequence in self.sequences.values())
-            self.num_run += ran
-            if not ran or done >= burst.until_finished:
+            ran = {replica for replica in going if self._forward(burst, replica)}
+            self.num_run += bool(ran)
+            going = {r for r in ran if self._finished_in(r) < burst.until_finished[r]}
+            if not going:
                 break
             if self._random is not None and self._random.random() < 0.1:
                 break
+
+    def _finished_in(self, replica: int) -> int:
+        count = self.sizes.num_sequences
+        return sum(one.finished for i, one in self.sequences.items() if i // count == replica)
 
     def _forward(self, burst: Burst, replica: int) -> bool:
         """One forward of one replica; whether it had anything to do."""

@@ -69,13 +69,32 @@ def test_bursts_are_short_while_somebody_waits(
         "num_deferred": 0,
         "pages_are_short": False,
     }
-    length = burst_length([new_sequence()] * 16, **{**usual, **changes})  # type: ignore[arg-type]
-    assert (length.forwards, length.until_finished) == expected
+    length = burst_length([[new_sequence()] * 16], **{**usual, **changes})  # type: ignore[arg-type]
+    assert (length.forwards, length.until_finished) == (expected[0], [expected[1]])
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [16, 3, 0]),
+        ({"num_waiting": 1}, [2, 1, 1]),
+        ({"soon": True}, [4, 1, 1]),
+        ({"chunks": Chunks(0, 30)}, [1, 1, 1]),
+    ],
+)
+def test_each_replica_ends_by_its_own_sequences(
+    changes: dict[str, Any], expected: list[int]
+) -> None:
+    running = [[new_sequence()] * count for count in (16, 3, 0)]
+    usual = {"longest": 64, "prefill_forwards": 0, "chunks": Chunks(16)}
+    waits = {"num_waiting": 0, "num_deferred": 0, "pages_are_short": False}
+    length = burst_length(running, **{**usual, **waits, **changes})
+    assert length.until_finished == expected
 
 
 def test_a_text_that_may_stop_is_watched() -> None:
     length = burst_length(
-        [new_sequence(), new_sequence(stop="x")],
+        [[new_sequence()], [new_sequence(stop="x")]],
         longest=64,
         prefill_forwards=0,
         chunks=Chunks(16),
