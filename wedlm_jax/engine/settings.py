@@ -80,7 +80,7 @@ class EngineSettings:
       compiler_lays_out: whether the compiler chooses how parameters lie in memory.
       attention: a name in `wedlm_jax.attention.RAGGED_BACKENDS`.
       refill: "streaming" or "blockwise".
-      deterministic: whether every forward has the same shape.
+      deterministic: whether every forward of every program has the same shape.
       eos_token_ids: of the model.
     """
 
@@ -129,15 +129,18 @@ class EngineSettings:
         )
 
     def program(self, traits: Traits) -> Program:
-        """Returns what a burst of sequences with these traits is compiled for."""
+        """Returns what a burst of sequences with these traits is compiled for. The size of a
+        deterministic engine is that of its own window: not of whoever is there, since a sequence
+        must not notice who is."""
+        alike = self.deterministic
         sizes = forward_sizes(
             self.sequences_each,
-            traits.window,
+            self.window if alike else traits.window,
             self.chunk_tokens,
             self.tokens_at_once,
             coarse=self.coarse_sizes,
-            narrower=traits.autoregressive,
-            one_size=self.deterministic,
+            narrower=traits.autoregressive and not alike,
+            one_size=alike,
             whole=self.whole_tokens,
         )
         return Program(sizes, traits, self.attention, self.refill)
