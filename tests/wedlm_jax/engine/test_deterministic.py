@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from tests.examples.decode import Case, in_mode, requests_of, run, say_the_same, small_engine
+from tests.forward_sizes import usual_sizes
 from wedlm_jax.completion import Completion
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.events import Finished
@@ -92,3 +93,32 @@ def test_neither_arrival_nor_aborts_change_a_token(engine: Engine) -> None:
 def test_one_size_serves_every_forward(engine: Engine) -> None:
     sizes = engine.device.settings.program(engine._traits()).sizes
     assert (len(sizes.tokens), len(sizes.head)) == (1, 1)
+
+
+@pytest.mark.parametrize("sequences", [1, pytest.param(4, marks=pytest.mark.full)])
+def test_every_program_computes_the_same_to_the_bit(
+    tiny_model: Transformer, sequences: int
+) -> None:
+    """Whoever is there: programs are compiled for those alone, at the sizes that users get."""
+    with usual_sizes():
+        engine = small_engine(
+            in_bfloat16(tiny_model), [], window_size=16, max_batch_size=sequences, deterministic=True
+        )
+        batch = [in_mode(case, "verified", logprobs=2) for case in some_cases(16, 4)[:12]]
+        alone = [in_mode(case, "ar") for case in batch]
+        expected = run(engine, alone)
+        assert engine.device.traits.window == 0
+        narrow = engine.num_programs
+        drafted = run(engine, batch)
+        assert engine.num_programs > narrow
+        for ours, theirs in zip(drafted, expected, strict=True):
+            assert say_the_same(ours, theirs)
+            assert ours.logprobs == theirs.logprobs
+        beside = run(engine, [*batch[6:], *alone[:6]])
+        assert [one.logprobs for one in beside] == [
+            one.logprobs for one in (*expected[6:], *expected[:6])
+        ]
+        for mode in ("ar", "verified"):
+            unasked = run(engine, [in_mode(case, mode, logprobs=None) for case in batch])
+            assert engine.device.traits.num_logprobs is None
+            assert all(map(say_the_same, unasked, expected))
