@@ -118,6 +118,7 @@ class LLM:
             deterministic=deterministic,
             mesh=devices,
             grammars=self._grammars(weights.config),
+            known_tokens=None if self.codec is None else self.codec.token_ids,
         )
         self._router = Router(self.engine)
 

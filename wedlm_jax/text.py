@@ -75,6 +75,11 @@ class TextCodec:
         return None if token is None else int(token)
 
     @property
+    def token_ids(self) -> frozenset[int]:
+        """The ids that the tokenizer knows. A model may have rows for more."""
+        return frozenset(self.tokenizer.get_vocab().values())
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(getattr(self.tokenizer, "chat_template", None))
 

@@ -96,6 +96,8 @@ class Subject:
         from wedlm_jax.engine.engine import Engine
 
         options = {**self.engine_options, **options}
+        if self.codec is not None:
+            options.setdefault("known_tokens", self.codec.token_ids)
         if self.folder is None:
             options.setdefault("max_model_len", SHORT_CONTEXT)
         return Engine(self.model, window_size=window, max_batch_size=sequences, **options)

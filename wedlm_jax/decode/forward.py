@@ -28,6 +28,7 @@ from wedlm_jax.decode.sampling import choose_tokens, entropy
 from wedlm_jax.decode.sizes import ForwardSizes, in_parts
 from wedlm_jax.decode.spans import Allowance, SpanPlan, attention_spans, flat_tokens, owner
 from wedlm_jax.decode.state import DecodeState, HeadRows, is_filled
+from wedlm_jax.decode.vocabulary import Vocabulary
 from wedlm_jax.model import Transformer
 
 
@@ -39,12 +40,14 @@ class Program:
       sizes: of the forwards.
       traits: the sampling options that its sequences may use.
       attention: a name in `wedlm_jax.attention.RAGGED_BACKENDS`.
+      vocabulary: the tokens that may be chosen.
       refill: "streaming", or "blockwise" for the paper's baseline.
     """
 
     sizes: ForwardSizes
     traits: Traits
     attention: str
+    vocabulary: Vocabulary
     refill: str = "streaming"
 
 
@@ -154,7 +157,7 @@ def predict(
     def run(size: int, start: Array, out: Predictions) -> Predictions:
         head = _head_rows(state, options, wanted, starts, start, size)
         at = _places(plan, head)
-        said = _guess(model, state, hidden[at], head, options, use, program.traits)
+        said = _guess(model, state, hidden[at], head, options, use, program)
 
         def put(whole: Array, part: Array) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(whole, part, start, axis=0)
@@ -213,9 +216,9 @@ def _guess(
     head: HeadRows,
     options: Options,
     use: TokenUse | None,
-    traits: Traits,
+    program: Program,
 ) -> Predictions:
-    raw = token_logits(model, hidden)
+    raw, traits = token_logits(model, hidden, program.vocabulary), program.traits
     logits = adjusted_logits(raw, state, options, head, use)
     tokens = choose_tokens(logits, state, options, head)
     k = traits.num_logprobs

@@ -17,6 +17,7 @@ from wedlm_jax.decode.allowed_tokens import allowed_tokens
 from wedlm_jax.decode.bad_words import completing_tokens
 from wedlm_jax.decode.options import Options
 from wedlm_jax.decode.state import DecodeState, HeadRows, is_filled
+from wedlm_jax.decode.vocabulary import Vocabulary
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import NO_TOKEN
 from wedlm_jax.sharding import constrain
@@ -39,12 +40,10 @@ class TokenUse:
     committed: Array
 
 
-def token_logits(model: Transformer, hidden: Array) -> Array:
-    """Returns float32 logits ``[R, V]`` of hidden states ``[R, D]``; the mask token's logit is
-    −inf, so a mask is never filled with itself."""
-    logits = constrain(model.logits(hidden), None, "vocab")
-    mask = model.config.mask_token_id
-    return logits if mask is None else logits.at[:, mask].set(-jnp.inf)
+def token_logits(model: Transformer, hidden: Array, vocabulary: Vocabulary) -> Array:
+    """Returns float32 logits ``[R, V]`` of hidden states ``[R, D]``, −inf for what may not be
+    chosen: so a mask is never filled with itself."""
+    return vocabulary.restricted(constrain(model.logits(hidden), None, "vocab"))
 
 
 def adjusted_logits(

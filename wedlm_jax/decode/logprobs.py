@@ -1,7 +1,8 @@
 """Log-probabilities of tokens in the forward that chose them.
 
-They are the model's own: the log-softmax of a row's logits without the mask token, before bias,
-penalties, forbidden tokens, temperature and truncation.
+They are the model's own: the log-softmax of a row's logits over the tokens that may be chosen at
+all (`wedlm_jax.decode.vocabulary`), before bias, penalties, forbidden tokens, temperature and
+truncation.
 """
 
 from __future__ import annotations

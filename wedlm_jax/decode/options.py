@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array
 
 from wedlm_jax.decode.allowed_tokens import all_allowed
+from wedlm_jax.decode.vocabulary import Vocabulary
 from wedlm_jax.errors import InputError
 from wedlm_jax.params import MOST_LOGPROBS, NO_TOKEN, OPTIONS, SamplingParams
 
@@ -314,8 +315,8 @@ def _fill_up(place: np.ndarray, tokens: Sequence[int]) -> None:
     place[: len(tokens)] = tokens
 
 
-def check_options(params: SamplingParams, stops: Sequence[int], vocab: int) -> None:
-    """Refuses options that do not fit a vocabulary of ``vocab`` tokens, or exceed a limit.
+def check_options(params: SamplingParams, stops: Sequence[int], vocabulary: Vocabulary) -> None:
+    """Refuses options that do not fit the vocabulary, or exceed a limit.
 
     Args:
       stops: all token ids that end the sequence.
@@ -332,8 +333,10 @@ def check_options(params: SamplingParams, stops: Sequence[int], vocab: int) -> N
         "stop_token_ids": params.stop_token_ids,
     }
     for name, tokens in named.items():
-        if tokens and max(tokens) >= vocab:  # type: ignore[type-var, operator]
-            raise InputError(f"{name}: {max(tokens)} is outside the vocabulary of {vocab}")  # type: ignore[type-var]
+        if tokens and max(tokens) >= vocabulary.size:  # type: ignore[type-var, operator]
+            raise InputError(
+                f"{name}: {max(tokens)} is outside the vocabulary of {vocabulary.size}"  # type: ignore[type-var]
+            )
     if len(params.logit_bias) > MOST_BIASES:
         raise InputError(
             f"logit_bias: expected at most {MOST_BIASES} tokens, not {len(params.logit_bias)}"
@@ -348,11 +351,13 @@ def check_options(params: SamplingParams, stops: Sequence[int], vocab: int) -> N
         raise InputError(
             f"bad_words: expected at most {LONGEST_BAD_WORD} tokens in a word, not {longest}"
         )
-    # In the worst case one place forbids every token of every word, each stop token, and the mask.
+    # In the worst case one place forbids every token of every word, and each stop token.
     early_stops = stops if params.min_tokens else ()
-    if len({*ids, *early_stops}) + 1 >= vocab:
-        raise InputError(f"bad_words: they forbid all {vocab} tokens of the vocabulary")
-    if params.logprobs is not None and params.logprobs >= vocab:
+    choices = len(vocabulary)
+    if len({token for token in (*ids, *early_stops) if token in vocabulary}) >= choices:
+        raise InputError(f"bad_words: they forbid all {choices} tokens that may be chosen")
+    if params.logprobs is not None and params.logprobs > choices:
         raise InputError(
-            f"logprobs: expected fewer than the vocabulary of {vocab}, not {params.logprobs}"
+            f"logprobs: expected at most {choices}, the tokens that may be chosen, "
+            f"not {params.logprobs}"
         )

@@ -6,7 +6,7 @@ It knows token ids only; `wedlm_jax.llm` adds text.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -58,6 +58,8 @@ class Engine:
       chunk_tokens: the most prompt tokens that a forward computes beside windows.
       mesh: of the model; its axes ``data`` and ``tensor`` are used.
       grammars: that requests may have; None refuses requests with one.
+      known_tokens: the ids that the model's tokenizer knows; others are never chosen. None without
+        a tokenizer: all but the mask token's.
 
     Raises:
       InputError: naming the option.
@@ -79,6 +81,7 @@ class Engine:
         chunk_tokens: int | None = None,
         mesh: Mesh | None = None,
         grammars: Grammars | None = None,
+        known_tokens: Collection[int] | None = None,
     ):
         self.config: ModelConfig = model.config
         if mesh is not None:
@@ -99,6 +102,7 @@ class Engine:
             page_size,
             num_pages,
             chunk_tokens,
+            known_tokens,
         )
         with self._on_mesh():
             self.settings, self.memory = plan_engine(
@@ -135,7 +139,7 @@ class Engine:
                 f"prompt token id {worst} lies outside the vocabulary of {self.config.vocab_size}"
             )
         self.scheduler.check(Request(-1, prompt, params))
-        check_options(params, self.settings.stop_ids(params), self.config.vocab_size)
+        check_options(params, self.settings.stop_ids(params), self.settings.vocabulary)
         self.check_grammar(params)
 
     def check_grammar(self, params: SamplingParams) -> None:

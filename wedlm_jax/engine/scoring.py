@@ -5,8 +5,11 @@ Tested by tests/wedlm_jax/test_llm.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +19,7 @@ from jax import Array
 
 from wedlm_jax.decode.logits import token_logits
 from wedlm_jax.decode.logprobs import Logprobs, TokenLogprob, as_list, token_logprobs
+from wedlm_jax.decode.vocabulary import Vocabulary
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer
@@ -27,7 +31,7 @@ LOGITS_AT_ONCE = 128
 """Positions of a text whose logits exist at once."""
 
 
-@partial(jax.jit, static_argnames=("graph", "top", "int8_kv"))
+@partial(jax.jit, static_argnames=("graph", "top", "int8_kv", "vocabulary"))
 def score_texts(
     graph: nnx.GraphDef[Transformer],
     parameters: nnx.State,
@@ -35,9 +39,11 @@ def score_texts(
     *,
     top: int,
     int8_kv: bool,
+    vocabulary: Vocabulary,
 ) -> Logprobs:
     """Returns the log-probability of each of ``tokens [N, T]`` given those before it, ``[N, T]``,
-    with ``top`` alternatives each; that of the first token is meaningless."""
+    with ``top`` alternatives each; that of the first token is meaningless. What may not be chosen
+    has −inf."""
     model = nnx.merge(graph, parameters)
     count, length = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
@@ -50,7 +56,7 @@ def score_texts(
 
     def score(chunk: tuple[Array, Array]) -> Logprobs:
         predicts, chosen = chunk
-        logits = token_logits(model, predicts.reshape(-1, predicts.shape[-1]))
+        logits = token_logits(model, predicts.reshape(-1, predicts.shape[-1]), vocabulary)
         found = token_logprobs(logits, chosen.reshape(-1), top)
         return jax.tree.map(lambda x: x.reshape(*chosen.shape, *x.shape[1:]), found)
 
@@ -59,13 +65,17 @@ def score_texts(
 
 
 def score(
-    engine: Engine, texts: Sequence[tuple[Sequence[int], Sequence[int]]], top: int
+    engine: Engine,
+    texts: Sequence[tuple[Sequence[int], Sequence[int]]],
+    top: int,
+    turn: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> list[list[TokenLogprob]]:
     """Returns the log-probability of each token of the completions, given the tokens before it.
 
     Args:
       texts: token ids of prompts and completions.
       top: alternatives beside each token.
+      turn: entered around each use of the engine, for a caller that shares it.
     """
     by_length: dict[int, list[int]] = {}
     for number, (prompt, completion) in enumerate(texts):
@@ -80,9 +90,12 @@ def score(
             for row, number in enumerate(some):
                 whole = [*texts[number][0], *texts[number][1]]
                 tokens[row, : len(whole)] = whole
-            int8_kv = engine.kv_cache_dtype == "int8"
-            scored = engine.run_model(score_texts, tokens, top=top, int8_kv=int8_kv)
-            found = jax.device_get(scored)
+            static: dict[str, Any] = {
+                "int8_kv": engine.kv_cache_dtype == "int8",
+                "vocabulary": engine.settings.vocabulary,
+            }
+            with turn():
+                found = jax.device_get(engine.run_model(score_texts, tokens, top=top, **static))
             for row, number in enumerate(some):
                 prompt, completion = texts[number]
                 every = as_list(found, row, len(prompt) + len(completion), top)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 from typing import Any
 
 from wedlm_jax.attention.ragged import check_ragged_backend
@@ -13,6 +14,7 @@ from wedlm_jax.decode.loop import REFILLS
 from wedlm_jax.decode.options import Traits
 from wedlm_jax.decode.sizes import forward_sizes
 from wedlm_jax.decode.state import num_slots
+from wedlm_jax.decode.vocabulary import Vocabulary
 from wedlm_jax.engine.memory import MemoryPlan, plan_pages, working_bytes
 from wedlm_jax.errors import InputError
 from wedlm_jax.model.layers import columns_are_faster
@@ -82,6 +84,7 @@ class EngineSettings:
       refill: "streaming" or "blockwise".
       deterministic: whether every forward of every program has the same shape.
       eos_token_ids: of the model.
+      vocabulary: the tokens that may be chosen.
     """
 
     replicas: int
@@ -103,6 +106,7 @@ class EngineSettings:
     refill: str
     deterministic: bool
     eos_token_ids: tuple[int, ...]
+    vocabulary: Vocabulary
 
     @property
     def sequences(self) -> int:
@@ -143,7 +147,7 @@ class EngineSettings:
             one_size=alike,
             whole=self.whole_tokens,
         )
-        return Program(sizes, traits, self.attention, self.refill)
+        return Program(sizes, traits, self.attention, self.vocabulary, self.refill)
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Returns the tokens that end a completion."""
@@ -170,6 +174,7 @@ class Wishes:
     page_size: int | None = None
     num_pages: int | None = None
     chunk_tokens: int | None = None
+    known_tokens: Collection[int] | None = None
 
 
 def plan_engine(
@@ -232,6 +237,7 @@ def plan_engine(
         refill=wishes.refill,
         deterministic=wishes.deterministic,
         eos_token_ids=tuple(config.eos_token_ids),
+        vocabulary=Vocabulary.of(config, wishes.known_tokens),
     )
     memory = plan_pages(
         config,

@@ -17,6 +17,7 @@ from wedlm_jax.decode.options import (
     check_options,
     idle_options,
 )
+from wedlm_jax.decode.vocabulary import Vocabulary
 from wedlm_jax.errors import InputError
 from wedlm_jax.params import OPTIONS, SamplingParams
 
@@ -216,12 +217,12 @@ def test_options_that_a_model_cannot_have_are_refused(
     changes: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(InputError, match=sentence):
-        check_options(dataclasses.replace(PLAIN, **changes), (0, 1), 24)
+        check_options(dataclasses.replace(PLAIN, **changes), (0, 1), Vocabulary(24, 24, (23,)))
 
 
 def test_too_many_biases_or_alternatives_are_refused() -> None:
     biases = dataclasses.replace(PLAIN, logit_bias=dict.fromkeys(range(513), 1.0))
     with pytest.raises(InputError, match="logit_bias: expected at most 512 tokens, not 513"):
-        check_options(biases, (), 1000)
-    with pytest.raises(InputError, match="logprobs: expected fewer than the vocabulary of 4"):
-        check_options(dataclasses.replace(PLAIN, logprobs=4), (), 4)
+        check_options(biases, (), Vocabulary(1000, 1000))
+    with pytest.raises(InputError, match="logprobs: expected at most 3, the tokens that"):
+        check_options(dataclasses.replace(PLAIN, logprobs=4), (), Vocabulary(9, 5, (0, 3)))
