@@ -6,7 +6,11 @@ Adds what the engine does not know: several samples of a prompt, stop strings, a
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
+import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
@@ -27,23 +31,31 @@ Prepared: TypeAlias = tuple[Sequence[int], SamplingParams]
 
 
 class Router:
-    """Shares an engine between several callers: each gets the events of its own requests.
+    """Shares an engine between several callers, in any threads: each gets the events of its own
+    requests.
+
+    Whoever steps the engine advances the requests of all. Threads take turns, first come, first
+    served, and a turn is one step; so nobody waits longer than a step of each of the others, and a
+    caller that does not come back, such as a stream that is not read, holds up nobody.
 
     Args:
-      engine: stepped by this router only.
+      engine: used by this router only.
     """
 
     def __init__(self, engine: Engine):
         self.engine = engine
+        self._turns = Turns()
         self._kept: dict[int, list[Event]] = {}
         self._mine: dict[int, object] = {}
-        self._last = -1
+        self._numbers = itertools.count()
+        self._left: collections.deque[tuple[object, Sequence[int]]] = collections.deque()
+        """Callers that have left, and their requests, still to be aborted."""
 
     def new_number(self, caller: object) -> int:
         """Returns a number for a request of ``caller``."""
-        self._last += 1
-        self._mine[self._last] = caller
-        return self._last
+        number = next(self._numbers)
+        self._mine[number] = caller
+        return number
 
     def step(
         self,
@@ -53,26 +65,134 @@ class Router:
         *,
         max_forwards: int | None = None,
     ) -> list[Event]:
-        """Steps the engine; returns the caller's events, those kept since its last step first."""
-        for number in aborted:
-            self._mine.pop(number, None)
-        own: list[Event] = self._kept.pop(id(caller), [])
-        for event in self.engine.step(submitted, aborted, max_forwards=max_forwards):
-            whose = self._mine.get(event.number)
-            if isinstance(event, Finished | Failed):
-                self._mine.pop(event.number, None)
-            if whose is caller:
-                own.append(event)
-            elif whose is not None:
-                self._kept.setdefault(id(whose), []).append(event)
+        """Returns the caller's events: those that steps of others have brought since its last one,
+        and if there are none, or it submits or aborts anything, those of a step of its own.
+
+        Raises:
+          Exception: what the engine raised. It has begun anew then, and the requests of all other
+            callers have failed.
+        """
+        with self.turn():
+            for number in aborted:
+                self._mine.pop(number, None)
+            own = self._kept.pop(id(caller), [])
+            if submitted or aborted or not own:
+                self._step(submitted, aborted, max_forwards)
+                own += self._kept.pop(id(caller), [])
         return own
 
     def leave(self, caller: object, numbers: Sequence[int]) -> None:
-        """Aborts the requests that a caller has left, and forgets the caller."""
-        self._kept.pop(id(caller), None)
-        if numbers:
-            self.step(caller, aborted=numbers)
-            self._kept.pop(id(caller), None)
+        """Aborts the requests that a caller has left, and forgets the caller.
+
+        It waits for nothing, since a generator may be closed anywhere: when it is collected, even
+        within a step of its own thread. Whoever has the turn aborts them after it.
+        """
+        self._left.append((caller, numbers))
+        self._tidy()
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Lets no other thread use the engine meanwhile."""
+        self._turns.take()
+        try:
+            yield
+        finally:
+            self._turns.give()
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """Aborts what callers have left, unless somebody has the turn, who does so after it."""
+        while self._left and self._turns.take_if_free():
+            try:
+                gone: list[int] = []
+                while self._left:
+                    caller, numbers = self._left.popleft()
+                    self._kept.pop(id(caller), None)
+                    for number in numbers:
+                        self._mine.pop(number, None)
+                    gone += numbers
+                if gone:
+                    self._step((), gone, 0)
+            finally:
+                self._turns.give()
+
+    def _step(
+        self, submitted: Sequence[Request], aborted: Sequence[int], max_forwards: int | None
+    ) -> None:
+        """Steps the engine and keeps the events for those whose they are."""
+        try:
+            events = self.engine.step(submitted, aborted, max_forwards=max_forwards)
+        except BaseException as error:
+            # The scheduler is of no further use, nor is what was under way. Those who submitted
+            # nothing now learn it from an event; they may be anybody, the caller among them.
+            self.engine.restart()
+            events = [
+                Failed(number, RuntimeError(f"the engine failed in another call ({error!r})"))
+                for number in list(self._mine)
+            ]
+            self._keep(events)
+            raise
+        self._keep(events)
+
+    def _keep(self, events: Sequence[Event]) -> None:
+        for event in events:
+            whose = self._mine.get(event.number)
+            if isinstance(event, Finished | Failed):
+                self._mine.pop(event.number, None)
+            if whose is not None:
+                self._kept.setdefault(id(whose), []).append(event)
+
+
+class Turns:
+    """A lock that threads get in the order in which they asked for it. With one of `threading` a
+    thread that takes it again at once can keep it from all others."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._queue: collections.deque[threading.Lock] = collections.deque()
+        """A lock for each thread that has the turn, or waits for it: its own is held until then."""
+
+    def take(self) -> None:
+        """Waits for the turn."""
+        mine = threading.Lock()
+        mine.acquire()
+        try:
+            with self._guard:
+                self._queue.append(mine)
+                first = len(self._queue) == 1
+            if not first:
+                mine.acquire()
+        except BaseException:  # Ctrl-C: those behind must not wait for a thread that does not
+            self._withdraw(mine)
+            raise
+
+    def take_if_free(self) -> bool:
+        """Takes the turn if nobody has it, waiting for nothing; returns whether it did."""
+        if not self._guard.acquire(blocking=False):
+            return False
+        try:
+            if free := not self._queue:
+                self._queue.append(threading.Lock())
+            return free
+        finally:
+            self._guard.release()
+
+    def give(self) -> None:
+        """Passes the turn on."""
+        with self._guard:
+            self._queue.popleft()
+            if self._queue:
+                self._queue[0].release()
+
+    def _withdraw(self, mine: threading.Lock) -> None:
+        """Takes out a thread that waits no longer; it may have got the turn by now."""
+        with self._guard:
+            waits = mine in self._queue and self._queue[0] is not mine
+            if waits:
+                self._queue.remove(mine)
+            has_it = not waits and mine in self._queue
+        if has_it:
+            self.give()
 
 
 @dataclasses.dataclass(eq=False)

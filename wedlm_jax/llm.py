@@ -149,8 +149,9 @@ class LLM:
         given = [params] if isinstance(params, SamplingParams) else params or [SamplingParams()]
         for one in given:
             self._told_once.of_mode(one)
-        self.engine.expect([self._with_bad_words_as_ids(one) for one in given])
-        self.engine.compile(on_step)
+        with self._router.turn():
+            self.engine.expect([self._with_bad_words_as_ids(one) for one in given])
+            self.engine.compile(on_step)
 
     def generate(
         self,
@@ -272,7 +273,7 @@ class LLM:
                 if len(second):
                     self.engine.check(second, SamplingParams(max_tokens=len(first)))
                 texts.append((first, second))
-        return score(self.engine, texts, top)
+        return score(self.engine, texts, top, self._router.turn)
 
     def stream(
         self,

@@ -1,0 +1,211 @@
+"""One `LLM` used by several threads: each gets the answers that it gets alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.examples.tiny_checkpoint import write_tiny_checkpoint
+from wedlm_jax.completion import Completion
+from wedlm_jax.generation import Turns
+from wedlm_jax.llm import LLM
+from wedlm_jax.params import SamplingParams
+
+PROMPTS = ["the cat", "one two three", "naïve 日本", "12 + 30 = ", "a", "mat", "= 42", "on on on"]
+PARAMS = [
+    SamplingParams(max_tokens=24, temperature=1.0, seed=3, ignore_eos=True),
+    SamplingParams(mode="paper", max_tokens=24, logprobs=1, ignore_eos=True),
+    SamplingParams(mode="ar", max_tokens=24, stop=("never",)),
+]
+SECONDS = 240
+"""After which a thread counts as stuck."""
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder: Path = write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+    llm = LLM(folder, window_size=4, max_batch_size=4, deterministic=True)
+    llm.warm_up(PARAMS)
+    return llm
+
+
+def cold(completion: Completion) -> Completion:
+    return dataclasses.replace(completion, num_cached_tokens=0)
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> list[list[Completion]]:
+    """Of all prompts, with each of the parameters."""
+    return [[cold(one) for one in llm.generate(PROMPTS, params)] for params in PARAMS]
+
+
+def together(tasks: list[Callable[[], Any]]) -> list[Any]:
+    """Runs tasks in threads that begin at once; returns what they return, or raise."""
+    results: list[Any] = [None] * len(tasks)
+    begin = threading.Barrier(len(tasks))
+
+    def run(number: int) -> None:
+        begin.wait()
+        try:
+            results[number] = tasks[number]()
+        except Exception as error:
+            results[number] = error
+
+    threads = [
+        threading.Thread(target=run, args=[number], daemon=True) for number in range(len(tasks))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive(), "stuck"
+    return results
+
+
+def test_threads_that_generate_stream_and_score_at_once(
+    llm: LLM, expected: list[list[Completion]]
+) -> None:
+    ids = [llm.as_ids(prompt) for prompt in PROMPTS]
+    whole = [[one.token_ids for one in some] for some in expected]
+    scored = llm.score(ids, whole[0])
+
+    def generated(number: int) -> list[list[Completion]]:
+        return [[cold(one) for one in llm.generate(PROMPTS, PARAMS[number])] for _ in range(3)]
+
+    def streamed(number: int) -> list[Completion]:
+        found = []
+        for prompt in PROMPTS:
+            chunks = list(llm.stream(prompt, PARAMS[number]))
+            assert "".join(chunk.text for chunk in chunks) == chunks[-1].completion.text
+            found.append(cold(chunks[-1].completion))
+        return found
+
+    def score() -> Any:
+        return [llm.score(ids, whole[0]) for _ in range(3)]
+
+    numbers = range(len(PARAMS))
+    results = together(
+        [
+            *(lambda number=number: generated(number) for number in numbers),
+            *(lambda number=number: streamed(number) for number in numbers),
+            score,
+        ]
+    )
+    for number in numbers:
+        assert results[number] == [expected[number]] * 3
+        assert results[len(PARAMS) + number] == expected[number]
+    assert results[-1] == [scored] * 3
+    assert not llm.engine.has_work
+    llm.engine.scheduler.check_accounts()
+
+
+def test_a_stream_that_nobody_reads_holds_up_nobody(
+    llm: LLM, expected: list[list[Completion]]
+) -> None:
+    left = llm.stream(PROMPTS[0], PARAMS[0])
+    first = next(left)
+    (found,) = together([lambda: [cold(one) for one in llm.generate(PROMPTS, PARAMS[1])]])
+    assert found == expected[1]
+    # It goes on where it was, in another thread, or is closed there.
+    (rest,) = together([lambda: list(left)])
+    assert cold([first, *rest][-1].completion) == expected[0][0]
+    left = llm.stream(PROMPTS[0], PARAMS[0])
+    next(left)
+    together([left.close])  # type: ignore[attr-defined]
+    assert not llm.engine.has_work
+
+
+def test_a_stream_may_be_collected_within_a_step(
+    llm: LLM, expected: list[list[Completion]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collector runs generators' last lines anywhere: in a thread that has the turn, too."""
+    left = [llm.stream(PROMPTS[0], PARAMS[0])]
+    next(left[0])
+    step = llm.engine.step
+
+    def collecting(*arguments: Any, **options: Any) -> Any:
+        left.clear()
+        gc.collect()
+        return step(*arguments, **options)
+
+    monkeypatch.setattr(llm.engine, "step", collecting)
+    (found,) = together([lambda: [cold(one) for one in llm.generate(PROMPTS[:2], PARAMS[1])]])
+    assert found == expected[1][:2]
+    assert not llm.engine.has_work
+
+
+def test_an_engine_that_fails_tells_all_and_begins_anew(
+    llm: LLM, expected: list[list[Completion]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = llm.stream(PROMPTS[1], PARAMS[0])
+    next(other)
+    step = llm.engine.step
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        step(*arguments, **options)
+        raise RuntimeError("lost")
+
+    monkeypatch.setattr(llm.engine, "step", failing)
+    with pytest.raises(RuntimeError, match="lost"):
+        llm.generate(PROMPTS, PARAMS[0])
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="the engine failed in another call .*lost"):
+        list(other)
+    assert not llm.engine.has_work
+    assert [cold(one) for one in llm.generate(PROMPTS, PARAMS[0])] == expected[0]
+
+
+def test_turns_go_to_whoever_asked_first() -> None:
+    """A thread that takes the next turn at once does not keep it from those that wait."""
+    turns, order = Turns(), list[str]()
+
+    def other() -> None:
+        turns.take()
+        order.append("other")
+        turns.give()
+
+    turns.take()
+    assert not turns.take_if_free()
+    thread = threading.Thread(target=other, daemon=True)
+    thread.start()
+    while len(turns._queue) < 2:
+        pass
+    turns.give()
+    turns.take()
+    order.append("again")
+    turns.give()
+    thread.join(SECONDS)
+    assert order == ["other", "again"]
+    assert turns.take_if_free()
+    turns.give()
+
+
+def test_who_is_interrupted_while_waiting_leaves_the_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    turns = Turns()
+    turns.take()
+
+    class Interrupted:
+        """A lock whose second use is interrupted, as Ctrl-C does it."""
+
+        def __init__(self) -> None:
+            self.used = 0
+
+        def acquire(self) -> None:
+            self.used += 1
+            if self.used > 1:
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("wedlm_jax.generation.threading.Lock", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            turns.take()
+    turns.give()
+    assert turns.take_if_free()
