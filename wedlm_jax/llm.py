@@ -45,6 +45,9 @@ DTYPES = ("float32", "bfloat16")
 class LLM:
     """Decodes with a checkpoint.
 
+    Several threads may use it at once: their sequences decode together, and each thread gets what
+    it would get alone.
+
     Args:
       model: a folder in Hugging Face format, an orbax folder of `wedlm convert`, or a hub id; the
         embedded model by default.
@@ -61,8 +64,9 @@ class LLM:
       kv_cache_dtype: "int8" rounds keys and values to 8 bits; None keeps them in ``dtype``.
       attention: a backend, a name in `wedlm_jax.attention.ragged.RAGGED_BACKENDS`; by default the
         one for this platform.
-      deterministic: compute every forward in one shape, so that a prompt's tokens depend on
-        nothing but itself, in bfloat16 too; mode "verified" then gives exactly the tokens of "ar".
+      deterministic: compute every forward in one shape, that of full windows in all places, so that
+        a prompt's tokens depend on nothing but itself, in bfloat16 too; mode "verified" then gives
+        exactly the tokens of "ar".
       mesh: devices of this process that share the work, such as ``{"tensor": 8}`` or
         ``{"data": 4, "tensor": 2}``: ``tensor`` shards the weights, ``data`` makes replicas.
     """

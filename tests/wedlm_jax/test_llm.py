@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 
 from tests.examples.decode import EVERYTHING
-from tests.examples.tiny_checkpoint import write_tiny_checkpoint
+from tests.examples.tiny_checkpoint import TEXTS, write_tiny_checkpoint
+from train.data.tokenizer import save_tokenizer, train_tokenizer
 from wedlm_jax.completion import Completion
 from wedlm_jax.errors import InputError
 from wedlm_jax.generation import WAITING
 from wedlm_jax.host.progress import Progress
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams, sample_seed
+from wedlm_jax.text import TextCodec
 
 PROMPTS = ["the cat", "one two three", "naïve 日本", "12 + 30 = ", "a", "mat", "= 42", "on on on"]
 GREEDY = SamplingParams(mode="paper", max_tokens=24)
@@ -351,6 +353,22 @@ def test_once_it_is_to_stop_no_other_prompt_begins(llm: LLM) -> None:
         finished.extend(place for place, _ in some)
     assert 1 <= len(finished) < 40
     assert not llm.engine.has_work
+
+
+def test_only_what_the_tokenizer_knows_is_chosen(tmp_path: Path) -> None:
+    """The model has more rows; without a tokenizer all of them may be chosen."""
+    folder = write_tiny_checkpoint(tmp_path, tokenizer=False)
+    hot = SamplingParams(mode="ar", max_tokens=60, temperature=3.0, seed=1, ignore_eos=True)
+
+    def chosen() -> set[int]:
+        llm = LLM(folder, window_size=0, max_batch_size=4)
+        return {token for one in llm.generate([[7], [8, 9]], hot) for token in one.token_ids}
+
+    assert max(chosen()) >= 270
+    save_tokenizer(train_tokenizer(TEXTS, 270), folder)
+    known = TextCodec.load(folder)
+    assert known is not None
+    assert chosen() <= known.token_ids <= set(range(270))
 
 
 # --- streaming ---------------------------------------------------------------------------

@@ -155,7 +155,7 @@ def test_an_engine_that_fails_tells_all_and_begins_anew(
     with pytest.raises(RuntimeError, match="lost"):
         llm.generate(PROMPTS, PARAMS[0])
     monkeypatch.undo()
-    with pytest.raises(RuntimeError, match="the engine failed in another call .*lost"):
+    with pytest.raises(RuntimeError, match=r"the engine failed in another call .*lost"):
         list(other)
     assert not llm.engine.has_work
     assert [cold(one) for one in llm.generate(PROMPTS, PARAMS[0])] == expected[0]

@@ -324,9 +324,9 @@ def check_options(params: SamplingParams, stops: Sequence[int], vocabulary: Voca
     Raises:
       InputError: naming the option.
     """
-    ids = [token for word in params.bad_words for token in word]
-    if any(isinstance(token, str) for token in ids):
+    if any(isinstance(token, str) for word in params.bad_words for token in word):
         raise InputError("bad_words: the engine takes token ids, not texts")
+    ids = [int(token) for word in params.bad_words for token in word]
     named = {
         "logit_bias": params.logit_bias,
         "bad_words": ids,

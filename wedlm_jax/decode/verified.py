@@ -33,7 +33,7 @@ drafts, and so on the window and on what else runs on the machine.
 
 The condition: choices must come out the same at every shape of a forward. In float32 they differ
 only where two logits tie within rounding. In bfloat16 such ties are common; a deterministic engine
-computes every forward in one shape.
+computes every forward of every program in one shape.
 """
 
 from __future__ import annotations

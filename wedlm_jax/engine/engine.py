@@ -175,8 +175,8 @@ class Engine:
           submitted: checked requests, in order of arrival.
           aborted: numbers of requests to abort; they cause no more events.
           max_forwards: of the burst, for callers that need an answer soon: it then also ends once a
-            quarter of the sequences have finished, those of each replica. Chosen by default. With 0, requests are admitted
-            and nothing is run.
+            quarter of each replica's sequences have finished. Chosen by default. With 0, requests
+            are admitted and nothing is run.
           program: from `compiled_for`; by default the least that serves all, compiled if need be.
           meanwhile: called while the device computes; not at all if there is nothing to run.
 

@@ -168,7 +168,9 @@ def test_forwards_are_those_of_the_busiest_replica_and_tokens_those_of_all(
     forwards, tokens, computed = (on_eight.device.counters - before).tolist()
     assert forwards == max(lengths)
     assert tokens == sum(1 + most for most in lengths)
-    assert computed == sum(lengths) * on_eight.settings.program(on_eight.device.traits).sizes.tokens[0]
+    assert (
+        computed == sum(lengths) * on_eight.settings.program(on_eight.device.traits).sizes.tokens[0]
+    )
 
 
 def test_a_burst_ends_once_each_replica_has_finished_its_share() -> None:

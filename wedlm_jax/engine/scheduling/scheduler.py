@@ -117,8 +117,8 @@ class Scheduler:
           aborted: numbers of requests to abort, those of this step included. Their pages are free
             at once, and they cause no more events. Unknown numbers are ignored.
           max_forwards: of the burst, for callers that need an answer soon: it then also ends once a
-            quarter of the sequences have finished, those of each replica. Chosen by default. With 0, requests are admitted
-            and nothing is run.
+            quarter of each replica's sequences have finished. Chosen by default. With 0, requests
+            are admitted and nothing is run.
           meanwhile: called while the device computes; not at all if there is nothing to run.
 
         Raises:
