@@ -29,8 +29,12 @@ def make_optimizer(
     clip_norm: float,
     first_moment_dtype: str = "float32",
     average: float = 0.0,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Makes the optimizer called ``name``, after clipping by the global norm.
+
+    Its ``update`` takes the number of the step, from 0, as ``step``: the learning rate is that of
+    the step. What the moments' bias is corrected by counts the updates that there were, which are
+    fewer where steps were skipped.
 
     Args:
       schedule: learning rate by step.
@@ -46,7 +50,7 @@ def make_optimizer(
     """
     if name == "muon":
         update = optax.contrib.muon(
-            schedule,
+            1.0,
             weight_decay=weight_decay,
             consistent_rms=MUON_RMS,
             muon_weight_dimension_numbers=layer_matrices,
@@ -57,7 +61,7 @@ def make_optimizer(
         )
     elif name == "adamw":
         update = optax.adamw(
-            schedule,
+            1.0,
             b1=b1,
             b2=b2,
             eps=eps,
@@ -67,8 +71,20 @@ def make_optimizer(
         )
     else:
         raise ValueError(f"unknown optimizer {name!r}")
-    chain = [optax.clip_by_global_norm(clip_norm), update]
+    chain = [optax.clip_by_global_norm(clip_norm), update, scale_by_step(schedule)]
     return optax.chain(*chain, average_parameters(average)) if average else optax.chain(*chain)
+
+
+def scale_by_step(schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
+    """Multiplies updates by the learning rate of the step that they are of; keeps no count."""
+
+    def update(
+        updates: Any, state: optax.EmptyState, parameters: Any = None, *, step: Array, **_: Any
+    ) -> tuple[Any, optax.EmptyState]:
+        rate = schedule(step)
+        return jax.tree.map(lambda x: jnp.asarray(rate, x.dtype) * x, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
 
 
 class ParameterAverage(NamedTuple):
@@ -113,13 +129,6 @@ def averaged_parameters(state: Any, parameters: Any) -> Any:
 
     found = filter(is_average, jax.tree.leaves(state, is_leaf=is_average))
     return next((node.average for node in found), parameters)
-
-
-def learning_rate(schedule: optax.Schedule, state: Any) -> Array:
-    """Returns the rate that the next update of an optimizer in this state uses: float32 scalar."""
-    counts = optax.tree_utils.tree_get_all_with_path(state, "count")
-    # Every part of the optimizer counts the same updates.
-    return jnp.asarray(schedule(counts[0][1]), jnp.float32)
 
 
 def decayed(parameters: Any) -> Any:

@@ -35,7 +35,7 @@ from wedlm_jax.model.lora import TARGETS, LoraConfig, with_adapters
 from wedlm_jax.sharding import batch_sharding, check_fits, tree_shardings
 
 
-def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
+def optimizer_of(config: TrainConfig) -> optax.GradientTransformationExtraArgs:
     """Returns the recipe's optimizer under its schedule."""
     o = config.optimizer
     return make_optimizer(
@@ -71,7 +71,7 @@ def objective_of(config: TrainConfig, model: ModelConfig) -> Objective:
 def abstract_state(
     mesh: Mesh,
     parameters: nnx.State,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformationExtraArgs,
     frozen: nnx.State | None = None,
 ) -> TrainState:
     """Returns shapes, dtypes and places of the first state; ``parameters`` and ``frozen`` may be
@@ -130,7 +130,7 @@ class TrainProgram:
     lora: LoraConfig | None
     mesh: Mesh
     graph: nnx.GraphDef[Transformer]
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformationExtraArgs
     objective: Objective
     step: TrainStep
     state: TrainState

@@ -1,6 +1,7 @@
 """Steps that are not taken: gradients that are not finite, or far above their usual size.
 
-A skipped step leaves parameters and optimizer as they were; the data moves on. The decision
+A skipped step leaves parameters and optimizer as they were; the data and the learning rate move
+on, which are of the step's number. The decision
 is made inside the jitted step, so nothing waits for the host, which reads it with the metrics
 (`train.watch.pending`).
 """

@@ -19,7 +19,6 @@ import optax
 from flax import nnx
 from jax import Array
 
-from train.optimizer import learning_rate
 from train.skipped_steps import Guard, GuardState, judge
 from train.watch.norms import group_norms
 from wedlm_jax.corruption import DualStreamBatch, PackedRows, dual_stream, sample_masks
@@ -93,7 +92,7 @@ class TrainStep(Protocol):
 
 def make_train_step(
     graph: nnx.GraphDef[Transformer],
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformationExtraArgs,
     objective: Objective,
     *,
     schedule: optax.Schedule | None = None,
@@ -125,7 +124,9 @@ def make_train_step(
         gradients, metrics = accumulate(
             graph, state.parameters, batches, denominators, loss, state.frozen
         )
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
+        updates, optimizer_state = optimizer.update(
+            gradients, state.optimizer, state.parameters, step=state.step
+        )
         parameters = optax.apply_updates(state.parameters, updates)
         # Before clipping: a spike must be seen.
         norm = optax.global_norm(gradients)
@@ -141,7 +142,7 @@ def make_train_step(
         if norms:
             metrics |= group_norms(state.parameters, "parameter") | group_norms(updates, "update")
         if schedule is not None:
-            metrics["learning_rate"] = learning_rate(schedule, state.optimizer)
+            metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
         new_state = TrainState(
             state.step + 1, parameters, optimizer_state, guard_state, state.frozen
         )

@@ -62,7 +62,7 @@ def objective(**changes: object) -> Objective:
     return Objective("wedlm", BLOCK, MASK_TOKEN, LossConfig(chunk=8, **changes))  # type: ignore[arg-type]
 
 
-def optimizer() -> optax.GradientTransformation:
+def optimizer() -> optax.GradientTransformationExtraArgs:
     schedule = optax.constant_schedule(0.01)
     return make_optimizer(schedule, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=0.5)
 

@@ -16,6 +16,7 @@ from train.optimizer import MUON_RMS, averaged_parameters, decayed, make_optimiz
 
 PARAMETERS = nnx.state(tiny_transformer())
 RATE, DECAY = 0.01, 0.1
+FIRST = jnp.int32(0)
 SETTINGS: dict[str, Any] = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "clip_norm": 1e9}
 
 
@@ -33,7 +34,7 @@ def updates_of(name: str, gradients: nnx.State, decay: float = 0.0) -> dict[str,
     optimizer = make_optimizer(
         optax.constant_schedule(RATE), name=name, weight_decay=decay, **SETTINGS
     )
-    updates, _ = optimizer.update(gradients, optimizer.init(PARAMETERS), PARAMETERS)
+    updates, _ = optimizer.update(gradients, optimizer.init(PARAMETERS), PARAMETERS, step=FIRST)
     return {path: np.asarray(leaf) for path, leaf in named(updates).items()}
 
 
@@ -101,6 +102,25 @@ def test_an_unknown_optimizer_is_refused() -> None:
         make_optimizer(optax.constant_schedule(RATE), name="lion", weight_decay=0.0, **SETTINGS)
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_learning_rate_is_that_of_the_step_and_nothing_else_counts_steps(name: str) -> None:
+    """Updates 1, 2, 3 of steps 0, 1, 5: those of a constant rate, scaled by each step's own."""
+    gradients = random_gradients(2)
+    plain = make_optimizer(optax.constant_schedule(1.0), name=name, weight_decay=DECAY, **SETTINGS)
+    scheduled = make_optimizer(
+        lambda step: RATE * (1 + step), name=name, weight_decay=DECAY, **SETTINGS
+    )
+    state, other = scheduled.init(PARAMETERS), plain.init(PARAMETERS)
+    for step in (0, 1, 5):
+        updates, state = scheduled.update(gradients, state, PARAMETERS, step=jnp.int32(step))
+        ones, other = plain.update(gradients, other, PARAMETERS, step=FIRST)
+        expected = named(ones)
+        for path, update in named(updates).items():
+            np.testing.assert_allclose(update, RATE * (1 + step) * expected[path], rtol=1e-6)
+    counts = optax.tree_utils.tree_get_all_with_path(state, "count")
+    assert {int(count) for _, count in counts} == {3}
+
+
 def test_first_moments_in_bfloat16_take_half_the_bytes_and_hardly_change_the_update() -> None:
     gradients = random_gradients(3)
     for name in ("adamw", "muon"):
@@ -116,7 +136,8 @@ def test_first_moments_in_bfloat16_take_half_the_bytes_and_hardly_change_the_upd
             state = optimizer.init(PARAMETERS)
             kept = {leaf.dtype.name for leaf in jax.tree.leaves(state)} - {"int32"}
             assert kept == {"float32", dtype}, name
-            found[dtype] = named(optimizer.update(gradients, state, PARAMETERS)[0])
+            updates, _ = optimizer.update(gradients, state, PARAMETERS, step=FIRST)
+            found[dtype] = named(updates)
         for path, update in found["float32"].items():
             np.testing.assert_allclose(update, found["bfloat16"][path], atol=RATE / 50)
 
@@ -132,8 +153,8 @@ def test_the_average_of_the_parameters_follows_its_recurrence() -> None:
     expected = np.arange(4.0)
     for step in range(8):
         gradients = {"kernel": jnp.sin(jnp.arange(4.0) + step)}
-        updates, state = optimizer.update(gradients, state, weights)
-        same, other = plain.update(gradients, other, weights)
+        updates, state = optimizer.update(gradients, state, weights, step=FIRST)
+        same, other = plain.update(gradients, other, weights, step=FIRST)
         np.testing.assert_array_equal(updates["kernel"], same["kernel"])
         weights = optax.apply_updates(weights, updates)
         decay = min(0.3, (1 + step) / (10 + step))

@@ -9,14 +9,18 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 from tests.examples.tiny_run import ARCHITECTURE, metric_lines, on_devices, tiny_recipe
 from train.data.order import global_order
 from train.data.synthetic import load_dataset
 from train.loop import train as run_training
+from train.optimizer import make_optimizer
 from train.recipe.config import ModelSection, OptimizerSection, TrainConfig
 from train.skipped_steps import NORM_DECAY, Guard, GuardState, judge
+from train.step import TrainState, accumulate, make_train_step, prepare
 from wedlm_jax.errors import InputError
 
 
@@ -109,3 +113,61 @@ def test_a_skipped_step_changes_nothing_but_the_count() -> None:
         for name, value in new.items():
             np.testing.assert_array_equal(value, old[name], err_msg=name)
     assert dataclasses.asdict(after_it.guard)["mean_norm"] == 0
+
+
+def test_the_learning_rate_moves_on_and_the_bias_correction_does_not() -> None:
+    """Steps 0 and 2 are taken, 1 is not: by values, from the gradients alone."""
+    from tests.train.test_step import (
+        B1,
+        B2,
+        EPSILON,
+        GRAPH,
+        KEY,
+        OBJECTIVE,
+        fresh_state,
+        named,
+        training_rows,
+    )
+
+    def schedule(step: jax.Array) -> jax.Array:
+        return 0.01 * (1 + step)
+
+    optimizer = make_optimizer(
+        schedule, b1=B1, b2=B2, eps=EPSILON, weight_decay=0.0, clip_norm=1e9, average=0.5
+    )
+    step = make_train_step(GRAPH, optimizer, OBJECTIVE, schedule=schedule)
+
+    def gradients(parameters: nnx.State, number: int) -> dict[str, np.ndarray]:
+        prepared = prepare(OBJECTIVE, training_rows(number), jax.random.fold_in(KEY, number))
+        found = accumulate(GRAPH, parameters, *prepared)[0]
+        return {name: x.astype(np.float64) for name, x in named(found).items()}
+
+    parameters = fresh_state().parameters
+    state = TrainState(jnp.int32(0), parameters, optimizer.init(parameters))
+    first = gradients(parameters, 0)
+    state, metrics = step(state, training_rows(0), KEY)
+    assert float(metrics["learning_rate"]) == pytest.approx(0.01)
+    kept = jax.tree.map(jnp.array, state.parameters)
+
+    spoilt = jax.tree.map(jnp.array, kept)
+    spoilt["norm"]["scale"][...] = spoilt["norm"]["scale"][...].at[0].set(jnp.inf)
+    state, metrics = step(dataclasses.replace(state, parameters=spoilt), training_rows(1), KEY)
+    assert int(metrics["skipped"]) == 1
+    assert float(metrics["learning_rate"]) == pytest.approx(0.02)
+
+    before, third = named(kept), gradients(kept, 2)
+    state, metrics = step(dataclasses.replace(state, parameters=kept), training_rows(2), KEY)
+    assert int(metrics["skipped"]) == 0
+    assert float(metrics["learning_rate"]) == pytest.approx(0.03)
+    for name, after in named(state.parameters).items():
+        one, two = first[name], third[name]
+        mean = (1 - B1) * (B1 * one + two) / (1 - B1**2)
+        square = (1 - B2) * (B2 * one**2 + two**2) / (1 - B2**2)
+        expected = -0.03 * mean / (np.sqrt(square) + EPSILON)
+        # Where gradients are of rounding's size, so is the sign that Adam makes of them.
+        sure = (np.minimum(np.abs(one), np.abs(two)) > 1e-5) | ((one == 0) & (two == 0))
+        assert sure.mean() > 0.5, name
+        moved = after.astype(np.float64) - before[name]
+        np.testing.assert_allclose(moved[sure], expected[sure], atol=5e-5, err_msg=name)
+    # The moving average has seen two updates, too.
+    assert optax.tree_utils.tree_get(state.optimizer, "updates") == 2

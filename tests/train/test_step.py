@@ -39,7 +39,7 @@ GRAPH, PARAMETERS = nnx.split(tiny_transformer())
 KEY = jax.random.key(11)
 
 
-def optimizer() -> optax.GradientTransformation:
+def optimizer() -> optax.GradientTransformationExtraArgs:
     return make_optimizer(
         optax.constant_schedule(LEARNING_RATE),
         b1=B1,
