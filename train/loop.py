@@ -24,6 +24,7 @@ from train.prediction_blocks import with_prediction_blocks
 from train.program import TrainProgram, abstract_rows, make_program
 from train.recipe.config import TrainConfig
 from train.recipe.phases import phases_of, source_names
+from train.recipe.skipped_batches import SkippedBatches
 from train.recipe.streams import row_tokens
 from train.remat import settled_here
 from train.resume import begin_or_resume
@@ -183,6 +184,7 @@ class TrainingRun:
         pad = model.pad_token_id or 0
         self._phases, self._data = phases_of(config), []
         self._sources = source_names(config)
+        self._skipped = SkippedBatches.of(config.data.skip)
         for phase in self._phases:  # what cannot be in a later one is refused now
             own = phase.config
             check_fits(self._mesh, model, rows=own.rows, row_tokens=row_tokens(own))
@@ -283,6 +285,7 @@ class TrainingRun:
             batches.read_from,
             ar_weight=self._config.loss.ar_weight,
             sources=self._sources,
+            skipped=self._skipped,
             done=done,
         )
 
@@ -328,6 +331,8 @@ class TrainingRun:
         speed = self._time.read(None if peak is None else peak * len(devices))
         if used := (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"):
             record["memory_peak_bytes"] = used
+        if self._skipped.passed(step):
+            record["batch"] = self._skipped.batch(step)
         if log is not None:
             log.write(step, record | speed)
 

@@ -29,6 +29,7 @@ from train.data.manifest import read_manifest
 from train.data.synthetic import rows_recipe
 from train.recipe.config import TrainConfig, describe, save_config
 from train.recipe.phases import phases_of
+from train.recipe.skipped_batches import SkippedBatches
 from train.schedule import schedule_of
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.atomic import write_json
@@ -49,7 +50,7 @@ HARMLESS = re.compile(
 is refused, so a new one is until somebody has thought about it."""
 BY_CONTENT = re.compile(
     r"seed|rows|accumulation|row_length|block_size|phases"
-    r"|data.(sources|tokenizer|corpus_seed|samples|weights|vocab_size|train_on_prompt|end_tokens)"
+    r"|data.(sources|tokenizer|corpus_seed|samples|weights|vocab_size|train_on_prompt|end_tokens|skip)"
 )
 """Fields of which `RowOrder` tells whether they change anything: a folder that was moved does
 not."""
@@ -75,6 +76,7 @@ class RowOrder:
       sources: content and weight of each set of rows, in the recipe's order. Where it lies does
         not matter.
       phases: the same of each later phase, and the step from which it counts.
+      skip: the batches that no step reads.
     """
 
     seed: int
@@ -83,6 +85,7 @@ class RowOrder:
     block_size: int
     sources: list[dict[str, Any]]
     phases: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    skip: list[list[int]] = dataclasses.field(default_factory=list)
 
     def differences(self, before: RowOrder, done: int) -> list[str]:
         """Lists what is not as before, by the recipe's names, in what ``done`` steps have read."""
@@ -102,6 +105,13 @@ class RowOrder:
         )
         if were != are:
             changed.append(f"the phases before step {done} were {were}, are {are}")
+        skipped = [SkippedBatches.of(order.skip).passed(done) for order in (before, self)]
+        if skipped[0] != skipped[1]:
+            was, now = ([list(one) for one in ranges] for ranges in skipped)
+            changed.append(
+                f"data.skip was {was}, is {now}, in what {done} steps have read (to read that "
+                "again without it, branch_from an earlier state)"
+            )
         return changed
 
 
@@ -128,6 +138,7 @@ def row_order(config: TrainConfig, tokenizer: Tokenizer) -> RowOrder:
         phases=[
             {"from_step": phase.first, **_of_phase(phase.config, tokenizer)} for phase in later
         ],
+        skip=[list(one) for one in SkippedBatches.of(config.data.skip).ranges],
     )
 
 

@@ -79,7 +79,7 @@ def test_a_run_whose_loss_is_no_number_stops_and_names_the_batches(
     assert "step 1 skipped: loss" in said
     assert "gradient_norm nan" in said
     lines = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["batch"]) for line in lines] == [(1, 0), (2, 1), (3, 2)]
+    assert [(line["step"], line["batch"]) for line in lines] == [(1, 1), (2, 2), (3, 3)]
     assert {line["gradient_norm"] for line in lines} == {None}
     rows = load_dataset(tmp_path / "rows.npz").row_sets()
     order = global_order(rows, seed=config.seed, batch_rows=4)

@@ -26,6 +26,7 @@ from train.data.order import (
 )
 from train.data.placed import PlacedRows
 from train.recipe.config import TrainConfig
+from train.recipe.skipped_batches import SkippedBatches
 from train.recipe.streams import leaves_blocks_out
 from wedlm_jax.corruption import PackedRows
 
@@ -39,9 +40,9 @@ class TrainingRows(Protocol):
 class TrainBatches:
     """Yields the batches of a run in order, from step ``start`` on, as global `PackedRows`.
 
-    A batch is a function of the seed and the step number alone. Every host reads only the rows
-    that its devices hold; threads or worker processes read ahead, and one thread places what
-    they read on the devices.
+    A batch is a function of the seed, of what the recipe skips and of the step number. Every host
+    reads only the rows that its devices hold; threads or worker processes read ahead, and one
+    thread places what they read on the devices.
 
     Args:
       data: the packed rows.
@@ -88,7 +89,8 @@ class TrainBatches:
         )
         self._rows = host_rows(sharding, self._shape)
         stop = config.steps if stop is None else stop
-        steps = HostSteps(order, self._shape[:2], self._rows, start, stop, first)
+        self._skipped = SkippedBatches.of(config.data.skip)
+        steps = HostSteps(order, self._shape[:2], self._rows, start, stop, first, self._skipped)
         self._ahead = read_ahead(steps, workers=config.data.workers, prefetch=config.data.prefetch)
         self._ready: queue.Queue[Any] = queue.Queue(config.data.prefetch)
         self._closed = threading.Event()
@@ -118,7 +120,7 @@ class TrainBatches:
             self._row_sets,
             seed=self._seed,
             shape=(accumulation, batch_rows),
-            step=step - self._first,
+            batch=self._skipped.between(self._first, step + 1) - 1,
             streams=self._streams,
         )
         owners: dict[int, list[Any]] = collections.defaultdict(list)

@@ -1,7 +1,8 @@
 """The order in which steps read packed rows: the one file that knows grain.
 
 Step s's global batch is rows ``s * A * R`` and on of one endless order that only the seed, the
-sources and their weights decide (in each phase of a run: `train.recipe.phases`). So a batch is the
+sources and their weights decide (in each phase of a run: `train.recipe.phases`), where no batch is
+skipped (`train.recipe.skipped_batches`). So a batch is the
 same for any number of hosts, each of which reads its own rows of it, and a run that resumes needs
 nothing but the number of its step.
 """
@@ -17,6 +18,7 @@ import grain
 import numpy as np
 from absl import flags
 
+from train.recipe.skipped_batches import NONE_SKIPPED, SkippedBatches
 from wedlm_jax.errors import InputError
 
 HostBatch = dict[str, np.ndarray]
@@ -153,6 +155,7 @@ class HostSteps:
       rows: which of the R rows this host holds, ascending.
       start, stop: the first step, and the one after the last.
       first: the step with which the order begins.
+      skipped: batches of the order that no step reads.
     """
 
     def __init__(
@@ -163,16 +166,20 @@ class HostSteps:
         start: int,
         stop: int,
         first: int = 0,
+        skipped: SkippedBatches = NONE_SKIPPED,
     ):
         self._order, self._shape, self._rows = order, shape, [int(row) for row in rows]
         self._start, self._stop, self._first = start, stop, first
+        self._skipped = skipped
 
     def __len__(self) -> int:
         return max(self._stop - self._start, 0)
 
     def __getitem__(self, index: Any) -> HostBatch:
         accumulation, batch_rows = self._shape
-        first = (self._start - self._first + int(index)) * accumulation * batch_rows
+        # Steps are counted from 0 here, so that the batch of step s is the s + 1st of the run.
+        batch = self._skipped.between(self._first, self._start + int(index) + 1) - 1
+        first = batch * accumulation * batch_rows
         picked = [
             self._order[first + turn * batch_rows + row]
             for turn in range(accumulation)
@@ -193,20 +200,20 @@ def step_places(
     *,
     seed: int,
     shape: tuple[int, int],
-    step: int,
+    batch: int,
     streams: Sequence[Stream] | None = None,
 ) -> list[list[tuple[str, int]]]:
-    """Finds the rows of a step's global batch: the file and the number there, for ``[A][R]``.
+    """Finds the rows of a global batch: the file and the number there, for ``[A][R]``.
 
     Args:
       row_sets, seed, streams: as in `global_order`.
       shape: (A, R).
-      step: from 0, the order's first.
+      batch: from 0, the order's first.
     """
     places = [(RowPlaces(rows), weight) for rows, weight in row_sets]
     accumulation, batch_rows = shape
     order = global_order(places, seed=seed, batch_rows=accumulation * batch_rows, streams=streams)
-    first = step * accumulation * batch_rows
+    first = batch * accumulation * batch_rows
     return [
         [order[first + turn * batch_rows + row] for row in range(batch_rows)]
         for turn in range(accumulation)

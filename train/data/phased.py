@@ -8,11 +8,14 @@ from jax.sharding import Sharding
 
 from train.data.batches import TrainBatches, TrainingRows
 from train.recipe.phases import Phase
+from train.recipe.skipped_batches import SkippedBatches
 from wedlm_jax.corruption import PackedRows
+from wedlm_jax.host.processes import say
 
 
 class PhasedBatches:
-    """Yields the global `PackedRows` of a run's steps, one phase after another.
+    """Yields the global `PackedRows` of a run's steps, one phase after another, and says where
+    batches are skipped.
 
     Args:
       phases: of the recipe.
@@ -33,6 +36,7 @@ class PhasedBatches:
     ):
         self._left = [(p, d) for p, d in zip(phases, data, strict=True) if p.stop > start]
         self._sharding, self._step, self._sources = sharding, start, sources
+        self._skipped = SkippedBatches.of(phases[0].config.data.skip)
         self._phase, self._batches = self._open()
         self._earlier: list[tuple[int, Callable[[int], list[dict[str, list[int]]]]]] = []
 
@@ -56,6 +60,8 @@ class PhasedBatches:
             self._batches.close()
             self._phase, self._batches = self._open()
         self._step += 1
+        for first, last in self._skipped.passed_by(self._step):
+            say(f"step {self._step}: batches {first} to {last} are skipped (data.skip)")
         return next(self._batches)
 
     def read_from(self, step: int) -> list[dict[str, list[int]]]:

@@ -103,7 +103,7 @@ def rows_recipe(config: TrainConfig, tokenizer: Tokenizer) -> str:
     """Writes all that the rows depend on as a text to compare."""
     fields = dataclasses.asdict(config.data)
     # How rows are read, not what is in them; and where the tokenizer lies, whose content counts.
-    for name in ("sources", "workers", "prefetch", "tokenizer"):
+    for name in ("sources", "skip", "workers", "prefetch", "tokenizer"):
         del fields[name]
     return json.dumps([fields, config.row_length, config.block_size, tokenizer.to_str()])
 

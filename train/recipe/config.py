@@ -23,6 +23,7 @@ from omegaconf.errors import (
 
 from train.recipe.fields import check_fields, field
 from train.recipe.overrides import apply_override
+from train.recipe.skipped_batches import SkippedBatches
 from wedlm_jax.attention import IMPLEMENTATIONS
 from wedlm_jax.attention.tiles import LANES
 from wedlm_jax.checkpoint.dtypes import DTYPES
@@ -73,6 +74,11 @@ class DataSection:
         {},
         "folders of `wedlm tokenize` and their shares of a batch; empty: the synthetic corpus",
         above=0,
+    )
+    skip: list[list[int]] = field(
+        [],
+        "batches that no step reads: [[FROM, TO], ...], both included, counted from 1; batch N is "
+        "the one that step N reads where nothing is skipped",
     )
     workers: int = field(0, "processes that read rows ahead; 0: threads of this one", least=0)
     prefetch: int = field(2, "batches that wait ready, read and placed each", least=1)
@@ -307,7 +313,9 @@ def _told_as(origin: str) -> Iterator[None]:
     except (OmegaConfBaseException, ValueError, OSError) as error:
         key = getattr(error, "full_key", None)
         reason = str(error).splitlines()[0]
-        if key and not isinstance(error, InterpolationResolutionError):
+        if isinstance(key, int):  # OmegaConf names no field where a list within a list is none
+            reason = f"data.skip: {_expected('data.skip')}"
+        elif key and not isinstance(error, InterpolationResolutionError):
             value = re.search(r"^Value ('.*?') ", reason)
             reason = f"{key}: {_expected(key)}" + (f", not {value[1]}" if value else "")
         raise InputError(f"{origin}: {reason}") from None
@@ -345,12 +353,14 @@ NAMES = {int: "an integer", float: "a number", str: "a text", bool: "true or fal
 def _expected(key: str) -> str:
     """Says what a field of the wrong type was to be."""
     kind: Any = TrainConfig
-    for name in key.split("."):
+    for name in re.sub(r"(\[\d+\])+$", "", key).split("."):
         kind = get_type_hints(kind).get(name) if dataclasses.is_dataclass(kind) else None
     if dataclasses.is_dataclass(kind):
         return f"expected fields of its own, such as {key}.{dataclasses.fields(kind)[0].name}"
     if get_origin(kind) is dict:
         return f"expected a mapping, such as {key}={{name: 1}}"
+    if kind == list[list[int]]:
+        return "expected a list of ranges, such as [[5001, 5050]]"
     known = [NAMES[one] for one in (kind, *get_args(kind)) if one in NAMES]
     return f"expected {known[0]}" if known else "expected another type"
 
@@ -362,6 +372,10 @@ def _unknown_key(key: str) -> str:
 
 def _check(config: TrainConfig, path: str | Path) -> None:
     check_fields(config, path)
+    try:
+        SkippedBatches.of(config.data.skip)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
     if config.data.sources and not (config.data.tokenizer or config.model.init_from):
         raise InputError(
             f"{path}: data.sources needs the tokenizer that made them, "

@@ -13,6 +13,7 @@ from typing import Any
 
 from train.data.order import Stream, rows_taken
 from train.recipe.config import TrainConfig
+from train.recipe.skipped_batches import SkippedBatches
 from train.recipe.streams import prediction_length, row_tokens
 from wedlm_jax.errors import InputError
 
@@ -68,7 +69,9 @@ def phases_of(config: TrainConfig) -> list[Phase]:
         configs.append((section.from_step, _changed(whole, section)))
     ends = [first for first, _ in configs[1:]] + [config.steps]
     stretches = [(first, end, one) for (first, one), end in zip(configs, ends, strict=True)]
-    streams = _streams([(one, end - first) for first, end, one in stretches], source_names(config))
+    skipped = SkippedBatches.of(config.data.skip)
+    batches = [(one, skipped.between(first, end)) for first, end, one in stretches]
+    streams = _streams(batches, source_names(config))
     return [Phase(*stretch, found) for stretch, found in zip(stretches, streams, strict=True)]
 
 
@@ -102,13 +105,14 @@ def _changed(config: TrainConfig, section: Any) -> TrainConfig:
 def _streams(
     phases: Sequence[tuple[TrainConfig, int]], names: Sequence[str]
 ) -> list[tuple[Stream, ...]]:
-    """Tells where the sources of each phase go on, given its recipe and how many steps it has."""
+    """Tells where the sources of each phase go on, given its recipe and how many batches it has,
+    skipped ones too."""
     taken: dict[str, int] = {}
     found = []
-    for config, steps in phases:
+    for config, batches in phases:
         sources = config.data.sources or {"": 1.0}
         found.append(tuple(Stream(names.index(name), taken.get(name, 0)) for name in sources))
-        rows = steps * config.accumulation * config.rows
+        rows = batches * config.accumulation * config.rows
         for name, count in zip(sources, rows_taken(list(sources.values()), rows), strict=True):
             taken[name] = taken.get(name, 0) + count
     return found

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from train.recipe.skipped_batches import NONE_SKIPPED, SkippedBatches
 from train.watch.records import Interval, Record, as_json, cut_back, flatten
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.processes import is_first, say
@@ -26,15 +27,16 @@ class TooManySkipped(InputError):
 class PendingMetrics:
     """Collects metrics of the steps since the last record.
 
-    Each skipped step is a line in ``skipped.jsonl``, with the number of its batch (that of the
-    step, from 0) and where its rows stand, those of each process apart.
+    Each skipped step is a line in ``skipped.jsonl``, with the number of its batch and where its
+    rows stand, those of each process apart.
 
     Args:
       output: the run's folder.
       max_skipped: steps skipped in a row that end the run.
-      read_from: gives, for the number of a batch, the files that each process reads of it and
-        the numbers of the rows in each.
+      read_from: gives, for a step counted from 0, the files that each process reads of its batch
+        and the numbers of the rows in each.
       ar_weight, sources: as in `Interval`.
+      skipped: the batches that no step reads.
       done: completed steps; means of the interval that was open then go on.
     """
 
@@ -46,8 +48,10 @@ class PendingMetrics:
         *,
         ar_weight: float = 1.0,
         sources: Sequence[str] = (),
+        skipped: SkippedBatches = NONE_SKIPPED,
         done: int = 0,
     ):
+        self._skipped = skipped
         self._output, self._max, self._read_from = output, max_skipped, read_from
         self._waiting: list[tuple[int, Mapping[str, Any]]] = []
         self._interval = Interval(ar_weight, sources)
@@ -102,5 +106,5 @@ class PendingMetrics:
         say(f"step {step} skipped: " + ", ".join(f"{k} {v:.4g}" for k, v in why.items()))
         if is_first():
             with (self._output / SKIPPED).open("a", encoding="utf-8") as file:
-                rows = self._read_from(step - 1)
-                file.write(as_json(step, {"batch": step - 1, **why}, rows=rows))
+                rows, batch = self._read_from(step - 1), self._skipped.batch(step)
+                file.write(as_json(step, {"batch": batch, **why}, rows=rows))

@@ -79,7 +79,7 @@ def test_the_places_of_a_steps_rows_are_told_without_reading_them() -> None:
     sets = ((NumberedRows(20), 0.7), (NumberedRows(9, first=100), 0.3))
     read = whole(order_of(*sets))
     for step in (0, 3, 11):
-        places = step_places(sets, seed=4, shape=(A, R), step=step)
+        places = step_places(sets, seed=4, shape=(A, R), batch=step)
         told = [[int(file.split()[1]) + number for file, number in turn] for turn in places]
         np.testing.assert_array_equal(told, numbers(read[step]))
 

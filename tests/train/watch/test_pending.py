@@ -33,7 +33,7 @@ def test_all_skipped_steps_are_named_before_the_run_is_stopped(tmp_path: Path) -
     with pytest.raises(TooManySkipped, match=r"step 3: 2 steps in a row.*goes on behind them"):
         found.record()
     lines = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["batch"]) for line in lines] == [(2, 1), (3, 2), (4, 3)]
+    assert [(line["step"], line["batch"]) for line in lines] == [(2, 2), (3, 3), (4, 4)]
     assert [line["rows"] for line in lines] == [[{"file": [batch]}] for batch in (1, 2, 3)]
 
 
