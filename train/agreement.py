@@ -141,7 +141,9 @@ def _at(fields: object, name: str) -> object:
 def _start(config: TrainConfig, states: Sequence[int]) -> str:
     """Describes the files of the checkpoint that a run without states starts from: names, sizes
     and samples of their content."""
-    if states or config.model.init_from is None or is_remote(as_path(config.model.init_from)):
+    if states or config.branch_from is not None:
+        return "not asked"
+    if config.model.init_from is None or is_remote(as_path(config.model.init_from)):
         return "not asked"
     folder = as_path(config.model.init_from)
     digest = hashlib.sha256()

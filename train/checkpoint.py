@@ -20,7 +20,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from train.step import TrainState
-from wedlm_jax.checkpoint.orbax_io import DamagedCheckpoint, StepFolders
+from wedlm_jax.checkpoint.orbax_io import (
+    DamagedCheckpoint,
+    OtherState,
+    StepFolders,
+    check_state,
+    restore_state,
+)
 from wedlm_jax.errors import InputError, StorageFailure
 from wedlm_jax.host.processes import (
     SEEN_WITHIN_S,
@@ -189,34 +195,57 @@ class Checkpoints:
             time.sleep(0.5)
 
     def _read(self, step: int, like: TrainState) -> TrainState:
-        arrays = _as_dict(like)
-        expected = jnp.zeros((len(arrays),), jnp.uint32)
-        damage = failure = refusal = ""
-        restored = None
         try:
-            restored = self._folders.restore(step, arrays | {CHECKSUMS: expected})
-        except DamagedCheckpoint as error:
-            damage = str(error)
-        except StorageFailure as error:
-            failure = str(error)
-        except InputError as error:
-            refusal = str(error)
-        fail_together(failure)
-        fail_together(refusal, InputError)
-        fail_together(damage, DamagedCheckpoint)
-        assert restored is not None
-        expected = restored.pop(CHECKSUMS)
-        wrong = jax.device_get(checksums(restored) != expected)
-        if wrong.any():
-            names = ", ".join(name for name, bad in zip(sorted(arrays), wrong, strict=True) if bad)
-            raise DamagedCheckpoint(
-                f"{self._folder / str(step)}: array {names} is not what was written"
-            )
-        structure = jax.tree.structure(_trained(like))
-        return jax.tree.unflatten(structure, [restored[name] for name in sorted(restored)])
+            return read_state(self._folder / str(step), like)
+        except OtherState as other:
+            raise InputError(f"{other}, so give the run a folder of its own") from None
 
     def close(self) -> None:
         self._folders.close()
+
+
+def read_state(folder: Path, like: TrainState) -> TrainState:
+    """Reads the state in a folder, shaped and placed like ``like`` but for what is frozen, which it
+    is without. All processes call this; nothing is written there.
+
+    Raises:
+      DamagedCheckpoint: in all processes, when one of them cannot read what was written.
+      OtherState: it is of another model or optimizer.
+      StorageFailure: as in `Checkpoints.restore`.
+    """
+    arrays = _as_dict(like)
+    expected = jnp.zeros((len(arrays),), jnp.uint32)
+    damage = failure = refusal = ""
+    restored = None
+    try:
+        restored = restore_state(folder, arrays | {CHECKSUMS: expected})
+    except DamagedCheckpoint as error:
+        damage = str(error)
+    except StorageFailure as error:
+        failure = str(error)
+    except InputError as error:
+        refusal = str(error)
+    fail_together(failure)
+    fail_together(refusal, OtherState)
+    fail_together(damage, DamagedCheckpoint)
+    assert restored is not None
+    expected = restored.pop(CHECKSUMS)
+    wrong = jax.device_get(checksums(restored) != expected)
+    if wrong.any():
+        names = ", ".join(name for name, bad in zip(sorted(arrays), wrong, strict=True) if bad)
+        raise DamagedCheckpoint(f"{folder}: array {names} is not what was written")
+    structure = jax.tree.structure(_trained(like))
+    return jax.tree.unflatten(structure, [restored[name] for name in sorted(restored)])
+
+
+def check_readable(folder: Path, like: TrainState) -> None:
+    """Refuses a state of another model or optimizer by its headers.
+
+    Raises:
+      OtherState: it is of another than ``like``, which may be shapes.
+    """
+    arrays = _as_dict(like)
+    check_state(folder, arrays | {CHECKSUMS: jax.ShapeDtypeStruct((len(arrays),), jnp.uint32)})
 
 
 @jax.jit

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from train.branch import origin_of
 from train.prediction_blocks import needed_by_sources, with_prediction_blocks
 from train.program import TrainProgram, make_program
 from train.recipe.config import TrainConfig
@@ -142,7 +143,9 @@ def compile_step(
       InputError: an unknown topology, sizes that the mesh does not divide, or a program that
         does not fit into the chip's memory.
     """
-    model = recipe_model(config)
+    known = config.model.architecture or config.model.init_from
+    origin = None if known else origin_of(config)
+    model = recipe_model(config, run=origin.run if origin else None)
     topology = describe_topology(topology_name)
     mesh = make_mesh(dataclasses.asdict(config.mesh), topology.devices)
     options = compiler_options(topology.devices[0].device_kind)

@@ -11,6 +11,7 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from train.agreement import agree
+from train.branch import Origin, check_origin, origin_of, write_origin
 from train.checkpoint import Checkpoints
 from train.data.order import check_rows
 from train.data.phased import PhasedBatches
@@ -106,16 +107,28 @@ def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
         begun,
     )
     try:
-        folder = tokenizer_folder(config, output, resumes=bool(begun))
+        origin = None if begun else origin_of(config)
+        before = output if begun else origin.run if origin else None
+        folder = tokenizer_folder(config, output, before=before)
         tokenizer = load_tokenizer(folder)
-        check_start(config, resumes=bool(begun))
+        check_start(config, before=before)
         check_sources(config, tokenizer)
-        model = recipe_model(config, folder, output if begun else None)
+        model = recipe_model(config, folder, before)
         program = make_program(config, model, mesh)
+        if origin is not None:
+            check_origin(origin, program)
         asked = asked_questions(config, questions, folder, model.max_position_embeddings)
         begin_or_resume(
-            config, tokenizer, output, begun, allow_changed=allow_changed, logs=files.folder
+            config,
+            tokenizer,
+            output,
+            begun,
+            allow_changed=allow_changed,
+            logs=files.folder,
+            origin=origin,
         )
+        if origin is not None:
+            write_origin(origin, output, files.folder)
         # Process 0 decides what all of them then do together.
         if not text_of_first("yes" if begun and is_described(output, model) else ""):
             describe_run(output, model, folder, program.lora)
@@ -123,7 +136,7 @@ def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
         with jax.set_mesh(mesh):
             program = settled_here(program)
             run = TrainingRun(program, tokenizer, output, files, time, asked)
-            parameters = to_export(run.run(checkpoints))  # the moments are not kept for it
+            parameters = to_export(run.run(checkpoints, origin))  # the moments are not kept for it
     except StorageFailure:
         files.abandon()  # the storage may refuse them, too
         raise
@@ -201,10 +214,15 @@ class TrainingRun:
                 config, program.mesh, program.graph, model, program.objective, held, questions
             )
 
-    def run(self, checkpoints: Checkpoints) -> TrainState:
-        """Trains from the newest checkpoint, or from where the recipe starts, to the last step."""
-        compiled = self._compile(min(checkpoints.steps(), default=0))
-        state = starting_state(self._program, checkpoints)
+    def run(self, checkpoints: Checkpoints, origin: Origin | None = None) -> TrainState:
+        """Trains from the newest checkpoint, or from where the recipe starts, to the last step.
+
+        Args:
+          origin: the state of another run with which a run without states begins.
+        """
+        done = origin.step if origin else min(checkpoints.steps(), default=0)
+        compiled = self._compile(done)
+        state = starting_state(self._program, checkpoints, origin)
         if int(state.step) < self._config.steps:
             state = self._train(compiled, state, checkpoints)
         elif self._is_due(int(state.step)):

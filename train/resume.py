@@ -25,32 +25,37 @@ import numpy as np
 from omegaconf import OmegaConf
 from tokenizers import Tokenizer
 
+from train.branch import Origin
 from train.data.manifest import read_manifest
 from train.data.synthetic import rows_recipe
 from train.recipe.config import TrainConfig, describe, save_config
 from train.recipe.phases import phases_of
 from train.recipe.skipped_batches import SkippedBatches
+from train.run_files import CONFIG
 from train.schedule import schedule_of
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.atomic import write_json
 from wedlm_jax.host.processes import is_first, say, text_of_first
 from wedlm_jax.host.storage import folder_of_this_machine
 
-CONFIG = "config.yaml"
 ORDER = "order.json"
 CHANGES = "changes.jsonl"
 """What was not as before, at each step from which a run went on with another recipe."""
 ALLOW = "--allow-changed"
 
+EACH_ITS_OWN = re.compile(r"(output|branch_from) was ")
+"""Changes that every run has which branches."""
 HARMLESS = re.compile(
-    r"output|checkpoint_\w+|keep_\w+|export_dtype|log_every|prediction_blocks|optimizer.max_skipped"
+    r"output|branch_from|checkpoint_\w+|keep_\w+|export_dtype|log_every|prediction_blocks"
+    r"|optimizer.max_skipped"
     r"|data.(workers|prefetch)|loss.(chunk|remat|attention|tile|unroll)|(mesh|metrics|evaluation)\..*"
 )
 """Fields that change how a run is done, kept and watched. A field that is in none of these lists
 is refused, so a new one is until somebody has thought about it."""
 BY_CONTENT = re.compile(
     r"seed|rows|accumulation|row_length|block_size|phases"
-    r"|data.(sources|tokenizer|corpus_seed|samples|weights|vocab_size|train_on_prompt|end_tokens|skip)"
+    r"|data.(sources|skip|tokenizer|corpus_seed|samples|weights|vocab_size|train_on_prompt)"
+    r"|data.end_tokens"
 )
 """Fields of which `RowOrder` tells whether they change anything: a folder that was moved does
 not."""
@@ -60,7 +65,8 @@ BY_RATE = re.compile(
 """Fields of the learning rate, harmless where it is the same at every step that was done."""
 
 REMARKS = {
-    "model.init_from": "; the run goes on from its own states and does not read it",
+    "branch_from": "; the run goes on from its own states and does not read it",
+    "model.init_from": "; the run goes on from its states and does not read it",
 }
 """What a changed field means, where its name does not say."""
 
@@ -165,6 +171,7 @@ def begin_or_resume(
     *,
     allow_changed: bool = False,
     logs: Path | None = None,
+    origin: Origin | None = None,
 ) -> None:
     """Tells what has changed since a run's states were written, and writes down the recipe.
 
@@ -174,6 +181,8 @@ def begin_or_resume(
       states: the steps of the states that there are, the same in all processes.
       allow_changed: go on with another recipe.
       logs: where the run's logs grow; by default in ``output``.
+      origin: where there are no states, that of another run to begin with. Its recipe may be
+        another, for that is what one branches for; but not what its steps have read.
 
     Raises:
       InputError: in all processes: the run has states, which another recipe would have made
@@ -182,7 +191,9 @@ def begin_or_resume(
     refusal = ""
     if is_first():
         try:
-            _begin_or_resume(config, tokenizer, output, states, allow_changed, logs or output)
+            _begin_or_resume(
+                config, tokenizer, output, states, allow_changed, logs or output, origin
+            )
         except InputError as error:
             refusal = str(error)
     if refusal := text_of_first(refusal):
@@ -196,22 +207,27 @@ def _begin_or_resume(
     states: Sequence[int],
     allowed: bool,
     logs: Path,
+    origin: Origin | None,
 ) -> None:
-    order, done = row_order(config, tokenizer), max(states, default=0)
-    if states:
-        before = _saved_order(output / ORDER)
-        changes = _changed_fields(config, output / CONFIG, done, known=before is not None)
+    order = row_order(config, tokenizer)
+    run, done = (origin.run, origin.step) if origin else (output, max(states, default=0))
+    if states or origin:
+        before = _saved_order(run / ORDER)
+        changes = _changed_fields(config, run / CONFIG, done, known=before is not None)
+        if origin:
+            changes = {line: False for line in changes if not EACH_ITS_OWN.match(line)}
         changes |= dict.fromkeys(order.differences(before, done) if before else [], True)
         for line in changes:
-            print(f"not as before: {line}", flush=True)
+            print(f"not as {f'in {run}' if origin else 'before'}: {line}", flush=True)
         refused = [line for line, decisive in changes.items() if decisive]
         if refused and not allowed:
+            begun = f"branch_from: {origin} began" if origin else f"{output}: this run began"
             raise InputError(
-                f"{output}: this run began with another recipe: {'; '.join(refused)}; {ALLOW} goes "
-                f"on with this one from step {done}, and another output begins anew"
+                f"{begun} with another recipe: {'; '.join(refused)}; {ALLOW} goes on with this one "
+                f"from step {done}" + ("" if origin else ", and another output begins anew")
             )
         if before is None:
-            say(f"{output / ORDER} is not there: whether the data is as before is not known")
+            say(f"{run / ORDER} is not there: whether the data is as before is not known")
         if done >= config.steps:
             say(
                 f"{output}: trained for {done} steps already, and the recipe has "

@@ -27,6 +27,9 @@ from wedlm_jax.host.processes import (
 )
 from wedlm_jax.host.storage import as_path, bucket_error, is_remote, upload
 
+CONFIG = "config.yaml"
+"""A run's recipe."""
+
 GROWING = ("*.jsonl", "time.json", "wandb.id")
 """The files of a run that its next attempt goes on with."""
 

@@ -14,7 +14,8 @@ import numpy as np
 from flax import nnx
 from tokenizers import Tokenizer
 
-from train.checkpoint import Checkpoints
+from train.branch import Origin
+from train.checkpoint import Checkpoints, read_state
 from train.data.batches import TrainingRows
 from train.data.manifest import mask_token_in, read_manifest
 from train.data.samples import load_tokenizer
@@ -60,16 +61,17 @@ PARAMETERS = (*SIZES, "attention_bias", "qk_norm", "tie_word_embeddings")
 """Fields of a ``config.json`` that say which parameters there are, in which shapes."""
 
 
-def tokenizer_folder(config: TrainConfig, output: Path, *, resumes: bool = False) -> Path:
+def tokenizer_folder(config: TrainConfig, output: Path, *, before: Path | None = None) -> Path:
     """Returns the tokenizer given, that of the starting checkpoint, or one trained on the corpus.
 
     Args:
       output: the run's folder.
-      resumes: whether it has states; then its own ``model/`` goes before the starting checkpoint,
-        which need not exist any more.
+      before: that of the run whose states it goes on from, its own or another; ``model/`` there
+        goes before the starting checkpoint, which need not exist any more.
     """
-    if resumes and not _has_tokenizer(config.data.tokenizer) and _has_tokenizer(output / RUN_MODEL):
-        return output / RUN_MODEL
+    own = None if before is None else before / RUN_MODEL
+    if own is not None and not _has_tokenizer(config.data.tokenizer) and _has_tokenizer(own):
+        return own
     for given in (config.data.tokenizer, config.model.init_from):
         if given is not None:
             if not _has_tokenizer(given):
@@ -102,7 +104,8 @@ def recipe_model(
         has to be so there, and the rest of it is taken instead of the checkpoint's, aloud.
       tokenizer_from: the tokenizer's folder. It tells the vocabulary of a model from scratch, and
         which token can be the mask; without it, to compile, any token is.
-      run: the folder of a run that goes on: its own model, wherever that started from.
+      run: the folder of a run that goes on, or is branched from: its own model, wherever that
+        started from.
 
     Raises:
       InputError: a field that is none of an architecture, or that is not as in the checkpoint; or
@@ -214,7 +217,8 @@ def check_paths(config: TrainConfig) -> None:
       InputError: a scheme that is not supported, or rows that are in a bucket; or no model.
     """
     begun = (as_path(config.output) / RUN_MODEL / "config.json").exists()
-    if config.model.init_from is None and not config.model.architecture and not begun:
+    branches = config.branch_from is not None
+    if not (config.model.init_from or config.model.architecture or begun or branches):
         raise InputError(
             "model.init_from: expected the folder of the checkpoint to start from; a model from "
             "scratch needs its sizes in model.architecture"
@@ -228,24 +232,25 @@ def check_paths(config: TrainConfig) -> None:
         folder_of_this_machine(config.evaluation.source, "evaluation.source")
 
 
-def check_start(config: TrainConfig, *, resumes: bool = False) -> None:
+def check_start(config: TrainConfig, *, before: Path | None = None) -> None:
     """Refuses what cannot be started from, by headers, before anything is compiled: a checkpoint
     whose tensors are not its model's, adapters without a model, or states of other adapters.
 
     Args:
       config: the recipe.
-      resumes: whether the run has states.
+      before: the folder of the run whose states it goes on from, its own or another.
     """
-    output = as_path(config.output)
-    if resumes:
-        before, now = described_lora(output), lora_of(config)
-        if before != now:
+    if before is not None:
+        was, now = described_lora(before), lora_of(config)
+        if was != now:
+            own = before == as_path(config.output)
             raise InputError(
-                f"lora: this run began with {_described(before)}, the recipe has "
-                f"{_described(now)}; give that a folder of its own instead of {output}"
+                f"lora: {'this run' if own else before} began with {_described(was)}, the recipe "
+                f"has {_described(now)}; give that a folder of its own"
+                + (f" instead of {before}" if own else " without branch_from")
             )
         if now is not None:
-            check_tensors(open_checkpoint(output / RUN_BASE))
+            check_tensors(open_checkpoint(before / RUN_BASE))
     elif config.model.init_from is not None:
         check_tensors(open_checkpoint(config.model.init_from))
     elif config.lora.rank:
@@ -258,11 +263,17 @@ def _described(lora: LoraConfig | None) -> str:
     return f"adapters of rank {lora.rank}, alpha {lora.alpha:g} beside {', '.join(lora.targets)}"
 
 
-def starting_state(program: TrainProgram, checkpoints: Checkpoints) -> TrainState:
+def starting_state(
+    program: TrainProgram, checkpoints: Checkpoints, origin: Origin | None = None
+) -> TrainState:
     """Restores the state to train from, or imports it, or draws it: in the program's places.
 
     A run that has states reads the newest whole one and nothing else, but for the parameters that
-    it does not train: these it writes to its folder once. All processes call this.
+    it does not train: these it writes to its folder once. A state of another run is written to its
+    folder, too, before anything else is done with it. All processes call this.
+
+    Args:
+      origin: where the run has no states, that of another run to begin with.
 
     Raises:
       InputError: all states are damaged, or they are of another model.
@@ -277,6 +288,15 @@ def starting_state(program: TrainProgram, checkpoints: Checkpoints) -> TrainStat
             return state
         base = load_checkpoint(kept, dtype=dtype, mesh=mesh)
         return dataclasses.replace(state, frozen=nnx.state(base))
+    if origin is not None:
+        state = read_state(origin.state, program.state)
+        if frozen:
+            base = load_checkpoint(origin.run / RUN_BASE, dtype=dtype, mesh=mesh)
+            save_checkpoint(base, program.model, kept)
+            state = dataclasses.replace(state, frozen=nnx.state(base))
+        checkpoints.save(state, whole=True)
+        say(f"branched from {origin}")
+        return state
     folder = program.config.model.init_from
     if folder is None:
         return program.first_state()

@@ -115,6 +115,18 @@ def test_what_is_kept_is_said(tmp_path: Path) -> None:
     )
 
 
+def test_a_state_of_another_dtype_is_refused_and_not_damaged(tmp_path: Path) -> None:
+    write(tmp_path, 2)
+    other = state(0)
+    other.parameters["kernel"] = other.parameters["kernel"].astype(jnp.bfloat16)
+    checkpoints = Checkpoints(tmp_path, 5)
+    with pytest.raises(InputError, match=r"is float32 where this recipe has bfloat16; .*own$"):
+        checkpoints.restore(other)
+    checkpoints.close()
+    assert numbers(tmp_path) == [2]
+    assert_is_step(read(tmp_path)[0], 2)
+
+
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 

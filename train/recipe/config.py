@@ -245,6 +245,11 @@ class TrainConfig:
         "runs/train",
         "folder for checkpoints, logs and the exported model; all hosts see it; or gs://",
     )
+    branch_from: str | None = field(
+        None,
+        "state of another run to begin with, RUN@STEP: its parameters, optimizer, step and place "
+        "in the data; null: model.init_from, or from scratch",
+    )
     checkpoint_every: int = field(200, "steps between checkpoints", least=1)
     checkpoint_timeout: int = field(
         1200, "seconds in which a checkpoint must be written, or counts as failed", least=1

@@ -45,6 +45,10 @@ class DamagedCheckpoint(InputError):
     """Says that what is on disk cannot be read, or is not what was written."""
 
 
+class OtherState(InputError):
+    """Says that a state is of another model or optimizer."""
+
+
 class StepFolders:
     """Numbered states of a run, written in the background, whole or not at all.
 
@@ -169,17 +173,9 @@ class StepFolders:
         Raises:
           DamagedCheckpoint: it cannot be read.
           StorageFailure: the storage fails, so that nothing is known of the state.
-          InputError: its arrays have other names or shapes.
+          OtherState: its arrays have other names, shapes or dtypes.
         """
-        folder = step_tree(self._folder / str(step))
-        _check_same_shapes(folder, like)
-        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        # Not by the manager, which makes processes wait for one that has failed.
-        with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
-            arguments = ocp.args.StandardRestore(target)
-            return _read(
-                folder, lambda: handler.restore(epath.Path(absolute(folder)), args=arguments)
-            )
+        return restore_state(self._folder / str(step), like)
 
     def files(self, step: int) -> str:
         """Describes which files of a state this process sees, and how long they are.
@@ -286,19 +282,42 @@ def whole_steps(folder: Path) -> list[int]:
     return asked_again(folder, listed)
 
 
-def _check_same_shapes(folder: Path, like: dict[str, jax.Array]) -> None:
+def restore_state(step_folder: Path, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Reads a numbered state; see `StepFolders.restore`. Nothing is written to its folder."""
+    folder = step_tree(step_folder)
+    check_state(step_folder, like)
+    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    # Not by the manager, which makes processes wait for one that has failed.
+    with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
+        arguments = ocp.args.StandardRestore(target)
+        return _read(folder, lambda: handler.restore(epath.Path(absolute(folder)), args=arguments))
+
+
+def check_state(step_folder: Path, like: Mapping[str, Any]) -> None:
+    """Compares the arrays of a numbered state with those expected, by their headers.
+
+    Raises:
+      OtherState: naming the first of another shape or dtype.
+    """
     # Orbax's own words on another model's state tell only that a shape is not compatible.
+    folder = step_tree(step_folder)
     found = array_shapes(folder)
     if found.keys() != like.keys():
-        raise InputError(
+        raise OtherState(
             f"{folder}: a state of {len(found)} arrays where this recipe has {len(like)}; it is "
-            "of another model or optimizer, so give the run a folder of its own"
+            "of another model or optimizer"
         )
     for name, leaf in like.items():
-        if found[name][0] != leaf.shape:
-            raise InputError(
-                f"{folder}: array {name} has shape {list(found[name][0])} where this recipe has "
-                f"{list(leaf.shape)}; it is of another model, so give the run a folder of its own"
+        shape, dtype = found[name]
+        if shape != leaf.shape:
+            raise OtherState(
+                f"{folder}: array {name} has shape {list(shape)} where this recipe has "
+                f"{list(leaf.shape)}; it is of another model"
+            )
+        if dtype != leaf.dtype.name:
+            raise OtherState(
+                f"{folder}: array {name} is {dtype} where this recipe has {leaf.dtype.name}; it is "
+                "of another optimizer.first_moment_dtype"
             )
 
 
