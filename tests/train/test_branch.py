@@ -66,9 +66,8 @@ def files(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 def assert_same_state(run: Path, other: Path, step: int) -> None:
     """Every array: step, parameters, moments, counts, averages and the guard."""
-    one, two = (
-        read_arrays(folder / "checkpoints" / str(step) / "default") for folder in (run, other)
-    )
+    place = Path("checkpoints", str(step), "default")
+    one, two = (read_arrays(folder / place) for folder in (run, other))
     assert one.keys() == two.keys()
     for name, value in one.items():
         np.testing.assert_array_equal(value, two[name], err_msg=name)
