@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from train.agreement import agree
 from train.branch import Origin, check_origin, origin_of, write_origin
 from train.checkpoint import Checkpoints
+from train.data.epochs import Epochs
 from train.data.order import check_rows
 from train.data.phased import PhasedBatches
 from train.data.samples import load_tokenizer
@@ -198,12 +199,17 @@ class TrainingRun:
         self._phases, self._data = phases_of(config), []
         self._sources = source_names(config)
         self._skipped = SkippedBatches.of(config.data.skip)
+        sizes: dict[str, int] = {}
         for phase in self._phases:  # what cannot be in a later one is refused now
             own = phase.config
             check_fits(self._mesh, model, rows=own.rows, row_tokens=row_tokens(own))
             rows = training_rows(own, output, tokenizer, pad)
-            check_rows(rows.row_sets(), own.rows * own.accumulation)
+            sets = rows.row_sets()
+            check_rows(sets, own.rows * own.accumulation)
             self._data.append(rows)
+            for name, (one, _) in zip(source_names(own), sets, strict=True):
+                sizes[name] = len(one)
+        self._epochs = Epochs(self._phases, sizes)
         self._flops: dict[tuple[int, ...], float] = {
             phase.batch_shape: model_flops(phase.config, model) for phase in self._phases
         }
@@ -243,7 +249,8 @@ class TrainingRun:
         )
         pending = self._pending(batches, done)
         log = self._open_log(done)
-        say(checkpoints.kept(config.checkpoint_every))
+        for line in (*self._epochs.lines(done), checkpoints.kept(config.checkpoint_every)):
+            say(line)
         time.begin(self._output, done)
         stop, watch = AgreedStop(), StallWatch(config.metrics.stall_factor)
         try:
@@ -349,6 +356,7 @@ class TrainingRun:
         speed = self._time.read(None if peak is None else peak * len(devices))
         if used := (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"):
             record["memory_peak_bytes"] = used
+        record |= self._epochs.record(step)
         if self._skipped.passed(step):
             record["batch"] = self._skipped.batch(step)
         if log is not None:

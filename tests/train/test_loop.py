@@ -122,6 +122,7 @@ def test_wedlm_training_continues_an_ar_checkpoint(tokenizer_folder: Path, tmp_p
         "gradient_norm",
         "learning_rate",
         "skipped",
+        "epoch",
     }
     assert norms < names
     # A learning rate of nothing gives back what was loaded: tokenizer and parameters.

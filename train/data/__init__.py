@@ -18,6 +18,7 @@ and in every run, by `wedlm train`:
     placed      with each row come the blocks that are in its prediction stream
     batches     each host reads its own rows ahead of the step, and places them on its devices
     phased      one phase of the recipe after another
+    epochs      how often that reads each source
 
 What then becomes of rows on the devices is `wedlm_jax.corruption`'s. `show` prints rows as text.
 """

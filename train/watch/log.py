@@ -63,6 +63,9 @@ class MetricsLog:
         for sink in self._sinks:
             sink.write(step, record)
         shown = [f"{short} {record[name]:.4g}" for name, short in SHOWN.items() if name in record]
+        if epochs := [x for name, x in record.items() if name.partition("/")[0] == "epoch"]:
+            few, many = f"{min(epochs):.2f}", f"{max(epochs):.2f}"
+            shown.append(f"epoch {few}" if few == many else f"epochs {few} to {many}")
         shown.append(f"{record['tokens_per_second']:,.0f} tokens/s")
         shown.append(f"{clock(time.monotonic() - self._started)} elapsed")
         left = (self._total - step) * record["step_seconds"]

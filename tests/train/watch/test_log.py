@@ -46,6 +46,18 @@ def test_a_record_goes_to_the_file_the_line_and_the_sinks(
     assert heard.closed
 
 
+def test_the_line_has_the_epochs_of_the_sources(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = MetricsLog(tmp_path, 10, 0, "wedlm")
+    log.write(5, {**RECORD, "epoch/a": 0.5, "epoch/b": 3.004, "epoch/c": 2.0})
+    log.write(6, {**RECORD, "epoch": 1.25})
+    log.close()
+    first, second = capsys.readouterr().out.splitlines()
+    assert "loss 1.5, epochs 0.50 to 3.00, 512 tokens/s" in first
+    assert "loss 1.5, epoch 1.25, 512 tokens/s" in second
+
+
 def test_an_evaluation_goes_to_its_file_and_by_its_own_names_to_the_sinks(tmp_path: Path) -> None:
     for done in (0, 4):  # what is done again is told again
         heard = Heard()
