@@ -177,7 +177,7 @@ def test_a_decay_is_branched_from_a_plateau(
         (
             "@4",
             {"seed": 5},
-            r"a@4 began with another recipe: seed was 1, is 5; --allow-changed goes",
+            r"a@4 began with another recipe: seed was 1, is 5; --allow-ch",
         ),
     ],
 )
