@@ -55,7 +55,7 @@ from wedlm_jax.attention import check_runs_on
 from wedlm_jax.checkpoint.hf import save_checkpoint
 from wedlm_jax.checkpoint.model_folder import RUN_STATES
 from wedlm_jax.checkpoint.run_folder import describe_run, is_described
-from wedlm_jax.errors import TERMINATED, StorageFailure
+from wedlm_jax.errors import TERMINATED, CompilingInterrupted, StorageFailure
 from wedlm_jax.host.processes import is_first, jax_processes, say, text_of_first
 from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh
 
@@ -289,7 +289,7 @@ class TrainingRun:
                         watch.pause()
                         try:
                             self._log_evaluation(log, step, self._evaluate(state))
-                        except Exception:
+                        except (Exception, CompilingInterrupted):
                             # Processes that fail apart can write nothing together.
                             if not saves and jax_processes().count == 1:
                                 pending.keep(step)

@@ -25,6 +25,7 @@ from train.recipe.config import EvaluationSection, OptimizerSection, TrainConfig
 from train.start import held_out_rows, recipe_model
 from wedlm_jax.__main__ import main
 from wedlm_jax.completion import Completion
+from wedlm_jax.errors import CompilingInterrupted
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.sharding import make_mesh, tree_shardings
@@ -76,26 +77,30 @@ def test_a_run_evaluates_on_its_way_and_trains_as_without(
     assert lines[2]["questions_cut"] == sum(cut) + cut[0]  # the first prompt is asked twice
 
 
+class Failed(Exception):
+    pass
+
+
 def dies_at(
-    monkeypatch: pytest.MonkeyPatch, config: TrainConfig, number: int
+    monkeypatch: pytest.MonkeyPatch,
+    config: TrainConfig,
+    number: int,
+    failure: type[BaseException] = Failed,
 ) -> list[dict[str, float]]:
     """Runs a recipe until its evaluation of this number, from 0, fails; returns those in the
     log."""
     made, real = 0, Evaluation.run
 
-    class Failed(Exception):
-        pass
-
     def run(*arguments: Any) -> dict[str, float]:
         nonlocal made
         made += 1
         if made > number:
-            raise Failed
+            raise failure
         return real(*arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(Evaluation, "run", run)
-        with pytest.raises(Failed):
+        with pytest.raises(failure):
             run_training(config)
     return evaluations(Path(config.output))
 
@@ -109,7 +114,9 @@ def states(output: Path) -> list[str]:
     return sorted(path.name for path in (output / "checkpoints").glob("[0-9]*"))
 
 
-@pytest.mark.parametrize("checkpoint_every", [2, 100])
+@pytest.mark.parametrize(
+    ("checkpoint_every", "failure"), [(2, Failed), (100, Failed), (100, CompilingInterrupted)]
+)
 def test_an_evaluation_that_fails_loses_no_steps_and_is_made_when_the_run_goes_on(
     finished: Path,
     tokenizer_folder: Path,
@@ -117,6 +124,7 @@ def test_an_evaluation_that_fails_loses_no_steps_and_is_made_when_the_run_goes_o
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     checkpoint_every: int,
+    failure: type[BaseException],
 ) -> None:
     """In the midst of the run and after its last step; at a step with a state, and at another."""
     on_devices(monkeypatch, 1)
@@ -124,7 +132,7 @@ def test_an_evaluation_that_fails_loses_no_steps_and_is_made_when_the_run_goes_o
     config = tiny_recipe(
         tmp_path, tokenizer_folder, evaluation=section, checkpoint_every=checkpoint_every
     )
-    assert [line["step"] for line in dies_at(monkeypatch, config, 1)] == [0]
+    assert [line["step"] for line in dies_at(monkeypatch, config, 1, failure)] == [0]
     assert states(tmp_path) == ["2"]
     # The evaluation before the first step is that of step 2, which is missing.
     assert [line["step"] for line in dies_at(monkeypatch, config, 1)] == [0, 2]
