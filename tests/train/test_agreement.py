@@ -32,7 +32,7 @@ from wedlm_jax.checkpoint import orbax_io, storage_errors
 from wedlm_jax.checkpoint.orbax_io import DamagedCheckpoint, is_whole
 from wedlm_jax.errors import STORAGE_FAILED, InputError, StorageFailure
 
-LIMIT_S = 120
+LIMIT_S = 300
 QUICK = {"train.distributed.GRACE_S": 1.0}
 
 version = importlib.metadata.version
