@@ -137,7 +137,8 @@ class LossSection:
     remat: str = field(
         AUTO,
         "what the backward pass computes anew, from none to full (and offload: layers' inputs wait "
-        "in the host's memory); auto: the least that leaves 10% of a device's memory",
+        "in the host's memory); auto: the least that leaves 10% of a device's memory, in "
+        "micro-batches as small as that takes",
         choices=(AUTO, *POLICIES),
     )
     attention: str = field(
@@ -219,7 +220,7 @@ class TrainConfig:
         choices=("wedlm", "ar"),
     )
     steps: int = field(1000, "optimizer steps", least=1)
-    rows: int = field(8, "packed rows in a micro-batch", least=1)
+    rows: int = field(8, "packed rows in a micro-batch; loss.remat: auto may cut it", least=1)
     accumulation: int = field(1, "micro-batches in a step", least=1)
     row_length: int = field(512, "tokens in a packed row, a multiple of block_size", least=1)
     block_size: int = field(32, "B: consecutive positions that share a mask ratio", least=1)

@@ -12,7 +12,7 @@ from train.bench import pods
 from train.bench.pods import PodStep, compare_pods
 from train.bench.tables import pod_table
 from train.compile_only import CompiledStep
-from train.recipe.config import TrainConfig
+from train.recipe.config import TrainConfig, load_config
 from wedlm_jax.benchmark import Bar
 from wedlm_jax.errors import InputError
 
@@ -95,3 +95,19 @@ def test_the_table_is_markdown() -> None:
     assert "2.00 s (compute)" in cells[2]
     assert "3.50 s" in cells[2]
     assert "it does not fit" in cells[3]
+
+
+def test_the_recipe_says_what_the_table_says_of_its_pod() -> None:
+    root = Path(__file__).parents[3]
+    table = (root / "docs" / "pods.md").read_text(encoding="utf-8")
+    [line] = [x for x in table.splitlines() if x.startswith("| wedlm_8b | v5p:4x4x8 |")]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    rows, policy, peak, step, bound, expected = (cells[n] for n in (3, 4, 5, 10, 12, 13))
+    recipe = (root / "configs" / "wedlm_8b.yaml").read_text(encoding="utf-8")
+    said = " ".join(x.lstrip("# ") for x in recipe.splitlines() if x.startswith("#"))
+    assert f"{rows} rows with {policy}, {peak}" in said
+    assert f"{step.split(' (')[0]} a step at best, {bound} of the peak, {expected} expected" in said
+    # The step's rows are cut as the recipe's are by `loss.remat: auto`.
+    config = load_config(RECIPE)
+    micro_rows, accumulation = map(int, rows.split(" × "))
+    assert config.rows * config.accumulation == micro_rows * accumulation
