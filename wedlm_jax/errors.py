@@ -110,8 +110,29 @@ class CompilingInterrupted(KeyboardInterrupt):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns a hint for an unknown name: the nearest known one, or all of them."""
     names = list(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+    near = nearest(name, names)
+    return f"did you mean {near!r}?" if near else f"there are {', '.join(names)}"
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """Returns the known name that is most like ``name``; None if none is.
+
+    Of two that are alike by their letters, the one whose words ``name`` has is nearer:
+    "max_completion_tokens" is "max_tokens" rather than "min_tokens".
+
+    Args:
+      cutoff: how much of the letters must be the same, 0 to 1.
+    """
+    own = set(name.split("_"))
+
+    def likeness(other: str) -> float:
+        words = set(other.split("_"))
+        return difflib.SequenceMatcher(None, other, name).ratio() + 0.1 * (
+            len(words & own) / len(words)
+        )
+
+    near = difflib.get_close_matches(name, list(known), n=5, cutoff=cutoff)
+    return max(near, key=likeness, default=None)
 
 
 def require_extra(what: str, extra: str, *packages: str) -> None:

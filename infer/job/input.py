@@ -21,7 +21,8 @@ from wedlm_jax.records.parquet import column_names, read_rows
 
 PROMPT_KINDS = ("prompt", "prompt_token_ids", "messages")
 KEYS = (*PROMPT_KINDS, "id", "sampling")
-"""Lists the keys that a record may have, in JSONL and in Parquet."""
+"""Lists the keys of a record that mean something, in JSONL and in Parquet. All others are the
+user's own, which the output repeats."""
 
 ENDINGS = {".jsonl": JSONL, ".parquet": PARQUET}
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -130,7 +131,7 @@ def read_from(files: Sequence[RecordFile], place: Place) -> Iterator[tuple[Place
         file = files[number]
         start, first = (place.at, place.line) if number == place.file else (0, 1)
         if file.kind == PARQUET:
-            rows = read_rows(file.path, file.shown, KEYS, start)
+            rows = read_rows(file.path, file.shown, start=start, optional=KEYS)
             for row, columns in enumerate(rows, start):
                 yield Place(number, row, row + 1), with_sampling(columns)
             continue
@@ -163,16 +164,6 @@ def read_for_ids(file: RecordFile, digest: Digest) -> Iterator[tuple[int, int, C
         )
     for row, columns in enumerate(read_rows(file.path, file.shown, ["id"])):
         yield row, row + 1, columns
-
-
-def unread_columns(files: Sequence[RecordFile]) -> list[str]:
-    """Returns the columns of Parquet files that are no key of a record."""
-    found: dict[str, None] = {}
-    for file in files:
-        if file.kind == PARQUET:
-            names = column_names(file.path, file.shown)
-            found |= dict.fromkeys(name for name in names if name not in KEYS)
-    return list(found)
 
 
 def with_sampling(columns: dict[str, Any]) -> dict[str, Any]:

@@ -16,13 +16,21 @@ from infer.job.finish import finish, finished_before
 from infer.job.graceful_stop import GRACE_SECONDS, GracefulStop, JobStopped
 from infer.job.host_share import JobShare
 from infer.job.identity import Identity, identity_of
-from infer.job.input import find_input, spool, unread_columns
+from infer.job.input import find_input, spool
 from infer.job.output import Output, find_output
+from infer.job.prompt_record import hint_of
 from infer.job.record_index import RecordIndex, build_index
 from infer.job.shard_decoder import NotEnoughMemory
 from infer.job.shard_folder import ShardFolder, check_file_is_new, read_job
 from infer.job.workload import Workload
-from wedlm_jax.errors import TERMINATED, InputError, StorageFailure, counted, exit_status
+from wedlm_jax.errors import (
+    TERMINATED,
+    InputError,
+    StorageFailure,
+    counted,
+    exit_status,
+    shortened,
+)
 from wedlm_jax.host.processes import Host
 
 if TYPE_CHECKING:
@@ -146,8 +154,6 @@ class Job:
         if self.source.others:
             count = f"{len(self.source.others):,} in the folders"
             self.say(f"files not read, since neither .jsonl nor .parquet: {count}")
-        if columns := unread_columns(files):
-            self.say(f"columns not read, since they are not keys of a record: {', '.join(columns)}")
         told = started
 
         def tell(records: int) -> None:
@@ -159,6 +165,11 @@ class Job:
         index = build_index(files, self.shard_size(), tell)
         if not index.records:
             raise InputError(f"{self.source.shown}: has no records")
+        if own := index.own_keys:
+            names = [shortened(name, 60) for name in own]
+            self.say(f"keys that are not read, and passed on to the output: {', '.join(names)}")
+            for hint in filter(None, map(hint_of, names)):
+                self.say(hint)
         if time.monotonic() - started >= TELL_SECONDS:
             self.say(
                 f"{counted(index.records, 'record')} read in {time.monotonic() - started:.0f} s"

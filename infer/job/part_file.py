@@ -3,7 +3,7 @@
 The first line identifies the job; after it comes a line for each finished record, in the order in
 which they were finished:
 
-    {"wedlm_generate": 2, "job": "...", "shard": 3}
+    {"wedlm_generate": 4, "job": "...", "shard": 3}
     {"row": 3017, "result": {"id": "q-17", "text": ...}}
 
 Only complete lines count: a process may be killed in the middle of one. Every process writes a file
@@ -25,7 +25,7 @@ from typing import IO, Any
 from infer.job.result_record import encoded
 from wedlm_jax.host.atomic import naming, sync, writer_name
 
-FORMAT = 3
+FORMAT = 4
 """Records in another format come from another decoder, whose counts of forwards may differ."""
 SUFFIX = ".part"
 RESULT = b', "result": '

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from infer.job.input import KEYS, PROMPT_KINDS, Content
-from wedlm_jax.errors import InputError, shortened
+from wedlm_jax.errors import InputError, nearest, shortened
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.records.fields import check_messages, check_text, refuse_unknown, shown_value
 from wedlm_jax.records.jsonl import parse_object
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from wedlm_jax.llm import LLM
 
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+
+LIKE_A_KEY = 0.8
+"""How much of a key's letters must be those of a known one to take it for misspelt."""
 
 RecordId = str | int
 
@@ -62,6 +65,22 @@ def record_id(fields: Mapping[str, Any], number: int) -> RecordId:
     return name
 
 
+def own_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a record has under keys that mean nothing here: the output has it, too."""
+    return {key: value for key, value in fields.items() if key not in KEYS}
+
+
+def hint_of(key: str) -> str:
+    """Returns what a key that is passed on was probably meant to be; empty if nothing known."""
+    if key in SAMPLING_FIELDS:
+        return f'{key!r} is not read here, but within "sampling"'
+    near = nearest(key, (*KEYS, *SAMPLING_FIELDS), LIKE_A_KEY)
+    if near is None:
+        return ""
+    where = ' within "sampling"' if near in SAMPLING_FIELDS else ""
+    return f"{key!r} is not read; did you mean {near!r}{where}?"
+
+
 def checked_record(
     fields: Mapping[str, Any], name: RecordId, params: SamplingParams
 ) -> PromptRecord:
@@ -73,11 +92,12 @@ def checked_record(
     Raises:
       InputError: which field is wrong, and what was expected.
     """
-    refuse_unknown(fields, KEYS, "key")
     kinds = [kind for kind in PROMPT_KINDS if kind in fields]
     if len(kinds) != 1:
         have = " and ".join(kinds) or "none"
-        raise InputError(f"expected exactly one of {', '.join(PROMPT_KINDS)}, not {have}")
+        near = [] if kinds else [key for key in fields if nearest(key, PROMPT_KINDS, LIKE_A_KEY)]
+        hint = f"; {hint_of(near[0])}" if near else ""
+        raise InputError(f"expected exactly one of {', '.join(PROMPT_KINDS)}, not {have}{hint}")
     _CHECKS[kinds[0]](fields[kinds[0]])
     if params.seed is not None:
         params = dataclasses.replace(params, seed=record_seed(params.seed, name))

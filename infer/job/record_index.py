@@ -8,19 +8,24 @@ import dataclasses
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from infer.job.input import Content, Place, read_for_ids
-from infer.job.prompt_record import record_fields, record_id
+from infer.job.input import KEYS, Content, Place, read_for_ids
+from infer.job.prompt_record import own_fields, record_fields, record_id
+from infer.job.result_record import OUTPUT_KEYS, refuse_output_keys
 from wedlm_jax.errors import InputError
-from wedlm_jax.records.files import RecordFile, file_size
+from wedlm_jax.records.files import PARQUET, RecordFile, file_size
 from wedlm_jax.records.jsonl import Digest
+from wedlm_jax.records.parquet import column_names
 
 TELL_EVERY = 2**18
 """Records between two reports of progress."""
+
+MOST_OWN_KEYS = 100
+"""Names that are kept of the keys that records have of their own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +57,7 @@ class RecordIndex:
       shards: in order.
       repeated: int64 ``[R]``, sorted: numbers of records whose id an earlier one has.
       originals: int64 ``[R]``: the numbers of these earlier ones.
+      own_keys: of records, which the output repeats; at most `MOST_OWN_KEYS`.
     """
 
     records: int
@@ -61,6 +67,7 @@ class RecordIndex:
     shards: tuple[Shard, ...]
     repeated: np.ndarray
     originals: np.ndarray
+    own_keys: tuple[str, ...] = ()
 
     def original(self, number: int) -> int | None:
         """Returns the number of the first record with the same id, None if it is this one."""
@@ -81,8 +88,9 @@ def build_index(
       tell: called now and then with how many records have been read.
 
     Raises:
-      InputError: a file cannot be read.
+      InputError: a file cannot be read, or its first record has a key that the output has.
     """
+    own_keys: dict[str, None] = {}
     begins: list[Place] = []
     ids = array("Q")
     contents: list[list[str]] = []
@@ -90,7 +98,7 @@ def build_index(
     for number, file in enumerate(files):
         digest = hashlib.sha256()
         sizes.append(file_size(file))
-        for at, line, claim in _claims(file, digest, ids):
+        for at, line, claim in _claims(file, digest, ids, own_keys):
             if len(ids) % shard_size == 0:
                 begins.append(Place(number, at, line))
             ids.append(_id_digest(claim))
@@ -104,27 +112,54 @@ def build_index(
     )
     whole = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
     repeated, originals = _repeated(np.array(ids, np.uint64))
-    return RecordIndex(len(ids), whole, tuple(sizes), shard_size, shards, repeated, originals)
+    return RecordIndex(
+        *(len(ids), whole, tuple(sizes), shard_size, shards),
+        *(repeated, originals, tuple(own_keys)),
+    )
 
 
 def _claims(
-    file: RecordFile, digest: Digest, ids: Sequence[int]
+    file: RecordFile, digest: Digest, ids: Sequence[int], own_keys: dict[str, None]
 ) -> Iterator[tuple[int, int, tuple[str, Any]]]:
-    """Yields offset, line and claimed id of each record.
+    """Yields offset, line and claimed id of each record; notes the keys of their own.
 
     A record claims the id that it has, or its number if it is an object without one, whatever else
     may be wrong with it. Anything else claims an id that no other record can have.
     """
 
-    def claim(content: Content) -> tuple[str, Any]:
+    def note(own: Collection[str], first: bool, where: str) -> None:
+        if first:  # what it has, the others will have, too
+            try:
+                refuse_output_keys(own)
+            except InputError as error:
+                raise InputError(f"{file.shown}{where}: {error}") from None
+        if len(own_keys) < MOST_OWN_KEYS:
+            own_keys.update(dict.fromkeys(key for key in own if key not in OUTPUT_KEYS))
+
+    def claim(fields: Mapping[str, Any] | None) -> tuple[str, Any]:
         number = len(ids)
         try:
-            return "id", record_id(record_fields(content), number)
+            return ("none", number) if fields is None else ("id", record_id(fields, number))
         except InputError:
             return "none", number
 
+    if file.kind == PARQUET:
+        columns = column_names(file.path, file.shown)
+        note([name for name in columns if name not in KEYS], True, "")
+    first = True
     for at, line, content in read_for_ids(file, digest):
-        yield at, line, claim(content)
+        fields = _fields(content)
+        if fields is not None and file.kind != PARQUET:
+            note(own_fields(fields), first, f" line {line}")
+        yield at, line, claim(fields)
+        first = False
+
+
+def _fields(content: Content) -> Mapping[str, Any] | None:
+    try:
+        return record_fields(content)
+    except InputError:
+        return None
 
 
 def _id_digest(claim: tuple[str, Any]) -> int:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import datetime
 import json
 import math
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
+
+from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
     from infer.job.prompt_record import RecordId
@@ -12,12 +17,45 @@ if TYPE_CHECKING:
     from wedlm_jax.decode.logprobs import TokenLogprob
 
 
-def result_record(name: RecordId, completion: Completion) -> dict[str, Any]:
-    """Returns the result of a prompt: its first sample, and all samples if there are several."""
+OUTPUT_KEYS = (
+    "id",
+    "text",
+    "token_ids",
+    "finish_reason",
+    "num_forwards",
+    "num_token_instances",
+    "logprobs",
+    "samples",
+    "error",
+    "line",
+    "file",
+)
+"""The keys of results, and of errors in their place."""
+
+DEEPEST = 100
+"""Levels of a value that is passed on: no encoder fails on so many."""
+
+
+def refuse_output_keys(own: Iterable[str]) -> None:
+    """Refuses keys of a user's own that the output has for itself."""
+    for name in own:
+        if name in OUTPUT_KEYS:
+            raise InputError(
+                f"{name!r} is a key of the output, where this record's own {name!r} would stand "
+                "too; rename it"
+            )
+
+
+def result_record(name: RecordId, completion: Completion, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the result of a prompt: its first sample, and all samples if there are several.
+
+    Args:
+      own: keys of the input's record that are passed on.
+    """
     record = {"id": name, **_sample(completion)}
     if completion.further:
         record["samples"] = [_sample(sample) for sample in completion.samples]
-    return record
+    return {**record, **own}
 
 
 def _sample(completion: Completion) -> dict[str, Any]:
@@ -43,17 +81,22 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def error_record(name: RecordId | None, error: str, line: int, file: str | None) -> dict[str, Any]:
+def error_record(
+    name: RecordId | None, error: str, line: int, file: str | None, own: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns what is written instead of a result for a record that cannot be decoded.
 
     Args:
       name: its id; None if none could be read.
       line: its line, from 1; in Parquet its row.
       file: its file, if the job has several.
+      own: keys of the input's record that are passed on, unless the output has them.
     """
     record: dict[str, Any] = {} if name is None else {"id": name}
     record |= {"error": writable(error), "line": line}
-    return record if file is None else {**record, "file": writable(file)}
+    if file is not None:
+        record["file"] = writable(file)
+    return record | {key: value for key, value in own.items() if key not in OUTPUT_KEYS}
 
 
 def writable(text: str) -> str:
@@ -64,3 +107,26 @@ def writable(text: str) -> str:
 def encoded(record: dict[str, Any]) -> bytes:
     """Encodes a record as a line of the output, without the line end."""
     return json.dumps(record, ensure_ascii=False).encode("utf-8")
+
+
+def as_json(value: Any, depth: int = 0) -> Any:
+    """Returns a value of the input, which may be that of a Parquet column, as JSON has it: times as
+    ISO 8601, bytes as base64, what else there is as its text, and null for numbers that are not
+    finite.
+
+    Raises:
+      InputError: it is nested deeper than `DEEPEST`.
+    """
+    if depth > DEEPEST:
+        raise InputError(f"a key that is passed on is nested more than {DEEPEST} deep")
+    if isinstance(value, dict):
+        return {str(key): as_json(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(item, depth + 1) for item in value]
+    if isinstance(value, float):
+        return _number(value)
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from infer.job.counts import Counts
@@ -31,13 +31,15 @@ class NotEnoughMemory(InputError):
 
 @dataclasses.dataclass(slots=True)
 class _DecodingRecord:
-    """A record that is being decoded, where its result goes, and where it came from."""
+    """A record that is being decoded, where its result goes, where it came from, and what of its
+    own the result repeats."""
 
     shard: Shard
     part: PartFile
     number: int
     id: RecordId
     place: Place
+    own: Mapping[str, Any]
 
 
 class ShardDecoder:
@@ -114,12 +116,14 @@ class ShardDecoder:
                 if self._stop.requested:
                     return
                 try:
-                    name, prompt = self._workload.prepare(self._llm, number, content)
+                    record = self._workload.prepare(self._llm, number, content)
                 except BadPrompt as bad:
                     self._add(shard, part, {number: self._workload.error_record(bad, place)})
                     continue
-                self._under_way[next(places)] = _DecodingRecord(shard, part, number, name, place)
-                yield prompt
+                self._under_way[next(places)] = _DecodingRecord(
+                    shard, part, number, record.id, place, record.own
+                )
+                yield record.prompt
             self._seal_if_whole(shard, part)
 
     def _and_again(self, shards: Iterable[Shard]) -> Iterator[Shard]:
@@ -137,7 +141,7 @@ class ShardDecoder:
         for records in by_shard.values():
             first = records[0][0]
             results = {
-                record.number: result_record(record.id, completion)
+                record.number: result_record(record.id, completion, record.own)
                 for record, completion in records
             }
             self._add(first.shard, first.part, results)
@@ -145,7 +149,7 @@ class ShardDecoder:
 
     def _take_failure(self, number: int, error: InputError) -> None:
         record = self._under_way.pop(number)
-        bad = BadPrompt(record.id, str(error))
+        bad = BadPrompt(record.id, str(error), record.own)
         line = self._workload.error_record(bad, record.place)
         self._add(record.shard, record.part, {record.number: line})
         self._seal_if_whole(record.shard, record.part)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infer.job.input import Content, Place, read_from
 from infer.job.prompt_record import (
     RecordId,
     checked_record,
+    own_fields,
     prepared_record,
     record_fields,
     record_id,
 )
 from infer.job.record_index import RecordIndex, Shard
-from infer.job.result_record import error_record
+from infer.job.result_record import as_json, error_record, refuse_output_keys
 from wedlm_jax.errors import InputError
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.records.files import RecordFile, file_size
@@ -32,11 +33,26 @@ class BadPrompt(Exception):
     Attributes:
       id: its id, None if none could be read.
       reason: what is wrong with it.
+      own: its own keys, for the output.
     """
 
-    def __init__(self, name: RecordId | None, reason: str):
+    def __init__(self, name: RecordId | None, reason: str, own: Mapping[str, Any]):
         super().__init__(reason)
-        self.id, self.reason = name, reason
+        self.id, self.reason, self.own = name, reason, own
+
+
+class PreparedRecord(NamedTuple):
+    """A record that can be decoded.
+
+    Attributes:
+      id: of the result.
+      own: keys of its own, for the output.
+      prompt: what the engine gets.
+    """
+
+    id: RecordId
+    own: Mapping[str, Any]
+    prompt: Prepared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,26 +87,28 @@ class Workload:
         if number != shard.first + shard.records:
             raise InputError(f"{file.shown}: has changed while the job was running")
 
-    def prepare(self, llm: LLM, number: int, content: Content) -> tuple[RecordId, Prepared]:
-        """Returns a record's id, and its prompt as the engine takes it.
+    def prepare(self, llm: LLM, number: int, content: Content) -> PreparedRecord:
+        """Checks a record, and returns its prompt as the engine takes it.
 
         Raises:
           BadPrompt: it cannot be decoded.
         """
         name: RecordId | None = None
+        own: Mapping[str, Any] = {}
         try:
             fields = record_fields(content)
             name = record_id(fields, number)
+            own = as_json(own_fields(fields))
             if (original := self.index.original(number)) is not None:
                 raise InputError(
                     f"duplicate id: record {original} has it (records count from 0; one without an "
                     "id has its number as id)"
                 )
-            return name, prepared_record(
-                llm, checked_record(fields, name, self.params), chat=self.chat
-            )
+            refuse_output_keys(own)
+            record = checked_record(fields, name, self.params)
+            return PreparedRecord(name, own, prepared_record(llm, record, chat=self.chat))
         except InputError as error:
-            raise BadPrompt(name, str(error)) from error
+            raise BadPrompt(name, str(error), own) from error
 
     def check_all(self, llm: LLM) -> None:
         """Prepares every record, and keeps none.
@@ -108,4 +126,4 @@ class Workload:
 
     def error_record(self, bad: BadPrompt, place: Place) -> dict[str, Any]:
         file = self.files[place.file].name if len(self.files) > 1 else None
-        return error_record(bad.id, bad.reason, place.line, file)
+        return error_record(bad.id, bad.reason, place.line, file, bad.own)

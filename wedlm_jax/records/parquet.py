@@ -54,7 +54,12 @@ def rows_of_groups(path: Path, shown: str) -> list[int]:
 
 
 def read_rows(
-    path: Path, shown: str, columns: Collection[str], start: int = 0, count: int | None = None
+    path: Path,
+    shown: str,
+    columns: Collection[str] | None = None,
+    start: int = 0,
+    count: int | None = None,
+    optional: Collection[str] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yields rows without their nulls: in a table every row has all columns, and every struct all
     fields, so a null cannot be told from what is not there.
@@ -62,16 +67,17 @@ def read_rows(
     Args:
       path: of the file.
       shown: what messages call it.
-      columns: to read; of these, those that the file has.
+      columns: to read; of these, those that the file has. None for all.
       start: number of the first row, from 0.
       count: of rows; None for all from there on.
+      optional: columns whose nulls are left out; others keep them. None for all.
 
     Raises:
       NotParquet: the file is damaged.
       InputError: pyarrow is not installed.
     """
     with _opened(path, shown) as file:
-        names = [name for name in file.schema_arrow.names if name in columns]
+        names = [n for n in file.schema_arrow.names if columns is None or n in columns]
         total = file.metadata.num_rows
         stop = total if count is None else min(start + count, total)
         if not names:
@@ -82,7 +88,9 @@ def read_rows(
         for group in range(file.num_row_groups):
             size = file.metadata.row_group(group).num_rows
             if first < stop and first + size > start:
-                yield from _rows_of_group(file, group, names, start - first, stop - first)
+                for row in _rows_of_group(file, group, names, start - first, stop - first):
+                    whole = {} if optional is None else _others(row, optional)
+                    yield without_nulls(row) | whole
             first += size
 
 
@@ -91,11 +99,14 @@ def _rows_of_group(
 ) -> Iterator[dict[str, Any]]:
     here = 0
     for batch in file.iter_batches(ROWS_AT_A_TIME, row_groups=[group], columns=names):
-        for row in batch.slice(max(start - here, 0), max(stop - max(here, start), 0)).to_pylist():
-            yield without_nulls(row)
+        yield from batch.slice(max(start - here, 0), max(stop - max(here, start), 0)).to_pylist()
         here += batch.num_rows
         if here >= stop:
             return
+
+
+def _others(row: dict[str, Any], optional: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in optional}
 
 
 @contextlib.contextmanager

@@ -89,7 +89,8 @@ def wrong_keys(draw: random.Random) -> bytes:
     record = draw.choice(
         [
             {key: "a"},
-            {"prompt": "a", key: anything(draw)},
+            {"prompt": "a", key: json.loads("[" * 200 + "]" * 200)},
+            {"prompt": "a", draw.choice(["text", "error", "line"]): anything(draw)},
             {},
             {"id": draw.random().hex()},
             {"prompt": "a", "messages": []},

@@ -204,7 +204,7 @@ def test_logprobs_and_samples_are_those_of_the_library(
 def test_a_row_holds_no_number_that_json_has_not() -> None:
     impossible = float("-inf")
     logprobs = [TokenLogprob(-0.5, [(7, -0.5), (8, impossible)]), TokenLogprob(impossible, [])]
-    line = encoded(result_record("x", Completion("ab", [7, 9], "length", 2, 8, logprobs)))
+    line = encoded(result_record("x", Completion("ab", [7, 9], "length", 2, 8, logprobs), {}))
     assert line.endswith(
         b'"logprobs": [{"logprob": -0.5, "top": [[7, -0.5], [8, null]]}, '
         b'{"logprob": null, "top": []}]}'
