@@ -23,6 +23,7 @@ import wedlm_jax
 from infer.evaluation_options import KINDS, QUESTION_OPTIONS, TASK_OPTIONS, check, parser
 from infer.generate import LLM_OPTIONS, load
 from infer.plots import draw_scores
+from infer.sampling_options import advised_params
 from infer.score import Score
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.atomic import write_json, written_beside
@@ -241,14 +242,17 @@ def decoders_at(
       kinds: which of these. A model that was not trained on masks decodes AR, whatever they are.
       others: options of `infer.generate.load`.
     """
-    from wedlm_jax.params import SamplingParams
-
     others |= {"batch_size": batch_size} | ({} if model is None else {"model": model})
 
     def loaded(**more: Any) -> LLM:
         return load(others | more)
 
-    base = SamplingParams(mode="paper", max_tokens=max_tokens, position_penalty=position_penalty)
+    base = dataclasses.replace(
+        advised_params(others),
+        mode="paper",
+        max_tokens=max_tokens,
+        position_penalty=position_penalty,
+    )
     at = [dataclasses.replace(base, entropy_threshold=x) for x in thresholds]
     decoders: list[Decoder] = []
     if "ar" in kinds:

@@ -16,6 +16,8 @@ from wedlm_jax.host.command_line import CommandParser
 if TYPE_CHECKING:
     from wedlm_jax.llm import LLM
 
+_log = logging.getLogger(__name__)
+
 DESCRIPTION = """\
 Completes a prompt, printing its text as it is committed; or, as a job that may be killed and
 given again, prompts in files, each of which gives one record of results.
@@ -86,6 +88,7 @@ LLM_OPTIONS = (
     "deterministic",
     "mesh",
     "refill",
+    "generation_config",
 )
 """What `LLM` takes."""
 
@@ -202,6 +205,12 @@ def add_model_options(group: Any, *, together: str = "16") -> None:
         action="store_true",
         help="compute every forward in one shape: a prompt's tokens then depend on nothing but "
         "itself, in bfloat16 too; slower [off]",
+    )
+    add(
+        "--generation-config",
+        choices=("none", "auto"),
+        help="auto: sample as the model's generation_config.json advises, where no option says "
+        "otherwise [none: its stop tokens alone]",
     )
     add(
         "--attention",
@@ -368,12 +377,25 @@ def load(options: dict[str, Any]) -> LLM:
     keep_compiled()
     try:
         llm = LLM(given.pop("model", None), **given)
+        _tell_advice(llm, options)
         if options.get("warmup"):
             _warm_up(llm, options)
         return llm
     except InputError as error:
         message = str(error).replace("max_batch_size:", "batch_size:", 1)
         raise InputError(as_flag(message, LLM_OPTIONS)) from None
+
+
+def _tell_advice(llm: LLM, options: dict[str, Any]) -> None:
+    """Says that decoding is greedy, where the makers advise otherwise and nobody chose it."""
+    found = llm.generation_config
+    if found.samples and "generation_config" not in options and "temperature" not in options:
+        advised = ", ".join(f"{name} {value}" for name, value in found.advised.items())
+        _log.warning(
+            "%s advises to sample (%s); tokens are the most likely ones, unless "
+            "--generation-config auto is given",
+            *(found.path, advised),
+        )
 
 
 def _warm_up(llm: LLM, options: dict[str, Any]) -> None:

@@ -65,15 +65,28 @@ def add_sampling_options(group: Any) -> None:
 
 
 def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
-    """Returns the sampling parameters among the parsed ``options``.
+    """Returns the sampling parameters among the parsed ``options``; what these leave out is as the
+    model's `generation_config.json` advises, where ``generation_config`` says so.
 
     Raises:
       InputError: naming the flag, not the field.
     """
+    base = advised_params(options)
     try:
-        return SamplingParams(**{name: options[name] for name in OPTIONS if name in options})
+        given = {name: options[name] for name in OPTIONS if name in options}
+        return dataclasses.replace(base, **given)
     except InputError as error:
         raise InputError(as_flag(str(error))) from None
+
+
+def advised_params(options: Mapping[str, Any]) -> SamplingParams:
+    """Returns what the model among the parsed ``options`` advises, if they ask for it."""
+    if options.get("generation_config") != "auto":
+        return SamplingParams()
+    from wedlm_jax.checkpoint.find_model import find_model
+    from wedlm_jax.checkpoint.generation_config import read_generation_config
+
+    return read_generation_config(find_model(options.get("model"))).params()
 
 
 def as_flag(message: str, others: tuple[str, ...] = ()) -> str:

@@ -173,6 +173,12 @@ class ModelConfig:
                 raise InputError(
                     f"model config: {name} {value} lies outside the vocabulary of {self.vocab_size}"
                 )
+        for value in self.eos_token_ids:
+            if type(value) is not int or not 0 <= value < self.vocab_size:
+                raise InputError(
+                    f"model config: expected token ids of the vocabulary of {self.vocab_size} as "
+                    f"eos_token_id, not {value!r}"
+                )
         if self.mask_token_id is not None and self.mask_token_id in self.eos_token_ids:
             raise InputError(
                 f"model config: mask_token_id {self.mask_token_id} is an eos_token_id, too; a mask "

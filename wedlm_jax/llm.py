@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from wedlm_jax.checkpoint.find_model import find_model
+from wedlm_jax.checkpoint.generation_config import USES, read_generation_config
 from wedlm_jax.checkpoint.hf import load_checkpoint
 from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.config import ModelConfig
@@ -69,6 +70,12 @@ class LLM:
         exactly the tokens of "ar".
       mesh: devices of this process that share the work, such as ``{"tensor": 8}`` or
         ``{"data": 4, "tensor": 2}``: ``tensor`` shards the weights, ``data`` makes replicas.
+      generation_config: "auto" makes the sampling that the checkpoint's `generation_config.json`
+        advises that of prompts that come without parameters; "none" makes it greedy. What ends a
+        text is read from that file in any case.
+
+    Attributes:
+      default_params: of prompts that come without parameters.
     """
 
     def __init__(
@@ -85,6 +92,7 @@ class LLM:
         attention: str | None = None,
         deterministic: bool = False,
         mesh: Mapping[str, int] | None = None,
+        generation_config: str = "none",
     ):
         if dtype is None:
             dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
@@ -92,8 +100,15 @@ class LLM:
             raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, not {dtype!r}")
         if not is_integer(max_batch_size) or max_batch_size < 1:
             raise InputError(f"max_batch_size: expected 1 or more, not {max_batch_size!r}")
+        if generation_config not in USES:
+            expected = " or ".join(USES)
+            raise InputError(f"generation_config: expected {expected}, not {generation_config!r}")
         check_quantization(quantization)
         self.folder = find_model(model)
+        self.generation_config = read_generation_config(self.folder)
+        self.default_params = SamplingParams()
+        if generation_config == "auto":
+            self.default_params = self.generation_config.params()
         self.codec = TextCodec.load(self.folder)
         self.dtype, self.quantization = dtype, quantization
         self.max_batch_size = max_batch_size
@@ -150,7 +165,7 @@ class LLM:
           params: of the prompts to come; a prompt with other options compiles when it arrives.
           on_step: called after each program with how many are compiled, and of how many.
         """
-        given = [params] if isinstance(params, SamplingParams) else params or [SamplingParams()]
+        given = [params] if isinstance(params, SamplingParams) else params or [self.default_params]
         for one in given:
             self._told_once.of_mode(one)
         with self._router.turn():
@@ -168,7 +183,7 @@ class LLM:
 
         Args:
           prompts: texts or token-id lists, one or many.
-          params: one for all, or one for each.
+          params: one for all, or one for each; by default ``default_params``.
           on_progress: called between bursts of forwards.
 
         Returns:
@@ -338,7 +353,7 @@ class LLM:
         Raises:
           InputError: naming the first prompt (from 0) that cannot be decoded, and why.
         """
-        many = as_list(prompts)
+        many, params = as_list(prompts), params if params is not None else self.default_params
         rows = []
         for number, (prompt, one) in enumerate(zip(many, for_each(many, params), strict=True)):
             with numbered("prompt", number, len(many)):

@@ -313,11 +313,11 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def for_each(
-    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
 ) -> Sequence[SamplingParams]:
     """Returns the sampling parameters of each prompt, given one for all or one for each."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
+    if isinstance(params, SamplingParams):
+        return [params] * len(prompts)
     if not isinstance(params, list | tuple) or not all(
         isinstance(one, SamplingParams) for one in params
     ):

@@ -32,6 +32,7 @@ MAX_TOKENS = 256
 LLM_OPTIONS = (
     *("window_size", "dtype", "max_model_len", "refill", "quantization", "kv_cache_dtype"),
     *("attention", "deterministic", "tensor_parallel_size", "data_parallel_size"),
+    "generation_config",
 )
 NAMES = ("max_gen_toks", *LLM_OPTIONS, *OPTIONS)
 
@@ -77,12 +78,14 @@ class HarnessModel(TemplateLM):
             if name not in NAMES:
                 raise InputError(f"unknown model argument {name!r}; {did_you_mean(name, NAMES)}")
         limit = options.pop("max_gen_toks", MAX_TOKENS)
-        sampling = {name: options.pop(name) for name in OPTIONS if name in options}
-        self.params = SamplingParams(**({"max_tokens": limit} | sampling))
+        sampling = {"max_tokens": limit}
+        sampling |= {name: options.pop(name) for name in OPTIONS if name in options}
+        SamplingParams(**sampling)  # refused before the model is loaded
         if not isinstance(pretrained, LLM):
             options |= _sequences(batch_size, max_batch_size)
             pretrained = _loaded(pretrained, options)
         self.llm = pretrained
+        self.params = dataclasses.replace(self.llm.default_params, **sampling)
         if self.llm.codec is None:
             raise InputError(f"{self.llm.folder} has no tokenizer, which tasks need")
         self.tokenizer = self.llm.tokenizer

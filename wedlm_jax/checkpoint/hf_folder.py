@@ -6,6 +6,7 @@ be told at once.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Collection
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from wedlm_jax.checkpoint.generation_config import read_generation_config
 from wedlm_jax.checkpoint.safetensors_file import SafetensorsFile
 from wedlm_jax.config import ModelConfig, config_from_hf, read_config_json
 from wedlm_jax.errors import InputError
@@ -100,10 +102,11 @@ def _why_no_weights(folder: Path) -> str:
 
 
 def model_config(folder: Path, raw: dict[str, Any], tensors: Collection[str]) -> ModelConfig:
-    """Returns the architecture that ``raw`` describes.
+    """Returns the architecture that ``raw`` describes, ended by what a `generation_config.json`
+    beside it ends texts with, too: the turn's end of a chat model often stands there alone.
 
     Args:
-      folder: named in errors.
+      folder: named in errors; the other file is read in it.
       raw: the content of ``config.json``.
       tensors: Hugging Face names of the tensors that are there.
     """
@@ -114,10 +117,16 @@ def model_config(folder: Path, raw: dict[str, Any], tensors: Collection[str]) ->
         raw.setdefault("attention_bias", layer + "q_proj.bias" in tensors)
         raw.setdefault("qk_norm", layer + "q_norm.weight" in tensors)
     try:
-        return config_from_hf(raw)
+        config = config_from_hf(raw)
     except InputError as error:
         raise InputError(f"{folder / 'config.json'}: {error}") from None
     except (TypeError, ValueError, AttributeError) as error:
         raise InputError(
             f"{folder / 'config.json'}: model config: a field is malformed ({error})"
         ) from None
+    generation = read_generation_config(folder)
+    ends = tuple(dict.fromkeys((*config.eos_token_ids, *generation.eos_token_ids)))
+    try:
+        return dataclasses.replace(config, eos_token_ids=ends)
+    except InputError as error:
+        raise InputError(f"{generation.path}: {error}") from None
