@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
@@ -31,6 +32,8 @@ has exactly one of
   "messages"          [{"role": ..., "content": ...}, ...], through the chat template
 and may have
   "id"                a text or an integer, unique; the record's number, from 0, without it
+  "tools"             [{...}, ...] and
+  "chat_template_kwargs"  {"enable_thinking": false, ...}, for the chat template
   "sampling"          {"temperature": 0.7, "stop": ["\\n"], ...}, instead of the command
                       line's values for this record. Fields:
 {fields}
@@ -89,6 +92,7 @@ LLM_OPTIONS = (
     "mesh",
     "refill",
     "generation_config",
+    "chat_template_kwargs",
 )
 """What `LLM` takes."""
 
@@ -207,6 +211,13 @@ def add_model_options(group: Any, *, together: str = "16") -> None:
         "itself, in bfloat16 too; slower [off]",
     )
     add(
+        "--chat-template-kwargs",
+        type=_object,
+        metavar="JSON",
+        help="variables of the chat template, such as '{\"enable_thinking\": false}', for "
+        "conversations that do not set them [none]",
+    )
+    add(
         "--generation-config",
         choices=("none", "auto"),
         help="auto: sample as the model's generation_config.json advises, where no option says "
@@ -239,6 +250,16 @@ def _window(text: str) -> int | str:
 
 
 _window.__name__ = "integer or 'auto'"  # what argparse calls it in its message
+
+
+def _object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
+
+
+_object.__name__ = "JSON object"
 
 
 def _mesh_axis(text: str) -> tuple[str, int]:

@@ -25,6 +25,7 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.generation import CompletionStream, Generation, Prepared, Router
 from wedlm_jax.grammar.guidance import TokenizerGrammars
 from wedlm_jax.host.progress import Progress
+from wedlm_jax.messages import template_variables
 from wedlm_jax.model.quantization import check_quantization
 from wedlm_jax.params import MOST_LOGPROBS, SamplingParams
 from wedlm_jax.sharding import make_local_mesh
@@ -70,6 +71,8 @@ class LLM:
         exactly the tokens of "ar".
       mesh: devices of this process that share the work, such as ``{"tensor": 8}`` or
         ``{"data": 4, "tensor": 2}``: ``tensor`` shards the weights, ``data`` makes replicas.
+      chat_template_kwargs: variables of the chat template, such as ``{"enable_thinking": False}``,
+        for conversations that do not set them.
       generation_config: "auto" makes the sampling that the checkpoint's `generation_config.json`
         advises that of prompts that come without parameters; "none" makes it greedy. What ends a
         text is read from that file in any case.
@@ -92,6 +95,7 @@ class LLM:
         attention: str | None = None,
         deterministic: bool = False,
         mesh: Mapping[str, int] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         generation_config: str = "none",
     ):
         if dtype is None:
@@ -109,7 +113,8 @@ class LLM:
         self.default_params = SamplingParams()
         if generation_config == "auto":
             self.default_params = self.generation_config.params()
-        self.codec = TextCodec.load(self.folder)
+        variables = template_variables(kwargs=chat_template_kwargs)
+        self.codec = TextCodec.load(self.folder, variables=variables)
         self.dtype, self.quantization = dtype, quantization
         self.max_batch_size = max_batch_size
         devices = None if mesh is None else make_local_mesh(mesh)
@@ -235,34 +240,54 @@ class LLM:
         conversations: Messages | Sequence[Messages],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> list[Completion]:
         """Completes conversations, rendered with the chat template; see `generate`.
 
         Args:
           conversations: messages with ``role`` and ``content``; one conversation or many.
+          tools, chat_template_kwargs: of all, as `chat_prompt` takes them.
         """
         if not isinstance(conversations, Sequence) or isinstance(conversations, str):
             raise InputError(
                 f"conversations: expected lists of messages, not {type(conversations).__name__}"
             )
         single = bool(conversations) and isinstance(conversations[0], dict)
-        many = [conversations] if single else conversations
+        many: Any = [conversations] if single else conversations
         prompts: list[Prompt] = []
         for number, messages in enumerate(many):
             with numbered("conversation", number, len(many)):
-                prompts.append(self.chat_prompt(messages))  # type: ignore[arg-type]
+                prompts.append(
+                    self.chat_prompt(
+                        messages, tools=tools, chat_template_kwargs=chat_template_kwargs
+                    )
+                )
         return self.generate(prompts, params, on_progress=on_progress)
 
-    def chat_prompt(self, messages: Messages) -> list[int]:
+    def chat_prompt(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Returns the token ids of a conversation, ready for the assistant's turn.
+
+        Args:
+          messages: as `wedlm_jax.messages.checked_messages` takes them: those of OpenAI's clients,
+            tool calls and their results included.
+          tools: functions that the model may call, for templates that write them.
+          chat_template_kwargs: variables of the template, such as ``{"enable_thinking": False}``.
 
         Raises:
           InputError: there is no chat template, or the messages do not fit it.
         """
-        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-            raise InputError("messages: expected a list of at least one message")
-        return self._require_codec("messages").encode_chat(messages)
+        codec = self._require_codec("messages")
+        variables = template_variables(tools, chat_template_kwargs)
+        codec.check_tools(variables)
+        return codec.encode_chat(messages, variables)
 
     def score(
         self, prompts: Sequence[Prompt], completions: Sequence[Prompt], *, top: int = 0

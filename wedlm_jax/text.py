@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from wedlm_jax.errors import InputError, shortened
+from wedlm_jax.messages import checked_messages
 from wedlm_jax.params import SamplingParams
 
 INCOMPLETE = "\ufffd"
@@ -26,7 +27,7 @@ SETTLED_BEHIND = 32
 NO_LIMIT = 10**30
 """The value that transformers uses for a tokenizer without a maximal length."""
 
-Messages = Sequence[dict[str, str]]
+Messages = Sequence[dict[str, Any]]
 Prompt = str | Sequence[int]
 
 
@@ -35,15 +36,19 @@ class TextCodec:
 
     Attributes:
       tokenizer: of `transformers`.
+      variables: of the chat template, for conversations that do not set them.
     """
 
-    def __init__(self, tokenizer: Any):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, variables: Mapping[str, Any] | None = None):
+        self.tokenizer, self.variables = tokenizer, variables or {}
         self._incomplete_ids = list(tokenizer(INCOMPLETE, add_special_tokens=False)["input_ids"])
 
     @classmethod
-    def load(cls, folder: Path) -> TextCodec | None:
+    def load(cls, folder: Path, *, variables: Mapping[str, Any] | None = None) -> TextCodec | None:
         """Loads the tokenizer in ``folder``; None if it has none.
+
+        Args:
+          variables: of the chat template, for conversations that do not set them.
 
         Raises:
           InputError: naming the file that is truncated or malformed.
@@ -67,7 +72,7 @@ class TextCodec:
                 raise InputError(
                     f"{name}: the tokenizer is truncated or malformed ({shortened(str(error))})"
                 ) from None
-        return cls(tokenizer)
+        return cls(tokenizer, variables)
 
     @property
     def eos_token_id(self) -> int | None:
@@ -124,13 +129,22 @@ class TextCodec:
         )
         return list(dict.fromkeys(ids for ids in found if ids))
 
-    def encode_chat(self, messages: Messages) -> list[int]:
+    def encode_chat(
+        self, messages: Messages, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Encodes a conversation with the chat template, ready for the assistant's turn.
+
+        Args:
+          messages: as `wedlm_jax.messages.checked_messages` takes them.
+          variables: further ones of the template, such as ``tools``, beside those of this object.
 
         Raises:
           InputError: the tokenizer has no template, or the messages do not fit it.
         """
-        return self.encode_rendered(self.render_chat(messages, add_generation_prompt=True))
+        messages = checked_messages(messages)
+        return self.encode_rendered(
+            self.render_chat(messages, add_generation_prompt=True, variables=variables)
+        )
 
     def render_chat(
         self,
@@ -142,14 +156,12 @@ class TextCodec:
         """Renders a conversation with the chat template.
 
         Args:
+          messages: as `wedlm_jax.messages.checked_messages` returns them.
           variables: further ones of the template, such as ``tools``.
 
         Raises:
           InputError: the tokenizer has no template, or the messages do not fit it.
         """
-        for message in messages:
-            if not isinstance(message, dict) or not {"role", "content"} <= set(message):
-                raise InputError("messages: expected objects with 'role' and 'content'")
         if not self.has_chat_template:
             raise InputError("this checkpoint's tokenizer has no chat template")
         try:
@@ -157,12 +169,24 @@ class TextCodec:
                 list(messages),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                **(variables or {}),
+                **{**self.variables, **(variables or {})},
             )
         except Exception as error:
             # Templates are programs of their own and raise what they like.
             raise InputError(f"messages: the chat template refused them ({error})") from None
         return str(text)
+
+    def check_tools(self, variables: Mapping[str, Any]) -> None:
+        """Refuses ``tools`` that the chat template does not write: a model cannot call what it has
+        not read of.
+
+        Raises:
+          InputError: there are some, and the template does not mention them.
+        """
+        if "tools" in variables and "tools" not in str(
+            getattr(self.tokenizer, "chat_template", "")
+        ):
+            raise InputError("tools: this checkpoint's chat template does not write any")
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of ``token_ids`` without special tokens."""

@@ -32,7 +32,7 @@ MAX_TOKENS = 256
 LLM_OPTIONS = (
     *("window_size", "dtype", "max_model_len", "refill", "quantization", "kv_cache_dtype"),
     *("attention", "deterministic", "tensor_parallel_size", "data_parallel_size"),
-    "generation_config",
+    *("chat_template_kwargs", "generation_config"),
 )
 NAMES = ("max_gen_toks", *LLM_OPTIONS, *OPTIONS)
 
@@ -138,6 +138,7 @@ class HarnessModel(TemplateLM):
                 chat_history,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                **self.llm.codec.variables,
                 continue_final_message=not add_generation_prompt,
             )
         )

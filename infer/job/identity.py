@@ -77,8 +77,12 @@ def identity_of(llm: LLM, workload: Workload) -> Identity:
         "dtype": llm.dtype,
         "deterministic": llm.engine.settings.deterministic,
     }
-    rounding = {"quantization": llm.quantization, "kv_cache_dtype": llm.engine.kv_cache_dtype}
-    settings |= {name: value for name, value in rounding.items() if value is not None}
+    rare = {
+        "quantization": llm.quantization,
+        "kv_cache_dtype": llm.engine.kv_cache_dtype,
+        "chat_template_kwargs": dict(llm.codec.variables) if llm.codec else {},
+    }
+    settings |= {name: value for name, value in rare.items() if value}
     index = workload.index
     return Identity(
         index.digest, folder_digest(llm.folder), settings, index.shard_size, index.records

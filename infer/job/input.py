@@ -20,7 +20,8 @@ from wedlm_jax.records.jsonl import Digest, read_lines
 from wedlm_jax.records.parquet import column_names, read_rows
 
 PROMPT_KINDS = ("prompt", "prompt_token_ids", "messages")
-KEYS = (*PROMPT_KINDS, "id", "sampling")
+FOR_TEMPLATE = ("tools", "chat_template_kwargs")
+KEYS = (*PROMPT_KINDS, "id", "sampling", *FOR_TEMPLATE)
 """Lists the keys of a record that mean something, in JSONL and in Parquet. All others are the
 user's own, which the output repeats."""
 

@@ -9,10 +9,11 @@ from array import array
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from infer.job.input import KEYS, PROMPT_KINDS, Content
+from infer.job.input import FOR_TEMPLATE, KEYS, PROMPT_KINDS, Content
 from wedlm_jax.errors import InputError, nearest, shortened
+from wedlm_jax.messages import checked_messages, template_variables
 from wedlm_jax.params import SamplingParams
-from wedlm_jax.records.fields import check_messages, check_text, refuse_unknown, shown_value
+from wedlm_jax.records.fields import check_text, refuse_unknown, shown_value
 from wedlm_jax.records.jsonl import parse_object
 
 if TYPE_CHECKING:
@@ -36,12 +37,14 @@ class PromptRecord:
       kind: which of `PROMPT_KINDS` it has.
       prompt: its value.
       params: how it is decoded.
+      template: its ``tools`` and ``chat_template_kwargs``, where it has some.
     """
 
     id: RecordId
     kind: str
     prompt: Any
     params: SamplingParams
+    template: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def record_fields(content: Content) -> Mapping[str, Any]:
@@ -98,14 +101,19 @@ def checked_record(
         near = [] if kinds else [key for key in fields if nearest(key, PROMPT_KINDS, LIKE_A_KEY)]
         hint = f"; {hint_of(near[0])}" if near else ""
         raise InputError(f"expected exactly one of {', '.join(PROMPT_KINDS)}, not {have}{hint}")
-    _CHECKS[kinds[0]](fields[kinds[0]])
+    kind = kinds[0]
+    _CHECKS[kind](fields[kind])
+    template = {name: fields[name] for name in FOR_TEMPLATE if name in fields}
+    template_variables(*(template.get(name) for name in FOR_TEMPLATE))
+    if template and kind == "prompt_token_ids":
+        raise InputError(f"{next(iter(template))}: expected none beside prompt_token_ids")
     if params.seed is not None:
         params = dataclasses.replace(params, seed=record_seed(params.seed, name))
     if "sampling" in fields:
         params = _overridden(params, fields["sampling"])
     if params.seed is None:
         raise InputError("seed: expected a number, so that a restart gives the same result")
-    return PromptRecord(name, kinds[0], fields[kinds[0]], params)
+    return PromptRecord(name, kind, fields[kind], params, template)
 
 
 def record_seed(seed: int, name: RecordId) -> int:
@@ -127,9 +135,12 @@ def prepared_record(llm: LLM, record: PromptRecord, *, chat: bool) -> Prepared:
     prompt = record.prompt
     try:
         if record.kind == "prompt" and chat:
-            prompt = llm.chat_prompt([{"role": "user", "content": prompt}])
+            prompt = llm.chat_prompt([{"role": "user", "content": prompt}], **record.template)
         elif record.kind == "messages":
-            prompt = llm.chat_prompt(prompt)
+            prompt = llm.chat_prompt(prompt, **record.template)
+        elif record.template:
+            name = next(iter(record.template))
+            raise InputError(f"{name}: goes with messages, or with a prompt and --chat")
         token_ids, params = llm.prepare_one(prompt, record.params, many_samples=True)
     except InputError:
         raise
@@ -149,7 +160,7 @@ def _check_token_ids(value: Any) -> None:
 _CHECKS = {
     "prompt": check_text,
     "prompt_token_ids": _check_token_ids,
-    "messages": check_messages,
+    "messages": checked_messages,
 }
 
 

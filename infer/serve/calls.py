@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from infer.serve.answer import Call
 from infer.serve.capacity import Capacity
 from infer.serve.errors import CONTEXT_LENGTH, ApiError, bad_request
-from infer.serve.fields import check_refused, name_given, sampling_given, sampling_of
+from infer.serve.fields import ROLES, check_refused, name_given, sampling_given, sampling_of
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.errors import InputError
+from wedlm_jax.messages import checked_messages
 from wedlm_jax.params import OPTIONS
 from wedlm_jax.text import as_list
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 GRAMMAR_SECONDS = 10.0
 """In which a grammar is compiled, or refused."""
 
-FIELDS = {*OPTIONS, "window_size"}
+FIELDS = {*OPTIONS, "window_size", "tools", "chat_template_kwargs"}
 """With which the library's sentences may begin."""
 
 
@@ -72,10 +73,16 @@ class Calls:
         Raises:
           ApiError: naming the field.
         """
-        messages = [message.as_given() for message in body.messages]
-        return await self._call(
-            body, "messages", lambda: [self._llm.chat_prompt(messages)], self._chat_limit
-        )
+
+        def read() -> list[Prompt]:
+            prompt = self._llm.chat_prompt(
+                checked_messages(body.messages, ROLES),
+                tools=None if body.tool_choice == "none" else body.tools,
+                chat_template_kwargs=body.chat_template_kwargs,
+            )
+            return [prompt]
+
+        return await self._call(body, "messages", read, self._chat_limit)
 
     async def _call(
         self, body: Any, name: str, read: Callable[[], Sequence[Prompt]], limit: int | None

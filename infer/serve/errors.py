@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -14,6 +15,9 @@ LOG = logging.getLogger("wedlm.serve")
 
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 """The API's ``type`` of a status; other 4xx are "invalid_request_error", 5xx "server_error"."""
+
+PLACE = re.compile(r"\[(\d+)\]")
+"""Of a list, in the library's sentences."""
 
 CONTEXT_LENGTH = "context_length_exceeded"
 
@@ -65,6 +69,8 @@ def bad_request(
       otherwise: the field that is meant where it begins with none of them.
     """
     name, colon, _ = str(error).partition(":")
+    if name.startswith("messages["):
+        otherwise = PLACE.sub(r".\1", name)  # in the API's spelling
     return ApiError(400, str(error), param=name if colon and name in fields else otherwise)
 
 

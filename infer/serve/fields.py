@@ -18,6 +18,9 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.option_values import UNBOUNDED, Option
 from wedlm_jax.params import OPTIONS, SamplingParams
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Of messages, in OpenAI's API."""
+
 LISTS: Mapping[str, Any] = {
     "stop": StrictStr | list[StrictStr],
     "stop_token_ids": list[StrictInt],
@@ -50,8 +53,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "prediction": (),
     "reasoning_effort": ("none",),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -69,36 +70,6 @@ class StreamOptions(Body):
 
     include_usage: StrictBool = Field(False, description="a last event with the usage of tokens")
     include_obfuscation: StrictBool = Field(False, description="has no effect")
-
-
-class TextPart(Body):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: StrictStr
-
-
-class Message(Body):
-    """A message of a conversation. What the API sends with an answer's message may come back."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: StrictStr | list[TextPart] = Field(description="its text, or parts of it")
-    name: StrictStr | None = Field(None, description="for templates that know it")
-    refusal: None = None
-    annotations: list[Any] | None = Field(None, max_length=0)
-    audio: None = None
-    function_call: None = None
-    tool_calls: list[Any] | None = Field(None, max_length=0)
-
-    def as_given(self) -> dict[str, str]:
-        """Returns the message as chat templates take it."""
-        content = self.content
-        if not isinstance(content, str):
-            content = "".join(part.text for part in content)
-        # OpenAI's newer name; templates know the older one.
-        role = "system" if self.role == "developer" else self.role
-        own = {"role": role, "content": content}
-        return own if self.name is None else own | {"name": self.name}
 
 
 class NamedSchema(Body):
@@ -194,7 +165,19 @@ ChatRequest = make_model(
     "ChatRequest",
     __base__=Body,
     __doc__="A conversation whose next message is wanted.",
-    messages=(list[Message], Field(min_length=1)),
+    messages=(
+        list[dict[str, Any]],
+        Field(
+            min_length=1,
+            description="each with a role and a content, a text or parts of one; an assistant's "
+            "may have tool_calls and reasoning_content, a tool's the tool_call_id",
+        ),
+    ),
+    tools=_optional(list[dict[str, Any]], "functions that it may call, for the chat template"),
+    tool_choice=_optional(Literal["none", "auto"], "none keeps the tools from the template"),
+    chat_template_kwargs=_optional(
+        dict[str, Any], "variables of the chat template, such as enable_thinking"
+    ),
     max_completion_tokens=_optional(StrictInt, "OpenAI's newer name of max_tokens"),
     logprobs=_optional(StrictBool, "each token's log-probability"),
     top_logprobs=_optional(StrictInt, "so many of the most probable tokens in its place"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 import tomllib
@@ -56,8 +57,10 @@ def _from_file(path: Path, actions: Mapping[str, argparse.Action]) -> dict[str, 
         name = key.replace("-", "_")
         if name not in actions:
             raise InputError(f"{path}: unknown key {key!r}; {did_you_mean(name, actions)}")
-        if isinstance(value, dict):
+        if isinstance(value, dict) and actions[name].nargs == "+":
             value = [f"{one}={other}" for one, other in value.items()]
+        elif isinstance(value, dict):
+            value = json.dumps(value)
         settings[name] = _read(f"{path}: {key}", actions[name], value)
     return settings
 

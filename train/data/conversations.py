@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from wedlm_jax.errors import InputError
+from wedlm_jax.messages import NotTaken, checked_messages, template_variables
 
 BESIDE = ("system", "tools", "chat_template_kwargs")
 """Keys beside ``messages`` or ``conversations`` that change the text."""
@@ -20,24 +23,6 @@ SHAREGPT_ROLES = {
 """Role in a chat template by the ``from`` of a ShareGPT turn."""
 
 SHAREGPT_KEYS = ("from", "value", "weight")
-
-RESERVED = (
-    "messages",
-    "conversation",
-    "tools",
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tokenize",
-    "return_dict",
-    "return_tensors",
-    "return_assistant_tokens_mask",
-    "padding",
-    "truncation",
-    "max_length",
-    "tokenizer_kwargs",
-)
-"""What ``chat_template_kwargs`` cannot set."""
 
 
 class Wrong(Exception):
@@ -76,27 +61,31 @@ class Conversation:
         messages = _with_system(_checked(turns), record.get("system"))
         if not any(message["role"] == "assistant" for message in messages):
             raise Wrong("no assistant turn")
-        variables = _variables(record.get("chat_template_kwargs"))
-        if tools := _tools(record.get("tools")):
-            variables["tools"] = tools
+        with _named():
+            variables = template_variables(record.get("tools"), record.get("chat_template_kwargs"))
         return cls(messages, variables, unread)
 
 
-def _checked(messages: Any) -> list[dict[str, Any]]:
-    if not isinstance(messages, list) or not messages:
-        raise Wrong("wrong type", "messages must be a list of at least one message")
-    checked = []
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict):
-            raise Wrong("wrong type", f"message {number} must be an object")
-        turn = {key: message.get(key) for key in ("role", "content")}
-        for key, value in turn.items():
-            whole_text(value, f"{key!r} of message {number}", empty=key == "content")
-        if (weight := message.get("weight")) not in (None, 1):
+def _checked(given: Any) -> list[dict[str, Any]]:
+    """Returns messages as the template takes them, without the weights of some programs."""
+    with _named():
+        messages = checked_messages(given)
+    for number, message in enumerate(messages):
+        if (weight := message.pop("weight", 1)) != 1:
             # Trained on all the same, the turn would teach what it was marked not to.
-            raise Wrong("not supported", f"'weight' {weight!r} of message {number}; expected 1")
-        checked.append({name: message[name] for name in message if name != "weight"} | turn)
-    return checked
+            raise Wrong("not supported", f"'weight' {weight!r} of messages[{number}]; expected 1")
+    return messages
+
+
+@contextlib.contextmanager
+def _named() -> Iterator[None]:
+    """Turns an `InputError` into the reason for which a record is left out."""
+    try:
+        yield
+    except NotTaken as error:
+        raise Wrong("not supported", str(error)) from None
+    except InputError as error:
+        raise Wrong("wrong type", str(error)) from None
 
 
 def _from_sharegpt(turns: Any) -> tuple[list[dict[str, Any]], list[str]]:
@@ -128,30 +117,6 @@ def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, 
     if messages[0]["content"] != system:
         raise Wrong("two system messages", "'system', and the first message, which differs")
     return messages
-
-
-def _tools(tools: Any) -> list[Any]:
-    """Returns a record's tools, which may be a text of JSON: a table's column has one type."""
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except (ValueError, RecursionError):
-            raise Wrong("wrong type", "tools must be a list of objects, or its JSON") from None
-    if tools is None:
-        return []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise Wrong("wrong type", "tools must be a list of objects, or its JSON")
-    return tools
-
-
-def _variables(given: Any) -> dict[str, Any]:
-    if given is None:
-        return {}
-    if not isinstance(given, dict):
-        raise Wrong("wrong type", "chat_template_kwargs must be an object")
-    if reserved := [name for name in RESERVED if name in given]:
-        raise Wrong("not supported", f"{reserved[0]!r} in chat_template_kwargs")
-    return dict(given)
 
 
 def whole_text(value: Any, name: str, *, empty: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""What may stand in a field of a record: texts and conversations, checked and shown."""
+"""What may stand in a field of a record, checked and shown."""
 
 from __future__ import annotations
 
@@ -21,19 +21,6 @@ def check_text(value: Any) -> None:
     """Refuses a ``prompt`` that is no text."""
     if not isinstance(value, str):
         raise InputError(f"prompt: expected a text, not {shown_value(value)}")
-
-
-def check_messages(value: Any) -> None:
-    """Refuses ``messages`` that are no conversation, whatever its roles."""
-    if not isinstance(value, list) or not value:
-        shown = shown_value(value)
-        raise InputError(f"messages: expected a list of at least one message, not {shown}")
-    for i, message in enumerate(value):
-        if not isinstance(message, dict):
-            raise InputError(f"messages[{i}]: expected an object, not {shown_value(message)}")
-        for name in ("role", "content"):
-            if not isinstance(message.get(name), str):
-                raise InputError(f"messages[{i}]: expected a text as {name!r}")
 
 
 def shown_value(value: Any) -> str:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wedlm_jax.errors import InputError, did_you_mean, file_error
-from wedlm_jax.records.fields import check_messages, check_text, refuse_unknown, shown_value
+from wedlm_jax.messages import checked_messages
+from wedlm_jax.records.fields import check_text, refuse_unknown, shown_value
 from wedlm_jax.records.jsonl import parse_object, read_lines
 
 if TYPE_CHECKING:
@@ -193,8 +194,7 @@ def _question(fields: Mapping[str, Any], match: str | None, chat: bool, place: s
             raise InputError(f"{name}: expected a text, not {shown_value(label)}")
     answer = _answer(fields, match)
     if "messages" in fields:
-        messages: Messages = fields["messages"]
-        check_messages(messages)
+        messages: Messages = checked_messages(fields["messages"])
         if messages[-1]["role"] == "assistant":
             raise InputError("messages: expected the user's turn last; the model answers it")
         return Question(messages[-1]["content"], answer, match, messages, **labels, place=place)

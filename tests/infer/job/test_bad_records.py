@@ -47,8 +47,11 @@ BAD_LINES = [
     ('{"messages": "hello"}', 'messages: expected a list of at least one message, not "hello"'),
     ('{"messages": []}', "messages: expected a list of at least one message, not []"),
     ('{"messages": ["hello"]}', 'messages[0]: expected an object, not "hello"'),
-    ('{"messages": [{"role": "user"}]}', "messages[0]: expected a text as 'content'"),
-    ('{"messages": [{"role": 1, "content": ""}]}', "messages[0]: expected a text as 'role'"),
+    ('{"messages": [{"role": "user"}]}', "messages[0].content: expected a text, or a list of"),
+    (
+        '{"messages": [{"role": 1, "content": ""}]}',
+        "messages[0].role: expected a name such as",
+    ),
     ('{"prompt": "a", "id": 1.5}', "id: expected a text or an integer, not 1.5"),
     ('{"prompt": "a", "id": null}', "id: expected a text or an integer, not null"),
     ('{"prompt": "a", "id": 0}', "duplicate id: record 0 has it (records count from 0"),

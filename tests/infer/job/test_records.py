@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from infer.job.part_file import FORMAT
-from infer.job.prompt_record import record_seed
+from infer.job.prompt_record import checked_record, prepared_record, record_seed
 from infer.job.result_record import encoded, result_record
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from tests.infer.job.job_examples import (
@@ -24,8 +25,10 @@ from tests.infer.job.job_examples import (
     words,
     write,
 )
+from tests.wedlm_jax.test_messages import TEMPLATE, TOOLS
 from wedlm_jax.completion import Completion
 from wedlm_jax.decode.logprobs import TokenLogprob
+from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 
@@ -249,3 +252,29 @@ def test_without_tokenizer_token_ids_in_and_no_text_out(work: Path, model: Path,
     for number, record in ((4, text), (5, chat)):
         assert (record["id"], record["line"]) == (number, number + 1)
         assert "bare has no tokenizer" in record["error"]
+
+
+def test_tools_and_template_variables_of_a_record_reach_the_template(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert llm.codec is not None
+    monkeypatch.setattr(llm.codec.tokenizer, "chat_template", TEMPLATE)
+    monkeypatch.setattr(llm.codec, "variables", {"enable_thinking": False})
+
+    def prompt_of(chat: bool = False, **fields: Any) -> str:
+        record = checked_record(fields, 0, GREEDY)
+        assert llm.codec is not None
+        return llm.codec.decode(prepared_record(llm, record, chat=chat)[0])
+
+    listed, asked = f"[tools]{json.dumps(TOOLS[0])}", "[user]hi[assistant]"
+    own = {"enable_thinking": True}
+    turn = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    assert prompt_of(messages=turn, tools=TOOLS) == f"{listed}{asked}()"
+    assert prompt_of(messages=turn, tools=json.dumps(TOOLS)) == f"{listed}{asked}()"
+    assert prompt_of(messages=turn, chat_template_kwargs=own) == asked
+    assert prompt_of(chat=True, prompt="hi", chat_template_kwargs=own) == asked
+    for fields in ({"prompt": "hi"}, {"prompt_token_ids": [70]}):
+        with pytest.raises(InputError, match="chat_template_kwargs: "):
+            prompt_of(**fields, chat_template_kwargs=own)
+    with pytest.raises(InputError, match="tools: expected a list of objects, not 5"):
+        prompt_of(messages=turn, tools=5)

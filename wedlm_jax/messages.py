@@ -1,0 +1,174 @@
+"""Conversations as callers write them, checked and turned into what chat templates take.
+
+Requests, records, questions and Python's callers come through here, so that a conversation means
+the same to all. What OpenAI's clients send is taken: contents in parts, contents that are null
+beside tool calls, arguments as JSON in a text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from wedlm_jax.errors import InputError
+from wedlm_jax.records.fields import shown_value
+
+ROLE = re.compile(r"[\w-]+")
+"""What may be a role: templates write it as it stands, where no other text is expected."""
+
+TEXTS = ("name", "tool_call_id", "reasoning_content")
+"""Keys of a message that hold a text, if anything."""
+
+MEDIA = ("image", "audio", "video", "file")
+"""What the name of a part says that is no text."""
+
+NEUTRAL: Mapping[str, Any] = {"refusal": None, "annotations": [], "audio": None}
+"""Keys of OpenAI's answers that say nothing with these values; such messages may come back."""
+
+RESERVED = (
+    "messages",
+    "conversation",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "return_dict",
+    "return_tensors",
+    "return_assistant_tokens_mask",
+    "padding",
+    "truncation",
+    "max_length",
+    "tokenizer_kwargs",
+)
+"""What ``chat_template_kwargs`` cannot set."""
+
+
+class NotTaken(InputError):
+    """Refuses what other programs take and this one does not."""
+
+
+def checked_messages(given: Any, roles: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Returns a conversation as chat templates take it: every content a text, every call's
+    arguments an object. Keys that are not known are kept: a template may read them.
+
+    Args:
+      roles: those that there are; none for any.
+
+    Raises:
+      InputError: naming the message and what was expected.
+    """
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes) or not given:
+        shown = shown_value(given)
+        raise InputError(f"messages: expected a list of at least one message, not {shown}")
+    return [_message(one, f"messages[{i}]", roles) for i, one in enumerate(given)]
+
+
+def template_variables(tools: Any = None, kwargs: Any = None) -> dict[str, Any]:
+    """Returns the variables that a chat template is given besides the messages.
+
+    Args:
+      tools: of a request or record: a list of objects; in a record also its JSON, since a column
+        of a table has one type.
+      kwargs: ``chat_template_kwargs``, such as ``{"enable_thinking": False}``; or its JSON.
+
+    Raises:
+      InputError: naming the field and what was expected.
+    """
+    kwargs = _parsed(kwargs)
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InputError(f"chat_template_kwargs: expected an object, not {shown_value(kwargs)}")
+    variables = dict(kwargs or {})
+    for name in RESERVED:
+        if name in variables:
+            hint = "; it is a field of its own" if name == "tools" else ""
+            raise NotTaken(f"chat_template_kwargs: {name!r} cannot be set there{hint}")
+    tools = _parsed(tools)
+    if tools is not None and not (
+        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    ):
+        raise InputError(f"tools: expected a list of objects, not {shown_value(tools)}")
+    return variables | ({"tools": tools} if tools else {})
+
+
+def _parsed(value: Any) -> Any:
+    """Returns a value, or what its text says in JSON; a text that says nothing is none."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError):
+        return value
+
+
+def _message(given: Any, place: str, roles: Collection[str]) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise InputError(f"{place}: expected an object, not {shown_value(given)}")
+    # A table's row has all its columns: null is no value there.
+    fields = {name: value for name, value in given.items() if value is not None}
+    for name, neutral in NEUTRAL.items():
+        if name in fields and fields.pop(name) != neutral:
+            raise NotTaken(f"{place}.{name}: not taken; only texts are")
+    role = fields.get("role")
+    if not isinstance(role, str) or not ROLE.fullmatch(role) or (roles and role not in roles):
+        expected = f"one of {', '.join(roles)}" if roles else "a name such as user"
+        raise InputError(f"{place}.role: expected {expected}, not {shown_value(role)}")
+    if role == "developer":
+        role = "system"  # OpenAI's newer name; templates know the older one
+    if "function_call" in fields:
+        raise NotTaken(f"{place}.function_call: not taken; tool_calls are")
+    for name in TEXTS:
+        if not isinstance(fields.get(name, ""), str):
+            raise InputError(f"{place}.{name}: expected a text, not {shown_value(fields[name])}")
+    calls = fields.pop("tool_calls", None) or []
+    if not isinstance(calls, list):
+        raise InputError(f"{place}.tool_calls: expected a list, not {shown_value(calls)}")
+    fields |= {"role": role, "content": _content(fields, bool(calls), f"{place}.content")}
+    if calls:
+        where = f"{place}.tool_calls"
+        fields["tool_calls"] = [_call(one, f"{where}[{i}]") for i, one in enumerate(calls)]
+    return fields
+
+
+def _content(fields: Mapping[str, Any], calls: bool, place: str) -> str:
+    """Returns a message's content as one text: its parts are joined."""
+    content = fields.get("content")
+    if content is None and (calls or fields.get("reasoning_content")):
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        shown = shown_value(content)
+        raise InputError(f"{place}: expected a text, or a list of parts of one, not {shown}")
+    return "".join(_part(part, f"{place}[{i}]") for i, part in enumerate(content))
+
+
+def _part(part: Any, place: str) -> str:
+    kind = part.get("type", "text") if isinstance(part, Mapping) else None
+    if isinstance(kind, str) and any(word in kind for word in MEDIA):
+        raise NotTaken(f"{place}: {kind!r} is not taken; this model reads texts alone")
+    text = part.get("text") if kind == "text" else None
+    if not isinstance(text, str):
+        raise InputError(
+            f'{place}: expected {{"type": "text", "text": ...}}, not {shown_value(part)}'
+        )
+    return text
+
+
+def _call(call: Any, place: str) -> dict[str, Any]:
+    """Returns a tool call with its arguments as an object, which templates write as JSON of their
+    own; as a text, they would write it within quotes."""
+    if not isinstance(call, Mapping):
+        raise InputError(f"{place}: expected an object, not {shown_value(call)}")
+    function = call.get("function")
+    inner = call if function is None else function
+    if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
+        raise InputError(f"{place}: expected a function with a name, not {shown_value(call)}")
+    arguments = _parsed(inner.get("arguments"))
+    if arguments is not None and not isinstance(arguments, Mapping):
+        shown = shown_value(inner.get("arguments"))
+        raise InputError(f"{place}: expected arguments that are a JSON object, not {shown}")
+    plain = {**inner, "arguments": dict(arguments or {})}
+    return plain if function is None else {**call, "function": plain}
