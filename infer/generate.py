@@ -93,6 +93,7 @@ LLM_OPTIONS = (
     "refill",
     "generation_config",
     "chat_template_kwargs",
+    "trust_special_tokens",
 )
 """What `LLM` takes."""
 
@@ -216,6 +217,12 @@ def add_model_options(group: Any, *, together: str = "16") -> None:
         metavar="JSON",
         help="variables of the chat template, such as '{\"enable_thinking\": false}', for "
         "conversations that do not set them [none]",
+    )
+    add(
+        "--trust-special-tokens",
+        action="store_true",
+        help="special tokens that are spelt in messages are tokens: they can end a turn and begin "
+        "another's [they are text]",
     )
     add(
         "--generation-config",

@@ -73,6 +73,8 @@ class LLM:
         ``{"data": 4, "tensor": 2}``: ``tensor`` shards the weights, ``data`` makes replicas.
       chat_template_kwargs: variables of the chat template, such as ``{"enable_thinking": False}``,
         for conversations that do not set them.
+      trust_special_tokens: whether special tokens that are spelt in messages are tokens, which can
+        end a turn; by default they are text.
       generation_config: "auto" makes the sampling that the checkpoint's `generation_config.json`
         advises that of prompts that come without parameters; "none" makes it greedy. What ends a
         text is read from that file in any case.
@@ -96,6 +98,7 @@ class LLM:
         deterministic: bool = False,
         mesh: Mapping[str, int] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        trust_special_tokens: bool = False,
         generation_config: str = "none",
     ):
         if dtype is None:
@@ -114,7 +117,9 @@ class LLM:
         if generation_config == "auto":
             self.default_params = self.generation_config.params()
         variables = template_variables(kwargs=chat_template_kwargs)
-        self.codec = TextCodec.load(self.folder, variables=variables)
+        self.codec = TextCodec.load(
+            self.folder, variables=variables, trust_special_tokens=trust_special_tokens
+        )
         self.dtype, self.quantization = dtype, quantization
         self.max_batch_size = max_batch_size
         devices = None if mesh is None else make_local_mesh(mesh)

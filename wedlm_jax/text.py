@@ -17,6 +17,7 @@ import numpy as np
 from wedlm_jax.errors import InputError, shortened
 from wedlm_jax.messages import checked_messages
 from wedlm_jax.params import SamplingParams
+from wedlm_jax.typed_tokens import MARK, TypedTokens
 
 INCOMPLETE = "\ufffd"
 """What a tokenizer decodes the incomplete bytes of a character to."""
@@ -37,18 +38,33 @@ class TextCodec:
     Attributes:
       tokenizer: of `transformers`.
       variables: of the chat template, for conversations that do not set them.
+      trust_special_tokens: whether special tokens that stand in messages are what they spell, not
+        text (`wedlm_jax.typed_tokens`).
     """
 
-    def __init__(self, tokenizer: Any, variables: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        tokenizer: Any,
+        variables: Mapping[str, Any] | None = None,
+        trust_special_tokens: bool = False,
+    ):
         self.tokenizer, self.variables = tokenizer, variables or {}
+        self.trust_special_tokens = trust_special_tokens
+        self._typed = TypedTokens(tokenizer)
         self._incomplete_ids = list(tokenizer(INCOMPLETE, add_special_tokens=False)["input_ids"])
 
     @classmethod
-    def load(cls, folder: Path, *, variables: Mapping[str, Any] | None = None) -> TextCodec | None:
+    def load(
+        cls,
+        folder: Path,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        trust_special_tokens: bool = False,
+    ) -> TextCodec | None:
         """Loads the tokenizer in ``folder``; None if it has none.
 
         Args:
-          variables: of the chat template, for conversations that do not set them.
+          variables, trust_special_tokens: as in the class.
 
         Raises:
           InputError: naming the file that is truncated or malformed.
@@ -72,7 +88,7 @@ class TextCodec:
                 raise InputError(
                     f"{name}: the tokenizer is truncated or malformed ({shortened(str(error))})"
                 ) from None
-        return cls(tokenizer, variables)
+        return cls(tokenizer, variables, trust_special_tokens)
 
     @property
     def eos_token_id(self) -> int | None:
@@ -104,20 +120,19 @@ class TextCodec:
         return self._encode(text)
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Returns the token ids of what `render_chat` returned, or of a part of it: templates write
-        special tokens themselves.
+        """Returns the token ids of what `render_chat` or `render_prompt` returned, or of a part of
+        it: templates write special tokens themselves.
 
         Raises:
           InputError: it is not Unicode.
         """
+        if MARK in text and not self.trust_special_tokens:
+            _check_unicode(text)
+            return self._typed.encode(text)
         return self._encode(text, add_special_tokens=False)
 
     def _encode(self, text: str, **options: Any) -> list[int]:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            # A lone surrogate, half a character, which no tokenizer accepts.
-            raise InputError("the prompt has half of a surrogate pair: not UTF-8") from None
+        _check_unicode(text)
         return list(self.tokenizer(text, **options)["input_ids"])
 
     def spellings(self, text: str) -> list[tuple[int, ...]]:
@@ -141,10 +156,31 @@ class TextCodec:
         Raises:
           InputError: the tokenizer has no template, or the messages do not fit it.
         """
-        messages = checked_messages(messages)
-        return self.encode_rendered(
-            self.render_chat(messages, add_generation_prompt=True, variables=variables)
-        )
+        return self.encode_rendered(self.render_prompt(checked_messages(messages), variables))
+
+    def render_prompt(self, messages: Messages, variables: Mapping[str, Any] | None = None) -> str:
+        """Renders a conversation up to the assistant's turn, for `encode_rendered`: special tokens
+        that stand in messages or variables are marked as text, unless they are trusted.
+
+        Raises:
+          InputError: as `render_chat`; or the template changes contents so that their special
+            tokens cannot be told from its own.
+        """
+        variables = {**self.variables, **(variables or {})}
+        text = self.render_chat(messages, add_generation_prompt=True, variables=variables)
+        if self.trust_special_tokens:
+            return text
+        given = [list(messages), variables]
+        marked = self._typed.marked(given)
+        if marked == given:
+            return text
+        found = self.render_chat(marked[0], add_generation_prompt=True, variables=marked[1])
+        if found.replace(MARK, "") != text:
+            raise InputError(
+                "messages: they spell special tokens, which this chat template does not pass on as "
+                "they stand, so that they cannot be told from its own; leave them out"
+            )
+        return found
 
     def render_chat(
         self,
@@ -281,6 +317,14 @@ class StopStrings:
                     longest = size
                     break
         return len(text) - longest
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        # A lone surrogate, half a character, which no tokenizer accepts.
+        raise InputError("the prompt has half of a surrogate pair: not UTF-8") from None
 
 
 def _check_json(path: Path) -> None:

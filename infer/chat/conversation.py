@@ -110,7 +110,7 @@ class Conversation:
 
     def _rendered(self, messages: list[Message]) -> str:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return self._codec.render_chat([*system, *messages], add_generation_prompt=True)
+        return self._codec.render_prompt([*system, *messages])
 
     def _encoded(self, text: str) -> list[int]:
         """Encodes a prompt, but keeps the tokens of the past as they were, so that the prefix cache

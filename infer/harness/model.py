@@ -32,7 +32,7 @@ MAX_TOKENS = 256
 LLM_OPTIONS = (
     *("window_size", "dtype", "max_model_len", "refill", "quantization", "kv_cache_dtype"),
     *("attention", "deterministic", "tensor_parallel_size", "data_parallel_size"),
-    *("chat_template_kwargs", "generation_config"),
+    *("chat_template_kwargs", "trust_special_tokens", "generation_config"),
 )
 NAMES = ("max_gen_toks", *LLM_OPTIONS, *OPTIONS)
 
@@ -131,14 +131,15 @@ class HarnessModel(TemplateLM):
     ) -> str:
         """Returns a conversation as text; without ``add_generation_prompt`` its last message, the
         assistant's, is left open to be continued."""
-        if not self.tokenizer.chat_template:
+        codec = self.llm.codec
+        if codec is None or not codec.has_chat_template:
             raise InputError(f"{self.llm.folder} has no chat template; leave it out")
         return str(
             self.tokenizer.apply_chat_template(
                 chat_history,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                **self.llm.codec.variables,
+                **codec.variables,
                 continue_final_message=not add_generation_prompt,
             )
         )

@@ -81,6 +81,7 @@ def identity_of(llm: LLM, workload: Workload) -> Identity:
         "quantization": llm.quantization,
         "kv_cache_dtype": llm.engine.kv_cache_dtype,
         "chat_template_kwargs": dict(llm.codec.variables) if llm.codec else {},
+        "trust_special_tokens": llm.codec is not None and llm.codec.trust_special_tokens,
     }
     settings |= {name: value for name, value in rare.items() if value}
     index = workload.index

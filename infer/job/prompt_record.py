@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from infer.job.input import FOR_TEMPLATE, KEYS, PROMPT_KINDS, Content
@@ -157,7 +157,7 @@ def _check_token_ids(value: Any) -> None:
         raise InputError(f"prompt_token_ids: expected a list of integers, not {shown_value(value)}")
 
 
-_CHECKS = {
+_CHECKS: Mapping[str, Callable[[Any], Any]] = {
     "prompt": check_text,
     "prompt_token_ids": _check_token_ids,
     "messages": checked_messages,
