@@ -70,6 +70,7 @@ examples:
 JOB_OPTIONS = (
     "shard_size",
     "fail_fast",
+    "max_errors",
     "overwrite",
     "grace",
     "num_hosts",
@@ -291,6 +292,13 @@ def _add_job(group: Any) -> None:
         action="store_true",
         help="check all records first, and stop at a bad one instead of noting its error",
     )
+    add(
+        "--max-errors",
+        type=int,
+        metavar="N",
+        help="stop with status 65 when more than N records of this run are bad; what is decoded is "
+        "kept [any number, unless the first 1,000 are all bad]",
+    )
     add("--overwrite", action="store_true", help="replace what the output holds of another job")
     add(
         "--grace",
@@ -347,7 +355,7 @@ def _run_job(options: dict[str, Any]) -> int:
     from infer.job.job import Job, JobOptions
     from wedlm_jax.host.processes import find_host
 
-    names = ("chat", "shard_size", "fail_fast", "overwrite", "grace")
+    names = ("chat", "shard_size", "fail_fast", "max_errors", "overwrite", "grace")
     job = Job(
         JobOptions(
             inputs=tuple(options["input"]),

@@ -3,8 +3,8 @@
 #
 #   launch/restart.sh wedlm train --config configs/wedlm_8b.yaml output=/mnt/share/runs/wedlm_8b
 #
-# It ends with the command's status when that is 0 (done), 2 (bad input, which a restart would not
-# mend), 130 or 143 (somebody asked it to stop). Anything else, such as a lost host or storage that
+# It ends with the command's status when that is 0 (done), 2 or 65 (bad input, or too many bad
+# records, which a restart would not mend), 130 or 143 (somebody asked it to stop). Anything else, such as a lost host or storage that
 # fails (74), is tried again.
 #
 #   MAX_RESTARTS   how often [20]
@@ -29,7 +29,7 @@ while true; do
     done
     child=
     case $status in
-        0 | 2 | 130 | 143) exit "$status" ;;
+        0 | 2 | 65 | 130 | 143) exit "$status" ;;
     esac
     if [ "$restarts" -ge "${MAX_RESTARTS:-20}" ]; then
         echo "restart.sh: status $status; given up after $restarts restarts" >&2

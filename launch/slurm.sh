@@ -19,7 +19,7 @@ srun --kill-on-bad-exit=1 --wait=600 "$@"
 status=$?
 restarts=${SLURM_RESTART_COUNT:-0}
 case $status in
-    0 | 2) exit "$status" ;; # done, or bad input
+    0 | 2 | 65) exit "$status" ;; # done, or bad input
 esac
 if [ "$restarts" -ge "${MAX_RESTARTS:-20}" ]; then
     echo "slurm.sh: status $status; given up after $restarts restarts" >&2

@@ -16,6 +16,10 @@ class InputError(ValueError):
     """
 
 
+class BadData(InputError):
+    """Too much of what the input holds cannot be used. The command line exits with `BAD_DATA`."""
+
+
 class StorageFailure(Exception):
     """Storage refuses, or does not answer: a network, permissions, a full disk.
 
@@ -29,6 +33,9 @@ FAULT = 1
 """Exit status after any other exception."""
 BAD_INPUT = 2
 """Exit status after `InputError`, and after options that cannot be parsed."""
+BAD_DATA = 65
+"""Exit status after `BadData`, and of a job without a single good record: EX_DATAERR of
+sysexits.h."""
 STORAGE_FAILED = 74
 """Exit status after `StorageFailure`: EX_IOERR of sysexits.h."""
 INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143
@@ -40,6 +47,8 @@ EXIT_STATUS = {
     FAULT: "a fault of the program, with a traceback",
     BAD_INPUT: "options, input or files that cannot be used, in one sentence; "
     "the same command would end so again",
+    BAD_DATA: "a job's records are bad: all of them, the first 1,000, or more than --max-errors; "
+    "what was decoded is kept",
     STORAGE_FAILED: "storage or a network that refuses or does not answer, such as a full disk, in "
     "one sentence; the same command may succeed later, and goes on from what is kept",
     INTERRUPTED: "Ctrl-C (SIGINT); the same command goes on from what is kept",
@@ -47,7 +56,8 @@ EXIT_STATUS = {
     TERMINATED: "SIGTERM, as before a preemption; the same command goes on from what is kept",
 }
 """What the status of every `wedlm` command means: the one table, which docs/reference.md prints.
-A restart loop goes on after all but 0 and `BAD_INPUT`, and those that somebody asked for."""
+A restart loop goes on after all but 0, `BAD_INPUT` and `BAD_DATA`, and those that somebody asked
+for."""
 
 CALLER_ERRORS = frozenset(
     {
@@ -83,7 +93,7 @@ def file_error(path: object, what: str, error: OSError) -> InputError | StorageF
 def exit_status(error: BaseException) -> int:
     """Returns the status, of `EXIT_STATUS`, with which a command that ends by an error exits."""
     if isinstance(error, InputError):
-        return BAD_INPUT
+        return BAD_DATA if isinstance(error, BadData) else BAD_INPUT
     if isinstance(error, CompilingInterrupted):
         return error.status
     if isinstance(error, KeyboardInterrupt):

@@ -6,7 +6,11 @@ import dataclasses
 import math
 from typing import Any
 
+from wedlm_jax.errors import BadData
 from wedlm_jax.host.progress import ProgressBar
+
+FIRST_RECORDS = 1000
+"""So many records, all bad, end a job that has no limit of its own."""
 
 
 @dataclasses.dataclass
@@ -43,12 +47,48 @@ class Counts:
         return dataclasses.asdict(self)
 
     @property
+    def all_bad(self) -> bool:
+        return 0 < self.rows == self.error_rows
+
+    @property
     def tokens_per_forward(self) -> float:
         return self.tokens / max(self.num_forwards, 1)
 
     @property
     def p_cache(self) -> float:
         return self.tokens / max(self.num_token_instances, 1)
+
+
+@dataclasses.dataclass
+class ErrorLimit:
+    """Says how many bad records end a run.
+
+    Attributes:
+      most: so many may be bad. None: any number, unless they are the first `FIRST_RECORDS`.
+      fresh: whether the run begins with its first records: none are kept of an earlier one.
+    """
+
+    most: int | None = None
+    fresh: bool = True
+
+    def check(self, counts: Counts, example: str, under_way: bool = False) -> None:
+        """Ends the run if too many of its records are bad.
+
+        Args:
+          counts: of the run.
+          example: what is wrong with one of them.
+          under_way: whether others are being decoded, and so are good.
+
+        Raises:
+          BadData: saying how many.
+        """
+        bad = counts.error_rows
+        if self.most is not None:
+            if bad > self.most:
+                most = f"more than --max-errors {self.most}"
+                raise BadData(f"{bad:,} records are bad, {most}, such as {example}")
+        elif self.fresh and not under_way and counts.all_bad and bad >= FIRST_RECORDS:
+            raise BadData(f"all of the first {bad:,} records are bad, such as {example}")
 
 
 @dataclasses.dataclass(frozen=True)

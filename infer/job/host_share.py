@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from infer.job.counts import JobProgress
+from infer.job.counts import ErrorLimit, JobProgress
 from infer.job.graceful_stop import GracefulStop
 from infer.job.shard_decoder import ShardDecoder
 from infer.job.shard_folder import ShardFolder
@@ -25,10 +25,17 @@ class JobShare:
 
     Args:
       host: this one of the processes that share the job.
+      most_errors: bad records that do not end the run; None as `ErrorLimit`.
     """
 
     def __init__(
-        self, llm: LLM, workload: Workload, folder: ShardFolder, host: Host, stop: GracefulStop
+        self,
+        llm: LLM,
+        workload: Workload,
+        folder: ShardFolder,
+        host: Host,
+        stop: GracefulStop,
+        most_errors: int | None,
     ):
         self._llm, self._folder, self._stop = llm, folder, stop
         self._shards = [s for s in folder.shards if s.number % host.count == host.index]
@@ -36,7 +43,8 @@ class JobShare:
         done = folder.finished()
         self._missing = [shard for shard in self._shards if shard.number not in done]
         self._finished = self._total - sum(shard.records for shard in self._missing)
-        self._decoder = ShardDecoder(llm, workload, folder, stop)
+        limit = ErrorLimit(most_errors, fresh=not self._finished)
+        self._decoder = ShardDecoder(llm, workload, folder, stop, limit)
         self._decoding: Progress | None = None
         self._compiled, self._started = llm.engine.compile_seconds, time.monotonic()
 

@@ -24,7 +24,9 @@ from infer.job.shard_decoder import NotEnoughMemory
 from infer.job.shard_folder import ShardFolder, check_file_is_new, read_job
 from infer.job.workload import Workload
 from wedlm_jax.errors import (
+    BAD_DATA,
     TERMINATED,
+    BadData,
     InputError,
     StorageFailure,
     counted,
@@ -57,6 +59,7 @@ class JobOptions:
       fail_fast: whether the first bad record refuses the job.
       overwrite: whether records of another job in the same output may be deleted.
       grace: seconds after SIGTERM for running sequences.
+      max_errors: bad records that do not end the run; None as `infer.job.counts.ErrorLimit`.
     """
 
     inputs: tuple[str, ...]
@@ -68,6 +71,7 @@ class JobOptions:
     fail_fast: bool = False
     overwrite: bool = False
     grace: float = GRACE_SECONDS
+    max_errors: int | None = None
 
 
 class Job:
@@ -93,6 +97,8 @@ class Job:
             raise InputError(f"{self.source.pipe}: one pipe is not read by several hosts")
         if options.shard_size is not None and options.shard_size < 1:
             raise InputError(f"--shard-size: expected 1 or more, not {options.shard_size}")
+        if options.max_errors is not None and options.max_errors < 0:
+            raise InputError(f"--max-errors: expected 0 or more, not {options.max_errors}")
 
     def run(self, load: Callable[[], LLM]) -> int:
         """Decodes what is not decoded yet; returns the exit status.
@@ -113,6 +119,8 @@ class Job:
             except JobStopped:
                 self.say(f"stopped by SIGTERM: {self.kept()}")
                 return TERMINATED
+            except BadData as error:
+                raise BadData(f"{error}; {self.kept()}") from None
             except KeyboardInterrupt as interrupt:
                 self.say(f"{str(interrupt) or 'interrupted'}: {self.kept()}")
                 return exit_status(interrupt)
@@ -130,9 +138,11 @@ class Job:
         if self.options.fail_fast:
             workload.check_all(llm)
         folder = self.open_folder(workload.index, identity_of(llm, workload))
-        if self.was_finished(folder):
-            return 0
-        run = JobShare(llm, workload, folder, self.options.host, stop)
+        if (status := self.finished_status(folder)) is not None:
+            return status
+        run = JobShare(
+            llm, workload, folder, self.options.host, stop, most_errors=self.options.max_errors
+        )
         try:
             run.decode(self.console)
         except NotEnoughMemory as error:
@@ -186,17 +196,18 @@ class Job:
         )
         return self.folder
 
-    def was_finished(self, folder: ShardFolder) -> bool:
-        """Tells whether the job is finished already; reports that, or what is kept of it."""
+    def finished_status(self, folder: ShardFolder) -> int | None:
+        """Returns the exit status of a job that is finished already, else None; reports that, or
+        what is kept of it."""
         if counts := finished_before(folder, self.output.file):
             folder.drop_shards()  # a pipe's copy, or what a kill in the middle of `finish` left
             self.say(
                 f"{self.output.shown} is already complete, with {counted(counts.rows, 'record')}"
             )
-            return True
+            return BAD_DATA if counts.all_bad else 0
         if folder.kept_records(folder.shards):
             self.say(f"resuming: {self._kept_records(folder)}")
-        return False
+        return None
 
     def end(self, folder: ShardFolder, progress: JobProgress) -> int:
         """Finishes the job if all its shards are there, whichever process decoded them."""
@@ -217,7 +228,7 @@ class Job:
         else:
             counts = self._finish(folder, progress)
         self.say(summary(self.output, counts, progress))
-        return 0
+        return BAD_DATA if counts.all_bad else 0
 
     def _finish(self, folder: ShardFolder, progress: JobProgress) -> Counts:
         host = self.options.host

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infer.job.counts import Counts, JobProgress
+from infer.job.counts import Counts, ErrorLimit, JobProgress
 from infer.job.finish import finished_before
 from infer.job.graceful_stop import GracefulStop
 from infer.job.identity import Identity, identity_of
@@ -23,7 +23,14 @@ from infer.job.record_index import Shard
 from infer.job.shard_decoder import ShardDecoder
 from infer.job.shard_folder import ShardFolder, finished_shards, read_job
 from infer.job.workload import Workload
-from wedlm_jax.errors import InputError, StorageFailure, counted, shortened
+from wedlm_jax.errors import (
+    BadData,
+    InputError,
+    StorageFailure,
+    counted,
+    exit_status,
+    shortened,
+)
 from wedlm_jax.host.progress import ProgressBar
 
 if TYPE_CHECKING:
@@ -115,7 +122,7 @@ def _run(ray: Any, job: Job, load: Callable[[], LLM], cluster: RayCluster) -> in
     # Actors run in working folders of their own.
     files = tuple(dataclasses.replace(file, path=file.path.absolute()) for file in workload.files)
     shared = dataclasses.replace(workload, files=files)
-    arguments = (shared, job.output.absolute(), job.options.overwrite, load)
+    arguments = (shared, job.output.absolute(), job.options.overwrite, job.options.max_errors, load)
     results = _mapped(ray, groups, arguments, resources, count)
     earlier = index.records - sum(shard.records for shard in missing)
     try:
@@ -185,6 +192,7 @@ def _mapped(
 def _follow(job: Job, results: Iterable[dict[str, Any]], total: int, finished: int) -> JobProgress:
     """Sums up what the actors report of each task, and shows progress."""
     started, counts, earlier, compiling = time.monotonic(), Counts(), finished, 0.0
+    limit = ErrorLimit(job.options.max_errors, fresh=not finished)
 
     def progress() -> JobProgress:
         return JobProgress(
@@ -201,21 +209,34 @@ def _follow(job: Job, results: Iterable[dict[str, Any]], total: int, finished: i
     with ProgressBar("records", done=finished, console=job.console) as bar:
         for result in results:
             if result["error"]:
-                raise (StorageFailure if result["passing"] else InputError)(result["error"])
+                raise _error(result["error"], result["status"])
             earlier += result["earlier"]
             counts += Counts(**{name: result[name] for name in Counts().as_json()})
             # Actors compile concurrently.
             compiling = max(compiling, result["compile_seconds"])
             progress().show(bar)
+            limit.check(counts, f"those with an error in {job.output.folder}")
     return progress()
+
+
+def _error(text: str, status: int) -> Exception:
+    """Returns the error that an actor has met."""
+    kinds = {exit_status(kind("")): kind for kind in (InputError, BadData, StorageFailure)}
+    return kinds[status](text)
 
 
 class _ShardActor:
     """Decodes tasks, each of a few shards, with a model of its own."""
 
     def __init__(
-        self, workload: Workload, output: Output, overwrite: bool, load: Callable[[], LLM]
+        self,
+        workload: Workload,
+        output: Output,
+        overwrite: bool,
+        max_errors: int | None,
+        load: Callable[[], LLM],
     ):
+        self._max_errors = max_errors
         self._workload, self._output, self._overwrite = workload, output, overwrite
         self._load = load
         self._llm: LLM | None = None
@@ -227,8 +248,7 @@ class _ShardActor:
         except (InputError, StorageFailure) as error:
             # Returned as data: Ray would wrap an exception, or retry the task as if a machine had
             # failed.
-            passing = isinstance(error, StorageFailure)
-            result = {**_nothing(), "error": str(error), "passing": passing}
+            result = {**_nothing(), "error": str(error), "status": exit_status(error)}
         yield {name: [value] for name, value in result.items()}
 
     def _finish(self, shards: Sequence[Shard]) -> dict[str, Any]:
@@ -245,7 +265,9 @@ class _ShardActor:
         if finished_before(self._folder, self._output.file):
             return _nothing()  # its shards are merged into one file already
         there = sum(shard.records for shard in shards if self._folder.is_finished(shard))
-        decoder = ShardDecoder(self._llm, self._workload, self._folder, GracefulStop())
+        # Of one task; `_follow` sums up all of them.
+        limit = ErrorLimit(self._max_errors, fresh=False)
+        decoder = ShardDecoder(self._llm, self._workload, self._folder, GracefulStop(), limit)
         decoder.run(shards, lambda _: None)
         return {
             **_nothing(),
@@ -261,5 +283,5 @@ def _nothing() -> dict[str, Any]:
         "earlier": 0,
         "compile_seconds": 0.0,
         "error": "",
-        "passing": False,
+        "status": 0,
     }

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from infer.job.counts import Counts
+from infer.job.counts import Counts, ErrorLimit
 from infer.job.graceful_stop import GracefulStop
 from infer.job.input import Place
 from infer.job.part_file import InUse, PartFile, allow_open_files
@@ -45,13 +45,24 @@ class _DecodingRecord:
 class ShardDecoder:
     """Decodes shards of a job with one model.
 
+    Args:
+      limit: of bad records.
+
     Attributes:
       counts: of the records of this run.
       earlier: records of these shards that earlier runs had finished.
       in_use: shards that another process is decoding.
     """
 
-    def __init__(self, llm: LLM, workload: Workload, folder: ShardFolder, stop: GracefulStop):
+    def __init__(
+        self,
+        llm: LLM,
+        workload: Workload,
+        folder: ShardFolder,
+        stop: GracefulStop,
+        limit: ErrorLimit,
+    ):
+        self._limit = limit
         self._llm, self._workload, self._folder, self._stop = llm, workload, folder, stop
         self._under_way: dict[int, _DecodingRecord] = {}
         self._open: dict[int, PartFile] = {}
@@ -67,6 +78,7 @@ class ShardDecoder:
         Raises:
           NotEnoughMemory: for a batch.
           InputError: the input has changed, or the folder cannot be written.
+          BadData: too many records are bad.
           JobStopped: on SIGTERM, if running sequences took longer than the grace period.
         """
 
@@ -110,6 +122,7 @@ class ShardDecoder:
                 continue
             self._open[shard.number] = part
             self.earlier += len(part)
+            self._limit.fresh &= not part.done
             for number, place, content in self._workload.records(shard):
                 if number in part:
                     continue
@@ -118,7 +131,7 @@ class ShardDecoder:
                 try:
                     record = self._workload.prepare(self._llm, number, content)
                 except BadPrompt as bad:
-                    self._add(shard, part, {number: self._workload.error_record(bad, place)})
+                    self._add_bad(shard, part, number, bad, place)
                     continue
                 self._under_way[next(places)] = _DecodingRecord(
                     shard, part, number, record.id, place, record.own
@@ -150,9 +163,15 @@ class ShardDecoder:
     def _take_failure(self, number: int, error: InputError) -> None:
         record = self._under_way.pop(number)
         bad = BadPrompt(record.id, str(error), record.own)
-        line = self._workload.error_record(bad, record.place)
-        self._add(record.shard, record.part, {record.number: line})
+        self._add_bad(record.shard, record.part, record.number, bad, record.place)
         self._seal_if_whole(record.shard, record.part)
+
+    def _add_bad(
+        self, shard: Shard, part: PartFile, number: int, bad: BadPrompt, place: Place
+    ) -> None:
+        self._add(shard, part, {number: self._workload.error_record(bad, place)})
+        example = f"{self._workload.shown(place)}: {bad.reason}"
+        self._limit.check(self.counts, example, under_way=bool(self._under_way))
 
     def _add(self, shard: Shard, part: PartFile, results: dict[int, dict[str, Any]]) -> None:
         part.add(results)

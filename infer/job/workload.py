@@ -121,8 +121,11 @@ class Workload:
                 try:
                     self.prepare(llm, number, content)
                 except BadPrompt as bad:
-                    shown = self.files[place.file].shown
-                    raise InputError(f"{shown} line {place.line}: {bad.reason}") from None
+                    raise InputError(f"{self.shown(place)}: {bad.reason}") from None
+
+    def shown(self, place: Place) -> str:
+        """Returns what messages call the place of a record: its file and line."""
+        return f"{self.files[place.file].shown} line {place.line}"
 
     def error_record(self, bad: BadPrompt, place: Place) -> dict[str, Any]:
         file = self.files[place.file].name if len(self.files) > 1 else None

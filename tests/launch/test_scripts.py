@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from train.recipe.config import load_config
-from wedlm_jax.errors import BAD_INPUT, EXIT_STATUS, INTERRUPTED, TERMINATED
+from wedlm_jax.errors import BAD_DATA, BAD_INPUT, EXIT_STATUS, INTERRUPTED, TERMINATED
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
@@ -89,13 +89,13 @@ def test_the_scripts_follow_the_table_of_statuses(tmp_path: Path, status: int) -
     Slurm, which ends a job itself before its time is over."""
     work = ends_with(tmp_path, status, 0)
     ended = run([str(LAUNCH / "restart.sh"), str(work)], tmp_path, PAUSE="0")
-    final = (0, BAD_INPUT, INTERRUPTED, TERMINATED)
+    final = (0, BAD_INPUT, BAD_DATA, INTERRUPTED, TERMINATED)
     assert ended.returncode == (status if status in final else 0)
     assert len(calls(tmp_path)) == (1 if status in final else 2)
     script(tmp_path / "srun", f"exit {status}")
     script(tmp_path / "scontrol", "touch queued")
     run([str(LAUNCH / "slurm.sh"), "wedlm"], tmp_path, SLURM_JOB_ID="17")
-    assert (tmp_path / "queued").exists() == (status not in (0, BAD_INPUT))
+    assert (tmp_path / "queued").exists() == (status not in (0, BAD_INPUT, BAD_DATA))
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -192,5 +192,5 @@ def test_the_manifest_of_a_decoding_job_gives_up_on_bad_input_alone() -> None:
     page = (ROOT / "docs" / "batch.md").read_text(encoding="utf-8")
     job = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])
     first, second = job["spec"]["podFailurePolicy"]["rules"]
-    assert (first["action"], first["onExitCodes"]["values"]) == ("FailJob", [BAD_INPUT])
+    assert (first["action"], first["onExitCodes"]["values"]) == ("FailJob", [BAD_INPUT, BAD_DATA])
     assert (second["action"], "onExitCodes" in second) == ("Ignore", False)

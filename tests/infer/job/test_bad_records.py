@@ -15,7 +15,7 @@ from tests.examples.tiny_checkpoint import VOCAB_SIZE
 from tests.infer.job.job_examples import lines, results, run, words, write
 from tests.infer.job.quick_decoder import quick_run
 from wedlm_jax.completion import Completion
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import BAD_DATA, InputError
 from wedlm_jax.generation import Prepared
 from wedlm_jax.llm import LLM
 from wedlm_jax.records import jsonl
@@ -144,7 +144,7 @@ def test_files_that_are_no_text(
     work: Path, model: Path, quick: None, content: bytes, messages: list[str | None]
 ) -> None:
     Path("in.jsonl").write_bytes(content)
-    assert run(model) == 0
+    assert run(model) == (0 if None in messages else BAD_DATA)
     for record, message in zip(results(), messages, strict=True):
         assert record.get("error", "").startswith(message or "")
         assert ("error" in record) == (message is not None)

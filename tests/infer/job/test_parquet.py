@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.infer.job.job_examples import results, run, words, write
+from wedlm_jax.errors import BAD_DATA
 
 CHAT = [{"role": "user", "content": "hi"}]
 ROWS: list[dict[str, Any]] = [
@@ -79,7 +80,7 @@ def test_values_that_json_has_not(work: Path, model: Path, quick: None) -> None:
     import datetime
 
     write_parquet([{"id": datetime.date(2020, 1, 1), "prompt": b"\xff\x00"}], "in.parquet")
-    assert run(model, input="in.parquet") == 0
+    assert run(model, input="in.parquet") == BAD_DATA
     (record,) = results()
     assert record == {
         "error": 'id: expected a text or an integer, not "datetime.date(2020, 1, 1)"',

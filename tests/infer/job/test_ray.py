@@ -77,7 +77,7 @@ def actor(model: Path, output: str = "out.jsonl", seed: int = 0) -> _ShardActor:
     workload = Workload(source.files, build_index(source.files, 3), params, False)
     options = {"model": str(model), "window_size": 4, "batch_size": 4}
     where = find_output(output, source).absolute()
-    return _ShardActor(workload, where, False, lambda: generate.load(options))
+    return _ShardActor(workload, where, False, None, lambda: generate.load(options))
 
 
 def call(one: _ShardActor, shards: str) -> dict[str, Any]:

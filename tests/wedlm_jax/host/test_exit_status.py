@@ -11,6 +11,7 @@ import pytest
 from wedlm_jax.errors import (
     CALLER_ERRORS,
     EXIT_STATUS,
+    BadData,
     InputError,
     StorageFailure,
     file_error,
@@ -26,6 +27,7 @@ def failing(error: BaseException) -> int:
     ("error", "status", "said"),
     [
         (InputError("row 3"), 2, "it: row 3\n"),
+        (BadData("3 of 3"), 65, "it: 3 of 3\n"),
         (StorageFailure("a: full"), 74, "it: a: full\n"),
         (OSError(errno.ENOSPC, "No space left on device", "a"), 74, "it: a: No space left on"),
         (OSError(errno.EIO, "Input/output error"), 74, "it: Input/output error\n"),
