@@ -12,7 +12,7 @@ import pytest
 
 from infer.job import part_file
 from infer.job.part_file import FORMAT, InUse, PartFile
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, StorageFailure
 
 FIRST = 10
 ROWS: dict[int, dict[str, Any]] = {
@@ -161,7 +161,7 @@ def test_a_full_disk_is_told_once(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (part.path.stat().st_size + 10, before[1]))
     try:
-        with pytest.raises(InputError, match=r"\.part: cannot be written \(File too large\)"):
+        with pytest.raises(StorageFailure, match=r"\.part: cannot be written \(File too large\)"):
             part.add({ORDER[0]: {"text": "x" * 100}})
         part.close()
     finally:
