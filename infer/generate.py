@@ -38,6 +38,8 @@ and may have
                       line's values for this record. Fields:
 {fields}
   any other           is yours, and comes back in the record of the output
+or the form of OpenAI's batch files, {"custom_id": ..., "url": ..., "body": {...}}, which its
+result then has, too.
 In Parquet these are columns, of which a null is no value; "sampling" may be a text of JSON.
 
 a record of the output has

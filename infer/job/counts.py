@@ -31,6 +31,9 @@ class Counts:
 
     def count(self, record: dict[str, Any]) -> None:
         self.rows += 1
+        if "custom_id" in record and "response" in record:  # the form of OpenAI's batch files
+            self._count_answer(record["response"])
+            return
         if "error" in record:
             self.error_rows += 1
             return
@@ -38,6 +41,15 @@ class Counts:
             self.tokens += len(sample["token_ids"])
             self.num_forwards += sample["num_forwards"]
             self.num_token_instances += sample["num_token_instances"]
+
+    def _count_answer(self, response: dict[str, Any]) -> None:
+        if response["status_code"] != 200:
+            self.error_rows += 1
+            return
+        usage = response["body"]["usage"]
+        self.tokens += usage["completion_tokens"]
+        self.num_forwards += usage["num_forwards"]
+        self.num_token_instances += usage["num_token_instances"]
 
     def __add__(self, other: Counts) -> Counts:
         mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)

@@ -25,6 +25,9 @@ SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParam
 LIKE_A_KEY = 0.8
 """How much of a key's letters must be those of a known one to take it for misspelt."""
 
+ENVELOPE = ("custom_id", "method", "url", "body")
+"""Keys of a record in the form of OpenAI's batch files; see `infer.job.openai_record`."""
+
 RecordId = str | int
 
 
@@ -34,7 +37,7 @@ class PromptRecord:
 
     Attributes:
       id: of the result.
-      kind: which of `PROMPT_KINDS` it has.
+      kind: which of `PROMPT_KINDS` it has; or "text", one that is no message in any case.
       prompt: its value.
       params: how it is decoded.
       template: its ``tools`` and ``chat_template_kwargs``, where it has some.
@@ -62,14 +65,28 @@ def record_id(fields: Mapping[str, Any], number: int) -> RecordId:
     Raises:
       InputError: it has an id that is neither text nor integer.
     """
+    if is_envelope(fields):
+        name = fields["custom_id"]
+        if not isinstance(name, str):
+            raise InputError(f"custom_id: expected a text, not {shown_value(name)}")
+        return name
     name = fields.get("id", number)
     if isinstance(name, bool) or not isinstance(name, str | int):
         raise InputError(f"id: expected a text or an integer, not {shown_value(name)}")
     return name
 
 
+def is_envelope(fields: Mapping[str, Any]) -> bool:
+    """Tells whether a record has the form of OpenAI's batch files; keys of a user's own may have
+    the same names, beside a prompt."""
+    is_request = "custom_id" in fields and ("body" in fields or "url" in fields)
+    return is_request and not any(kind in fields for kind in PROMPT_KINDS)
+
+
 def own_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what a record has under keys that mean nothing here: the output has it, too."""
+    if is_envelope(fields):
+        return {}
     return {key: value for key, value in fields.items() if key not in KEYS}
 
 

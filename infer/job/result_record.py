@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from infer.job.openai_record import BatchRecord
 from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -46,12 +47,17 @@ def refuse_output_keys(own: Iterable[str]) -> None:
             )
 
 
-def result_record(name: RecordId, completion: Completion, own: Mapping[str, Any]) -> dict[str, Any]:
+def result_record(
+    name: RecordId, completion: Completion, own: Mapping[str, Any] | BatchRecord
+) -> dict[str, Any]:
     """Returns the result of a prompt: its first sample, and all samples if there are several.
 
     Args:
-      own: keys of the input's record that are passed on.
+      own: keys of the input's record that are passed on; or the envelope of a request, whose answer
+        has another form.
     """
+    if isinstance(own, BatchRecord):
+        return own.result(completion)
     record = {"id": name, **_sample(completion)}
     if completion.further:
         record["samples"] = [_sample(sample) for sample in completion.samples]
@@ -82,7 +88,11 @@ def _number(value: float) -> float | None:
 
 
 def error_record(
-    name: RecordId | None, error: str, line: int, file: str | None, own: Mapping[str, Any]
+    name: RecordId | None,
+    error: str,
+    line: int,
+    file: str | None,
+    own: Mapping[str, Any] | BatchRecord,
 ) -> dict[str, Any]:
     """Returns what is written instead of a result for a record that cannot be decoded.
 
@@ -90,8 +100,11 @@ def error_record(
       name: its id; None if none could be read.
       line: its line, from 1; in Parquet its row.
       file: its file, if the job has several.
-      own: keys of the input's record that are passed on, unless the output has them.
+      own: keys of the input's record that are passed on, unless the output has them; or the
+        envelope of a request.
     """
+    if isinstance(own, BatchRecord):
+        return own.error(writable(error))
     record: dict[str, Any] = {} if name is None else {"id": name}
     record |= {"error": writable(error), "line": line}
     if file is not None:

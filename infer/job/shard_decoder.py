@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from infer.job.counts import Counts, ErrorLimit
@@ -15,7 +15,7 @@ from infer.job.prompt_record import RecordId
 from infer.job.record_index import Shard
 from infer.job.result_record import result_record
 from infer.job.shard_folder import ShardFolder
-from infer.job.workload import BadPrompt, Workload
+from infer.job.workload import BadPrompt, Own, Workload
 from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class _DecodingRecord:
     number: int
     id: RecordId
     place: Place
-    own: Mapping[str, Any]
+    own: Own
 
 
 class ShardDecoder:

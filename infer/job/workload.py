@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from infer.job.input import Content, Place, read_from
+from infer.job.openai_record import BatchRecord
 from infer.job.prompt_record import (
     RecordId,
     checked_record,
+    is_envelope,
     own_fields,
     prepared_record,
     record_fields,
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
     from wedlm_jax.llm import LLM
 
 
+Own: TypeAlias = Mapping[str, Any] | BatchRecord
+"""What a record's result has besides: keys of its own, or the envelope that it came in."""
+
+
 class BadPrompt(Exception):
     """A record that cannot be decoded.
 
@@ -36,7 +42,7 @@ class BadPrompt(Exception):
       own: its own keys, for the output.
     """
 
-    def __init__(self, name: RecordId | None, reason: str, own: Mapping[str, Any]):
+    def __init__(self, name: RecordId | None, reason: str, own: Own):
         super().__init__(reason)
         self.id, self.reason, self.own = name, reason, own
 
@@ -51,7 +57,7 @@ class PreparedRecord(NamedTuple):
     """
 
     id: RecordId
-    own: Mapping[str, Any]
+    own: Own
     prompt: Prepared
 
 
@@ -94,19 +100,29 @@ class Workload:
           BadPrompt: it cannot be decoded.
         """
         name: RecordId | None = None
-        own: Mapping[str, Any] = {}
+        own: Own = {}
         try:
             fields = record_fields(content)
-            name = record_id(fields, number)
-            own = as_json(own_fields(fields))
+            if is_envelope(fields):
+                own = BatchRecord(fields)
+                name = record_id(fields, number)
+            else:
+                name = record_id(fields, number)
+                own = as_json(own_fields(fields))
             if (original := self.index.original(number)) is not None:
                 raise InputError(
                     f"duplicate id: record {original} has it (records count from 0; one without an "
                     "id has its number as id)"
                 )
-            refuse_output_keys(own)
-            record = checked_record(fields, name, self.params)
-            return PreparedRecord(name, own, prepared_record(llm, record, chat=self.chat))
+            if isinstance(own, BatchRecord):
+                record = own.checked(self.params)
+            else:
+                refuse_output_keys(own)
+                record = checked_record(fields, name, self.params)
+            prompt = prepared_record(llm, record, chat=self.chat)
+            if isinstance(own, BatchRecord):
+                own.prepared(llm, prompt)
+            return PreparedRecord(name, own, prompt)
         except InputError as error:
             raise BadPrompt(name, str(error), own) from error
 

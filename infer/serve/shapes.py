@@ -19,15 +19,24 @@ class TextShape:
       call: what was asked.
       model: its name.
       logprobs: writes log-probabilities.
+      identity: the end of its id, and when it was made; by default an id of its own, and now.
     """
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, call: Call, model: str, logprobs: LogprobShapes):
+    def __init__(
+        self,
+        call: Call,
+        model: str,
+        logprobs: LogprobShapes,
+        *,
+        identity: tuple[str, int] | None = None,
+    ):
         self._call, self._logprobs = call, logprobs
+        name, created = identity or (uuid.uuid4().hex, int(time.time()))
         self._head = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
+            "id": f"{self.prefix}-{name}",
+            "created": created,
             "model": model,
             "system_fingerprint": None,
         }

@@ -27,7 +27,7 @@ def add_error_answers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def of_validation(_: Request, error: RequestValidationError) -> JSONResponse:
-        return _of_validation(error.errors()).response
+        return error_of_fields(error.errors()).response
 
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> JSONResponse:
@@ -37,13 +37,18 @@ def add_error_answers(app: FastAPI) -> None:
         return ApiError(error.status_code, message, headers=error.headers).response
 
 
-def _of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+def error_of_fields(errors: Sequence[Mapping[str, Any]], root: str = "body") -> ApiError:
     """Returns the error of the first field that is wrong; a field of several types lists what each
-    expected."""
+    expected.
+
+    Args:
+      root: with which the places of errors begin; empty for nothing.
+    """
     first = errors[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON ({first.get('ctx', {}).get('error')})")
-    path = _path(first["loc"])
+    skipped = len([root] if root else [])
+    path = _path(first["loc"][skipped:])
     if not path:
         return ApiError(
             400, "expected a JSON object as the body, with Content-Type: application/json"
@@ -52,14 +57,13 @@ def _of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         *_, name = first["loc"]
         hint = did_you_mean(str(name), KNOWN_FIELDS)
         return ApiError(400, f"unknown field {path!r}; {hint}", param=path)
-    said = [_sentence(error) for error in errors if _path(error["loc"]) == path]
+    said = [_sentence(error) for error in errors if _path(error["loc"][skipped:]) == path]
     return ApiError(400, f"{path}: {', or '.join(dict.fromkeys(said))}", param=path)
 
 
 def _path(loc: Sequence[Any]) -> str:
     """Returns the name of a field, without the names of the types that were tried."""
-    _, *parts = loc
-    names = [part for part in parts if isinstance(part, int) or _is_field(part)]
+    names = [part for part in loc if isinstance(part, int) or _is_field(part)]
     return ".".join(map(str, names))
 
 
