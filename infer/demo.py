@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, counted
 from wedlm_jax.host.command_line import CommandParser
 
 if TYPE_CHECKING:
@@ -160,8 +160,7 @@ def _show(
 def _result(question: Question, last: View, text: str) -> str:
     """Says what a prompt took, and whether its answer is right."""
     tokens, forwards = len(last.token_ids), last.num_forwards
-    # AR's first token comes with the prompt, whose forward is not counted.
-    took = f"{tokens} tokens in {forwards} forwards (AR: {tokens - 1})"
+    took = f"{counted(tokens, 'token')} in {counted(forwards, 'forward')} (AR: {tokens})"
     verdicts = {True: "; right answer", False: f"; wrong: expected {question.expected!r}", None: ""}
     return took + verdicts[question.is_right(text)]
 

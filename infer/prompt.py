@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, counted
 
 if TYPE_CHECKING:
     from infer.trace import SequenceTrace
@@ -72,8 +72,9 @@ def complete_prompt(
     forwards = sum(sample.num_forwards for sample in samples)
     reasons = " and ".join(sorted({str(sample.finish_reason) for sample in samples}))
     print(
-        f"{tokens} tokens in {forwards} forwards ({tokens / max(forwards, 1):.2f} tokens per "
-        f"forward), {seconds:.2f} s after {compiling:.1f} s of compiling; finished by {reasons}",
+        f"{counted(tokens, 'token')} in {counted(forwards, 'forward')} "
+        f"({tokens / max(forwards, 1):.2f} tokens per forward), {seconds:.2f} s after "
+        f"{compiling:.1f} s of compiling; finished by {reasons}",
         file=sys.stderr,
     )
     return 0

@@ -70,8 +70,8 @@ def columns(first: str) -> dict[str, str]:
         "right": "answers that are right; prose has no right answer",
         same: f"completions that are those of {first}, token for token",
         "AR\nagrees": "tokens that AR, given all before them, finds most probable",
-        "tokens/\nforward": "completion tokens for each forward after the prompt's; about 1 in AR",
-        "p_cache": "completion tokens for each token computed: about 1 in AR; at most 0.5 where "
+        "tokens/\nforward": "completion tokens for each decode forward: 1 in AR",
+        "p_cache": "completion tokens for each token computed: 1 in AR; at most 0.5 where "
         "masks are filled, since each place is computed as a mask first and as a token once more",
         "tokens/\nsecond": "with the prompt, without compiling",
         "speed": f"tokens/second over those of {first}",
@@ -82,7 +82,7 @@ def legend(scores: Sequence[Score]) -> Table:
     """Makes the lines that explain the columns of `score_table`."""
     lines = Table.grid(padding=(0, 2))
     for name, meaning in columns(scores[0].decoder).items():
-        lines.add_row(name.replace("\n", ""), meaning)
+        lines.add_row(name.replace("/\n", "/").replace("\n", " "), meaning)
     return lines
 
 

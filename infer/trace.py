@@ -23,9 +23,6 @@ completion from its first token, so that −1 is the prompt's last::
                                    tokens; null without a tokenizer
         "num_forwards": 1, "num_token_instances": 17       of the sequence so far
       }]}]}
-
-A forward that runs nothing but the prompt's last token is one of the prompt's: it is listed, and
-does not count as a decode forward.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from wedlm_jax.errors import counted
 from wedlm_jax.host.command_line import CommandParser
 
 PALE = 2.0
@@ -99,7 +100,8 @@ def _draw(axes: Any, sequence: dict[str, Any], places: int) -> Any:
     _outline(axes, outlines)
     counts = sequence["forwards"][-1]
     axes.set(
-        title=f"{sequence['mode']}: {length} tokens in {counts['num_forwards']} forwards",
+        title=f"{sequence['mode']}: {counted(length, 'token')} in "
+        f"{counted(counts['num_forwards'], 'forward')}",
         ylabel="forward",
     )
     axes.yaxis.get_major_locator().set_params(integer=True)

@@ -18,8 +18,10 @@ class Completion:
       token_ids: committed tokens, a stop token included; with a stop string, through the
         token in which it is complete.
       finish_reason: "stop", "length", or None while streaming.
-      num_forwards: decode forwards; prefill is not counted.
-      num_token_instances: active window slots over those forwards.
+      num_forwards: decode forwards: those that could commit tokens. AR takes one a token, of which
+        the first computes the prompt's last token; forwards of nothing but prompt before it are
+        not counted.
+      num_token_instances: active window slots over those forwards; AR has one a forward.
       logprobs: of each of ``token_ids``; None where ``SamplingParams.logprobs`` is.
       further: with ``SamplingParams.n`` above 1, the prompt's other samples. This is the first.
       num_cached_tokens: tokens of the prompt whose keys and values were in the cache before.
@@ -53,6 +55,7 @@ class Completion:
 
     @property
     def tokens_per_forward(self) -> float:
+        """Completion tokens over decode forwards: 1 in AR."""
         return len(self.token_ids) / max(self.num_forwards, 1)
 
     @property

@@ -52,8 +52,8 @@ def test_scores_are_sums_over_completions(checkpoint: Path) -> None:
         2 * answer.num_token_instances,
     )
     assert wedlm.tokens_per_forward == len(answer.token_ids) / answer.num_forwards
-    # The first token of each is prefill's.
-    assert scores[0].tokens - len(questions) == scores[0].forwards == scores[0].instances
+    assert scores[0].tokens == scores[0].forwards == scores[0].instances
+    assert scores[0].tokens_per_forward == scores[0].p_cache == 1, "AR, exactly"
     assert scores[0].as_first == scores[3].as_first == 1
     assert scores[0].ar_agrees == scores[3].ar_agrees == 1
     assert 0 < wedlm.ar_agrees < 1, "of random weights masks and AR rows say different things"
@@ -82,6 +82,8 @@ def test_the_command_writes_what_it_prints(
     assert all(s["questions"] == 2 and s["tokens"] <= 2 * 96 for s in scores)
     printed = capsys.readouterr().out
     assert all(f"{s['tokens_per_forward']:.2f}" in printed for s in scores)
+    for name in ("AR agrees", "tokens/forward", "tokens/second"):
+        assert f"\n{name} " in printed, "a column's name in the legend is on one line"
     drawn = plot.read_text(encoding="utf-8")
     assert all(name in drawn for name in ("low entropy", "prose", "verified", "block-wise"))
 

@@ -203,8 +203,8 @@ def test_plot_draws_what_happened(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["plot", str(file)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'two.svg'}\n"
     drawing = (tmp_path / "two.svg").read_text(encoding="utf-8")
-    assert "verified: 2 tokens in 1 forwards" in drawing
-    assert "paper: 0 tokens in 1 forwards" in drawing
+    assert "verified: 2 tokens in 1 forward" in drawing
+    assert "paper: 0 tokens in 1 forward" in drawing
     # An outline each, and one in the legend: filled in order, out of order, rejected.
     strokes = [drawing.count(f"stroke: {colour}") for colour in (FILLED, EARLY, REJECTED)]
     assert strokes == [2 + 1, 1 + 1, 1 + 1]

@@ -137,8 +137,7 @@ def _autoregressive(
     while out.finish_reason is None:
         logits = predict(text, range(len(text)))
         place = len(out.token_ids)
-        if place:  # the first token is prefill's
-            out.count_forward(1)
+        out.count_forward(1)
         at_next = adjusted(logits[-1], params, prompt, out.token_ids, place, stop_ids)
         token, margin = choose_token(at_next, params, place + 1, 0)
         out.margin = min(out.margin, margin)

@@ -170,12 +170,12 @@ def test_batch_size_changes_nothing(llm: LLM, params: SamplingParams) -> None:
     assert llm.generate(PROMPTS, each) == alone
 
 
-def test_autoregressive_decoding_takes_a_forward_a_token_but_the_first(folder: Path) -> None:
+def test_autoregressive_decoding_takes_a_forward_a_token(folder: Path) -> None:
     llm = LLM(folder, window_size=0, **SMALL)
     results = llm.generate(PROMPTS, GREEDY)
     assert cold(llm.generate(PROMPTS[3], GREEDY)) == [results[3]]
     for result in results:
-        assert result.num_forwards == result.num_token_instances == len(result.token_ids) - 1
+        assert result.num_forwards == result.num_token_instances == len(result.token_ids)
 
 
 def test_seed_names_the_sample(llm: LLM, whole: list[Completion]) -> None:

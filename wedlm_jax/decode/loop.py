@@ -215,14 +215,13 @@ def _noted(
 
 
 def _count(state: DecodeState, plan: SpanPlan) -> DecodeState:
-    """Counts the forward for each sequence. The prompt's last token, in slot 0 of an anchored
-    window, belongs to the prefill: it is not counted as a token instance, and a forward that runs
-    nothing else is not counted as a decode forward."""
-    instances = jnp.where(plan.window, state.active - (state.first_index < 0), 0)
+    """Counts the forward for each sequence whose window it runs. An anchored window's first slot
+    may be the prompt's last token: its row chooses the first token of the completion, so AR takes
+    exactly one forward a token."""
     return dataclasses.replace(
         state,
-        num_forwards=state.num_forwards + (instances > 0),
-        num_token_instances=state.num_token_instances + instances,
+        num_forwards=state.num_forwards + plan.window,
+        num_token_instances=state.num_token_instances + jnp.where(plan.window, state.active, 0),
     )
 
 

@@ -70,8 +70,8 @@ class DecodeState:
       active: int32 ``[N]``, slots that the next forward runs; those after them are not open yet.
       running: bool ``[N]``, False where there is no sequence, or a finished one.
       stopped: bool ``[N]``, finished by a stop token.
-      num_forwards, num_token_instances: int32 ``[N]``, decode forwards of the sequence and the
-        active slots that they ran; prefill chunks are not counted.
+      num_forwards, num_token_instances: int32 ``[N]``, decode forwards, which are those that ran
+        the sequence's window, and the active slots that they ran; prefill chunks are not counted.
       emitted: what the host has not fetched yet.
     """
 

@@ -35,18 +35,15 @@ class Trace {
   // Special tokens have no text; those that a model writes end it.
   text(id) { return this.data.tokens[id] || (this.data.tokens[id] === "" ? "end" : `#${id}`); }
 
-  // The counters after so many forwards. A token that the prompt's own forward gave is no decode
-  // forward's, so it counts for none of the ratios.
+  // The counters after so many forwards.
   figures(count) {
     const {tokens} = this.totals[count];
     if (!count) return {tokens, forwards: 0};
     const {num_forwards: forwards, num_token_instances: instances, seconds} =
       this.data.forwards[count - 1];
-    const given = this.data.forwards[0].num_forwards ? 0 : this.totals[1].tokens;
     return {
       tokens, forwards, speed: tokens / seconds,
-      rate: forwards ? (tokens - given) / forwards : undefined,
-      cached: instances ? (tokens - given) / instances : undefined,
+      rate: tokens / forwards, cached: tokens / instances,
     };
   }
 

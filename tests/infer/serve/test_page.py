@@ -64,7 +64,8 @@ def test_it_shows_a_race_and_replays_it(
         assert page.js(answers) == [expected.text] * 2
         tokens, forwards = len(expected.token_ids), expected.num_forwards
         said = page.js("document.getElementById('status').textContent")
-        assert said.startswith(f"WeDLM: {tokens} tokens in {forwards} forwards. AR: {tokens} in ")
+        took = f"WeDLM: {tokens} tokens in {forwards} forwards. AR: {tokens} in {tokens}."
+        assert said.startswith(took)
         assert said.endswith("The same tokens.")
         assert page.js("document.documentElement.scrollWidth") == 360
         check_replay(page, tokens)

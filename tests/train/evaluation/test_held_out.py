@@ -176,7 +176,7 @@ def test_a_run_without_masks_is_asked_too(
     run_training(tiny_recipe(tmp_path, tokenizer_folder, evaluation=section, **changes))
     _, line = evaluations(tmp_path)
     assert (line["questions"], line["questions_cut"]) == (2, 2)
-    assert line["question_tokens_per_forward"] == 2  # the first token of each is its prompt's
+    assert line["question_tokens_per_forward"] == 1  # AR, exactly
     assert "tokens_per_forward" not in line
 
 

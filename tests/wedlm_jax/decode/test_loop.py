@@ -194,9 +194,8 @@ def test_one_token_at_most(kind: str, request: pytest.FixtureRequest) -> None:
     for result in run(engine, [Case(prompt, params, window) for prompt in prompts]):
         assert len(result.token_ids) == 1
         assert result.finish_reason == ("stop" if result.token_ids == [1] else "length")
-        # A window commits in the forward after the one that filled; AR's first token comes with
-        # the prompt.
-        assert result.num_forwards == (2 if window else 0)
+        # A window commits in the forward after the one that filled.
+        assert result.num_forwards == (2 if window else 1)
 
 
 def test_a_text_may_end_exactly_at_the_context_s_end(

@@ -228,8 +228,8 @@ class _Sequence:
         """Runs a forward; returns its tokens."""
         window = self.state.window
         if window == 0:
-            self.forwards += self.place > 0
-            self.slots += self.place > 0
+            self.forwards += 1
+            self.slots += 1
             self.place += 1
             self.drafts = 0
             return 1
@@ -238,7 +238,7 @@ class _Sequence:
         accepted = self.script.accepted(self.place, self.drafts)
         slots = window + 1 + self.drafts
         self.forwards += 1
-        self.slots += slots - (self.place == 0)
+        self.slots += slots
         whole = accepted == self.drafts
         self.place += 1 + accepted
         self.drafts = self.script.drafts(self.place, window) if whole else 0
