@@ -19,7 +19,7 @@ from typing import Any, get_type_hints
 from unittest import mock
 
 from wedlm_jax.__main__ import SUBCOMMANDS
-from wedlm_jax.errors import EXIT_STATUS
+from wedlm_jax.errors import EXIT_STATUS, written
 
 PAGE = Path(__file__).with_name("reference.md")
 
@@ -163,14 +163,8 @@ def sampling_bounds(option: Any) -> str:
         return ", ".join(f"`{choice}`" for choice in option.choices)
     if option.low is None:
         return "true or false" if option.flag else ""
-    low = f"above {option.low:g}" if option.above else f"{option.low:g}"
-    high = (
-        ""
-        if option.high >= 1e6
-        else f"{option.high:,.0f}"
-        if option.integer
-        else f"{option.high:g}"
-    )
+    low = f"above {written(option.low)}" if option.above else written(option.low)
+    high = "" if option.high >= 1e6 else written(option.high)
     bounds = f"{low} to {high}" if high else low if option.above else f"at least {low}"
     return bounds.replace("above 0 to", "above 0, up to")
 
@@ -217,13 +211,13 @@ def recipe_bounds(said: Any) -> str:
     if said["choices"]:
         return ", ".join(f"`{choice}`" for choice in said["choices"])
     if said["above"] is not None:
-        return f"above {said['above']:g}"
+        return f"above {written(said['above'])}"
     if said["least"] is None:
         return ""
     if said["most"] != float("inf"):
-        return f"{said['least']:g} to {said['most']:g}"
-    below = "" if said["below"] == float("inf") else f", below {said['below']:g}"
-    return f"at least {said['least']:g}{below}"
+        return f"{written(said['least'])} to {written(said['most'])}"
+    below = "" if said["below"] == float("inf") else f", below {written(said['below'])}"
+    return f"at least {written(said['least'])}{below}"
 
 
 # --- Python ---------------------------------------------------------------------------------

@@ -117,32 +117,184 @@ class CompilingInterrupted(KeyboardInterrupt):
         self.status = status
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns a hint for an unknown name: the nearest known one, or all of them."""
-    names = list(known)
-    near = nearest(name, names)
-    return f"did you mean {near!r}?" if near else f"there are {', '.join(names)}"
+SYNONYMS = {
+    # sampling: vLLM, transformers, llama.cpp, the PyTorch engine
+    "best_of": "n",
+    "do_sample": "temperature",
+    "eos_token_id": "stop_token_ids",
+    "guided_decoding": "json_schema",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "lambda": "position_penalty",
+    "max_completion_tokens": "max_tokens",
+    "max_gen_toks": "max_tokens",
+    "max_length": "max_tokens max_model_len row_length",
+    "max_new_tokens": "max_tokens",
+    "min_length": "min_tokens",
+    "num_predict": "max_tokens",
+    "num_return_sequences": "n",
+    "num_samples": "n",
+    "output_scores": "logprobs",
+    "params": "sampling_params sampling",
+    "pos_penalty_factor": "position_penalty",
+    "random_seed": "seed",
+    "repeat_penalty": "repetition_penalty",
+    "response_format": "json_schema",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+    "structured_outputs": "json_schema",
+    "tau": "entropy_threshold",
+    "temp": "temperature",
+    "top_logprobs": "logprobs",
+    "wedlm_pos_penalty_factor": "position_penalty",
+    # the model and its engine
+    "checkpoint": "init_from model",
+    "context_length": "max_model_len row_length",
+    "ctx_size": "max_model_len",
+    "data_parallel_size": "mesh.data mesh",
+    "max_num_seqs": "max_batch_size batch_size",
+    "max_seq_len": "max_model_len row_length",
+    "max_seq_length": "max_model_len row_length",
+    "model_name": "init_from model",
+    "model_name_or_path": "init_from model",
+    "model_path": "init_from model",
+    "name_or_path": "init_from model",
+    "num_gpus": "mesh",
+    "path": "init_from sources",
+    "pretrained": "init_from model",
+    "tensor_parallel_size": "mesh.tensor mesh",
+    "torch_dtype": "dtype",
+    "tp": "mesh.tensor mesh",
+    "use_tqdm": "on_progress",
+    # training: the Trainer of transformers, PEFT, axolotl
+    "adam_beta1": "b1",
+    "adam_beta2": "b2",
+    "adam_epsilon": "eps",
+    "base_model": "init_from",
+    "batch_size": "max_batch_size rows",
+    "beta1": "b1",
+    "beta2": "b2",
+    "bf16": "loss.dtype dtype",
+    "checkpoint_steps": "checkpoint_every",
+    "cutoff_len": "row_length",
+    "dataset": "sources",
+    "datasets": "sources",
+    "epochs": "steps",
+    "eval_every": "evaluation.every",
+    "eval_steps": "evaluation.every",
+    "fp16": "loss.dtype dtype",
+    "grad_accum": "accumulation",
+    "grad_clip": "clip_norm",
+    "gradient_accumulation_steps": "accumulation",
+    "gradient_checkpointing": "remat",
+    "logging_steps": "log_every",
+    "lora_r": "lora.rank",
+    "lr": "learning_rate",
+    "lr_scheduler": "schedule",
+    "lr_scheduler_type": "schedule",
+    "max_grad_norm": "clip_norm",
+    "max_steps": "steps",
+    "micro_batch_size": "rows",
+    "min_lr": "final_learning_rate",
+    "num_epochs": "steps",
+    "num_train_epochs": "steps",
+    "optim": "optimizer.name",
+    "per_device_eval_batch_size": "evaluation.rows",
+    "per_device_train_batch_size": "rows",
+    "precision": "loss.dtype dtype",
+    "r": "rank",
+    "report_to": "metrics.wandb",
+    "resume_from_checkpoint": "branch_from",
+    "save_dir": "output",
+    "save_every": "checkpoint_every",
+    "save_steps": "checkpoint_every",
+    "save_total_limit": "keep_checkpoints",
+    "seq_len": "row_length",
+    "seq_length": "row_length",
+    "sequence_len": "row_length",
+    "target_modules": "targets",
+    "tokenizer_name_or_path": "tokenizer",
+    "train_batch_size": "rows",
+    "train_file": "sources",
+    "wandb_project": "metrics.wandb",
+    "warmup_ratio": "warmup_steps",
+    # commands
+    "clear": "reset",
+    "exit": "quit",
+    "finetune": "train",
+    "infer": "generate",
+}
+"""What other programs call things, and what they are called here: of several words, the first that
+is known where the name was given. Some stand with their section, as others end alike."""
+
+ABSENT = {
+    "beam_width": "there is no beam search",
+    "enforce_eager": "it is not needed: each forward is one of a few compiled programs",
+    "gpu_memory_utilization": "it is not needed: pages take what memory the model leaves",
+    "num_beams": "there is no beam search",
+    "swap_space": "it is not needed: what has no room is computed again",
+    "trust_remote_code": "it is not needed: no code of a checkpoint is run",
+    "use_beam_search": "there is no beam search",
+}
+"""What other programs have, and why nothing here is called so."""
 
 
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """Returns the known name that is most like ``name``; None if none is.
+ALIKE = 0.6
+"""The share of letters, or of words, that two names must have in common for one to be meant by the
+other."""
 
-    Of two that are alike by their letters, the one whose words ``name`` has is nearer:
-    "max_completion_tokens" is "max_tokens" rather than "min_tokens".
+
+def nearest(name: str, known: Iterable[str], alike: float = ALIKE) -> str | None:
+    """Returns the known name that is meant by an unknown one: what other programs call so, or that
+    with which it has the most letters or words in common; None where that is too little.
 
     Args:
-      cutoff: how much of the letters must be the same, 0 to 1.
+      name: a name, a flag (``--max-new-tokens``), or a field with its section (``optimizer.lr``).
+      known: of the same kind.
+      alike: how much they must have in common, as `ALIKE`.
     """
-    own = set(name.split("_"))
+    section, _, own = _plain(name).rpartition(".")
+    parts = {one: _plain(one).rpartition(".") for one in known}
 
-    def likeness(other: str) -> float:
-        words = set(other.split("_"))
-        return difflib.SequenceMatcher(None, other, name).ratio() + 0.1 * (
-            len(words & own) / len(words)
-        )
+    def closeness(one: str) -> float:
+        """Compares the sections."""
+        return difflib.SequenceMatcher(None, section, parts[one][0]).ratio()
 
-    near = difflib.get_close_matches(name, list(known), n=5, cutoff=cutoff)
-    return max(near, key=likeness, default=None)
+    called = SYNONYMS.get(own, "").split()
+    found = [one for other in called for one in parts if other in (_plain(one), parts[one][2])]
+    if found:
+        same = [one for one in found if parts[one][0] == section]
+        return (same or found)[0]
+
+    def likeness(one: str) -> float:
+        """Compares the names in their sections, a little higher where these are the same."""
+        theirs = parts[one][2]
+        words, others = set(own.split("_")), set(theirs.split("_"))
+        common = 2 * len(words & others) / (len(words) + len(others))
+        letters = difflib.SequenceMatcher(None, own, theirs).ratio()
+        return max(common, letters) + 0.1 * (section != "" and parts[one][0] == section)
+
+    best = max(parts, key=lambda one: likeness(one) + 0.3 * closeness(one), default=None)
+    return best if best is not None and likeness(best) >= alike else None
+
+
+def _plain(name: str) -> str:
+    """Returns a name without what only says of what kind it is."""
+    return name.lstrip("-/").replace("-", "_").lower()
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns a hint for an unknown name: the one that is meant, or all of them."""
+    names = list(known)
+    if reason := ABSENT.get(_plain(name)):
+        return reason
+    near = nearest(name, names)
+    return f"there are {', '.join(names)}" if near is None else f"did you mean {near!r}?"
+
+
+def written(number: float) -> str:
+    """Returns a number of a message without an exponent, where it is an integer."""
+    return f"{number:,.0f}" if float(number).is_integer() else f"{number:g}"
 
 
 def require_extra(what: str, extra: str, *packages: str) -> None:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from wedlm_jax.errors import InputError, shortened
+from wedlm_jax.errors import InputError, shortened, written
 
 UNBOUNDED = float("inf")
 
@@ -73,10 +73,10 @@ class Option:
 
     def _bounds(self, low: float) -> str:
         if self.above:
-            return f"above {low:g}, up to {self.high:g}"
-        return (
-            f"of at least {low:g}" if self.high == UNBOUNDED else f"from {low:g} to {self.high:g}"
-        )
+            return f"above {written(low)}, up to {written(self.high)}"
+        if self.high == UNBOUNDED:
+            return f"of at least {written(low)}"
+        return f"from {written(low)} to {written(self.high)}"
 
 
 def is_token_id(value: object) -> bool:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from typing import TYPE_CHECKING
 
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, nearest
 from wedlm_jax.params import MODES
 
 if TYPE_CHECKING:
@@ -41,8 +40,8 @@ def follow(line: str, conversation: Conversation, llm: LLM) -> str:
     name, _, given = line.strip().partition(" ")
     given = given.strip()
     if name not in ORDERS:
-        near = difflib.get_close_matches(name, ORDERS, n=1, cutoff=0.75)
-        hint = f"did you mean {near[0]!r}?" if near else "/help lists them"
+        near = nearest(name, ORDERS)
+        hint = f"did you mean {near!r}?" if near else "/help lists them"
         raise InputError(f"no command {name!r}; {hint}")
     if name == "/quit":
         raise EOFError

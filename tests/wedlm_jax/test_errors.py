@@ -2,16 +2,110 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 
 import pytest
 
-from wedlm_jax.errors import InputError, did_you_mean, require_extra, shortened
+from infer.chat.orders import ORDERS
+from infer.generate import parser
+from train.recipe.config import describe
+from wedlm_jax.__main__ import SUBCOMMANDS
+from wedlm_jax.errors import (
+    SYNONYMS,
+    InputError,
+    did_you_mean,
+    nearest,
+    require_extra,
+    shortened,
+    written,
+)
+from wedlm_jax.llm import LLM
+from wedlm_jax.params import OPTIONS
 
 
 def test_the_nearest_name_is_meant_or_all_are_named() -> None:
     assert did_you_mean("temprature", ["temperature", "top_p"]) == "did you mean 'temperature'?"
     assert did_you_mean("x", ["temperature", "top_p"]) == "there are temperature, top_p"
+    assert did_you_mean("num_beams", ["temperature", "top_p"]) == "there is no beam search"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("max_new_tokens", "max_tokens"),
+        ("max_length", "max_tokens"),
+        ("maxtokens", "max_tokens"),
+        ("min_new_tokens", "min_tokens"),
+        ("temp", "temperature"),
+        ("topk", "top_k"),
+        ("do_sample", "temperature"),
+        ("num_return_sequences", "n"),
+        ("best_of", "n"),
+        ("stop_strings", "stop"),
+        ("stop_words", "stop"),
+        ("eos_token_id", "stop_token_ids"),
+        ("bad_words_ids", "bad_words"),
+        ("guided_json", "json_schema"),
+        ("structured_outputs", "json_schema"),
+        ("response_format", "json_schema"),
+        ("guided_regex", "regex"),
+        ("repeat_penalty", "repetition_penalty"),
+        ("random_seed", "seed"),
+        ("prompt_logprobs", "logprobs"),
+        ("wedlm_entropy_threshold", "entropy_threshold"),
+        ("wedlm_pos_penalty_factor", "position_penalty"),
+        ("tau", "entropy_threshold"),
+    ],
+)
+def test_what_other_programs_call_a_sampling_field(name: str, meant: str) -> None:
+    assert nearest(name, OPTIONS) == meant
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--max-new-tokens", "--max-tokens"),
+        ("--max_tokens", "--max-tokens"),
+        ("--tensor-parallel-size", "--mesh"),
+        ("--max-num-seqs", "--batch-size"),
+        ("--batch", "--batch-size"),
+        ("--max-batch-size", "--batch-size"),
+        ("--max-model-length", "--max-model-len"),
+        ("--context-length", "--max-model-len"),
+        ("--model-name-or-path", "--model"),
+        ("--model-path", "--model"),
+        ("--pretrained", "--model"),
+        ("--torch-dtype", "--dtype"),
+        ("--output-dir", "--output"),
+        ("--out", "--output"),
+        ("--input-file", "--input"),
+        ("--prompts", "--prompt"),
+        ("--guided-json", "--json-schema"),
+        ("--quantisation", "--quantization"),
+        ("--warm-up", "--warmup"),
+        ("--verbose", None),
+    ],
+)
+def test_what_other_programs_call_an_option(flag: str, meant: str | None) -> None:
+    assert nearest(flag, parser()._option_string_actions) == meant
+
+
+def test_every_synonym_is_a_name_that_is_known_somewhere() -> None:
+    fields = [name for name, _, _ in describe()]
+    known = {*OPTIONS, *ORDERS, *SUBCOMMANDS, *inspect.signature(LLM).parameters}
+    known |= set(inspect.signature(LLM.stream).parameters)
+    known |= set(inspect.signature(LLM.generate).parameters)
+    known |= {name.lstrip("-/").replace("-", "_") for name in parser()._option_string_actions}
+    known |= {name.lstrip("/") for name in ORDERS} | {"sampling"}  # a prompt file's key
+    known |= {*fields, *(name.rpartition(".")[2] for name in fields)}
+    for name, meant in SYNONYMS.items():
+        assert set(meant.split()) <= known, name
+
+
+def test_numbers_are_written_without_an_exponent() -> None:
+    shown = [written(number) for number in (0, 0.5, 1e6, 2**32 - 1, 1e-8, float("inf"))]
+    assert shown == ["0", "0.5", "1,000,000", "4,294,967,295", "1e-08", "inf"]
 
 
 def test_a_text_is_put_on_one_line_and_cut() -> None:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -22,12 +21,12 @@ from omegaconf.errors import (
 )
 
 from train.recipe.fields import check_fields, field
-from train.recipe.overrides import apply_override
+from train.recipe.overrides import Origins, apply_override
 from train.recipe.skipped_batches import SkippedBatches
 from wedlm_jax.attention import IMPLEMENTATIONS
 from wedlm_jax.attention.tiles import LANES
 from wedlm_jax.checkpoint.dtypes import DTYPES
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, nearest
 from wedlm_jax.loss import WEIGHTINGS
 from wedlm_jax.model.lora import TARGETS
 from wedlm_jax.model.rematerialisation import POLICIES
@@ -298,16 +297,19 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
     for item in overrides or []:
         with _told_as(f"override {item!r}"):
             apply_override(merged, item)
-    with _told_as(str(path)):
+    origins = Origins(path, overrides or [])
+    with _told_as(origins.of):
         config = OmegaConf.to_object(merged)
     assert isinstance(config, TrainConfig)
-    _check(config, path)
+    _check(config, origins)
     return config
 
 
 @contextlib.contextmanager
-def _told_as(origin: str) -> Iterator[None]:
-    """Turns OmegaConf's errors into `InputError`, which begin with where the value came from."""
+def _told_as(given: str | Callable[[str], str]) -> Iterator[None]:
+    """Turns OmegaConf's errors into `InputError`, which begin with where the value came from: a
+    text, or a function of the field's name."""
+    origin = given if isinstance(given, str) else given("")
     try:
         yield
     except FileNotFoundError:
@@ -318,6 +320,7 @@ def _told_as(origin: str) -> Iterator[None]:
         raise
     except (OmegaConfBaseException, ValueError, OSError) as error:
         key = getattr(error, "full_key", None)
+        origin = given if isinstance(given, str) else given(str(key or ""))
         reason = str(error).splitlines()[0]
         if isinstance(key, int):  # OmegaConf names no field where a list within a list is none
             reason = f"data.skip: {_expected('data.skip')}"
@@ -372,37 +375,48 @@ def _expected(key: str) -> str:
 
 
 def _unknown_key(key: str) -> str:
-    near = difflib.get_close_matches(key, [name for name, _, _ in describe()], n=1, cutoff=0.4)
-    return f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    names = [name for name, _, _ in describe()]
+    sections = {name.partition(".")[0]: None for name in names if "." in name}
+    near = nearest(key, [*names, *sections])
+    return f"unknown key {key!r}" + (f"; did you mean {near!r}?" if near else "")
 
 
-def _check(config: TrainConfig, path: str | Path) -> None:
-    check_fields(config, path)
+def _check(config: TrainConfig, origins: Origins) -> None:
+    check_fields(config, origins.of)
     try:
         SkippedBatches.of(config.data.skip)
     except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+        raise InputError(f"{origins.of('data.skip')}: {error}") from None
     if config.data.sources and not (config.data.tokenizer or config.model.init_from):
+        origin = origins.of("data.sources", "data.tokenizer", "model.init_from")
         raise InputError(
-            f"{path}: data.sources needs the tokenizer that made them, "
+            f"{origin}: data.sources needs the tokenizer that made them, "
             "as data.tokenizer or in model.init_from"
         )
     section = config.evaluation
     if config.data.sources and section.every and section.source is None:
+        origin = origins.of("evaluation.source", "evaluation.every", "data.sources")
         raise InputError(
-            f"{path}: evaluation.source must name a folder of held-out rows, since data.sources "
+            f"{origin}: evaluation.source must name a folder of held-out rows, since data.sources "
             "are folders; evaluation.every=0 trains without evaluating"
         )
     if config.row_length % config.block_size:
         raise InputError(
-            f"{path}: row_length {config.row_length} is not a multiple of "
-            f"block_size {config.block_size}"
+            f"{origins.of('row_length', 'block_size')}: row_length {config.row_length} is not a "
+            f"multiple of block_size {config.block_size}"
         )
     if config.lora.rank and not config.lora.targets:
-        raise InputError(f"{path}: lora.targets must name at least one of {', '.join(TARGETS)}")
+        raise InputError(
+            f"{origins.of('lora.targets', 'lora.rank')}: lora.targets must name at least one of "
+            + ", ".join(TARGETS)
+        )
     if config.lora.rank and config.optimizer.name == "muon":
         raise InputError(
-            f"{path}: optimizer.name must be adamw with lora.rank: muon is for whole matrices"
+            f"{origins.of('optimizer.name', 'lora.rank')}: optimizer.name must be adamw with "
+            "lora.rank: muon is for whole matrices"
         )
     if config.loss.tile % LANES:
-        raise InputError(f"{path}: loss.tile must be a multiple of {LANES}, not {config.loss.tile}")
+        raise InputError(
+            f"{origins.of('loss.tile')}: loss.tile must be a multiple of {LANES}, "
+            f"not {config.loss.tile}"
+        )

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, written
 
 
 def field(
@@ -41,23 +40,29 @@ def field(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def check_fields(section: Any, path: str | Path, prefix: str = "") -> None:
-    """Compares every value with what its field says that it may be."""
+def check_fields(section: Any, origin: Callable[[str], str], prefix: str = "") -> None:
+    """Compares every value with what its field says that it may be.
+
+    Args:
+      origin: says where a field's value comes from, by the field's name.
+    """
     for own in dataclasses.fields(section):
         name, value, said = prefix + own.name, getattr(section, own.name), own.metadata
         if dataclasses.is_dataclass(value):
-            check_fields(value, path, f"{name}.")
+            check_fields(value, origin, f"{name}.")
             continue
         for number, one in enumerate(value if isinstance(value, list) else []):
             if dataclasses.is_dataclass(one):
-                check_fields(one, path, f"{name}[{number}].")
+                check_fields(one, origin, f"{name}[{number}].")
         for one in value if isinstance(value, list) else [value]:
             if said["choices"] and one not in said["choices"]:
-                raise InputError(f"{path}: {name} must be {_one_of(said['choices'])}, not {one!r}")
+                expected = _one_of(said["choices"])
+                raise InputError(f"{origin(name)}: {name} must be {expected}, not {one!r}")
         for key, number in value.items() if isinstance(value, dict) else [("", value)]:
             shown = f"{name}: the share of {key}" if key else name
             if bound := _broken_bound(said, number):
-                raise InputError(f"{path}: {shown} must be {bound}, not {number}")
+                given = origin(f"{name}.{key}" if key else name)
+                raise InputError(f"{given}: {shown} must be {bound}, not {number}")
 
 
 def _broken_bound(said: Mapping[str, Any], number: Any) -> str | None:
@@ -65,15 +70,15 @@ def _broken_bound(said: Mapping[str, Any], number: Any) -> str | None:
     if number is None:  # of a field that may be left out
         return None
     if said["above"] is not None:
-        return None if said["above"] < number < math.inf else f"above {said['above']:g}"
+        return None if said["above"] < number < math.inf else f"above {written(said['above'])}"
     if said["least"] is None:
         return None
     if said["least"] <= number <= said["most"] and number < said["below"]:
         return None
     if said["most"] < math.inf:
-        return f"{said['least']:g} to {said['most']:g}"
-    above = f"at least {said['least']:g}"
-    return above if said["below"] == math.inf else f"{above} and below {said['below']:g}"
+        return f"{written(said['least'])} to {written(said['most'])}"
+    above = f"at least {written(said['least'])}"
+    return above if said["below"] == math.inf else f"{above} and below {written(said['below'])}"
 
 
 def _one_of(choices: tuple[str, ...]) -> str:

@@ -2,11 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from wedlm_jax.errors import InputError
+
+
+class Origins:
+    """Says where the value of a field comes from.
+
+    Args:
+      path: of the recipe.
+      overrides: of its fields, the last of which counts.
+    """
+
+    def __init__(self, path: str | Path, overrides: Sequence[str]):
+        self._path, self._overrides = path, list(overrides)
+
+    def of(self, *names: str) -> str:
+        """Returns the override that has given the first of these fields that has one, or has given
+        what the field is a part of, or a part of it; else the recipe."""
+        for name in names:
+            for item in reversed(self._overrides):
+                key = item.partition("=")[0].removeprefix("+")
+                if name == key or _is_in(name, key) or _is_in(key, name):
+                    return f"override {item!r}"
+        return str(self._path)
+
+
+def _is_in(name: str, whole: str) -> bool:
+    """Tells whether a field is a part of another: ``data.weights.prose`` of ``data.weights``."""
+    return name.startswith((f"{whole}.", f"{whole}["))
 
 
 def apply_override(config: Any, item: str) -> None:

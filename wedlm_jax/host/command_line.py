@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from wedlm_jax.errors import FAULT, PIPE_CLOSED, exit_status
+from wedlm_jax.errors import FAULT, PIPE_CLOSED, exit_status, nearest
 from wedlm_jax.host.signals import end_if_compiling
 
 
@@ -58,6 +57,6 @@ class CommandParser(argparse.ArgumentParser):
         words = message.partition("unrecognized arguments: ")[2].split()
         options = [word.partition("=")[0] for word in words if word.startswith("--")]
         known = self._option_string_actions
-        near = [name for one in options for name in difflib.get_close_matches(one, known, 1, 0.7)]
+        near = [name for one in options if (name := nearest(one, known)) is not None]
         hint = f"; did you mean {' and '.join(near)}?" if near else ""
         super().error(message + hint)

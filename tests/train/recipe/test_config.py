@@ -76,6 +76,38 @@ def test_a_saved_recipe_loads_as_the_same(tmp_path: Path) -> None:
         ("optimizer: {learning_rat: 1}", "optimizer.learning_rat", "optimizer.learning_rate"),
         ("loss: {wieghting: uniform}", "loss.wieghting", "loss.weighting"),
         ("lora: {target: [q_proj]}", "lora.target", "lora.targets"),
+        ("optimizer: {lr: 1}", "optimizer.lr", "optimizer.learning_rate"),
+        ("optimizer: {beta2: 1}", "optimizer.beta2", "optimizer.b2"),
+        ("optim: {lr: 1}", "optim", "optimizer.name"),
+        ("optimiser: {lr: 1}", "optimiser", "optimizer"),
+        ("learning_rate: 1", "learning_rate", "optimizer.learning_rate"),
+        ("lr: 1", "lr", "optimizer.learning_rate"),
+        ("batch_size: 1", "batch_size", "rows"),
+        ("per_device_train_batch_size: 1", "per_device_train_batch_size", "rows"),
+        ("evaluation: {batch_size: 1}", "evaluation.batch_size", "evaluation.rows"),
+        ("num_train_epochs: 1", "num_train_epochs", "steps"),
+        ("max_steps: 1", "max_steps", "steps"),
+        ("output_dir: a", "output_dir", "output"),
+        ("save_steps: 1", "save_steps", "checkpoint_every"),
+        ("save_total_limit: 1", "save_total_limit", "keep_checkpoints"),
+        ("logging_steps: 1", "logging_steps", "log_every"),
+        ("eval_steps: 1", "eval_steps", "evaluation.every"),
+        ("warmup_ratio: 1", "warmup_ratio", "optimizer.warmup_steps"),
+        ("optimizer: {warmup: 1}", "optimizer.warmup", "optimizer.warmup_steps"),
+        ("weight_decay: 1", "weight_decay", "optimizer.weight_decay"),
+        ("max_grad_norm: 1", "max_grad_norm", "optimizer.clip_norm"),
+        ("max_seq_length: 1", "max_seq_length", "row_length"),
+        ("gradient_accumulation_steps: 1", "gradient_accumulation_steps", "accumulation"),
+        ("gradient_checkpointing: true", "gradient_checkpointing", "loss.remat"),
+        ("model: {path: a}", "model.path", "model.init_from"),
+        ("model: {name_or_path: a}", "model.name_or_path", "model.init_from"),
+        ("model_name_or_path: a", "model_name_or_path", "model.init_from"),
+        ("data: {path: a}", "data.path", "data.sources"),
+        ("data: {source: a}", "data.source", "data.sources"),
+        ("dataset: a", "dataset", "data.sources"),
+        ("lora: {r: 1}", "lora.r", "lora.rank"),
+        ("lora: {target_modules: [a]}", "lora.target_modules", "lora.targets"),
+        ("bf16: true", "bf16", "loss.dtype"),
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest_one(
@@ -201,7 +233,34 @@ def test_a_value_out_of_bounds_is_refused(tmp_path: Path, override: str, message
     path = recipe(tmp_path)
     with pytest.raises(InputError) as refused:
         load_config(path, [override])
-    assert str(refused.value) == f"{path}: {message}"
+    assert str(refused.value) == f"override {override!r}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "origin"),
+    [
+        ("rows: 0", [], None),
+        ("rows: 0", ["steps=5"], None),
+        ("rows: 4", ["rows=2", "rows=0", "steps=5"], "rows=0"),
+        ("block_size: 32", ["row_length=100"], "row_length=100"),
+        ("row_length: 64", ["block_size=48"], "block_size=48"),
+        ("{row_length: 100, block_size: 32}", ["steps=5"], None),
+        ("data: {weights: {a: 1, b: 1}}", ["+data.weights.c=0", "seed=1"], "+data.weights.c=0"),
+        ("data: {weights: {a: 0, b: 1}}", ["+data.weights.c=1"], None),
+        ("steps: 5", ["lora={rank: -1}"], "lora={rank: -1}"),
+        ("steps: 5", ["phases=[{from_step: 2, rows: 0}]"], "phases=[{from_step: 2, rows: 0}]"),
+        ("steps: 5", ["data.skip=[[9, 2]]"], "data.skip=[[9, 2]]"),
+        ("steps: 5", ["output=${nowhere}", "seed=1"], "output=${nowhere}"),
+    ],
+)
+def test_a_refusal_names_where_the_value_comes_from(
+    tmp_path: Path, text: str, overrides: list[str], origin: str | None
+) -> None:
+    path = recipe(tmp_path, text)
+    with pytest.raises(InputError) as refused:
+        load_config(path, overrides)
+    expected = f"{path}: " if origin is None else f"override {origin!r}: "
+    assert str(refused.value).startswith(expected)
 
 
 @pytest.mark.parametrize(
