@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -241,8 +242,12 @@ def add_model_options(group: Any, *, together: str = "16") -> None:
     )
 
 
-def add_decoding_options(group: Any) -> None:
-    """Adds the flags of windows and sampling."""
+def add_decoding_options(group: Any, instead: Mapping[str, str] | None = None) -> None:
+    """Adds the flags of windows and sampling.
+
+    Args:
+      instead: help of sampling fields that the command takes otherwise, by name.
+    """
     add = group.add_argument
     add(
         "--window-size",
@@ -252,7 +257,7 @@ def add_decoding_options(group: Any) -> None:
         "while decoding, for speed: in mode paper results may then differ from run to run "
         "[16; 0 for a checkpoint that was not trained on masks]",
     )
-    add_sampling_options(group)
+    add_sampling_options(group, instead)
 
 
 def _window(text: str) -> int | str:

@@ -24,9 +24,13 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def add_sampling_options(group: Any) -> None:
+def add_sampling_options(group: Any, instead: Mapping[str, str] | None = None) -> None:
     """Adds a flag for each field. Defaults are those of `SamplingParams`: a flag that is not given
-    is absent from what is parsed."""
+    is absent from what is parsed.
+
+    Args:
+      instead: help of fields that a command takes otherwise, by name.
+    """
     for name in ["mode", *(name for name in OPTIONS if name != "mode")]:  # what changes most first
         if name in NOT_FLAGS:
             continue
@@ -34,7 +38,8 @@ def add_sampling_options(group: Any) -> None:
         meaning = option.help
         if option.none and not isinstance(DEFAULTS[name], tuple):
             meaning += f"; none: {option.none}"
-        help_text = f"{meaning} [{_default(name, option)}]".replace("%", "%%")
+        help_text = f"{meaning} [{_default(name, option)}]"
+        help_text = (instead or {}).get(name, help_text).replace("%", "%%")
         if option.flag:
             group.add_argument(flag(name), action="store_true", help=help_text)
         elif option.choices:

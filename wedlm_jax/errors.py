@@ -263,7 +263,7 @@ def nearest(name: str, known: Iterable[str], alike: float = ALIKE) -> str | None
     called = SYNONYMS.get(own, "").split()
     found = [one for other in called for one in parts if other in (_plain(one), parts[one][2])]
     if found:
-        same = [one for one in found if parts[one][0] == section]
+        same = [one for one in found if section and parts[one][0] == section]
         return (same or found)[0]
 
     def likeness(one: str) -> float:

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from infer.generate import add_decoding_options, add_model_options, load
@@ -40,6 +41,7 @@ examples:
 """
 
 WELCOME = "/help lists what you can say besides; Ctrl-D ends."
+EMPTY = "an empty answer"
 NO_TEMPLATE = "this checkpoint has no chat template: each message is completed by itself"
 
 
@@ -54,7 +56,8 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--system", metavar="TEXT", help="the system's message [none]")
     add_model_options(result.add_argument_group("model"), together="1")
-    add_decoding_options(result.add_argument_group("decoding"))
+    instead = {"max_tokens": "the most tokens of an answer [all that the context has room for]"}
+    add_decoding_options(result.add_argument_group("decoding"), instead)
     return result
 
 
@@ -71,8 +74,11 @@ def main(arguments: list[str]) -> int:
         sampling_params(options),
         limited="max_tokens" in options,
         system=options.get("system", ""),
+        tell=_tell,
     )
-    _tell(WELCOME if conversation.has_template else f"{NO_TEMPLATE}. {WELCOME}")
+    _tell(banner(llm))
+    if not conversation.has_template:
+        _tell(NO_TEMPLATE)
     converse(read, conversation, llm)
     return 0
 
@@ -84,14 +90,23 @@ def _check(options: dict[str, Any]) -> None:
         raise InputError("--logprobs: wedlm generate shows them, a conversation does not")
 
 
+def banner(llm: LLM) -> str:
+    """Returns the first line: which model answers, how much it can keep in mind, and what else can
+    be said."""
+    context = counted(llm.engine.max_model_len, "token")
+    return f"{llm.folder.name}, a context of {context}. {WELCOME}"
+
+
 def converse(read: Callable[[], str], conversation: Conversation, llm: LLM) -> None:
     """Answers messages until there are no more."""
-    from infer.chat.orders import follow, is_order
+    from infer.chat.orders import follow, is_order, is_retry
 
     while True:
         try:
             message = read()
-            if is_order(message):
+            if is_retry(message):
+                _answer(None, conversation, llm)
+            elif is_order(message):
                 _tell(follow(message, conversation, llm))
             elif message.strip():
                 _answer(message, conversation, llm)
@@ -105,22 +120,39 @@ def converse(read: Callable[[], str], conversation: Conversation, llm: LLM) -> N
             _tell(str(error))
 
 
-def _answer(message: str, conversation: Conversation, llm: LLM) -> None:
-    """Prints an answer as it comes, then what it took."""
+def _answer(message: str | None, conversation: Conversation, llm: LLM) -> None:
+    """Prints an answer as it comes, then what it took; None answers the last message anew."""
     engine, completion = llm.engine, None
+    answer = conversation.retry if message is None else partial(conversation.answer, message)
     if conversation.has_to_compile:
         _tell("compiling ...")
     compiled, started = engine.compile_seconds, time.monotonic()
     # An exception in the middle of a forward would leave the engine of no use.
     with StopRequest(signal.SIGINT) as interrupt:
-        for chunk in conversation.answer(message, lambda: interrupt.requested):
+        for chunk in answer(lambda: interrupt.requested):
             sys.stdout.write(chunk.text)
             sys.stdout.flush()
             completion = chunk.completion
     seconds = time.monotonic() - started - (engine.compile_seconds - compiled)
     print(flush=True)
     if completion is not None:
+        if reason := empty(completion, llm):
+            _tell(reason)
         _tell(figures(completion, seconds, stopped=interrupt.requested))
+
+
+def empty(completion: Completion, llm: LLM) -> str | None:
+    """Returns why nothing is to be seen of an answer; None where something is."""
+    if completion.finish_reason is None or (completion.text or "").strip():
+        return None
+    *before, last = completion.token_ids
+    if completion.finish_reason == "length":
+        return f"{EMPTY}: {counted(len(before) + 1, 'token')} without any visible text"
+    name = repr(llm.tokenizer.convert_ids_to_tokens(last))
+    if before:
+        tokens = counted(len(before), "token")
+        return f"{EMPTY}: it ended with {name} after {tokens} without any visible text"
+    return f"{EMPTY}: it ended at once, with {name}"
 
 
 def figures(completion: Completion, seconds: float, *, stopped: bool) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from wedlm_jax.engine.burst import Request
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, counted
 
 if TYPE_CHECKING:
     from wedlm_jax.completion import Chunk, Completion
@@ -37,6 +37,7 @@ class Conversation:
       params: of all answers. Their ``max_tokens`` count only where ``limited``.
       limited: whether an answer may be no longer than that; else it may fill the context.
       system: the system's message; empty for none.
+      tell: is told once, in a sentence, that the oldest messages leave a full context.
 
     Attributes:
       window: W of the next answer; None is the engine's.
@@ -46,7 +47,13 @@ class Conversation:
     """
 
     def __init__(
-        self, llm: LLM, params: SamplingParams, *, limited: bool = False, system: str = ""
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        *,
+        limited: bool = False,
+        system: str = "",
+        tell: Callable[[str], None] = lambda _: None,
     ):
         if llm.codec is None:
             raise InputError(f"{llm.folder} has no tokenizer, without which nobody can talk to it")
@@ -56,6 +63,13 @@ class Conversation:
         self.window: int | None = None
         self._messages: list[Message] = []
         self._past: _Past | None = None
+        self._last: str | None = None
+        self._tell, self._has_told = tell, False
+
+    @property
+    def messages(self) -> list[Message]:
+        """All that was said and has not left the context, the system's message first."""
+        return self._with_system(self._messages)
 
     @property
     def has_template(self) -> bool:
@@ -71,7 +85,30 @@ class Conversation:
 
     def reset(self) -> None:
         """Forgets all messages but the system's."""
-        self._messages, self._past = [], None
+        self._messages, self._past, self._last = [], None, None
+
+    def retry(self, stopping: Callable[[], bool] | None = None) -> Iterator[Chunk]:
+        """Answers the last message anew, with another seed, in place of its answer; if nothing
+        comes, that answer stays.
+
+        Raises:
+          InputError: nothing was answered yet.
+        """
+        if self._last is None:
+            raise InputError("/retry: there is no answer yet")
+        before = self._messages, self._past
+        self._messages = self._messages[:-2]
+        if self.params.seed is not None:
+            seed = (self.params.seed + 1) % 2**32
+            self.params = dataclasses.replace(self.params, seed=seed)
+        came = False
+        try:
+            for chunk in self.answer(self._last, stopping):
+                came = True
+                yield chunk
+        finally:
+            if not came:
+                self._messages, self._past = before
 
     def answer(self, message: str, stopping: Callable[[], bool] | None = None) -> Iterator[Chunk]:
         """Answers a message as `wedlm_jax.llm.LLM.stream` does. If the caller stops early, or
@@ -82,11 +119,10 @@ class Conversation:
         """
         if not self.has_template:
             prompt = list(self._llm.as_ids(message))
+            self._last = message
             yield from self._stream(prompt, stopping)
             return
-        asked = [*self._messages, {"role": "user", "content": message}]
-        text = self._rendered(asked)
-        prompt = self._encoded(text)
+        asked, text, prompt = self._fitting([*self._messages, {"role": "user", "content": message}])
         completion = None
         try:
             for chunk in self._stream(prompt, stopping):
@@ -94,23 +130,50 @@ class Conversation:
                 yield chunk
         finally:
             if completion is not None:
+                self._last = message
                 self._remember(asked, text, prompt, completion)
+
+    def _fitting(self, messages: list[Message]) -> tuple[list[Message], str, list[int]]:
+        """Returns messages that leave room for an answer, their text, and its tokens. Where they
+        do not, the oldest turns leave, as many as make a quarter of the context free: not one at
+        every message, as each time all that stays is computed anew."""
+        whole = self._llm.engine.max_model_len
+        room, asked = min(self.params.max_tokens, whole // 4), messages
+        while True:
+            text = self._rendered(asked)
+            prompt = self._encoded(text)
+            if len(asked) == 1 or self._room(prompt) >= room:
+                break
+            asked, room = asked[2:], whole // 4
+        if len(asked) < len(messages) and not self._has_told:
+            self._has_told = True
+            self._tell(
+                f"the context of {counted(whole, 'token')} is full: from now on the oldest messages"
+                " leave it, and the model no longer knows them"
+            )
+        return asked, text, prompt
+
+    def _room(self, prompt: list[int]) -> int:
+        return self._llm.engine.most_tokens(Request(-1, prompt, self.params, self.window))
 
     def _stream(self, prompt: list[int], stopping: Callable[[], bool] | None) -> Iterator[Chunk]:
         params = self.params
-        room = self._llm.engine.most_tokens(Request(-1, prompt, params, self.window))
+        room = self._room(prompt)
         if room < 1:
             raise InputError(
-                f"{len(prompt)} tokens leave no room for an answer in "
-                f"{self._llm.engine.max_model_len}; /reset begins anew"
+                f"{counted(len(prompt), 'token')} leave no room for an answer in a context of "
+                f"{self._llm.engine.max_model_len:,}"
             )
         longest = min(room, params.max_tokens) if self._limited else room
         params = dataclasses.replace(params, max_tokens=max(longest, params.min_tokens))
         yield from self._llm.stream(prompt, params, window=self.window, stopping=stopping)
 
     def _rendered(self, messages: list[Message]) -> str:
+        return self._codec.render_prompt(self._with_system(messages))
+
+    def _with_system(self, messages: list[Message]) -> list[Message]:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return self._codec.render_prompt([*system, *messages])
+        return [*system, *messages]
 
     def _encoded(self, text: str) -> list[int]:
         """Encodes a prompt, but keeps the tokens of the past as they were, so that the prefix cache

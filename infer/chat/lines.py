@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyBindings
 
-NEEDED = "a conversation at a terminal needs prompt_toolkit: pip install 'wedlm-jax[chat]'"
+PLAIN = "plain lines, as prompt_toolkit is not installed: pip install 'wedlm-jax[chat]'"
 
 
 def line_reader(stdin: TextIO) -> Callable[[], str]:
@@ -47,8 +48,9 @@ def _from_pipe(stdin: TextIO) -> str:
 def _from_terminal() -> Callable[[], str]:
     try:
         from prompt_toolkit import PromptSession
-    except ImportError as error:
-        raise InputError(f"{NEEDED} ({error})") from None
+    except ImportError:
+        print(PLAIN, file=sys.stderr, flush=True)
+        return _from_plain_terminal
     session: PromptSession[str] = PromptSession(
         "> ",
         history=_history(),
@@ -56,6 +58,17 @@ def _from_terminal() -> Callable[[], str]:
         prompt_continuation=lambda width, *_: " " * width,
     )
     return session.prompt
+
+
+def _from_plain_terminal() -> str:
+    """Returns a line, as `_from_pipe` does. Python's readline, where it is there, edits it and
+    knows the lines before."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401
+    message = input("> ")
+    while message.endswith("\\"):
+        message = message[:-1] + "\n" + input("  ")
+    return message
 
 
 def _keys() -> KeyBindings:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wedlm_jax.errors import InputError, nearest
+from wedlm_jax.errors import InputError, counted, nearest
+from wedlm_jax.host.atomic import written_beside
 from wedlm_jax.params import MODES
 
 if TYPE_CHECKING:
@@ -15,19 +18,28 @@ if TYPE_CHECKING:
 ORDERS = {
     "/mode": f"[{'|'.join(MODES)}]  how answers are decoded",
     "/window": "[N]  masked slots decoded in parallel; 0 is autoregressive",
+    "/temperature": "[X]  0 takes the likeliest tokens, 1 samples as the model says",
     "/system": "[TEXT]  the system's message; without a text, none",
+    "/retry": "answer the last message anew, with another seed",
+    "/save": "FILE  write the conversation as JSON, a line as `wedlm generate --input` takes",
     "/reset": "forget the conversation",
     "/help": "this list",
     "/quit": "end, as Ctrl-D does",
 }
 
 KEYS = """\
-Enter sends, Alt-Enter begins a line; what is pasted may have several. Ctrl-C stops an answer."""
+Enter sends, Alt-Enter begins a line; what is pasted may have several. Without prompt_toolkit a line
+that ends in a backslash goes on in the next. Ctrl-C stops an answer."""
 
 
 def is_order(line: str) -> bool:
     """Tells whether a line is a command: it begins with a slash, and has no space before it."""
     return line.startswith("/")
+
+
+def is_retry(line: str) -> bool:
+    """Tells whether a line asks for another answer to the last message."""
+    return line.strip() == "/retry" and is_order(line)
 
 
 def follow(line: str, conversation: Conversation, llm: LLM) -> str:
@@ -55,14 +67,44 @@ def follow(line: str, conversation: Conversation, llm: LLM) -> str:
     if name == "/system":
         conversation.system = given
         return "the system's message is set" if given else "no system's message"
+    if name == "/retry":
+        raise InputError(f"/retry: expected nothing behind it, not {given!r}")
+    if name == "/save":
+        return _save(given, conversation)
     if name == "/mode":
         if given:
             conversation.params = dataclasses.replace(conversation.params, mode=given)
         return f"mode {conversation.params.mode}"
+    if name == "/temperature":
+        if given:
+            temperature = _number(given)
+            conversation.params = dataclasses.replace(conversation.params, temperature=temperature)
+        return f"temperature {conversation.params.temperature:g}"
     if given:
         conversation.window = _window(given, llm)
     window = llm.engine.window_size if conversation.window is None else conversation.window
     return f"window {window}"
+
+
+def _number(given: str) -> float:
+    try:
+        return float(given)
+    except ValueError:
+        raise InputError(f"/temperature: expected a number, not {given!r}") from None
+
+
+def _save(given: str, conversation: Conversation) -> str:
+    if not given:
+        raise InputError("/save: expected the name of a file")
+    if not conversation.has_template:
+        raise InputError("/save: without a chat template there is no conversation")
+    path, messages = Path(given).expanduser(), conversation.messages
+    if path.exists():
+        raise InputError(f"/save: {path} is there already")
+    with written_beside(path) as file:
+        line = json.dumps({"messages": messages}, ensure_ascii=False)
+        file.write(line.encode("utf-8", "replace") + b"\n")
+    return f"{counted(len(messages), 'message')} in {path}"
 
 
 def _window(given: str, llm: LLM) -> int:

@@ -46,6 +46,14 @@ examples:
     -d '{{"prompt": "Once upon a time", "max_tokens": 32}}'
 """
 
+TAKEN_OTHERWISE = {
+    "max_tokens": "the most completion tokens, in what the prompt leaves of the context "
+    "[256; of chats, all that it leaves]",
+    "seed": "of the random numbers; with it, requests that are the same get the same tokens "
+    "[none: each request has a new one]",
+}
+"""What the server makes of sampling options that other commands take otherwise."""
+
 GRACE, CLIENT_TIMEOUT = 20.0, 30.0
 
 EMBEDDED_NAME = "wedlm-embedded"
@@ -65,7 +73,8 @@ def parser() -> argparse.ArgumentParser:
     _add_server(result.add_argument_group("server"))
     _add_limits(result.add_argument_group("limits"))
     add_model_options(result.add_argument_group("model"))
-    add_decoding_options(result.add_argument_group("decoding, of requests that do not say"))
+    decoding = result.add_argument_group("decoding, of requests that do not say")
+    add_decoding_options(decoding, TAKEN_OTHERWISE)
     return result
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from infer.chat.command import NO_TEMPLATE, WELCOME, figures
+from infer.chat.command import NO_TEMPLATE, WELCOME, empty, figures
+from tests.examples.tiny_checkpoint import CONTEXT
 from tests.infer.chat.terminal import Terminal
 from wedlm_jax.__main__ import main
 from wedlm_jax.completion import Completion
@@ -29,21 +30,22 @@ def chat(checkpoint: Path, lines: str, monkeypatch: pytest.MonkeyPatch, *argumen
 def test_a_pipe_is_answered_line_by_line(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = "the cat\n\n/mode fast\n/reset\none\\\ntwo\n/quit\nnever\n"
+    lines = "the cat\n\n/mode fast\n/reset\none\\\ntwo\n/retry\n/quit\nnever\n"
     assert chat(checkpoint, lines, monkeypatch) == 0
     out, err = capsys.readouterr()
     llm = LLM(checkpoint, window_size=4, max_batch_size=1, deterministic=True)
     params = SamplingParams(max_tokens=24)
     conversations = [[{"role": "user", "content": text}] for text in ("the cat", "one\ntwo")]
     first, second = llm.chat(conversations, params)
-    assert out == f"{first.text}\n{second.text}\n"
+    assert out == f"{first.text}\n{second.text}\n{second.text}\n"
     said = [line for line in err.splitlines() if not line.startswith("compiled")]
-    assert said[0] == WELCOME
+    assert said[0] == f"{checkpoint.name}, a context of {CONTEXT} tokens. {WELCOME}"
     assert said[2] == "mode: expected one of paper, verified, ar, not 'fast'"
     assert said[3] == "forgotten"
     pattern = r"\[\d+ tokens, \d\.\d\d tokens per forward, \d+ tokens/s, \d+ cached.*\]"
     assert re.fullmatch(pattern, said[1])
     assert re.fullmatch(pattern, said[4])
+    assert re.fullmatch(pattern, said[5])
 
 
 class Impatient(io.StringIO):
@@ -116,6 +118,22 @@ def test_what_an_answer_took() -> None:
     assert figures(cut, 0.5, stopped=False).endswith("0 cached, cut at its longest]")
     part = Completion("a b", [5, 6], None, 2, 9)
     assert figures(part, 0.5, stopped=True).endswith("0 cached, stopped]")
+
+
+def test_an_empty_answer_says_why(checkpoint: Path) -> None:
+    llm = LLM(checkpoint, window_size=0, max_batch_size=1)
+    end = llm.engine.config.eos_token_ids[0]
+    name = repr(llm.tokenizer.convert_ids_to_tokens(end))
+    at_once = Completion("", [end], "stop", 1, 1)
+    assert empty(at_once, llm) == f"an empty answer: it ended at once, with {name}"
+    later = Completion(" \n", [7, end], "stop", 2, 2)
+    assert empty(later, llm) == (
+        f"an empty answer: it ended with {name} after 1 token without any visible text"
+    )
+    cut = Completion("", [7, 7], "length", 2, 2)
+    assert empty(cut, llm) == "an empty answer: 2 tokens without any visible text"
+    assert empty(Completion("a", [7], "stop", 1, 1), llm) is None
+    assert empty(Completion("", [7], None, 1, 1), llm) is None, "somebody stopped it"
 
 
 # --- at a terminal ------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -124,9 +126,75 @@ def test_an_answer_may_fill_the_context_unless_told(llm: LLM) -> None:
     long = Conversation(llm, SamplingParams(ignore_eos=True, max_tokens=1))
     answer = ask(long, "the cat")
     assert len(answer.token_ids) + len(llm.chat_prompt(asked("the cat"))) == CONTEXT
-    with pytest.raises(InputError, match=r"leave no room for an answer in 320; /reset begins"):
-        ask(long, "and?")
-    assert len(long._messages) == 2
+
+
+def test_the_oldest_turns_leave_a_full_context_which_is_said_once(llm: LLM) -> None:
+    told = list[str]()
+    params = SamplingParams(ignore_eos=True, max_tokens=8)
+    long = Conversation(llm, params, limited=True, system="be brief", tell=told.append)
+    said = [f"the cat {number}" for number in range(10, 40)]
+    lengths = []
+    for text in said:
+        assert len(ask(long, text).token_ids) == 8
+        assert long.messages[0] == {"role": "system", "content": "be brief"}
+        assert [one["role"] for one in long.messages[1:]] == ["user", "assistant"] * (
+            len(long.messages) // 2
+        )
+        lengths.append(len(long.messages))
+    assert told == [
+        f"the context of {CONTEXT} tokens is full: from now on the oldest messages leave it, and "
+        "the model no longer knows them"
+    ]
+    kept = [one["content"] for one in long.messages if one["role"] == "user"]
+    assert 0 < len(kept) < len(said)
+    assert kept == said[-len(kept) :], "the newest stay"
+    left = [b < a + 2 for a, b in itertools.pairwise(lengths)]
+    assert 2 <= sum(left) < len(left) / 3, "several leave at once, and then none for a while"
+
+
+def test_a_message_that_does_not_fit_alone_changes_nothing(llm: LLM) -> None:
+    told = list[str]()
+    short = Conversation(llm, PARAMS, limited=True, tell=told.append)
+    ask(short, "the cat")
+    before = short.messages
+    with pytest.raises(InputError, match=r"tokens leave no room for an answer in a context of 320"):
+        ask(short, "one two " * CONTEXT)
+    assert short.messages == before
+    assert ask(short, "and?").num_cached_tokens > 0
+
+
+def test_another_answer_takes_the_place_of_the_last(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=24, temperature=1.0, seed=2**32 - 1)
+    one = Conversation(llm, params, limited=True)
+    with pytest.raises(InputError, match="/retry: there is no answer yet"):
+        list(one.retry())
+    ask(one, "the cat")
+    before, first = one.messages, ask(one, "and?")
+    *_, last = one.retry()
+    assert last.completion.token_ids != first.token_ids
+    assert one.messages[:-2] == before
+    assert one.messages[-2:] == asked("and?", last.completion.text or "")
+    kept = one.messages
+    assert list(one.retry(stopping=lambda: True)) == []
+    assert one.messages == kept, "if nothing comes, what was there stays"
+    one.reset()
+    with pytest.raises(InputError, match="/retry: there is no answer yet"):
+        list(one.retry())
+
+
+def test_a_conversation_is_saved_once(llm: LLM, conversation: Conversation, tmp_path: Path) -> None:
+    conversation.system = "be brief"
+    answer = ask(conversation, "thé cat").text or ""
+    file = tmp_path / "said.jsonl"
+    assert follow(f"/save {file}", conversation, llm) == f"3 messages in {file}"
+    (line,) = file.read_text(encoding="utf-8").splitlines()
+    expected = [{"role": "system", "content": "be brief"}, *asked("thé cat", answer)]
+    assert json.loads(line) == {"messages": expected}
+    with pytest.raises(InputError, match=f"^/save: {file} is there already$"):
+        follow(f"/save {file}", conversation, llm)
+    with pytest.raises(InputError, match="No such file"):
+        follow(f"/save {tmp_path}/none/a.json", conversation, llm)
+    assert file.read_text(encoding="utf-8").splitlines() == [line]
 
 
 @pytest.fixture
@@ -162,6 +230,9 @@ def test_orders_change_what_follows(llm: LLM, conversation: Conversation) -> Non
     assert follow("/window", conversation, llm) == "window 4"
     assert follow("/window 2", conversation, llm) == "window 2"
     assert conversation.window == 2
+    assert follow("/temperature", conversation, llm) == "temperature 0"
+    assert follow("/temperature 0.7", conversation, llm) == "temperature 0.7"
+    assert conversation.params.temperature == 0.7
     assert follow("/system be brief", conversation, llm) == "the system's message is set"
     assert conversation.system == "be brief"
     assert follow("/system", conversation, llm) == "no system's message"
@@ -179,6 +250,12 @@ def test_orders_change_what_follows(llm: LLM, conversation: Conversation) -> Non
         ("/mode fast", "mode: expected one of"),
         ("/window 5", "window_size: expected 0 to 4"),
         ("/window x", "/window: expected a number"),
+        ("/temperature hot", "/temperature: expected a number, not 'hot'"),
+        ("/temperature -1", "temperature: expected a number from 0"),
+        ("/temp 1", "no command '/temp'; did you mean '/temperature'"),
+        ("/exit", "no command '/exit'; did you mean '/quit'"),
+        ("/retry it", "/retry: expected nothing behind it, not 'it'"),
+        ("/save", "/save: expected the name of a file"),
         ("/rest", "no command '/rest'; did you mean '/reset'"),
         ("/nonsense", "no command '/nonsense'; /help lists them"),
         ("/", "no command '/'; /help lists them"),

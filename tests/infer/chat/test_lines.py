@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from infer.chat.lines import line_reader
+from infer.chat.lines import PLAIN, line_reader
 from tests.infer.chat.terminal import Terminal
 from wedlm_jax.errors import InputError
 
@@ -43,6 +44,26 @@ def test_bytes_that_are_no_text_are_told() -> None:
     read = line_reader(io.TextIOWrapper(io.BytesIO(b"a\n\xff\n"), encoding="utf-8"))
     with pytest.raises(InputError, match="expected UTF-8 text on standard input"):
         read()
+
+
+WITHOUT_PROMPT_TOOLKIT = "import sys; sys.modules['prompt_toolkit'] = None" + READS
+
+
+def test_without_prompt_toolkit_lines_are_read_all_the_same(tmp_path: Path) -> None:
+    with contextlib.closing(Terminal(["-c", WITHOUT_PROMPT_TOOLKIT], tmp_path)) as terminal:
+        terminal.wait_for(re.escape(PLAIN))
+        terminal.wait_for("> ")
+        terminal.type("one\\\rtwo\r")
+        terminal.wait_for(r"GOT 'one\\ntwo'")
+        terminal.wait_for("> ")
+        terminal.type("a line")
+        terminal.wait_for("a line")
+        terminal.press_ctrl_c()
+        terminal.wait_for("GIVEN UP")
+        terminal.wait_for("> ")
+        terminal.type("\x04")
+        terminal.wait_for("THE END")
+        assert terminal.end() == 0
 
 
 @pytest.fixture
