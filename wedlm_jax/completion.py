@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import TYPE_CHECKING, NoReturn
 
 from wedlm_jax.decode.logprobs import TokenLogprob
+from wedlm_jax.errors import did_you_mean
+
+ELSEWHERE = {
+    "outputs": "what vLLM has in outputs[0] is its own here (.text, .token_ids, .finish_reason), "
+    "and .samples are all n of them",
+    "cumulative_logprob": "it is sum(token.logprob for token in completion.logprobs)",
+    "prompt": "prompts are not kept: completions come in the order of the prompts",
+    "prompt_token_ids": "prompts are not kept: completions come in the order of the prompts",
+}
+"""What other engines' results have, and where it is here."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +50,16 @@ class Completion:
     num_cached_tokens: int = 0
     forwards_at: list[int] = dataclasses.field(default_factory=list, repr=False)
     instances_at: list[int] = dataclasses.field(default_factory=list, repr=False)
+
+    if not TYPE_CHECKING:  # for which an unknown attribute is to stay unknown
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Says of an unknown attribute what was probably meant."""
+            if name.startswith("_"):
+                raise AttributeError(f"a Completion has no {name!r}")
+            known = [one for one in dir(self) if not one.startswith("_")]
+            hint = ELSEWHERE.get(name) or did_you_mean(name, known)
+            raise AttributeError(f"a Completion has no {name!r}; {hint}")
 
     @property
     def samples(self) -> tuple[Completion, ...]:

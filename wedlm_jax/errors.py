@@ -159,6 +159,7 @@ SYNONYMS = {
     "model_name_or_path": "init_from model",
     "model_path": "init_from model",
     "name_or_path": "init_from model",
+    "messages": "conversations",
     "num_gpus": "mesh",
     "path": "init_from sources",
     "pretrained": "init_from model",

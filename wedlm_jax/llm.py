@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +23,13 @@ from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import DEFAULT_WINDOW, Engine, runs_apart
 from wedlm_jax.engine.events import Failed, Finished, Traced
 from wedlm_jax.engine.scoring import score
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, did_you_mean, nearest
 from wedlm_jax.generation import CompletionStream, Generation, Prepared, Router
 from wedlm_jax.grammar.guidance import TokenizerGrammars
 from wedlm_jax.host.progress import Progress
 from wedlm_jax.messages import template_variables
 from wedlm_jax.model.quantization import check_quantization
-from wedlm_jax.params import MOST_LOGPROBS, SamplingParams
+from wedlm_jax.params import MOST_LOGPROBS, OPTIONS, SamplingParams
 from wedlm_jax.sharding import make_local_mesh
 from wedlm_jax.text import (
     Messages,
@@ -42,6 +44,35 @@ from wedlm_jax.text import (
 from wedlm_jax.told_once import ToldOnce
 
 DTYPES = ("float32", "bfloat16")
+MESH_AXES = {"tensor_parallel_size": "tensor", "tp": "tensor", "data_parallel_size": "data"}
+"""What other engines call the size of an axis of `LLM`'s mesh."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _with_hints(method: Callable[P, T]) -> Callable[P, T]:
+    """Makes a call with an unknown keyword argument say what was probably meant."""
+    known = list(inspect.signature(method).parameters)[1:]
+    shown = "LLM" if method.__name__ == "__init__" else f"LLM.{method.__name__}"
+
+    def hint(name: str) -> str:
+        if name in MESH_AXES and "mesh" in known:
+            return f'did you mean mesh={{"{MESH_AXES[name]}": N}}?'
+        near = None if name in OPTIONS else nearest(name, known)
+        field = name if name in OPTIONS else nearest(name, OPTIONS)
+        if near is None and field is not None:
+            return f"did you mean SamplingParams({field}=...)?"
+        return did_you_mean(name, known)
+
+    @functools.wraps(method)
+    def checked(*args: P.args, **given: P.kwargs) -> T:
+        for name in given:
+            if name not in known:
+                raise TypeError(f"{shown}: unknown argument {name!r}; {hint(name)}")
+        return method(*args, **given)
+
+    return checked
 
 
 class LLM:
@@ -83,6 +114,7 @@ class LLM:
       default_params: of prompts that come without parameters.
     """
 
+    @_with_hints
     def __init__(
         self,
         model: str | Path | None = None,
@@ -182,10 +214,11 @@ class LLM:
             self.engine.expect([self._with_bad_words_as_ids(one) for one in given])
             self.engine.compile(on_step)
 
+    @_with_hints
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> list[Completion]:
@@ -193,7 +226,7 @@ class LLM:
 
         Args:
           prompts: texts or token-id lists, one or many.
-          params: one for all, or one for each; by default ``default_params``.
+          sampling_params: one for all, or one for each; by default ``default_params``.
           on_progress: called between bursts of forwards.
 
         Returns:
@@ -202,7 +235,7 @@ class LLM:
         Raises:
           InputError: before anything runs, if any prompt cannot be decoded.
         """
-        prepared = self.prepare(prompts, params, many_samples=True)
+        prepared = self.prepare(prompts, sampling_params, many_samples=True)
         results = dict(item for some in self.run(prepared, on_progress) for item in some)
         return [results[i] for i in range(len(prepared))]
 
@@ -240,10 +273,11 @@ class LLM:
             )
         )
 
+    @_with_hints
     def chat(
         self,
         conversations: Messages | Sequence[Messages],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -269,7 +303,7 @@ class LLM:
                         messages, tools=tools, chat_template_kwargs=chat_template_kwargs
                     )
                 )
-        return self.generate(prompts, params, on_progress=on_progress)
+        return self.generate(prompts, sampling_params, on_progress=on_progress)
 
     def chat_prompt(
         self,
@@ -324,10 +358,11 @@ class LLM:
                 texts.append((first, second))
         return score(self.engine, texts, top, self._router.turn)
 
+    @_with_hints
     def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         window: int | None = None,
         stopping: Callable[[], bool] | None = None,
@@ -343,7 +378,7 @@ class LLM:
           stopping: once it returns True, nothing more is decoded.
           on_forward: called with each forward, which a program of its own then tells of.
         """
-        token_ids, sampling = self.prepare([prompt], params)[0]
+        token_ids, sampling = self.prepare([prompt], sampling_params)[0]
         if window is not None:
             self.engine.check_window(window)
         caller = object()

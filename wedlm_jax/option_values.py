@@ -116,10 +116,13 @@ def as_words(given: Any) -> tuple[str | tuple[int, ...], ...]:
 
 def as_schema(given: Any) -> str | None:
     """Returns ``json_schema`` as a text of JSON, which can be hashed and compared. Its keys keep
-    their order: it is that of the completion's."""
+    their order: it is that of the completion's. A model of pydantic, or what else has
+    ``model_json_schema``, says its schema itself."""
     refusal = "json_schema: expected a JSON schema, an object or its text"
     if given is None:
         return None
+    if callable(of_model := getattr(given, "model_json_schema", None)):
+        given = of_model()
     try:
         schema = json.loads(given, parse_constant=_refuse) if isinstance(given, str) else given
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False)

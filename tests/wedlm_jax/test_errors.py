@@ -96,6 +96,7 @@ def test_every_synonym_is_a_name_that_is_known_somewhere() -> None:
     known = {*OPTIONS, *ORDERS, *SUBCOMMANDS, *inspect.signature(LLM).parameters}
     known |= set(inspect.signature(LLM.stream).parameters)
     known |= set(inspect.signature(LLM.generate).parameters)
+    known |= set(inspect.signature(LLM.chat).parameters)
     known |= {name.lstrip("-/").replace("-", "_") for name in parser()._option_string_actions}
     known |= {name.lstrip("/") for name in ORDERS} | {"sampling"}  # a prompt file's key
     known |= {*fields, *(name.rpartition(".")[2] for name in fields)}

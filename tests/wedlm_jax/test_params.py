@@ -6,6 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
+import pydantic
 import pytest
 
 import wedlm_jax
@@ -181,6 +182,33 @@ def test_a_schema_is_kept_as_its_text_in_the_order_of_its_keys() -> None:
     assert SamplingParams(regex="a").grammar == ("regex", "a")
     assert SamplingParams(regex="").grammar == ("regex", "")
     assert SamplingParams().grammar is None
+
+
+class City(pydantic.BaseModel):
+    name: str
+    founded: int
+
+
+class Schema:
+    """Says its schema, and is none of pydantic's."""
+
+    @staticmethod
+    def model_json_schema() -> dict[str, Any]:
+        return {"type": "integer"}
+
+
+@pytest.mark.parametrize("given", [City, City(name="Rome", founded=-753)])
+def test_a_pydantic_model_is_a_schema(given: Any) -> None:
+    params = SamplingParams(json_schema=given)
+    assert params.json_schema is not None
+    schema = json.loads(params.json_schema)
+    assert schema == City.model_json_schema()
+    assert list(schema["properties"]) == ["name", "founded"], "in the order of the class"
+
+
+@pytest.mark.parametrize("given", [Schema, Schema()])
+def test_whatever_says_its_schema_is_one(given: Any) -> None:
+    assert SamplingParams(json_schema=given).json_schema == '{"type": "integer"}'
 
 
 @pytest.mark.parametrize(
