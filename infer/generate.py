@@ -407,7 +407,6 @@ def _check_combination(options: dict[str, Any]) -> None:
 def load(options: dict[str, Any]) -> LLM:
     """Loads the model that the options name; with ``warmup`` compiles all that records with this
     sampling need. Error messages name the option, not the argument."""
-    from wedlm_jax.host.compiled_cache import keep_compiled
     from wedlm_jax.llm import LLM
 
     given = {name: options[name] for name in LLM_OPTIONS if name in options}
@@ -417,12 +416,11 @@ def load(options: dict[str, Any]) -> LLM:
         given["mesh"] = dict(given["mesh"])
     # Before orbax is imported, which else begins every warning with its level and logger.
     logging.basicConfig(format="%(message)s")
-    keep_compiled()
     try:
         llm = LLM(given.pop("model", None), **given)
         _tell_advice(llm, options)
         if options.get("warmup"):
-            _warm_up(llm, options)
+            llm.warm_up(sampling_params(options))
         return llm
     except InputError as error:
         message = str(error).replace("max_batch_size:", "batch_size:", 1)
@@ -439,15 +437,3 @@ def _tell_advice(llm: LLM, options: dict[str, Any]) -> None:
             "--generation-config auto is given",
             *(found.path, advised),
         )
-
-
-def _warm_up(llm: LLM, options: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    console = Console(stderr=True, highlight=False)
-    with console.status("compiling ...") as status:
-        llm.warm_up(
-            sampling_params(options),
-            on_step=lambda done, of: status.update(f"compiling, {done} of {of} programs"),
-        )
-    console.print(f"compiled {llm.engine.num_programs} programs", markup=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -12,7 +11,7 @@ from wedlm_jax.errors import InputError, counted
 
 if TYPE_CHECKING:
     from infer.trace import SequenceTrace
-    from wedlm_jax.completion import Chunk, Completion
+    from wedlm_jax.completion import Completion
     from wedlm_jax.llm import LLM
     from wedlm_jax.params import SamplingParams
     from wedlm_jax.text import Prompt
@@ -88,7 +87,7 @@ def _stream(
         trace = _trace(llm, prompt, params, traced[1])
     on_forward = None if trace is None else trace.take
     chunks = llm.stream(prompt, params, on_forward=on_forward)
-    for chunk in _with_compiling_told(llm, chunks):
+    for chunk in chunks:
         sys.stdout.write(chunk.text)
         sys.stdout.flush()
         completion = chunk.completion
@@ -113,27 +112,6 @@ def _trace(llm: LLM, prompt: Prompt, params: SamplingParams, text: str) -> Seque
         model=llm.folder.name,
         prompt=text,
     )
-
-
-def _with_compiling_told(llm: LLM, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-    """Passes chunks on; while a program is compiled, a terminal's standard error says so."""
-    from rich.console import Console
-
-    status = Console(stderr=True).status("")
-    programs = llm.engine.device.programs
-
-    def compiling(number: int) -> None:
-        status.update(f"compiling program {number}; the next time it comes from the disk ...")
-        status.start()
-
-    programs.on_compile = compiling
-    try:
-        for chunk in chunks:
-            status.stop()  # before text is written to the same terminal
-            yield chunk
-    finally:
-        status.stop()
-        programs.on_compile = lambda _: None
 
 
 def _print_logprobs(llm: LLM, completion: Completion) -> None:

@@ -27,7 +27,13 @@ from wedlm_jax.checkpoint.model_folder import RUN_STATES
 from wedlm_jax.checkpoint.orbax_io import is_whole, whole_steps
 from wedlm_jax.errors import InputError, shortened
 from wedlm_jax.host.processes import SEEN_WITHIN_S, coordinator
-from wedlm_jax.host.storage import as_path, file_sizes, folder_of_this_machine, is_remote
+from wedlm_jax.host.storage import (
+    as_path,
+    file_sizes,
+    folder_of_this_machine,
+    is_remote,
+    source_digest,
+)
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint")
 STATE, START = "the newest whole state", "what model.init_from holds"
@@ -83,15 +89,17 @@ def described(config: TrainConfig) -> dict[str, str]:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             found[package] = "absent"
-    found["wedlm_jax"] = f"{wedlm_jax.__version__} with sources {_sources_digest()}"
+    # Clones of one version may stand at other commits.
+    sources = source_digest(wedlm_jax, train)[:12]
+    found["wedlm_jax"] = f"{wedlm_jax.__version__} with sources {sources}"
     found["Python"] = ".".join(platform.python_version_tuple()[:2])
-    sources = [name for name in source_names(config) if name]
+    names = [name for name in source_names(config) if name]
     if config.evaluation.every:
-        sources += [config.evaluation.source] if config.evaluation.source else []
+        names += [config.evaluation.source] if config.evaluation.source else []
         if config.evaluation.questions:
             questions = folder_of_this_machine(config.evaluation.questions, "evaluation.questions")
             found["what evaluation.questions holds"] = _content(questions)
-    for name in sources:
+    for name in names:
         manifest = read_manifest(folder_of_this_machine(name, "data.sources"))
         found[f"what {name} holds"] = f"{manifest.rows:,} rows ({manifest.content[:16]})"
     if config.data.tokenizer is not None:
@@ -166,13 +174,3 @@ def _content(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     except OSError as error:
         return f"unreadable ({error.strerror})"
-
-
-def _sources_digest() -> str:
-    """Tells apart clones of one version: they may stand at other commits."""
-    digest = hashlib.sha256()
-    for package in (wedlm_jax, train):
-        root = Path(str(package.__file__)).parent
-        for path in sorted(root.rglob("*.py")):
-            digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
-    return digest.hexdigest()[:12]

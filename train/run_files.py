@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import shutil
 import tempfile
 import time
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from wedlm_jax.errors import InputError, StorageFailure, file_error
+from wedlm_jax.host.atomic import lock_folder
 from wedlm_jax.host.processes import (
     SEEN_WITHIN_S,
     coordinator,
@@ -115,10 +117,22 @@ class RunFiles:
 
     Attributes:
       folder: where to write, on this machine.
+
+    Raises:
+      InputError: another process trains in this folder.
     """
 
     def __init__(self, output: Path):
         self._output = output
+        self._lock: int | None = None
+        if is_first() and not is_remote(output):
+            try:
+                self._lock = lock_folder(output)
+            except BlockingIOError:
+                raise InputError(
+                    f"output: another process is training in {output}; wait for it, or name "
+                    "another folder"
+                ) from None
         self._copied: dict[str, tuple[int, int]] = {}
         self._temporary = tempfile.mkdtemp(prefix="wedlm-") if is_remote(output) else None
         self.folder = output if self._temporary is None else Path(self._temporary) / output.name
@@ -154,7 +168,11 @@ class RunFiles:
                 self._copied[name] = state
 
     def close(self) -> None:
-        """Copies what is left, and removes the copies of this machine."""
+        """Copies what is left, removes the copies of this machine, and lets others have the
+        folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
         if self._temporary is not None:
             try:
                 self._copy()

@@ -156,10 +156,7 @@ def with_frozen(parameters: nnx.State, frozen: nnx.State | None) -> nnx.State:
     return parameters if frozen is None else nnx.merge_state(parameters, frozen)
 
 
-EvaluationStep = Callable[[nnx.State, PackedRows, Array], Metrics]
-
-
-def make_evaluation_step(graph: nnx.GraphDef[Transformer], objective: Objective) -> EvaluationStep:
+def make_evaluation_step(graph: nnx.GraphDef[Transformer], objective: Objective) -> Any:
     """Returns the jitted forward pass over held-out rows ``[A, R, L]``: the metrics of a training
     step that depend on no gradient. ``key`` draws the masks."""
 

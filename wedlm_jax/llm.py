@@ -26,7 +26,8 @@ from wedlm_jax.engine.scoring import score
 from wedlm_jax.errors import InputError, did_you_mean, nearest
 from wedlm_jax.generation import CompletionStream, Generation, Prepared, Router
 from wedlm_jax.grammar.guidance import TokenizerGrammars
-from wedlm_jax.host.progress import Progress
+from wedlm_jax.host.compiled_cache import ProgramStore, program_folder
+from wedlm_jax.host.progress import CompileNotice, Progress
 from wedlm_jax.messages import template_variables
 from wedlm_jax.model.quantization import check_quantization
 from wedlm_jax.params import MOST_LOGPROBS, OPTIONS, SamplingParams
@@ -168,6 +169,8 @@ class LLM:
             window_size = DEFAULT_WINDOW if knows_masks else 0
             replaced = None if knows_masks else weights.config.model_type
         self._told_once = ToldOnce(self.folder, self.codec, replaced)
+        folder = program_folder()
+        store = None if folder is None else ProgramStore(folder)
         self.engine = Engine(
             weights,
             window_size=window_size,
@@ -180,7 +183,9 @@ class LLM:
             mesh=devices,
             grammars=self._grammars(weights.config),
             known_tokens=None if self.codec is None else self.codec.token_ids,
+            store=store,
         )
+        self.engine.device.programs.while_compiling = CompileNotice(folder)
         self._router = Router(self.engine)
 
     def __repr__(self) -> str:
@@ -199,20 +204,24 @@ class LLM:
     def warm_up(
         self,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        on_step: Callable[[int, int], None] | None = None,
+        *,
+        everything: bool = False,
     ) -> None:
         """Compiles everything that prompts with these parameters can need, whatever their lengths.
 
         Args:
           params: of the prompts to come; a prompt with other options compiles when it arrives.
-          on_step: called after each program with how many are compiled, and of how many.
+          everything: also compile a program for all options. It is slower than one for a few, but
+            serves any prompt at once.
         """
         given = [params] if isinstance(params, SamplingParams) else params or [self.default_params]
         for one in given:
             self._told_once.of_mode(one)
         with self._router.turn():
             self.engine.expect([self._with_bad_words_as_ids(one) for one in given])
-            self.engine.compile(on_step)
+            self.engine.compile()
+            if everything:
+                self.engine.compile_program(self.engine.everything)
 
     @_with_hints
     def generate(

@@ -32,9 +32,6 @@ def main(arguments: list[str]) -> int:
         check_rival()
     regimes = None if options.shape is not None else regimes_of(options)
 
-    from wedlm_jax.host.compiled_cache import keep_compiled
-
-    keep_compiled()
     return report(lambda bar: _compare(options, regimes, bar), options.output)
 
 

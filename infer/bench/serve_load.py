@@ -191,11 +191,9 @@ def _asks(llm: LLM, rng: np.random.Generator, count: int, mode: str) -> list[Ask
 
 @contextlib.contextmanager
 def _offline(options: argparse.Namespace, at_once: int) -> Iterator[LLM]:
-    from wedlm_jax.host.compiled_cache import keep_compiled
     from wedlm_jax.llm import LLM
     from wedlm_jax.params import SamplingParams
 
-    keep_compiled()
     llm = LLM(options.model, max_batch_size=at_once)
     llm.warm_up(SamplingParams(mode=options.mode, temperature=0.7))
     yield llm

@@ -124,8 +124,6 @@ def _answer(message: str | None, conversation: Conversation, llm: LLM) -> None:
     """Prints an answer as it comes, then what it took; None answers the last message anew."""
     engine, completion = llm.engine, None
     answer = conversation.retry if message is None else partial(conversation.answer, message)
-    if conversation.has_to_compile:
-        _tell("compiling ...")
     compiled, started = engine.compile_seconds, time.monotonic()
     # An exception in the middle of a forward would leave the engine of no use.
     with StopRequest(signal.SIGINT) as interrupt:

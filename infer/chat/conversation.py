@@ -76,13 +76,6 @@ class Conversation:
         """Whether the model knows conversations; one that does not completes each message."""
         return self._codec.has_chat_template
 
-    @property
-    def has_to_compile(self) -> bool:
-        """Whether the next answer waits until its program is compiled."""
-        engine = self._llm.engine
-        traits = engine.traits_of(Request(-1, (), self.params, self.window))
-        return engine.compiled_for(traits) is None
-
     def reset(self) -> None:
         """Forgets all messages but the system's."""
         self._messages, self._past, self._last = [], None, None

@@ -18,7 +18,6 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, warni
 
 from wedlm_jax.errors import InputError, did_you_mean
 from wedlm_jax.generation import Prepared
-from wedlm_jax.host.compiled_cache import keep_compiled
 from wedlm_jax.host.progress import ProgressBar
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import OPTIONS, SamplingParams, sample_seed
@@ -301,7 +300,6 @@ class HarnessModel(TemplateLM):
 
 def _loaded(pretrained: str | Path | None, options: dict[str, Any]) -> LLM:
     """Returns the model, on a mesh of the two sizes that other models of the harness know."""
-    keep_compiled()
     mesh = {
         axis: options.pop(name)
         for axis in ("tensor", "data")

@@ -65,10 +65,7 @@ class JobShare:
                 self._decoding = now
                 self.progress().show(bar)
 
-            def compiling(number: int) -> None:
-                self.progress().show(bar, f"compiling program {number}")
-
-            self._llm.engine.device.programs.on_compile = compiling
+            self._llm.engine.device.programs.while_compiling = bar.while_compiling
             self._decoder.run(self._missing, tell)
 
     def is_short(self) -> bool:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import logging
 import os
 import socket
 import sys
+import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from infer.generate import add_decoding_options, add_model_options, load
@@ -58,6 +61,8 @@ GRACE, CLIENT_TIMEOUT = 20.0, 30.0
 
 EMBEDDED_NAME = "wedlm-embedded"
 
+LOG = logging.getLogger("wedlm.serve")
+
 NEEDED = "needs FastAPI, uvicorn and prometheus_client: pip install 'wedlm-jax[serve]'"
 
 
@@ -91,7 +96,11 @@ def _add_server(group: Any) -> None:
         metavar="URL",
         help="whose pages may call from browsers; * is all [none]",
     )
-    add("--no-warmup", action="store_true", help="listen at once, and compile when prompts come")
+    add(
+        "--no-warmup",
+        action="store_true",
+        help="listen at once; the first requests then wait for the compiler",
+    )
     add("--access-log", action="store_true", help="a line on standard error for each call [off]")
     add("--config", metavar="FILE", help=f"see below [{FILE}, if it is there]")
 
@@ -132,6 +141,7 @@ def main(arguments: list[str]) -> int:
     params = sampling_params(options)
     # Both before the model, whose warnings are lines of this log, and which may take minutes.
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    LOG.setLevel(logging.INFO)
     with listening_socket(options.get("host", "127.0.0.1"), options.get("port", 8000)) as sock:
         return serve(make_service(load_warm(options), options, params), sock, options)
 
@@ -151,12 +161,28 @@ def _check(options: dict[str, Any]) -> None:
 
 
 def load_warm(options: dict[str, Any]) -> LLM:
-    """Loads the model and compiles what ordinary requests need."""
+    """Loads the model and compiles two programs: a fast one for requests that ask for nothing
+    special, and one for everything."""
     warm = not options.get("no_warmup", False)
-    compiling = " and compiling what requests need" if warm else ""
     model = options.get("model", EMBEDDED_NAME)
-    print(f"wedlm serve: loading {model}{compiling}", file=sys.stderr, flush=True)
-    return load({**options, "warmup": warm})
+    print(f"wedlm serve: loading {model}", file=sys.stderr, flush=True)
+    llm = load(options)
+    programs = llm.engine.device.programs
+    programs.while_compiling = logged
+    if warm:
+        started = time.monotonic()
+        llm.warm_up(sampling_params(options), everything=True)
+        LOG.info("%d programs in %.1f s", len(programs), time.monotonic() - started)
+    return llm
+
+
+@contextlib.contextmanager
+def logged(number: int) -> Iterator[None]:
+    """Logs that a program is compiled, and how long that took."""
+    LOG.info("compiling program %d", number)
+    started = time.monotonic()
+    yield
+    LOG.info("compiled program %d in %.1f s", number, time.monotonic() - started)
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

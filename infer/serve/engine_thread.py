@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from infer.serve.programs import Programs
 from wedlm_jax.decode.options import Traits
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
@@ -86,8 +87,7 @@ class _Caller:
 class EngineThread:
     """Steps an engine for callers in an event loop.
 
-    A request that the present program cannot decode waits until one that can is compiled, in
-    another thread; all others go on meanwhile.
+    Programs are compiled in another thread, and nobody waits for one who can be decoded without.
 
     Args:
       engine: which nobody else steps.
@@ -103,8 +103,8 @@ class EngineThread:
         self._callers: dict[int, _Caller] = {}
         self._unsent: list[Event] = []
         self._held: list[Request] = []
-        self._compiling: threading.Thread | None = None
-        self._compile_error: Exception | None = None
+        self._program: Traits | None = None
+        self._programs = Programs(engine, self._wake)
         self._forward_seconds = burst_seconds
         self._restarts, self._broken = 0, False
         self.status = Status(engine.counters)
@@ -154,7 +154,7 @@ class EngineThread:
 
     @property
     def is_compiling(self) -> bool:
-        return self._compiling is not None
+        return self._programs.is_compiling
 
     # --- the thread -----------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class EngineThread:
                     or self._inbox.submitted
                     or self._inbox.aborted
                     or self._has_work
-                    or (self._held and self._compiling is None)
+                    or (self._held and not self._programs.is_compiling)
                 )
             )
             turn, self._inbox = self._inbox, _Turn()
@@ -203,11 +203,11 @@ class EngineThread:
             self._callers.pop(number, None)
         gone = set(turn.aborted)
         waiting = [*self._held, *(request for request, _ in turn.submitted)]
-        ready, program, failed = self._admit([r for r in waiting if r.number not in gone])
+        ready, failed = self._admit([r for r in waiting if r.number not in gone])
         before, started = int(engine.device.counters[0]), time.perf_counter()
         forwards = max(1, min(LONGEST_BURST, int(self._burst_seconds / self._forward_seconds)))
         events = engine.step(
-            ready, turn.aborted, max_forwards=forwards, program=program, meanwhile=self._send
+            ready, turn.aborted, max_forwards=forwards, program=self._program, meanwhile=self._send
         )
         self._send()  # where nothing was run
         ran = int(engine.device.counters[0]) - before
@@ -217,46 +217,28 @@ class EngineThread:
         self._note()
         return failed + events
 
-    def _admit(self, waiting: list[Request]) -> tuple[list[Request], Traits | None, list[Event]]:
-        """Returns which requests can join now, the program for all, and which can never be
-        decoded."""
-        engine, ready, failed = self._engine, list[Request](), list[Event]()
-        program, traits = None, engine.traits_with([])
-        wanted, self._held = traits, []
-        compiling, error = self._compiling is not None, self._compile_error
+    def _admit(self, waiting: list[Request]) -> tuple[list[Request], list[Event]]:
+        """Returns which requests join now, and the failures of those that never can."""
+        failed: list[Event] = []
+        failure = self._programs.failure()
+        if failure is not None:
+            number, error = failure
+            failed.append(Failed(number, error))
+            waiting = [request for request in waiting if request.number != number]
+        sound = []
         for request in waiting:
             try:
-                own = engine.traits_of(request)
+                self._engine.traits_of(request)
+                sound.append(request)
             except Exception as fault:
                 failed.append(Failed(request.number, fault))
-                continue
-            found = engine.compiled_for(traits.union(own))
-            if found is not None:
-                ready.append(request)
-                program, traits = found, traits.union(own)
-            elif error is not None and not compiling:
-                failed.append(Failed(request.number, error))
-            else:
-                self._held.append(request)
-                wanted = wanted.union(own)
-        if not compiling:
-            self._compile_error = None
-        if self._held and not compiling:
-            self._compiling = threading.Thread(
-                target=self._compile, args=[wanted.union(traits)], daemon=True
-            )
-            self._compiling.start()
-        return ready, program, failed
+        ready, self._held, traits = self._programs.choose(sound)
+        self._program = self._engine.compiled_for(traits)
+        self._programs.compile(self._held, traits)
+        return ready, failed
 
-    def _compile(self, traits: Traits) -> None:
-        error = None
-        try:
-            self._engine.compile_program(traits)
-        except Exception as fault:
-            LOG.exception("a program could not be compiled")
-            error = fault
+    def _wake(self) -> None:
         with self._arrived:
-            self._compile_error, self._compiling = error, None
             self._arrived.notify()
 
     def _begin_anew(self, error: Exception) -> list[Event]:

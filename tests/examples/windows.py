@@ -29,9 +29,8 @@ ALL_TRAITS = Traits(
     truncated=True,
     min_tokens=True,
     penalties=True,
-    num_biases=8,
-    num_bad_words=4,
-    longest_bad_word=4,
+    biases=True,
+    bad_words=True,
     grammar=True,
 )
 
@@ -124,7 +123,7 @@ def sequences(draw: st.DrawFn, *modes: str) -> Decoding:
 def state_of(some: Sequence[Decoding]) -> DecodeState:
     """The state of these, and of one that is not there behind them."""
     count = len(some) + 1
-    empty = idle_state(count, window=WINDOW, text=LONGEST_TEXT, emitted=1, num_logprobs=None)
+    empty = idle_state(count, window=WINDOW, text=LONGEST_TEXT, emitted=1, with_logprobs=False)
     arrays = {
         field.name: np.array(getattr(empty, field.name))
         for field in dataclasses.fields(empty)

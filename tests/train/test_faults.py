@@ -176,3 +176,23 @@ def test_sigterm_ends_the_command_with_its_own_status(
     assert child.exitcode == TERMINATED, said
     assert "the same command goes on from there" in said
     assert list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
+
+
+def test_a_folder_that_a_run_trains_in_is_no_other_run_s(
+    finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_devices(monkeypatch, 1)
+    config = tiny_recipe(tmp_path / "run", tokenizer_folder)
+    recipe, said, found = write_recipe(config, tmp_path), tmp_path / "said", []
+
+    def begin_another() -> None:
+        child = start_command(["--config", str(recipe)], said)
+        child.join(LIMIT_S)
+        found.append(child.exitcode)
+
+    with monkeypatch.context() as patch:
+        call_before_step(patch, 1, begin_another)
+        run_training(config)
+    assert found == [2]
+    assert f"another process is training in {tmp_path / 'run'}" in said.read_text()
+    assert metric_lines(tmp_path / "run") == metric_lines(finished)

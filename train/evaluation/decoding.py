@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import jax
 from flax import nnx
@@ -32,6 +32,7 @@ class OwnEngine:
       window: W; 0 decodes autoregressively.
       prompts: the most that this process decodes together.
       longest: the most tokens of a prompt and its completion.
+      known_tokens: the ids that may be chosen; None for all but the mask token's.
     """
 
     def __init__(
@@ -43,10 +44,12 @@ class OwnEngine:
         window: int,
         prompts: int,
         longest: int,
+        known_tokens: Collection[int] | None = None,
     ):
         self._graph, self._dtype, self._window = graph, dtype, window
         self._processes = mesh_of_processes(mesh)
         self._at_once, self._longest = min(max(prompts, 1), MOST_AT_ONCE), longest
+        self._known_tokens = known_tokens
         self._engine: Engine | None = None
 
     @contextlib.contextmanager
@@ -67,6 +70,7 @@ class OwnEngine:
                     max_batch_size=self._at_once,
                     max_model_len=self._longest,
                     mesh=mesh,
+                    known_tokens=self._known_tokens,
                 )
             else:
                 self._engine.update(model)

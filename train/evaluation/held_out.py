@@ -22,6 +22,7 @@ from wedlm_jax.config import ModelConfig
 from wedlm_jax.corruption import PackedRows
 from wedlm_jax.engine.engine import DEFAULT_WINDOW, Engine
 from wedlm_jax.host.processes import jax_processes, sum_over_all
+from wedlm_jax.host.signals import compiled
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.sharding import batch_sharding
@@ -64,7 +65,8 @@ class Evaluation:
         placed = blocks_of_rows(rows, config, mesh.shape["sequence"])
         self._rows = PackedRows(**{name: place(x) for name, x in placed.items()})
         self._key = jax.random.fold_in(jax.random.key(config.seed), MASKS)
-        self._step = make_evaluation_step(graph, objective)
+        self._jitted = make_evaluation_step(graph, objective)
+        self._step: jax.stages.Compiled | None = None
         section, masks = config.evaluation, objective.kind == "wedlm"
         self._prompts = prompts_of(rows, section.prompts if masks else 0, section.seed)
         longest, limit = max(map(len, self._prompts), default=0), model.max_position_embeddings
@@ -83,6 +85,7 @@ class Evaluation:
                 window=DEFAULT_WINDOW if masks else 0,
                 prompts=-(-most // jax_processes().count),
                 longest=longest,
+                known_tokens=None if questions is None else questions.codec.token_ids,
             )
 
     def run(self, parameters: nnx.State) -> Record:
@@ -91,7 +94,10 @@ class Evaluation:
 
         All processes of a run call this, under its mesh. Each decodes its share of the prompts
         and questions on its own devices."""
-        record = flatten(jax.device_get(self._step(parameters, self._rows, self._key)))
+        arguments = parameters, self._rows, self._key
+        if self._step is None:
+            self._step = compiled(self._jitted.lower(*arguments).compile)
+        record = flatten(jax.device_get(self._step(*arguments)))
         record["ar_perplexity"] = math.exp(min(record["ar_loss"], 100.0))
         return record | self._decode(parameters)
 

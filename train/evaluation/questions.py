@@ -61,7 +61,7 @@ class AskedQuestions:
     def __init__(
         self, questions: Sequence[Question], codec: TextCodec, params: SamplingParams, room: int
     ):
-        self._questions, self._codec, self._params = questions, codec, params
+        self._questions, self.codec, self._params = questions, codec, params
         self._regimes = list(dict.fromkeys(question.regime for question in questions))
         self._prompts = [question.encode(codec) for question in questions]
         for question, prompt in zip(questions, self._prompts, strict=True):
@@ -86,7 +86,7 @@ class AskedQuestions:
         """
         questions = self._questions[first::every]
         results = decode_all(engine, self._prompts[first::every], self._params)
-        answers = [complete(self._codec, result, self._params) for result in results]
+        answers = [complete(self.codec, result, self._params) for result in results]
         counts = []
         for regime in self._regimes:
             own = [i for i, question in enumerate(questions) if question.regime == regime]

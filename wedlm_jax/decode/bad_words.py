@@ -1,5 +1,8 @@
 """Keeps token sequences ("bad words") out of completions, although masks are filled out of order.
 
+A program that may have bad words has room for the most that a sequence may have. Where no sequence
+of a forward has any, none of it is computed.
+
 A word can be completed at any of its places, so a token is forbidden wherever it would complete one
 among the tokens that a row sees, before and after its own place. Masks filled in the same forward
 do not see one another: if they complete a word together, the last of them stays masked, and the
@@ -14,6 +17,7 @@ Only the completion counts: a word that starts in the prompt is allowed.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -42,6 +46,34 @@ def text_around(state: DecodeState, margin: int) -> Array:
     committed = in_completion & (place < state.text_length[:, None])
     at = jnp.clip(place, 0, state.text.shape[1] - 1)
     return jnp.where(committed, jnp.take_along_axis(state.text, at, axis=1), text)
+
+
+def without_completing_tokens(
+    logits: Array, state: DecodeState, options: Options, rows: HeadRows
+) -> Array:
+    """Sets the logits ``[R, V]`` of tokens that would complete a word to −inf."""
+
+    def forbid(logits: Array) -> Array:
+        return forbidden(logits, completing_tokens(state, options, rows))
+
+    return jax.lax.cond(_any_words(options), forbid, lambda logits: logits, logits)
+
+
+def forbidden(logits: Array, ids: Array) -> Array:
+    """Sets the logits ``[R, V]`` of tokens ``ids [R, F]`` to −inf."""
+    return logits.at[logit_places(logits, ids)].set(-jnp.inf, mode="drop")
+
+
+def logit_places(logits: Array, ids: Array) -> tuple[Array, Array]:
+    """Returns the indices of tokens ``ids [R, F]``. A negative index would count from the end, so
+    `NO_TOKEN` becomes V, which a scatter drops."""
+    rows = jnp.arange(logits.shape[0])[:, None]
+    return rows, jnp.where(ids == NO_TOKEN, logits.shape[1], ids)
+
+
+def _any_words(options: Options) -> Array:
+    assert options.bad_words is not None
+    return (options.bad_words != NO_TOKEN).any()
 
 
 def completing_tokens(state: DecodeState, options: Options, rows: HeadRows) -> Array:
@@ -73,6 +105,14 @@ def keep_apart(state: DecodeState, options: Options, chosen: Array, tokens: Arra
     Of every word that they would complete, the last new token is left out. In anchored sequences
     nothing is: verification finds what is wrong with a draft.
     """
+
+    def apart(chosen: Array) -> Array:
+        return _apart(state, options, chosen, tokens)
+
+    return jax.lax.cond(_any_words(options), apart, lambda chosen: chosen, chosen)
+
+
+def _apart(state: DecodeState, options: Options, chosen: Array, tokens: Array) -> Array:
     assert options.bad_words is not None
     words = options.bad_words
     margin = words.shape[2] - 1

@@ -15,6 +15,7 @@ from jax import Array
 
 from wedlm_jax.decode.logprobs import Logprobs, empty_logprobs
 from wedlm_jax.decode.state import DecodeState, num_slots
+from wedlm_jax.params import MOST_LOGPROBS
 
 
 @jax.tree_util.register_dataclass
@@ -91,9 +92,9 @@ def pack_for_host(state: DecodeState) -> Array:
     return jnp.concatenate([numbers, emitted.tokens, emitted.forwards, emitted.instances], axis=1)
 
 
-def resize_slots(state: DecodeState, window: int, num_logprobs: int | None) -> DecodeState:
-    """Grows or shrinks the slot arrays to windows of W and ``num_logprobs`` alternatives a token;
-    what fits of their contents is kept."""
+def resize_slots(state: DecodeState, window: int, with_logprobs: bool) -> DecodeState:
+    """Grows or shrinks the slot arrays to windows of W, with log-probabilities or without; what
+    fits of their contents is kept."""
     slots = num_slots(window)
 
     def fit(x: Array) -> Array:
@@ -101,18 +102,11 @@ def resize_slots(state: DecodeState, window: int, num_logprobs: int | None) -> D
         return jnp.pad(kept, [(0, slots - n if i == 1 else 0) for i, n in enumerate(kept.shape)])
 
     def logprobs(old: Logprobs | None, width: int) -> Logprobs | None:
-        if num_logprobs is None:
+        if not with_logprobs:
             return None
-        shape = (state.running.shape[0], width)
-        wide = empty_logprobs(shape, num_logprobs)
         if old is None:
-            return wide
-
-        def put(new: Array, known: Array) -> Array:
-            part = known[:, :width]
-            return jax.lax.dynamic_update_slice(new, part[..., : new.shape[-1]], (0,) * new.ndim)
-
-        return jax.tree.map(put, wide, old)
+            return empty_logprobs((state.running.shape[0], width), MOST_LOGPROBS)
+        return jax.tree.map(fit, old) if old is state.logprobs else old
 
     emitted = state.emitted
     return dataclasses.replace(

@@ -30,6 +30,7 @@ from wedlm_jax.decode.spans import Allowance, SpanPlan, attention_spans, flat_to
 from wedlm_jax.decode.state import DecodeState, HeadRows, is_filled
 from wedlm_jax.decode.vocabulary import Vocabulary
 from wedlm_jax.model import Transformer
+from wedlm_jax.params import MOST_LOGPROBS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,11 +148,10 @@ def predict(
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), rank[:, -1] + 1])
     count = starts[-1]
     rows = sequences * (slots - 1) + program.sizes.head[-1]
-    k = program.traits.num_logprobs
     empty = Predictions(
         jnp.zeros(rows, jnp.int32),
         jnp.zeros(rows, jnp.float32),
-        None if k is None else empty_logprobs((rows,), k),
+        empty_logprobs((rows,), MOST_LOGPROBS) if program.traits.logprobs else None,
     )
 
     def run(size: int, start: Array, out: Predictions) -> Predictions:
@@ -221,8 +221,7 @@ def _guess(
     raw, traits = token_logits(model, hidden, program.vocabulary), program.traits
     logits = adjusted_logits(raw, state, options, head, use)
     tokens = choose_tokens(logits, state, options, head)
-    k = traits.num_logprobs
-    logprobs = None if k is None else token_logprobs(raw, tokens, k)
+    logprobs = token_logprobs(raw, tokens, MOST_LOGPROBS) if traits.logprobs else None
     needed = traits.paper or traits.verified or traits.traced
     entropies = entropy(logits) if needed else jnp.zeros(head.slot.shape, jnp.float32)
     return Predictions(tokens, entropies, logprobs)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from wedlm_jax.decode.allowed_tokens import allowed_tokens
-from wedlm_jax.decode.bad_words import completing_tokens
+from wedlm_jax.decode.bad_words import forbidden, logit_places, without_completing_tokens
 from wedlm_jax.decode.options import Options
 from wedlm_jax.decode.state import DecodeState, HeadRows, is_filled
 from wedlm_jax.decode.vocabulary import Vocabulary
@@ -56,31 +56,21 @@ def adjusted_logits(
     """
     if options.bias_ids is not None:
         assert options.bias is not None
-        logits = logits.at[_at(logits, options.bias_ids[rows.sequence])].add(
+        logits = logits.at[logit_places(logits, options.bias_ids[rows.sequence])].add(
             options.bias[rows.sequence], mode="drop"
         )
     if use is not None:
         logits = penalised(logits, state, options, rows, use)
-    forbidden = []
     if options.min_tokens is not None:
         index = state.first_index[rows.sequence] + rows.slot
         early = index < options.min_tokens[rows.sequence]
-        forbidden.append(jnp.where(early[:, None], options.stop_ids[rows.sequence], NO_TOKEN))
+        stops = jnp.where(early[:, None], options.stop_ids[rows.sequence], NO_TOKEN)
+        logits = forbidden(logits, stops)
     if options.bad_words is not None:
-        forbidden.append(completing_tokens(state, options, rows))
-    if forbidden:
-        ids = jnp.concatenate(forbidden, axis=-1)
-        logits = logits.at[_at(logits, ids)].set(-jnp.inf, mode="drop")
+        logits = without_completing_tokens(logits, state, options, rows)
     if options.allowed is not None:
         logits = jnp.where(allowed_tokens(options.allowed, rows, logits.shape[1]), logits, -jnp.inf)
     return logits
-
-
-def _at(logits: Array, ids: Array) -> tuple[Array, Array]:
-    """Returns the indices of tokens ``ids [R, F]``. A negative index would count from the end, so
-    `NO_TOKEN` becomes V, which a scatter drops."""
-    rows = jnp.arange(logits.shape[0])[:, None]
-    return rows, jnp.where(ids == NO_TOKEN, logits.shape[1], ids)
 
 
 # --- penalties -----------------------------------------------------------------------------

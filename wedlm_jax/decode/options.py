@@ -19,19 +19,21 @@ from jax import Array
 from wedlm_jax.decode.allowed_tokens import all_allowed
 from wedlm_jax.decode.vocabulary import Vocabulary
 from wedlm_jax.errors import InputError
-from wedlm_jax.params import MOST_LOGPROBS, NO_TOKEN, OPTIONS, SamplingParams
+from wedlm_jax.params import NO_TOKEN, OPTIONS, SamplingParams
 
 MOST_BIASES = 512
 """Tokens with a bias a sequence, at most."""
 MOST_BAD_WORDS = 256
 LONGEST_BAD_WORD = 16
 """In tokens."""
+MOST_STOPS = 64
+"""Stop tokens of a sequence, at most, those of the model among them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
-    """Holds what the sequences of a program may use; static. Sizes are rounded up, so that few
-    programs are compiled.
+    """Holds what the sequences of a program may use; static. Lists of an option have one size, the
+    largest, so that few programs are compiled.
 
     Attributes:
       window: the widest window.
@@ -41,10 +43,8 @@ class Traits:
       sampled: whether tokens may be sampled, at a temperature above 0.
       truncated: whether they may be sampled from less than the whole vocabulary.
       min_tokens, penalties: whether sequences may have them.
-      num_biases: most biased tokens of a sequence.
-      num_bad_words, longest_bad_word: most bad words of a sequence, and most tokens of a word.
-      num_logprobs: alternatives beside each token's log-probability; None for neither.
-      num_stops: most stop tokens of a sequence.
+      biases, bad_words: whether sequences may have a ``logit_bias`` or bad words.
+      logprobs: whether tokens have log-probabilities, and the most alternatives beside them.
       grammar: whether sequences may have a grammar.
       traced: whether each forward says what it saw and decided.
     """
@@ -57,20 +57,16 @@ class Traits:
     truncated: bool = False
     min_tokens: bool = False
     penalties: bool = False
-    num_biases: int = 0
-    num_bad_words: int = 0
-    longest_bad_word: int = 0
-    num_logprobs: int | None = None
-    num_stops: int = 4
+    biases: bool = False
+    bad_words: bool = False
+    logprobs: bool = False
     grammar: bool = False
     traced: bool = False
 
     @staticmethod
-    def of(params: SamplingParams, window: int, num_stops: int = 0) -> Traits:
+    def of(params: SamplingParams, window: int) -> Traits:
         """Returns the traits of a sequence with ``params`` and a window of at most ``window``."""
         mode = params.mode if window else "ar"
-        longest = max(map(len, params.bad_words), default=0)
-        asked = params.logprobs
         return Traits(
             window=0 if mode == "ar" else window,
             paper=mode == "paper",
@@ -80,13 +76,39 @@ class Traits:
             truncated=params.is_truncated,
             min_tokens=params.min_tokens > 0,
             penalties=params.has_penalty,
-            num_biases=_rounded_up(len(params.logit_bias), 8),
-            num_bad_words=_rounded_up(len(params.bad_words), 4),
-            longest_bad_word=_rounded_up(longest, 1),
-            num_logprobs=None if asked is None else min(_rounded_up(asked, 1), MOST_LOGPROBS),
-            num_stops=max(_rounded_up(num_stops, 4), 4),
+            biases=bool(params.logit_bias),
+            bad_words=bool(params.bad_words),
+            logprobs=params.logprobs is not None,
             grammar=params.grammar is not None,
         )
+
+    @staticmethod
+    def everything(window: int, *, grammar: bool) -> Traits:
+        """Returns the traits of a program for all requests: every mode, option and trace.
+
+        Args:
+          window: the widest; 0 for a model without masks.
+          grammar: whether there are grammars.
+        """
+        every: dict[str, Any] = {field.name: True for field in dataclasses.fields(Traits)}
+        masks = window > 0
+        return Traits(
+            **{**every, "window": window, "paper": masks, "verified": masks, "grammar": grammar}
+        )
+
+    @property
+    def are_everything(self) -> bool:
+        """Whether all requests of such windows can be decoded, those with a grammar excepted."""
+        return self.holds(Traits.everything(self.window, grammar=False))
+
+    @property
+    def rounded(self) -> Traits:
+        """Those of a program for requests like these, so that a server compiles few programs: what
+        is mostly asked for together, or costs little beside the rest, comes together."""
+        edited = self.min_tokens or self.penalties or self.biases or self.bad_words
+        edits = Traits(min_tokens=True, penalties=True, biases=True, bad_words=True)
+        rounded = self.union(Traits(truncated=self.sampled))
+        return rounded.union(edits) if edited else rounded
 
     @property
     def anchored(self) -> bool:
@@ -101,23 +123,13 @@ class Traits:
     def union(self, other: Traits) -> Traits:
         """Returns the traits of a program for the sequences of both."""
 
-        def larger(one: Any, two: Any) -> Any:
-            # Of numbers the larger, of truths "or"; None is less than any number.
-            return max(one, two, key=lambda value: -1 if value is None else value)
-
         names = (field.name for field in dataclasses.fields(self))
-        return Traits(**{name: larger(getattr(self, name), getattr(other, name)) for name in names})
+        # Of windows the wider, of truths "or".
+        return Traits(**{name: max(getattr(self, name), getattr(other, name)) for name in names})
 
     def holds(self, other: Traits) -> bool:
         """Tells whether a program with these traits can decode sequences with ``other``."""
         return self.union(other) == self
-
-
-def _rounded_up(size: int, smallest: int) -> int:
-    """Returns the smallest power of two times ``smallest`` that holds ``size``; 0 for 0."""
-    while smallest < size:
-        smallest *= 2
-    return smallest if size else 0
 
 
 @jax.tree_util.register_dataclass
@@ -196,7 +208,7 @@ class HostOptions:
         Raises:
           ValueError: the traits do not cover them.
         """
-        if not self.traits.holds(Traits.of(params, window, len(stops))):
+        if not self.traits.holds(Traits.of(params, window)):
             raise ValueError(f"options outside the traits of the program, {self.traits}")
         self._held[index] = params, window, tuple(stops)
         arrays = self.arrays
@@ -233,15 +245,15 @@ class HostOptions:
         are left out: they belong to aborted sequences."""
         other = HostOptions(len(self.arrays["window"]), traits)
         for index, (params, window, stops) in self._held.items():
-            if traits.holds(Traits.of(params, window, len(stops))):
+            if traits.holds(Traits.of(params, window)):
                 other.set(index, params, window=window, stops=stops)
         return other
 
     def needed(self) -> Traits:
         """Returns the smallest traits that cover all sequences."""
         needed = Traits()
-        for params, window, stops in self._held.values():
-            needed = needed.union(Traits.of(params, window, len(stops)))
+        for params, window, _ in self._held.values():
+            needed = needed.union(Traits.of(params, window))
         return needed
 
     def options(self, traits: Traits | None = None) -> Options:
@@ -299,14 +311,14 @@ def _idle_arrays(sequences: int, traits: Traits) -> dict[str, np.ndarray]:
         for name in _numbers(traits)
     }
     arrays["window"] = np.zeros(sequences, np.int32)
-    arrays["stop_ids"] = token_ids(traits.num_stops)
+    arrays["stop_ids"] = token_ids(MOST_STOPS)
     if traits.verified:
         arrays["verified"] = np.zeros(sequences, bool)
-    if traits.num_biases:
-        arrays["bias_ids"] = token_ids(traits.num_biases)
-        arrays["bias"] = np.zeros((sequences, traits.num_biases), np.float32)
-    if traits.num_bad_words:
-        arrays["bad_words"] = token_ids(traits.num_bad_words, traits.longest_bad_word)
+    if traits.biases:
+        arrays["bias_ids"] = token_ids(MOST_BIASES)
+        arrays["bias"] = np.zeros((sequences, MOST_BIASES), np.float32)
+    if traits.bad_words:
+        arrays["bad_words"] = token_ids(MOST_BAD_WORDS, LONGEST_BAD_WORD)
     return arrays
 
 
@@ -350,6 +362,11 @@ def check_options(params: SamplingParams, stops: Sequence[int], vocabulary: Voca
     if longest > LONGEST_BAD_WORD:
         raise InputError(
             f"bad_words: expected at most {LONGEST_BAD_WORD} tokens in a word, not {longest}"
+        )
+    if len(stops) > MOST_STOPS:
+        raise InputError(
+            f"stop_token_ids: expected at most {MOST_STOPS}, those of the model among them, not "
+            f"{len(stops)}"
         )
     # In the worst case one place forbids every token of every word, and each stop token.
     early_stops = stops if params.min_tokens else ()

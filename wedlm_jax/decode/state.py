@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from wedlm_jax.decode.logprobs import Logprobs, empty_logprobs
+from wedlm_jax.params import MOST_LOGPROBS
 
 
 @jax.tree_util.register_dataclass
@@ -119,7 +120,7 @@ def num_slots(window: int) -> int:
 
 
 def idle_state(
-    sequences: int, *, window: int, text: int, emitted: int, num_logprobs: int | None
+    sequences: int, *, window: int, text: int, emitted: int, with_logprobs: bool
 ) -> DecodeState:
     """Allocates the state of N sequences, none of which is running yet.
 
@@ -128,11 +129,11 @@ def idle_state(
       window: W, the widest that a sequence may get.
       text: S, prompt and completion together at most.
       emitted: E, tokens a sequence may commit between two fetches of the host.
-      num_logprobs: alternatives beside each token's log-probability; None for neither.
+      with_logprobs: whether tokens have log-probabilities, with `MOST_LOGPROBS` alternatives.
     """
 
     def logprobs(width: int) -> Logprobs | None:
-        return None if num_logprobs is None else empty_logprobs((sequences, width), num_logprobs)
+        return empty_logprobs((sequences, width), MOST_LOGPROBS) if with_logprobs else None
 
     def zeros(*shape: int, dtype: Any = jnp.int32) -> Array:
         return jnp.zeros((sequences, *shape), dtype)

@@ -1,12 +1,14 @@
-"""Compiled programs of a device, each for some traits, and kept."""
+"""Compiled programs of a device, each for some traits, and kept: in memory and on the disk."""
 
 from __future__ import annotations
 
+import contextlib
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import permutations
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -19,8 +21,11 @@ from wedlm_jax.engine import device_programs
 from wedlm_jax.engine.device_programs import abstract_state, lower_burst
 from wedlm_jax.engine.entering import make_entrants
 from wedlm_jax.engine.settings import EngineSettings
+from wedlm_jax.host.compiled_cache import ProgramStore
 from wedlm_jax.host.signals import compiled
 from wedlm_jax.model import Transformer
+
+Compiling: TypeAlias = Callable[[int], contextlib.AbstractContextManager[Any]]
 
 
 class CompiledPrograms:
@@ -31,12 +36,13 @@ class CompiledPrograms:
     Args:
       graph: of the model.
       mesh: of the model; None for one device.
+      store: where programs are kept for the next process; None keeps them nowhere.
 
     Attributes:
       formats: how the parameters must lie in memory, as the first burst to be compiled wants them;
         None before that, and where the compiler does not choose.
-      seconds: spent on compiling so far.
-      on_compile: called before a program is compiled, with its number, from 1.
+      seconds: spent on compiling so far, and on loading what was compiled before.
+      while_compiling: makes a context in which a program is compiled, from its number, from 1.
     """
 
     def __init__(
@@ -45,13 +51,16 @@ class CompiledPrograms:
         config: ModelConfig,
         settings: EngineSettings,
         mesh: Mesh | None,
+        store: ProgramStore | None = None,
     ):
         self._graph, self._config, self._settings, self._mesh = graph, config, settings, mesh
+        self._store = store
         self._compiled: dict[Any, jax.stages.Compiled] = {}
         self._choosing = threading.Lock()
+        self._busy: dict[Any, threading.Lock] = {}
         self.formats: nnx.State | None = None
         self.seconds = 0.0
-        self.on_compile: Callable[[int], None] = lambda _: None
+        self.while_compiling: Compiling = lambda _: contextlib.nullcontext()
 
     def __len__(self) -> int:
         return len(self._compiled)
@@ -65,9 +74,8 @@ class CompiledPrograms:
         """Those whose sequences can be decoded without compiling."""
         return [key[1] for key in list(self._compiled) if key[0] is device_programs.burst]
 
-    def compile(self, parameters: Any, kinds: list[Traits]) -> Iterator[tuple[int, int]]:
-        """Compiles all that sequences of these kinds need, which may follow one another; yields how
-        many programs are done, of how many.
+    def compile(self, parameters: Any, kinds: list[Traits]) -> None:
+        """Compiles all that sequences of these kinds need, which may follow one another.
 
         Args:
           parameters: of the model, or their shapes.
@@ -75,11 +83,9 @@ class CompiledPrograms:
         for old, new in permutations(dict.fromkeys([*kinds, *self.traits]), 2):
             if slot_sizes(old) != slot_sizes(new):
                 self.resize(old, new)
-        for number, traits in enumerate(kinds):
+        for traits in kinds:
             self.entry(traits)
-            yield 2 * number + 1, 2 * len(kinds)
             self.burst(parameters, traits)
-            yield 2 * number + 2, 2 * len(kinds)
 
     def burst(self, parameters: Any, traits: Traits) -> jax.stages.Compiled:
         """Returns the program of a burst of forwards, which takes parameters that lie as `formats`
@@ -90,9 +96,12 @@ class CompiledPrograms:
             return lower_burst(*arguments, choose_layouts=choose)
 
         key = (device_programs.burst, traits)
+        depends = (self._settings.program(traits), _shapes(parameters))
         with self._choosing:
             if self._settings.compiler_lays_out and self.formats is None:
-                chosen = self._kept(key, lambda: lower(parameters, choose=True))
+                chosen = self._kept(
+                    key, lambda: lower(parameters, choose=True), *depends, "layouts are chosen"
+                )
                 self.formats = chosen.input_formats[0][0]
 
         def lower_laid_out() -> jax.stages.Lowered:
@@ -100,7 +109,7 @@ class CompiledPrograms:
                 return lower(parameters)
             return lower(jax.tree.map(_abstract, parameters, self.formats))
 
-        return self._kept(key, lower_laid_out)
+        return self._kept(key, lower_laid_out, *depends, str(self.formats))
 
     def entry(self, traits: Traits) -> jax.stages.Compiled:
         """Returns the program for sequences that enter and leave."""
@@ -133,16 +142,52 @@ class CompiledPrograms:
         layouts = self.formats is None
         key = (function, shapes, layouts, jax.tree.structure(arguments), tuple(static.items()))
         return self._kept(
-            key, lambda: function.lower(self._graph, parameters, *arguments, **static)
+            key,
+            lambda: function.lower(self._graph, parameters, *arguments, **static),
+            _shapes((parameters, arguments)),
         )
 
-    def _kept(self, key: Any, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
-        if key not in self._compiled:
-            self.on_compile(len(self._compiled) + 1)
-            started = time.monotonic()
-            self._compiled[key] = compiled(lower().compile)
-            self.seconds += time.monotonic() - started
-        return self._compiled[key]
+    def _kept(
+        self, key: Any, lower: Callable[[], jax.stages.Lowered], *depends: Any
+    ) -> jax.stages.Compiled:
+        """Returns the program of that key: from memory, from the store, or compiled.
+
+        Args:
+          key: the function, and what it is compiled for.
+          depends: what else the executable depends on beside the engine, for its name in the store.
+        """
+        with self._busy.setdefault(key, threading.Lock()):
+            if key not in self._compiled:
+                started = time.monotonic()
+                self._compiled[key] = self._loaded_or_compiled(key, lower, depends)
+                self.seconds += time.monotonic() - started
+            return self._compiled[key]
+
+    def _loaded_or_compiled(
+        self, key: Any, lower: Callable[[], jax.stages.Lowered], depends: tuple[Any, ...]
+    ) -> jax.stages.Compiled:
+        function, *of = key
+        name = (function.__module__, function.__qualname__, of, *self._engine(), *depends)
+        name = tuple(re.sub(" at 0x[0-9a-f]+", "", str(part)) for part in name)
+        devices = [jax.devices()[0]] if self._mesh is None else list(self._mesh.devices.flat)
+        loaded = None if self._store is None else self._store.load(name, devices)
+        if loaded is not None:
+            return loaded  # type: ignore[no-any-return]
+        with self.while_compiling(len(self._compiled) + 1):
+            made = compiled(lower().compile)
+        if self._store is not None:
+            self._store.save(name, devices, made)
+        return made
+
+    def _engine(self) -> tuple[Any, ...]:
+        mesh = None if self._mesh is None else (self._mesh.shape, self._mesh.axis_types)
+        return self._config, self._settings, self._graph, mesh
+
+
+def _shapes(tree: Any) -> list[str]:
+    leaves, structure = jax.tree.flatten(tree)
+    placed = [(x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves]
+    return [str(structure), *map(str, placed)]
 
 
 def _abstract(x: Any, wanted: Any) -> jax.ShapeDtypeStruct:
@@ -151,4 +196,4 @@ def _abstract(x: Any, wanted: Any) -> jax.ShapeDtypeStruct:
 
 def slot_sizes(traits: Traits) -> dict[str, Any]:
     """Returns the traits on which the shape of a state depends."""
-    return {"window": traits.window, "num_logprobs": traits.num_logprobs}
+    return {"window": traits.window, "with_logprobs": traits.logprobs}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from wedlm_jax.engine.settings import EngineSettings
 from wedlm_jax.engine.tracing import window_forwards
 from wedlm_jax.grammar.interface import Grammars
 from wedlm_jax.grammar.masks import GrammarMasks
+from wedlm_jax.host.compiled_cache import ProgramStore
 from wedlm_jax.model import Transformer
 from wedlm_jax.sharding import constrain
 
@@ -41,6 +42,7 @@ class Device:
       windows_vary: whether windows are chosen from burst to burst. Then there is a second program
         for bursts in which no sequence has a window: it is faster than one with room for windows.
       grammars: that sequences may have.
+      store: where compiled programs are kept for the next process.
     """
 
     def __init__(
@@ -51,13 +53,14 @@ class Device:
         *,
         windows_vary: bool = False,
         grammars: Grammars | None = None,
+        store: ProgramStore | None = None,
     ):
         self.settings, self._windows_vary = settings, windows_vary
         self.config = model.config
         graph, self._parameters = nnx.split(model)
         self._formats: nnx.State | None = None
         """How the parameters lie; None as they came."""
-        self.programs = CompiledPrograms(graph, model.config, settings, mesh)
+        self.programs = CompiledPrograms(graph, model.config, settings, mesh, store)
         self.traits = Traits()
         self._room = Traits()
         """What the state has room for: `traits`, or the same without windows."""
@@ -122,13 +125,12 @@ class Device:
         else:
             self._make_room(traits)
 
-    def compile(self, traits: Traits) -> Iterator[tuple[int, int]]:
-        """Compiles the programs for sequences with these traits, in any thread; yields how many are
-        done, of how many."""
+    def compile(self, traits: Traits) -> None:
+        """Compiles the programs for sequences with these traits, in any thread."""
         kinds = [traits]
         if self._windows_vary and traits.window:
             kinds = [traits.without_windows, traits]
-        return self.programs.compile(self._parameters, kinds)
+        self.programs.compile(self._parameters, kinds)
 
     def run(self, burst: Burst, meanwhile: Callable[[], None] | None = None) -> Report:
         """Runs a burst of forwards and reports where every sequence stands.

@@ -102,11 +102,11 @@ def enter(state: DecodeState, entrants: Entrants, released: Array) -> DecodeStat
     return on_replicas(on_replica, whole=(1,))(state, entrants, released, indices)
 
 
-@partial(jax.jit, static_argnames=("window", "num_logprobs"))
-def resize(state: DecodeState, *, window: int, num_logprobs: int | None) -> DecodeState:
+@partial(jax.jit, static_argnames=("window", "with_logprobs"))
+def resize(state: DecodeState, *, window: int, with_logprobs: bool) -> DecodeState:
     """Grows or shrinks each sequence's slot arrays; see
     `wedlm_jax.decode.exchange.resize_slots`."""
-    resized = resize_slots(state, window, num_logprobs)
+    resized = resize_slots(state, window, with_logprobs)
     return jax.tree.map(lambda x: constrain(x, "sequences"), resized)
 
 
@@ -193,7 +193,7 @@ def empty_state(settings: EngineSettings, traits: Traits) -> Any:
         window=traits.window,
         text=settings.max_text,
         emitted=settings.emitted,
-        num_logprobs=traits.num_logprobs,
+        with_logprobs=traits.logprobs,
     )
 
 

@@ -28,6 +28,7 @@ from wedlm_jax.engine.windows.choice import FixedWindows, WindowChoice
 from wedlm_jax.engine.windows.forward_costs import forward_costs
 from wedlm_jax.errors import InputError
 from wedlm_jax.grammar.interface import Grammars
+from wedlm_jax.host.compiled_cache import ProgramStore
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.layer_layout import with_layers_apart
 from wedlm_jax.params import SamplingParams
@@ -60,6 +61,7 @@ class Engine:
       grammars: that requests may have; None refuses requests with one.
       known_tokens: the ids that the model's tokenizer knows; others are never chosen. None without
         a tokenizer: all but the mask token's.
+      store: where compiled programs are kept for the next process; None keeps them nowhere.
 
     Raises:
       InputError: naming the option.
@@ -82,6 +84,7 @@ class Engine:
         mesh: Mesh | None = None,
         grammars: Grammars | None = None,
         known_tokens: Collection[int] | None = None,
+        store: ProgramStore | None = None,
     ):
         self.config: ModelConfig = model.config
         if mesh is not None:
@@ -114,7 +117,9 @@ class Engine:
                 weights=parameter_bytes(nnx.state(model)),
             )
             vary = window_size == "auto"
-            self.device = Device(model, self.settings, mesh, windows_vary=vary, grammars=grammars)
+            self.device = Device(
+                model, self.settings, mesh, windows_vary=vary, grammars=grammars, store=store
+            )
         self.scheduler = self._new_scheduler()
         self._floor = Traits()
         self._requests: dict[int, Traits] = {}
@@ -243,9 +248,8 @@ class Engine:
 
     def traits_of(self, request: Request) -> Traits:
         """Returns the traits that a program needs to decode a request."""
-        stops = self.settings.stop_ids(request.params)
         window = self.windows.widest(request)
-        traits = Traits.of(request.params, window, len(stops))
+        traits = Traits.of(request.params, window)
         if self.window_size == "auto" and window:
             traits = traits.union(Traits(autoregressive=True))
         return traits.union(self._watched()) if request.traced else traits
@@ -264,17 +268,16 @@ class Engine:
         for one in params:
             self._floor = self._floor.union(self.traits_of(Request(-1, (), one)))
 
-    def compile(self, on_step: Callable[[int, int], None] | None = None) -> None:
-        """Compiles what requests with the expected options need, and runs nothing.
-
-        Args:
-          on_step: called after each program with how many are compiled, and of how many.
-        """
+    def compile(self) -> None:
+        """Compiles what requests with the expected options need, and runs nothing."""
         with self._on_mesh():
-            for done, total in self.device.compile(self._traits()):
-                if on_step is not None:
-                    on_step(done, total)
+            self.device.compile(self._traits())
             self._prepare()
+
+    @property
+    def everything(self) -> Traits:
+        """The traits of a program that decodes any request that this engine takes."""
+        return Traits.everything(self.settings.window, grammar=self._grammars is not None)
 
     def traits_with(self, requests: Sequence[Request]) -> Traits:
         """Returns the traits of a program that decodes these requests and all that are under
@@ -295,8 +298,7 @@ class Engine:
         """Compiles what sequences with these traits need, in any thread: the engine may be stepped
         meanwhile in its own."""
         with self._on_mesh():
-            for _ in self.device.compile(traits):
-                pass
+            self.device.compile(traits)
 
     def restart(self) -> None:
         """Forgets all requests and all that is cached: after an exception of `step`, which leaves

@@ -14,6 +14,7 @@ from wedlm_jax.decode.options import Traits
 from wedlm_jax.decode.state import num_slots
 from wedlm_jax.engine.burst import Admission
 from wedlm_jax.engine.settings import EngineSettings
+from wedlm_jax.params import MOST_LOGPROBS
 
 ENTRANTS_AT_ONCE = 16
 """The most sequences that enter in one call, padded up to so that the call has one shape."""
@@ -57,10 +58,9 @@ def make_entrants(
     text = np.zeros((count, settings.max_text), np.int32)
     numbers = np.zeros((count, 7), np.int32)
     tokens, filled = np.zeros((count, slots), np.int32), np.zeros((count, slots), bool)
-    k = traits.num_logprobs
     logprobs = None
-    if k is not None:
-        logprobs = jax.tree.map(np.array, empty_logprobs((count, slots), k))
+    if traits.logprobs:
+        logprobs = jax.tree.map(np.array, empty_logprobs((count, slots), MOST_LOGPROBS))
     for i, admission in enumerate(admissions):
         index[i] = admission.index
         text[i, : len(admission.text)] = admission.text

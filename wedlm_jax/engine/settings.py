@@ -133,16 +133,19 @@ class EngineSettings:
         )
 
     def program(self, traits: Traits) -> Program:
-        """Returns what a burst of sequences with these traits is compiled for. The size of a
-        deterministic engine is that of its own window: not of whoever is there, since a sequence
-        must not notice who is."""
+        """Returns what a burst of sequences with these traits is compiled for.
+
+        The size of a deterministic engine is that of its own window: not of whoever is there, since
+        a sequence must not notice who is. A program for everything has few sizes: it is to be
+        compiled soon, and to serve until a better one is there.
+        """
         alike = self.deterministic
         sizes = forward_sizes(
             self.sequences_each,
             self.window if alike else traits.window,
             self.chunk_tokens,
             self.tokens_at_once,
-            coarse=self.coarse_sizes,
+            coarse=self.coarse_sizes or (traits.are_everything and not alike),
             narrower=traits.autoregressive and not alike,
             one_size=alike,
             whole=self.whole_tokens,

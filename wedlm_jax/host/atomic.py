@@ -122,6 +122,25 @@ def alone(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def lock_folder(folder: Path) -> int | None:
+    """Returns a descriptor of ``folder``. Until it is closed, or the process ends, no other process
+    gets one. None on a file system without locks.
+
+    Raises:
+      BlockingIOError: another process has it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Turns the file system's refusal to write ``path`` into an error that names it.

@@ -1,26 +1,167 @@
-"""Compiled programs kept on disk, so that the same command starts faster the next time."""
+"""Compiled programs kept on disk, so that what was compiled once is not compiled again.
+
+Training uses JAX's own cache. It keeps what XLA makes of a program, but finds it only by tracing
+and lowering that program again, which for a decoder takes as long as to load it three times over.
+`ProgramStore` keeps whole executables under a name that says all that they depend on, and reads
+them without tracing anything.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
+import logging
 import os
+import pickle
+import platform
+import zlib
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
-from wedlm_jax.host.storage import absolute
+from wedlm_jax.host.storage import absolute, source_digest
+
+LIMIT = 2 * 2**30
+"""Bytes that a cache may take; what was not used for longest leaves first."""
+
+_log = logging.getLogger(__name__)
 
 
-def keep_compiled(folder: Path | None = None) -> None:
-    """Keeps compiled programs in ``folder``, unless JAX has been given another: the same command
-    starts faster the next time.
-
-    Args:
-      folder: by default ``wedlm-jax/compiled`` in the user's cache folder.
-    """
+def keep_compiled(folder: Path) -> None:
+    """Keeps what JAX compiles in ``folder``, unless JAX has been given another: the same command
+    starts faster the next time."""
     import jax
 
     if jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
         return
-    if folder is None:
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = Path(cache) / "wedlm-jax" / "compiled"
     jax.config.update("jax_compilation_cache_dir", str(absolute(folder)))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    jax.config.update("jax_compilation_cache_max_size", LIMIT)
+
+
+def program_folder() -> Path | None:
+    """Returns the folder of a `ProgramStore`, ``wedlm-jax/programs`` in the user's cache folder.
+
+    None where JAX is told to keep nothing (``JAX_ENABLE_COMPILATION_CACHE=false``), or has a cache
+    of its own, which then keeps everything: XLA cannot write an executable that came out of it (on
+    a CPU, jaxlib 0.10 and 0.12, it would lack the functions that it calls).
+    """
+    import jax
+
+    enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    if not enabled or jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
+        return None
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "wedlm-jax" / "programs"
+
+
+class ProgramStore:
+    """Keeps executables in a folder.
+
+    A name must say everything that an executable depends on. This class adds the versions of the
+    libraries, this package's source, the devices and the compiler's flags; callers add the rest.
+    A file that cannot be read or written costs a compilation, and nothing else.
+
+    Args:
+      folder: made when the first program is kept.
+      limit: bytes of all files.
+    """
+
+    def __init__(self, folder: Path, limit: int = LIMIT):
+        self.folder, self._limit = folder, limit
+
+    def load(self, name: Sequence[Any], devices: Sequence[Any]) -> Any:
+        """Returns the executable of that name, loaded onto ``devices``; None if there is none."""
+        from jax.experimental import serialize_executable
+
+        path = self._path(name, devices)
+        try:
+            executable, given, result = pickle.loads(zlib.decompress(path.read_bytes()))
+            os.utime(path)
+            return serialize_executable.deserialize_and_load(
+                executable, given, result, execution_devices=devices
+            )
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # of another machine, cut short, or of no use to this JAX
+            _log.info("%s: cannot be loaded and is compiled again (%r)", path, error)
+            return None
+
+    def save(self, name: Sequence[Any], devices: Sequence[Any], compiled: Any) -> None:
+        """Keeps an executable for the next process."""
+        from jax.experimental import serialize_executable
+
+        path = self._path(name, devices)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            content = zlib.compress(pickle.dumps(serialize_executable.serialize(compiled)), 1)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # No sync: after a loss of power a torn file is compiled again.
+            temporary.write_bytes(content)
+            os.replace(temporary, path)
+            self._make_room()
+        except Exception as error:  # no room, no rights, or an executable that cannot be written
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            _log.info("%s: a compiled program cannot be kept (%r)", path, error)
+
+    def _make_room(self) -> None:
+        files = []
+        for path in self.folder.iterdir():
+            try:
+                stat = path.stat()
+            except FileNotFoundError:  # another process has made room
+                continue
+            files.append((stat.st_mtime, stat.st_size, path))
+        total = sum(size for _, size, _ in files)
+        for _, size, path in sorted(files)[:-1]:
+            if total <= self._limit:
+                return
+            path.unlink(missing_ok=True)
+            total -= size
+
+    def _path(self, name: Sequence[Any], devices: Sequence[Any]) -> Path:
+        kinds = [(one.platform, one.device_kind, one.id) for one in devices]
+        parts = (*_environment(), kinds, *name)
+        digest = hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()
+        return self.folder / digest[:32]
+
+
+@functools.cache
+def _environment() -> tuple[str, ...]:
+    """Returns what every executable of this process depends on."""
+    import jax
+
+    import wedlm_jax
+
+    versions = [f"{name} {_version(name)}" for name in ("jax", "jaxlib", "libtpu", "flax", "qwix")]
+    flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
+    options = (
+        "jax_default_matmul_precision",
+        "jax_disable_most_optimizations",
+        "jax_enable_x64",
+        "jax_default_prng_impl",
+        "jax_threefry_partitionable",
+    )
+    chosen = [f"{name}={jax.config.values.get(name)}" for name in options]  # type: ignore[attr-defined]
+    clients = f"{jax.process_count()} {jax.device_count()} {jax.local_device_count()}"
+    return (*versions, *flags, *chosen, clients, _processor(), source_digest(wedlm_jax))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    """Names the instructions of this processor: a CPU's executable runs on no lesser one."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    known = (line for line in lines if line.startswith(("flags", "Features", "model name")))
+    return hashlib.sha256("\n".join(sorted(set(known))).encode()).hexdigest()

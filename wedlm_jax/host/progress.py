@@ -1,10 +1,15 @@
-"""How far some work is: where a call that decodes stands, and the one bar that commands show."""
+"""How far some work is: where a call that decodes stands, the one bar that commands show, and what
+is said while a program is compiled."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import threading
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
@@ -118,6 +123,12 @@ class ProgressBar:
         """Says that one more is done."""
         self.update(self._done + 1, title=title)
 
+    @contextlib.contextmanager
+    def while_compiling(self, number: int) -> Iterator[None]:
+        """Says in the bar that a program is compiled, with the time so far."""
+        with ticking(lambda seconds: self.update(self._done, text=compiling(number, seconds))):
+            yield
+
     def line(self, text: str | None = None, seconds_left: float | None = None) -> str:
         """Returns what stands beside the bar: "60 of 100 records, 2.5 records/s, 0:16 left"."""
         elapsed = time.monotonic() - self._started
@@ -136,6 +147,80 @@ class ProgressBar:
         if self._percent:
             return f"{self._done / max(self._total, 1):.1%}"
         return f"{self._done:,} of {self._total:,} {self._unit}"
+
+
+class CompileNotice:
+    """Says on standard error that programs are compiled: a line that counts the seconds in a
+    terminal; elsewhere a line after a few seconds, one now and then, and one at the end.
+
+    Args:
+      kept: where programs are kept for the next time; None if nowhere.
+      console: where it is said; by default on standard error.
+      first, every: seconds before the first line and between two where there is no terminal.
+    """
+
+    def __init__(
+        self,
+        kept: Path | None = None,
+        console: Console | None = None,
+        *,
+        first: float = 2.0,
+        every: float = 15.0,
+    ):
+        self._kept, self._console, self._first, self._every = kept, console, first, every
+
+    @contextlib.contextmanager
+    def __call__(self, number: int) -> Iterator[None]:
+        """Makes the context in which program ``number``, from 1, is compiled."""
+        from rich.console import Console
+
+        console = self._console or Console(stderr=True, highlight=False)
+        due, told, started = self._first, False, time.monotonic()
+
+        def tell(seconds: float) -> None:
+            nonlocal due, told
+            if seconds >= due:
+                due, told = seconds + self._every, True
+                console.print(compiling(number, seconds), markup=False, soft_wrap=True)
+
+        if console.is_terminal:
+            status = console.status(compiling(number, 0))
+            with status, ticking(lambda seconds: status.update(compiling(number, seconds))):
+                yield
+            told = time.monotonic() - started >= self._first
+        else:
+            with ticking(tell):
+                yield
+        if told:
+            where = f"; kept for the next time in {self._kept}" if self._kept else ""
+            seconds = time.monotonic() - started
+            line = f"compiled program {number} in {seconds:.0f} s{where}"
+            console.print(line, markup=False, soft_wrap=True)
+
+
+def compiling(number: int, seconds: float) -> str:
+    """Returns what is said of a program that is being compiled for so long."""
+    return f"compiling program {number}, {seconds:.0f} s so far"
+
+
+@contextlib.contextmanager
+def ticking(tell: Callable[[float], None], every: float = 1.0) -> Iterator[None]:
+    """Calls ``tell`` with the seconds since the block began, at once and again and again until it
+    ends, from a thread of its own: the block itself is busy in the compiler."""
+    started, over = time.monotonic(), threading.Event()
+
+    def tick() -> None:
+        while not over.wait(every):
+            tell(time.monotonic() - started)
+
+    tell(0.0)
+    thread = threading.Thread(target=tick, name="ticking", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def clock(seconds: float) -> str:

@@ -11,10 +11,12 @@ place with one file last, without which readers take it for absent (`move_tree`)
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import weakref
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any, cast
 
 from wedlm_jax.errors import InputError, StorageFailure, require_extra, shortened
@@ -132,6 +134,16 @@ def file_sizes(folder: Path) -> dict[str, int]:
         return {name.removeprefix(root): file["size"] for name, file in found.items()}
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.stat().st_size for path in files}
+
+
+def source_digest(*packages: ModuleType) -> str:
+    """Returns a digest of the source files of these packages, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    for package in packages:
+        folder = Path(str(package.__file__)).parent
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def remove_tree(folder: Path) -> None:

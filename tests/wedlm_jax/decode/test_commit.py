@@ -28,7 +28,7 @@ def state_of(windows: list[list[int | None]], *, anchored: list[bool]) -> Decode
         filled[i, : len(window)] = [token is not None for token in window]
         tokens[i, : len(window)] = [9 if token is None else token for token in window]
     computed = jnp.array([len(TEXT) - one for one in anchored], jnp.int32)
-    empty = idle_state(count, window=WIDEST, text=12, emitted=6, num_logprobs=None)
+    empty = idle_state(count, window=WIDEST, text=12, emitted=6, with_logprobs=False)
     return dataclasses.replace(
         empty,
         text=empty.text.at[:, : len(TEXT)].set(jnp.array(TEXT)),

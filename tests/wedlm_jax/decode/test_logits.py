@@ -114,7 +114,7 @@ def test_counts_that_are_updated_equal_those_made_afresh(
 def traced(traits: Traits) -> Any:
     """The jaxpr of a program with these traits."""
     sequences = 3
-    state = idle_state(sequences, window=WINDOW, text=LONGEST_TEXT, emitted=1, num_logprobs=None)
+    state = idle_state(sequences, window=WINDOW, text=LONGEST_TEXT, emitted=1, with_logprobs=False)
     rows = rows_of([], padding=5)[0]
     options = idle_options(sequences, traits)
     return jax.make_jaxpr(adjust)(jnp.zeros((5, VOCAB)), state, options, rows).jaxpr

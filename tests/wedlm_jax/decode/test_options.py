@@ -10,6 +10,10 @@ import pytest
 
 from tests.examples.windows import ALL_TRAITS, VOCAB
 from wedlm_jax.decode.options import (
+    LONGEST_BAD_WORD,
+    MOST_BAD_WORDS,
+    MOST_BIASES,
+    MOST_STOPS,
     HostOptions,
     Options,
     Traits,
@@ -51,26 +55,32 @@ def test_a_program_holds_what_it_was_made_for(changes: dict[str, Any]) -> None:
     assert both.holds(plain)
     assert both.holds(other)
     assert not plain.holds(other)
-    everything = dataclasses.replace(ALL_TRAITS, num_logprobs=4)
-    assert everything.holds(both)
+    everything = Traits.everything(WINDOW, grammar=True)
+    assert everything.holds(both.rounded)
+    assert both.rounded.holds(both)
 
 
-def test_sizes_are_rounded_up_so_that_there_are_few() -> None:
+def test_lists_of_any_length_share_a_program() -> None:
     def traits(count: int) -> Traits:
-        bias, words = dict.fromkeys(range(count), 1.0), ((1, 2),) * count
+        bias, words = dict.fromkeys(range(count), 1.0), ((1, 2), tuple(range(count))) * count
         params = dataclasses.replace(PLAIN, logit_bias=bias, bad_words=words, logprobs=count)
-        return Traits.of(params, WINDOW, num_stops=count)
+        return Traits.of(params, WINDOW)
 
-    assert {traits(count) for count in (9, 10, 14, 16)} == {traits(16)}
-    assert traits(16).num_biases == 16
-    assert traits(17).num_logprobs == 20
-    assert not traits(8).holds(traits(9))
+    assert len({traits(count) for count in (1, 2, 9, 16)}) == 1
 
 
-def test_a_longer_word_or_more_alternatives_need_another_program() -> None:
-    few = Traits.of(dataclasses.replace(PLAIN, bad_words=((1, 2),), logprobs=0), WINDOW)
-    assert not few.holds(Traits.of(dataclasses.replace(PLAIN, bad_words=((1, 2, 3),)), WINDOW))
-    assert not few.holds(Traits.of(dataclasses.replace(PLAIN, logprobs=1), WINDOW))
+def test_a_program_for_everything_has_every_trait() -> None:
+    everything = Traits.everything(WINDOW, grammar=True)
+    assert everything.are_everything
+    assert Traits.everything(WINDOW, grammar=False).are_everything
+    for field in dataclasses.fields(Traits):
+        assert getattr(everything, field.name) == (WINDOW if field.name == "window" else True)
+        if field.name not in ("window", "grammar"):
+            less = dataclasses.replace(everything, **{field.name: False})
+            assert not less.are_everything
+    without_masks = Traits.everything(0, grammar=True)
+    assert without_masks.are_everything
+    assert not without_masks.paper | without_masks.verified
 
 
 def test_limits_of_what_is_not_drawn_are_no_trait() -> None:
@@ -134,14 +144,15 @@ def test_a_sequence_gets_what_it_asks_for() -> None:
             assert getattr(options, name)[1] == getattr(RICH, name)
     assert options.entropy_threshold is not None
     assert options.entropy_threshold[1] == -np.inf
-    assert options.stop_ids[1].tolist() == [1, 5, -1, -1]
+    assert options.stop_ids[1].tolist() == [1, 5] + [-1] * (MOST_STOPS - 2)
     assert options.bias_ids is not None
     assert options.bias is not None
-    assert options.bias_ids[1].tolist() == [7, 3, -1, -1, -1, -1, -1, -1]
-    assert options.bias[1].tolist() == [1.5, -2, 0, 0, 0, 0, 0, 0]
+    assert options.bias_ids[1].tolist() == [7, 3] + [-1] * (MOST_BIASES - 2)
+    assert options.bias[1].tolist() == [1.5, -2] + [0] * (MOST_BIASES - 2)
     assert options.bad_words is not None
-    empty = [-1] * 4
-    assert options.bad_words[1].tolist() == [[3, 4, 5, -1], [6, -1, -1, -1], empty, empty]
+    words = np.full((MOST_BAD_WORDS, LONGEST_BAD_WORD), -1)
+    words[0, :3], words[1, 0] = (3, 4, 5), 6
+    np.testing.assert_array_equal(options.bad_words[1], words)
     assert options.window.tolist() == [0, WINDOW, 0]
     assert options.anchored.tolist() == [True, True, True]
 
@@ -183,7 +194,7 @@ def test_windows_change_but_for_those_that_have_none() -> None:
 def test_other_traits_hold_the_same_sequences_or_leave_them_out() -> None:
     host = filled()
     narrow = host.with_traits(host.needed())
-    assert host.needed() == Traits.of(RICH, WINDOW, 2)
+    assert host.needed() == Traits.of(RICH, WINDOW)
     assert narrow.options().position_penalty is None
     assert_same(narrow.with_traits(ALL_TRAITS).options(), host.options())
     plain = Traits.of(PLAIN, WINDOW)
@@ -224,5 +235,7 @@ def test_too_many_biases_or_alternatives_are_refused() -> None:
     biases = dataclasses.replace(PLAIN, logit_bias=dict.fromkeys(range(513), 1.0))
     with pytest.raises(InputError, match="logit_bias: expected at most 512 tokens, not 513"):
         check_options(biases, (), Vocabulary(1000, 1000))
+    with pytest.raises(InputError, match=r"stop_token_ids: expected at most 64, .* not 65"):
+        check_options(PLAIN, range(65), Vocabulary(1000, 1000))
     with pytest.raises(InputError, match="logprobs: expected at most 3, the tokens that"):
         check_options(dataclasses.replace(PLAIN, logprobs=4), (), Vocabulary(9, 5, (0, 3)))

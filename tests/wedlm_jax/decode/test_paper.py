@@ -23,7 +23,7 @@ def state_of(windows: list[list[bool]]) -> DecodeState:
     for row, window in zip(filled, windows, strict=True):
         row[: len(window)] = window
     return dataclasses.replace(
-        idle_state(len(windows), window=SLOTS // 2, text=9, emitted=9, num_logprobs=None),
+        idle_state(len(windows), window=SLOTS // 2, text=9, emitted=9, with_logprobs=False),
         filled=jnp.array(filled),
         active=jnp.array([len(window) for window in windows], jnp.int32),
     )

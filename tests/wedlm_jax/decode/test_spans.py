@@ -64,7 +64,7 @@ def some_sequences(draw: st.DrawFn) -> list[Sequence]:
 
 
 def state_of(some: list[Sequence]) -> DecodeState:
-    empty = idle_state(len(some), window=WINDOW, text=TEXT, emitted=1, num_logprobs=None)
+    empty = idle_state(len(some), window=WINDOW, text=TEXT, emitted=1, with_logprobs=False)
     text = np.full((len(some), TEXT), 7, np.int32)
     tokens = np.full((len(some), num_slots(WINDOW)), 7, np.int32)
     filled = np.ones(tokens.shape, bool)  # what stands behind the active slots must not matter

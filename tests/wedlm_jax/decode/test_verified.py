@@ -55,7 +55,7 @@ def test_drafts_are_kept_up_to_the_first_wrong_one() -> None:
     drafts = [[7, 5, 6, 7, 0, 0], [7, 5, 0, 7, 0, 0], [7, 0, 6, 7, 0, 0]]
     chosen = jnp.array([[0, 5, 6, 7, 8, 9, 0]] * 3)
     state = dataclasses.replace(
-        idle_state(3, window=3, text=9, emitted=9, num_logprobs=None),
+        idle_state(3, window=3, text=9, emitted=9, with_logprobs=False),
         tokens=jnp.array(drafts),
         filled=jnp.arange(6) < jnp.array([[4]] * 3),
         active=jnp.full(3, 6),

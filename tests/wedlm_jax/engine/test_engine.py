@@ -241,9 +241,7 @@ def test_requests_that_were_aborted_have_no_say_in_the_next_program(
 def test_what_is_expected_compiles_before_and_nothing_after(tiny_model: Transformer) -> None:
     params = SamplingParams(mode="verified", temperature=0.7, top_p=0.9, max_tokens=12)
     engine = small_engine(tiny_model, [params], window_size=2, deterministic=True)
-    steps: list[tuple[int, int]] = []
-    engine.compile(lambda done, total: steps.append((done, total)))
-    assert steps == [(1, 2), (2, 2)]
+    engine.compile()
     programs, spent = engine.num_programs, engine.compile_seconds
     assert spent > 0
     rng = np.random.default_rng(0)

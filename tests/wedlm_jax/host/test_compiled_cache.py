@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import pytest
 
-from wedlm_jax.host.compiled_cache import keep_compiled
+from tests.examples.jax_cache import without_jax_cache
+from wedlm_jax.host.compiled_cache import keep_compiled, program_folder
 
 
-def test_compiled_programs_are_kept_where_the_user_s_caches_are(
+@pytest.fixture(autouse=True)
+def _no_cache() -> Iterator[None]:
+    with without_jax_cache():
+        yield
+
+
+def test_programs_are_kept_where_the_user_s_caches_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = jax.config.values["jax_compilation_cache_dir"]
-    seconds = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    try:
-        jax.config.update("jax_compilation_cache_dir", None)
-        keep_compiled()
-        kept = jax.config.values["jax_compilation_cache_dir"]
-        assert kept == str(tmp_path / "wedlm-jax" / "compiled")
-        keep_compiled(tmp_path / "other")
-        assert jax.config.values["jax_compilation_cache_dir"] == kept, "the first one stays"
-    finally:
-        jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
+    assert program_folder() == tmp_path / "wedlm-jax" / "programs"
+
+
+def test_nothing_is_kept_twice_or_against_the_user_s_will(tmp_path: Path) -> None:
+    jax.config.update("jax_enable_compilation_cache", False)
+    assert program_folder() is None
+    jax.config.update("jax_enable_compilation_cache", True)
+    assert program_folder() is not None
+    keep_compiled(tmp_path / "first")
+    assert program_folder() is None
+    keep_compiled(tmp_path / "other")
+    kept = jax.config.values["jax_compilation_cache_dir"]
+    assert kept == str(tmp_path / "first"), "the first one stays"

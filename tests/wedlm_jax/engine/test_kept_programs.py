@@ -1,0 +1,124 @@
+"""Engines whose compiled programs are kept on the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+from flax import nnx
+
+from tests.examples.decode import TINY, small_engine
+from tests.examples.jax_cache import without_jax_cache
+from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.engine import Engine
+from wedlm_jax.host.compiled_cache import ProgramStore
+from wedlm_jax.model import Transformer
+from wedlm_jax.params import SamplingParams
+from wedlm_jax.sharding import make_mesh, tree_shardings
+
+
+@pytest.fixture(autouse=True)
+def _no_cache() -> Iterator[None]:
+    """XLA cannot write what came out of JAX's cache, so a store stands alone."""
+    with without_jax_cache():
+        yield
+
+
+GREEDY = SamplingParams(mode="verified", max_tokens=6)
+
+
+class Counting:
+    """Counts what is compiled."""
+
+    def __init__(self, engine: Engine):
+        self.compiled = 0
+        engine.device.programs.while_compiling = self.count
+
+    @contextlib.contextmanager
+    def count(self, number: int) -> Iterator[None]:
+        self.compiled += 1
+        yield
+
+
+def decode(folder: Path, model: Transformer, **options: object) -> tuple[list[int], int]:
+    """The tokens of a new engine, and how many programs it compiled."""
+    engine = small_engine(model, [GREEDY], store=ProgramStore(folder), **options)
+    counting = Counting(engine)
+    (result,) = engine.decode([Request(0, (5, 9, 3), GREEDY)])
+    return result.token_ids, counting.compiled
+
+
+def test_a_second_engine_loads_what_the_first_compiled(
+    tmp_path: Path, tiny_model: Transformer
+) -> None:
+    tokens, compiled = decode(tmp_path, tiny_model)
+    assert compiled == 2  # a burst, and sequences that enter
+    assert decode(tmp_path, tiny_model) == (tokens, 0)
+
+
+def test_other_weights_take_the_same_programs_and_other_shapes_do_not(
+    tmp_path: Path, tiny_model: Transformer
+) -> None:
+    expected, _ = decode(tmp_path / "a", tiny_model)
+    other = Transformer(TINY, rngs=nnx.Rngs(9))
+    alone, _ = decode(tmp_path / "b", other)
+    assert decode(tmp_path / "a", other) == (alone, 0)
+    assert decode(tmp_path / "a", tiny_model, window_size=3)[1] > 0
+    assert decode(tmp_path / "a", tiny_model, num_pages=99)[1] > 0
+    wide = Transformer(dataclasses.replace(TINY, intermediate_size=32), rngs=nnx.Rngs(0))
+    assert decode(tmp_path / "a", wide)[1] > 0
+    # Of the same shapes, but another function of them.
+    turned = Transformer(dataclasses.replace(TINY, rms_norm_eps=0.5), rngs=nnx.Rngs(0))
+    assert decode(tmp_path / "a", turned)[1] > 0
+    assert decode(tmp_path / "a", tiny_model) == (expected, 0)
+
+
+def test_a_program_for_a_mesh_is_loaded_onto_it(tmp_path: Path, tiny_model: Transformer) -> None:
+    mesh = make_mesh({"data": 2}, jax.devices()[2:4])
+    graph, parameters = nnx.split(tiny_model)
+    shardings = tree_shardings(mesh, parameters)
+    placed = nnx.merge(graph, jax.tree.map(jax.device_put, parameters, shardings))
+    tokens, compiled = decode(tmp_path, placed, mesh=mesh)
+    assert compiled == 2
+    assert decode(tmp_path, placed, mesh=mesh) == (tokens, 0)
+    assert decode(tmp_path, tiny_model)[1] == 2
+
+
+@pytest.mark.parametrize("damage", ["cut", "other", "empty"])
+def test_a_damaged_program_is_compiled_again(
+    tmp_path: Path, tiny_model: Transformer, damage: str
+) -> None:
+    tokens, _ = decode(tmp_path, tiny_model)
+    for path in tmp_path.iterdir():
+        content = path.read_bytes()
+        path.write_bytes({"cut": content[:-100], "other": b"\x80" * 500, "empty": b""}[damage])
+    assert decode(tmp_path, tiny_model) == (tokens, 2)
+    assert decode(tmp_path, tiny_model) == (tokens, 0)
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_but_time(
+    tmp_path: Path, tiny_model: Transformer
+) -> None:
+    tokens, _ = decode(tmp_path / "programs", tiny_model)
+    (tmp_path / "file").write_text("no folder")
+    assert decode(tmp_path / "file", tiny_model) == (tokens, 2)
+
+
+def test_what_was_not_used_for_longest_leaves_first(
+    tmp_path: Path, tiny_model: Transformer
+) -> None:
+    decode(tmp_path, tiny_model)
+    sizes = {path: path.stat().st_size for path in tmp_path.iterdir()}
+    largest = max(sizes, key=lambda path: sizes[path])
+    limit = sizes[largest] * 3 // 2
+    small = ProgramStore(tmp_path, limit)
+    engine = small_engine(tiny_model, [GREEDY], store=small, window_size=3)
+    engine.decode([Request(0, (5, 9, 3), GREEDY)])
+    left = list(tmp_path.iterdir())
+    assert sum(path.stat().st_size for path in left) <= limit
+    assert not largest.exists()
+    assert max(path.stat().st_size for path in left) > limit // 2, "the newest burst stays"
