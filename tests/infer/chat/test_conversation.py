@@ -45,7 +45,6 @@ def test_the_first_answer_is_that_of_a_chat(llm: LLM, conversation: Conversation
     expected = llm.chat(asked("the cat"), PARAMS)[0]
     answer = ask(conversation, "the cat")
     assert (answer.text, answer.token_ids) == (expected.text, expected.token_ids)
-    assert not conversation.has_to_compile
 
 
 def test_a_turn_computes_its_new_tokens_alone(llm: LLM, conversation: Conversation) -> None:
