@@ -38,6 +38,7 @@ and may have
   "sampling"          {"temperature": 0.7, "stop": ["\\n"], ...}, instead of the command
                       line's values for this record. Fields:
 {fields}
+  "window_size"       W of this record, at most --window-size; 0 decodes autoregressively
   any other           is yours, and comes back in the record of the output
 or the form of OpenAI's batch files, {"custom_id": ..., "url": ..., "body": {...}}, which its
 result then has, too.
@@ -392,7 +393,7 @@ def _check_combination(options: dict[str, Any]) -> None:
     alone = [name for name in JOB_OPTIONS if name in options and "input" not in options]
     if alone:
         raise InputError(f"--{alone[0].replace('_', '-')} goes with --input")
-    if "input" in options and options.get("seed", 0) is None:
+    if "input" in options and options.get("seed", 0) in (None, -1):
         raise InputError("--seed: expected a number with --input: a restart gives the same records")
     if "trace" in options and "prompt" not in options:
         raise InputError("--trace goes with --prompt")

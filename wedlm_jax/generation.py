@@ -29,6 +29,9 @@ WAITING = 16
 Prepared: TypeAlias = tuple[Sequence[int], SamplingParams]
 """A checked prompt: its token ids, and how it is decoded."""
 
+Windowed: TypeAlias = tuple[Sequence[int], SamplingParams, int | None]
+"""A checked prompt with a window of its own, None for the engine's."""
+
 
 class Router:
     """Shares an engine between several callers, in any threads: each gets the events of its own
@@ -251,7 +254,7 @@ class Generation:
         self,
         router: Router,
         codec: TextCodec | None,
-        prompts: Iterable[Prepared],
+        prompts: Iterable[Prepared | Windowed],
         *,
         total: int | None = None,
         on_progress: Callable[[Progress], None] | None = None,
@@ -280,15 +283,19 @@ class Generation:
         finally:
             self._router.leave(self, [*self._under_way, *self._aborted])
 
-    def _as_requests(self, prompts: Iterable[Prepared]) -> Iterator[tuple[Request, _UnderWay]]:
-        for place, (token_ids, params) in enumerate(prompts):
+    def _as_requests(
+        self, prompts: Iterable[Prepared | Windowed]
+    ) -> Iterator[tuple[Request, _UnderWay]]:
+        for place, prepared in enumerate(prompts):
+            token_ids, params = prepared[:2]
+            window = prepared[2] if len(prepared) == 3 else None
             prompt = _Prompt(place, params)
             for sample, own in enumerate(sample_params(params)):
                 if prompt.failed:
                     break
                 number = self._router.new_number(self)
                 stream = CompletionStream(self._codec, own) if own.stop else None
-                yield Request(number, token_ids, own), _UnderWay(prompt, sample, stream)
+                yield Request(number, token_ids, own, window), _UnderWay(prompt, sample, stream)
 
     def _submit(self) -> list[Request]:
         submitted: list[Request] = []

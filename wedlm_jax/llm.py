@@ -24,7 +24,7 @@ from wedlm_jax.engine.engine import DEFAULT_WINDOW, Engine, runs_apart
 from wedlm_jax.engine.events import Failed, Finished, Traced
 from wedlm_jax.engine.scoring import score
 from wedlm_jax.errors import InputError, did_you_mean, nearest
-from wedlm_jax.generation import CompletionStream, Generation, Prepared, Router
+from wedlm_jax.generation import CompletionStream, Generation, Prepared, Router, Windowed
 from wedlm_jax.grammar.guidance import TokenizerGrammars
 from wedlm_jax.host.compiled_cache import ProgramStore, program_folder
 from wedlm_jax.host.progress import CompileNotice, Progress
@@ -250,7 +250,7 @@ class LLM:
 
     def run(
         self,
-        prompts: Iterable[Prepared],
+        prompts: Iterable[Prepared | Windowed],
         on_progress: Callable[[Progress], None] | None = None,
         *,
         stopping: Callable[[], bool] | None = None,
@@ -259,7 +259,8 @@ class LLM:
         """Decodes prompts that `prepare` or `prepare_one` has checked.
 
         Args:
-          prompts: read as they are needed, a little ahead.
+          prompts: read as they are needed, a little ahead; a third item is a window (W) of their
+            own, that `Engine.check_window` has checked.
           on_progress: called between bursts of forwards.
           stopping: once it returns True, running prompts are finished and no others started.
           on_failure: called with the index of a prompt that could not be decoded to its end (a

@@ -128,7 +128,7 @@ class SamplingParams:
     seed: Annotated[
         int | None,
         Option(
-            "of the random numbers; the same seed gives the same tokens in any batch",
+            "of the random numbers; the same seed gives the same tokens in any batch; -1 is none",
             low=0,
             high=2**32 - 1,
             integer=True,
@@ -259,8 +259,9 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", as_bias(self.logit_bias))
         object.__setattr__(self, "bad_words", as_words(self.bad_words))
         object.__setattr__(self, "json_schema", as_schema(self.json_schema))
-        if self.top_k == -1:  # vLLM's "all"
-            object.__setattr__(self, "top_k", 0)
+        for name, none in (("top_k", 0), ("seed", None)):
+            if getattr(self, name) == -1:  # vLLM's "all" and "any"
+                object.__setattr__(self, name, none)
         for name, option in OPTIONS.items():
             option.check(name, getattr(self, name))
         self._check_together()

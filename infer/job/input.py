@@ -21,7 +21,7 @@ from wedlm_jax.records.parquet import column_names, read_rows
 
 PROMPT_KINDS = ("prompt", "prompt_token_ids", "messages")
 FOR_TEMPLATE = ("tools", "chat_template_kwargs")
-KEYS = (*PROMPT_KINDS, "id", "sampling", *FOR_TEMPLATE)
+KEYS = (*PROMPT_KINDS, "id", "sampling", "window_size", *FOR_TEMPLATE)
 """Lists the keys of a record that mean something, in JSONL and in Parquet. All others are the
 user's own, which the output repeats."""
 

@@ -17,7 +17,7 @@ from wedlm_jax.records.fields import check_text, refuse_unknown, shown_value
 from wedlm_jax.records.jsonl import parse_object
 
 if TYPE_CHECKING:
-    from wedlm_jax.generation import Prepared
+    from wedlm_jax.generation import Prepared, Windowed
     from wedlm_jax.llm import LLM
 
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
@@ -40,6 +40,7 @@ class PromptRecord:
       kind: which of `PROMPT_KINDS` it has; or "text", one that is no message in any case.
       prompt: its value.
       params: how it is decoded.
+      window: its own W, None for the engine's.
       template: its ``tools`` and ``chat_template_kwargs``, where it has some.
     """
 
@@ -47,6 +48,7 @@ class PromptRecord:
     kind: str
     prompt: Any
     params: SamplingParams
+    window: int | None = None
     template: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -107,7 +109,7 @@ def checked_record(
     """Checks a record, and derives its seed from its id unless it has one.
 
     Args:
-      params: of records that do not have their own; the seed is the job's.
+      params: of records that do not have their own; the seed is the job's, and not None.
 
     Raises:
       InputError: which field is wrong, and what was expected.
@@ -124,13 +126,16 @@ def checked_record(
     template_variables(*(template.get(name) for name in FOR_TEMPLATE))
     if template and kind == "prompt_token_ids":
         raise InputError(f"{next(iter(template))}: expected none beside prompt_token_ids")
-    if params.seed is not None:
-        params = dataclasses.replace(params, seed=record_seed(params.seed, name))
-    if "sampling" in fields:
-        params = _overridden(params, fields["sampling"])
-    if params.seed is None:
-        raise InputError("seed: expected a number, so that a restart gives the same result")
-    return PromptRecord(name, kind, fields[kind], params, template)
+    window = fields.get("window_size")
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
+        raise InputError(f"window_size: expected an integer, not {shown_value(window)}")
+    assert params.seed is not None, "a restart draws the same"
+    own = dataclasses.replace(params, seed=record_seed(params.seed, name))
+    if fields.get("sampling") is not None:
+        given = _overridden(params, fields["sampling"])
+        has_seed = given.seed is not None and "seed" in fields["sampling"]
+        own = given if has_seed else dataclasses.replace(given, seed=own.seed)
+    return PromptRecord(name, kind, fields[kind], own, window, template)
 
 
 def record_seed(seed: int, name: RecordId) -> int:
@@ -140,8 +145,9 @@ def record_seed(seed: int, name: RecordId) -> int:
     return int.from_bytes(hashlib.sha256(text.encode("ascii")).digest()[:4], "big")
 
 
-def prepared_record(llm: LLM, record: PromptRecord, *, chat: bool) -> Prepared:
-    """Returns the token ids and parameters of a record, checked against the model.
+def prepared_record(llm: LLM, record: PromptRecord, *, chat: bool) -> Prepared | Windowed:
+    """Returns the token ids and parameters of a record, and its window if it has one, checked
+    against the model.
 
     Args:
       chat: whether a text is a user's message, for the chat template.
@@ -166,7 +172,11 @@ def prepared_record(llm: LLM, record: PromptRecord, *, chat: bool) -> Prepared:
         # a job of millions.
         reason = shortened(f"{type(error).__name__}: {error}")
         raise InputError(f"the prompt could not be turned into tokens ({reason})") from error
-    return array("i", token_ids), params  # a list would take nine times the memory
+    ids = array("i", token_ids)  # a list would take nine times the memory
+    if record.window is None:
+        return ids, params
+    llm.engine.check_window(record.window)
+    return ids, params, record.window
 
 
 def _check_token_ids(value: Any) -> None:
@@ -185,6 +195,8 @@ def _overridden(params: SamplingParams, fields: Any) -> SamplingParams:
     """Returns ``params`` with a record's own values."""
     if not isinstance(fields, dict):
         raise InputError(f"sampling: expected an object, not {shown_value(fields)}")
+    if "window_size" in fields:
+        raise InputError("window_size: expected beside sampling, not within it")
     refuse_unknown(fields, SAMPLING_FIELDS, "sampling field")
     stop, stop_ids = fields.get("stop", []), fields.get("stop_token_ids", [])
     if not isinstance(stop, str | list):

@@ -20,7 +20,7 @@ from wedlm_jax.errors import InputError
 
 if TYPE_CHECKING:
     from wedlm_jax.completion import Completion
-    from wedlm_jax.generation import Prepared
+    from wedlm_jax.generation import Prepared, Windowed
     from wedlm_jax.host.progress import Progress
     from wedlm_jax.llm import LLM
 
@@ -109,7 +109,7 @@ class ShardDecoder:
             for part in self._open.values():
                 part.close()
 
-    def _prompts(self, shards: Iterable[Shard]) -> Generator[Prepared, None, None]:
+    def _prompts(self, shards: Iterable[Shard]) -> Generator[Prepared | Windowed, None, None]:
         """Yields prepared prompts for the engine; writes an error for what cannot be decoded."""
         places = itertools.count()
         for shard in self._and_again(shards):

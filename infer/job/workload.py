@@ -25,7 +25,7 @@ from wedlm_jax.params import SamplingParams
 from wedlm_jax.records.files import RecordFile, file_size
 
 if TYPE_CHECKING:
-    from wedlm_jax.generation import Prepared
+    from wedlm_jax.generation import Prepared, Windowed
     from wedlm_jax.llm import LLM
 
 
@@ -58,7 +58,7 @@ class PreparedRecord(NamedTuple):
 
     id: RecordId
     own: Own
-    prompt: Prepared
+    prompt: Prepared | Windowed
 
 
 @dataclasses.dataclass(frozen=True)

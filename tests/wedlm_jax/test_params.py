@@ -232,3 +232,7 @@ def test_whatever_says_its_schema_is_one(given: Any) -> None:
 def test_grammars_that_cannot_be_are_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=f"^{message}"):
         SamplingParams(**fields)
+
+
+def test_a_seed_of_minus_one_is_none() -> None:
+    assert SamplingParams(seed=-1) == SamplingParams(seed=None)

@@ -11,20 +11,20 @@ from collections.abc import Callable, Iterable, Iterator
 from wedlm_jax.completion import Completion
 from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.errors import InputError
-from wedlm_jax.generation import Prepared
+from wedlm_jax.generation import Prepared, Windowed
 from wedlm_jax.host.progress import Progress
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import sample_seed
 
 
-def quick_completion(record: Prepared) -> Completion:
-    token_ids, params = record
+def quick_completion(record: Prepared | Windowed) -> Completion:
+    token_ids, params, *window = record
     if params.n > 1:
         seeds = [sample_seed(params.seed, sample) for sample in range(params.n)]
         each = [dataclasses.replace(params, n=1, seed=seed) for seed in seeds]
-        first, *further = [quick_completion((token_ids, one)) for one in each]
+        first, *further = [quick_completion((token_ids, one, *window)) for one in each]
         return dataclasses.replace(first, further=tuple(further))
-    digest = hashlib.sha256(repr((list(token_ids), params)).encode()).digest()
+    digest = hashlib.sha256(repr((list(token_ids), params, *window)).encode()).digest()
     ids = list(digest)[: min(params.max_tokens, 1 + digest[0] % 32)]
     logprobs = None
     if params.logprobs is not None:
@@ -38,7 +38,7 @@ def quick_completion(record: Prepared) -> Completion:
 
 def quick_run(
     self: LLM,
-    records: Iterable[Prepared],
+    records: Iterable[Prepared | Windowed],
     on_progress: Callable[[Progress], None] | None = None,
     *,
     stopping: Callable[[], bool] | None = None,

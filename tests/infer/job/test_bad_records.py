@@ -55,6 +55,14 @@ BAD_LINES = [
     ('{"prompt": "a", "id": 1.5}', "id: expected a text or an integer, not 1.5"),
     ('{"prompt": "a", "id": null}', "id: expected a text or an integer, not null"),
     ('{"prompt": "a", "id": 0}', "duplicate id: record 0 has it (records count from 0"),
+    ('{"prompt": "a", "window_size": 5}', "window_size: expected 0 to 4, the engine's own, not 5"),
+    (
+        '{"prompt": "a", "window_size": -1}',
+        "window_size: expected 0 to 4, the engine's own, not -1",
+    ),
+    ('{"prompt": "a", "window_size": true}', "window_size: expected an integer, not true"),
+    ('{"prompt": "a", "sampling": {"window_size": 2}}', "window_size: expected beside sampling"),
+    ('{"prompt": "a", "sampling": {"seed": -2}}', "sampling.seed: expected an integer from 0 to"),
     ('{"prompt": "a", "sampling": 5}', "sampling: expected an object, not 5"),
     ('{"prompt": "a", "sampling": {"temprature": 1}}', "did you mean 'temperature'?"),
     (

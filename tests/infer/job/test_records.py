@@ -229,6 +229,33 @@ def test_chat_option_applies_to_texts(work: Path, model: Path) -> None:
     assert others == [{**first, "id": i} for i in (1, 2, 3)]
 
 
+def test_records_have_windows_of_their_own(work: Path, model: Path, llm: LLM) -> None:
+    paper = {"mode": "paper", "max_tokens": 12}
+    windows = (None, 0, 1, 4)
+    write([{"prompt": WORDS[1], "window_size": one, "sampling": paper} for one in windows])
+    assert run(model) == 0
+    params = SamplingParams(max_tokens=12, mode="paper")
+    ids, _ = llm.prepare_one(WORDS[1], params)
+    whole = {
+        i: one for batch in llm.run([(ids, params, one) for one in windows]) for i, one in batch
+    }
+    assert results() == [as_record(i, whole[i]) for i in range(len(windows))]
+    default, zero, one, four = results()
+    assert {**default, "id": 3} == four
+    assert zero["num_token_instances"] < one["num_token_instances"] < four["num_token_instances"]
+
+
+@pytest.mark.parametrize("sampling", [None, {}, {"seed": None}, {"seed": -1}])
+def test_no_seed_and_no_sampling_are_those_of_the_job(
+    work: Path, model: Path, quick: None, sampling: Any
+) -> None:
+    write([{"id": "x", "prompt": "a"}])
+    assert run(model, "--temperature", "1", "--seed", "5", output="plain.jsonl") == 0
+    write([{"id": "x", "prompt": "a", "sampling": sampling}])
+    assert run(model, "--temperature", "1", "--seed", "5") == 0
+    assert results() == results("plain.jsonl")
+
+
 def test_window_of_zero_is_autoregressive(work: Path, model: Path) -> None:
     write(words(4))
     assert run(model, "--window-size", "0") == 0
