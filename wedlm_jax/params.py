@@ -21,8 +21,8 @@ NO_TOKEN = -1
 MOST_LOGPROBS = 20
 """The most alternatives of a token."""
 
-MOST_SAMPLES = 1024
-"""The most completions of one prompt."""
+MOST_SAMPLES = 128
+"""The most completions of one prompt: all wait in one result until the last is done."""
 
 MODES = ("paper", "verified", "ar")
 DEFAULT_MODE = "verified"
@@ -140,8 +140,8 @@ class SamplingParams:
     n: Annotated[
         int,
         Option(
-            "completions of the prompt, each with its own seed; more than 1 needs a temperature "
-            "above 0",
+            "completions of the prompt, each with its own seed, at most 128; more than 1 needs a "
+            "temperature above 0",
             low=1,
             high=MOST_SAMPLES,
             integer=True,

@@ -262,7 +262,7 @@ def test_a_warning_is_its_sentence_alone(
         (["--prompt", "a", "--shard-size", "5"], "--shard-size goes with --input"),
         (["--prompt", "a", "--warmup"], "--warmup goes with --input"),
         (["--prompt", "a", "--n", "2"], "--n: expected 1 at temperature 0"),
-        (["--prompt", "a", "--n", "0"], "--n: expected an integer from 1 to 1,024, not 0"),
+        (["--prompt", "a", "--n", "0"], "--n: expected an integer from 1 to 128, not 0"),
         (["--input", __file__, "--output", "b", "--n", "2"], "--n: expected 1 at temperature 0"),
         (["--input", __file__, "--output", "b", "--logprobs", "21"], "--logprobs: expected an int"),
         (

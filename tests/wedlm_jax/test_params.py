@@ -35,7 +35,7 @@ from wedlm_jax.params import DEFAULT_MODE, OPTIONS, SamplingParams, sample_seed
         ("draft_budget", -1),
         ("draft_budget", float("inf")),
         ("seed", 2**32),
-        ("seed", -1),
+        ("seed", -2),
         ("stop", ("",)),
         ("stop_token_ids", (-1,)),
         ("stop_token_ids", ("a",)),

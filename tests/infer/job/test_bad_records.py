@@ -77,7 +77,7 @@ BAD_LINES = [
     ('{"prompt": "a", "sampling": {"stop_token_ids": 5}}', "sampling.stop_token_ids: expected a"),
     ('{"prompt": "a", "sampling": {"stop_token_ids": [300]}}', "stop_token_ids: 300 is outside"),
     ('{"prompt": "a", "sampling": {"max_tokens": 320}}', "exceed max_model_len 320"),
-    ('{"prompt": "a", "sampling": {"n": 0}}', "sampling.n: expected an integer from 1 to 1,024"),
+    ('{"prompt": "a", "sampling": {"n": 0}}', "sampling.n: expected an integer from 1 to 128"),
     ('{"prompt": "a", "sampling": {"n": 2}}', "sampling.n: expected 1 at temperature 0, where"),
     ('{"prompt": "a", "sampling": {"logprobs": 21}}', "sampling.logprobs: expected an integer fr"),
 ]
