@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from train.data.conversations import BESIDE
+from train.data.conversations import BESIDE, PAIRS
 from wedlm_jax.errors import InputError, file_error, is_passing, shortened
 from wedlm_jax.records.files import (
     JSONL,
@@ -45,7 +45,10 @@ ENDINGS = {
     ".arrayrecord": ARRAYRECORD,
     ".array_record": ARRAYRECORD,
 }
-COLUMNS = ("text", "messages", "conversations", "token_ids", "trainable", *BESIDE)
+COLUMNS = (
+    *("text", "messages", "conversations", "token_ids", "trainable", *BESIDE),
+    *(name for key, beside in PAIRS.items() for name in (key, *beside)),
+)
 
 
 @dataclasses.dataclass(frozen=True)

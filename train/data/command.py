@@ -23,8 +23,10 @@ input, by ending; folders are searched, several may be given:
                         "text": a document
                         "messages": [{"role": ..., "content": ...}, ...], a conversation
                         "conversations": [{"from": "human", "value": ...}, ...], one, too
+                        "prompt" and "completion": texts
+                        "instruction", perhaps "input", and "output": texts, as Alpaca's
                         "token_ids": [...], and perhaps "trainable": [true, ...] of its length
-                      and, with a conversation, perhaps
+                      and, with a conversation or a pair of texts, perhaps
                         "system": its system message
                         "tools": [{...}, ...] and "chat_template_kwargs": {...}, for the template
   .txt                one document
@@ -36,7 +38,9 @@ input, by ending; folders are searched, several may be given:
 A document is trained on whole, with an end-of-text token after it; what is longer than a
 row is cut into rows. Of a conversation, put through the tokenizer's chat template, the
 assistant's turns are trained on, their end token included; one that is longer than a row is
-left out. token_ids without trainable are a document, with it a finished sample.
+left out. So is a prompt with its completion: it becomes a user's and an assistant's turn, or,
+where the tokenizer has no chat template, one text, of which the completion and an end-of-text
+token are trained on. token_ids without trainable are a document, with it a finished sample.
 
 A job that was killed goes on where the same command finds it: input is cut into parts of
 about 1 GiB of whole files, and a part that is made is not made again. --num-hosts shares them
@@ -76,14 +80,15 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--format",
-        choices=("auto", "text", "chat", "tokens"),
+        choices=("auto", "text", "chat", "pairs", "tokens"),
         default="auto",
         help="what a record is; auto: what its key says [%(default)s]",
     )
     add(
         "--train-on-prompt",
         action="store_true",
-        help="train on all of a conversation, not on the assistant's turns alone",
+        help="train on all of a conversation or pair, not on the assistant's turns or the "
+        "completion alone",
     )
     add(
         "--end-tokens",

@@ -10,6 +10,10 @@ from typing import Any
 from wedlm_jax.errors import InputError
 from wedlm_jax.messages import NotTaken, checked_messages, template_variables
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+"""Roles that templates know; a misspelt one would be written as it stands, and not be trained on.
+The last two are other names of "tool"."""
+
 BESIDE = ("system", "tools", "chat_template_kwargs")
 """Keys beside ``messages`` or ``conversations`` that change the text."""
 
@@ -71,6 +75,10 @@ def _checked(given: Any) -> list[dict[str, Any]]:
     with _named():
         messages = checked_messages(given)
     for number, message in enumerate(messages):
+        if (role := message["role"]) not in ROLES:
+            known = ", ".join(ROLES)
+            raise Wrong("unknown role", f"{role!r} of messages[{number}]; there are {known}")
+    for number, message in enumerate(messages):
         if (weight := message.pop("weight", 1)) != 1:
             # Trained on all the same, the turn would teach what it was marked not to.
             raise Wrong("not supported", f"'weight' {weight!r} of messages[{number}]; expected 1")
@@ -86,6 +94,28 @@ def _named() -> Iterator[None]:
         raise Wrong("not supported", str(error)) from None
     except InputError as error:
         raise Wrong("wrong type", str(error)) from None
+
+
+PAIRS = {"prompt": ("completion",), "instruction": ("output", "input")}
+"""Keys of a prompt, and those beside it: of its completion, and of what else belongs to it."""
+
+
+def pair_of(record: Mapping[str, Any], key: str) -> tuple[str, str]:
+    """Returns the prompt of a record, and the completion that is to follow it.
+
+    Args:
+      key: of `PAIRS`, which it has. An ``instruction`` may have an ``input``, which follows it
+        after an empty line.
+
+    Raises:
+      Wrong: it is malformed.
+    """
+    completion, *further = PAIRS[key]
+    texts = [whole_text(record[key], key)]
+    for name in further:
+        if record.get(name) not in (None, ""):
+            texts.append(whole_text(record[name], name))
+    return "\n\n".join(texts), whole_text(record[completion], completion)
 
 
 def _from_sharegpt(turns: Any) -> tuple[list[dict[str, Any]], list[str]]:

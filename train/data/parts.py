@@ -123,15 +123,16 @@ class PartFolders:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self.folder / PLAN
-            if not create_json(path, plan) and json.loads(path.read_text("utf-8")) != plan:
-                raise InputError(
-                    f"{self.folder}: was begun by a job of other settings or other input; if it "
-                    "is not running any more, remove the folder to begin anew"
-                )
+            found = plan if create_json(path, plan) else json.loads(path.read_text("utf-8"))
         except OSError as error:
             raise file_error(output, "cannot be written here", error) from None
         except ValueError as error:
             raise InputError(f"{self.folder / PLAN}: cannot be read ({error})") from None
+        if found != plan:
+            raise InputError(
+                f"{self.folder}: was begun by a job of other settings or other input; if it is not "
+                "running any more, remove the folder to begin anew"
+            )
 
     def part(self, number: int) -> Path:
         return self.folder / f"part-{number:05d}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,23 @@ from tokenizers import Tokenizer
 
 from train.data.chat import ChatFormat, ToolsNotFound, TurnsNotFound
 from train.data.chunks import Malformed, RecordChunk, records
-from train.data.conversations import BESIDE, Conversation, Wrong, whole_text
+from train.data.conversations import BESIDE, PAIRS, Conversation, Wrong, pair_of, whole_text
 from wedlm_jax.errors import InputError, shortened
 from wedlm_jax.host.storage import why_absent
 from wedlm_jax.packing import TokenisedSample
 from wedlm_jax.text import TextCodec
 
-KEYS = {"text": "text", "messages": "chat", "conversations": "chat", "token_ids": "tokens"}
+KEYS = {
+    "text": "text",
+    "messages": "chat",
+    "conversations": "chat",
+    **dict.fromkeys(PAIRS, "pairs"),
+    "token_ids": "tokens",
+}
 """Keys that hold a record, and their format."""
 
-BESIDE_OF = {"text": (), "chat": BESIDE, "tokens": ("trainable",)}
-"""Keys that are read beside a record's own, by format."""
+BESIDE_OF = {"text": (), "chat": BESIDE, "pairs": BESIDE, "tokens": ("trainable",)}
+"""Keys that are read beside a record's own, by format; those of `PAIRS` besides."""
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -36,7 +42,7 @@ class SampleOptions:
     Attributes:
       tokenizer: folder.
       row_length: of packed rows; no sample is longer.
-      format: "text", "chat" or "tokens", or "auto": by the key that a record has.
+      format: "text", "chat", "pairs" or "tokens", or "auto": by the key that a record has.
       train_on_prompt: whether all of a conversation is trainable.
       end_tokens: further end tokens after each assistant's turn.
       document_end: token after each document; None: the tokenizer's own.
@@ -145,7 +151,7 @@ class SampleMaker:
             record = {"text": record}
         wanted = self.options.format
         known = [key for key, kind in KEYS.items() if wanted in ("auto", kind)]
-        keys = [key for key in known if key in record]
+        keys = [key for key in known if _has(record, key)]
         if not keys:
             missing = f"no {known[0]!r}" if len(known) == 1 else f"none of {', '.join(known)}"
             raise refuse("missing key", missing)
@@ -155,17 +161,21 @@ class SampleMaker:
             key, kind = keys[0], KEYS[keys[0]]
             # Each would change the sample if it stood beside another key; dropped, it makes the
             # wrong one.
-            meant = {name for other in KEYS if other in record for name in BESIDE_OF[KEYS[other]]}
+            there = [other for other in KEYS if _has(record, other)]
+            meant = {name for other in there for name in BESIDE_OF[KEYS[other]]}
             for name in (name for names in BESIDE_OF.values() for name in names):
                 if name in record and name not in meant:
                     raise Wrong("unused key", f"{name!r} has no meaning beside {key!r}")
-            extra = [name for name in record if name not in meant and name not in KEYS]
+            meant |= {name for other in there for name in (other, *PAIRS.get(other, ()))}
+            extra = [name for name in record if name not in meant]
             if kind == "text":
                 made: list[TokenisedSample] | str = whole_text(record["text"], "text")
             elif kind == "chat":
                 conversation = Conversation.of_record(record, key)
                 made = [self._conversation(conversation)]
                 extra += conversation.unread
+            elif kind == "pairs":
+                made = [self._pair(*pair_of(record, key), record)]
             else:
                 made = self._token_ids(record)
         except Wrong as wrong:
@@ -187,6 +197,28 @@ class SampleMaker:
         except InputError as error:
             raise Wrong("refused by the chat template", str(error)) from None
         return self._fitting(sample)
+
+    def _pair(self, prompt: str, completion: str, beside: Mapping[str, Any]) -> TokenisedSample:
+        """Returns a prompt, not trained on, and its completion: a user's and an assistant's turn of
+        the chat template, or, where there is none, one text, tokenised apart, with its end token.
+        """
+        if self._codec.has_chat_template:
+            said = (("user", prompt), ("assistant", completion))
+            messages = [{"role": role, "content": content} for role, content in said]
+            variables = {name: beside[name] for name in BESIDE if name in beside}
+            record = {"messages": messages, **variables}
+            return self._conversation(Conversation.of_record(record, "messages"))
+        if given := [name for name in BESIDE if name in beside]:
+            raise Wrong("unused key", f"{given[0]!r}: the tokenizer has no chat template")
+        before, after = (
+            self.tokenizer.encode(text, add_special_tokens=False).ids
+            for text in (prompt, completion)
+        )
+        after += [self.document_end] * (1 + self.options.end_tokens)
+        trainable = [self.options.train_on_prompt] * len(before) + [True] * len(after)
+        return self._fitting(
+            TokenisedSample(np.array(before + after, np.int32), np.array(trainable, bool))
+        )
 
     def _token_ids(self, record: dict[str, Any]) -> list[TokenisedSample]:
         tokens, flags = record["token_ids"], record.get("trainable")
@@ -220,6 +252,12 @@ class SampleMaker:
         if (size := len(sample.tokens)) > self.options.row_length:
             raise Wrong("longer than a row", f"{size} tokens of {self.options.row_length}")
         return sample
+
+
+def _has(record: Mapping[str, Any], key: str) -> bool:
+    """Tells whether a record holds what a key says: a prompt alone, as beside messages, is not a
+    pair."""
+    return key in record and (key not in PAIRS or PAIRS[key][0] in record)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -201,13 +201,11 @@ def test_a_key_that_nothing_reads_is_counted_and_one_that_matters_is_not_dropped
     ]
     path = write_jsonl(tmp_path / "a.jsonl", records)
     samples, malformed, _ = made_of(path)
-    assert len(samples) == 5
+    assert len(samples) == 7
     assert [(what.line, what.reason) for what in malformed] == [
         *((line, "unused key") for line in range(5, 10)),
         (10, "not supported"),
         (11, "not supported"),
-        (13, "missing key"),
-        (14, "missing key"),
     ]
     assert unread_of(path) == [{"id": 3, "source": 1, "prompt": 1, "conversations.note": 1}]
 
@@ -481,3 +479,97 @@ def test_a_dataset_of_hugging_face_is_read_as_its_records(
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(InputError, match=r"pip install 'wedlm-jax\[datasets\]'"):
         find_input([str(tmp_path / "texts")])
+
+
+PAIR_RECORDS = [
+    {"prompt": "Count to 3.", "completion": "1, 2, 3"},
+    {"instruction": "Count to 3.", "input": "", "output": "1, 2, 3"},
+    {"instruction": "Count to 3.", "output": "1, 2, 3", "id": 7},
+    {"instruction": "Count", "input": "to 3.", "output": "1, 2, 3"},
+    {"prompt": "Count to 3.", "completion": "1, 2, 3", "system": "Be brief."},
+    {"prompt": "Count to 3.", "completion": ""},
+    {"prompt": ["a"], "completion": "b"},
+    {"prompt": "Count to 3."},
+    {"instruction": "Count to 3.", "input": 5, "output": "1"},
+    {"prompt": "a", "completion": "b", "text": "c"},
+]
+
+
+def test_a_prompt_and_its_completion_are_two_turns_of_the_template(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", PAIR_RECORDS)
+    said = {"role": "assistant", "content": "1, 2, 3"}
+    chats = [
+        [{"role": "user", "content": "Count to 3."}, said],
+        [{"role": "user", "content": "Count\n\nto 3."}, said],
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Count to 3."},
+            said,
+        ],
+    ]
+    expected = made_of(write_jsonl(tmp_path / "b.jsonl", [{"messages": one} for one in chats]))[0]
+    samples, malformed, _ = made_of(path)
+    order = [0, 0, 0, 1, 2]
+    assert [one.tokens.tolist() for one in samples] == [expected[i].tokens.tolist() for i in order]
+    assert [one.trainable.tolist() for one in samples] == [
+        expected[i].trainable.tolist() for i in order
+    ]
+    assert [(what.line, what.reason) for what in malformed] == [
+        (6, "empty"),
+        (7, "wrong type"),
+        (8, "missing key"),
+        (9, "wrong type"),
+        (10, "several formats"),
+    ]
+
+
+@pytest.mark.parametrize(("on_prompt", "ends"), [(False, 1), (True, 3)])
+def test_a_pair_is_plain_text_without_a_template(
+    tmp_path: Path, on_prompt: bool, ends: int
+) -> None:
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    shutil.copy(EMBEDDED / "tokenizer.json", folder)
+    config = json.loads((EMBEDDED / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    options = SampleOptions(
+        str(folder),
+        ROW,
+        train_on_prompt=on_prompt,
+        end_tokens=ends - 1,
+        document_end="<|endoftext|>",
+    )
+    path = write_jsonl(tmp_path / "a.jsonl", PAIR_RECORDS[:5])
+    samples, malformed, _ = made_of(path, SampleMaker(options))
+    after = [*ids("1, 2, 3"), *[END] * ends]
+    for sample, prompt in zip(samples, ["Count to 3."] * 3 + ["Count\n\nto 3."], strict=True):
+        before = ids(prompt)
+        assert sample.tokens.tolist() == before + after
+        assert sample.trainable.tolist() == [on_prompt] * len(before) + [True] * len(after)
+    assert [(what.line, what.reason) for what in malformed] == [(5, "unused key")]
+
+
+def test_a_prompt_beside_messages_is_not_a_pair(tmp_path: Path) -> None:
+    records = [{"prompt": "a", "messages": CHAT}, {"text": "a", "output": "b", "input": "c"}]
+    samples, malformed, _ = made_of(write_jsonl(tmp_path / "a.jsonl", records))
+    assert (len(samples), malformed) == (2, [])
+
+
+def test_pairs_of_a_table_are_those_of_lines(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(PAIR_RECORDS[1:4]), tmp_path / "a.parquet")
+    ours, malformed, _ = made_of(tmp_path / "a.parquet")
+    theirs, _, _ = made_of(write_jsonl(tmp_path / "a.jsonl", PAIR_RECORDS[1:4]))
+    assert [one.tokens.tolist() for one in ours] == [one.tokens.tolist() for one in theirs]
+    assert not malformed
+
+
+def test_a_role_that_no_template_knows_leaves_the_record_out(tmp_path: Path) -> None:
+    wrong = [{"role": "user", "content": "a"}, {"role": "asistant", "content": "b"}]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": [*CHAT, *wrong]}])
+    samples, malformed, _ = made_of(path)
+    assert len(samples) == 1
+    assert [(what.line, what.reason) for what in malformed] == [(2, "unknown role")]
+    assert malformed[0].detail.startswith(f"'asistant' of messages[{len(CHAT) + 1}]; there are ")
