@@ -81,7 +81,7 @@ def test_a_bad_parameter_is_refused_by_name(field: str, value: Any) -> None:
         ("top_p", 1.1, "top_p: expected a number above 0, up to 1, not 1.1"),
         ("top_k", None, "top_k: expected an integer of at least 0, not None"),
         ("max_tokens", 0, "max_tokens: expected an integer of at least 1, not 0"),
-        ("seed", -1, "seed: expected an integer from 0 to 4,294,967,295, not -1"),
+        ("seed", -2, "seed: expected an integer from 0 to 4,294,967,295, not -2"),
         ("logprobs", 21, "logprobs: expected an integer from 0 to 20, not 21"),
         ("mode", "fast", "mode: expected one of paper, verified, ar, not 'fast'"),
         ("ignore_eos", "yes", "ignore_eos: expected true or false, not 'yes'"),
