@@ -172,6 +172,10 @@ class Answer:
         return pieces
 
     @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(token_ids) for token_ids, _ in self._call.prompts)
+
+    @property
     def so_far(self) -> list[Completion]:
         """Returns what has come of each choice."""
         return [choice.stream.completion for choice in self._choices]

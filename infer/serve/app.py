@@ -21,7 +21,7 @@ from infer.serve.engine_thread import EngineThread
 from infer.serve.errors import ApiError
 from infer.serve.event_stream import EventStream
 from infer.serve.fields import ChatRequest, CompletionRequest
-from infer.serve.limits import BodyLimits, KeyCheck, Outcomes
+from infer.serve.limits import BodyLimits, Decoded, KeyCheck, Outcomes
 from infer.serve.logprob_shapes import LogprobShapes
 from infer.serve.metrics import Metrics
 from infer.serve.page import document
@@ -108,7 +108,8 @@ class Service:
         shape = kind(call, self.options.model, self._logprobs)
         answer = Answer(call, self.engine, self._codec, self._capacity, self.metrics)
         answer.begin()
-        self.metrics.prompt_tokens.inc(sum(len(token_ids) for token_ids, _ in call.prompts))
+        request.state.decoded = Decoded(shape.id, answer)
+        self.metrics.prompt_tokens.inc(answer.num_prompt_tokens)
         if call.streamed:
             return EventStream(answer, shape, self.metrics.errors.inc)
         try:

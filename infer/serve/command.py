@@ -101,7 +101,7 @@ def _add_server(group: Any) -> None:
         action="store_true",
         help="listen at once; the first requests then wait for the compiler",
     )
-    add("--access-log", action="store_true", help="a line on standard error for each call [off]")
+    add("--quiet", action="store_true", help="no line on standard error for each request")
     add("--config", metavar="FILE", help=f"see below [{FILE}, if it is there]")
 
 
@@ -228,9 +228,10 @@ def make_service(llm: LLM, options: dict[str, Any], params: SamplingParams) -> S
 def serve(service: Service, sock: socket.socket, options: dict[str, Any]) -> int:
     """Answers until the process is asked to end."""
     from infer.serve.http_server import make_server
+    from infer.serve.limits import REQUESTS
 
-    if options.get("access_log"):
-        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    if not options.get("quiet"):
+        REQUESTS.setLevel(logging.INFO)
     host, port, *_ = sock.getsockname()
     shown = f"[{host}]" if ":" in host else host
     server = make_server(

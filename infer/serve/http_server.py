@@ -36,6 +36,7 @@ def make_server(
         ws="none",
         lifespan="on",
         log_config=None,
+        access_log=False,  # `infer.serve.limits.Outcomes` has more to say
         server_header=False,
         timeout_graceful_shutdown=grace,  # type: ignore[arg-type]
     )

@@ -4,21 +4,52 @@ catches exceptions."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
+import logging
 import secrets
+import time
+from urllib.parse import quote
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from infer.serve.answer import Answer
 from infer.serve.errors import ApiError, as_api_error
 from infer.serve.metrics import Metrics
+
+REQUESTS = logging.getLogger("wedlm.serve.requests")
+"""Has a line, of level INFO, for each request: never what was asked or answered."""
+
+LONGEST_PATH = 200
+"""Characters of a path in a line."""
+
+PROBED_PATHS = ("/health", "/metrics")
+"""Are asked every few seconds: only what goes wrong there is worth a line."""
 
 OPEN_PATHS = ("/", "/health")
 """Need no key: probes have none, and the page asks for it."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """Holds what a request's line tells of its decoding.
+
+    Attributes:
+      id: of the answer.
+      answer: whose tokens are counted.
+    """
+
+    id: str
+    answer: Answer
+
+    def __str__(self) -> str:
+        made = sum(len(one.token_ids) for one in self.answer.so_far)
+        return f"{self.answer.num_prompt_tokens} tokens in, {made} out, {self.id}"
+
+
 class Outcomes:
-    """Counts answers by status, and turns any exception into an answer.
+    """Counts answers by status, logs them, and turns any exception into an answer.
 
     Args:
       paths: of the routes; calls of others are counted together.
@@ -31,7 +62,8 @@ class Outcomes:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = None
+        status, begun = None, time.monotonic()
+        state = scope.setdefault("state", {})
 
         async def noted(message: Message) -> None:
             nonlocal status
@@ -54,6 +86,16 @@ class Outcomes:
                 self._metrics.errors.inc()
             if status is None:
                 await answer.response(scope, receive, noted)
+        finally:
+            probe = status == 200 and scope["path"] in PROBED_PATHS
+            if REQUESTS.isEnabledFor(logging.INFO) and not probe:
+                # Percent-encoded: whatever a client sends stays on one line.
+                path = quote(scope["path"], safe="/:@+,=")[:LONGEST_PATH]
+                told = (
+                    f"{scope['method']} {path} {status or 'cut'} {time.monotonic() - begun:.3f} s"
+                )
+                decoded = state.get("decoded")
+                REQUESTS.info(told if decoded is None else f"{told}, {decoded}")
 
 
 class KeyCheck:

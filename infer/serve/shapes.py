@@ -42,6 +42,10 @@ class TextShape:
         }
         self._offsets: dict[int, int] = {}
 
+    @property
+    def id(self) -> str:
+        return str(self._head["id"])
+
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Returns the answer in one piece a choice."""
         choices = [self._choice(piece, self._content(piece.chunk.text)) for piece in pieces]

@@ -69,7 +69,7 @@ def test_values_of_every_kind(folder: Path) -> None:
         ("[serve]\nport = 'x'", "wedlm.toml: port: invalid int value: 'x'"),
         ("[serve]\nport = [1, 2]", r"wedlm.toml: port: expected one value, not \[1, 2\]"),
         ("[serve]\nmode = 'fast'", "wedlm.toml: mode: invalid choice: 'fast'"),
-        ("[serve]\naccess_log = 'perhaps'", "access_log: expected true or false, not 'perhaps'"),
+        ("[serve]\nquiet = 'perhaps'", "quiet: expected true or false, not 'perhaps'"),
         ("serve = 1", r"expected \[serve\] to be a table"),
         ("[serve", "cannot be read as TOML"),
     ],
