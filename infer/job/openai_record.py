@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from infer.serve.logprob_shapes import LogprobShapes
     from infer.serve.shapes import TextShape
     from wedlm_jax.completion import Completion
-    from wedlm_jax.generation import Prepared
+    from wedlm_jax.generation import Prepared, Windowed
     from wedlm_jax.llm import LLM
     from wedlm_jax.params import SamplingParams
     from wedlm_jax.text import TextCodec
@@ -35,7 +35,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 NEEDED = "records of OpenAI's batch form need parts of the server: pip install 'wedlm-jax[serve]'"
 
 
-NOT_IN_JOBS = ("stream", "stream_options", "window_size", "return_trace")
+NOT_IN_JOBS = ("stream", "stream_options", "return_trace")
 """Fields of requests that a job has no use for: its options say how it decodes."""
 
 
@@ -74,21 +74,21 @@ class BatchRecord:
             tools = None if body.tool_choice == "none" else body.tools
             template = {"tools": tools, "chat_template_kwargs": body.chat_template_kwargs}
             template_variables(tools=tools, kwargs=body.chat_template_kwargs)
-            return PromptRecord(name, "messages", body.messages, params, template)
+            return PromptRecord(name, "messages", body.messages, params, body.window_size, template)
         prompt = body.prompt
         if isinstance(prompt, list) and not all(isinstance(one, int) for one in prompt):
             if len(prompt) != 1:
                 raise InputError(f"prompt: expected one in a record, not {len(prompt)}")
             prompt = prompt[0]
         kind = "text" if isinstance(prompt, str) else "prompt_token_ids"
-        return PromptRecord(name, kind, prompt, params)
+        return PromptRecord(name, kind, prompt, params, body.window_size)
 
-    def prepared(self, llm: LLM, prompt: Prepared) -> None:
+    def prepared(self, llm: LLM, prompt: Prepared | Windowed) -> None:
         """Notes what an answer needs to know of the prompt and the model."""
         from infer.serve.answer import Call
         from infer.serve.shapes import ChatShape, TextShape
 
-        token_ids, params = prompt
+        token_ids, params = prompt[:2]
         body = self.fields["body"]
         with_ids = bool(body.get("return_token_ids"))
         call = Call([(range(len(token_ids)), params)], with_token_ids=with_ids)
@@ -169,7 +169,7 @@ def _read_body(given: Any, chat: bool, params: SamplingParams) -> tuple[Any, Sam
         if chat:
             body.messages = checked_messages(body.messages, ROLES)
         sampling = sampling_given(body)
-        if sampling.get("seed", 0) is None:
+        if sampling.get("seed", 0) in (None, -1):
             del sampling["seed"]
         sampling = {"max_tokens": params.max_tokens} | sampling
         return body, sampling_of(sampling, params, params.max_tokens)

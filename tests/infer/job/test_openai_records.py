@@ -11,6 +11,7 @@ from openai.types.chat import ChatCompletion
 
 from infer.job.prompt_record import record_seed
 from tests.infer.job.job_examples import KEYS, contents, results, run, stop_after, write
+from wedlm_jax.errors import BAD_DATA
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 
@@ -89,6 +90,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (chat("x", stream=True), "stream: not in a job"),
     (chat("x", tools=[{"type": "function"}]), "tools: this checkpoint's chat template does not"),
     (chat("x", max_tokens=400), "exceed max_model_len 320"),
+    (chat("x", window_size=5), "window_size: expected 0 to 4, the engine's own, not 5"),
     (text("x", "a", echo=True), "echo: not supported"),
     (text("x", ["a", "b"]), "prompt: expected one in a record, not 2"),
     (text(7, "a"), "custom_id: expected a text, not 7"),
@@ -100,7 +102,7 @@ def test_a_bad_request_has_its_error_in_the_place_of_an_answer(
 ) -> None:
     records = [{**record, "custom_id": f"{i}"} for i, (record, _) in enumerate(BAD[:-1])]
     write([*records, BAD[-1][0], text("0", "again")])
-    assert run(model) == 0
+    assert run(model) == BAD_DATA
     found = results()
     for (_, said), answer in zip([*BAD, (None, "duplicate id: record 0")], found, strict=True):
         assert answer["response"]["status_code"] == 400
@@ -128,3 +130,17 @@ def test_a_prompt_may_have_keys_of_these_names_of_its_own(
     assert run(model) == 0
     (record,) = results()
     assert (record["custom_id"], record["body"], record["id"]) == ("mine", 5, 0)
+
+
+@pytest.mark.parametrize("field", [{"seed": -1}, {"window_size": 4}])
+def test_a_seed_of_minus_one_is_none_and_a_window_is_its_own(
+    work: Path, model: Path, quick: None, field: dict[str, int]
+) -> None:
+    def answer(**given: int) -> str:
+        write([text("a", "b", temperature=1, **given)])
+        assert run(model, "--overwrite", "--seed", "5") == 0
+        return str(results()[0]["response"]["body"]["choices"][0]["text"])
+
+    (name,) = field
+    assert (answer() == answer(**field)) == (name == "seed")
+    assert answer(**{name: 3}) != answer(**field)
