@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import logging
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +23,21 @@ from wedlm_jax.typed_tokens import MARK, TypedTokens
 
 INCOMPLETE = "\ufffd"
 """What a tokenizer decodes the incomplete bytes of a character to."""
+
+
+def _bytes_by_letter() -> dict[str, int]:
+    """Returns the byte that each letter of byte-level BPE stands for: a printable one itself, and
+    the others letters from U+0100 on, in order."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    letters = {chr(byte): byte for byte in shown}
+    return letters | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}
+
+
+BYTES = _bytes_by_letter()
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+"""A token of one byte, in vocabularies that fall back to these."""
 
 SETTLED_BEHIND = 32
 """Last tokens of a growing text that are decoded again with those that follow."""
@@ -95,7 +112,7 @@ class TextCodec:
         token = self.tokenizer.eos_token_id
         return None if token is None else int(token)
 
-    @property
+    @functools.cached_property
     def token_ids(self) -> frozenset[int]:
         """The ids that the tokenizer knows. A model may have rows for more."""
         return frozenset(self.tokenizer.get_vocab().values())
@@ -223,6 +240,39 @@ class TextCodec:
             getattr(self.tokenizer, "chat_template", "")
         ):
             raise InputError("tools: this checkpoint's chat template does not write any")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes that a token stands for, which may be part of a character; those of its
+        spelling, if it is special; none, if the tokenizer does not know it."""
+        if token_id not in self.token_ids:
+            return b""
+        if (added := self._added.get(token_id)) is not None:
+            return added.encode()
+        token = str(self.tokenizer.convert_ids_to_tokens(token_id))
+        if self._is_byte_level and all(letter in BYTES for letter in token):
+            return bytes(BYTES[letter] for letter in token)
+        if fallback := BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(fallback[1])
+        text = self.tokenizer.decode([token_id], skip_special_tokens=False)
+        return str(text).encode("utf-8", "replace")
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of special tokens, of which `decode` leaves nothing."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        flagged = {int(token_id) for token_id, token in added.items() if token.special}
+        return frozenset(flagged.union(self.tokenizer.all_special_ids))
+
+    @functools.cached_property
+    def _added(self) -> dict[int, str]:
+        found = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return {int(token_id): str(token.content) for token_id, token in found.items()}
+
+    @functools.cached_property
+    def _is_byte_level(self) -> bool:
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        decoder = None if backend is None else backend.decoder
+        return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of ``token_ids`` without special tokens."""
