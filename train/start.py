@@ -32,6 +32,7 @@ from train.embedded.corpus import generate
 from train.prediction_blocks import most_trainable_blocks, needed_by_sources
 from train.program import TrainProgram, lora_of
 from train.recipe.config import TrainConfig
+from train.recipe.phases import phases_of
 from train.run_files import read_alike
 from train.step import TrainState
 from wedlm_jax.checkpoint.hf import check_tensors, load_checkpoint, save_checkpoint
@@ -116,6 +117,7 @@ def recipe_model(
     if tokenizer is None or tokenizer_from is None:
         any_token = model.vocab_size - 1
         return dataclasses.replace(model, mask_token_id=model.mask_token_id or any_token)
+    model = with_turn_ends(config, model)
     own = special_tokens(tokenizer_from).mask
     return dataclasses.replace(model, mask_token_id=mask_token(config, tokenizer, model, own))
 
@@ -147,6 +149,22 @@ def _architecture(
     made = config_from_hf({**told, **stated})
     # Where the recipe names none it is chosen as for an AR checkpoint.
     return dataclasses.replace(made, mask_token_id=stated.get("mask_token_id"))
+
+
+def with_turn_ends(config: TrainConfig, model: ModelConfig) -> ModelConfig:
+    """Returns an architecture whose texts end with the turns of the conversations that the recipe
+    trains on, too: a base checkpoint knows the end of a document alone, and its answers would run
+    on."""
+    names = [name for phase in phases_of(config) for name in phase.config.data.sources]
+    ends: list[int] = []
+    for name in dict.fromkeys(names):
+        end = read_manifest(folder_of_this_machine(name, "data.sources")).turn_end
+        if end is not None and end not in (*model.eos_token_ids, *ends):
+            ends.append(end)
+    if not ends:
+        return model
+    say(f"turns end with the token {', '.join(map(str, ends))}, and so will the model's texts")
+    return dataclasses.replace(model, eos_token_ids=(*ends, *model.eos_token_ids))
 
 
 def mask_token(

@@ -51,19 +51,25 @@ class ChatFormat:
 
     Raises:
       InputError: the template does not show where an assistant's turn begins or ends.
+
+    Attributes:
+      turn_end: the id of the token that ends an assistant's turn.
     """
 
     def __init__(self, render: Render, tokenizer: Tokenizer, end_tokens: int):
         self._render, self._tokenizer, self._extra = render, tokenizer, end_tokens
         added = tokenizer.get_added_tokens_decoder().values()
         special = sorted((t.content for t in added if t.special), key=len, reverse=True)
-        self._end = re.compile(rf"\s*({'|'.join(map(re.escape, special)) or '(?!)'})")
+        end = rf"\s*({'|'.join(map(re.escape, special)) or '(?!)'})"
+        self._end, self._at_end = re.compile(end), re.compile(rf"{end}\Z")
         try:
-            self.turns(_PROBE)
+            whole, spans = self.turns(_PROBE)
         except (TurnsNotFound, InputError) as error:
             raise InputError(
                 f"this tokenizer's chat template cannot be trained on: {error}"
             ) from None
+        start, stop = spans[-1]
+        self.turn_end = self._ids(whole[start:stop])[-1]
 
     def turns(
         self, messages: Sequence[Message], variables: Variables | None = None
@@ -124,7 +130,12 @@ class ChatFormat:
         Raises:
           TurnsNotFound, ToolsNotFound, InputError: as `turns`.
         """
-        whole, spans = self.turns(messages, variables)
+        return self.tokenised(*self.turns(messages, variables), train_on_prompt=train_on_prompt)
+
+    def tokenised(
+        self, whole: str, spans: Sequence[tuple[int, int]], *, train_on_prompt: bool
+    ) -> TokenisedSample:
+        """Returns what `sample` does, given what `turns` returned."""
         tokens: list[int] = []
         trainable: list[bool] = []
 
@@ -141,6 +152,26 @@ class ChatFormat:
         if train_on_prompt:
             add(self._ids(whole[last:]), False)
         return TokenisedSample(np.array(tokens, np.int32), np.array(trainable, bool))
+
+    def changed(
+        self, messages: Sequence[Message], whole: str, spans: Sequence[tuple[int, int]]
+    ) -> list[tuple[str, str]]:
+        """Returns the assistant's turns whose text is not their content as it was written, white
+        space around it aside: the content, and the text.
+
+        Args:
+          whole, spans: what `turns` returned for these messages.
+        """
+        found = []
+        own = [message for message in messages if message["role"] == ASSISTANT]
+        for message, (start, stop) in zip(own, spans, strict=True):
+            written = message["content"].strip()
+            became = self._at_end.sub("", whole[start:stop]).strip()
+            # Thoughts and calls that have keys of their own are for the template to write.
+            more = message.get("reasoning_content") or message.get("tool_calls")
+            if (written not in became) if more else (written != became):
+                found.append((written, became))
+        return found
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)

@@ -181,6 +181,12 @@ def main(arguments: list[str]) -> int:
         most = sorted(made.unread_keys.items(), key=lambda one: -one[1])
         named = ", ".join(f"{key} ({counted(n, 'record')})" for key, n in most)
         print(f"keys that are not read: {named}")
+    if first := made.first_changed:
+        print(
+            f"the chat template changed {made.changed_turns:,} of "
+            f"{counted(made.turns, 'turn')} of assistants; the first, {first['place']}: "
+            f"{first['written']!r} became {first['became']!r}"
+        )
     if line := _blocks(made):
         print(line)
     if line := _mask_tokens(options.tokenizer, made):

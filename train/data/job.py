@@ -187,6 +187,10 @@ def _manifest(
         most_trainable_blocks=counts.most_trainable_blocks,
         added_tokens=counts.added_tokens,
         unread_keys=counts.unread_keys,
+        turns=counts.turns,
+        changed_turns=counts.changed_turns,
+        first_changed=counts.first_changed,
+        turn_end=SampleMaker(options.samples).chat.turn_end if counts.turns else None,
         content=counts.content,
         shards=shards,
     )
@@ -247,6 +251,9 @@ def _samples(
             counts.note(what)
         counts.records += result.records
         counts.note_unread(result.unread)
+        counts.turns += result.turns
+        counts.changed_turns += result.changed_turns
+        counts.first_changed = counts.first_changed or result.first_changed
         for sample in result.samples:
             counts.samples += 1
             counts.tokens += len(sample.tokens)

@@ -50,6 +50,10 @@ class Manifest:
         all; None in folders of earlier versions. A mask token should not be among them.
       unread_keys: how many records have a key that is not read, by its name; None in folders of
         earlier versions.
+      turns, changed_turns, first_changed: turns of assistants; how many of them the chat template
+        did not write as they were, and the first: ``place``, ``written`` and ``became``.
+      turn_end: the token that ends them; None where there are no conversations, and in folders of
+        earlier versions.
       content: SHA-256 of all rows in order.
       shards: the files in order.
     """
@@ -73,6 +77,10 @@ class Manifest:
     trainable_blocks: int | None = None
     most_trainable_blocks: int | None = None
     unread_keys: dict[str, int] | None = None
+    turns: int = 0
+    changed_turns: int = 0
+    first_changed: dict[str, str] | None = None
+    turn_end: int | None = None
 
 
 def write_manifest(manifest: Manifest, folder: Path) -> None:

@@ -53,6 +53,9 @@ class PartCounts:
     content: str = ""
     added_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     unread_keys: dict[str, int] = dataclasses.field(default_factory=dict)
+    turns: int = 0
+    changed_turns: int = 0
+    first_changed: dict[str, str] | None = None
 
     def note_row(self, blocks: int) -> None:
         """Counts a row with so many blocks that have a trainable token."""
@@ -81,11 +84,13 @@ class PartCounts:
 
     def add(self, other: PartCounts) -> None:
         """Counts another part, which follows."""
-        for name in ("records", "samples", "rows", "tokens", "trainable", "trainable_blocks"):
+        names = ("records", "samples", "rows", "tokens", "trainable", "trainable_blocks")
+        for name in (*names, "turns", "changed_turns"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.most_trainable_blocks = max(self.most_trainable_blocks, other.most_trainable_blocks)
         self.added_tokens = added_up([self.added_tokens, other.added_tokens])
         self.note_unread(other.unread_keys)
+        self.first_changed = self.first_changed or other.first_changed
         for reason, found in other.reasons.items():
             self._add_reason(reason, found["records"], found["first"])
 

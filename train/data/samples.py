@@ -34,6 +34,9 @@ BESIDE_OF = {"text": (), "chat": BESIDE, "pairs": BESIDE, "tokens": ("trainable"
 
 END_OF_TEXT = "<|endoftext|>"
 
+SHOWN = 120
+"""Characters that are told of a turn that the template changed."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SampleOptions:
@@ -62,12 +65,18 @@ class ChunkSamples:
 
     Attributes:
       unread: how many of the records that were used have a key that nothing reads, by its name.
+      turns: how many turns of assistants there are.
+      changed_turns: how many of them the chat template did not write as they were.
+      first_changed: the first of these: ``place``, ``written`` and ``became``.
     """
 
     samples: list[TokenisedSample]
     malformed: list[Malformed]
     records: int
     unread: dict[str, int]
+    turns: int = 0
+    changed_turns: int = 0
+    first_changed: dict[str, str] | None = None
 
 
 class SampleMaker:
@@ -81,6 +90,7 @@ class SampleMaker:
         self.options = options
         folder = Path(options.tokenizer)
         self.tokenizer = load_tokenizer(folder)
+        self._turns, self._changed = 0, list[tuple[str, str, str]]()
         self._vocabulary = self.tokenizer.get_vocab_size(with_added_tokens=True)
 
     @functools.cached_property
@@ -117,6 +127,7 @@ class SampleMaker:
         made: list[list[TokenisedSample] | str] = []
         malformed: list[Malformed] = []
         count = 0
+        self._turns, self._changed = 0, []
         # Of a table only columns with a meaning are read, so that rows do not show the others.
         unread = collections.Counter(dict.fromkeys(chunk.unread, chunk.count))
         for line, record in records(chunk):
@@ -130,7 +141,11 @@ class SampleMaker:
         samples: list[TokenisedSample] = []
         for one in made:
             samples += self._pieces(next(documents).ids) if isinstance(one, str) else one
-        return ChunkSamples(samples, malformed, count, dict(unread))
+        first = None
+        if self._changed:
+            first = dict(zip(("place", "written", "became"), self._changed[0], strict=True))
+        changed = len(self._changed)
+        return ChunkSamples(samples, malformed, count, dict(unread), self._turns, changed, first)
 
     def _one(
         self,
@@ -172,10 +187,10 @@ class SampleMaker:
                 made: list[TokenisedSample] | str = whole_text(record["text"], "text")
             elif kind == "chat":
                 conversation = Conversation.of_record(record, key)
-                made = [self._conversation(conversation)]
+                made = [self._conversation(conversation, f"{file}:{line}")]
                 extra += conversation.unread
             elif kind == "pairs":
-                made = [self._pair(*pair_of(record, key), record)]
+                made = [self._pair(*pair_of(record, key), record, f"{file}:{line}")]
             else:
                 made = self._token_ids(record)
         except Wrong as wrong:
@@ -183,22 +198,27 @@ class SampleMaker:
         unread.update(extra)
         return made
 
-    def _conversation(self, conversation: Conversation) -> TokenisedSample:
+    def _conversation(self, conversation: Conversation, place: str) -> TokenisedSample:
+        messages = conversation.messages
         try:
-            sample = self.chat.sample(
-                conversation.messages,
-                train_on_prompt=self.options.train_on_prompt,
-                variables=conversation.variables,
-            )
+            whole, spans = self.chat.turns(messages, conversation.variables)
         except ToolsNotFound as error:
             raise Wrong("tools not found in the chat template's text", str(error)) from None
         except TurnsNotFound as error:
             raise Wrong("turns not found in the chat template's text", str(error)) from None
         except InputError as error:
             raise Wrong("refused by the chat template", str(error)) from None
-        return self._fitting(sample)
+        sample = self._fitting(
+            self.chat.tokenised(whole, spans, train_on_prompt=self.options.train_on_prompt)
+        )
+        self._turns += len(spans)
+        for written, became in self.chat.changed(messages, whole, spans):
+            self._changed.append((place, shortened(written, SHOWN), shortened(became, SHOWN)))
+        return sample
 
-    def _pair(self, prompt: str, completion: str, beside: Mapping[str, Any]) -> TokenisedSample:
+    def _pair(
+        self, prompt: str, completion: str, beside: Mapping[str, Any], place: str
+    ) -> TokenisedSample:
         """Returns a prompt, not trained on, and its completion: a user's and an assistant's turn of
         the chat template, or, where there is none, one text, tokenised apart, with its end token.
         """
@@ -207,7 +227,7 @@ class SampleMaker:
             messages = [{"role": role, "content": content} for role, content in said]
             variables = {name: beside[name] for name in BESIDE if name in beside}
             record = {"messages": messages, **variables}
-            return self._conversation(Conversation.of_record(record, "messages"))
+            return self._conversation(Conversation.of_record(record, "messages"), place)
         if given := [name for name in BESIDE if name in beside]:
             raise Wrong("unused key", f"{given[0]!r}: the tokenizer has no chat template")
         before, after = (

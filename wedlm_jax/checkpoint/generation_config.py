@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +80,16 @@ def read_generation_config(folder: Path) -> GenerationConfig:
     if do_sample:
         advised = {"temperature": 1.0} | advised  # what transformers takes
     return GenerationConfig(path, tuple(dict.fromkeys(ends)), advised)
+
+
+def write_ends(folder: Path, eos_token_ids: Sequence[int]) -> None:
+    """Puts a model's stop tokens into the file, if there is one: programs that read it do not look
+    for them in ``config.json``."""
+    path = folder / FILE
+    if not path.exists() or not eos_token_ids:
+        return
+    read_generation_config(folder)  # whoever copied it learns what is wrong with it
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    ends = list(eos_token_ids)
+    raw["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    path.write_text(json.dumps(raw, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

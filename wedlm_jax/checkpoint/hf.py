@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from wedlm_jax.checkpoint.dtypes import numpy_dtype
+from wedlm_jax.checkpoint.generation_config import write_ends
 from wedlm_jax.checkpoint.hf_export import (
     SHARD_BYTES,
     largest_dtype,
@@ -186,6 +187,8 @@ def save_checkpoint(
             write_config(beside, raw_config or config_to_hf(config, dtype=written))
             if tokenizer_from is not None:
                 copy_tokenizer(as_path(tokenizer_from), beside)
+                if raw_config is None:
+                    write_ends(beside, config.eos_token_ids)
 
 
 def require_replaceable(folder: Path) -> None:

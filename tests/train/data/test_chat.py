@@ -170,3 +170,19 @@ def test_one_conversation_that_hides_its_turns_is_told_apart(tokenizer: Tokenize
     assert trained(chat, tokenizer, CHAT[:3]) == ["1, 2, 3<|im_end|>"]
     with pytest.raises(TurnsNotFound):
         chat.sample(CHAT, train_on_prompt=False)
+
+
+def test_turns_that_the_template_rewrites_are_found(tokenizer: Tokenizer) -> None:
+    thought = {"role": "assistant", "content": "<think>\nup\n</think>\n\n1, 2, 3 "}
+    messages = [*CHAT[:2], thought, *CHAT[3:]]
+    chat = ChatFormat(template(THINKING), tokenizer, end_tokens=0)
+    assert chat.changed(messages, *chat.turns(messages)) == [
+        ("<think>\nup\n</think>\n\n1, 2, 3", "1, 2, 3"),
+        ("3, 2, 1", "<think>\n\n</think>\n\n3, 2, 1"),
+    ]
+    plain = ChatFormat(template(CHAT_TEMPLATE), tokenizer, end_tokens=0)
+    assert plain.changed(messages, *plain.turns(messages)) == []
+    assert chat.turn_end == plain.turn_end == tokenizer.token_to_id("<|im_end|>")
+    # Thoughts in a key of their own are the template's to write.
+    own = {**CHAT[-1], "reasoning_content": "down"}
+    assert chat.changed([*CHAT[:-1], own], *chat.turns([*CHAT[:-1], own])) == []

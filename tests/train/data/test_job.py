@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import train.data.chunks
 import train.data.parts
 from tests.examples.data import BLOCK, CHAT, EMBEDDED, ROW, documents, tokenised, write_jsonl
+from tests.train.data.test_chat import THINKING
 from train.data.manifest import read_manifest
 from train.data.parts import PartFolders
 from train.data.samples import load_tokenizer
@@ -254,3 +256,33 @@ def test_of_jobs_that_begin_at_once_on_one_output_one_gets_it(tmp_path: Path) ->
             said = list(threads.map(begin, [number] * len(plans), plans))
             assert said.count("begun") == 1
             assert sum("was begun by a job of other settings" in text for text in said) == 7
+
+
+def test_the_command_says_how_many_turns_the_template_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train.data.parts, "PART_BYTES", 1)
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    for path in EMBEDDED.glob("*token*"):
+        shutil.copy(path, folder)
+    (folder / "chat_template.jinja").write_text(THINKING)
+    (tmp_path / "in").mkdir()
+    for name in "ab":
+        write_jsonl(tmp_path / "in" / f"{name}.jsonl", [{"text": "one"}, {"messages": CHAT}])
+    command = ["tokenize", "--input", str(tmp_path / "in"), "--tokenizer", str(folder)]
+    command += ["--row-length", "128", "--output", str(tmp_path / "rows")]
+    assert main(command) == 0
+    place = f"{tmp_path / 'in' / 'a.jsonl'}:2"
+    became = "<think> </think> 3, 2, 1"
+    assert (
+        "the chat template changed 2 of 4 turns of assistants; the first, "
+        f"{place}: '3, 2, 1' became {became!r}\n"
+    ) in capsys.readouterr().out
+    made = read_manifest(tmp_path / "rows")
+    assert (made.turns, made.changed_turns) == (4, 2)
+    assert made.turn_end == load_tokenizer(folder).token_to_id("<|im_end|>")
+    command[4:5] = [str(EMBEDDED)]
+    command[-1] = str(tmp_path / "others")
+    assert main(command) == 0
+    assert "the chat template changed" not in capsys.readouterr().out
