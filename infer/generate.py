@@ -26,7 +26,8 @@ given again, prompts in files, each of which gives one record of results.
 """
 
 FILES = """\
---input is JSONL or Parquet: a file, several, a folder, or a pipe (-, JSONL). A record
+--input is JSONL, also as .jsonl.gz or .jsonl.zst, or Parquet: a file, several, a folder, or a
+pipe (-, JSONL). A record
 has exactly one of
   "prompt"            a text
   "prompt_token_ids"  a list of token ids; needs no tokenizer
@@ -63,7 +64,7 @@ examples:
   wedlm generate --chat --prompt "Count from 12 to 40 in steps of 2."
   echo "Once upon a time" | wedlm generate --prompt - --max-tokens 64
   wedlm generate --model DIR --input prompts.jsonl --output completions.jsonl --batch-size 64
-  zcat prompts.jsonl.gz | wedlm generate --model DIR --input - --output completions
+  zstdcat *.zst | wedlm generate --model DIR --input - --output completions
   wedlm generate --model DIR --input prompts/ --output completions --num-hosts 8 --host-id 3
   wedlm generate --model DIR --input prompts/ --output completions --ray --ray-actors 8
   wedlm generate --model DIR --input prompts/ --output completions --mesh tensor=4 data=2

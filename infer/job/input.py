@@ -15,6 +15,7 @@ from typing import IO, Any, NamedTuple
 
 from wedlm_jax.errors import InputError, file_error
 from wedlm_jax.host.atomic import naming, writer_name
+from wedlm_jax.records.compressed import is_compressed, naming_damage, skip, unpacked
 from wedlm_jax.records.files import JSONL, PARQUET, FoundFiles, RecordFile, find_files, reading
 from wedlm_jax.records.jsonl import Digest, read_lines
 from wedlm_jax.records.parquet import column_names, read_rows
@@ -25,8 +26,9 @@ KEYS = (*PROMPT_KINDS, "id", "sampling", "window_size", *FOR_TEMPLATE)
 """Lists the keys of a record that mean something, in JSONL and in Parquet. All others are the
 user's own, which the output repeats."""
 
-ENDINGS = {".jsonl": JSONL, ".parquet": PARQUET}
+ENDINGS = {".jsonl": JSONL, ".jsonl.gz": JSONL, ".jsonl.zst": JSONL, ".parquet": PARQUET}
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+"""Endings of compressed files, of which those in `ENDINGS` are unpacked."""
 STANDARD_INPUT = "-"
 SPOOL = "spooled-"
 COPY_BYTES = 2**20
@@ -64,7 +66,7 @@ class Place(NamedTuple):
 
     Attributes:
       file: its number among the job's files.
-      at: byte offset in a JSONL file, row number from 0 in a Parquet file.
+      at: byte offset in a JSONL file, once unpacked; row number from 0 in a Parquet file.
       line: its line (in Parquet its row), from 1.
     """
 
@@ -87,7 +89,8 @@ def find_input(names: Sequence[str]) -> Source:
     found: FoundFiles = find_files(names, ENDINGS, otherwise=JSONL)
     seen: set[Path] = set()
     for file in found.files:
-        if file.path.suffix.lower() in COMPRESSED:
+        name = file.path.name.lower()
+        if name.endswith(COMPRESSED) and not name.endswith(tuple(ENDINGS)):
             raise InputError(
                 f"{file.shown}: is compressed; unpack it, or pipe what it holds to --input -"
             )
@@ -136,7 +139,11 @@ def read_from(files: Sequence[RecordFile], place: Place) -> Iterator[tuple[Place
             for row, columns in enumerate(rows, start):
                 yield Place(number, row, row + 1), with_sampling(columns)
             continue
-        with reading(file), file.path.open("rb") as stream:
+        with _opened(file) as stream:
+            if is_compressed(file.path):
+                skip(stream, start)
+            elif start:
+                stream.seek(start)
             for line in read_lines(stream, start, first):
                 yield Place(number, line.at, line.number), line.content
 
@@ -151,7 +158,7 @@ def read_for_ids(file: RecordFile, digest: Digest) -> Iterator[tuple[int, int, C
     Raises:
       InputError: the file cannot be read, or is Parquet without a column that holds prompts.
     """
-    with reading(file), file.path.open("rb") as stream:
+    with _opened(file) as stream:
         if file.kind != PARQUET:
             yield from read_lines(stream, digest=digest)
             return
@@ -165,6 +172,15 @@ def read_for_ids(file: RecordFile, digest: Digest) -> Iterator[tuple[int, int, C
         )
     for row, columns in enumerate(read_rows(file.path, file.shown, ["id"])):
         yield row, row + 1, columns
+
+
+@contextlib.contextmanager
+def _opened(file: RecordFile) -> Iterator[IO[bytes]]:
+    with contextlib.ExitStack() as opened:
+        opened.enter_context(reading(file))
+        raw = opened.enter_context(file.path.open("rb"))
+        opened.enter_context(naming_damage(file.shown))
+        yield opened.enter_context(unpacked(raw, file.path))
 
 
 def with_sampling(columns: dict[str, Any]) -> dict[str, Any]:

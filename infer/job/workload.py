@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from infer.job.input import Content, Place, read_from
 from infer.job.openai_record import BatchRecord
@@ -22,6 +23,7 @@ from infer.job.record_index import RecordIndex, Shard
 from infer.job.result_record import as_json, error_record, refuse_output_keys
 from wedlm_jax.errors import InputError
 from wedlm_jax.params import SamplingParams
+from wedlm_jax.records.compressed import is_compressed
 from wedlm_jax.records.files import RecordFile, file_size
 
 if TYPE_CHECKING:
@@ -76,6 +78,10 @@ class Workload:
     index: RecordIndex
     params: SamplingParams
     chat: bool
+    _reading: dict[str, Any] = dataclasses.field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+    """Where the last shard was read to: ``records``, which go on with ``next`` in ``file``."""
 
     def records(self, shard: Shard) -> Iterator[tuple[int, Place, Content]]:
         """Yields number, place and content of each record of a shard.
@@ -85,13 +91,25 @@ class Workload:
         """
         number, file = shard.first, self.files[shard.place.file]
         if file_size(file) == self.index.sizes[shard.place.file]:
-            for place, content in itertools.islice(
-                read_from(self.files, shard.place), shard.records
-            ):
+            for place, content in itertools.islice(self._from(shard), shard.records):
+                self._reading["next"] = number + 1
                 yield number, place, content
                 number += 1
         if number != shard.first + shard.records:
             raise InputError(f"{file.shown}: has changed while the job was running")
+
+    def _from(self, shard: Shard) -> Iterator[tuple[Place, Content]]:
+        """Yields records from the first of a shard on; goes on where the last shard ended, if it
+        can, as a place in a compressed file, or in a row group, is only found from its start."""
+        before, file = self._reading.get("next", -1), shard.place.file
+        packed = is_compressed(self.files[file].path) and self._reading.get("file") == file
+        if 0 <= before <= shard.first and (before == shard.first or packed):
+            records = self._reading["records"]
+            collections.deque(itertools.islice(records, shard.first - before), maxlen=0)
+        else:
+            records = read_from(self.files, shard.place)
+        self._reading.update(records=records, next=shard.first, file=file)
+        return cast(Iterator[tuple[Place, Content]], records)
 
     def prepare(self, llm: LLM, number: int, content: Content) -> PreparedRecord:
         """Checks a record, and returns its prompt as the engine takes it.

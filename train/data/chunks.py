@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gzip
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from train.data.conversations import BESIDE, PAIRS
 from wedlm_jax.errors import InputError, file_error, is_passing, shortened
+from wedlm_jax.records.compressed import DAMAGE, unpacked
 from wedlm_jax.records.files import (
     JSONL,
     PARQUET,
@@ -40,6 +39,7 @@ TEXT, ARRAYRECORD, DATASET = "text", "arrayrecord", "dataset"
 ENDINGS = {
     ".jsonl": JSONL,
     ".jsonl.gz": JSONL,
+    ".jsonl.zst": JSONL,
     ".txt": TEXT,
     ".parquet": PARQUET,
     ".arrayrecord": ARRAYRECORD,
@@ -178,8 +178,7 @@ def _line_chunks(file: RecordFile, size: int) -> Iterator[RecordChunk]:
     lines: list[tuple[int, bytes | None]] = []
     held, told, problem = 0, 0, None
     with file.path.open("rb") as raw:
-        packed = file.path.name.lower().endswith(".gz")
-        stream: Any = gzip.GzipFile(fileobj=raw) if packed else raw
+        stream = unpacked(raw, file.path)
         number = 0
         try:
             for _, number, content in read_lines(stream):
@@ -189,7 +188,9 @@ def _line_chunks(file: RecordFile, size: int) -> Iterator[RecordChunk]:
                     here = min(raw.tell(), size)
                     yield RecordChunk(file, lines=tuple(lines), bytes_read=here - told)
                     lines, held, told = [], 0, here
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        except DAMAGE as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
             problem = ("the compressed data is damaged", f"after line {number}: {error}")
     left = max(size - told, 0)
     yield RecordChunk(file, lines=tuple(lines), problem=problem, bytes_read=left)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 input, by ending; folders are searched, several may be given:
-  .jsonl, .jsonl.gz   a JSON object a line, with one of
+  .jsonl, .jsonl.gz,  a JSON object a line, with one of
+  .jsonl.zst          (zstd: pip install 'wedlm-jax[data]')
                         "text": a document
                         "messages": [{"role": ..., "content": ...}, ...], a conversation
                         "conversations": [{"from": "human", "value": ...}, ...], one, too

@@ -55,11 +55,9 @@ def read_lines(
     """Yields the lines of a stream, but for those of white space only.
 
     Args:
-      at, number: of the line to begin with.
+      at, number: of the line to begin with, at which the stream stands.
       digest: is fed all the bytes that are read.
     """
-    if at:
-        stream.seek(at)
     while True:
         content, size = _bounded_line(stream, digest)
         if not size:

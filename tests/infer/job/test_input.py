@@ -133,8 +133,12 @@ def test_a_pipe_is_kept_until_the_job_ends(
     ("input_file", "output_file", "message"),
     [
         ("missing.jsonl", "out.jsonl", "missing.jsonl: no such file or folder"),
-        ("empty", "out.jsonl", "empty: no .jsonl or .parquet file is in this folder"),
-        ("in.jsonl.gz", "out.jsonl", "in.jsonl.gz: is compressed; unpack it, or pipe what it"),
+        (
+            "empty",
+            "out.jsonl",
+            "empty: no .jsonl, .jsonl.gz, .jsonl.zst or .parquet file is in this folder",
+        ),
+        ("in.jsonl.bz2", "out.jsonl", "in.jsonl.bz2: is compressed; unpack it, or pipe what it"),
         ("in.jsonl", "missing/out.jsonl", "missing/out.jsonl: no such folder, missing"),
         ("in.jsonl", "folder.jsonl", "folder.jsonl: exists and is not a file"),
         ("in.jsonl", "out.parquet", "out.parquet: expected a folder or a .jsonl file as output"),
@@ -157,7 +161,7 @@ def test_paths_that_cannot_be_used(
     message: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name in ("in.jsonl", "a-file", "folder/in.jsonl", "in.jsonl.gz"):
+    for name in ("in.jsonl", "a-file", "folder/in.jsonl", "in.jsonl.bz2"):
         write(words(), name)
     Path("folder.jsonl").mkdir()
     Path("empty").mkdir()

@@ -1,0 +1,82 @@
+"""Compressed files of records, unpacked while they are read."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+from wedlm_jax.errors import InputError
+
+GZIP, ZSTD = ".gz", ".zst"
+BLOCK = 2**20
+
+DAMAGE = (EOFError, zlib.error, OSError)
+"""What unpacking raises; the `OSError` of a damaged file has no ``errno``."""
+
+
+def is_compressed(path: Path) -> bool:
+    """Tells by its ending whether a file is one that `unpacked` unpacks."""
+    return path.suffix.lower() in (GZIP, ZSTD)
+
+
+def unpacked(raw: IO[bytes], path: Path) -> IO[bytes]:
+    """Returns what a file holds, unpacked while it is read; itself where it is not compressed.
+
+    Args:
+      raw: the file, open.
+      path: of the file, whose ending says how it is compressed.
+
+    Raises:
+      InputError: pyarrow, which unpacks zstd, is not installed.
+    """
+    ending = path.suffix.lower()
+    if ending == GZIP:
+        return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
+    if ending != ZSTD:
+        return raw
+    try:
+        import pyarrow
+    except ImportError:
+        raise InputError(
+            f"{path}: zstd files need pyarrow, which is not installed: "
+            "pip install 'wedlm-jax[data]'"
+        ) from None
+    stream = _Raw(pyarrow.CompressedInputStream(raw, "zstd"))
+    return cast(IO[bytes], io.BufferedReader(stream, BLOCK))
+
+
+@contextlib.contextmanager
+def naming_damage(shown: str) -> Iterator[None]:
+    """Turns what unpacking says of a truncated or damaged file into an `InputError`."""
+    try:
+        yield
+    except DAMAGE as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise InputError(f"{shown}: the compressed data is damaged ({error})") from None
+
+
+def skip(stream: IO[bytes], size: int) -> None:
+    """Reads past so many bytes: what is compressed has to be unpacked to find a place in it."""
+    while size > 0 and (block := stream.read(min(size, BLOCK))):
+        size -= len(block)
+
+
+class _Raw(io.RawIOBase):
+    """Reads from a stream of pyarrow's, which has no lines."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._stream.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
