@@ -7,6 +7,7 @@ template puts after the turn's content.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -70,6 +71,9 @@ class ChatFormat:
             ) from None
         start, stop = spans[-1]
         self.turn_end = self._ids(whole[start:stop])[-1]
+        found = self._at_end.search(whole[start:stop])
+        assert found is not None, "a turn ends with it"
+        self._turn_end = re.compile(re.escape(found[1]))
 
     def turns(
         self, messages: Sequence[Message], variables: Variables | None = None
@@ -106,10 +110,13 @@ class ChatFormat:
                     "is there"
                 )
             # Whatever else the turn says, the text after it stays as it is.
-            other = {**message, "content": _unlike(message["content"])}
-            varied = render([*messages[:number], other, *messages[number + 1 :]])
+            varied = render([*messages[:number], _varied(message), *messages[number + 1 :]])
             behind = _common_ending(whole[len(prompt) :], varied[len(prompt) :])
-            end = self._end.match(whole, len(whole) - behind)
+            if message.get("tool_calls"):
+                # The template closes a call in its own way, perhaps with special tokens.
+                end = self._turn_end.search(whole, len(whole) - behind)
+            else:
+                end = self._end.match(whole, len(whole) - behind)
             if end is None:
                 raise TurnsNotFound("it does not end an assistant's turn with a special token")
             spans.append((len(prompt), end.end()))
@@ -175,6 +182,22 @@ class ChatFormat:
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _varied(message: Message) -> Message:
+    """Returns an assistant's message of which the last that it says is something else: of calls,
+    the arguments of the last one."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return {**message, "content": _unlike(message["content"])}
+    last = calls[-1]
+    inner = last.get("function", last)
+    said = json.dumps(inner["arguments"], ensure_ascii=False).rstrip('"}] ')
+    other = {**inner, "arguments": {"other": _unlike(said)}}
+    return {
+        **message,
+        "tool_calls": [*calls[:-1], {**last, "function": other} if "function" in last else other],
+    }
 
 
 def _unlike(content: str) -> str:

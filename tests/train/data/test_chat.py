@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import jinja2
@@ -186,3 +187,37 @@ def test_turns_that_the_template_rewrites_are_found(tokenizer: Tokenizer) -> Non
     # Thoughts in a key of their own are the template's to write.
     own = {**CHAT[-1], "reasoning_content": "down"}
     assert chat.changed([*CHAT[:-1], own], *chat.turns([*CHAT[:-1], own])) == []
+
+
+CALLING = """\
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}
+{%- for call in m.tool_calls or [] %}<call>{{ call.function.arguments | tojson }}</call>
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.mark.parametrize("said", ["", "Wait. "])
+@pytest.mark.parametrize("city", ["Oslo", "x", "a<|im_end|>", 7, ["y", "other"]])
+@pytest.mark.parametrize("thinks", ["", "<think>\n\n</think>"])
+def test_a_turn_that_calls_tools_is_trained_on_whole(
+    tokenizer: Tokenizer, said: str, city: object, thinks: str
+) -> None:
+    calls = [{"function": {"name": "f", "arguments": arguments}} for arguments in ({}, {"c": city})]
+    messages = [CHAT[0], CHAT[1], {"role": "assistant", "content": said, "tool_calls": calls}]
+    last = "{% if m.role == 'assistant' %}" + thinks + "{% endif %}{{ m.content }}"
+    source = CALLING.replace("{{ m.content }}", last)
+    chat = ChatFormat(template(source), tokenizer, end_tokens=0)
+    for more in ([], [{"role": "tool", "content": "9"}, CHAT[-1]]):
+        whole, spans = chat.turns([*messages, *more])
+        start, stop = spans[0]
+        written = json.dumps({"c": city})
+        written = written.replace("<", "\\u003c").replace(">", "\\u003e")  # by Jinja's own filter
+        assert (
+            whole[start:stop] == f"{thinks}{said}<call>{{}}</call><call>{written}</call><|im_end|>"
+        )
+        assert len(spans) == 1 + bool(more)
+        if not thinks:
+            assert chat.changed([*messages, *more], whole, spans) == []
