@@ -142,7 +142,9 @@ def command_in_child(
         os.chdir(folder or ".")
         for name, value in (constants or {}).items():
             module, _, constant = name.rpartition(".")
-            setattr(importlib.import_module(module), constant, value)
+            found = importlib.import_module(module)
+            assert hasattr(found, constant), f"{name} is not there any more"
+            setattr(found, constant, value)
         jax.config.update("jax_num_cpu_devices", devices)
         sys.exit(main(["train", *arguments]))
 

@@ -227,7 +227,7 @@ def test_a_good_state_that_one_host_reads_too_early_is_not_renamed(
     """It was once, and the run went on from the state before."""
     config = copy_of(stopped, tmp_path)
     constants = {
-        "wedlm_jax.checkpoint.orbax_io._check_same_shapes": TooEarly(100),
+        "wedlm_jax.checkpoint.orbax_io.check_state": TooEarly(100),
         "wedlm_jax.checkpoint.orbax_io.file_sizes": few_files,
     }
     statuses, said = resumed(config, tmp_path, constants, within=1.0)
@@ -236,7 +236,7 @@ def test_a_good_state_that_one_host_reads_too_early_is_not_renamed(
         [sentence] = sentences(text)
         assert "checkpoints/4: is left as it is, because after 1 s host 1 of 2 " in sentence
         assert "still sees 1 files of 7 bytes" in sentence
-    constants = {"wedlm_jax.checkpoint.orbax_io._check_same_shapes": TooEarly(1)}
+    constants = {"wedlm_jax.checkpoint.orbax_io.check_state": TooEarly(1)}
     statuses, said = resumed(config, tmp_path, constants, within=1.0)
     assert statuses == [0, 0], said
     assert said[0].count("reading it once more") == 1
