@@ -429,6 +429,9 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         if (folder / "hf" / path.name).exists():
             text = f"{folder}: the folder of a training run; its model is {folder / 'hf'}"
+        elif folder.is_dir() and any(folder.glob("*.gguf")):
+            text = f"{folder}: holds GGUF files, which are not read; a model is a folder in "
+            text += "Hugging Face format, with config.json and safetensors files"
         else:
             text = f"{path}: no such file; a model's folder holds a config.json"
         raise InputError(text) from None

@@ -95,6 +95,11 @@ def read_manifest(folder: Path) -> Manifest:
       InputError: naming the folder or the file that is missing, cut off or of another version.
     """
     path = folder / MANIFEST
+    if folder.is_file():
+        raise InputError(
+            f"{folder}: is a file; run `wedlm tokenize --input {folder}` on it first, and name the "
+            "folder that it makes"
+        )
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         version = fields["version"]

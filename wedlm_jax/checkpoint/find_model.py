@@ -20,6 +20,12 @@ def find_model(model: str | Path | None) -> Path:
             raise InputError("no model is embedded in this installation; name a checkpoint folder")
         return EMBEDDED_MODEL
     folder = Path(model)
+    if folder.is_file():
+        what = "a GGUF file, which is not read" if is_gguf(folder) else "a file"
+        raise InputError(
+            f"{folder}: is {what}; a model is a folder in Hugging Face format, with config.json "
+            "and safetensors files"
+        )
     if folder.exists() or str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
         return folder
     from huggingface_hub import errors, snapshot_download
@@ -41,3 +47,9 @@ def find_model(model: str | Path | None) -> Path:
         raise kind(
             f"{model!r} is not a folder here and could not be fetched from the hub ({reason})"
         ) from None
+
+
+def is_gguf(path: Path) -> bool:
+    """Tells by its first bytes whether a file is one of llama.cpp's."""
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"

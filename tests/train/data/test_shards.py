@@ -194,3 +194,10 @@ def test_weights_and_settings_that_make_no_sense_are_refused(tmp_path: Path) -> 
             load_config(path)
     path.write_text("data: {sources: {a: 1, b: 0.5}, tokenizer: t, workers: 3}\n")
     assert load_config(path).data.sources == {"a": 1.0, "b": 0.5}
+
+
+def test_a_file_of_records_is_to_be_tokenised_first(tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text('{"text": "a"}')
+    with pytest.raises(InputError, match=r"chats.jsonl: is a file; run `wedlm tokenize --input "):
+        read_manifest(chats)
