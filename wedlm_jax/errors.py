@@ -131,6 +131,7 @@ SYNONYMS = {
     "max_length": "max_tokens max_model_len row_length",
     "max_new_tokens": "max_tokens",
     "min_length": "min_tokens",
+    "n_predict": "max_tokens",
     "num_predict": "max_tokens",
     "num_return_sequences": "n",
     "num_samples": "n",
@@ -224,6 +225,7 @@ SYNONYMS = {
     "exit": "quit",
     "finetune": "train",
     "infer": "generate",
+    "inference": "generate",
 }
 """What other programs call things, and what they are called here: of several words, the first that
 is known where the name was given. Some stand with their section, as others end alike."""

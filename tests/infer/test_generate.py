@@ -225,7 +225,7 @@ def test_a_checkpoint_without_masks_decodes_autoregressively_and_says_so(
     assert out == f"{expected.text}\n"
     assert caplog.text.count("was not trained on masks") == 1
     tokens = len(expected.token_ids)
-    assert err.startswith(f"{tokens} tokens in {tokens - 1} forwards ")
+    assert err.startswith(f"{tokens} tokens in {tokens} forwards ")
     # Who names a window, or the mode, knows.
     caplog.clear()
     assert main([*arguments, "--mode", "ar", "--prompt", "the cat"]) == 0

@@ -20,7 +20,7 @@ JSON = {"Content-Type": "application/json"}
 @pytest.mark.parametrize(
     ("fields", "param", "sentence"),
     [
-        ({"temperature": -1}, "temperature", "temperature: expected a number from 0 to 1e+06"),
+        ({"temperature": -1}, "temperature", "temperature: expected a number from 0 to 1,000,000"),
         ({"temperature": "warm"}, "temperature", "temperature: input should be a valid number"),
         ({"temperature": True}, "temperature", "temperature: input should be a valid number"),
         (
