@@ -280,7 +280,7 @@ def test_a_warning_is_its_sentence_alone(
         (["--prompt", "a", "--presence-penalty", "3"], "--presence-penalty: expected a number"),
         (["--prompt", "a", "--frequency-penalty", "-3"], "--frequency-penalty: expected a number"),
         (["--prompt", "a", "--bad-words", ""], "--bad-words: expected texts"),
-        (["--prompt", "a", "--seed", "-1"], "--seed: expected an integer from 0"),
+        (["--prompt", "a", "--seed", "-2"], "--seed: expected an integer from 0"),
         (["--prompt", "a", "--stop", ""], "--stop: expected non-empty strings"),
         (["--prompt", "a", "--window-size", "-1"], "--window-size: expected an integer"),
         (["--prompt", "a", "--batch-size", "0"], "--batch-size: expected 1 or more"),
