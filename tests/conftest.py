@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import math
 import os
 import shutil
 import signal
@@ -48,6 +49,7 @@ from tests.examples.decode import DRAWN, TINY, small_engine
 from tests.forward_sizes import one_size, two_sizes
 from tests.reference.decode_loop import FullForward
 from wedlm_jax.engine.engine import Engine
+from wedlm_jax.host import progress
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer
 
@@ -55,6 +57,9 @@ from wedlm_jax.model import Transformer
 jax.config.update("jax_num_cpu_devices", 8)
 
 one_size()
+
+# How long something compiles is no part of what a command says.
+progress.FIRST_LINE_S = math.inf
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -55,13 +55,6 @@ def run_as_it_is(model: str, *arguments: str) -> int:
     return main(["generate", "--model", model, ONE_SIZE, *SHAPE, *arguments])
 
 
-def told(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
-    """Standard output, and standard error without what is said while something compiles."""
-    out, err = capsys.readouterr()
-    lines = err.splitlines(keepends=True)
-    return out, "".join(line for line in lines if not line.startswith(("compiling ", "compiled ")))
-
-
 # --- the text and the summary ------------------------------------------------------------
 
 
@@ -70,7 +63,7 @@ def test_prompt_prints_its_text_and_nothing_else(
 ) -> None:
     (expected,) = llm.generate("the cat", SamplingParams(max_tokens=24))
     assert run(model, "--prompt", "the cat") == 0
-    out, err = told(capsys)
+    out, err = capsys.readouterr()
     assert out == f"{expected.text}\n"
     tokens, forwards = len(expected.token_ids), expected.num_forwards
     assert err.startswith(
@@ -189,7 +182,7 @@ def test_log_probabilities_of_a_prompt_a_line_a_token(
 ) -> None:
     (expected,) = llm.generate("the cat", SamplingParams(max_tokens=24, logprobs=2))
     assert run(model, "--prompt", "the cat", "--logprobs", "2") == 0
-    out, err = told(capsys)
+    out, err = capsys.readouterr()
     assert out == f"{expected.text}\n"
     *lines, _ = err.splitlines()
     assert expected.logprobs is not None
@@ -221,7 +214,7 @@ def test_a_checkpoint_without_masks_decodes_autoregressively_and_says_so(
     (expected,) = llm.generate("the cat", SamplingParams(max_tokens=24, mode="ar"))
     arguments = ["generate", "--model", str(tmp_path / "qwen"), "--max-tokens", "24"]
     assert main([*arguments, "--prompt", "the cat"]) == 0
-    out, err = told(capsys)
+    out, err = capsys.readouterr()
     assert out == f"{expected.text}\n"
     assert caplog.text.count("was not trained on masks") == 1
     tokens = len(expected.token_ids)

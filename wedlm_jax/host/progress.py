@@ -149,6 +149,10 @@ class ProgressBar:
         return f"{self._done:,} of {self._total:,} {self._unit}"
 
 
+FIRST_LINE_S, NEXT_LINE_S = 2.0, 15.0
+"""When it is first said, and again, that something compiles, where there is no terminal."""
+
+
 class CompileNotice:
     """Says on standard error that programs are compiled: a line that counts the seconds in a
     terminal; elsewhere a line after a few seconds, one now and then, and one at the end.
@@ -156,18 +160,10 @@ class CompileNotice:
     Args:
       kept: where programs are kept for the next time; None if nowhere.
       console: where it is said; by default on standard error.
-      first, every: seconds before the first line and between two where there is no terminal.
     """
 
-    def __init__(
-        self,
-        kept: Path | None = None,
-        console: Console | None = None,
-        *,
-        first: float = 2.0,
-        every: float = 15.0,
-    ):
-        self._kept, self._console, self._first, self._every = kept, console, first, every
+    def __init__(self, kept: Path | None = None, console: Console | None = None):
+        self._kept, self._console = kept, console
 
     @contextlib.contextmanager
     def __call__(self, number: int) -> Iterator[None]:
@@ -175,19 +171,19 @@ class CompileNotice:
         from rich.console import Console
 
         console = self._console or Console(stderr=True, highlight=False)
-        due, told, started = self._first, False, time.monotonic()
+        due, told, started = FIRST_LINE_S, False, time.monotonic()
 
         def tell(seconds: float) -> None:
             nonlocal due, told
             if seconds >= due:
-                due, told = seconds + self._every, True
+                due, told = seconds + NEXT_LINE_S, True
                 console.print(compiling(number, seconds), markup=False, soft_wrap=True)
 
         if console.is_terminal:
             status = console.status(compiling(number, 0))
             with status, ticking(lambda seconds: status.update(compiling(number, seconds))):
                 yield
-            told = time.monotonic() - started >= self._first
+            told = time.monotonic() - started >= FIRST_LINE_S
         else:
             with ticking(tell):
                 yield

@@ -38,7 +38,7 @@ def test_a_pipe_is_answered_line_by_line(
     conversations = [[{"role": "user", "content": text}] for text in ("the cat", "one\ntwo")]
     first, second = llm.chat(conversations, params)
     assert out == f"{first.text}\n{second.text}\n{second.text}\n"
-    said = [line for line in err.splitlines() if not line.startswith("compiled")]
+    said = err.splitlines()
     assert said[0] == f"{checkpoint.name}, a context of {CONTEXT} tokens. {WELCOME}"
     assert said[2] == "mode: expected one of paper, verified, ar, not 'fast'"
     assert said[3] == "forgotten"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import math
 import re
+import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from wedlm_jax.host.progress import ProgressBar, clock
+from wedlm_jax.host.progress import CompileNotice, ProgressBar, clock, ticking
 
 
 @pytest.fixture
@@ -90,3 +92,34 @@ def test_in_a_terminal_a_bar_with_its_title() -> None:
     assert "3 of 4 steps, fast, 0:07 left" in shown
     assert "after" in shown
     assert "━" in shown
+
+
+def test_what_compiles_is_told_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wedlm_jax.host.progress.FIRST_LINE_S", 0.0)
+    console = plain()
+    with CompileNotice(Path("programs"), console)(3):
+        pass
+    first, last = said(console).splitlines()
+    assert first == "compiling program 3, 0 s so far"
+    assert last == "compiled program 3 in 0 s; kept for the next time in programs"
+
+
+def test_what_compiles_soon_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wedlm_jax.host.progress.FIRST_LINE_S", 60.0)
+    console = plain()
+    with CompileNotice(None, console)(1):
+        pass
+    assert said(console) == ""
+
+
+def test_it_ticks_while_the_block_is_busy() -> None:
+    ticks: list[float] = []
+    with ticking(ticks.append, every=0.01):
+        deadline = time.monotonic() + 20
+        while len(ticks) < 4 and time.monotonic() < deadline:
+            time.sleep(0.005)
+    count = len(ticks)
+    assert count >= 4
+    assert ticks == sorted(ticks)
+    time.sleep(0.05)
+    assert len(ticks) == count, "it ends with the block"
