@@ -102,7 +102,7 @@ def test_windows_are_compared_and_drawn(
     for ar, paper, verified in (speeds[:3], speeds[3:]):
         assert all(len(s.seconds) == 2 and min(s.seconds) > 0 for s in (ar, paper, verified))
         assert ar.tokens == verified.tokens, "verified says what AR says"
-        assert ar.forwards == ar.tokens - 5, "the first token of a prompt comes with the prompt"
+        assert ar.forwards == ar.tokens, "AR takes a forward for each token"
         assert verified.forwards <= verified.tokens
         assert 0 < paper.tokens <= 5 * 8
     printed, drawn = capsys.readouterr().out, plot.read_text(encoding="utf-8")
