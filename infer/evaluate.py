@@ -148,7 +148,20 @@ def evaluate_all(
 
 
 def _complete(decoder: Decoder, questions: Iterable[Question]) -> list[Completion]:
-    return decoder.llm.generate(_prompts(decoder.llm, questions), decoder.params)
+    prompts = _prompts(decoder.llm, questions)
+    return decoder.llm.generate(prompts, [_with_room(decoder, prompt) for prompt in prompts])
+
+
+def _with_room(decoder: Decoder, prompt: Sequence[int]) -> SamplingParams:
+    """Returns the decoder's parameters with no more tokens than the context leaves for an answer;
+    as they are where it leaves none, which is refused with the prompt."""
+    from wedlm_jax.engine.burst import Request
+
+    params = decoder.params
+    room = decoder.llm.engine.most_tokens(Request(-1, prompt, params))
+    if room < 1:
+        return params
+    return dataclasses.replace(params, max_tokens=min(params.max_tokens, room))
 
 
 def _prompts(llm: LLM, questions: Iterable[Question]) -> list[list[int]]:
@@ -165,10 +178,10 @@ def check_fits(decoder: Decoder, question: Question) -> None:
     """
     llm = decoder.llm
     with question.named():
-        prompt = (
+        prompt = llm.as_ids(
             question.prompt if question.messages is None else llm.chat_prompt(question.messages)
         )
-        llm.prepare_one(prompt, decoder.params)
+        llm.prepare_one(prompt, _with_room(decoder, prompt))
 
 
 def _score(
@@ -300,6 +313,7 @@ def _compare(options: Mapping[str, Any], regimes: Sequence[Sequence[Question]]) 
     console.print()
     console.print(legend(scores))
     _tell_cut(scores, options["max_tokens"])
+    _tell_slower(scores)
     if options["output"] is not None:
         write_json(Path(options["output"]), [score.as_row() for score in scores])
     if options["answers"] is not None:
@@ -324,6 +338,22 @@ def as_answer(decoder: str, question: Question, completion: Completion) -> dict[
         "num_tokens": len(completion.token_ids),
         "num_forwards": completion.num_forwards,
     }
+
+
+def _tell_slower(scores: Sequence[Score]) -> None:
+    """Says where the default mode took longer than AR, and what to do about it."""
+    of_ar = {score.regime: score.seconds for score in scores if score.decoder == "AR"}
+    slower = [
+        f"{of_ar[score.regime] / score.seconds:.2f}x in {score.regime.replace('_', ' ')}"
+        for score in scores
+        if score.decoder == "verified" and of_ar.get(score.regime, math.inf) < score.seconds
+    ]
+    if slower:
+        print(
+            f"on this machine verified decodes slower than AR: {', '.join(slower)}; --mode ar or "
+            "--window-size 0, LLM(window_size=0) in Python, gives the same tokens faster there",
+            file=sys.stderr,
+        )
 
 
 def _tell_cut(scores: Sequence[Score], max_tokens: int) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 import infer.evaluate
 from infer.evaluate import decoders_at, evaluate
+from infer.score import Score
 from tests.infer.few_questions import PROMPTS, write_questions
 from wedlm_jax.checkpoint.convert import main as convert
 from wedlm_jax.completion import Completion
@@ -123,12 +124,41 @@ def test_own_questions_give_answers_and_verdicts_of_the_chosen_decoders(
     assert "over those of verified" in printed.out
 
 
-def test_a_question_that_has_no_room_is_refused_by_line_before_any_is_decoded(
+def test_a_question_that_leaves_no_room_is_refused_by_line_before_any_is_decoded(
     checkpoint: Path, questions_file: Path
 ) -> None:
-    arguments = f"--model {checkpoint} --questions {questions_file} --decoders ar --max-tokens 320"
-    with pytest.raises(InputError, match=rf"{questions_file}, line 1: .*320"):
+    arguments = f"--model {checkpoint} --questions {questions_file} --decoders ar --max-model-len 2"
+    with pytest.raises(InputError, match=rf"{questions_file}, line 1: "):
         infer.evaluate.main(arguments.split())
+
+
+def test_answers_are_as_long_as_the_context_allows(checkpoint: Path) -> None:
+    (decoder,) = decoders_at(
+        str(checkpoint), [], kinds=["ar"], max_model_len=24, max_tokens=320, ignore_eos=True
+    )
+    questions = [Question(text, "x", "exact") for text in ("the cat", "the cat sat on the mat")]
+    answers: list[Completion] = []
+    evaluate([decoder], questions, passes=1, on_answers=lambda _, found: answers.extend(found))
+    for question, answer in zip(questions, answers, strict=True):
+        assert len(answer.token_ids) == 24 - len(decoder.llm.as_ids(question.prompt))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [((2.0, 1.0), ""), ((1.0, 2.0), "verified decodes slower than AR: 0.50x in low entropy; ")],
+)
+def test_a_default_that_is_slower_than_ar_is_told(
+    seconds: tuple[float, float], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scores = [
+        Score(name, "low_entropy", 1, 1.0, 1.0, 1.0, 8, 8, 8, spent)
+        for name, spent in zip(("AR", "verified"), seconds, strict=True)
+    ]
+    infer.evaluate._tell_slower(scores)
+    infer.evaluate._tell_slower(scores[1:])
+    said = capsys.readouterr().err
+    assert told in said
+    assert bool(said) == bool(told)
 
 
 def test_a_model_that_knows_no_masks_decodes_ar_alone(
