@@ -1,4 +1,7 @@
-"""Compressed files of records, unpacked while they are read."""
+"""Compressed files of records, unpacked while they are read.
+
+Tested by tests/infer/job/test_compressed.py.
+"""
 
 from __future__ import annotations
 
