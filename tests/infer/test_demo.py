@@ -32,7 +32,11 @@ def test_without_a_terminal_it_prints_plain_lines(capsys: pytest.CaptureFixture[
     assert "paper τ=0.4" in table
     assert max(map(len, table.splitlines())) <= 80
     for name, meaning in columns("AR").items():
-        words = re.escape(name.replace("/\n", "/").replace("\n", " ")) + r"\s+" + re.escape(meaning[:30])
+        words = (
+            re.escape(name.replace("/\n", "/").replace("\n", " "))
+            + r"\s+"
+            + re.escape(meaning[:30])
+        )
         assert re.search(words, explained), name
 
 

@@ -75,8 +75,11 @@ def test_refused_before_running(llm: LLM, prompts: Any, params: Any, message: st
         ("hello", "conversations: expected lists of messages, not str"),
         (5, "conversations: expected lists of messages, not int"),
         ([[]], "messages: expected a list of at least one"),
-        ([{"role": "user"}], "'role' and 'content'"),
-        ([[{"role": "user", "content": "a"}], ["b"]], "conversation 1: .*'role' and 'content'"),
+        ([{"role": "user"}], r"messages\[0\].content: expected a text, .* not null"),
+        (
+            [[{"role": "user", "content": "a"}], ["b"]],
+            r"conversation 1: messages\[0\]: .* not \"b\"",
+        ),
     ],
 )
 def test_refused_conversations(llm: LLM, conversations: Any, message: str) -> None:
