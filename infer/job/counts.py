@@ -10,7 +10,7 @@ from wedlm_jax.errors import BadData
 from wedlm_jax.host.progress import ProgressBar
 
 FIRST_RECORDS = 1000
-"""So many records, all bad, end a job that has no limit of its own."""
+"""A job without its own limit ends if its first records, this many, are all bad."""
 
 
 @dataclasses.dataclass

@@ -36,7 +36,7 @@ NEEDED = "records of OpenAI's batch form need parts of the server: pip install '
 
 
 NOT_IN_JOBS = ("stream", "stream_options", "return_trace")
-"""Fields of requests that a job has no use for: its options say how it decodes."""
+"""Request fields that a job ignores, because its own options decide them."""
 
 
 @dataclasses.dataclass

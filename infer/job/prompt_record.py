@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
 LIKE_A_KEY = 0.8
-"""How much of a key's letters must be those of a known one to take it for misspelt."""
+"""Similarity to a known key, from 0 to 1, above which an unknown key counts as misspelt."""
 
 ENVELOPE = ("custom_id", "method", "url", "body")
 """Keys of a record in the form of OpenAI's batch files; see `infer.job.openai_record`."""

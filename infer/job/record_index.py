@@ -25,7 +25,7 @@ TELL_EVERY = 2**18
 """Records between two reports of progress."""
 
 MOST_OWN_KEYS = 100
-"""Names that are kept of the keys that records have of their own."""
+"""The most names of unknown keys that are remembered for the summary."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,7 +55,7 @@ TAKEN_OTHERWISE = {
     "seed": "of the random numbers; with it, requests that are the same get the same tokens "
     "[none: each request has a new one]",
 }
-"""What the server makes of sampling options that other commands take otherwise."""
+"""Help for sampling options that mean something else in the server than in other commands."""
 
 GRACE, CLIENT_TIMEOUT = 20.0, 30.0
 

@@ -22,7 +22,7 @@ REQUESTS = logging.getLogger("wedlm.serve.requests")
 """Has a line, of level INFO, for each request: never what was asked or answered."""
 
 LONGEST_PATH = 200
-"""Characters of a path in a line."""
+"""The longest path, in characters, that a log line shows."""
 
 PROBED_PATHS = ("/health", "/metrics")
 """Are asked every few seconds: only what goes wrong there is worth a line."""
