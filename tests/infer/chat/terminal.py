@@ -41,8 +41,12 @@ class Terminal:
         """Sends what the terminal driver sends, while the program does not read keys itself."""
         self._process.send_signal(signal.SIGINT)
 
-    def wait_for(self, pattern: str, seconds: float = 300) -> str:
-        """Reads until the pattern has come; returns what came up to its end."""
+    def wait_for(self, pattern: str, seconds: float = 60) -> str:
+        """Reads until the pattern has come; returns what came up to its end.
+
+        Raises:
+          TimeoutError: it has not come in time.
+        """
         until = time.monotonic() + seconds
         while True:
             if found := re.search(pattern, self._seen):
@@ -50,7 +54,7 @@ class Terminal:
                 return before
             left = until - time.monotonic()
             if left <= 0 or not select.select([self._own], [], [], left)[0]:
-                raise AssertionError(f"no {pattern!r} in {self._seen!r}")
+                raise TimeoutError(f"no {pattern!r} in {self._seen!r}")
             try:
                 self._seen += os.read(self._own, 4096).decode(errors="replace")
             except OSError:

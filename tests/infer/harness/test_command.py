@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -143,8 +142,7 @@ def test_lm_eval_is_told_of_the_model_by_the_package() -> None:
 
 def lm_eval(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "infer.harness", "--model", "wedlm", *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 @pytest.mark.slow
