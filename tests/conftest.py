@@ -16,9 +16,9 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # `tests` is not installed: what a test starts, wherever it runs, finds its helpers as pytest does.
-ROOT = str(Path(__file__).parents[1])
-given = filter(None, [os.environ.get("PYTHONPATH")])
-os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *given])
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])
+)
 
 # A shell without job control starts what it puts into the background with Ctrl-C ignored, and so
 # would all that the tests start.
