@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -14,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 from infer.sampling_options import add_sampling_options, as_flag, field_list, sampling_params
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.command_line import CommandParser
+from wedlm_jax.host.notices import notice
 
 if TYPE_CHECKING:
     from wedlm_jax.llm import LLM
-
-_log = logging.getLogger(__name__)
 
 DESCRIPTION = """\
 Completes a prompt, printing its text as it is committed; or, as a job that may be killed and
@@ -416,8 +414,6 @@ def load(options: dict[str, Any]) -> LLM:
         given["max_batch_size"] = given.pop("batch_size")
     if "mesh" in given:
         given["mesh"] = dict(given["mesh"])
-    # Before orbax is imported, which else begins every warning with its level and logger.
-    logging.basicConfig(format="%(message)s")
     try:
         llm = LLM(given.pop("model", None), **given)
         _tell_advice(llm, options)
@@ -434,7 +430,7 @@ def _tell_advice(llm: LLM, options: dict[str, Any]) -> None:
     found = llm.generation_config
     if found.samples and "generation_config" not in options and "temperature" not in options:
         advised = ", ".join(f"{name} {value}" for name, value in found.advised.items())
-        _log.warning(
+        notice(
             "%s advises to sample (%s); tokens are the most likely ones, unless "
             "--generation-config auto is given",
             *(found.path, advised),

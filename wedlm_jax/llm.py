@@ -203,18 +203,20 @@ class LLM:
 
     def warm_up(
         self,
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         everything: bool = False,
     ) -> None:
         """Compiles everything that prompts with these parameters can need, whatever their lengths.
 
         Args:
-          params: of the prompts to come; a prompt with other options compiles when it arrives.
+          sampling_params: of the prompts to come; a prompt with other options compiles when it
+            arrives.
           everything: also compile a program for all options. It is slower than one for a few, but
             serves any prompt at once.
         """
-        given = [params] if isinstance(params, SamplingParams) else params or [self.default_params]
+        given = sampling_params or [self.default_params]
+        given = [given] if isinstance(given, SamplingParams) else given
         for one in given:
             self._told_once.of_mode(one)
         with self._router.turn():
@@ -416,29 +418,32 @@ class LLM:
     def prepare(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         *,
         many_samples: bool = False,
     ) -> list[Prepared]:
         """Returns the checked token ids and sampling parameters of every prompt.
 
         Args:
+          sampling_params: one for all, or one for each; None for ``default_params``.
           many_samples: whether ``n`` may be above 1.
 
         Raises:
           InputError: naming the first prompt (from 0) that cannot be decoded, and why.
         """
-        many, params = as_list(prompts), params if params is not None else self.default_params
+        many, given = as_list(prompts), sampling_params
+        each = for_each(many, self.default_params if given is None else given)
         rows = []
-        for number, (prompt, one) in enumerate(zip(many, for_each(many, params), strict=True)):
+        for number, (prompt, one) in enumerate(zip(many, each, strict=True)):
             with numbered("prompt", number, len(many)):
                 rows.append(self.prepare_one(prompt, one, many_samples=many_samples))
         return rows
 
     def prepare_one(
-        self, prompt: Prompt, params: SamplingParams, *, many_samples: bool = False
+        self, prompt: Prompt, sampling_params: SamplingParams, *, many_samples: bool = False
     ) -> Prepared:
         """Does what `prepare` does, for one prompt."""
+        params = sampling_params
         if params.n > 1 and not many_samples:
             raise InputError(
                 f"n: expected 1 here, not {params.n}; LLM.generate, LLM.chat and jobs over files "

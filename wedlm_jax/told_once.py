@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
+from wedlm_jax.host.notices import notice
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.text import Prompt, TextCodec
-
-_log = logging.getLogger(__name__)
 
 
 class ToldOnce:
@@ -32,7 +30,7 @@ class ToldOnce:
         if not end or not isinstance(prompt, str) or end in prompt:
             return
         self._chat_end = None
-        _log.warning(
+        notice(
             "plain-text prompts are completed without the chat template of %s; for answers use "
             "LLM.chat, --chat or records with messages",
             self._folder,
@@ -44,7 +42,7 @@ class ToldOnce:
         if kind is None or params.mode == "ar":
             return
         self._replaces_modes = None
-        _log.warning(
+        notice(
             "%s (%s) was not trained on masks: decoding autoregressively, as with a window of 0",
             *(self._folder, kind),
         )

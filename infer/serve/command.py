@@ -17,6 +17,7 @@ from infer.generate import add_decoding_options, add_model_options, load
 from infer.sampling_options import sampling_params
 from infer.serve.settings import FILE, PREFIX, TABLE, layered
 from wedlm_jax.errors import InputError
+from wedlm_jax.host import notices
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.signals import StopRequest
 
@@ -62,6 +63,8 @@ GRACE, CLIENT_TIMEOUT = 20.0, 30.0
 EMBEDDED_NAME = "wedlm-embedded"
 
 LOG = logging.getLogger("wedlm.serve")
+LINES = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+"""The form of the log's lines."""
 
 NEEDED = "needs FastAPI, uvicorn and prometheus_client: pip install 'wedlm-jax[serve]'"
 
@@ -140,7 +143,8 @@ def main(arguments: list[str]) -> int:
         raise InputError(f"{NEEDED} ({error})") from None
     params = sampling_params(options)
     # Both before the model, whose warnings are lines of this log, and which may take minutes.
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(format=LINES)
+    notices.log(LINES)
     LOG.setLevel(logging.INFO)
     with listening_socket(options.get("host", "127.0.0.1"), options.get("port", 8000)) as sock:
         return serve(make_service(load_warm(options), options, params), sock, options)

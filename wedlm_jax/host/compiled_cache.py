@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import logging
 import os
 import pickle
 import platform
@@ -21,12 +20,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from wedlm_jax.host.notices import log
 from wedlm_jax.host.storage import absolute, source_digest
 
 LIMIT = 2 * 2**30
 """Bytes that a cache may take; what was not used for longest leaves first."""
-
-_log = logging.getLogger(__name__)
 
 
 def keep_compiled(folder: Path) -> None:
@@ -86,7 +84,7 @@ class ProgramStore:
         except FileNotFoundError:
             return None
         except Exception as error:  # of another machine, cut short, or of no use to this JAX
-            _log.info("%s: cannot be loaded and is compiled again (%r)", path, error)
+            log().info("%s: cannot be loaded and is compiled again (%r)", path, error)
             return None
 
     def save(self, name: Sequence[Any], devices: Sequence[Any], compiled: Any) -> None:
@@ -105,7 +103,7 @@ class ProgramStore:
         except Exception as error:  # no room, no rights, or an executable that cannot be written
             with contextlib.suppress(OSError):
                 temporary.unlink()
-            _log.info("%s: a compiled program cannot be kept (%r)", path, error)
+            log().info("%s: a compiled program cannot be kept (%r)", path, error)
 
     def _make_room(self) -> None:
         files = []

@@ -6,11 +6,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
+
+from wedlm_jax.host.notices import through_bar
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,27 +64,31 @@ class ProgressBar:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
+        self._open = contextlib.ExitStack()
         self._unit, self._every, self._percent = unit, every, percent
         self._total, self._first, self._done = total, done, done
-        self._console = console or Console(stderr=True)
+        self._console = console or Console(stderr=True, soft_wrap=True)
         self._rich = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
             TextColumn("{task.fields[line]}", markup=False),
             console=self._console,
             disable=not self._console.is_terminal,
+            # What goes into a file stays out of the terminal.
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
         )
         self._task = self._rich.add_task(title, total=total, completed=done, line="")
         self._started = self._told = time.monotonic()
 
     def start(self) -> None:
-        """Shows the bar; the clock runs from now on."""
-        self._rich.start()
+        """Shows the bar; the clock runs from now on. What is printed meanwhile stands above it."""
+        self._open.enter_context(through_bar(self._rich))
         self._started = self._told = time.monotonic()
 
     def stop(self) -> None:
         """Leaves the bar as it stands."""
-        self._rich.stop()
+        self._open.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -181,7 +188,10 @@ class CompileNotice:
 
         if console.is_terminal:
             status = console.status(compiling(number, 0))
-            with status, ticking(lambda seconds: status.update(compiling(number, seconds))):
+            with (
+                through_bar(status),
+                ticking(lambda seconds: status.update(compiling(number, seconds))),
+            ):
                 yield
             told = time.monotonic() - started >= FIRST_LINE_S
         else:

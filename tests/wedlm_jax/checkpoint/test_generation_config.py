@@ -133,14 +133,14 @@ def test_prompts_without_parameters_are_decoded_as_advised(folder: Path) -> None
 )
 def test_a_command_says_once_that_it_does_not_sample_as_advised(
     folder: Path,
-    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
     values: dict,
     options: dict[str, Any],
     told: bool,
 ) -> None:
     write(folder, **values)
     load({"model": str(folder), "window_size": 4, "batch_size": 1, **options})
-    said = [one for one in caplog.messages if "advises to sample" in one]
+    said = [one for one in capsys.readouterr().err.splitlines() if "advises to sample" in one]
     assert len(said) == told
     if told:
         assert "(temperature 0.6, top_p 0.95, top_k 20)" in said[0]
