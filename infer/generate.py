@@ -353,7 +353,8 @@ def main(arguments: list[str]) -> int:
         check_trace(trace, options.get("n", 1))
         text = read_prompt(options["prompt"], sys.stdin)
         params = sampling_params(options)
-        llm = load({"batch_size": min(params.n, 16), **options})
+        # Two batch sizes and no more, so that every n from 2 on shares the program of 16.
+        llm = load({"batch_size": 1 if params.n == 1 else 16, **options})
         return complete_prompt(llm, text, params, chat=options["chat"], trace=trace)
     return _run_job(options)
 
