@@ -33,6 +33,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_every_page_is_built(site: Path) -> None:
     assert (site / "index.html").exists()
     for page in (ROOT / "docs").glob("*.md"):

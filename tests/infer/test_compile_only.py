@@ -93,7 +93,7 @@ def test_without_the_compiler_the_command_says_what_to_install(
     assert capsys.readouterr() == ("", f"wedlm generate: {NO_LIBTPU}\n")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
 def test_a_small_decoder_compiles_for_a_real_topology(tmp_path: Path) -> None:
     """In a process of its own: the compiler's library wants one to itself."""

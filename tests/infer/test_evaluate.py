@@ -24,6 +24,7 @@ def questions_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_questions(tmp_path_factory.mktemp("questions") / "heldout.jsonl")
 
 
+@pytest.mark.full
 def test_scores_are_sums_over_completions(checkpoint: Path) -> None:
     decoders = decoders_at(str(checkpoint), [0.4], window_size=2, batch_size=2)
     assert [d.name for d in decoders] == ["AR", "block-wise τ=0.4", "paper τ=0.4", "verified"]

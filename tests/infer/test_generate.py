@@ -74,7 +74,7 @@ def test_prompt_prints_its_text_and_nothing_else(
     assert line.endswith(f"of compiling; finished by {expected.finish_reason}")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_jobs_warm_up_compiles_what_its_other_options_need(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +157,7 @@ def test_prompt_from_standard_input(
     assert capsys.readouterr().out == f"{expected.text}\n"
 
 
+@pytest.mark.full
 def test_chat_applies_the_template(
     model: str, llm: LLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,6 +168,7 @@ def test_chat_applies_the_template(
     assert capsys.readouterr().out == f"{expected.text}\n" != f"{plain.text}\n"
 
 
+@pytest.mark.full
 def test_samples_of_a_prompt_one_below_the_other(
     model: str, llm: LLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,6 +193,7 @@ def test_log_probabilities_of_a_prompt_a_line_a_token(
     assert [line.split()[0] for line in lines] == [f"{x.logprob:.3f}" for x in expected.logprobs]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", ["--mesh data=2 --deterministic", ""])
 def test_neither_devices_nor_many_sizes_change_what_is_said(
     model: str, llm: LLM, options: str, capsys: pytest.CaptureFixture[str]

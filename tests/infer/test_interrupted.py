@@ -11,13 +11,17 @@ from tests.examples.interrupted import command, interrupted
 from tests.infer.chat.terminal import Terminal
 
 
+@pytest.mark.full
 def test_a_prompt_ends(tmp_path: Path) -> None:
     status, said = interrupted(tmp_path, "burst", "generate", "--chat", "--prompt", "Hello.")
     assert status == 130
     assert said.splitlines()[-1] == "wedlm generate: interrupted while compiling"
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full)],
+)
 def test_a_job_says_what_is_kept(tmp_path: Path, number: signal.Signals, status: int) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out")]

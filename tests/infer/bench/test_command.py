@@ -81,7 +81,7 @@ def test_ar_has_no_modes() -> None:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_windows_are_compared_and_drawn(
     checkpoint: Path,
     questions: Path,
@@ -109,7 +109,7 @@ def test_windows_are_compared_and_drawn(
     assert all(speed.way in printed and speed.way in drawn for speed in speeds)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_forward_is_compared_with_its_products(
     checkpoint: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +173,7 @@ def test_the_products_are_those_of_the_layers(subject: Subject) -> None:
     np.testing.assert_allclose(logits, y @ np.asarray(head), rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_pages_and_memory(checkpoint: Path, questions: Path, tmp_path: Path) -> None:
     output = tmp_path / "pages.json"
     arguments = f"--compare pages --model {checkpoint} --questions {questions} --batch-size 4 "
@@ -186,7 +186,7 @@ def test_pages_and_memory(checkpoint: Path, questions: Path, tmp_path: Path) -> 
     assert 1 < use.fitting <= 4, "more than one sequence of mixed lengths has room for the longest"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_long_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(wedlm_jax.engine.settings.CHUNK_TOKENS, "cpu", 128)
     small = dataclasses.replace(SHAPES["embedded"], num_hidden_layers=1, vocab_size=64)
@@ -211,6 +211,7 @@ def test_products_of_a_chunk_by_counting() -> None:
     assert products_of(config, 100) == attention + linear
 
 
+@pytest.mark.full
 def test_a_shape_without_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = dataclasses.replace(
         SHAPES["qwen3-0.6b"],
@@ -230,6 +231,7 @@ def test_a_shape_without_a_checkpoint(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [cost["tokens"] for cost in figures(output)["floor"]] == [1]
 
 
+@pytest.mark.full
 def test_the_rival_says_what_we_say(subject: Subject) -> None:
     pytest.importorskip("torch")
     rng = np.random.default_rng(3)

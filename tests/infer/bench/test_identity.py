@@ -26,7 +26,8 @@ def test_the_first_place_that_differs(token_ids: list[int], place: int | None) -
     assert first_differences([ONE, ONE], [ONE, other]) == expected
 
 
-@pytest.mark.parametrize("temperature", [0, pytest.param(0.8, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("temperature", [0, 0.8])
 def test_verified_is_autoregressive_on_a_tiny_model(
     checkpoint: Path, tmp_path: Path, temperature: float, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,6 +60,7 @@ def test_a_task_of_each_kind(
     assert "tokens per forward" in printed.err
 
 
+@pytest.mark.full
 def test_answers_may_be_bounded_and_documents_left_out(
     checkpoint: Path, tasks: Path, tmp_path: Path
 ) -> None:
@@ -80,7 +81,11 @@ def test_answers_may_be_bounded_and_documents_left_out(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("--tasks writ --include-path TASKS", "no task 'writ'; did you mean 'write'"),
+        pytest.param(
+            "--tasks writ --include-path TASKS",
+            "no task 'writ'; did you mean 'write'",
+            marks=pytest.mark.full,  # lm_eval reads all its tasks
+        ),
         ("--tasks TASKS/none.yaml", "none.yaml: no such file"),
         ("--tasks write --include-path TASKS/none", "no such folder"),
         ("--tasks TASKS/broken.yaml", "cannot be loaded"),
@@ -103,8 +108,8 @@ def test_what_cannot_be_evaluated_is_refused_in_a_sentence(
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("problems", [12, pytest.param(164, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("problems", [12, 164])
 def test_human_eval_is_answered_once_a_problem_and_in_company_as_alone(
     tmp_path: Path, problems: int
 ) -> None:
@@ -121,7 +126,7 @@ def test_human_eval_is_answered_once_a_problem_and_in_company_as_alone(
     assert "pass@1,none" not in together["results"]["human_eval"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_programs_are_run_when_it_is_asked_for(checkpoint: Path, tmp_path: Path) -> None:
     results = evaluated(
         tmp_path,
@@ -145,7 +150,7 @@ def lm_eval(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_of_lm_eval_knows_the_model(
     checkpoint: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,6 +116,7 @@ def test_every_token_of_a_long_text_is_read_once(
     assert found[2] == 0
 
 
+@pytest.mark.full
 def test_answers_are_those_of_prompts_decoded_alone(
     model: HarnessModel, one_at_a_time: LLM
 ) -> None:
@@ -129,6 +130,7 @@ def test_answers_are_those_of_prompts_decoded_alone(
     assert not any("e" in answer for answer in answers)
 
 
+@pytest.mark.full
 def test_repeated_requests_draw_other_numbers(model: HarnessModel, one_at_a_time: LLM) -> None:
     arguments = {"until": [], "max_gen_toks": 16, "do_sample": True, "temperature": 0.9, "seed": 5}
     answers = model.generate_until(asked("generate_until", *[(TEXTS[0], arguments)] * 3), True)

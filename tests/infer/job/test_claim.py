@@ -56,8 +56,8 @@ def claims(barrier: Barrier, told: Connection, folder: str, seed: int, links: bo
         told.send(said)
 
 
-@pytest.mark.parametrize("links", [True, False])
-@pytest.mark.parametrize("seeds", [[1, 2], [1, 2, 2, 3]])
+@pytest.mark.parametrize("links", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("seeds", [[1, 2], pytest.param([1, 2, 2, 3], marks=pytest.mark.full)])
 def test_of_jobs_that_begin_at_once_one_gets_the_folder(
     tmp_path: Path, seeds: list[int], links: bool
 ) -> None:

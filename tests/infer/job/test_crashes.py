@@ -61,7 +61,7 @@ def die_at(operation: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-@pytest.mark.parametrize("output", ["out.jsonl", "out"])
+@pytest.mark.parametrize("output", ["out.jsonl", pytest.param("out", marks=pytest.mark.full)])
 def test_death_at_any_operation_is_made_good(
     work: Path,
     model: Path,
@@ -160,7 +160,7 @@ def mixed(count: int) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kills", "rows"), [(2, ROWS), pytest.param(10, 500, marks=pytest.mark.full)]
 )
@@ -192,7 +192,10 @@ def test_a_job_killed_again_and_again_is_the_job_that_was_never_killed(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "status", "word"),
-    [(signal.SIGTERM, 143, "stopped by SIGTERM"), (signal.SIGINT, 130, "interrupted")],
+    [
+        (signal.SIGTERM, 143, "stopped by SIGTERM"),
+        pytest.param(signal.SIGINT, 130, "interrupted", marks=pytest.mark.full),
+    ],
 )
 def test_a_job_that_is_asked_to_end_says_how_to_go_on(
     work: Path, model: Path, number: int, status: int, word: str

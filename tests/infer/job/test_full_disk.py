@@ -34,6 +34,7 @@ def test_a_job_goes_on_when_there_is_room_again(
         assert kept, "what was decoded stays"
 
 
+@pytest.mark.full
 def test_a_file_that_may_not_grow_is_no_bad_input(work: Path, model: Path, quick: None) -> None:
     write(words(400))
     arguments = ["generate", "--model", str(model), "--input", "in.jsonl", "--output", "out"]

@@ -8,6 +8,8 @@ import string
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.examples.tiny_checkpoint import VOCAB_SIZE
 from tests.infer.job.job_examples import results, run
 
@@ -164,6 +166,7 @@ KINDS = (
 )
 
 
+@pytest.mark.full
 def test_a_thousand_malformed_lines_are_a_thousand_error_rows(
     work: Path, model: Path, quick: None
 ) -> None:

@@ -263,6 +263,7 @@ def test_window_of_zero_is_autoregressive(work: Path, model: Path) -> None:
         assert record["num_forwards"] == record["num_token_instances"] == len(record["token_ids"])
 
 
+@pytest.mark.full
 def test_without_tokenizer_token_ids_in_and_no_text_out(work: Path, model: Path, llm: LLM) -> None:
     bare = write_tiny_checkpoint(work / "bare", tokenizer=False)
     messages = [{"role": "user", "content": "hi"}]

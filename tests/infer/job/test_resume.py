@@ -70,6 +70,7 @@ def test_interrupted_job_goes_on(
     assert f"\nout.jsonl: 16 records ({records} from earlier runs), " in said
 
 
+@pytest.mark.full
 def test_replicas_change_no_row(work: Path, model: Path) -> None:
     records = words(8)
     records[2] = {"prompt": "12 + 30 = " * 20}
@@ -320,6 +321,7 @@ def test_sigterm_finishes_the_rows_under_way_and_begins_no_more(
     assert [record["id"] for record in results()] == list(range(16))
 
 
+@pytest.mark.full
 def test_sigterm_keeps_no_prompt_that_lacks_samples(
     work: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,6 +80,7 @@ def fuzz(operation: Any, mode: GenerationMode, data: st.DataObject) -> None:
     case.call_and_validate(checks=CHECKS, timeout=60)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", GenerationMode)
 @pytest.mark.parametrize("path", [path for path in PATHS if path.startswith("/v1/")])
 @given(data=st.data())

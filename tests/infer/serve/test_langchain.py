@@ -11,6 +11,7 @@ from wedlm_jax.params import SamplingParams
 QUESTION = "Count from 3 to 30 in steps of 3."
 
 
+@pytest.mark.full
 def test_a_chain_asks_and_streams(server: RunningServer, offline: LLM) -> None:
     langchain = pytest.importorskip("langchain_openai")
     (expected,) = offline.chat(

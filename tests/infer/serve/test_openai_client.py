@@ -311,7 +311,7 @@ def test_log_probabilities_of_a_completion(client: OpenAI, offline: LLM) -> None
         ({"mode": "paper", "entropy_threshold": 0.1, "position_penalty": 0.5}, None, None),
         ({"mode": "paper", "entropy_threshold": None}, None, None),
         ({"ignore_eos": True, "min_tokens": 40, "top_k": 5, "min_p": 0.1}, None, None),
-        ({"repetition_penalty": 1.3}, None, None),
+        pytest.param({"repetition_penalty": 1.3}, None, None, marks=pytest.mark.full),
     ],
 )
 def test_fields_beyond_openai_s(

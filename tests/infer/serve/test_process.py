@@ -47,7 +47,7 @@ def ask(url: str, **fields: Any) -> httpx2.Response:
     return httpx2.post(f"{url}/v1/completions", json=SLOW | fields, timeout=60)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_sigterm_under_load_and_kill_and_restart(checkpoint: Path) -> None:
     with serving(checkpoint, WEDLM_SERVED_MODEL_NAME="cat", WEDLM_API_KEY="k") as (process, url):
         assert httpx2.get(f"{url}/v1/models").status_code == 401
@@ -83,7 +83,7 @@ def test_sigterm_under_load_and_kill_and_restart(checkpoint: Path) -> None:
         assert "Traceback" not in process.stderr.read()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_takes_longer_than_the_grace_is_cut_off(checkpoint: Path) -> None:
     flags = ("--grace", "0.3", "--no-warmup", "--burst-seconds", "0.001")
     with (

@@ -134,7 +134,7 @@ def test_spans_with_tokens_come_first_in_their_order(lengths: list[int]) -> None
 WIDE = dataclasses.replace(TINY, head_dim=128, num_key_value_heads=2)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.usefixtures("kernel")
 def test_an_engine_decodes_as_with_the_plain_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four places for three prompts: one place is empty from the start, and more become so, while a

@@ -116,7 +116,7 @@ def test_1_7b_onto_eight_devices_and_back(tmp_path: Path) -> None:
         shutil.rmtree(back, ignore_errors=True)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
 def test_rounded_while_read_it_is_never_there_as_it_was(tmp_path: Path) -> None:
     source, changes = (

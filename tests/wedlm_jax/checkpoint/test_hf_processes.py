@@ -40,7 +40,7 @@ def run_two(source: Path, *destinations: Path) -> list[tuple[int, str]]:
     return [(child.returncode, text) for child, text in zip(children, texts, strict=True)]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_processes_write_one_checkpoint(tmp_path: Path) -> None:
     source, back = write_tiny(tmp_path / "a", dtype="bfloat16", shard_bytes=8000), tmp_path / "b"
     (tmp_path / "c").write_text("x")

@@ -59,6 +59,7 @@ def test_some_rows_and_columns_of_a_tensor(folders: tuple[Path, Path]) -> None:
         np.testing.assert_array_equal(np.asarray(values), wanted)
 
 
+@pytest.mark.full
 def test_an_orbax_folder_decodes(tmp_path: Path) -> None:
     hf = write_tiny_checkpoint(tmp_path / "hf")
     convert(hf, tmp_path / "orbax")

@@ -93,6 +93,7 @@ def test_what_a_run_has_exported_is_no_run(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "orbax").is_dir()
 
 
+@pytest.mark.full
 def test_any_level_of_the_run_can_be_named(tmp_path: Path) -> None:
     start = write_tiny(tmp_path / "start")
     run = write_run(tmp_path / "run", {9: trained({}, 3.0), 10: trained({}, 2.0)})
@@ -103,6 +104,7 @@ def test_any_level_of_the_run_can_be_named(tmp_path: Path) -> None:
     np.testing.assert_array_equal(after["embed_tokens"], before["embed_tokens"] * 3)
 
 
+@pytest.mark.full
 def test_configuration_alone_is_enough(tmp_path: Path) -> None:
     start = write_tiny(tmp_path / "start")
     (start / "model.safetensors").unlink()

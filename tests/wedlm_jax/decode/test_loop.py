@@ -71,6 +71,7 @@ def test_streaming_equals_the_python_loop(
     assert_equals_reference(streaming_engine, full_forward, batch)
 
 
+@pytest.mark.full
 @given(batch=batches())
 def test_blockwise_equals_the_python_loop(
     blockwise_engine: Engine, full_forward: FullForward, batch: list[Case]
@@ -92,6 +93,7 @@ def test_streaming_with_options_equals_the_python_loop(
     assert_equals_reference(streaming_engine, full_forward, batch)
 
 
+@pytest.mark.full
 @given(batch=batches_with_options(window=0))
 def test_autoregressive_decoding_with_options_equals_the_python_loop(
     autoregressive_engine: Engine, full_forward: FullForward, batch: list[Case]
@@ -99,6 +101,7 @@ def test_autoregressive_decoding_with_options_equals_the_python_loop(
     assert_equals_reference(autoregressive_engine, full_forward, batch)
 
 
+@pytest.mark.full
 @given(many=st.lists(cases_with_options(), min_size=5, max_size=10))
 def test_more_than_decode_together_equal_the_python_loop(
     streaming_engine: Engine, full_forward: FullForward, many: list[Case]
@@ -107,6 +110,7 @@ def test_more_than_decode_together_equal_the_python_loop(
     assert_equals_reference(streaming_engine, full_forward, many)
 
 
+@pytest.mark.full
 @given(batch=batches())
 def test_the_sizes_of_a_forward_change_nothing(
     streaming_engine: Engine, one_size_engine: Engine, full_forward: FullForward, batch: list[Case]

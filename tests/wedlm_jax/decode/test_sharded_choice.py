@@ -58,6 +58,7 @@ def test_a_vocabulary_in_parts_chooses_the_same(some: list[Decoding], seed: int)
         assert_same(parted(logits, *given_here[1:]), expected)
 
 
+@pytest.mark.full
 @given(
     one=st.lists(sequences(), min_size=3, max_size=3),
     two=st.lists(sequences(), min_size=3, max_size=3),

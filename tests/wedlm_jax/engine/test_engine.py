@@ -62,6 +62,7 @@ def test_a_sequence_alone_equals_the_sequence_among_any_others(
     assert_same(run(streaming_engine, batch)[place], run(streaming_engine, [case])[0])
 
 
+@pytest.mark.full
 @given(batch=st.lists(some_cases, min_size=2, max_size=6), data=st.data())
 def test_autoregressive_sequences_and_windows_run_side_by_side(
     streaming_engine: Engine, autoregressive_engine: Engine, batch: list[Case], data: st.DataObject
@@ -93,6 +94,7 @@ def roomy_engine(tiny_model: Transformer) -> Engine:
     )
 
 
+@pytest.mark.full
 @given(case=st.builds(any_mode, cases(), st.sampled_from(["paper", "verified", "ar"])))
 def test_pages_chunks_and_the_engine_s_window_change_nothing(
     streaming_engine: Engine, roomy_engine: Engine, case: Case
@@ -224,6 +226,7 @@ def test_a_prompt_that_is_too_long_fails_alone(streaming_engine: Engine) -> None
 # --- programs ----------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_requests_that_were_aborted_have_no_say_in_the_next_program(
     tiny_model: Transformer, streaming_engine: Engine
 ) -> None:

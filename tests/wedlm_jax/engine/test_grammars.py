@@ -220,6 +220,7 @@ def test_preempted_sequences_go_on_within_their_grammar(engine: Engine) -> None:
         assert_in_grammar(result, case)
 
 
+@pytest.mark.full
 def test_on_a_mesh_they_are_what_they_are_on_one_device() -> None:
     config = dataclasses.replace(TINY, num_attention_heads=4, num_key_value_heads=2)
     model = Transformer(config, rngs=nnx.Rngs(7))

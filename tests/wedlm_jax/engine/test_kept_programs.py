@@ -60,6 +60,7 @@ def test_a_second_engine_loads_what_the_first_compiled(
     assert decode(tmp_path, tiny_model) == (tokens, 0)
 
 
+@pytest.mark.full
 def test_other_weights_take_the_same_programs_and_other_shapes_do_not(
     tmp_path: Path, tiny_model: Transformer
 ) -> None:
@@ -77,6 +78,7 @@ def test_other_weights_take_the_same_programs_and_other_shapes_do_not(
     assert decode(tmp_path / "a", tiny_model) == (expected, 0)
 
 
+@pytest.mark.full
 def test_a_program_for_a_mesh_is_loaded_onto_it(tmp_path: Path, tiny_model: Transformer) -> None:
     mesh = make_mesh({"data": 2}, jax.devices()[2:4])
     graph, parameters = nnx.split(tiny_model)
@@ -88,7 +90,9 @@ def test_a_program_for_a_mesh_is_loaded_onto_it(tmp_path: Path, tiny_model: Tran
     assert decode(tmp_path, tiny_model)[1] == 2
 
 
-@pytest.mark.parametrize("damage", ["cut", "other", "empty"])
+@pytest.mark.parametrize(
+    "damage", ["cut", *(pytest.param(x, marks=pytest.mark.full) for x in ("other", "empty"))]
+)
 def test_a_damaged_program_is_compiled_again(
     tmp_path: Path, tiny_model: Transformer, damage: str
 ) -> None:
@@ -100,6 +104,7 @@ def test_a_damaged_program_is_compiled_again(
     assert decode(tmp_path, tiny_model) == (tokens, 0)
 
 
+@pytest.mark.full
 def test_a_folder_that_cannot_be_written_costs_nothing_but_time(
     tmp_path: Path, tiny_model: Transformer
 ) -> None:
@@ -108,6 +113,7 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_time(
     assert decode(tmp_path / "file", tiny_model) == (tokens, 2)
 
 
+@pytest.mark.full
 def test_what_was_not_used_for_longest_leaves_first(
     tmp_path: Path, tiny_model: Transformer
 ) -> None:

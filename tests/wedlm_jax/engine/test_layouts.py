@@ -44,6 +44,7 @@ def orders(parameters: nnx.State) -> list[tuple[int, ...]]:
     return [x.format.layout.major_to_minor for x in jax.tree.leaves(parameters)]
 
 
+@pytest.mark.full
 def test_tokens_are_the_same_however_parameters_lie(laid_out_engine: Engine) -> None:
     expected = run(laid_out_engine, CASES)
     programs, parameters = laid_out_engine.device.programs, laid_out_engine.device.parameters

@@ -136,6 +136,7 @@ def test_each_device_holds_its_own_part_of_the_cache(on_eight: Engine) -> None:
     assert {shard.data.shape[0] for shard in state.text.addressable_shards} == {2}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2}], ids=str)
 def test_rounded_weights_and_caches_on_a_mesh(sizes: dict[str, int]) -> None:
     rounded = engine_of(quantize_weights(MODEL), kv_cache_dtype="int8")
@@ -173,6 +174,7 @@ def test_forwards_are_those_of_the_busiest_replica_and_tokens_those_of_all(
     )
 
 
+@pytest.mark.full
 def test_a_burst_ends_once_each_replica_has_finished_its_share() -> None:
     """A quarter of its own sequences, not as many as a quarter of all, which is all of its own."""
     mesh = mesh_of({"data": 4})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,6 +37,7 @@ def decode_traced(
         events = engine.step()
 
 
+@pytest.mark.full
 @settings(max_examples=4)
 @given(st.lists(st.tuples(cases(), MODES), min_size=BATCH, max_size=BATCH))
 def test_a_trace_explains_itself(one_size_engine: Engine, batch: list[tuple[Case, str]]) -> None:

@@ -83,6 +83,7 @@ def share_of_best(
     return speed / max(fixed_speeds(device, sequences, text, mode).values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sequences", COUNT)
 def test_nearly_as_fast_as_the_best_width_whatever_the_text(device: str, sequences: int) -> None:

@@ -121,6 +121,7 @@ def test_windows_of_the_paper_that_are_closed_leave_whole_texts(engine: Engine) 
     assert [len(result.token_ids) for result in results] == [20] * 6
 
 
+@pytest.mark.full
 def test_grammars_hold_while_windows_come_and_go(tiny_model: Transformer) -> None:
     expected = [SamplingParams(mode=mode, regex="0") for mode in ("verified", "ar")]
     engine = come_and_go_engine(tiny_model, expected, grammars=RandomAutomata())
@@ -144,6 +145,7 @@ def test_grammars_hold_while_windows_come_and_go(tiny_model: Transformer) -> Non
     assert rooms == {0}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("mode", "window"), [("ar", None), ("paper", 2)])
 def test_costs_are_measured_whoever_comes_first(
     tiny_model: Transformer, mode: str, window: int | None
