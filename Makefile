@@ -4,13 +4,14 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-PYTEST_ARGS ?= -n 2
+# Half of the tests to each worker, in their order, so that what a module makes is made once.
+PYTEST_ARGS ?= -n 2 --dist worksteal
 
 BIN := $(VENV)/bin
 LOCK := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo shell embedded docs test test-all test-fast lint format env env-test clean clean-env
+.PHONY: help demo shell embedded docs test test-all lint format env env-test clean clean-env
 
 help: ## show this list
 	@echo "wedlm-jax: WeDLM diffusion language models in JAX"
@@ -42,9 +43,6 @@ test: lint ## lint, check types and test every property
 
 test-all: lint ## the same at full size: more cases, more samples, more kills
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m ""
-
-test-fast: env-test ## run the tests not marked slow, nothing else
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not full"
 
 embedded: env ## train the included model anew from configs/, about three and a half hours
 	$(BIN)/wedlm train --config configs/embedded_ar.yaml

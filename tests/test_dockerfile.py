@@ -184,7 +184,6 @@ def test_an_accelerator_that_there_is_not_is_refused(tmp_path: Path) -> None:
         image.follow(install)
 
 
-@pytest.mark.slow
 @pytest.mark.full
 def test_its_steps_make_an_image_that_decodes(tmp_path: Path) -> None:
     image = Image(tmp_path, {})

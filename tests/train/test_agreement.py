@@ -50,7 +50,6 @@ def listing(folder: Path) -> list[tuple[str, int]]:
     return sorted((str(path), path.stat().st_mtime_ns) for path in folder.rglob("*"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
@@ -75,7 +74,6 @@ def test_hosts_with_other_recipes_or_versions_are_all_told(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 def test_hosts_with_other_data_are_all_told(tmp_path: Path) -> None:
     """Each has a copy of its own, under the same name."""
     content = []
@@ -111,7 +109,6 @@ class FailingBatches(PhasedBatches):
         return super().__next__()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("host", [0, 1])
 def test_what_one_host_cannot_use_ends_all(
     host: int, tokenizer_folder: Path, tmp_path: Path
@@ -191,7 +188,6 @@ def resumed(
     return run_hosts(["--config", str(recipe)], tmp_path, limit=LIMIT_S, constants=own)
 
 
-@pytest.mark.slow
 def test_a_host_that_sees_a_state_late_goes_on_with_the_others(
     stopped: TrainConfig, tmp_path: Path
 ) -> None:
@@ -205,7 +201,6 @@ def test_a_host_that_sees_a_state_late_goes_on_with_the_others(
     assert not list((tmp_path / "run" / "checkpoints").glob("*.damaged*"))
 
 
-@pytest.mark.slow
 def test_a_host_that_never_sees_a_state_is_told_of_and_nothing_is_renamed(
     stopped: TrainConfig, tmp_path: Path
 ) -> None:
@@ -220,7 +215,6 @@ def test_a_host_that_never_sees_a_state_is_told_of_and_nothing_is_renamed(
     assert listing(tmp_path / "run") == before
 
 
-@pytest.mark.slow
 def test_a_good_state_that_one_host_reads_too_early_is_not_renamed(
     stopped: TrainConfig, tmp_path: Path
 ) -> None:
@@ -256,7 +250,6 @@ class ReadsOldRows:
         return "old" if old else hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-@pytest.mark.slow
 def test_a_host_does_not_train_on_rows_of_before(tokenizer_folder: Path, tmp_path: Path) -> None:
     config = tiny_recipe(tmp_path / "run", tokenizer_folder)
     recipe = ["--config", str(write_recipe(config, tmp_path))]

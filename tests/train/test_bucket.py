@@ -95,7 +95,6 @@ def test_the_bucket_tells_generations(bucket: str) -> None:
     assert sorted(opened().list().result()) == [b"first", b"second"]
 
 
-@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize(("kills", "steps"), [(1, 8), (20, 100)])
 def test_two_processes_killed_at_random_are_those_that_were_never_killed(

@@ -171,7 +171,6 @@ def test_without_the_compiler_the_command_says_what_to_install(
     assert capsys.readouterr() == ("", f"wedlm train: {NO_LIBTPU}\n")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
 @pytest.mark.parametrize(
     ("topology", "remat", "blocks"),

@@ -47,7 +47,6 @@ def evaluation_of(run: Path, config: TrainConfig) -> dict[str, float]:
         return Evaluation(config, mesh, graph, model.config, objective, held, asked).run(parameters)
 
 
-@pytest.mark.slow
 def test_two_processes_train_together_what_one_trains_alone(
     finished: Path, tokenizer_folder: Path, tmp_path: Path
 ) -> None:
@@ -96,7 +95,6 @@ def test_two_processes_train_together_what_one_trains_alone(
     assert config_file["model_type"] == "wedlm"
 
 
-@pytest.mark.slow
 def test_folders_that_hosts_do_not_share_are_refused_at_once(
     tokenizer_folder: Path, tmp_path: Path
 ) -> None:

@@ -116,7 +116,6 @@ def test_a_run_goes_on_with_the_same_data_on_another_mesh(
         assert moved["loss"] == pytest.approx(stayed["loss"], rel=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kills", "steps"), [(3, 12), pytest.param(10, 30, marks=pytest.mark.full)]
 )
@@ -162,7 +161,6 @@ def wait_for_records(output: Path, more: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.slow
 def test_sigterm_ends_the_command_with_its_own_status(
     tokenizer_folder: Path, tmp_path: Path
 ) -> None:

@@ -109,7 +109,6 @@ def ending(said: str) -> list[str]:
     return [line for line in said.splitlines() if line.startswith("wedlm train: ")]
 
 
-@pytest.mark.slow
 def test_what_fails_on_one_host_is_told_by_all_and_the_same_command_goes_on(
     bucket: Bucket, finished: Path, tokenizer_folder: Path, tmp_path: Path
 ) -> None:

@@ -46,7 +46,6 @@ def test_programs_are_judged_by_the_tests_of_the_problem(first: dict[str, Any]) 
     assert judge(first, ["    return False\n"]) == {"parses": 1, "pass@1": 0}
 
 
-@pytest.mark.slow
 @pytest.mark.full
 def test_every_solution_passes_its_own_tests() -> None:
     for problem in problems(run_code=True)["test"]:

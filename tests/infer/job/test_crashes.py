@@ -189,7 +189,6 @@ def test_a_job_killed_again_and_again_is_the_job_that_was_never_killed(
     assert not list(Path("out").glob("**/*.part"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "status", "word"),
     [

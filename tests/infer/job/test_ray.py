@@ -33,7 +33,6 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def test_actors_finish_what_a_host_has_begun_and_give_the_same_rows(
     cluster: None,

@@ -180,7 +180,6 @@ def test_a_run_without_masks_is_asked_too(
     assert "tokens_per_forward" not in line
 
 
-@pytest.mark.slow
 def test_eight_devices_decode_what_one_decodes(tokenizer_folder: Path) -> None:
     section = EvaluationSection(every=1, rows=8, prompts=2, max_tokens=6)
     config = tiny_recipe(Path("unused"), tokenizer_folder, rows=8, evaluation=section)

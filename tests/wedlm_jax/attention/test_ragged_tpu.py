@@ -82,7 +82,6 @@ def check(example: Example, out: Any, pages: Any, limit: float) -> None:
     np.testing.assert_array_equal(out[int(example.spans.query_starts[-1]) :], 0)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_spans_attend_to_what_they_see(dtype: Any) -> None:
@@ -100,7 +99,6 @@ def test_spans_attend_to_what_they_see(dtype: Any) -> None:
         check(example, *run(*arguments(example, dtype), num_pages=NUM_PAGES), TOLERANCE[dtype])
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("kernel")
 def test_heads_are_cut_over_devices() -> None:
     example = example_of([(0, 0), (17, 40), (0, 0), (20, 70), (1, 9)], kv_heads=8)

@@ -96,7 +96,6 @@ def measured(*arguments: object) -> dict[str, int]:
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
 @pytest.mark.full
 def test_1_7b_onto_eight_devices_and_back(tmp_path: Path) -> None:

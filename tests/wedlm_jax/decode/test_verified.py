@@ -274,7 +274,6 @@ def completions(
     return [r.token_ids for r in results], sum(r.num_forwards for r in results)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "window", [16, *(pytest.param(window, marks=pytest.mark.full) for window in (1, 2, 4, 8, 32))]
 )
