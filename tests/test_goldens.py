@@ -160,9 +160,8 @@ class TestAsUsersCompile:
         results = decode_cases(models[name], [as_decode_case(golden) for golden in cases])
         assert [counted(result) for result in results] == [counted(golden) for golden in cases]
 
-    @pytest.mark.parametrize(
-        ("name", "i"), [pytest.param("qwen2_style", 0, marks=full), ("qwen3_style", 0)]
-    )
+    @full
+    @pytest.mark.parametrize(("name", "i"), [("qwen2_style", 0), ("qwen3_style", 0)])
     def test_training_batch(self, models: dict[str, Transformer], name: str, i: int) -> None:
         test_training_batch(models, name, i)
 
@@ -183,6 +182,7 @@ def misses(output: str) -> list[str]:
     return [line.split(":")[0] for line in output.splitlines() if line.startswith("MISS")]
 
 
+@full
 def test_the_command_finds_each_corrupted_figure(
     small_copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,6 +40,7 @@ def test_without_a_terminal_it_prints_plain_lines(capsys: pytest.CaptureFixture[
         assert re.search(words, explained), name
 
 
+@pytest.mark.full
 def test_the_picture_has_a_line_for_each_forward(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,6 +34,7 @@ def test_a_job_says_what_is_kept(tmp_path: Path, number: signal.Signals, status:
     assert not (tmp_path / "out").exists(), "any job may begin there"
 
 
+@pytest.mark.full
 def test_a_conversation_ends(tmp_path: Path) -> None:
     terminal = Terminal(command(tmp_path, "burst", "chat"), tmp_path)
     try:

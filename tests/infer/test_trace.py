@@ -48,6 +48,7 @@ def written(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_generate_writes_the_trace_of_what_it_prints(
     checkpoint: Path, written: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

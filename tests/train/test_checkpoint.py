@@ -91,6 +91,7 @@ def test_what_is_kept_for_good_stays_over_restarts(tmp_path: Path) -> None:
     assert numbers(tmp_path) == [14]
 
 
+@pytest.mark.full
 def test_what_is_kept_for_good_stays_in_a_bucket(bucket: str) -> None:
     folder = as_path(f"{bucket}/checkpoints")
     for steps in ((1, 2, 3), (4, 5), (6, 7)):

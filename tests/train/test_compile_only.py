@@ -100,6 +100,7 @@ def test_what_the_backward_pass_computes_anew_counts(
     assert found.attention == 2 * 3 * 24 * 2 * 3 * 32**2 * attention
 
 
+@pytest.mark.full
 def test_a_compiled_step_computes_anew_what_is_counted() -> None:
     """The layer's last product is not among it."""
     mesh = make_mesh({"fsdp": 1}, jax.devices()[:1])
@@ -171,15 +172,16 @@ def test_without_the_compiler_the_command_says_what_to_install(
     assert capsys.readouterr() == ("", f"wedlm train: {NO_LIBTPU}\n")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
 @pytest.mark.parametrize(
     ("topology", "remat", "blocks"),
     [
         ("v5e:2x4", "attention", 8),
-        pytest.param("v5e:2x4", "attention", 16, marks=pytest.mark.full),
-        pytest.param("v5e:2x4", "auto", 8, marks=pytest.mark.full),
-        pytest.param("v5p:2x2x2", "products", 16, marks=pytest.mark.full),
-        pytest.param("v6e:2x4", "products", 16, marks=pytest.mark.full),
+        ("v5e:2x4", "attention", 16),
+        ("v5e:2x4", "auto", 8),
+        ("v5p:2x2x2", "products", 16),
+        ("v6e:2x4", "products", 16),
     ],
 )
 def test_a_small_step_compiles_for_a_real_topology(topology: str, remat: str, blocks: int) -> None:

@@ -47,6 +47,7 @@ def evaluation_of(run: Path, config: TrainConfig) -> dict[str, float]:
         return Evaluation(config, mesh, graph, model.config, objective, held, asked).run(parameters)
 
 
+@pytest.mark.full
 def test_two_processes_train_together_what_one_trains_alone(
     finished: Path, tokenizer_folder: Path, tmp_path: Path
 ) -> None:

@@ -205,6 +205,7 @@ def test_the_kernel_refuses_block_sizes_that_its_pattern_does_not_hold_for(
         attend_eagerly(q, k, v, mask, implementation="splash", tile=tile)
 
 
+@pytest.mark.full
 def test_long_rows_of_several_tiles_equal_dense_in_all_tiled_forms() -> None:
     """Tiles of their full size, a length that is no multiple of them, ragged segments."""
     length, block = 640, 32
@@ -245,6 +246,7 @@ def visited_tiles(kernel: splash.SplashAttentionKernel) -> np.ndarray:
     return visited
 
 
+@pytest.mark.full
 def test_the_kernel_visits_tiles_of_a_samples_own_only() -> None:
     """Eight tiles a stream: samples of two and a half, of one and a half, and padding from the
     sixth on."""

@@ -80,6 +80,7 @@ def test_folder_without_tokenizer_has_no_codec(tmp_path: Path) -> None:
     assert TextCodec.load(tmp_path) is None
 
 
+@pytest.mark.full
 def test_loading_is_silent_whatever_config_json_says(tmp_path: Path) -> None:
     """A model_type unknown to transformers and old RoPE fields are none of its business."""
     write_tokenizer(tmp_path, byte_tokenizer(), model_max_length=4)

@@ -19,6 +19,7 @@ from wedlm_jax.errors import InputError
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.full
 def test_backends_of_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "attention.json"
     arguments = "--compare attention --lengths 64 128 --time-up-to 64 --heads 4 --head-dim 8 "

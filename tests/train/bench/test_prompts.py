@@ -21,6 +21,7 @@ def test_half_of_the_rows_blocks_are_left_out() -> None:
     np.testing.assert_array_equal(few.tokens, whole.tokens)
 
 
+@pytest.mark.full
 def test_both_ways_agree_and_are_measured() -> None:
     [costs] = compare_prompts(
         [LENGTH],

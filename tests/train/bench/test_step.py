@@ -24,6 +24,7 @@ def some_rows() -> PackedRows:
     return packed([full, [random_sample(random, 20, prompt=6)], []], 32)[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes",
     [{}, {"tie_word_embeddings": True, "qk_norm": False, "attention_bias": False}],
@@ -76,6 +77,7 @@ def test_what_differs_is_not_timed(other: Found, says: str) -> None:
         check_agreement({"a": Found(2.0, 4.0), "b": other})
 
 
+@pytest.mark.full
 def test_backends_take_turns_on_the_same_rows() -> None:
     model = dataclasses.replace(TINY, num_hidden_layers=1)
     [costs] = compare_step(

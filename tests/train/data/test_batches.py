@@ -142,6 +142,7 @@ def test_rows_that_are_not_the_first_are_found(mesh: Mesh) -> None:
     assert host_rows(sharding, SHAPE, jax.devices()[1:2]) == [4, 5, 6, 7]
 
 
+@pytest.mark.full
 def test_worker_processes_read_the_same_batches() -> None:
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     config = TrainConfig(

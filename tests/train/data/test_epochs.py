@@ -61,6 +61,7 @@ def test_what_a_run_takes_is_told_and_too_much_is_warned_of() -> None:
     assert not any("warning" in line for line in epochs_of(recipe(steps=80)).lines(0))
 
 
+@pytest.mark.full
 def test_a_run_says_its_epochs_at_each_start_and_in_its_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

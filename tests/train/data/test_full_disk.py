@@ -27,6 +27,7 @@ def test_a_full_disk_is_no_bad_input(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert not (disk / "rows").exists()
 
 
+@pytest.mark.full
 def test_a_file_that_may_not_grow_is_no_bad_input(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", documents(3000))
     ended = run_with_small_files(command(source, tmp_path / "rows"), 16 * 1024)

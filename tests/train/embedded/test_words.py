@@ -98,6 +98,7 @@ def test_what_cannot_grow_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.full
 def test_the_embedded_model_fills_masks_of_prose_with_words() -> None:
     """Mode paper, which fills masks that do not see each other: where words were spelled with
     several tokens, every other of these texts had a word that is none."""

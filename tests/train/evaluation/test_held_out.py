@@ -115,7 +115,12 @@ def states(output: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("checkpoint_every", "failure"), [(2, Failed), (100, Failed), (100, CompilingInterrupted)]
+    ("checkpoint_every", "failure"),
+    [
+        (100, Failed),
+        pytest.param(2, Failed, marks=pytest.mark.full),
+        pytest.param(100, CompilingInterrupted, marks=pytest.mark.full),
+    ],
 )
 def test_an_evaluation_that_fails_loses_no_steps_and_is_made_when_the_run_goes_on(
     finished: Path,
@@ -146,6 +151,7 @@ def test_an_evaluation_that_fails_loses_no_steps_and_is_made_when_the_run_goes_o
     assert metric_lines(tmp_path) == metric_lines(finished)
 
 
+@pytest.mark.full
 def test_what_cannot_be_evaluated_is_found_out_before_the_first_step(
     tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +167,7 @@ def test_what_cannot_be_evaluated_is_found_out_before_the_first_step(
     assert states(tmp_path) == ["2", "4"]
 
 
+@pytest.mark.full
 def test_a_run_without_masks_is_asked_too(
     finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

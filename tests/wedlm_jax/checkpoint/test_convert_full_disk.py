@@ -26,6 +26,7 @@ def test_a_full_disk_is_no_bad_input(
         assert list(disk.iterdir()) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("to", OPTIONS)
 def test_a_file_that_may_not_grow_is_no_bad_input(tmp_path: Path, to: str) -> None:
     source = write_tiny(tmp_path / "model")

@@ -88,6 +88,7 @@ def told(results: list[Completion]) -> set[int]:
     return chosen | beside
 
 
+@pytest.mark.full
 def test_what_the_tokenizer_does_not_know_is_never_chosen(engines: tuple[Engine, Engine]) -> None:
     with_tokenizer, without = engines
     assert told(run(without, cases())) - KNOWN, "there is something to keep out"
