@@ -211,6 +211,7 @@ def test_the_command_finds_each_corrupted_figure(
     assert output.endswith("2 passed, 5 failed\n")
 
 
+@pytest.mark.full
 def test_a_corrupted_training_figure_is_a_miss(models: dict[str, Transformer]) -> None:
     with np.load(GOLDENS / "qwen2_style" / "train_case_0.npz") as file:
         golden = dict(file)

@@ -18,6 +18,7 @@ def test_a_prompt_ends(tmp_path: Path) -> None:
     assert said.splitlines()[-1] == "wedlm generate: interrupted while compiling"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "status"),
     [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full)],

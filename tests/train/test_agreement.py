@@ -109,6 +109,7 @@ class FailingBatches(PhasedBatches):
         return super().__next__()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("host", [0, 1])
 def test_what_one_host_cannot_use_ends_all(
     host: int, tokenizer_folder: Path, tmp_path: Path
@@ -188,6 +189,7 @@ def resumed(
     return run_hosts(["--config", str(recipe)], tmp_path, limit=LIMIT_S, constants=own)
 
 
+@pytest.mark.full
 def test_a_host_that_sees_a_state_late_goes_on_with_the_others(
     stopped: TrainConfig, tmp_path: Path
 ) -> None:
@@ -215,6 +217,7 @@ def test_a_host_that_never_sees_a_state_is_told_of_and_nothing_is_renamed(
     assert listing(tmp_path / "run") == before
 
 
+@pytest.mark.full
 def test_a_good_state_that_one_host_reads_too_early_is_not_renamed(
     stopped: TrainConfig, tmp_path: Path
 ) -> None:
@@ -250,6 +253,7 @@ class ReadsOldRows:
         return "old" if old else hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+@pytest.mark.full
 def test_a_host_does_not_train_on_rows_of_before(tokenizer_folder: Path, tmp_path: Path) -> None:
     config = tiny_recipe(tmp_path / "run", tokenizer_folder)
     recipe = ["--config", str(write_recipe(config, tmp_path))]

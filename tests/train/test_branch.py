@@ -73,7 +73,7 @@ def assert_same_state(run: Path, other: Path, step: int) -> None:
         np.testing.assert_array_equal(value, two[name], err_msg=name)
 
 
-@pytest.mark.parametrize("step", [2, 4])
+@pytest.mark.parametrize("step", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_a_branch_with_the_same_recipe_takes_the_same_steps(
     origin: Path,
     tokenizer_folder: Path,
@@ -97,6 +97,7 @@ def test_a_branch_with_the_same_recipe_takes_the_same_steps(
     assert json.loads((output / "origin.json").read_text()) == {"run": str(origin), "step": step}
 
 
+@pytest.mark.full
 def test_a_branch_goes_on_without_the_run_that_it_came_from(
     origin: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,6 +219,7 @@ def test_a_run_does_not_branch_from_itself(origin: Path, tokenizer_folder: Path)
         origin_of(recipe(origin, tokenizer_folder, branch_from=f"{origin}@2"))
 
 
+@pytest.mark.full
 def test_adapters_are_branched_with_what_they_belong_to(origin: Path, tmp_path: Path) -> None:
     settings = {
         "model": ModelSection(init_from=str(origin / "hf")),
@@ -232,6 +234,7 @@ def test_adapters_are_branched_with_what_they_belong_to(origin: Path, tmp_path: 
     assert_same_bits(hf_values(tmp_path / "b" / "hf"), hf_values(tmp_path / "a" / "hf"))
 
 
+@pytest.mark.full
 def test_branches_from_a_bucket_and_into_one(
     bucket: str, origin: Path, tokenizer_folder: Path, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ def remote_values(folder: str) -> dict[str, np.ndarray]:
     return {name: checkpoint.read(name) for name in checkpoint.tensors}
 
 
+@pytest.mark.full
 def test_a_run_in_a_bucket_stopped_and_resumed_is_the_run_on_a_disk(
     bucket: str,
     finished: Path,

@@ -29,7 +29,9 @@ from wedlm_jax.errors import TERMINATED
 LIMIT_S = 300
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
+)
 def test_sigterm_and_ctrl_c_save_and_the_run_goes_on_from_there(
     finished: Path,
     tokenizer_folder: Path,
@@ -62,6 +64,7 @@ def test_a_second_ctrl_c_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.full
 def test_means_over_an_interval_are_those_of_its_steps_across_a_restart(
     finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +106,7 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
     assert_same_bits(hf_values(tmp_path / "hf"), hf_values(finished / "hf"))
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_the_same_data_on_another_mesh(
     finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,9 +120,8 @@ def test_a_run_goes_on_with_the_same_data_on_another_mesh(
         assert moved["loss"] == pytest.approx(stayed["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("kills", "steps"), [(3, 12), pytest.param(10, 30, marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("kills", "steps"), [(3, 12), (10, 30)])
 def test_a_run_killed_again_and_again_is_the_run_that_was_never_killed(
     finished: Path, tokenizer_folder: Path, tmp_path: Path, kills: int, steps: int
 ) -> None:
@@ -161,6 +164,7 @@ def wait_for_records(output: Path, more: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.full
 def test_sigterm_ends_the_command_with_its_own_status(
     tokenizer_folder: Path, tmp_path: Path
 ) -> None:

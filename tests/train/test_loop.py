@@ -209,6 +209,7 @@ def test_an_unknown_field_value_of_the_architecture_is_refused(
         run_training(tiny_recipe(tmp_path, tokenizer_folder, model=model))
 
 
+@pytest.mark.full
 def test_a_run_on_two_devices_logs_and_exports_what_one_does(
     tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -159,6 +159,7 @@ def test_a_step_changes_adapters_and_nothing_else() -> None:
     assert "parameter_norm_embedding" not in metrics[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [
@@ -197,6 +198,7 @@ def _hashable(shard: jax.Shard) -> _Place:
     return _Place(str(shard.index))
 
 
+@pytest.mark.full
 def test_no_gradient_and_no_float32_copy_of_a_frozen_matrix_exists() -> None:
     """The embedding, a kernel and a head have shapes of their own; each is bfloat16 throughout."""
     graph, first, frozen = nnx.split(
@@ -306,6 +308,7 @@ def test_a_state_holds_adapters_and_their_moments_alone(whole_run: Path) -> None
     assert (saved["rank"], saved["alpha"], len(saved["targets"])) == (4, 8.0, 7)
 
 
+@pytest.mark.full
 def test_a_run_that_was_killed_goes_on_without_the_checkpoint_it_began_with(
     whole_run: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,6 +334,7 @@ def test_a_run_that_was_killed_goes_on_without_the_checkpoint_it_began_with(
     assert_same_bits(hf_values(tmp_path / "run" / "hf"), hf_values(whole_run / "hf"))
 
 
+@pytest.mark.full
 def test_a_run_averages_and_evaluates_its_adapters(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,7 @@ def test_any_rows_have_the_loss_and_gradients_they_have_with_all_blocks(seed: in
     assert_same(own, whole)
 
 
+@pytest.mark.full
 def test_a_step_draws_the_same_masks() -> None:
     rows = some_batch()[0]
     metrics = []
@@ -148,6 +149,7 @@ def chat_recipe(output: Path, folder: Path, **changes: object) -> TrainConfig:
     return tiny_recipe(output, None, data=data, row_length=256, **changes)
 
 
+@pytest.mark.full
 def test_a_run_leaves_prompts_out_by_itself_and_learns_the_same(
     chats: Path,
     tmp_path: Path,
@@ -173,6 +175,7 @@ def test_a_run_leaves_prompts_out_by_itself_and_learns_the_same(
             assert own[name] == pytest.approx(other[name], rel=2e-4), name
 
 
+@pytest.mark.full
 def test_a_run_goes_on_bit_for_bit(
     chats: Path,
     tmp_path: Path,

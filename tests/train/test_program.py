@@ -25,6 +25,7 @@ def integer_products(config: TrainConfig) -> int:
     return sum("dot_general" in line and "xi8>, tensor" in line for line in text.splitlines())
 
 
+@pytest.mark.full
 def test_a_recipe_says_whether_products_are_of_integers() -> None:
     config = tiny_recipe(Path("unused"), None)
     int8 = dataclasses.replace(config, quantized_training="int8")

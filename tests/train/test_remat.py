@@ -140,6 +140,7 @@ def test_a_device_of_unknown_memory_needs_a_name() -> None:
         settled(TrainConfig(), TINY, tpus(), None, Compiler().peak)
 
 
+@pytest.mark.full
 def test_a_small_step_fits_this_machine(cache: Path) -> None:
     config = TrainConfig(rows=1, row_length=32, block_size=4)
     mesh = make_mesh({"fsdp": 1}, jax.devices()[:1])
@@ -194,6 +195,7 @@ def test_a_micro_batch_is_cut_into_whole_rows_of_every_device_and_phase() -> Non
     assert parts(3, tpus(2)) == [1]
 
 
+@pytest.mark.full
 def test_the_program_that_runs_is_cut_as_was_found(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -275,6 +275,7 @@ def test_sources_are_told_by_content_weight_and_order(
         begin(with_sources(tmp_path / "run", {a_moved: 0.75, b: 0.25}))
 
 
+@pytest.mark.full
 def test_losses_and_tokens_of_each_source_are_logged_through_phases_and_a_restart(
     folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,7 +108,7 @@ def run(step, state, rows):  # type: ignore[no-untyped-def]
     ("layout", "attention", "prompts"),
     [
         ("mixed", "streams", True),
-        ("sequence", "blockwise", False),
+        pytest.param("sequence", "blockwise", False, marks=pytest.mark.full),
         pytest.param("sequence", "blockwise", True, marks=pytest.mark.full),
         *(
             pytest.param(name, "streams", name == "fsdp", marks=pytest.mark.full)

@@ -64,6 +64,7 @@ def broken(output: Path, tokenizer: Path, **changes: object) -> TrainConfig:
     return tiny_recipe(output, tokenizer, model=model, **changes)
 
 
+@pytest.mark.full
 def test_a_run_whose_loss_is_no_number_stops_and_names_the_batches(
     tokenizer_folder: Path,
     tmp_path: Path,

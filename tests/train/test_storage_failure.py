@@ -67,6 +67,7 @@ def test_a_state_that_cannot_be_written_is_told_and_a_later_one_is(
     assert_is_step(read(folder)[0], 5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("part", ["default/ocdbt.process_0/", "default/manifest", "commit_success"])
 def test_after_three_attempts_in_a_row_the_run_ends_and_the_last_whole_state_counts(
     bucket: Bucket, no_pauses: None, part: str
@@ -109,6 +110,7 @@ def ending(said: str) -> list[str]:
     return [line for line in said.splitlines() if line.startswith("wedlm train: ")]
 
 
+@pytest.mark.full
 def test_what_fails_on_one_host_is_told_by_all_and_the_same_command_goes_on(
     bucket: Bucket, finished: Path, tokenizer_folder: Path, tmp_path: Path
 ) -> None:

@@ -166,7 +166,9 @@ def test_the_grid_holds_each_tile_that_any_query_sees_and_no_other(
         np.testing.assert_array_equal(grid.seen(jnp.int32(i), jnp.int32(j)), cut[i, j])
 
 
-@pytest.mark.parametrize("block", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize(
+    "block", [1, 4, *(pytest.param(x, marks=pytest.mark.full) for x in (2, 8, 16, 32))]
+)
 def test_the_kernels_pattern_is_the_mask(block: int) -> None:
     """Of streams whose length is a power of two, and of others."""
     for blocks in (1, 2, 3, 4, 5, 8, 12):

@@ -304,6 +304,7 @@ def test_after_a_warm_up_nothing_is_compiled(folder: Path, whole: list[Completio
     assert llm.engine.num_programs == programs
 
 
+@pytest.mark.full
 def test_replicas_on_several_devices_give_the_same(folder: Path, whole: list[Completion]) -> None:
     llm = LLM(folder, window_size=4, mesh={"data": 2}, **SMALL)
     assert llm.engine.settings.sequences == 8

@@ -121,6 +121,7 @@ def test_a_stream_that_nobody_reads_holds_up_nobody(
     assert not llm.engine.has_work
 
 
+@pytest.mark.full
 def test_a_stream_may_be_collected_within_a_step(
     llm: LLM, expected: list[list[Completion]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ def test_prompts_are_the_same_every_time_and_of_all_lengths() -> None:
     assert not list(random_work(100, 500, SamplingParams(), until=0.0))
 
 
+@pytest.mark.full
 def test_a_short_run_ends_with_what_it_did(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

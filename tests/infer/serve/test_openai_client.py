@@ -228,6 +228,7 @@ def test_a_completion(client: OpenAI, offline: LLM) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == expected.text
 
 
+@pytest.mark.full
 def test_many_prompts_and_samples_come_in_order(client: OpenAI, offline: LLM) -> None:
     prompts = [STORY, "One day", "The cat"]
     params = SamplingParams(max_tokens=16, temperature=0.7, n=2, seed=5)
@@ -352,6 +353,7 @@ def test_models(client: OpenAI) -> None:
         client.models.retrieve("another")
 
 
+@pytest.mark.full
 def test_thirty_clients_at_once(server: RunningServer, offline: LLM) -> None:
     prompts = [f"{STORY} {number}" for number in range(30)]
     expected = [one.text for one in offline.generate(prompts, SamplingParams(max_tokens=20))]

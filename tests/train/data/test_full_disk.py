@@ -19,6 +19,7 @@ def command(source: Path, output: Path) -> list[str]:
     return ["tokenize", *files, "--row-length", "128"]
 
 
+@pytest.mark.full
 def test_a_full_disk_is_no_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", documents(3000))
     with small_disk(tmp_path / "disk", 64 * 1024) as disk:

@@ -114,12 +114,13 @@ def states(output: Path) -> list[str]:
     return sorted(path.name for path in (output / "checkpoints").glob("[0-9]*"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("checkpoint_every", "failure"),
     [
         (100, Failed),
-        pytest.param(2, Failed, marks=pytest.mark.full),
-        pytest.param(100, CompilingInterrupted, marks=pytest.mark.full),
+        (2, Failed),
+        (100, CompilingInterrupted),
     ],
 )
 def test_an_evaluation_that_fails_loses_no_steps_and_is_made_when_the_run_goes_on(
@@ -187,6 +188,7 @@ def test_a_run_without_masks_is_asked_too(
     assert "tokens_per_forward" not in line
 
 
+@pytest.mark.full
 def test_eight_devices_decode_what_one_decodes(tokenizer_folder: Path) -> None:
     section = EvaluationSection(every=1, rows=8, prompts=2, max_tokens=6)
     config = tiny_recipe(Path("unused"), tokenizer_folder, rows=8, evaluation=section)

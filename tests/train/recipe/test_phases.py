@@ -197,6 +197,7 @@ def test_a_later_phase_without_rows_for_a_batch_is_refused_before_the_first(
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+@pytest.mark.full
 def test_a_run_through_phases_is_the_same_when_it_is_stopped_within_one(
     tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

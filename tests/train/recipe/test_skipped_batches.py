@@ -131,6 +131,7 @@ def test_workers_read_the_same(workers: int) -> None:
             assert found == [int(order[4 * batch + i]["tokens"][0]) for i in range(4)]
 
 
+@pytest.mark.full
 def test_a_run_with_skipped_batches_stopped_and_resumed_on_another_mesh(
     tokenizer_folder: Path,
     tmp_path: Path,

@@ -60,6 +60,7 @@ def cases_in(mode: str) -> list[Case]:
     ]
 
 
+@pytest.mark.full
 def test_the_cache_is_of_bytes_and_changes_what_is_said_but_little(
     engine: Engine, tiny_model: Transformer
 ) -> None:

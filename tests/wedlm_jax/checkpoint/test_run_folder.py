@@ -66,6 +66,7 @@ def test_newest_state_is_what_the_run_would_export(tmp_path: Path, changes: dict
         assert (tmp_path / "out" / name).read_bytes() == (expected / name).read_bytes(), name
 
 
+@pytest.mark.full
 def test_run_that_says_what_its_model_is_needs_no_configuration(tmp_path: Path) -> None:
     start = write_tiny(tmp_path / "start", **QWEN2)
     run = write_run(tmp_path / "run", {9: trained(QWEN2, 3.0), 10: trained(QWEN2, 2.0)})

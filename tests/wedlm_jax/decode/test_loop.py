@@ -121,6 +121,7 @@ def test_the_sizes_of_a_forward_change_nothing(
             assert one == other
 
 
+@pytest.mark.full
 @given(case=cases(), others=st.lists(cases_with_options(), min_size=3, max_size=3))
 def test_a_sequence_without_options_is_what_it_is_where_nobody_has_them(
     streaming_engine: Engine,

@@ -40,7 +40,7 @@ def in_bfloat16(model: Transformer) -> Transformer:
     return nnx.merge(graph, narrow)
 
 
-@pytest.fixture(scope="module", params=[4, 16])
+@pytest.fixture(scope="module", params=[pytest.param(4, marks=pytest.mark.full), 16])
 def engine(request: pytest.FixtureRequest, tiny_model: Transformer) -> Engine:
     return small_engine(
         in_bfloat16(tiny_model), PARAMS, window_size=request.param, deterministic=True
@@ -111,7 +111,8 @@ WIDER = dataclasses.replace(
 """Wide enough that products of other shapes round differently."""
 
 
-@pytest.mark.parametrize("sequences", [1, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("sequences", [1, 4])
 def test_every_program_computes_the_same_to_the_bit(sequences: int) -> None:
     """Whoever is there: programs are compiled for those alone, at the sizes that users get."""
     model = Transformer(WIDER, rngs=nnx.Rngs(3), dtype=jnp.dtype("bfloat16"))

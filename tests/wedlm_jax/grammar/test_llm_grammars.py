@@ -70,6 +70,7 @@ def assert_all_fit(llm: LLM, count: int) -> None:
         assert fits(result.text or "", schema), (schema, result.text)
 
 
+@pytest.mark.full
 def test_random_schemas_are_followed(llm: LLM) -> None:
     assert_all_fit(llm, 24)
 

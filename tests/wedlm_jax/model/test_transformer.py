@@ -116,6 +116,7 @@ def test_streams_equals_dense_through_all_layers(hidden_states: Callable) -> Non
     np.testing.assert_allclose(streams, dense, atol=2e-5)
 
 
+@pytest.mark.full
 def test_rematerialisation_changes_memory_not_gradients(parts: tuple) -> None:
     graph, parameters = parts
 
