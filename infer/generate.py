@@ -31,7 +31,7 @@ has exactly one of
   "prompt_token_ids"  a list of token ids; needs no tokenizer
   "messages"          [{"role": ..., "content": ...}, ...], through the chat template
 and may have
-  "id"                a text or an integer, unique; the record's number, from 0, without it
+  "id"                a text or an integer, unique; the record's number, from 1, without it
   "tools"             [{...}, ...] and
   "chat_template_kwargs"  {"enable_thinking": false, ...}, for the chat template
   "sampling"          {"temperature": 0.7, "stop": ["\\n"], ...}, instead of the command

@@ -62,7 +62,11 @@ def record_fields(content: Content) -> Mapping[str, Any]:
 
 
 def record_id(fields: Mapping[str, Any], number: int) -> RecordId:
-    """Returns the id of a record, or else its number in the whole input, from 0.
+    """Returns the id of a record, or else its number in the whole input, counted from 1 as lines
+    are.
+
+    Args:
+      number: the same from 0.
 
     Raises:
       InputError: it has an id that is neither text nor integer.
@@ -72,7 +76,7 @@ def record_id(fields: Mapping[str, Any], number: int) -> RecordId:
         if not isinstance(name, str):
             raise InputError(f"custom_id: expected a text, not {shown_value(name)}")
         return name
-    name = fields.get("id", number)
+    name = fields.get("id", number + 1)
     if isinstance(name, bool) or not isinstance(name, str | int):
         raise InputError(f"id: expected a text or an integer, not {shown_value(name)}")
     return name

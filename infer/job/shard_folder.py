@@ -131,7 +131,7 @@ class ShardFolder:
                 size += out.write(line + b"\n")
         manifest = {
             "shard": shard.number,
-            "first_row": shard.first,
+            "first_row": shard.first + 1,
             "counts": counts.as_json(),
             "bytes": size,
             "sha256": digest.hexdigest(),

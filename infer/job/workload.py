@@ -129,8 +129,8 @@ class Workload:
                 own = as_json(own_fields(fields))
             if (original := self.index.original(number)) is not None:
                 raise InputError(
-                    f"duplicate id: record {original} has it (records count from 0; one without an "
-                    "id has its number as id)"
+                    f"duplicate id: record {original + 1} has it (one without an id has its "
+                    "number, from 1, as id)"
                 )
             if isinstance(own, BatchRecord):
                 record = own.checked(self.params)

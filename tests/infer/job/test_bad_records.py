@@ -54,7 +54,7 @@ BAD_LINES = [
     ),
     ('{"prompt": "a", "id": 1.5}', "id: expected a text or an integer, not 1.5"),
     ('{"prompt": "a", "id": null}', "id: expected a text or an integer, not null"),
-    ('{"prompt": "a", "id": 0}', "duplicate id: record 0 has it (records count from 0"),
+    ('{"prompt": "a", "id": 1}', "duplicate id: record 1 has it (one without an id has its num"),
     ('{"prompt": "a", "window_size": 5}', "window_size: expected 0 to 4, the engine's own, not 5"),
     (
         '{"prompt": "a", "window_size": -1}',
@@ -98,7 +98,7 @@ def test_a_bad_row_becomes_an_error_row(
     Path("in.jsonl").write_text(f'{{"prompt": "a"}}\n\n{line}\n{{"prompt": "mat"}}\n')
     assert run(model) == 0
     before, bad, after = results()
-    assert (before["id"], after["id"]) == (0, 2)
+    assert (before["id"], after["id"]) == (1, 3)
     assert "error" not in {*before, *after}
     name = own_id(line)
     own = ["promt"] if "promt" in line else []
@@ -163,7 +163,7 @@ def test_the_first_row_with_an_id_has_it(work: Path, model: Path, quick: None) -
         [
             {"id": "1", "prompt": "a"},
             {"prompt": "a"},
-            {"id": 1, "prompt": "a"},
+            {"id": 2, "prompt": "a"},
             {"id": "x"},
             {"id": "x", "prompt": "a"},
             {"id": "1", "prompt": "b"},
@@ -172,9 +172,9 @@ def test_the_first_row_with_an_id_has_it(work: Path, model: Path, quick: None) -
     )
     assert run(model, "--shard-size", "2") == 0
     rows = results()
-    assert [record["id"] for record in rows] == ["1", 1, 1, "x", "x", "1", 6]
+    assert [record["id"] for record in rows] == ["1", 2, 2, "x", "x", "1", 7]
     assert [record.get("line") for record in rows] == [None, None, 3, 4, 5, 6, None]
-    for number, original in ((2, 1), (4, 3), (5, 0)):
+    for number, original in ((2, 2), (4, 4), (5, 1)):
         assert f"duplicate id: record {original} has it" in rows[number]["error"]
 
 
@@ -189,7 +189,7 @@ def test_a_line_longer_than_any_row_is_read_past(
     rows = results()
     assert ["error" in record for record in rows] == [False, True, False, False, True]
     assert rows[1] == {"error": "too long (more than 0 MiB in a line)", "line": 2}
-    assert [record.get("id") for record in rows] == [0, None, 2, 3, None]
+    assert [record.get("id") for record in rows] == [1, None, 3, 4, None]
 
 
 def test_what_a_tokenizer_cannot_take_ends_no_job(
@@ -206,7 +206,7 @@ def test_what_a_tokenizer_cannot_take_ends_no_job(
     write(words(8))
     assert run(model) == 0
     (bad,) = (record for record in results() if "error" in record)
-    assert bad["id"] == 5
+    assert bad["id"] == 6
     reason = "the prompt could not be turned into tokens (TypeError: no such luck \\ud83d)"
     assert bad["error"] == reason
 
@@ -259,6 +259,6 @@ def test_a_record_that_fails_while_it_decodes_becomes_an_error_record(
     write([*words(3), {"prompt": "a", "id": "last"}])
     assert run(model, "--shard-size", "2") == 0
     first, bad, *others = results()
-    assert bad == {"id": 1, "error": "regex: too large", "line": 2}
-    assert [one["id"] for one in (first, *others)] == [0, 2, "last"]
+    assert bad == {"id": 2, "error": "regex: too large", "line": 2}
+    assert [one["id"] for one in (first, *others)] == [1, 3, "last"]
     assert all("text" in one for one in (first, *others))

@@ -65,7 +65,7 @@ def test_other_hosts_go_on(
             assert host(model, number, 4) == 130
     for number in range(3):
         assert host(model, number, 3) == 0
-    assert [record["id"] for record in results("out")] == list(range(40))
+    assert [record["id"] for record in results("out")] == list(range(1, 41))
     assert contents("out") == contents("alone")
     assert len(decoded) <= 40 + 4 * 4, "what was kept is not done again"
     assert read_json("out/stats.json")["last_run"]["hosts"] == 3
@@ -91,7 +91,7 @@ def test_a_shard_that_another_process_is_at_is_left_to_it(
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("this process is done; 1 of 2 shards still unfinished")
     assert run(model, output="out") == 0
-    assert [record["id"] for record in results("out")] == list(range(8))
+    assert [record["id"] for record in results("out")] == list(range(1, 9))
     assert kept + 4 <= len(decoded) <= 12
 
 

@@ -28,7 +28,7 @@ def test_line_ends_blank_lines_and_a_byte_order_mark(
 ) -> None:
     Path("in.jsonl").write_bytes(content.encode("utf-8"))
     assert run(model, "--shard-size", "1") == 0
-    assert [record["id"] for record in results()] == [0, 1]
+    assert [record["id"] for record in results()] == [1, 2]
     write([{"prompt": "a"}, {"prompt": "mat"}])
     assert run(model, output="plain.jsonl") == 0
     assert results("plain.jsonl") == results()
@@ -115,7 +115,7 @@ def test_a_pipe_is_kept_until_the_job_ends(
     # A job of a pipe goes on from the pipe, or from what was kept of it.
     assert run(model, input=str(spooled), output="out") == 0
     records = results("out")
-    assert [record["id"] for record in records] == list(range(8))
+    assert [record["id"] for record in records] == list(range(1, 9))
     assert records[7]["line"] == 8
     assert not spooled.exists()
     for _ in range(2):

@@ -104,7 +104,7 @@ def test_a_bad_request_has_its_error_in_the_place_of_an_answer(
     write([*records, BAD[-1][0], text("0", "again")])
     assert run(model) == BAD_DATA
     found = results()
-    for (_, said), answer in zip([*BAD, (None, "duplicate id: record 0")], found, strict=True):
+    for (_, said), answer in zip([*BAD, (None, "duplicate id: record 1 has")], found, strict=True):
         assert answer["response"]["status_code"] == 400
         error = answer["response"]["body"]["error"]
         assert error["type"] == "invalid_request_error"
@@ -129,7 +129,7 @@ def test_a_prompt_may_have_keys_of_these_names_of_its_own(
     write([{"prompt": "a", "custom_id": "mine", "url": "https://example.com", "body": 5}])
     assert run(model) == 0
     (record,) = results()
-    assert (record["custom_id"], record["body"], record["id"]) == ("mine", 5, 0)
+    assert (record["custom_id"], record["body"], record["id"]) == ("mine", 5, 1)
 
 
 @pytest.mark.parametrize("field", [{"seed": -1}, {"window_size": 4}])

@@ -84,11 +84,11 @@ def test_repeated_finds_the_first_of_each(kinds: int) -> None:
 def test_which_rows_claim_which_id(tmp_path: Path) -> None:
     claims: list[tuple[Any, int | None]] = [
         ({"id": "a"}, None),
-        ({"id": 3}, None),
+        ({"id": 4}, None),
         ("no object", None),
-        ({"prompt": "its number is 3"}, 1),
-        ({"id": "3"}, None),
-        ({"id": 2}, None),  # record 2 is no object, and has claimed nothing
+        ({"prompt": "its number is 4"}, 1),
+        ({"id": "4"}, None),
+        ({"id": 3}, None),  # record 3 is no object, and has claimed nothing
         ({"id": True}, None),
         ({"id": True}, None),
         ({"id": 1.0}, None),

@@ -51,6 +51,7 @@ def test_rows_come_back_in_order_with_their_fields(
         ]
     )
     assert run(model) == 0
+    out, err = capsys.readouterr()
     prompts = [
         "a",
         [70, 80, 90],
@@ -71,11 +72,10 @@ def test_rows_come_back_in_order_with_their_fields(
         {"max_tokens": 20},
     ]
     completions = llm.generate(prompts, [dataclasses.replace(GREEDY, **c) for c in changes])
-    names = [0, "ids", 77, 3, "ends", "one", 6, 7]
+    names = [1, "ids", 77, 4, "ends", "one", 7, 8]
     expected = [as_record(*pair) for pair in zip(names, completions, strict=True)]
     assert results() == expected
     assert all(list(record) == KEYS for record in results())
-    out, err = capsys.readouterr()
     assert out == ""
     tokens = sum(len(record["token_ids"]) for record in expected)
     per_forward = tokens / sum(record["num_forwards"] for record in expected)
@@ -118,7 +118,7 @@ def test_a_folder_has_shards_with_manifests(work: Path, model: Path) -> None:
     assert job["settings"]["params"]["max_tokens"] == 24
     for k, name in enumerate(names):
         manifest, records = read_json(f"out/{name}.manifest.json"), results(f"out/{name}.jsonl")
-        assert (manifest["shard"], manifest["first_row"]) == (k, 3 * k)
+        assert (manifest["shard"], manifest["first_row"]) == (k, 3 * k + 1)
         assert manifest["counts"]["rows"] == len(records)
         assert manifest["counts"]["tokens"] == sum(len(record["token_ids"]) for record in records)
         assert {"wedlm_generate": FORMAT, **manifest["job"]} == job
@@ -137,7 +137,7 @@ def test_command_line_and_row_parameters_combine(work: Path, model: Path, llm: L
     options = "--temperature 1 --top-k 9 --seed 4294967295 --entropy-threshold 3"
     assert run(model, *options.split()) == 0
     base = SamplingParams(max_tokens=24, temperature=1.0, top_k=9, entropy_threshold=3.0)
-    names: list[str | int] = [0, 1, 2, 3, "x"]
+    names: list[str | int] = [1, 2, 3, 4, "x"]
     seeds = [record_seed(2**32 - 1, name) for name in names]
     seeds[2] = 3  # a record may have its own
     params = [dataclasses.replace(base, seed=seed) for seed in seeds]
@@ -174,7 +174,7 @@ def test_logprobs_and_samples_are_those_of_the_library(
     options = ["--temperature", "1", "--entropy-threshold", "3", "--logprobs", "2"]
     assert run(model, *options, "--shard-size", "2") == 0
     base = SamplingParams(max_tokens=24, temperature=1.0, entropy_threshold=3.0, logprobs=2)
-    names: list[str | int] = [0, 1, "x", 3, 4]
+    names: list[str | int] = [1, 2, "x", 4, 5]
     changes: list[dict[str, Any]] = [
         {},
         {"logprobs": None, "seed": 4},
@@ -226,7 +226,7 @@ def test_chat_option_applies_to_texts(work: Path, model: Path) -> None:
     write([{"prompt": "hi"}, {"messages": [{"role": "user", "content": "hi"}]}] * 2)
     assert run(model, "--chat") == 0
     first, *others = results()
-    assert others == [{**first, "id": i} for i in (1, 2, 3)]
+    assert others == [{**first, "id": i} for i in (2, 3, 4)]
 
 
 def test_records_have_windows_of_their_own(work: Path, model: Path, llm: LLM) -> None:
@@ -239,9 +239,9 @@ def test_records_have_windows_of_their_own(work: Path, model: Path, llm: LLM) ->
     whole = {
         i: one for batch in llm.run([(ids, params, one) for one in windows]) for i, one in batch
     }
-    assert results() == [as_record(i, whole[i]) for i in range(len(windows))]
+    assert results() == [as_record(i + 1, whole[i]) for i in range(len(windows))]
     default, zero, one, four = results()
-    assert {**default, "id": 3} == four
+    assert {**default, "id": 4} == four
     assert zero["num_token_instances"] < one["num_token_instances"] < four["num_token_instances"]
 
 
@@ -273,10 +273,10 @@ def test_without_tokenizer_token_ids_in_and_no_text_out(work: Path, model: Path,
     completions = llm.generate([[70, 80, n] for n in range(4)], GREEDY)
     *good, text, chat = results()
     assert good == [
-        as_record(i, dataclasses.replace(c, text=None)) for i, c in enumerate(completions)
+        as_record(i, dataclasses.replace(c, text=None)) for i, c in enumerate(completions, 1)
     ]
     for number, record in ((4, text), (5, chat)):
-        assert (record["id"], record["line"]) == (number, number + 1)
+        assert (record["id"], record["line"]) == (number + 1, number + 1)
         assert "bare has no tokenizer" in record["error"]
 
 
