@@ -51,8 +51,8 @@ a record of the output has
 or, in the place of a record that cannot be decoded,
   id (if it has one), error, line, and file (if there are several)
 
---output is a .jsonl file, or a folder of shards (rows-00000-of-00010.jsonl), each with a
-manifest, in the order of the input. Finished records are kept, for a .jsonl file in
+--output is a .jsonl or .parquet file, or a folder of shards (rows-00000-of-00010.jsonl), each
+with a manifest, in the order of the input. Finished records are kept, for a file in
 OUTPUT.shards: a job that was stopped, even by SIGKILL, goes on when the same command is given
 again, with any --batch-size and --num-hosts, and gives the records that it would have given.
 SIGTERM finishes the records under way first. A record draws from a seed made of --seed and its
@@ -129,7 +129,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--output",
         metavar="PATH",
-        help="a folder, or a .jsonl file; another job's is kept, see --overwrite",
+        help="a folder, or a .jsonl or .parquet file; another job's is kept, see --overwrite",
     )
     add(
         "--trace",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from infer.job.counts import Counts, JobProgress
-from infer.job.finish import finish, finished_before
+from infer.job.finish import finish, finished_before, shards_finished
 from infer.job.graceful_stop import GRACE_SECONDS, GracefulStop, JobStopped
 from infer.job.host_share import JobShare
 from infer.job.identity import Identity, identity_of
@@ -34,6 +34,7 @@ from wedlm_jax.errors import (
     shortened,
 )
 from wedlm_jax.host.processes import Host
+from wedlm_jax.records.columns import Columns
 
 if TYPE_CHECKING:
     from wedlm_jax.llm import LLM
@@ -91,6 +92,7 @@ class Job:
         self.output = find_output(options.output, self.source)
         if not options.overwrite:
             check_file_is_new(self.output.file, read_job(self.output.folder))
+        self.columns = Columns() if self.output.is_parquet else None
         self.folder: ShardFolder | None = None
         self._spooled: Path | None = None
         if self.source.pipe and options.host.count > 1:
@@ -172,7 +174,7 @@ class Job:
                 told = time.monotonic()
                 self.say(f"reading the input: {records:,} records so far")
 
-        index = build_index(files, self.shard_size(), tell)
+        index = build_index(files, self.shard_size(), tell, self.columns)
         if not index.records:
             raise InputError(f"{self.source.shown}: has no records")
         if own := index.own_keys:
@@ -199,8 +201,15 @@ class Job:
     def finished_status(self, folder: ShardFolder) -> int | None:
         """Returns the exit status of a job that is finished already, else None; reports that, or
         what is kept of it."""
-        if counts := finished_before(folder, self.output.file):
-            folder.drop_shards()  # a pipe's copy, or what a kill in the middle of `finish` left
+        if self.output.file is None:
+            counts, drop_left = shards_finished(folder), folder.drop_parts
+        else:
+            counts, drop_left = finished_before(folder, self.output.file), folder.drop_shards
+        if counts:
+            # A pipe's copy, or what a kill in the middle of `finish` left. Nothing else is written:
+            # what is finished may lie where nobody may write any more.
+            with contextlib.suppress(InputError):
+                drop_left()
             self.say(
                 f"{self.output.shown} is already complete, with {counted(counts.rows, 'record')}"
             )
@@ -234,7 +243,7 @@ class Job:
         host = self.options.host
         run = {"host": host.index, "hosts": host.count, **progress.as_json()}
         try:
-            return finish(folder, self.output.file, run)
+            return finish(folder, self.output.file, run, self.columns)
         except InputError:
             # Another process may have merged and removed the shards at this very moment.
             counts = finished_before(folder, self.output.file)

@@ -7,9 +7,11 @@ from pathlib import Path
 
 from infer.job.input import SPOOL, Source
 from wedlm_jax.errors import InputError
+from wedlm_jax.records.parquet import require_pyarrow
 
 SHARDS_SUFFIX = ".shards"
-OTHER_FILES = (".json", ".txt", ".csv", ".tsv", ".parquet", ".gz", ".zst")
+JSONL, PARQUET = ".jsonl", ".parquet"
+OTHER_FILES = (".json", ".txt", ".csv", ".tsv", ".gz", ".zst")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +28,10 @@ class Output:
     folder: Path
     file: Path | None
 
+    @property
+    def is_parquet(self) -> bool:
+        return self.file is not None and self.file.suffix.lower() == PARQUET
+
     def absolute(self) -> Output:
         """Returns the same output with absolute paths."""
         file = None if self.file is None else self.file.absolute()
@@ -33,19 +39,21 @@ class Output:
 
 
 def find_output(name: str, source: Source) -> Output:
-    """Finds out what a path means: a file if it ends in .jsonl, otherwise a folder.
+    """Finds out what a path means: a file if it ends in .jsonl or .parquet, otherwise a folder.
 
     Raises:
-      InputError: it cannot be written, or would overwrite the input.
+      InputError: it cannot be written, or would overwrite the input; or pyarrow is missing.
     """
     path = Path(name)
     if path.suffix.lower() in OTHER_FILES:
-        raise InputError(f"{path}: expected a folder or a .jsonl file as output")
+        raise InputError(f"{path}: expected a folder, or a .jsonl or .parquet file, as output")
     if not path.absolute().parent.is_dir():
         raise InputError(f"{path}: no such folder, {path.parent}")
-    if path.suffix.lower() == ".jsonl":
+    if path.suffix.lower() in (JSONL, PARQUET):
         if path.exists() and not path.is_file():
             raise InputError(f"{path}: exists and is not a file")
+        if path.suffix.lower() == PARQUET:
+            require_pyarrow()
         output = Output(name, path.with_name(path.name + SHARDS_SUFFIX), path)
     else:
         output = Output(name, path, None)

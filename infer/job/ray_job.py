@@ -133,6 +133,8 @@ def _run(ray: Any, job: Job, load: Callable[[], LLM], cluster: RayCluster) -> in
         if found.get("input") == index.digest:
             job.open_folder(index, Identity.from_json(found))
     assert job.folder is not None, "an actor has opened it"
+    if not missing and (status := job.finished_status(job.folder)) is not None:
+        return status
     return job.end(job.folder, progress)
 
 

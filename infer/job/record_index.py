@@ -4,6 +4,7 @@ shard."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -14,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from infer.job.input import KEYS, Content, Place, read_for_ids
-from infer.job.prompt_record import own_fields, record_fields, record_id
-from infer.job.result_record import OUTPUT_KEYS, refuse_output_keys
+from infer.job.prompt_record import is_envelope, own_fields, record_fields, record_id
+from infer.job.result_record import OUTPUT_KEYS, TooDeep, as_json, refuse_output_keys
 from wedlm_jax.errors import InputError
+from wedlm_jax.records.columns import Columns
 from wedlm_jax.records.files import PARQUET, RecordFile, file_size
 from wedlm_jax.records.jsonl import Digest
 from wedlm_jax.records.parquet import column_names
@@ -78,7 +80,10 @@ class RecordIndex:
 
 
 def build_index(
-    files: Sequence[RecordFile], shard_size: int, tell: Callable[[int], None] = lambda _: None
+    files: Sequence[RecordFile],
+    shard_size: int,
+    tell: Callable[[int], None] = lambda _: None,
+    columns: Columns | None = None,
 ) -> RecordIndex:
     """Reads the whole input once.
 
@@ -86,9 +91,11 @@ def build_index(
       files: in the order of their records.
       shard_size: records of a shard.
       tell: called now and then with how many records have been read.
+      columns: where the output has columns, gets the types of the ids and of all own keys.
 
     Raises:
-      InputError: a file cannot be read, or its first record has a key that the output has.
+      InputError: a file cannot be read, or its first record has a key that the output has; or an
+        own key has values of which there is no column.
     """
     own_keys: dict[str, None] = {}
     begins: list[Place] = []
@@ -98,7 +105,7 @@ def build_index(
     for number, file in enumerate(files):
         digest = hashlib.sha256()
         sizes.append(file_size(file))
-        for at, line, claim in _claims(file, digest, ids, own_keys):
+        for at, line, claim in _claims(file, digest, ids, own_keys, columns):
             if len(ids) % shard_size == 0:
                 begins.append(Place(number, at, line))
             ids.append(_id_digest(claim))
@@ -119,7 +126,11 @@ def build_index(
 
 
 def _claims(
-    file: RecordFile, digest: Digest, ids: Sequence[int], own_keys: dict[str, None]
+    file: RecordFile,
+    digest: Digest,
+    ids: Sequence[int],
+    own_keys: dict[str, None],
+    columns: Columns | None,
 ) -> Iterator[tuple[int, int, tuple[str, Any]]]:
     """Yields offset, line and claimed id of each record; notes the keys of their own.
 
@@ -143,15 +154,33 @@ def _claims(
         except InputError:
             return "none", number
 
+    def note_types(fields: Mapping[str, Any], name: tuple[str, Any], where: str) -> None:
+        if columns is None:
+            return
+        if is_envelope(fields):
+            raise InputError(
+                f"{where}: records in the form of OpenAI's batch files are answered in that form, "
+                "which has no columns; give --output a .jsonl file"
+            )
+        own = {} if file.kind == PARQUET else own_fields(fields)
+        with contextlib.suppress(TooDeep):  # a bad record, of which nothing is passed on
+            values = {key: as_json(value) for key, value in own.items() if key not in OUTPUT_KEYS}
+            columns.add(values | ({"id": name[1]} if name[0] == "id" else {}), where)
+
     if file.kind == PARQUET:
-        columns = column_names(file.path, file.shown)
-        note([name for name in columns if name not in KEYS], True, "")
+        names = [name for name in column_names(file.path, file.shown) if name not in KEYS]
+        note(names, True, "")
+        if columns is not None:
+            columns.add_file(file.path, file.shown, names)
     first = True
     for at, line, content in read_for_ids(file, digest):
         fields = _fields(content)
         if fields is not None and file.kind != PARQUET:
             note(own_fields(fields), first, f" line {line}")
-        yield at, line, claim(fields)
+        name = claim(fields)
+        if fields is not None:
+            note_types(fields, name, f"{file.shown} line {line}")
+        yield at, line, name
         first = False
 
 

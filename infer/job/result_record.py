@@ -37,6 +37,10 @@ DEEPEST = 100
 """Levels of a value that is passed on: no encoder fails on so many."""
 
 
+class TooDeep(InputError):
+    """A value that is nested too deep to be passed on."""
+
+
 def refuse_output_keys(own: Iterable[str]) -> None:
     """Refuses keys of a user's own that the output has for itself."""
     for name in own:
@@ -128,10 +132,10 @@ def as_json(value: Any, depth: int = 0) -> Any:
     finite.
 
     Raises:
-      InputError: it is nested deeper than `DEEPEST`.
+      TooDeep: it is nested deeper than `DEEPEST`.
     """
     if depth > DEEPEST:
-        raise InputError(f"a key that is passed on is nested more than {DEEPEST} deep")
+        raise TooDeep(f"a key that is passed on is nested more than {DEEPEST} deep")
     if isinstance(value, dict):
         return {str(key): as_json(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):

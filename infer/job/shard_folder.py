@@ -68,7 +68,6 @@ class ShardFolder:
             folder.mkdir(exist_ok=True)
             with alone(folder):
                 self._take_folder(overwrite)
-        self._make_parts()
 
     def name(self, shard: Shard) -> str:
         return _name(shard, len(self.shards))
@@ -105,7 +104,7 @@ class ShardFolder:
         self._check_owner()
         if self.is_finished(shard):
             return None
-        self._make_parts()
+        self.make_parts()
         numbers = range(shard.first, shard.first + shard.records)
         header = {"job": self.identity.digest, "shard": shard.number}
         part = PartFile(self.parts, self.name(shard), header, numbers)
@@ -122,7 +121,7 @@ class ShardFolder:
         """
         assert part.is_whole, "records are missing"
         self._check_owner()
-        self._make_parts()
+        self.make_parts()
         counts, digest, size = Counts(), hashlib.sha256(), 0
         with written_beside(self.data_path(shard), self.parts) as out:
             for line in part.lines():
@@ -178,7 +177,8 @@ class ShardFolder:
         """Removes what only an unfinished job needs."""
         self._drop(lambda name: name == PARTS or name.startswith(SPOOL))
 
-    def _make_parts(self) -> None:
+    def make_parts(self) -> None:
+        """Makes the folder of unfinished records, unless it is there."""
         # Another process may have finished the job, and removed the parts.
         with naming(self.parts):
             self.parts.mkdir(exist_ok=True)

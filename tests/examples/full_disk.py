@@ -32,6 +32,11 @@ def run_with_small_files(
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
+def make_read_only(disk: Path) -> None:
+    """Lets nobody write on a `small_disk` any more."""
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+
+
 @contextlib.contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[Path]:
     """Mounts a disk of so many bytes at ``folder``; skips the test where that is not allowed."""

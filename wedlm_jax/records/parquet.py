@@ -1,5 +1,4 @@
-"""Rows of Parquet files, a few at a time: the one place that knows pyarrow, an optional
-dependency."""
+"""Rows of Parquet files, read a few at a time. pyarrow is an optional dependency."""
 
 from __future__ import annotations
 
@@ -43,8 +42,13 @@ def require_pyarrow() -> Any:
 
 def column_names(path: Path, shown: str) -> list[str]:
     """Returns the names of a file's columns; raises as `read_rows` does."""
+    return list(column_types(path, shown))
+
+
+def column_types(path: Path, shown: str) -> dict[str, Any]:
+    """Returns the Arrow types of a file's columns by their names; raises as `read_rows` does."""
     with _opened(path, shown) as file:
-        return list(file.schema_arrow.names)
+        return {field.name: field.type for field in file.schema_arrow}
 
 
 def rows_of_groups(path: Path, shown: str) -> list[int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.full_disk import run_with_small_files, small_disk
+from tests.examples.full_disk import make_read_only, run_with_small_files, small_disk
 from tests.infer.job.job_examples import SHAPE, contents, run, words, write
 from wedlm_jax.errors import STORAGE_FAILED
 
@@ -44,3 +44,22 @@ def test_a_file_that_may_not_grow_is_no_bad_input(work: Path, model: Path, quick
     assert run(model, output="out") == 0
     assert run(model, output="alone") == 0
     assert contents("out") == contents("alone")
+
+
+@pytest.mark.parametrize("output", ["out", "out.jsonl", "out.parquet"])
+def test_a_finished_job_is_finished_on_a_disk_that_is_read_only(
+    work: Path, model: Path, quick: None, output: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(words(5))
+    with small_disk(work / "disk", 2**20) as disk:
+        where = str(disk / output)
+        assert run(model, "--shard-size", "2", output=where) == 0
+        make_read_only(disk)
+        capsys.readouterr()
+        assert run(model, "--shard-size", "2", output=where) == 0
+        said = capsys.readouterr().err.splitlines()
+        assert said == [f"{where} is already complete, with 5 records"]
+        assert run(model, "--seed", "1", output=where) == 2
+        assert " of another job (seed is 0 there and 1 here)" in capsys.readouterr().err
+        assert run(model, output=str(disk / "new")) == 2
+        assert "cannot be written (Read-only file system)" in capsys.readouterr().err

@@ -141,7 +141,7 @@ def test_a_pipe_is_kept_until_the_job_ends(
         ("in.jsonl.bz2", "out.jsonl", "in.jsonl.bz2: is compressed; unpack it, or pipe what it"),
         ("in.jsonl", "missing/out.jsonl", "missing/out.jsonl: no such folder, missing"),
         ("in.jsonl", "folder.jsonl", "folder.jsonl: exists and is not a file"),
-        ("in.jsonl", "out.parquet", "out.parquet: expected a folder or a .jsonl file as output"),
+        ("in.jsonl", "out.csv", "out.csv: expected a folder, or a .jsonl or .parquet file, as out"),
         ("in.jsonl", "in.jsonl", "in.jsonl: input and output are the same file"),
         ("in.jsonl", "link.jsonl", "link.jsonl: input and output are the same file"),
         ("in.jsonl", "a-file", "a-file: is a file; the output needs a folder of this name"),

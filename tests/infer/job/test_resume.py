@@ -100,7 +100,7 @@ def test_rows_of_another_version_are_refused_until_they_may_go(
     assert "holds 2 records of another job (it was started by another version of wedlm" in said
     assert said.endswith("choose another output, or delete them with --overwrite")
     assert run(model, "--overwrite") == 0
-    assert [record["id"] for record in results()] == list(range(8))
+    assert [record["id"] for record in results()] == list(range(1, 9))
 
 
 @pytest.mark.parametrize("output", ["out.jsonl", "out"])
@@ -169,7 +169,7 @@ def test_a_damaged_shard_is_not_put_into_the_output(
     path.unlink()
     manifest.unlink()
     assert run(model) == 0
-    assert [record["id"] for record in results()] == list(range(16))
+    assert [record["id"] for record in results()] == list(range(1, 17))
 
 
 def test_interrupted_job_goes_on_with_samples_and_logprobs(
@@ -244,7 +244,7 @@ def test_another_job_is_refused_until_its_rows_may_go(
     assert f"records of another job ({why}); choose another output, or delete them with" in error
     assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
     assert run(model, *options, "--overwrite", output="out") == 0
-    assert [record["id"] for record in results("out")] == list(range(10))
+    assert [record["id"] for record in results("out")] == list(range(1, 11))
     # The same command resumes its own records instead of deleting them.
     assert run(model, *options, "--overwrite", output="out") == 0
 
@@ -289,7 +289,7 @@ def test_other_errors_are_not_hidden_and_lose_nothing(
     decoded.clear()
     assert run(model) == 0
     assert 0 < len(decoded) < 8
-    assert [record["id"] for record in results()] == list(range(8))
+    assert [record["id"] for record in results()] == list(range(1, 9))
 
 
 def test_sigterm_finishes_the_rows_under_way_and_begins_no_more(
@@ -318,7 +318,7 @@ def test_sigterm_finishes_the_rows_under_way_and_begins_no_more(
     assert said == f"stopped by SIGTERM: {kept(records)}; the same command continues from there"
     assert run(model) == 0
     assert len(decoded) == 16
-    assert [record["id"] for record in results()] == list(range(16))
+    assert [record["id"] for record in results()] == list(range(1, 17))
 
 
 @pytest.mark.full

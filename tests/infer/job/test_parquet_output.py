@@ -1,0 +1,185 @@
+"""Results as a Parquet file: the records of a .jsonl file, in typed columns."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from infer.job import parquet_file
+from infer.job.result_record import OUTPUT_KEYS
+from tests.infer.job.job_examples import read_json, results, run, stop_after, words, write
+from wedlm_jax.errors import BAD_DATA
+from wedlm_jax.records.parquet import without_nulls
+
+OWN: list[dict[str, Any]] = [
+    {"prompt": "the cat", "note": "naïve 日本\u2028\n", "score": 3, "tags": ["a", "é"]},
+    {"prompt": "mat", "score": 2.5, "deep": {"a": [{"b": 1}, {"c": None}], "none": {}}, "tags": []},
+    {"promt": "bad", "note": None, "score": -(2**40), "deep": {"d": True}, "empty": {}},
+    {"prompt": "a", "big": 2**63 - 1, "flag": False, "": "no name", "dots.in it": 1},
+]
+MANY = {"sampling": {"temperature": 1.0, "n": 2, "logprobs": 2}, "prompt": "on"}
+
+
+def as_jsonl(row: dict[str, Any]) -> dict[str, Any]:
+    """What a .jsonl file has of a row, but for nulls and objects without keys."""
+    for sample in (row, *(row["samples"] or ())):
+        for token in sample["logprobs"] or ():
+            token["top"] = [[pair["token_id"], pair["logprob"]] for pair in token["top"]]
+    return without_nulls(row)
+
+
+def test_a_file_has_what_jsonl_has_in_typed_columns(
+    work: Path, model: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet_file, "GROUP_ROWS", 3)
+    write([*OWN, MANY, *words(3)])
+    assert run(model) == 0
+    assert run(model, "--shard-size", "3", output="out.parquet") == 0
+    table = pq.read_table("out.parquet")
+    rows, lines = table.to_pylist(), results()
+    impossible = rows[4]["samples"][0]["logprobs"][0]["top"][-1]
+    assert impossible["logprob"] is None, "as in JSON, which has no infinity"
+    assert [as_jsonl(row) for row in rows] == [without_nulls(line) for line in lines]
+    assert table.column_names == [
+        *OUTPUT_KEYS,
+        *("note", "score", "tags", "deep", "promt", "empty", "big", "flag", "", "dots.in it"),
+    ]
+    kinds = {field.name: field.type for field in table.schema}
+    assert kinds["id"] == kinds["big"] == pa.int64()
+    assert kinds["token_ids"] == pa.list_(pa.int32())
+    assert (kinds["score"], kinds["flag"]) == (pa.float64(), pa.bool_())
+    assert kinds["deep"].field("a").type.value_type.field("b").type == pa.int64()
+    meta = pq.ParquetFile("out.parquet").metadata
+    assert [meta.row_group(i).num_rows for i in range(meta.num_row_groups)] == [3, 3, 2]
+    stats = read_json("out.parquet.shards/stats.json")
+    assert stats["output"]["bytes"] == Path("out.parquet").stat().st_size
+    assert sorted(path.name for path in work.iterdir()) == [
+        *("in.jsonl", "out.jsonl", "out.jsonl.shards", "out.parquet", "out.parquet.shards")
+    ]
+
+
+def test_a_job_that_was_stopped_goes_on_and_gives_the_same_file(
+    work: Path,
+    model: Path,
+    quick: None,
+    decoded: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write(words(20))
+    assert run(model, "--shard-size", "6", output="whole.parquet") == 0
+    with monkeypatch.context() as patch:
+        stop_after(5, KeyboardInterrupt(), patch)
+        assert run(model, "--shard-size", "6", output="out.parquet") == 130
+    assert not Path("out.parquet").exists()
+    with monkeypatch.context() as patch:  # and killed while the file is put together
+        patch.setattr(parquet_file, "_row", lambda _: (_ for _ in ()).throw(KeyboardInterrupt()))
+        assert run(model, output="out.parquet") == 130
+    assert not Path("out.parquet").exists()
+    decoded.clear()
+    assert run(model, output="out.parquet") == 0
+    assert not decoded
+    assert Path("out.parquet").read_bytes() == Path("whole.parquet").read_bytes()
+    capsys.readouterr()
+    assert run(model, output="out.parquet") == 0
+    said = capsys.readouterr().err
+    assert said == "out.parquet is already complete, with 20 records\n"
+
+
+def test_columns_of_parquet_come_back_as_json_has_them(
+    work: Path, model: Path, quick: None
+) -> None:
+    day, one = datetime.date(2020, 2, 1), {"a": 1, "b": None}
+    columns = {
+        "prompt": ["a", "mat"],
+        "day": [day, None],
+        "raw": [b"\xff", b""],
+        "one": [one, None],
+        "kind": pa.array(["x", "y"]).dictionary_encode(),
+        "small": pa.array([1, 2], pa.int8()),
+        "map": pa.array([[("k", "v")], []], pa.map_(pa.string(), pa.string())),
+    }
+    pq.write_table(pa.table(columns), "in.parquet")
+    assert run(model, input="in.parquet", output="out.parquet") == 0
+    own = pq.read_table("out.parquet").select([name for name in columns if name != "prompt"])
+    assert own.to_pylist() == [
+        *(
+            {"day": "2020-02-01", "raw": "/w==", "one": one, "kind": "x", "small": 1}
+            | {"map": [["k", "v"]]},
+        ),
+        {"day": None, "raw": "", "one": None, "kind": "y", "small": 2, "map": []},
+    ]
+
+
+def test_a_job_of_bad_records_alone_gives_their_errors(
+    work: Path, model: Path, quick: None
+) -> None:
+    write([{"x": 1}, {"id": True, "prompt": "a"}])
+    Path("in.jsonl").write_bytes(Path("in.jsonl").read_bytes() + b"no json\n")
+    assert run(model, output="out.parquet") == BAD_DATA
+    rows = pq.read_table("out.parquet").to_pylist()
+    assert [(row["id"], row["line"], row["text"]) for row in rows] == [
+        *((1, 1, None), (None, 2, None), (None, 3, None))
+    ]
+    assert all(row["error"] for row in rows)
+
+
+MIXED: list[tuple[list[Any], str]] = [
+    ([{"x": 1}, {"x": "one"}], "in.jsonl line 2: 'x' is a text here and an integer before, and a "),
+    ([{"x": None}, {"x": {"y": [1]}}, {"x": {"y": [True]}}], "line 3: 'x' is true or false here"),
+    ([{"x": [1, "a"]}], "line 1: 'x' is a text here and an integer before"),
+    ([{"x": [1]}, {"x": {}}], "line 2: 'x' is an object here and a list before"),
+    ([{"x": 2**63}], "line 1: 'x' is an integer of more than 64 bits; a .jsonl file as --output "),
+    ([{"id": "a"}, {}], "line 2: 'id' is an integer here and a text before, and a column has"),
+]
+
+
+@pytest.mark.parametrize(("records", "message"), MIXED)
+def test_what_has_no_column_is_refused_before_a_model_is_loaded(
+    work: Path, records: list[Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write([{"prompt": "a", **record} for record in records])
+    assert run(work / "never-loaded", output="out.parquet") == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert message in said
+    assert sorted(path.name for path in work.iterdir()) == ["in.jsonl"]
+
+
+def test_two_parquet_files_with_another_type_each_are_refused(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("a", 1), ("b", "x")):
+        Path("in").mkdir(exist_ok=True)
+        pq.write_table(
+            pa.table({"prompt": ["a"], "id": [name], "x": [value]}), f"in/{name}.parquet"
+        )
+    assert run(work / "never-loaded", input="in", output="out.parquet") == 2
+    assert "in/b.parquet: 'x' is a text here and an integer before" in capsys.readouterr().err
+
+
+def test_what_is_answered_in_openais_form_is_refused(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write([{"custom_id": "q", "url": "/v1/completions", "body": {"prompt": "a"}}])
+    assert run(work / "never-loaded", output="out.parquet") == 2
+    assert "batch files are answered in that form, which has no columns" in capsys.readouterr().err
+
+
+def test_without_pyarrow_nothing_is_begun(
+    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    write(words(1))
+    assert run(work / "never-loaded", output="out.parquet") == 2
+    said = capsys.readouterr().err
+    assert said == (
+        "wedlm generate: Parquet files need pyarrow, which is not installed: "
+        "pip install 'wedlm-jax[data]'\n"
+    )
+    assert not Path("out.parquet.shards").exists()

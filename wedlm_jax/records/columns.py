@@ -1,0 +1,217 @@
+"""Records as a Parquet file: the types of its columns, found from the records' own values, and the
+file, written a row group at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+from wedlm_jax.errors import InputError
+from wedlm_jax.records.parquet import column_types, require_pyarrow
+
+LARGEST = 2**63
+GROUP_ROWS = 10_000
+MOST_COLUMNS = 1000
+"""Columns of keys that users chose: more are keys that are data."""
+
+
+class Mixed(Exception):
+    """Says which two kinds of values no column can have together."""
+
+
+class Columns:
+    """Finds the types of columns: integers and other numbers together are numbers, objects have
+    the keys of all, and a null goes with everything.
+
+    Raises:
+      InputError: pyarrow is not installed.
+    """
+
+    def __init__(self) -> None:
+        require_pyarrow()
+        self.types: dict[str, Any] = {}
+
+    def add(self, fields: Mapping[str, Any], where: str) -> None:
+        """Takes the values of a record, as JSON has them.
+
+        Args:
+          where: what messages call the record.
+
+        Raises:
+          InputError: a value's type is not that of an earlier one, or none that a column can have.
+        """
+        for name, value in fields.items():
+            try:
+                self._take(name, type_of(value))
+            except Mixed as error:
+                raise _refusal(where, name, error) from None
+
+    def add_file(self, path: Path, shown: str, names: Iterable[str]) -> None:
+        """Takes columns of a Parquet file, as JSON has their values.
+
+        Raises:
+          InputError: a type is not that of an earlier file.
+        """
+        types = column_types(path, shown)
+        for name in names:
+            try:
+                self._take(name, _as_json(types[name]))
+            except Mixed as error:
+                raise _refusal(shown, name, error) from None
+
+    def _take(self, name: str, kind: Any) -> None:
+        before = self.types.get(name)
+        if before is None and len(self.types) >= MOST_COLUMNS:
+            raise Mixed(f"is one of more than {MOST_COLUMNS:,} keys; expected fewer, for columns")
+        self.types[name] = kind if before is None else merged(before, kind)
+
+
+def _refusal(where: str, name: str, error: Mixed) -> InputError:
+    return InputError(f"{where}: {name!r} {error}; a .jsonl file as --output takes all")
+
+
+def type_of(value: Any) -> Any:
+    """Returns the Arrow type of a value of JSON.
+
+    Raises:
+      Mixed: a list holds what no column can have together, or an integer is too large.
+    """
+    import pyarrow as pa
+
+    if value is None:
+        return pa.null()
+    if isinstance(value, str):
+        return pa.string()
+    if isinstance(value, bool):
+        return pa.bool_()
+    if isinstance(value, int):
+        if not -LARGEST <= value < LARGEST:
+            raise Mixed("is an integer of more than 64 bits")
+        return pa.int64()
+    if isinstance(value, float):
+        return pa.float64()
+    if isinstance(value, Mapping):
+        return pa.struct([(name, type_of(one)) for name, one in value.items()])
+    inner = pa.null()
+    for one in value:
+        inner = merged(inner, type_of(one))
+    return pa.list_(inner)
+
+
+def merged(one: Any, other: Any) -> Any:
+    """Returns the type of a column that has values of both types.
+
+    Raises:
+      Mixed: there is none.
+    """
+    import pyarrow as pa
+
+    if one == other or pa.types.is_null(other):
+        return one
+    if pa.types.is_null(one):
+        return other
+    if {one, other} == {pa.int64(), pa.float64()}:
+        return pa.float64()
+    if pa.types.is_list(one) and pa.types.is_list(other):
+        return pa.list_(merged(one.value_type, other.value_type))
+    if pa.types.is_struct(one) and pa.types.is_struct(other):
+        fields = {field.name: field.type for field in one}
+        for field in other:
+            kind = fields.get(field.name, pa.null())
+            fields[field.name] = merged(kind, field.type)
+        return pa.struct(list(fields.items()))
+    raise Mixed(f"is {_named(other)} here and {_named(one)} before, and a column has one type")
+
+
+def _named(kind: Any) -> str:
+    import pyarrow as pa
+
+    if pa.types.is_list(kind):
+        return "a list"
+    if pa.types.is_struct(kind):
+        return "an object"
+    if pa.types.is_integer(kind):
+        return "an integer"
+    return {pa.bool_(): "true or false", pa.float64(): "a number"}.get(kind, "a text")
+
+
+def _as_json(kind: Any) -> Any:
+    """Returns the type that a Parquet column's values have in JSON: what that has no form for, such
+    as times, is text there."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if pa.types.is_null(kind) or pa.types.is_boolean(kind):
+        return kind
+    if pa.types.is_integer(kind):
+        return kind if kind == pa.uint64() else pa.int64()
+    if pa.types.is_floating(kind):
+        return pa.float64()
+    if pa.types.is_struct(kind):
+        return pa.struct([(field.name, _as_json(field.type)) for field in kind])
+    if pa.types.is_map(kind):  # comes as a list of pairs
+        return pa.list_(pa.list_(merged(_as_json(kind.key_type), _as_json(kind.item_type))))
+    if hasattr(kind, "value_type"):
+        return pa.list_(_as_json(kind.value_type))
+    return pa.string()
+
+
+def fitted(value: Any, kind: Any) -> Any:
+    """Returns a value of JSON as a column of its type takes it: with all keys of its objects, and
+    nothing where Parquet can hold none, as for objects without keys."""
+    import pyarrow as pa
+
+    if value is None or pa.types.is_null(kind):
+        return None
+    if pa.types.is_float64(kind):
+        return float(value)
+    if pa.types.is_list(kind):
+        return [fitted(one, kind.value_type) for one in value]
+    if pa.types.is_struct(kind):
+        return {field.name: fitted(value.get(field.name), field.type) for field in kind}
+    return value
+
+
+def storable(kind: Any) -> Any:
+    """Returns a type that Parquet can store in the place of one that `type_of` returned: it has no
+    objects without keys."""
+    import pyarrow as pa
+
+    if pa.types.is_list(kind):
+        return pa.list_(storable(kind.value_type))
+    if pa.types.is_struct(kind):
+        fields = [(field.name, storable(field.type)) for field in kind]
+        return pa.struct(fields) if fields else pa.null()
+    return kind
+
+
+Sink: TypeAlias = IO[bytes] | io.RawIOBase
+
+
+def write_rows(
+    sink: Sink, groups: Iterable[list[dict[str, Any]]], types: Mapping[str, Any]
+) -> None:
+    """Writes a Parquet file, compressed by zstd.
+
+    Args:
+      sink: takes its bytes, in order.
+      groups: rows of each row group; what a row lacks is null.
+      types: of the columns, in order; storable.
+    """
+    import pyarrow as pa
+
+    schema = pa.schema(list(types.items()))
+    with (
+        contextlib.closing(pa.PythonFile(sink, mode="w")) as file,
+        require_pyarrow().ParquetWriter(file, schema, compression="zstd") as writer,
+    ):
+        for rows in groups:
+            columns = [
+                pa.array([fitted(row.get(name), kind) for row in rows], kind)
+                for name, kind in types.items()
+            ]
+            writer.write_table(pa.Table.from_arrays(columns, schema=schema))
