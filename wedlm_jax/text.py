@@ -49,6 +49,12 @@ Messages = Sequence[dict[str, Any]]
 Prompt = str | Sequence[int]
 
 
+CHANGED = (
+    "they spell special tokens, which this chat template does not pass on as they stand, so that "
+    "they cannot be told from its own; leave them out"
+)
+
+
 class TextCodec:
     """A checkpoint's tokenizer and chat template.
 
@@ -175,6 +181,15 @@ class TextCodec:
         """
         return self.encode_rendered(self.render_prompt(checked_messages(messages), variables))
 
+    def marked(self, value: Any) -> Any:
+        """Returns messages or variables of a template in whose texts special tokens are marked as
+        text, for `encode_rendered`; the same where there are none, or they are trusted.
+
+        Raises:
+          InputError: a text has the mark already.
+        """
+        return value if self.trust_special_tokens else self._typed.marked(value)
+
     def render_prompt(self, messages: Messages, variables: Mapping[str, Any] | None = None) -> str:
         """Renders a conversation up to the assistant's turn, for `encode_rendered`: special tokens
         that stand in messages or variables are marked as text, unless they are trusted.
@@ -185,18 +200,13 @@ class TextCodec:
         """
         variables = {**self.variables, **(variables or {})}
         text = self.render_chat(messages, add_generation_prompt=True, variables=variables)
-        if self.trust_special_tokens:
-            return text
         given = [list(messages), variables]
-        marked = self._typed.marked(given)
+        marked = self.marked(given)
         if marked == given:
             return text
         found = self.render_chat(marked[0], add_generation_prompt=True, variables=marked[1])
         if found.replace(MARK, "") != text:
-            raise InputError(
-                "messages: they spell special tokens, which this chat template does not pass on as "
-                "they stand, so that they cannot be told from its own; leave them out"
-            )
+            raise InputError(f"messages: {CHANGED}")
         return found
 
     def render_chat(

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from wedlm_jax.errors import InputError
 from wedlm_jax.packing import TokenisedSample
+from wedlm_jax.typed_tokens import MARK
 
 Message = dict[str, Any]
 Variables = Mapping[str, Any]
@@ -49,6 +50,8 @@ class ChatFormat:
       render: the template.
       tokenizer: gives the ids of the text, and knows which tokens are special.
       end_tokens: how many more of a turn's end token follow it, trainable.
+      encode_marked: gives the ids of a text in which special tokens are marked as text
+        (`wedlm_jax.typed_tokens`).
 
     Raises:
       InputError: the template does not show where an assistant's turn begins or ends.
@@ -57,8 +60,15 @@ class ChatFormat:
       turn_end: the id of the token that ends an assistant's turn.
     """
 
-    def __init__(self, render: Render, tokenizer: Tokenizer, end_tokens: int):
+    def __init__(
+        self,
+        render: Render,
+        tokenizer: Tokenizer,
+        end_tokens: int,
+        encode_marked: Callable[[str], list[int]] | None = None,
+    ):
         self._render, self._tokenizer, self._extra = render, tokenizer, end_tokens
+        self._encode_marked = encode_marked
         added = tokenizer.get_added_tokens_decoder().values()
         special = sorted((t.content for t in added if t.special), key=len, reverse=True)
         end = rf"\s*({'|'.join(map(re.escape, special)) or '(?!)'})"
@@ -181,6 +191,8 @@ class ChatFormat:
         return found
 
     def _ids(self, text: str) -> list[int]:
+        if MARK in text and self._encode_marked is not None:
+            return self._encode_marked(text)
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
 

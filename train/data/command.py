@@ -39,9 +39,10 @@ input, by ending; folders are searched, several may be given:
 A document is trained on whole, with an end-of-text token after it; what is longer than a
 row is cut into rows. Of a conversation, put through the tokenizer's chat template, the
 assistant's turns are trained on, their end token included; one that is longer than a row is
-left out. So is a prompt with its completion: it becomes a user's and an assistant's turn, or,
-where the tokenizer has no chat template, one text, of which the completion and an end-of-text
-token are trained on. token_ids without trainable are a document, with it a finished sample.
+left out. Special tokens that messages spell are text, as they are when the model is used. A
+prompt with its completion becomes a user's and an assistant's turn, or, where the tokenizer
+has no chat template, one text, of which the completion and an end-of-text token are trained
+on. token_ids without trainable are a document, with it a finished sample.
 
 A job that was killed goes on where the same command finds it: input is cut into parts of
 about 1 GiB of whole files, and a part that is made is not made again. --num-hosts shares them
@@ -105,6 +106,12 @@ def parser() -> argparse.ArgumentParser:
         help="token after each document [<|endoftext|>, or else the eos_token]",
     )
     add(
+        "--trust-special-tokens",
+        action="store_true",
+        help="special tokens that are spelt in messages are tokens: they can end a turn and begin "
+        "another's [they are text]",
+    )
+    add(
         "--workers",
         type=int,
         default=0,
@@ -151,6 +158,7 @@ def main(arguments: list[str]) -> int:
             train_on_prompt=options.train_on_prompt,
             end_tokens=options.end_tokens,
             document_end=options.document_end,
+            trust_special_tokens=options.trust_special_tokens,
         ),
         workers=options.workers,
         fail_fast=options.fail_fast,
@@ -187,6 +195,12 @@ def main(arguments: list[str]) -> int:
             f"the chat template changed {made.changed_turns:,} of "
             f"{counted(made.turns, 'turn')} of assistants; the first, {first['place']}: "
             f"{first['written']!r} became {first['became']!r}"
+        )
+    if made.typed:
+        spell = "spells" if made.typed == 1 else "spell"
+        print(
+            f"{counted(made.typed, 'record')} {spell} special tokens in messages, which are text; "
+            "--trust-special-tokens makes them tokens"
         )
     if line := _blocks(made):
         print(line)

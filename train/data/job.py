@@ -190,6 +190,7 @@ def _manifest(
         turns=counts.turns,
         changed_turns=counts.changed_turns,
         first_changed=counts.first_changed,
+        typed=counts.typed,
         turn_end=SampleMaker(options.samples).chat.turn_end if counts.turns else None,
         content=counts.content,
         shards=shards,
@@ -253,6 +254,7 @@ def _samples(
         counts.note_unread(result.unread)
         counts.turns += result.turns
         counts.changed_turns += result.changed_turns
+        counts.typed += result.typed
         counts.first_changed = counts.first_changed or result.first_changed
         for sample in result.samples:
             counts.samples += 1

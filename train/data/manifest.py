@@ -52,6 +52,7 @@ class Manifest:
         earlier versions.
       turns, changed_turns, first_changed: turns of assistants; how many of them the chat template
         did not write as they were, and the first: ``place``, ``written`` and ``became``.
+      typed: records that spell special tokens in their messages, which are text.
       turn_end: the token that ends them; None where there are no conversations, and in folders of
         earlier versions.
       content: SHA-256 of all rows in order.
@@ -81,6 +82,7 @@ class Manifest:
     changed_turns: int = 0
     first_changed: dict[str, str] | None = None
     turn_end: int | None = None
+    typed: int = 0
 
 
 def write_manifest(manifest: Manifest, folder: Path) -> None:

@@ -56,6 +56,7 @@ class PartCounts:
     turns: int = 0
     changed_turns: int = 0
     first_changed: dict[str, str] | None = None
+    typed: int = 0
 
     def note_row(self, blocks: int) -> None:
         """Counts a row with so many blocks that have a trainable token."""
@@ -85,7 +86,7 @@ class PartCounts:
     def add(self, other: PartCounts) -> None:
         """Counts another part, which follows."""
         names = ("records", "samples", "rows", "tokens", "trainable", "trainable_blocks")
-        for name in (*names, "turns", "changed_turns"):
+        for name in (*names, "turns", "changed_turns", "typed"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.most_trainable_blocks = max(self.most_trainable_blocks, other.most_trainable_blocks)
         self.added_tokens = added_up([self.added_tokens, other.added_tokens])

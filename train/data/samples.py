@@ -18,7 +18,8 @@ from train.data.conversations import BESIDE, PAIRS, Conversation, Wrong, pair_of
 from wedlm_jax.errors import InputError, shortened
 from wedlm_jax.host.storage import why_absent
 from wedlm_jax.packing import TokenisedSample
-from wedlm_jax.text import TextCodec
+from wedlm_jax.text import CHANGED, TextCodec
+from wedlm_jax.typed_tokens import MARK
 
 KEYS = {
     "text": "text",
@@ -49,6 +50,7 @@ class SampleOptions:
       train_on_prompt: whether all of a conversation is trainable.
       end_tokens: further end tokens after each assistant's turn.
       document_end: token after each document; None: the tokenizer's own.
+      trust_special_tokens: whether special tokens that are spelt in messages are tokens, not text.
     """
 
     tokenizer: str
@@ -57,6 +59,7 @@ class SampleOptions:
     train_on_prompt: bool = False
     end_tokens: int = 0
     document_end: str | None = None
+    trust_special_tokens: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +71,7 @@ class ChunkSamples:
       turns: how many turns of assistants there are.
       changed_turns: how many of them the chat template did not write as they were.
       first_changed: the first of these: ``place``, ``written`` and ``became``.
+      typed: how many records spell special tokens in their messages, which are text.
     """
 
     samples: list[TokenisedSample]
@@ -77,6 +81,7 @@ class ChunkSamples:
     turns: int = 0
     changed_turns: int = 0
     first_changed: dict[str, str] | None = None
+    typed: int = 0
 
 
 class SampleMaker:
@@ -90,7 +95,7 @@ class SampleMaker:
         self.options = options
         folder = Path(options.tokenizer)
         self.tokenizer = load_tokenizer(folder)
-        self._turns, self._changed = 0, list[tuple[str, str, str]]()
+        self._turns, self._changed, self._spelt = 0, list[tuple[str, str, str]](), 0
         self._vocabulary = self.tokenizer.get_vocab_size(with_added_tokens=True)
 
     @functools.cached_property
@@ -114,11 +119,13 @@ class SampleMaker:
             ),
             self.tokenizer,
             self.options.end_tokens,
+            codec.encode_rendered,
         )
 
     @functools.cached_property
     def _codec(self) -> TextCodec:
-        codec = TextCodec.load(Path(self.options.tokenizer))
+        trust = self.options.trust_special_tokens
+        codec = TextCodec.load(Path(self.options.tokenizer), trust_special_tokens=trust)
         assert codec is not None, "load_tokenizer has seen the file"
         return codec
 
@@ -127,7 +134,7 @@ class SampleMaker:
         made: list[list[TokenisedSample] | str] = []
         malformed: list[Malformed] = []
         count = 0
-        self._turns, self._changed = 0, []
+        self._turns, self._changed, self._spelt = 0, [], 0
         # Of a table only columns with a meaning are read, so that rows do not show the others.
         unread = collections.Counter(dict.fromkeys(chunk.unread, chunk.count))
         for line, record in records(chunk):
@@ -144,8 +151,10 @@ class SampleMaker:
         first = None
         if self._changed:
             first = dict(zip(("place", "written", "became"), self._changed[0], strict=True))
-        changed = len(self._changed)
-        return ChunkSamples(samples, malformed, count, dict(unread), self._turns, changed, first)
+        return ChunkSamples(
+            *(samples, malformed, count, dict(unread)),
+            *(self._turns, len(self._changed), first, self._spelt),
+        )
 
     def _one(
         self,
@@ -199,9 +208,15 @@ class SampleMaker:
         return made
 
     def _conversation(self, conversation: Conversation, place: str) -> TokenisedSample:
-        messages = conversation.messages
+        given: Any = [list(conversation.messages), dict(conversation.variables)]
         try:
-            whole, spans = self.chat.turns(messages, conversation.variables)
+            messages, variables = self._codec.marked(given)
+            spelt = [messages, variables] != given
+            whole, spans = self.chat.turns(messages, variables)
+            if spelt and whole.replace(MARK, "") != self._codec.render_chat(
+                given[0], add_generation_prompt=False, variables=given[1]
+            ):
+                raise Wrong("special tokens in messages", CHANGED)
         except ToolsNotFound as error:
             raise Wrong("tools not found in the chat template's text", str(error)) from None
         except TurnsNotFound as error:
@@ -211,8 +226,10 @@ class SampleMaker:
         sample = self._fitting(
             self.chat.tokenised(whole, spans, train_on_prompt=self.options.train_on_prompt)
         )
+        self._spelt += spelt
         self._turns += len(spans)
-        for written, became in self.chat.changed(messages, whole, spans):
+        for one, other in self.chat.changed(messages, whole, spans):
+            written, became = one.replace(MARK, ""), other.replace(MARK, "")
             self._changed.append((place, shortened(written, SHOWN), shortened(became, SHOWN)))
         return sample
 
