@@ -203,6 +203,7 @@ def test_a_host_that_sees_a_state_late_goes_on_with_the_others(
     assert not list((tmp_path / "run" / "checkpoints").glob("*.damaged*"))
 
 
+@pytest.mark.full
 def test_a_host_that_never_sees_a_state_is_told_of_and_nothing_is_renamed(
     stopped: TrainConfig, tmp_path: Path
 ) -> None:

@@ -73,7 +73,8 @@ def assert_same_state(run: Path, other: Path, step: int) -> None:
         np.testing.assert_array_equal(value, two[name], err_msg=name)
 
 
-@pytest.mark.parametrize("step", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("step", [2, 4])
 def test_a_branch_with_the_same_recipe_takes_the_same_steps(
     origin: Path,
     tokenizer_folder: Path,

@@ -51,6 +51,7 @@ def test_decay_is_for_matrices_only() -> None:
     assert len(flags) == 9 + 8  # two norms, q and k norm, three biases, the last norm
 
 
+@pytest.mark.full
 def test_muon_orthogonalises_the_matrix_of_every_layer() -> None:
     updates = updates_of("muon", random_gradients(0))
     seen = 0

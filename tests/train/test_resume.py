@@ -67,6 +67,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "a", root / "b"
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_a_changed_recipe_when_that_is_allowed(
     finished: Path,
     tokenizer_folder: Path,

@@ -116,6 +116,7 @@ def test_a_skipped_step_changes_nothing_but_the_count() -> None:
     assert dataclasses.asdict(after_it.guard)["mean_norm"] == 0
 
 
+@pytest.mark.full
 def test_the_learning_rate_moves_on_and_the_bias_correction_does_not() -> None:
     """Steps 0 and 2 are taken, 1 is not: by values, from the gradients alone."""
     from tests.train.test_step import (

@@ -249,6 +249,7 @@ def test_a_step_is_finite_whatever_the_rows_hold(seed):
         assert np.isfinite(leaf).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("step", [wedlm_step, ar_step], ids=["wedlm", "ar"])
 def test_without_a_target_only_the_decay_moves_parameters(step):
     nothing = dataclasses.replace(training_rows(), trainable=jnp.zeros((2, 2, LENGTH), bool))

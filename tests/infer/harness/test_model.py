@@ -172,6 +172,7 @@ def test_arguments_that_are_not_used_are_told(
     assert "num_beams=4 is not used" in caplog.text
 
 
+@pytest.mark.full
 def test_a_prompt_that_is_too_long_loses_its_beginning(
     model: HarnessModel, one_at_a_time: LLM
 ) -> None:

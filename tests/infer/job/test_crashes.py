@@ -189,11 +189,12 @@ def test_a_job_killed_again_and_again_is_the_job_that_was_never_killed(
     assert not list(Path("out").glob("**/*.part"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "status", "word"),
     [
         (signal.SIGTERM, 143, "stopped by SIGTERM"),
-        pytest.param(signal.SIGINT, 130, "interrupted", marks=pytest.mark.full),
+        (signal.SIGINT, 130, "interrupted"),
     ],
 )
 def test_a_job_that_is_asked_to_end_says_how_to_go_on(

@@ -32,6 +32,7 @@ def test_it_needs_nothing_from_elsewhere(server: RunningServer) -> None:
     assert html.count("<script>") == html.count("<style>") == 1
 
 
+@pytest.mark.full
 def test_a_traced_answer_is_the_same_answer(client: OpenAI) -> None:
     asked = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 24}
     plain = client.completions.create(**asked)

@@ -116,6 +116,7 @@ def test_hosts_and_meshes_read_their_rows_of_the_same_batches() -> None:
     assert [rows(hosts, start) for hosts in (1, 2, 4) for start in (0, 2, 4)] == [expected] * 9
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [0, 2])
 def test_workers_read_the_same(workers: int) -> None:
     data = Mixture([(NumberedRows(40), 1.0)])
@@ -170,6 +171,7 @@ def test_a_run_with_skipped_batches_stopped_and_resumed_on_another_mesh(
     assert lines[5]["loss"] != pytest.approx(whole[5]["loss"], rel=1e-4)
 
 
+@pytest.mark.full
 def test_the_batch_of_a_step_that_was_not_taken_is_named_by_its_own_number(
     tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,6 +134,7 @@ def test_what_is_left_out_gives_and_takes_nothing(implementation: str) -> None:
         assert not (ours * ~mark).any()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("implementation", ["blockwise", "splash"])
 def test_long_rows_of_several_tiles_equal_dense(implementation: str) -> None:
     """Tiles of their full size, streams that are no multiple of them, and blocks that leap."""
@@ -153,6 +154,7 @@ def test_long_rows_of_several_tiles_equal_dense(implementation: str) -> None:
         np.testing.assert_allclose(ours, dense, atol=3e-5)
 
 
+@pytest.mark.full
 def test_tiles_that_no_query_sees_are_not_visited() -> None:
     """Eight tiles of memory and three of predictions, which begin late."""
     length, tile, block = 1024, 128, 32

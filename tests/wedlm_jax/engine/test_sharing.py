@@ -123,6 +123,7 @@ def test_who_is_put_back_goes_on_with_the_same_tokens(
     short_engine.scheduler.check_accounts()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 def test_the_youngest_is_put_back_where_pages_run_out(
     engine: Engine, short_engine: Engine, mode: str

@@ -134,6 +134,7 @@ def _following(
     return forward.start + run, (slots + [None] * length)[:length]
 
 
+@pytest.mark.full
 def test_what_is_not_traced_is_told_as_before(one_size_engine: Engine) -> None:
     """A traced request beside it neither adds events to another, nor changes its tokens."""
     params = SamplingParams(mode="verified", max_tokens=12, seed=1)
