@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.examples.interrupted import interrupted
 from tests.examples.tiny_run import tiny_recipe, write_recipe
 

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import httpx2
+import pytest
 from openai import OpenAI
 
 from infer.serve.page import document
