@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from train.distributed import EndTogether, add_options, join
 from train.recipe.config import describe, load_config
+from wedlm_jax.checkpoint.find_model import packaged
 from wedlm_jax.errors import CompilingInterrupted
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.processes import say
@@ -58,6 +59,10 @@ def main(arguments: list[str]) -> int:
     )
     options = parser.parse_args(arguments)
     config = load_config(options.config, options.overrides)
+    if config.model.init_from is not None:
+        config.model.init_from = packaged(config.model.init_from)
+    if config.data.tokenizer is not None:
+        config.data.tokenizer = packaged(config.data.tokenizer)
 
     if options.compile_only:
         from train.compile_only import compile_phases

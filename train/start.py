@@ -46,6 +46,7 @@ from wedlm_jax.checkpoint.opened import open_checkpoint
 from wedlm_jax.checkpoint.run_folder import described_lora, described_model
 from wedlm_jax.config import (
     CONFIG_FIELDS,
+    PARTS,
     PUBLISHED_MASK_TOKEN_ID,
     SIZES,
     ModelConfig,
@@ -58,7 +59,7 @@ from wedlm_jax.host.storage import as_path, folder_of_this_machine, why_absent
 from wedlm_jax.model.lora import LoraConfig
 
 TOKENIZER_SAMPLES = 20_000
-PARAMETERS = (*SIZES, "attention_bias", "qk_norm", "tie_word_embeddings")
+PARAMETERS = (*SIZES, *PARTS, "tie_word_embeddings")
 """Fields of a ``config.json`` that say which parameters there are, in which shapes."""
 
 

@@ -23,7 +23,7 @@ SUBCOMMANDS = {
     "tokenizer": ("train.data.tokenizer_command", "make a tokenizer from texts and conversations"),
     "rows": ("train.data.show", "packed training rows as text"),
     "convert": ("wedlm_jax.checkpoint.convert", "Hugging Face checkpoint to orbax, or back"),
-    "export": ("wedlm_jax.checkpoint.qwen_export", "a checkpoint for programs that know Qwen only"),
+    "export": ("wedlm_jax.checkpoint.export", "a checkpoint for programs that do not know WeDLM"),
     "info": ("wedlm_jax.checkpoint.info", "what a checkpoint folder is"),
 }
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from wedlm_jax.errors import InputError, shortened
@@ -23,12 +25,48 @@ SIZES = (
 )
 """Fields that give parameters their shapes."""
 
-ARCHITECTURES = {
-    "wedlm": "WeDLMForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-MODEL_TYPES = tuple(ARCHITECTURES)
+PARTS = ("qk_norm", "attention_bias", "attention_out_bias", "mlp_bias")
+"""Parameters that a model has or has not: norms of queries and keys in each head; biases of their
+and the values' projections, of attention's output, and of the MLP."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Models of one ``model_type``.
+
+    Attributes:
+      architecture: the class in transformers.
+      parts: which of `PARTS` its models have; None: those that the file and the tensors say.
+      defaults: what fields mean where a ``config.json`` leaves them out, if not the same as in
+        others.
+    """
+
+    architecture: str
+    parts: tuple[str, ...] | None = ()
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+_ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "wedlm": Family("WeDLMForCausalLM", None),
+        "qwen2": Family("Qwen2ForCausalLM", ("attention_bias",)),
+        "qwen3": Family("Qwen3ForCausalLM", ("qk_norm",), {"head_dim": 128}),
+        # Its attention_bias is that of all four projections.
+        "llama": Family("LlamaForCausalLM", None, {**_ENDS, "max_position_embeddings": 2048}),
+        "mistral": Family(
+            "MistralForCausalLM",
+            defaults={
+                **_ENDS,
+                "max_position_embeddings": 131072,
+                "num_key_value_heads": 8,
+                "sliding_window": 4096,
+            },
+        ),
+    }
+)
+MODEL_TYPES = tuple(FAMILIES)
 ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -47,7 +85,6 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     # The MLP.
     "hidden_act": SILU,
     "hidden_activation": SILU,
-    "mlp_bias": (False,),
     "num_experts": (0, 1),
     "num_local_experts": (0, 1),
     "n_routed_experts": (0, 1),
@@ -57,7 +94,6 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "query_pre_attn_scalar": (),
     "attn_logit_softcapping": (0,),
     "attention_chunk_size": (),
-    "attention_out_bias": (False,),
     "clip_qkv": (),
     "is_causal": (True,),
     "use_bidirectional_attention": (False,),
@@ -127,9 +163,9 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Architecture of a Qwen2.5-, Qwen3- or WeDLM-shaped decoder.
+    """Architecture of a Qwen2.5-, Qwen3-, Llama-, Mistral- or WeDLM-shaped decoder.
 
-    ``mask_token_id`` is None if none has been chosen yet, as in Qwen's own checkpoints (see
+    ``mask_token_id`` is None if none has been chosen yet, as in stock checkpoints (see
     `wedlm_jax.checkpoint.mask_token`): such a model only decodes autoregressively.
     """
 
@@ -141,6 +177,8 @@ class ModelConfig:
     num_key_value_heads: int
     head_dim: int
     attention_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: bool = False
     tie_word_embeddings: bool = False
     rms_norm_eps: float = 1e-6
@@ -192,7 +230,7 @@ class ModelConfig:
 
     @property
     def knows_masks(self) -> bool:
-        """Whether the model was trained to fill masks; Qwen's own checkpoints were not."""
+        """Whether the model was trained to fill masks; stock checkpoints were not."""
         return self.model_type == "wedlm" and self.mask_token_id is not None
 
     def require_mask_token_id(self) -> int:
@@ -209,6 +247,7 @@ class ModelConfig:
         q, kv = self.num_attention_heads * h, self.num_key_value_heads * h
         layer = d * q * 2 + 2 * d * kv + 3 * d * f + 2 * d
         layer += (q + 2 * kv) * self.attention_bias + 2 * h * self.qk_norm
+        layer += d * self.attention_out_bias + (2 * f + d) * self.mlp_bias
         tables = (1 if self.tie_word_embeddings else 2) * self.vocab_size * d * embeddings
         return self.num_hidden_layers * layer + d + tables
 
@@ -290,33 +329,61 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
             )
     windowed = None if kinds else _first_windowed_layer(raw)
     if windowed is not None:
+        unused = "" if raw["model_type"] == "mistral" else ', or "use_sliding_window": false'
         raise InputError(
             f"model config: sliding_window {raw.get('sliding_window', 'by default')} limits what "
-            f"tokens attend to from layer {windowed} on, which is not supported (only null, or "
-            '"use_sliding_window": false)'
+            f"tokens attend to from layer {windowed} on, which is not supported (only null{unused})"
         )
-    if raw["model_type"] == "qwen3" and raw.get("attention_bias"):
-        raise InputError("model config: attention_bias true in a qwen3 model is not supported")
 
 
 def _first_windowed_layer(raw: dict[str, Any]) -> int | None:
     """Returns the first layer whose attention a sliding window limits, as transformers has it; None
     if there is none, by what ``layer_types`` does not say."""
-    # A Qwen's window has a size even where it is not used. In other families, as in Mistral, and
-    # for whoever renamed one, a size is what uses it.
-    by_flag = raw["model_type"] in ("qwen2", "qwen3")
-    size = raw.get("sliding_window", QWEN_WINDOW if raw.get("use_sliding_window") else None)
+    model_type = raw["model_type"]
+    # A Qwen's window has a size even where it is not used. In other families, and for whoever
+    # renamed one, a size is what uses it; a Mistral knows no other field, and has one by default.
+    by_flag = model_type in ("qwen2", "qwen3")
+    default = QWEN_WINDOW if raw.get("use_sliding_window") else None
+    default = FAMILIES[model_type].defaults.get("sliding_window", default)
+    size = raw.get("sliding_window", default)
+    if model_type == "mistral":
+        return None if size is None else 0
     if size is None or not raw.get("use_sliding_window", not by_flag):
         return None
     first = raw.get("max_window_layers", QWEN_MAX_WINDOW_LAYERS if by_flag else 0) or 0
     return first if first < raw.get("num_hidden_layers", 0) else None
 
 
+def _parts(raw: dict[str, Any]) -> dict[str, bool]:
+    """Returns which of `PARTS` a model has.
+
+    Raises:
+      InputError: the file says other than what models of its type have.
+    """
+    model_type, had = raw["model_type"], FAMILIES[raw["model_type"]].parts
+    said = {name: bool(raw[name]) for name in PARTS if raw.get(name) is not None}
+    if had is not None:
+        parts = {name: name in had for name in PARTS}
+    elif model_type == "llama":
+        biased = said.get("attention_bias", False)
+        parts = {"qk_norm": False, "attention_bias": biased, "attention_out_bias": biased}
+        parts["mlp_bias"] = said.get("mlp_bias", False)
+    else:
+        parts = {name: said.get(name, False) for name in PARTS}
+    for name, value in said.items():
+        if value != parts[name]:
+            raise InputError(
+                f"model config: {name} {json.dumps(raw[name])} in a {model_type} model is not "
+                "supported"
+            )
+    return parts
+
+
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     """Reads the content of a Hugging Face ``config.json``.
 
     Args:
-      raw: the parsed file, of ``model_type`` wedlm, qwen2 or qwen3.
+      raw: the parsed file, of a ``model_type`` in `FAMILIES`.
 
     Raises:
       InputError: a field is missing, malformed or asks for what is not supported.
@@ -328,6 +395,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
             f"(only {', '.join(MODEL_TYPES)})"
         )
     _refuse_unsupported(raw)
+    raw = {**FAMILIES[model_type].defaults, **raw}
     try:
         vocab_size = raw["vocab_size"]
         heads = _require_size("num_attention_heads", raw["num_attention_heads"])
@@ -345,8 +413,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
             num_attention_heads=heads,
             num_key_value_heads=raw.get("num_key_value_heads") or heads,
             head_dim=raw.get("head_dim") or width // heads,
-            attention_bias=bool(raw.get("attention_bias", model_type == "qwen2")),
-            qk_norm=bool(raw.get("qk_norm", model_type == "qwen3")),
+            **_parts(raw),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             rms_norm_eps=_number("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
             rope=_rope_from_hf(raw),
@@ -367,7 +434,7 @@ def config_to_hf(config: ModelConfig, *, dtype: str = "float32") -> dict[str, An
     eos = config.eos_token_ids
     scaling = {"rope_type": config.rope.rope_type, **dict(config.rope.parameters)}
     raw: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[config.model_type]],
+        "architectures": [FAMILIES[config.model_type].architecture],
         "model_type": config.model_type,
         "dtype": dtype,
         "hidden_act": "silu",
@@ -377,6 +444,8 @@ def config_to_hf(config: ModelConfig, *, dtype: str = "float32") -> dict[str, An
         "rope_scaling": None if config.rope.rope_type == "default" else scaling,
         "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else list(eos),
     }
+    if config.model_type == "mistral":
+        raw["sliding_window"] = None
     for field in dataclasses.fields(config):
         if field.name not in ("rope", "eos_token_ids", "model_type"):
             raw[field.name] = getattr(config, field.name)
@@ -396,29 +465,54 @@ CONFIG_FIELDS = [
 """The names of a ``config.json`` that `config_from_hf` reads, and of what it takes as given."""
 
 
+STOCK = "stock"
+"""Among the names of model types: the family whose models have the parameters at hand."""
+
+
 def with_model_type(raw: dict[str, Any], model_type: str, config: ModelConfig) -> dict[str, Any]:
     """Returns the content of a ``config.json`` under another ``model_type``: the weights of a WeDLM
-    are those of a Qwen, which other programs know.
+    are those of a stock model, which other programs know.
 
     Args:
       raw: the content as it stands.
-      model_type: one of `MODEL_TYPES`, or "qwen": qwen3 or qwen2, whichever has the parameters.
+      model_type: one of `MODEL_TYPES`, or `STOCK`: the one of qwen3, qwen2 and llama that fits.
       config: the architecture; ``raw`` may be silent where tensors tell.
 
     Raises:
       InputError: models of that type have other parameters.
     """
-    parts = (config.qk_norm, config.attention_bias)
-    if model_type == "qwen":
-        model_type = "qwen2" if config.attention_bias else "qwen3"
-    if model_type != "wedlm" and parts != (model_type == "qwen3", model_type == "qwen2"):
-        has = f"qk_norm is {parts[0]} and attention_bias {parts[1]} here"
-        raise InputError(f"--model-type {model_type}: its models have other parameters; {has}")
+    parts = {name: getattr(config, name) for name in PARTS}
+    fitting = [name for name in ("qwen3", "qwen2", "llama", "mistral") if _fits(name, parts)]
+    chosen = next(iter(fitting), model_type) if model_type == STOCK else model_type
+    if chosen != "wedlm" and chosen not in fitting:
+        has = ", ".join(name for name, value in parts.items() if value) or "none of these parts"
+        fit = f"; expected {' or '.join(['wedlm', *fitting])}" if fitting else ""
+        raise InputError(
+            f"--model-type {model_type}: its models have other parameters than {has}, "
+            f"which this one has{fit}"
+        )
     kept = {name: value for name, value in raw.items() if name != "auto_map"}
     # Said aloud: what a config.json leaves out is told by its type.
-    parameters = {"qk_norm": config.qk_norm, "attention_bias": config.attention_bias}
-    name = {"model_type": model_type, "architectures": [ARCHITECTURES[model_type]]}
-    return {**kept, **parameters, **name}
+    full = config_to_hf(dataclasses.replace(config, model_type=chosen))
+    stated = {name: value for name, value in full.items() if name in _STATED}
+    if chosen == "mistral":
+        kept.pop("sliding_window", None)  # there a size is used, whatever the flag says
+    name = {"model_type": chosen, "architectures": [FAMILIES[chosen].architecture]}
+    return {**stated, **kept, **parts, **name}
+
+
+_STATED = (
+    *("head_dim", "num_key_value_heads", "max_position_embeddings", "sliding_window"),
+    *("bos_token_id", "eos_token_id"),
+)
+"""Fields that mean different things in different families where they are left out."""
+
+
+def _fits(model_type: str, parts: Mapping[str, bool]) -> bool:
+    try:
+        return _parts({"model_type": model_type, **parts}) == parts
+    except InputError:
+        return False
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
@@ -430,8 +524,8 @@ def read_config_json(folder: Path) -> dict[str, Any]:
         if (folder / "hf" / path.name).exists():
             text = f"{folder}: the folder of a training run; its model is {folder / 'hf'}"
         elif folder.is_dir() and any(folder.glob("*.gguf")):
-            text = f"{folder}: holds GGUF files, which are not read; a model is a folder in "
-            text += "Hugging Face format, with config.json and safetensors files"
+            text = f"{folder}: holds GGUF files; `wedlm convert FILE DIR` makes a model's folder "
+            text += "of one"
         else:
             text = f"{path}: no such file; a model's folder holds a config.json"
         raise InputError(text) from None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wedlm_jax.config import ModelConfig, config_to_hf
+from wedlm_jax.config import STOCK, ModelConfig, config_to_hf, with_model_type
 from wedlm_jax.errors import InputError, require_extra
 
 if TYPE_CHECKING:
@@ -118,14 +118,7 @@ def config_for_transformers(config: ModelConfig, dtype: str) -> dict[str, Any]:
     Raises:
       InputError: it knows none of this shape.
     """
-    if config.qk_norm and not config.attention_bias:
-        kind, architecture = "qwen3", "Qwen3ForCausalLM"
-    elif config.attention_bias and not config.qk_norm:
-        kind, architecture = "qwen2", "Qwen2ForCausalLM"
-    else:
-        raise InputError(
-            "--rival transformers: it knows QK norm without biases (qwen3) or biases without QK "
-            "norm (qwen2), and this model is neither"
-        )
-    raw = config_to_hf(config, dtype=dtype)
-    return raw | {"model_type": kind, "architectures": [architecture]}
+    try:
+        return with_model_type(config_to_hf(config, dtype=dtype), STOCK, config)
+    except InputError as error:
+        raise InputError(f"--rival transformers: {error}") from None

@@ -14,6 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wedlm_jax.config import (
+    FAMILIES,
+    MODEL_TYPES,
+    PARTS,
     PUBLISHED_MASK_TOKEN_ID,
     WITHOUT_EFFECT,
     ModelConfig,
@@ -66,6 +69,14 @@ WEDLM_7B = {
 }
 
 
+def transformers_config(raw: dict[str, Any]) -> Any:
+    """Returns what transformers makes of the content of a ``config.json``."""
+    import transformers
+
+    kind = getattr(transformers, f"{raw['model_type'].capitalize()}Config")
+    return kind(**without(raw, "model_type"))
+
+
 def without(raw: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in raw.items() if key != name}
 
@@ -81,7 +92,12 @@ def test_published_models_have_their_published_sizes(raw, billions):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"attention_bias": True}, {"qk_norm": True, "tie_word_embeddings": True, "head_dim": 6}],
+    [
+        {},
+        {"attention_bias": True, "attention_out_bias": True},
+        {"mlp_bias": True},
+        {"qk_norm": True, "tie_word_embeddings": True, "head_dim": 6},
+    ],
 )
 def test_num_parameters_counts_the_model(changes):
     config = config_from_hf({**SMALL, **changes})
@@ -93,13 +109,22 @@ def test_num_parameters_counts_the_model(changes):
 
 
 def test_each_model_type_has_its_own_defaults():
-    """What a Qwen config.json leaves out is what Qwen's own code assumes."""
+    """What a config.json leaves out is what transformers assumes of the family."""
     qwen2 = config_from_hf({**SMALL, "model_type": "qwen2"})
     qwen3 = config_from_hf({**SMALL, "model_type": "qwen3", "head_dim": 6})
     wedlm = config_from_hf(SMALL)
     assert (qwen2.attention_bias, qwen2.qk_norm, qwen2.head_dim) == (True, False, 4)
     assert (qwen3.attention_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 6)
     assert (wedlm.attention_bias, wedlm.qk_norm) == (False, False)
+    small = without(SMALL, "num_key_value_heads")
+    mistral = {**small, "model_type": "mistral", "num_attention_heads": 8, "sliding_window": None}
+    for raw in ({**small, "model_type": "llama"}, mistral, {**mistral, "bos_token_id": None}):
+        theirs = transformers_config(raw)
+        ours = config_from_hf(raw)
+        for name in ("num_key_value_heads", "max_position_embeddings", "bos_token_id"):
+            assert getattr(ours, name) == getattr(theirs, name), name
+        assert ours.eos_token_ids == (theirs.eos_token_id,) == (2,)
+    assert config_from_hf({**SMALL, "model_type": "qwen3"}).head_dim == 128
     assert config_from_hf(without(SMALL, "num_key_value_heads")).num_key_value_heads == 4
 
 
@@ -140,7 +165,13 @@ def test_rope_is_read_in_old_and_new_spelling(fields, expected):
 
 @st.composite
 def configs(draw: st.DrawFn) -> ModelConfig:
-    model_type = draw(st.sampled_from(["wedlm", "qwen2", "qwen3"]))
+    model_type = draw(st.sampled_from(MODEL_TYPES))
+    parts = dict.fromkeys(FAMILIES[model_type].parts or (), True)
+    if model_type == "wedlm":
+        parts = {name: draw(st.booleans()) for name in PARTS}
+    elif model_type == "llama":
+        parts = dict.fromkeys(("attention_bias", "attention_out_bias"), draw(st.booleans()))
+        parts["mlp_bias"] = draw(st.booleans())
     scaling = draw(st.sampled_from([rope for _, rope in ROPE_SPELLINGS]))
     groups, kv_heads = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     optional_id = st.none() | st.integers(0, 9)
@@ -152,8 +183,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         num_attention_heads=groups * kv_heads,
         num_key_value_heads=kv_heads,
         head_dim=2 * draw(st.integers(1, 16)),
-        attention_bias=model_type != "qwen3" and draw(st.booleans()),
-        qk_norm=draw(st.booleans()),
+        **parts,
         tie_word_embeddings=draw(st.booleans()),
         rms_norm_eps=draw(st.sampled_from([1e-6, 1e-5])),
         rope=scaling,
@@ -174,7 +204,23 @@ def test_a_config_survives_the_json_file(config):
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "llama"}, "llama"),
+    *(
+        ({"model_type": model_type}, f"model_type '{model_type}' is not supported .only wedlm, ")
+        for model_type in ("llama4", "gemma3_text", "mixtral", "qwen3_moe")
+    ),
+    ({"model_type": "mistral"}, "sliding_window by default limits .* .only null.$"),
+    (
+        {"model_type": "mistral", "sliding_window": 8, "use_sliding_window": False},
+        "window 8 limits",
+    ),
+    (
+        {"model_type": "mistral", "sliding_window": None, "attention_bias": True},
+        "true in a mistral",
+    ),
+    ({"model_type": "llama", "qk_norm": True}, "qk_norm true in a llama model"),
+    ({"model_type": "llama", "attention_out_bias": True}, "attention_out_bias true in a llama"),
+    ({"model_type": "qwen2", "attention_bias": False}, "attention_bias false in a qwen2 model"),
+    ({"model_type": "qwen3", "mlp_bias": True}, "mlp_bias true in a qwen3 model"),
     ({"model_type": None}, "model_type"),
     ({"hidden_act": "gelu"}, "gelu"),
     ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer 1"),
@@ -243,6 +289,9 @@ WINDOWS: list[tuple[str, dict[str, Any]]] = [
             {"use_sliding_window": True, "max_window_layers": 1},
         )
     ),
+    ("mistral", {}),
+    ("mistral", {"use_sliding_window": True, "max_window_layers": 9}),
+    ("mistral", {"sliding_window": 8, "use_sliding_window": False}),
     ("mistral", {"sliding_window": None}),
     ("mistral", {"sliding_window": 8}),
 ]
@@ -250,14 +299,12 @@ WINDOWS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("model_type", "fields"), WINDOWS)
 def test_a_sliding_window_is_refused_where_transformers_uses_one(model_type, fields):
-    transformers = pytest.importorskip("transformers")
     raw = {**SMALL, "model_type": model_type, **fields}
-    if model_type == "mistral":  # which is read under another name only
-        used = transformers.MistralConfig(**without(raw, "model_type")).sliding_window is not None
-        raw["model_type"] = "wedlm"
+    theirs = transformers_config(raw)
+    if model_type == "mistral":
+        used = theirs.sliding_window is not None
     else:
-        made = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}[model_type]
-        used = "sliding_attention" in made(**without(raw, "model_type")).layer_types
+        used = "sliding_attention" in theirs.layer_types
     if used:
         with pytest.raises(InputError, match=r"sliding_window .* limits what tokens attend to"):
             config_from_hf(raw)

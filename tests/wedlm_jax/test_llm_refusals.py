@@ -216,9 +216,13 @@ def test_an_argument_of_other_engines_is_told_by_ours(call: Any, given: str, hin
 def test_a_file_is_no_model_and_one_of_llama_cpp_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF\x03\x00\x00\x00")
-    with pytest.raises(InputError, match=r"model.gguf: is a GGUF file, which is not read; a model"):
+    with pytest.raises(
+        InputError, match=r"model.gguf: is a GGUF file; `wedlm convert model.gguf DIR` makes"
+    ):
         LLM(path)
-    with pytest.raises(InputError, match=f"{tmp_path.name}: holds GGUF files, which are not read"):
+    with pytest.raises(
+        InputError, match=f"{tmp_path.name}: holds GGUF files; `wedlm convert FILE DIR` makes"
+    ):
         LLM(tmp_path)
     path.write_bytes(b"PK")
     with pytest.raises(InputError, match=r"model.gguf: is a file; a model is a folder"):

@@ -83,7 +83,7 @@ class TorchStep:
     """Computes the forward and backward pass in float32.
 
     Args:
-      config: Qwen3's or Qwen2's shape; a tied head or one of its own.
+      config: any; a tied head or one of its own.
       parameters: by the dotted paths of `wedlm_jax.checkpoint.hf.arrays_from_model`, layers
         stacked.
       inputs: the batch.
@@ -181,6 +181,9 @@ def _loss_of(config: ModelConfig) -> Callable[..., Any]:
     def norm(x: Any, scale: Any) -> Any:
         return F.rms_norm(x, scale.shape, scale, epsilon)
 
+    def linear(w: dict[str, Any], name: str, x: Any) -> Any:
+        return F.linear(x, w[f"{name}.kernel"], w.get(f"{name}.bias"))
+
     def rotated(x: Any, cos: Any, sin: Any) -> Any:
         import torch
 
@@ -192,8 +195,7 @@ def _loss_of(config: ModelConfig) -> Callable[..., Any]:
         normed = norm(x, w["input_layernorm.scale"])
 
         def projected(name: str, count: int) -> Any:
-            matrix, bias = w[f"self_attn.{name}.kernel"], w.get(f"self_attn.{name}.bias")
-            return F.linear(normed, matrix, bias).view(rows, length, count, width)
+            return linear(w, f"self_attn.{name}", normed).view(rows, length, count, width)
 
         q, k = projected("q_proj", heads), projected("k_proj", kv_heads)
         v = projected("v_proj", kv_heads)
@@ -203,11 +205,10 @@ def _loss_of(config: ModelConfig) -> Callable[..., Any]:
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         attended = attended.transpose(1, 2).reshape(rows, length, heads * width)
-        x = x + F.linear(attended, w["self_attn.o_proj.kernel"])
+        x = x + linear(w, "self_attn.o_proj", attended)
         normed = norm(x, w["post_attention_layernorm.scale"])
-        gate = F.silu(F.linear(normed, w["mlp.gate_proj.kernel"]))
-        gated = gate * F.linear(normed, w["mlp.up_proj.kernel"])
-        return x + F.linear(gated, w["mlp.down_proj.kernel"])
+        gate = F.silu(linear(w, "mlp.gate_proj", normed))
+        return x + linear(w, "mlp.down_proj", gate * linear(w, "mlp.up_proj", normed))
 
     def loss(
         others: dict[str, Any],

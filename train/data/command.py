@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from wedlm_jax.checkpoint.find_model import packaged
 from wedlm_jax.errors import InputError, counted
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.progress import ProgressBar
@@ -152,7 +153,7 @@ def main(arguments: list[str]) -> int:
         output=options.output,
         block_size=options.block_size,
         samples=SampleOptions(
-            tokenizer=options.tokenizer,
+            tokenizer=packaged(options.tokenizer),
             row_length=options.row_length,
             format=options.format,
             train_on_prompt=options.train_on_prompt,

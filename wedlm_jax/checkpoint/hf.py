@@ -77,7 +77,7 @@ def load_checkpoint(
     columns: bool | None = None,
     quantization: str | None = None,
 ) -> Transformer:
-    """Reads a checkpoint (wedlm, qwen2 or qwen3) into a model.
+    """Reads a checkpoint (of a type in `wedlm_jax.config.FAMILIES`) into a model.
 
     Names, shapes and sizes are checked before any values are read. Beyond the parameters
     themselves a host holds its slices of one of them; see `wedlm_jax.checkpoint.hf_import`.

@@ -21,6 +21,13 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.host.storage import as_path
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded"
+PART_TENSORS = {
+    "qk_norm": "self_attn.q_norm.weight",
+    "attention_bias": "self_attn.q_proj.bias",
+    "attention_out_bias": "self_attn.o_proj.bias",
+    "mlp_bias": "mlp.gate_proj.bias",
+}
+"""A tensor of each of `wedlm_jax.config.PARTS`, in every layer that has it."""
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -112,10 +119,9 @@ def model_config(folder: Path, raw: dict[str, Any], tensors: Collection[str]) ->
     """
     raw = dict(raw)
     if raw.get("model_type") == "wedlm":
-        # Both Qwen styles carry this type; where the file is silent the tensors tell.
-        layer = "model.layers.0.self_attn."
-        raw.setdefault("attention_bias", layer + "q_proj.bias" in tensors)
-        raw.setdefault("qk_norm", layer + "q_norm.weight" in tensors)
+        # Models of any family carry this type; where the file is silent the tensors tell.
+        for part, tensor in PART_TENSORS.items():
+            raw.setdefault(part, f"model.layers.0.{tensor}" in tensors)
     try:
         config = config_from_hf(raw)
     except InputError as error:

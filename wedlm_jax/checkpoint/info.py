@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from wedlm_jax.checkpoint.find_model import packaged
 from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL, HFCheckpoint
 from wedlm_jax.checkpoint.model_folder import OrbaxCheckpoint, format_of
 from wedlm_jax.config import ModelConfig
@@ -54,7 +55,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
     Raises:
       InputError: naming the file that is missing, cut off or not what it should be.
     """
-    folder = as_path(folder)
+    folder = as_path(packaged(folder))
     found = format_of(folder)
     checkpoint = OrbaxCheckpoint(folder) if found == "orbax" else HFCheckpoint(folder)
     config, raw, shapes = checkpoint.config, checkpoint.raw_config, _shapes(checkpoint)
@@ -120,6 +121,8 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "vocab_size": config.vocab_size,
         "qkv_bias": config.attention_bias,
+        "out_bias": config.attention_out_bias,
+        "mlp_bias": config.mlp_bias,
         "qk_norm": config.qk_norm,
         "tied_head": config.tie_word_embeddings,
     }
@@ -166,11 +169,8 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         facts[name] for name in ("architecture", "parameters", "kv_cache_bytes_per_token")
     )
     heads = f"{shape['heads']} of {shape['head_dim']}, {shape['kv_heads']} for keys and values"
-    extras = [
-        text
-        for text, there in (("QKV bias", shape["qkv_bias"]), ("QK-norm", shape["qk_norm"]))
-        if there
-    ]
+    names = {"qkv_bias": "QKV bias", "out_bias": "output bias", "qk_norm": "QK-norm"}
+    extras = [text for name, text in names.items() if shape[name]]
     format_name = {"hf": "Hugging Face", "orbax": "orbax"}[facts["format"]]
     files = facts["files"]
     lines = [
@@ -186,7 +186,7 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         (
             "layers",
             f"{shape['layers']}, hidden {shape['hidden_size']:,}, "
-            f"intermediate {shape['intermediate_size']:,}",
+            f"intermediate {shape['intermediate_size']:,}" + ", MLP bias" * shape["mlp_bias"],
         ),
         ("heads", ", ".join([heads, *extras])),
         ("vocabulary", f"{shape['vocab_size']:,}, {'tied' if shape['tied_head'] else 'own'} head"),

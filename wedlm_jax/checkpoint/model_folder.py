@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from wedlm_jax.checkpoint.hf_folder import INDEX, WEIGHTS, model_config
 from wedlm_jax.config import read_config_json
 from wedlm_jax.errors import InputError
-from wedlm_jax.host.storage import absolute, as_path
+from wedlm_jax.host.storage import absolute, as_path, is_remote
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,7 +36,7 @@ def format_of(folder: Path) -> str:
       InputError: there is no such folder, or it is neither or both.
     """
     if not folder.is_dir():
-        what = "is a file; expected a checkpoint folder" if folder.exists() else "no such folder"
+        what = what_file(folder) if folder.exists() else "no such folder"
         raise InputError(f"{folder}: {what}")
     is_hf = (folder / WEIGHTS).exists() or (folder / INDEX).exists()
     is_orbax = (folder / ORBAX).is_dir()
@@ -44,6 +44,8 @@ def format_of(folder: Path) -> str:
         raise InputError(f"{folder}: holds both safetensors and {ORBAX}/; expected one of them")
     if is_hf or is_orbax:
         return "orbax" if is_orbax else "hf"
+    if not is_remote(folder) and (files := sorted(folder.glob("*.gguf"))):
+        raise InputError(f"{files[0]}: {what_file(files[0])}")
     patterns = ("", "*/", "checkpoints/*/")
     if any(any(folder.glob(f"{pattern}_CHECKPOINT_METADATA")) for pattern in patterns):
         raise InputError(
@@ -54,6 +56,22 @@ def format_of(folder: Path) -> str:
     raise InputError(
         f"{folder}: neither a Hugging Face checkpoint ({WEIGHTS} or {INDEX}) nor an orbax one "
         f"({ORBAX}/)"
+    )
+
+
+def is_gguf(path: Path) -> bool:
+    """Tells by its first bytes whether a file is one of llama.cpp's."""
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def what_file(path: Path) -> str:
+    """Returns what is wrong with a file that is given where a model's folder is expected."""
+    if is_gguf(path):
+        return f"is a GGUF file; `wedlm convert {path.name} DIR` makes a model's folder of it"
+    return (
+        "is a file; a model is a folder in Hugging Face format, with config.json and safetensors "
+        "files"
     )
 
 
@@ -104,7 +122,7 @@ class OrbaxCheckpoint:
     def _hf_names(self) -> set[str]:
         from wedlm_jax.checkpoint.names import PARAMETER_TABLE
 
-        return {name.format(0) for path, name, _ in PARAMETER_TABLE if path in self.arrays}
+        return {name.format(0) for path, name, _, _ in PARAMETER_TABLE if path in self.arrays}
 
     def read(self, path: str) -> np.ndarray:
         """Reads one parameter into host memory."""

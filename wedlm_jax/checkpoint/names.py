@@ -12,34 +12,45 @@ from wedlm_jax.config import ModelConfig
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.layer_layout import TURNED
 
-# The parameter-name table: our path, Hugging Face's name, whether the matrix is stored
-# the other way round there ([out, in]). "{}" stands for the layer. Names and shapes here are
-# those of stacked layers; `parameter_entries` says what they are where layers are apart.
-PARAMETER_TABLE: tuple[tuple[str, str, bool], ...] = (
-    ("embed_tokens", "model.embed_tokens.weight", False),
-    ("norm.scale", "model.norm.weight", False),
-    ("lm_head", "lm_head.weight", True),
-    ("layers.input_layernorm.scale", "model.layers.{}.input_layernorm.weight", False),
-    (
-        "layers.post_attention_layernorm.scale",
-        "model.layers.{}.post_attention_layernorm.weight",
-        False,
-    ),
-    ("layers.self_attn.q_norm.scale", "model.layers.{}.self_attn.q_norm.weight", False),
-    ("layers.self_attn.k_norm.scale", "model.layers.{}.self_attn.k_norm.weight", False),
+# The parameter-name table: our path, Hugging Face's name, that of llama.cpp's GGUF, whether the
+# matrix is stored the other way round there ([out, in]). "{}" stands for the layer. Names and
+# shapes here are those of stacked layers; `parameter_entries` says what they are where layers are
+# apart.
+PARAMETER_TABLE: tuple[tuple[str, str, str, bool], ...] = (
+    ("embed_tokens", "model.embed_tokens.weight", "token_embd.weight", False),
+    ("norm.scale", "model.norm.weight", "output_norm.weight", False),
+    ("lm_head", "lm_head.weight", "output.weight", True),
     *(
-        (f"layers.self_attn.{x}_proj.kernel", f"model.layers.{{}}.self_attn.{x}_proj.weight", True)
-        for x in "qkvo"
+        (f"layers.{ours}.scale", f"model.layers.{{}}.{ours}.weight", f"blk.{{}}.{theirs}", False)
+        for ours, theirs in (
+            ("input_layernorm", "attn_norm.weight"),
+            ("post_attention_layernorm", "ffn_norm.weight"),
+            ("self_attn.q_norm", "attn_q_norm.weight"),
+            ("self_attn.k_norm", "attn_k_norm.weight"),
+        )
     ),
     *(
-        (f"layers.self_attn.{x}_proj.bias", f"model.layers.{{}}.self_attn.{x}_proj.bias", False)
-        for x in "qkv"
-    ),
-    *(
-        (f"layers.mlp.{x}_proj.kernel", f"model.layers.{{}}.mlp.{x}_proj.weight", True)
-        for x in ("gate", "up", "down")
+        (
+            f"layers.{ours}_proj.{kind}",
+            f"model.layers.{{}}.{ours}_proj.{stored}",
+            f"blk.{{}}.{theirs}.{stored}",
+            kind == "kernel",
+        )
+        for kind, stored in (("kernel", "weight"), ("bias", "bias"))
+        for ours, theirs in (
+            ("self_attn.q", "attn_q"),
+            ("self_attn.k", "attn_k"),
+            ("self_attn.v", "attn_v"),
+            ("self_attn.o", "attn_output"),
+            ("mlp.gate", "ffn_gate"),
+            ("mlp.up", "ffn_up"),
+            ("mlp.down", "ffn_down"),
+        )
     ),
 )
+
+GGUF_NAMES = {name: theirs for _, name, theirs, _ in PARAMETER_TABLE}
+"""By Hugging Face's name, both with "{}" for the layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +87,7 @@ def parameter_entries(
     """
     shapes = _shapes(config, stacked, columns)
     entries = []
-    for path, name, transposed in PARAMETER_TABLE:
+    for path, name, _, transposed in PARAMETER_TABLE:
         of_layers = "{}" in name
         parent, dot, last = path.rpartition(".")
         if last in TURNED and not stacked and (columns or not of_layers):

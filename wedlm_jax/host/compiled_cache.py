@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from wedlm_jax.host.notices import log
-from wedlm_jax.host.storage import absolute, source_digest
+from wedlm_jax.host.storage import absolute, cache_folder, source_digest
 
 LIMIT = 2 * 2**30
 """Bytes that a cache may take; what was not used for longest leaves first."""
@@ -51,8 +51,7 @@ def program_folder() -> Path | None:
     enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     if not enabled or jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
         return None
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "wedlm-jax" / "programs"
+    return cache_folder() / "programs"
 
 
 class ProgramStore:

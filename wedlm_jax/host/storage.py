@@ -60,6 +60,11 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     return os.fspath(path).startswith(f"{REMOTE}:/")
 
 
+def cache_folder() -> Path:
+    """Returns the folder in the user's cache folder for what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wedlm-jax"
+
+
 def folder_of_this_machine(name: str | os.PathLike[str], what: str) -> Path:
     """Returns a path that must not be in a bucket.
 

@@ -36,7 +36,7 @@ def columns_are_faster(config: ModelConfig, dtype: Any) -> bool:
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation in float32, as in Hugging Face's Qwen."""
+    """Root-mean-square normalisation in float32, as in Hugging Face's Qwen and Llama."""
 
     def __init__(self, size: int, epsilon: float, dtype: jnp.dtype, axis: int = ROWS):
         self.epsilon, self.axis = epsilon, axis
@@ -108,7 +108,7 @@ class Attention(nnx.Module):
         self.q_proj = linear(d, q_size, bias=config.attention_bias, scale=scale)
         self.k_proj = linear(d, kv_size, bias=config.attention_bias, scale=scale)
         self.v_proj = linear(d, kv_size, bias=config.attention_bias, scale=scale)
-        self.o_proj = linear(q_size, d, bias=False, scale=residual)
+        self.o_proj = linear(q_size, d, bias=config.attention_out_bias, scale=residual)
         norm = config.qk_norm
         self.q_norm = RMSNorm(h, config.rms_norm_eps, dtype, axis) if norm else None
         self.k_norm = RMSNorm(h, config.rms_norm_eps, dtype, axis) if norm else None
@@ -147,7 +147,7 @@ class MLP(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, axis: int):
         d, f, scale = config.hidden_size, config.intermediate_size, config.initializer_range
         residual = scale / (2 * config.num_hidden_layers) ** 0.5
-        linear = partial(Linear, bias=False, dtype=dtype, rngs=rngs, axis=axis)
+        linear = partial(Linear, bias=config.mlp_bias, dtype=dtype, rngs=rngs, axis=axis)
         self.gate_proj = linear(d, f, scale=scale)
         self.up_proj = linear(d, f, scale=scale)
         self.down_proj = linear(f, d, scale=residual)

@@ -1,4 +1,4 @@
-"""The causal transformer: Qwen2.5 and Qwen3 shapes, with explicit logical positions.
+"""The causal transformer: explicit logical positions, and the parts that families differ in.
 
 The layers know nothing of masks, caches and pages: each passes its queries, keys and values to
 a function and gets back what the queries attended to. `Transformer.__call__` runs batches ``[B,

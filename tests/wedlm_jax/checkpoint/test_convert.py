@@ -24,10 +24,11 @@ from tests.examples.checkpoints import (
 )
 from wedlm_jax.__main__ import main
 from wedlm_jax.checkpoint.convert import convert
+from wedlm_jax.checkpoint.export import main as export
 from wedlm_jax.checkpoint.hf import arrays_from_model, load_checkpoint
 from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
 from wedlm_jax.checkpoint.orbax_io import read_arrays, write_arrays
-from wedlm_jax.checkpoint.qwen_export import main as export
+from wedlm_jax.config import PARTS
 from wedlm_jax.errors import InputError, StorageFailure
 
 ROOT = Path(__file__).parents[3]
@@ -116,7 +117,7 @@ def test_strange_bit_patterns_survive(tmp_path: Path, dtype: str) -> None:
     assert_same_bits(hf_values(tmp_path / "c"), hf_values(source))
 
 
-@pytest.mark.parametrize("silent", ["attention_bias", "qk_norm"])
+@pytest.mark.parametrize("silent", PARTS)
 def test_config_that_is_silent_is_told_by_the_parameters(
     hf: Path, tmp_path: Path, silent: str
 ) -> None:
@@ -209,7 +210,7 @@ def test_folders_inside_one_another(hf: Path, tmp_path: Path) -> None:
     refusal(hf, link, "are the same folder", force=True)
     refusal(hf, hf / "out", "lies inside the source folder")
     shutil.copy(hf / "config.json", tmp_path)
-    refusal(hf, tmp_path, "holds the source folder", force=True)
+    refusal(hf, tmp_path, "holds the source", force=True)
 
 
 def test_destination_in_use(hf: Path, pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -378,16 +379,22 @@ def test_help_is_quick_and_teaches() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "name"),
-    [({"qk_norm": True}, "qwen3"), ({"qk_norm": False, "attention_bias": True}, "qwen2")],
+    [
+        ({"qk_norm": True}, "qwen3"),
+        ({"qk_norm": False, "attention_bias": True}, "qwen2"),
+        ({"qk_norm": False, "mlp_bias": True}, "llama"),
+        ({"qk_norm": False, "attention_bias": True, "attention_out_bias": True}, "llama"),
+    ],
 )
-def test_export_finds_the_qwen_that_fits_even_where_config_json_is_silent(
+def test_export_finds_the_family_that_fits_even_where_config_json_is_silent(
     tmp_path: Path, fields: dict, name: str
 ) -> None:
     hf = write_tiny(tmp_path / "hf", **fields)
     raw = json.loads((hf / "config.json").read_text())
-    silent = {key: value for key, value in raw.items() if key not in ("qk_norm", "attention_bias")}
+    silent = {key: value for key, value in raw.items() if key not in PARTS}
     (hf / "config.json").write_text(json.dumps(silent))
     assert export([str(hf), str(tmp_path / "out")]) == 0
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["model_type"] == name
-    assert HFCheckpoint(tmp_path / "out").config.qk_norm == fields["qk_norm"]
+    config = HFCheckpoint(tmp_path / "out").config
+    assert {part for part in PARTS if getattr(config, part)} == {k for k, v in fields.items() if v}

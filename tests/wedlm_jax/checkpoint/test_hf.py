@@ -27,6 +27,7 @@ from wedlm_jax.checkpoint import hf_export
 from wedlm_jax.checkpoint.hf import arrays_from_model, load_checkpoint, save_checkpoint
 from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
 from wedlm_jax.checkpoint.names import parameter_entries
+from wedlm_jax.config import PARTS
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.atomic import replacing
 from wedlm_jax.model import Transformer
@@ -35,7 +36,14 @@ STYLES = {
     "qwen3_untied": {},
     "qwen3_tied": {"tie_word_embeddings": True},
     "qwen2": {"qk_norm": False, "attention_bias": True, "model_type": "qwen2"},
-    "both": {"attention_bias": True},
+    "llama": {
+        "qk_norm": False,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "model_type": "llama",
+        "head_dim": 4,
+    },
+    "all": dict.fromkeys(PARTS, True),
 }
 
 
@@ -81,7 +89,8 @@ def test_shapes_are_those_of_hugging_face(tmp_path: Path) -> None:
         ("qwen3_untied", "float16"),
         ("qwen3_tied", "bfloat16"),
         ("qwen2", "float32"),
-        ("both", "bfloat16"),
+        ("all", "bfloat16"),
+        ("llama", "float32"),
     ],
 )
 def test_round_trip_is_bit_exact(tmp_path: Path, style: str, dtype: str) -> None:

@@ -18,6 +18,7 @@ from wedlm_jax.checkpoint import hf
 from wedlm_jax.checkpoint.hf import arrays_from_model, load_checkpoint, save_checkpoint
 from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
 from wedlm_jax.checkpoint.names import parameter_entries
+from wedlm_jax.config import PARTS
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.layer_layout import is_on_columns, with_layers_apart
@@ -38,7 +39,7 @@ each_head = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"
 
 def folder_of(tmp_path: Path, tied: bool = False) -> Path:
     """A checkpoint in several files, with every kind of parameter."""
-    options = {"tie_word_embeddings": tied, "attention_bias": True}
+    options = {"tie_word_embeddings": tied, **dict.fromkeys(PARTS, True)}
     return write_tiny(tmp_path / "a", dtype="bfloat16", shard_bytes=2000, **options)
 
 
@@ -74,7 +75,7 @@ def leaves(model: Transformer) -> dict[str, np.ndarray]:
 @each_head
 @each_layout
 def test_the_table_covers_the_model_in_each_layout(layout: dict, tied: bool) -> None:
-    config = tiny_config(tie_word_embeddings=tied, attention_bias=True)
+    config = tiny_config(tie_word_embeddings=tied, **dict.fromkeys(PARTS, True))
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), **layout))
     entries = parameter_entries(config, **layout)
     assert {e.path: e.shape for e in entries} == {

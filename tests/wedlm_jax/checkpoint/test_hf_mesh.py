@@ -32,6 +32,7 @@ from wedlm_jax.checkpoint.hf_import import (
 )
 from wedlm_jax.checkpoint.names import parameter_entries
 from wedlm_jax.checkpoint.safetensors_file import SafetensorsFile
+from wedlm_jax.config import PARTS
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.processes import Processes
 from wedlm_jax.model import Transformer
@@ -44,7 +45,7 @@ MESHES = {
     "fsdp over tensor": {"fsdp": 4, "tensor": 2},
     "sequence": {"fsdp": 4, "sequence": 2},
 }
-STYLE = {"attention_bias": True}
+STYLE = dict.fromkeys(PARTS, True)
 
 
 def arrays(model: Transformer) -> dict[str, np.ndarray]:

@@ -64,6 +64,13 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
+BIASES = {
+    "llama with biases": {"attention_bias": True, "mlp_bias": True},
+    "llama with an MLP's": {"mlp_bias": True},
+}
+KINDS = ["qwen2", "qwen3", "llama", "mistral", *BIASES]
+
+
 def make_reference(kind: str, *, tied: bool = False, rope: str = "default", seed: int = 0) -> Any:
     """A transformers model none of whose parameters is at its plain initial value."""
     import transformers
@@ -74,9 +81,12 @@ def make_reference(kind: str, *, tied: bool = False, rope: str = "default", seed
         "attn_implementation": "eager",
     }
     settings["rope_parameters"] = {"rope_theta": 10000.0, **ROPES[rope]}
-    if kind == "qwen3":
+    if kind in ("qwen3", "mistral"):
         settings["head_dim"] = 16  # not hidden_size / heads, which is 12
-    name = kind.capitalize()
+    if kind == "mistral":
+        settings["sliding_window"] = None
+    settings |= BIASES.get(kind, {})
+    name = kind.split()[0].capitalize()
     config = getattr(transformers, f"{name}Config")(**settings)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -143,20 +153,23 @@ def assert_same_tensors(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_logits_agree(tmp_path: Path, kind: str, tied: bool) -> None:
     reference = make_reference(kind, tied=tied)
     reference.save_pretrained(tmp_path)
     assert_close(our_logits(tmp_path), reference_logits(reference))
 
 
-@pytest.mark.parametrize("rope", [name for name in ROPES if name != "default"])
-def test_logits_agree_with_scaled_rope(tmp_path: Path, rope: str) -> None:
-    reference = make_reference("qwen3", rope=rope)
+@pytest.mark.parametrize(
+    ("kind", "rope"),
+    [*(("qwen3", name) for name in ROPES if name != "default"), ("llama", "llama3")],
+)
+def test_logits_agree_with_scaled_rope(tmp_path: Path, kind: str, rope: str) -> None:
+    reference = make_reference(kind, rope=rope)
     reference.save_pretrained(tmp_path)
     theirs = reference_logits(reference)
     assert_close(our_logits(tmp_path), theirs)
-    plain = reference_logits(make_reference("qwen3"))
+    plain = reference_logits(make_reference(kind))
     assert np.abs(plain - theirs).max() > 100 * TOLERANCE, "the scaling changed nothing"
 
 
@@ -189,7 +202,7 @@ def test_logits_agree_from_several_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama with biases"])
 def test_round_trip_is_bit_exact(tmp_path: Path, kind: str, dtype: str) -> None:
     source, written = tmp_path / "source", tmp_path / "written"
     make_reference(kind, tied=kind == "qwen3").to(getattr(torch, dtype)).save_pretrained(source)
@@ -206,6 +219,9 @@ def test_round_trip_is_bit_exact(tmp_path: Path, kind: str, dtype: str) -> None:
         ("qwen2", True, "linear"),
         ("qwen3", False, "llama3"),
         ("qwen3", True, "yarn with betas and factor"),
+        ("llama", True, "llama3"),
+        ("llama with biases", False, "default"),
+        ("mistral", False, "default"),
     ],
 )
 def test_transformers_loads_what_is_written(
@@ -223,27 +239,37 @@ def test_transformers_loads_what_is_written(
     np.testing.assert_array_equal(reference_logits(theirs), reference_logits(reference))
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "llama with biases", "mistral"])
 def test_wedlm_model_type_means_the_same_weights(tmp_path: Path, kind: str) -> None:
-    """A published-style folder: Qwen's tensors and fields under ``model_type: wedlm``."""
+    """A published-style folder: another family's tensors and fields under ``model_type: wedlm``."""
     make_reference(kind).save_pretrained(tmp_path)
     plain = load_checkpoint(tmp_path)
     path = tmp_path / "config.json"
     raw = json.loads(path.read_text())
     path.write_text(json.dumps({**raw, "model_type": "wedlm", "mask_token_id": None}))
     renamed = load_checkpoint(tmp_path)
-    assert dataclasses.replace(renamed.config, model_type=kind) == plain.config
+    assert dataclasses.replace(renamed.config, model_type=kind.split()[0]) == plain.config
     values = arrays_from_model(renamed)
     for name, value in arrays_from_model(plain).items():
         np.testing.assert_array_equal(values[name], value, err_msg=name)
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
-def test_a_wedlm_under_the_name_of_a_qwen_loads_in_transformers(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("qwen2", {"attention_bias": True}),
+        ("qwen3", {"qk_norm": True}),
+        ("llama", {"mlp_bias": True}),
+        ("llama", {"attention_bias": True, "attention_out_bias": True}),
+        ("mistral", {}),
+    ],
+)
+def test_a_wedlm_under_the_name_of_a_stock_model_loads_in_transformers(
+    kind: str, parts: dict[str, bool], tmp_path: Path
+) -> None:
     import transformers
 
-    bias, norm = kind == "qwen2", kind == "qwen3"
-    raw = {**SHAPE, "model_type": "wedlm", "attention_bias": bias, "qk_norm": norm, "head_dim": 12}
+    raw = {**SHAPE, "model_type": "wedlm", **parts, "head_dim": 12}
     config = config_from_hf({**raw, "mask_token_id": 5, "initializer_range": 0.15})
     model = Transformer(config, rngs=nnx.Rngs(0))
     save_checkpoint(model, config, tmp_path / "wedlm")
@@ -251,5 +277,6 @@ def test_a_wedlm_under_the_name_of_a_qwen_loads_in_transformers(kind: str, tmp_p
     assert done.format == "hf"
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / kind).eval()
     assert type(reference).__name__ == f"{kind.capitalize()}ForCausalLM"
+    assert reference.config.eos_token_id is None  # as in the WeDLM, not the family's own
     assert_close(our_logits(tmp_path / "wedlm"), reference_logits(reference))
     assert load_checkpoint(tmp_path / kind).config.model_type == kind

@@ -86,7 +86,7 @@ def test_invalid_config(folder: Path, content: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model_type": "llama"}, "'llama' is not supported"),
+        ({"model_type": "gemma3"}, "'gemma3' is not supported"),
         ({"model_type": None}, "model_type None"),
         ({"use_sliding_window": True, "max_window_layers": 1}, "from layer 1 on"),
         ({"layer_types": ["full_attention", "full_attention", "sliding_attention"]}, "layer 2"),

@@ -59,6 +59,8 @@ def test_facts(folder: Path) -> None:
         "head_dim": 6,
         "vocab_size": 24,
         "qkv_bias": False,
+        "out_bias": False,
+        "mlp_bias": False,
         "qk_norm": True,
         "tied_head": False,
     }

@@ -1,0 +1,314 @@
+"""GGUF files: tensors, configuration and tokenizer as Hugging Face's, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("gguf")
+
+from tests.examples.checkpoints import hf_values
+from tests.examples.gguf_file import (
+    SOME_TOKENIZER,
+    example,
+    gguf_tensors,
+    metadata_of,
+    write_gguf,
+)
+from wedlm_jax.__main__ import main
+from wedlm_jax.checkpoint.convert import convert
+from wedlm_jax.checkpoint.gguf import QUANTIZED, GGUFCheckpoint
+from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
+from wedlm_jax.errors import InputError
+
+
+def made(path: Path, kind: str = "llama", dtype: Any = np.float32, **changes: Any) -> Path:
+    """Writes the file of `example`, all its matrices in ``dtype``."""
+    tensors = {
+        name: value.astype(dtype) if value.ndim == 2 else value
+        for name, value in example(path.parent / "original", kind, **changes).items()
+    }
+    metadata = {**metadata_of(kind, **changes), **SOME_TOKENIZER}
+    architecture = kind.split()[0]
+    return write_gguf(path, metadata, gguf_tensors(tensors, kind), architecture=architecture)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "changes"),
+    [
+        ("llama", "float32", {}),
+        ("llama with biases", "bfloat16", {"tie_word_embeddings": True}),
+        ("qwen2", "float16", {}),
+        ("qwen3", "float32", {"tie_word_embeddings": True}),
+    ],
+)
+def test_tensors_and_config_come_back(
+    tmp_path: Path, kind: str, dtype: str, changes: dict[str, Any]
+) -> None:
+    kept = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    file = made(tmp_path / "model.gguf", kind, kept, **changes)
+    done = convert(file, tmp_path / "out")
+    assert done.format == "hf"
+    expected, found = hf_values(tmp_path / "original"), hf_values(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        stored = value.astype(kept) if value.ndim == 2 else value
+        assert found[name].dtype == stored.dtype, name
+        assert found[name].tobytes() == stored.tobytes(), name
+    original = HFCheckpoint(tmp_path / "original").config
+    read = HFCheckpoint(tmp_path / "out").config
+    names = ("rms_norm_eps", "eos_token_ids", "bos_token_id")  # float32 there; the tokenizer's
+    same = [name for name in vars(original) if name not in names]
+    assert [getattr(read, name) for name in same] == [getattr(original, name) for name in same]
+    assert read.rms_norm_eps == pytest.approx(original.rms_norm_eps)
+    assert read.eos_token_ids == (22,)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
+
+
+def test_a_file_becomes_orbax_too_and_is_cast(tmp_path: Path) -> None:
+    file = made(tmp_path / "model.gguf")
+    convert(file, tmp_path / "orbax", to="orbax", dtype="bfloat16")
+    convert(tmp_path / "orbax", tmp_path / "out")
+    found = hf_values(tmp_path / "out")
+    for name, value in hf_values(tmp_path / "original").items():
+        assert found[name].tobytes() == value.astype(ml_dtypes.bfloat16).tobytes(), name
+    assert (tmp_path / "orbax" / "tokenizer.json").exists()
+
+
+SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64}
+
+
+def five_bits(stored: np.ndarray, kind: str) -> np.ndarray:
+    """Computes the values of blocks of 32: a scale, a minimum in Q5_1, a fifth bit each, four bits
+    each, those of the second half above those of the first."""
+    values = []
+    for block in stored.reshape(-1, 22 if kind == "Q5_0" else 24).tolist():
+        numbers = np.array(block[:4], np.uint8).view(np.float16).astype(np.float32)
+        high, low = block[-20:-16], block[-16:]
+        for place in range(32):
+            four = low[place % 16] >> 4 if place >= 16 else low[place % 16] & 15
+            five = four | (high[place // 8] >> (place % 8) & 1) << 4
+            scale, least = numbers[0], numbers[1] if kind == "Q5_1" else -16 * numbers[0]
+            values.append(scale * np.float32(five) + least)
+    return np.array(values)
+
+
+def test_every_quantization_is_computed_as_by_transformers(tmp_path: Path) -> None:
+    """Transformers has an implementation of its own, in PyTorch."""
+    torch = pytest.importorskip("torch")
+    import gguf
+    from transformers.integrations.gguf.dequant import dequantize
+
+    config = {**SIZES, "tie_word_embeddings": True}
+    tensors = gguf_tensors(example(tmp_path / "original", "qwen3", **config), "qwen3")
+    matrices = [name for name, value in tensors.items() if value.ndim == 2]
+    random = np.random.default_rng(0)
+    types = dict(zip(matrices, QUANTIZED, strict=False))
+    assert len(types) == len(QUANTIZED)
+    for name, kind in types.items():
+        block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+        rows, columns = tensors[name].shape
+        # Whatever bits: but scales in float16, which begin at even bytes, stay finite.
+        stored = random.integers(0, 256, (rows, columns // block * size), dtype=np.uint8)
+        stored[:, 1::2] &= 0xBF
+        tensors[name] = stored
+    metadata = {**metadata_of("qwen3", **config), **SOME_TOKENIZER}
+    file = write_gguf(tmp_path / "model.gguf", metadata, tensors, types=types, architecture="qwen3")
+    convert(file, tmp_path / "out")
+    found = gguf_tensors(hf_values(tmp_path / "out"), "qwen3")
+    for name, kind in types.items():
+        if kind in ("Q5_0", "Q5_1"):  # which it lacks
+            theirs = five_bits(tensors[name], kind)
+        else:
+            number = int(gguf.GGMLQuantizationType[kind])
+            theirs = dequantize(torch.from_numpy(tensors[name]), number).numpy()
+        assert theirs.std() > 0, kind
+        np.testing.assert_allclose(
+            found[name], theirs.reshape(found[name].shape), rtol=1e-6, atol=1e-7, err_msg=kind
+        )
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def llama3_factors(theta: float, head_dim: int, factor: float) -> np.ndarray:
+    """What llama.cpp's converter writes for the RoPE of a Llama 3."""
+    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    factors = []
+    for frequency in frequencies:
+        wavelength = 2 * np.pi / frequency
+        if wavelength < 8192 / 4:
+            factors.append(1.0)
+        elif wavelength > 8192 / 1:
+            factors.append(factor)
+        else:
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(factors, np.float32)
+
+
+def test_extended_contexts(tmp_path: Path) -> None:
+    changes = {"rope_theta": 500000.0, "head_dim": 32}
+    tensors = gguf_tensors(example(tmp_path / "original", **changes))
+    metadata = {**metadata_of(**changes), **SOME_TOKENIZER}
+    factors = llama3_factors(500000.0, 32, 32.0)
+    assert len(set(factors)) == 3
+    file = write_gguf(tmp_path / "a.gguf", metadata, {**tensors, "rope_freqs.weight": factors})
+    rope = GGUFCheckpoint(file).config.rope
+    assert (rope.theta, rope.rope_type) == (500000.0, "llama3")
+    assert {"rope_type": "llama3", **dict(rope.parameters)} == LLAMA3
+    odd = {**tensors, "rope_freqs.weight": factors[::-1].copy()}
+    with pytest.raises(InputError, match="not the RoPE factors of a Llama 3"):
+        GGUFCheckpoint(write_gguf(tmp_path / "b.gguf", metadata, odd))
+    yarn = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
+    yarn |= {"llama.rope.scaling.original_context_length": 16}
+    rope = GGUFCheckpoint(write_gguf(tmp_path / "c.gguf", metadata | yarn, tensors)).config.rope
+    assert (rope.rope_type, rope.get("factor")) == ("yarn", 4.0)
+    assert rope.get("original_max_position_embeddings") == 16
+
+
+def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
+    """Read by transformers from the same file, and by us from the folder that is made of it."""
+    torch = pytest.importorskip("torch")
+    import jax.numpy as jnp
+    import transformers
+
+    from tests.wedlm_jax.checkpoint.test_hf_parity import forward
+    from wedlm_jax.checkpoint.hf import load_checkpoint
+
+    file = made(tmp_path / "model.gguf", head_dim=4, num_hidden_layers=2)
+    try:
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            str(tmp_path), gguf_file=file.name, dtype=torch.float32
+        ).eval()
+    except ImportError as error:
+        pytest.skip(str(error).strip().splitlines()[0])
+    convert(file, tmp_path / "out")
+    tokens = np.random.default_rng(0).integers(0, 24, (2, 17))
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens)).logits.numpy()
+    positions = jnp.broadcast_to(jnp.arange(17), (2, 17))
+    ours = forward(load_checkpoint(tmp_path / "out"), jnp.asarray(tokens), positions)
+    np.testing.assert_allclose(np.asarray(ours), expected, atol=2e-4 * np.abs(expected).max())
+
+
+def spoiled(tmp_path: Path, how: str) -> Path:
+    """Writes a file with one fault."""
+    tensors = gguf_tensors(example(tmp_path / "original", head_dim=32, num_attention_heads=8))
+    changes = {"head_dim": 32, "num_attention_heads": 8}
+    metadata = {**metadata_of(**changes), **SOME_TOKENIZER}
+    types: dict[str, str] = {}
+    architecture = "llama"
+    if how in ("gemma3", "llama4", "qwen2moe"):
+        architecture = how
+    elif how == "experts":
+        metadata["llama.expert_count"] = 8
+    elif how == "window":
+        metadata["llama.attention.sliding_window"] = 4096
+    elif how == "unlike layers":
+        metadata["llama.attention.head_count_kv"] = [1, 2, 2]
+    elif how == "unknown key":
+        metadata["llama.logit_scale"] = 0.5
+    elif how == "no length":
+        del metadata["llama.embedding_length"]
+    elif how == "no layers":
+        metadata["llama.block_count"] = 0
+    elif how == "part of a RoPE":
+        metadata["llama.rope.dimension_count"] = 16
+    elif how == "parts":
+        metadata["split.count"] = 3
+    elif how == "pre-tokenizer":
+        metadata["tokenizer.ggml.pre"] = "jais"
+    elif how == "tokenizer":
+        metadata["tokenizer.ggml.model"] = "t5"
+    elif how == "quantization":
+        types["blk.0.attn_q.weight"] = "TQ2_0"
+        tensors["blk.0.attn_q.weight"] = np.zeros((256, 66), np.uint8)
+    elif how == "missing":
+        del tensors["blk.1.ffn_up.weight"]
+    elif how == "no embedding":
+        del tensors["token_embd.weight"]
+    elif how == "extra":
+        tensors["blk.0.ffn_gate_inp.weight"] = tensors["blk.0.ffn_up.weight"]
+    elif how == "misshapen":
+        tensors["blk.2.ffn_down.weight"] = tensors["blk.2.ffn_down.weight"][:, :4]
+    path = write_gguf(
+        tmp_path / "x.gguf", metadata, tensors, types=types, architecture=architecture
+    )
+    content = path.read_bytes()
+    if how == "unknown quantization":
+        place = content.index(b"blk.0.attn_q.weight") + len("blk.0.attn_q.weight") + 4 + 16
+        content = content[:place] + (99).to_bytes(4, "little") + content[place + 4 :]
+    lengths = {"truncated": len(content) - 100, "cut in its header": 900, "cut at once": 10}
+    path.write_bytes(content[: lengths.get(how, len(content))])
+    if how == "empty":
+        path.write_bytes(b"")
+    elif how == "other":
+        path.write_bytes(b"PK\x03\x04 and more")
+    return path.parent if how == "folder" else path
+
+
+REFUSED = {
+    "gemma3": r"architecture 'gemma3' is not supported \(only llama, qwen2, qwen3\)",
+    "llama4": "architecture 'llama4' is not supported",
+    "qwen2moe": "architecture 'qwen2moe' is not supported",
+    "experts": "llama.expert_count 8 is not supported",
+    "window": "llama.attention.sliding_window 4096 is not supported",
+    "unlike layers": "llama.attention.head_count_kv differs between layers",
+    "unknown key": "llama.logit_scale 0.5 is not supported",
+    "no length": "its metadata lacks llama.embedding_length",
+    "no layers": "num_hidden_layers must be a positive integer, not 0",
+    "part of a RoPE": "llama.rope.dimension_count 16 is not supported, where a head has 32",
+    "parts": "one of 3 parts, which are not read",
+    "pre-tokenizer": r"pre-tokenizer 'jais' is not supported \(only gpt-2, smollm",
+    "tokenizer": "tokenizer 't5' is not supported",
+    "quantization": "tensor 'blk.0.attn_q.weight' is of type TQ2_0, which is not supported",
+    "unknown quantization": "a tensor is of type 99, which is not known",
+    "missing": "tensor 'blk.1.ffn_up.weight' is missing",
+    "no embedding": "tensor 'token_embd.weight' is missing",
+    "extra": "tensor 'blk.0.ffn_gate_inp.weight' is not part of a llama model",
+    "misshapen": r"tensor 'blk.2.ffn_down.weight' has shape \[16, 4\], expected \[16, 12\]",
+    "truncated": "truncated or not a sound GGUF file",
+    "cut in its header": "truncated or not a sound GGUF file",
+    "cut at once": "truncated or not a sound GGUF file",
+    "empty": "x.gguf: is a file; a model is a folder",
+    "other": "x.gguf: is a file; a model is a folder",
+    "folder": r"x.gguf: is a GGUF file; `wedlm convert x.gguf DIR` makes a model's folder of it",
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_bad_files_are_refused_in_a_sentence(
+    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = spoiled(tmp_path, how)
+    assert main(["convert", str(file), str(tmp_path.parent / f"{tmp_path.name}-out")]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1, said
+    assert f"{tmp_path}" in said
+    with pytest.raises(AssertionError, match=REFUSED[how]):
+        raise AssertionError(said)
+    left = {path.name for path in tmp_path.parent.glob(f"*{tmp_path.name}-out*")}
+    assert not left, "something was written"
+
+
+def test_without_the_package_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = made(tmp_path / "model.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(InputError, match=r'needs gguf, .*: pip install "wedlm-jax\[gguf\]"'):
+        convert(file, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
