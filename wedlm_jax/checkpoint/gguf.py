@@ -239,7 +239,7 @@ class GGUFCheckpoint:
 
     def dtype(self, name: str) -> str:
         kind = self._stored[name].tensor_type.name
-        return PLAIN.get(kind, PLAIN["F32"]).name
+        return str(PLAIN.get(kind, PLAIN["F32"]).name)
 
     def read(self, name: str) -> np.ndarray:
         """Returns the values of a tensor, in `dtype`."""
