@@ -54,7 +54,7 @@ from tests.examples.decode import DRAWN, TINY, small_engine
 from tests.forward_sizes import one_size, two_sizes
 from tests.reference.decode_loop import FullForward
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.host import progress
+from wedlm_jax.host import notices, progress
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer
 
@@ -99,6 +99,13 @@ def bounded_programs() -> Iterator[None]:
                 thing.device.programs.clear()
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plain_notices() -> Iterator[None]:
+    """A server gives the notices of its process a time and a level."""
+    yield
+    notices.log("%(message)s")
 
 
 @pytest.fixture(scope="session")
