@@ -1,5 +1,8 @@
 """Records as a Parquet file: the types of its columns, found from the records' own values, and the
-file, written a row group at a time."""
+file, written a row group at a time.
+
+Tested by tests/infer/job/test_parquet_output.py.
+"""
 
 from __future__ import annotations
 
