@@ -23,7 +23,11 @@ from wedlm_jax.errors import InputError, require_extra, shortened
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """What they are called there and here. Mistral's files say "llama", too."""
 
-PLAIN = {"F32": np.dtype("float32"), "F16": np.dtype("float16"), "BF16": np.dtype("bfloat16")}
+PLAIN: dict[str, np.dtype] = {
+    "F32": np.dtype("float32"),
+    "F16": np.dtype("float16"),
+    "BF16": np.dtype("bfloat16"),
+}
 QUANTIZED = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
