@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from wedlm_jax.checkpoint.dtypes import DTYPES
-from wedlm_jax.checkpoint.find_model import packaged
 from wedlm_jax.checkpoint.model_folder import FORMATS, ORBAX, format_of, is_gguf, run_model_folder
+from wedlm_jax.checkpoint.packaged import packaged_file
 from wedlm_jax.config import MODEL_TYPES, STOCK, ModelConfig, with_model_type
 from wedlm_jax.errors import InputError, StorageFailure, file_error
 from wedlm_jax.host.command_line import CommandParser
@@ -140,7 +140,7 @@ def convert(
       InputError: naming the folder, file or tensor, and what was expected of it.
       StorageFailure: the disk is full, or storage does not answer.
     """
-    source, destination = as_path(packaged(source)), as_path(destination)
+    source, destination = as_path(packaged_file(source) or source), as_path(destination)
     described = run_model_folder(source) if config_from is None else as_path(config_from)
     if not is_remote(source) and source.is_file() and is_gguf(source):
         found = GGUF

