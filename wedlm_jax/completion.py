@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+import numpy as np
 
 from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.errors import did_you_mean
@@ -17,6 +20,27 @@ ELSEWHERE = {
     "prompt_token_ids": "prompts are not kept: completions come in the order of the prompts",
 }
 """What other engines' results have, and where it is here."""
+
+
+class Drafts(NamedTuple):
+    """Counts drafts by where they came from: how many forwards have checked, and how many of these
+    were the model's own choice."""
+
+    masks: int = 0
+    masks_accepted: int = 0
+    lookup: int = 0
+    lookup_accepted: int = 0
+
+    @staticmethod
+    def read(codes: Sequence[int]) -> Drafts:
+        """Returns the sum of numbers that `wedlm_jax.decode.commit.draft_code` made."""
+        code = np.asarray(codes, np.int64)
+        parts = (code & 0xFFF, code >> 12 & 0xFFF, code >> 24 & 0xF, code >> 28 & 0xF)
+        return Drafts(*(int(part.sum()) for part in parts))
+
+    def plus(self, other: Drafts) -> Drafts:
+        """Returns the drafts of both."""
+        return Drafts(*(one + more for one, more in zip(self, other, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +62,7 @@ class Completion:
       num_cached_tokens: tokens of the prompt whose keys and values were in the cache before.
       forwards_at, instances_at: ``num_forwards`` and ``num_token_instances`` when each of
         ``token_ids`` was committed.
+      drafts_at: the drafts that were checked then; `drafts` is their sum.
     """
 
     text: str | None
@@ -50,6 +75,7 @@ class Completion:
     num_cached_tokens: int = 0
     forwards_at: list[int] = dataclasses.field(default_factory=list, repr=False)
     instances_at: list[int] = dataclasses.field(default_factory=list, repr=False)
+    drafts_at: list[int] = dataclasses.field(default_factory=list, repr=False)
 
     if not TYPE_CHECKING:  # for which an unknown attribute is to stay unknown
 
@@ -80,6 +106,11 @@ class Completion:
         return len(self.token_ids) / max(self.num_forwards, 1)
 
     @property
+    def drafts(self) -> Drafts:
+        """The drafts that were checked and accepted; all 0 outside of mode "verified"."""
+        return Drafts.read(self.drafts_at)
+
+    @property
     def p_cache(self) -> float:
         """Completion tokens over processed token instances (WeDLM section 3)."""
         return len(self.token_ids) / max(self.num_token_instances, 1)
@@ -95,6 +126,7 @@ class Completion:
             num_token_instances=self.instances_at[length - 1],
             forwards_at=self.forwards_at[:length],
             instances_at=self.instances_at[:length],
+            drafts_at=self.drafts_at[:length],
             logprobs=None if self.logprobs is None else self.logprobs[:length],
         )
 

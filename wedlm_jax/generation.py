@@ -484,6 +484,7 @@ def extended(result: Completion, delta: TokenDelta, text: str | None) -> Complet
         num_token_instances=delta.num_token_instances,
         forwards_at=result.forwards_at + delta.forwards_at,
         instances_at=result.instances_at + delta.instances_at,
+        drafts_at=result.drafts_at + delta.drafts_at,
         logprobs=logprobs,
         num_cached_tokens=delta.num_cached_tokens,
     )

@@ -23,6 +23,7 @@ from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import DEFAULT_WINDOW, Engine, runs_apart
 from wedlm_jax.engine.events import Failed, Finished, Traced
 from wedlm_jax.engine.scoring import score
+from wedlm_jax.engine.settings import MOST_LOOKUP
 from wedlm_jax.errors import InputError, did_you_mean, nearest
 from wedlm_jax.generation import CompletionStream, Generation, Prepared, Router, Windowed
 from wedlm_jax.grammar.guidance import TokenizerGrammars
@@ -163,17 +164,22 @@ class LLM:
             stacked=not runs_apart(),
             quantization=quantization,
         )
-        replaced = None
-        if window_size is None:
+        # A window that is asked to be 0 is AR, without drafts of any kind.
+        replaced, lookup = None, 0 if window_size == 0 else MOST_LOOKUP
+        if window_size is None or window_size == "auto":
             knows_masks = weights.config.knows_masks
-            window_size = DEFAULT_WINDOW if knows_masks else 0
-            replaced = None if knows_masks else weights.config.model_type
+            if not knows_masks:
+                window_size = 0
+                replaced = weights.config.model_type
+            elif window_size is None:
+                window_size = DEFAULT_WINDOW
         self._told_once = ToldOnce(self.folder, self.codec, replaced)
         folder = program_folder()
         store = None if folder is None else ProgramStore(folder)
         self.engine = Engine(
             weights,
             window_size=window_size,
+            lookup=lookup,
             max_batch_size=max_batch_size,
             refill=refill,
             max_model_len=max_model_len,

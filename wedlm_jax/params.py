@@ -26,6 +26,7 @@ MOST_SAMPLES = 128
 
 MODES = ("paper", "verified", "ar")
 DEFAULT_MODE = "verified"
+DRAFTS = ("auto", "lookup", "masks", "none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,10 +234,19 @@ class SamplingParams:
             choices=MODES,
         ),
     ] = DEFAULT_MODE
+    draft: Annotated[
+        str,
+        Option(
+            "verified: where drafts come from, which never changes the tokens: masks fills them "
+            "in, lookup copies what followed the last tokens where they occurred before, none is "
+            "ar; auto takes what the model has, and copies where that saves time",
+            choices=DRAFTS,
+        ),
+    ] = "auto"
     draft_budget: Annotated[
         float,
         Option(
-            "verified: the most nats that the entropies of a window's drafts add up to; a larger "
+            "verified: the most nats that the entropies of a window's masks add up to; a larger "
             "budget drafts more and rejects more, and never changes the tokens",
             low=0,
             high=1e6,

@@ -39,7 +39,7 @@ class ToldOnce:
     def of_mode(self, params: SamplingParams) -> None:
         """Warns if AR decodes what another mode was to."""
         kind = self._replaces_modes
-        if kind is None or params.mode == "ar":
+        if kind is None or params.mode != "paper":
             return
         self._replaces_modes = None
         notice(

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from infer.serve.programs import Programs
+from wedlm_jax.completion import Drafts
 from wedlm_jax.decode.options import Traits
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
@@ -42,7 +43,7 @@ class Status:
     Attributes:
       counters: of the scheduler.
       forwards: of the device so far.
-      drafts, accepted: tokens that rows have checked so far, and those they agreed with.
+      drafts: that rows have checked so far, and those they agreed with.
       compile_seconds: so far.
       held: requests that wait for a program to be compiled.
       restarts: how often the engine began anew after an exception.
@@ -51,8 +52,7 @@ class Status:
 
     counters: Counters
     forwards: int = 0
-    drafts: int = 0
-    accepted: int = 0
+    drafts: Drafts = Drafts()
     compile_seconds: float = 0.0
     held: int = 0
     restarts: int = 0
@@ -260,8 +260,7 @@ class EngineThread:
         self.status = Status(
             self._engine.counters,
             int(device.counters[0]),
-            int(device.drafts[0]),
-            int(device.drafts[1]),
+            device.drafts,
             self._engine.compile_seconds,
             len(self._held),
             self._restarts,

@@ -94,8 +94,8 @@ class Metrics:
                 tokens=_value(self.completion_tokens),
                 forwards=_value(self.sequence_forwards),
                 instances=_value(self.token_instances),
-                drafts=status.drafts,
-                accepted=status.accepted,
+                drafts=status.drafts.masks + status.drafts.lookup,
+                accepted=status.drafts.masks_accepted + status.drafts.lookup_accepted,
             )
         )
 
@@ -184,8 +184,15 @@ class _Engine(Collector):
         yield pages
         yield _gauge("engine_up", "1 while the engine can decode", not status.broken)
         yield _counter("forwards", "Forwards of the device", status.forwards)
-        yield _counter("drafts", "Drafts that were checked", status.drafts)
-        yield _counter("drafts_accepted", "Drafts that were committed", status.accepted)
+        masks, right, lookup, lookup_right = status.drafts
+        for name, what, *values in (
+            ("drafts", "Drafts that were checked, by where they came from", masks, lookup),
+            ("drafts_accepted", "Drafts that were committed", right, lookup_right),
+        ):
+            family = CounterMetricFamily(f"wedlm_{name}", what, labels=["of"])
+            for source, value in zip(("masks", "lookup"), values, strict=True):
+                family.add_metric([source], value)
+            yield family
         yield _counter("prefix_hit_tokens", "Tokens found in the cache", counters.prefix_tokens)
         yield _counter("prefix_miss_tokens", "Tokens of prompts to compute", counters.prompt_tokens)
         yield _counter("preemptions", "Sequences put back for want of pages", counters.preemptions)

@@ -20,13 +20,13 @@ from wedlm_jax.sharding import constrain
 BITS = 32
 
 
-def all_allowed(sequences: int, window: int, vocab: int) -> np.ndarray:
+def all_allowed(sequences: int, rows: int, vocab: int) -> np.ndarray:
     """Returns masks that allow every token, uint32 ``[N, R, V / 32]`` rounded up.
 
-    Entry r is for slot r + 1. R is the window, since a window holds at most W − 1 drafts; or 1.
-    Token t is bit ``t % 32`` of word ``t // 32``.
+    Entry r is for slot r + 1. R is `wedlm_jax.decode.options.Traits.checked_rows`. Token t is bit
+    ``t % 32`` of word ``t // 32``.
     """
-    return np.full((sequences, max(window, 1), -(-vocab // BITS)), 2**BITS - 1, np.uint32)
+    return np.full((sequences, rows, -(-vocab // BITS)), 2**BITS - 1, np.uint32)
 
 
 def allowed_tokens(masks: Array, rows: HeadRows, vocab: int) -> Array:

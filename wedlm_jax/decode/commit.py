@@ -19,9 +19,15 @@ def append(
     tokens: Array,
     logprobs: Logprobs | None,
     count: Array,
+    drafts: Array,
 ) -> DecodeState:
     """Appends the first ``count [N]`` of ``tokens [N, C]`` to the texts, up to the first stop
-    token or ``max_tokens``; a sequence that reaches either stops running."""
+    token or ``max_tokens``; a sequence that reaches either stops running.
+
+    Args:
+      drafts: int32 ``[N]``, how many the forward checked; of the committed tokens, those before the
+        last agree with theirs.
+    """
     index = jnp.arange(tokens.shape[1])
     is_stop = (tokens[:, :, None] == options.stop_ids[:, None, :]).any(axis=-1)
     is_stop &= index < count[:, None]
@@ -37,10 +43,14 @@ def append(
         return _put(old, start, values, here)
 
     was = state.emitted
+    accepted = jnp.minimum(taken, count - 1)
+    copied = jnp.zeros_like(stops) if state.lookup is None else state.lookup.copied > 0
+    code = jnp.where(index == 0, draft_code(drafts, accepted, copied)[:, None], jnp.uint32(0))
     emitted = Emitted(
         tokens=put(was.tokens, was.count, tokens),
         forwards=put(was.forwards, was.count, _as_wide(state.num_forwards, tokens)),
         instances=put(was.instances, was.count, _as_wide(state.num_token_instances, tokens)),
+        drafts=put(was.drafts, was.count, code),
         logprobs=jax.tree.map(lambda old, new: put(old, was.count, new), was.logprobs, logprobs),
         count=was.count + taken,
     )
@@ -54,6 +64,21 @@ def append(
         stopped=state.stopped | (state.running & stopped),
         emitted=emitted,
     )
+
+
+def draft_code(drafts: Array, accepted: Array, copied: Array) -> Array:
+    """Packs the drafts of a forward into one number, uint32 ``[N]``, to be read by
+    `wedlm_jax.completion.Drafts`: from the lowest bits on, 12 each for those of masks, checked and
+    accepted, then 4 each for copied ones.
+
+    Args:
+      drafts, accepted: int32 ``[N]``.
+      copied: bool ``[N]``, whether they were copied from the text.
+    """
+    # Without drafts nothing was accepted, whatever the count of committed tokens says.
+    accepted = jnp.where(drafts > 0, jnp.clip(accepted, 0, drafts), 0)
+    drafts, accepted = drafts.astype(jnp.uint32), accepted.astype(jnp.uint32)
+    return jnp.where(copied, drafts << 24 | accepted << 28, drafts | accepted << 12)
 
 
 def _as_wide(values: Array, like: Array) -> Array:

@@ -222,6 +222,6 @@ def _guess(
     logits = adjusted_logits(raw, state, options, head, use)
     tokens = choose_tokens(logits, state, options, head)
     logprobs = token_logprobs(raw, tokens, MOST_LOGPROBS) if traits.logprobs else None
-    needed = traits.paper or traits.verified or traits.traced
+    needed = traits.window or traits.traced
     entropies = entropy(logits) if needed else jnp.zeros(head.slot.shape, jnp.float32)
     return Predictions(tokens, entropies, logprobs)

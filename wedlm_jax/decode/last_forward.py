@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from wedlm_jax.decode.state import DecodeState, is_filled, num_slots
+from wedlm_jax.decode.state import DecodeState, is_filled
 
 NOTHING = -1
 """In the place of a token: a mask, or a slot that was not filled."""
@@ -42,9 +42,8 @@ class LastForward:
     rejected: Array
 
 
-def no_forward(sequences: int, window: int) -> LastForward:
-    """Returns what there is before the first forward, for N sequences with windows of up to W."""
-    slots = num_slots(window)
+def no_forward(sequences: int, slots: int) -> LastForward:
+    """Returns what there is before the first forward, for N sequences of P slots."""
     none = jnp.full((sequences, slots), NOTHING)
     return LastForward(
         ran=jnp.zeros(sequences, bool),

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from wedlm_jax.attention.ragged import Pages
-from wedlm_jax.decode import paper, verified
-from wedlm_jax.decode.commit import append, move_windows, put_in_front, with_windows
+from wedlm_jax.decode import lookup, paper, verified
+from wedlm_jax.decode.commit import append, leading, move_windows, put_in_front, with_windows
 from wedlm_jax.decode.forward import (
     Predictions,
     Program,
@@ -47,15 +47,11 @@ class BurstCounters:
       forwards: how many.
       tokens: real tokens that passed the layers, prompts included.
       computed: the same with the padding of each forward to its size.
-      drafts, accepted: drafted tokens that rows have checked, and those that were committed; 0 in
-        a program without trait "verified".
     """
 
     forwards: Array
     tokens: Array
     computed: Array
-    drafts: Array
-    accepted: Array
 
 
 Carry = tuple[DecodeState, Pages, Array, TokenUse | None, BurstCounters, LastForward | None]
@@ -101,7 +97,9 @@ def run_burst(
         said = predict(model, state, hidden, plan, options, use, program)
         decided = decide(state, said, plan, options, program)
         after = advance(state, said, decided, plan, options, program)
-        counters = _counted(counters, state, after, plan, options, program)
+        if program.traits.lookup:
+            after = with_copies(after, decided, options, allowance, program)
+        counters = _counted(counters, plan, program)
         if program.traits.traced:
             last = _noted(state, said, decided, plan, options, program)
         return after, pages, hidden, with_committed(use, state, after), counters, last
@@ -109,8 +107,7 @@ def run_burst(
     use = token_use(state, options, model.config.vocab_size)
     start = BurstCounters(*[jnp.int32(0)] * len(dataclasses.fields(BurstCounters)))
     hidden = no_hidden_states(model, program)
-    traits, sequences = program.traits, state.running.shape[0]
-    last = no_forward(sequences, traits.window) if traits.traced else None
+    last = no_forward(*state.tokens.shape) if program.traits.traced else None
     carry = state, pages, hidden, use, start, last
     state, pages, _, _, counters, last = jax.lax.while_loop(more, body, carry)
     return state, pages, counters, last
@@ -186,7 +183,8 @@ def advance(
     # Keys and values that are final: the chunk of the prompt, and the run. Those of other slots are
     # in the pages, too, and are overwritten by the next forward, as nothing counts them.
     reached = state.num_computed + plan.chunk + run
-    state = append(state, options, decided.tokens, decided.logprobs, decided.committed)
+    checked = jnp.where(options.anchored & ran, is_filled(state).sum(axis=1) - 1, 0)
+    state = append(state, options, decided.tokens, decided.logprobs, decided.committed, checked)
     state = dataclasses.replace(
         state,
         num_computed=jnp.minimum(reached, state.text_length),
@@ -198,6 +196,50 @@ def advance(
     if program.traits.anchored:
         state = put_in_front(state, options.anchored & ran & state.running, options)
     return state
+
+
+def with_copies(
+    state: DecodeState, decided: Decision, options: Options, allowance: Allowance, program: Program
+) -> DecodeState:
+    """Fills windows in which no mask drafted with drafts copied from the text.
+
+    Args:
+      state: after the forward.
+      decided: what the forward decided.
+    """
+    known, most = state.lookup, program.traits.lookup
+    assert known is not None
+    assert options.lookup is not None
+    assert options.unpriced is not None
+    known = lookup.learn(known, decided.tokens, decided.committed)
+    known = dataclasses.replace(known, **lookup.find(state.text, state.text_length, most)._asdict())
+    drafted = leading(is_filled(state)) - 1
+    free = options.anchored & decided.ran & state.running & (drafted == 0)
+    # The last token of a completion needs no draft: the row before it chooses it.
+    room = jnp.minimum(options.lookup, options.max_tokens - state.num_output - 1)
+    room = jnp.minimum(room, state.tokens.shape[1] - state.active)
+    room = jnp.where(free & (known.match > 0), room, 0)
+    unpriced = jnp.where(options.unpriced, room, 0)
+    gains = lookup.survival(known)
+    gains = jnp.where(jnp.arange(most) < (room - unpriced)[:, None], gains, 0.0)
+    prompts = jnp.where(state.running, state.window_start - state.num_computed, 0).sum()
+    tokens = jnp.where(state.running, state.active + unpriced, 0).sum()
+    tokens += jnp.minimum(prompts, allowance.chunk_tokens)
+    # What the forward commits anyway: a choice of each sequence, and drafts that are mostly right.
+    committed = jnp.where(state.running, 1 + drafted + unpriced, 0).sum().astype(jnp.float32)
+    costs = lookup.ForwardCosts(program.sizes.tokens, allowance.seconds[0])
+    count = unpriced + lookup.paying_drafts(gains, tokens, committed, costs)
+
+    slot = jnp.arange(state.tokens.shape[1])
+    fills = (slot >= 1) & (slot <= count[:, None])
+    copies = _at_slots(known.tokens, jnp.clip(slot - 1, 0, most - 1) + 0 * count[:, None])
+    return dataclasses.replace(
+        state,
+        tokens=jnp.where(fills, copies, state.tokens),
+        filled=jnp.where(fills, True, state.filled),
+        active=state.active + count,
+        lookup=dataclasses.replace(known, copied=jnp.where(decided.ran, count, known.copied)),
+    )
 
 
 def _noted(
@@ -225,27 +267,11 @@ def _count(state: DecodeState, plan: SpanPlan) -> DecodeState:
     )
 
 
-def _counted(
-    counters: BurstCounters,
-    before: DecodeState,
-    after: DecodeState,
-    plan: SpanPlan,
-    options: Options,
-    program: Program,
-) -> BurstCounters:
-    drafts, accepted = counters.drafts, counters.accepted
-    if program.traits.verified:
-        # Slot 0 is the text's last token, and one committed token is a row's own choice.
-        checked = plan.window & before.running & options.anchored
-        new = after.text_length - before.text_length
-        drafts += jnp.where(checked, is_filled(before).sum(axis=1) - 1, 0).sum(dtype=jnp.int32)
-        accepted += jnp.where(checked, jnp.maximum(new - 1, 0), 0).sum(dtype=jnp.int32)
+def _counted(counters: BurstCounters, plan: SpanPlan, program: Program) -> BurstCounters:
     return BurstCounters(
         counters.forwards + 1,
         counters.tokens + plan.num_tokens,
         counters.computed + program.sizes.filled_up(plan.num_tokens),
-        drafts,
-        accepted,
     )
 
 

@@ -39,7 +39,8 @@ class Traits:
       window: the widest window.
       paper: whether sequences may decode as the paper does.
       verified: whether they may draft and verify.
-      autoregressive: whether they may do neither, with a window of 0.
+      lookup: the most drafts that are copied from a text.
+      autoregressive: whether they may take a token at a time, with a window of 0.
       sampled: whether tokens may be sampled, at a temperature above 0.
       truncated: whether they may be sampled from less than the whole vocabulary.
       min_tokens, penalties: whether sequences may have them.
@@ -52,6 +53,7 @@ class Traits:
     window: int = 0
     paper: bool = False
     verified: bool = False
+    lookup: int = 0
     autoregressive: bool = False
     sampled: bool = False
     truncated: bool = False
@@ -64,14 +66,16 @@ class Traits:
     traced: bool = False
 
     @staticmethod
-    def of(params: SamplingParams, window: int) -> Traits:
-        """Returns the traits of a sequence with ``params`` and a window of at most ``window``."""
-        mode = params.mode if window else "ar"
+    def of(params: SamplingParams, window: int, lookup: int = 0) -> Traits:
+        """Returns the traits of a sequence with ``params``, a window of at most ``window`` masks,
+        and at most ``lookup`` drafts from its text."""
+        mode = params.mode if window or lookup else "ar"
         return Traits(
             window=0 if mode == "ar" else window,
             paper=mode == "paper",
             verified=mode == "verified",
-            autoregressive=mode == "ar",
+            lookup=lookup,
+            autoregressive=mode == "ar" or not window,
             sampled=params.temperature > 0,
             truncated=params.is_truncated,
             min_tokens=params.min_tokens > 0,
@@ -83,23 +87,22 @@ class Traits:
         )
 
     @staticmethod
-    def everything(window: int, *, grammar: bool) -> Traits:
+    def everything(window: int, lookup: int = 0, *, grammar: bool) -> Traits:
         """Returns the traits of a program for all requests: every mode, option and trace.
 
         Args:
           window: the widest; 0 for a model without masks.
+          lookup: the most drafts from a text.
           grammar: whether there are grammars.
         """
         every: dict[str, Any] = {field.name: True for field in dataclasses.fields(Traits)}
-        masks = window > 0
-        return Traits(
-            **{**every, "window": window, "paper": masks, "verified": masks, "grammar": grammar}
-        )
+        every |= {"window": window, "lookup": lookup, "grammar": grammar}
+        return Traits(**{**every, "paper": window > 0, "verified": window + lookup > 0})
 
     @property
     def are_everything(self) -> bool:
         """Whether all requests of such windows can be decoded, those with a grammar excepted."""
-        return self.holds(Traits.everything(self.window, grammar=False))
+        return self.holds(Traits.everything(self.window, self.lookup, grammar=False))
 
     @property
     def rounded(self) -> Traits:
@@ -116,15 +119,24 @@ class Traits:
         return self.verified or self.autoregressive
 
     @property
+    def checked_rows(self) -> int:
+        """Rows that choose tokens in an anchored window: one more than the drafts that it can
+        hold, which are W − 1 of masks, or those from the text."""
+        return max(self.window, self.lookup + 1)
+
+    @property
     def without_windows(self) -> Traits:
         """Those of the same sequences while none of them has a window."""
-        return dataclasses.replace(self, window=0, paper=False, verified=False, autoregressive=True)
+        drafts = self.lookup > 0
+        return dataclasses.replace(
+            self, window=0, paper=False, verified=drafts, autoregressive=True
+        )
 
     def union(self, other: Traits) -> Traits:
         """Returns the traits of a program for the sequences of both."""
 
         names = (field.name for field in dataclasses.fields(self))
-        # Of windows the wider, of truths "or".
+        # Of numbers the larger, of truths "or".
         return Traits(**{name: max(getattr(self, name), getattr(other, name)) for name in names})
 
     def holds(self, other: Traits) -> bool:
@@ -149,6 +161,8 @@ class Options:
       entropy_threshold, position_penalty: with trait "paper". A threshold of None is −inf: no
         entropy is below it.
       verified: bool, with trait "verified".
+      lookup, unpriced: int32 and bool, with trait "lookup": the most drafts from the text, and
+        whether they are taken whatever they cost.
       bias_ids, bias: int32 and float32 ``[N, K]``, the ids filled up with `NO_TOKEN`.
       bad_words: int32 ``[N, K, L]``, filled up with `NO_TOKEN`.
       allowed: the tokens that grammars allow, from `wedlm_jax.grammar.masks`; see
@@ -162,6 +176,8 @@ class Options:
     position_penalty: Array | None = None
     verified: Array | None = None
     draft_budget: Array | None = None
+    lookup: Array | None = None
+    unpriced: Array | None = None
     temperature: Array | None = None
     seed: Array | None = None
     top_p: Array | None = None
@@ -196,21 +212,30 @@ class HostOptions:
         self.traits = traits
         self.arrays = _idle_arrays(sequences, traits)
         self._idle = _idle_arrays(1, traits)
-        self._held: dict[int, tuple[SamplingParams, int, tuple[int, ...]]] = {}
+        self._held: dict[int, tuple[SamplingParams, int, int, tuple[int, ...]]] = {}
 
-    def set(self, index: int, params: SamplingParams, *, window: int, stops: Sequence[int]) -> None:
+    def set(
+        self,
+        index: int,
+        params: SamplingParams,
+        *,
+        window: int,
+        stops: Sequence[int],
+        lookup: int = 0,
+    ) -> None:
         """Sets the options of sequence ``index``.
 
         Args:
           window: its window, if its mode has one.
+          lookup: the most drafts from its text.
           stops: all token ids that end it.
 
         Raises:
           ValueError: the traits do not cover them.
         """
-        if not self.traits.holds(Traits.of(params, window)):
+        if not self.traits.holds(Traits.of(params, window, lookup)):
             raise ValueError(f"options outside the traits of the program, {self.traits}")
-        self._held[index] = params, window, tuple(stops)
+        self._held[index] = params, window, lookup, tuple(stops)
         arrays = self.arrays
         arrays["window"][index] = 0 if params.mode == "ar" else window
         _fill_up(arrays["stop_ids"][index], stops)
@@ -218,6 +243,9 @@ class HostOptions:
             arrays[name][index] = _as_number(name, getattr(params, name))
         if "verified" in arrays:
             arrays["verified"][index] = params.mode == "verified"
+        if "lookup" in arrays:
+            arrays["lookup"][index] = lookup
+            arrays["unpriced"][index] = params.draft == "lookup"
         if "bias" in arrays:
             _fill_up(arrays["bias_ids"][index], list(params.logit_bias))
             arrays["bias"][index] = 0
@@ -229,9 +257,9 @@ class HostOptions:
 
     def set_windows(self, windows: np.ndarray) -> None:
         """Sets the window of every sequence, int ``[N]``; in mode "ar" it stays 0."""
-        for index, (params, _, stops) in self._held.items():
+        for index, (params, _, lookup, stops) in self._held.items():
             window = int(windows[index])
-            self._held[index] = params, window, stops
+            self._held[index] = params, window, lookup, stops
             self.arrays["window"][index] = 0 if params.mode == "ar" else window
 
     def clear(self, index: int) -> None:
@@ -244,16 +272,16 @@ class HostOptions:
         """Returns the same options for a program with other traits. Options that it does not cover
         are left out: they belong to aborted sequences."""
         other = HostOptions(len(self.arrays["window"]), traits)
-        for index, (params, window, stops) in self._held.items():
-            if traits.holds(Traits.of(params, window)):
-                other.set(index, params, window=window, stops=stops)
+        for index, (params, window, lookup, stops) in self._held.items():
+            if traits.holds(Traits.of(params, window, lookup)):
+                other.set(index, params, window=window, stops=stops, lookup=lookup)
         return other
 
     def needed(self) -> Traits:
         """Returns the smallest traits that cover all sequences."""
         needed = Traits()
-        for params, window, _ in self._held.values():
-            needed = needed.union(Traits.of(params, window))
+        for params, window, lookup, _ in self._held.values():
+            needed = needed.union(Traits.of(params, window, lookup))
         return needed
 
     def options(self, traits: Traits | None = None) -> Options:
@@ -267,7 +295,7 @@ def abstract_options(sequences: int, traits: Traits, vocab: int) -> Options:
     """Returns the options of N sequences as shapes, to compile for."""
     arrays = _idle_arrays(sequences, traits)
     if traits.grammar:
-        arrays["allowed"] = all_allowed(sequences, traits.window, vocab)
+        arrays["allowed"] = all_allowed(sequences, traits.checked_rows, vocab)
     return Options(**{k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in arrays.items()})  # type: ignore[arg-type]
 
 
@@ -314,6 +342,9 @@ def _idle_arrays(sequences: int, traits: Traits) -> dict[str, np.ndarray]:
     arrays["stop_ids"] = token_ids(MOST_STOPS)
     if traits.verified:
         arrays["verified"] = np.zeros(sequences, bool)
+    if traits.lookup:
+        arrays["lookup"] = np.zeros(sequences, np.int32)
+        arrays["unpriced"] = np.zeros(sequences, bool)
     if traits.biases:
         arrays["bias_ids"] = token_ids(MOST_BIASES)
         arrays["bias"] = np.zeros((sequences, MOST_BIASES), np.float32)

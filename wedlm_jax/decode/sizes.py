@@ -61,6 +61,7 @@ def forward_sizes(
     coarse: bool = False,
     one_size: bool = False,
     whole: int = 4,
+    lookup: int = 0,
 ) -> ForwardSizes:
     """Chooses sizes for N sequences with windows of at most W and prompt chunks beside them.
 
@@ -71,11 +72,16 @@ def forward_sizes(
         accelerators, whose time goes into reading the weights.
       one_size: whether all forwards are computed at one size, as a deterministic engine does.
       whole: tokens that a CPU's matrix product computes together; 16 on columns.
+      lookup: the most drafts that are copied from a text.
     """
-    spans = sequences * num_slots(window)
+    spans = sequences * num_slots(window, lookup)
     total = spans + chunk_tokens
     most = min(total, largest)
-    tokens = _coarse_grid(most) if coarse else _grid(sequences, window, most, narrower, whole)
+    tokens = (
+        _coarse_grid(most)
+        if coarse
+        else _grid(sequences, window, most, narrower, whole, lookup)
+    )
     rows = min(next((size for size in tokens if size >= spans), spans), LARGEST_HEAD)
     head = [*(size for size in tokens if size < rows), rows]
     if one_size:
@@ -84,7 +90,9 @@ def forward_sizes(
     return ForwardSizes(tuple(tokens), tuple(head), total)
 
 
-def _grid(sequences: int, window: int, largest: int, narrower: bool, whole: int) -> list[int]:
+def _grid(
+    sequences: int, window: int, largest: int, narrower: bool, whole: int, lookup: int = 0
+) -> list[int]:
     """Lists powers of two and, from 64 on, one size between each two of them; for one sequence, the
     sizes of its windows.
 
@@ -97,6 +105,7 @@ def _grid(sequences: int, window: int, largest: int, narrower: bool, whole: int)
             widths += [2**i for i in range(1, window.bit_length()) if 2**i < window]
         spans = [slots for w in widths for slots in (w + 1, num_slots(w))]
         spans += [3 * w // 2 for w in widths if w >= 8]
+        spans += [window + 2**i for i in range(1, (1 + lookup).bit_length())]
         chunks = [2**i for i in range(5, largest.bit_length()) if 2**i >= num_slots(window)]
         sizes = {1, *chunks, *(_filled(span, whole) for span in spans)}
     else:

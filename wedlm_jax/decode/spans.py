@@ -41,6 +41,8 @@ class Allowance:
       max_forwards: int32, the most forwards of the burst.
       until_finished: int32 ``[1]``, the replica's burst ends when so many of its sequences have
         finished.
+      seconds: float32 ``[1, S]``, what a forward of each static size costs: for programs with trait
+        "lookup", which takes drafts by it. None for others.
     """
 
     page_table: Array
@@ -49,6 +51,7 @@ class Allowance:
     chunk_tokens: Array
     max_forwards: Array
     until_finished: Array
+    seconds: Array | None = None
 
 
 @jax.tree_util.register_dataclass

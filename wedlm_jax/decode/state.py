@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from wedlm_jax.decode.logprobs import Logprobs, empty_logprobs
+from wedlm_jax.decode.lookup import Lookup, no_lookup
 from wedlm_jax.params import MOST_LOGPROBS
 
 
@@ -40,6 +41,8 @@ class Emitted:
       forwards, instances: int32 ``[N, E]``, the sequence's ``num_forwards`` and
         ``num_token_instances`` after the forward that committed each token. With these a
         completion can be cut at a stop string afterwards and still be counted exactly.
+      drafts: uint32 ``[N, E]``, the drafts that this forward checked, at the first token that it
+        committed (see `wedlm_jax.decode.commit.draft_code`); 0 at others.
       logprobs: ``[N, E]``; None where no sequence asks for them.
       count: int32 ``[N]``, how many.
     """
@@ -47,6 +50,7 @@ class Emitted:
     tokens: Array
     forwards: Array
     instances: Array
+    drafts: Array
     logprobs: Logprobs | None
     count: Array
 
@@ -74,6 +78,7 @@ class DecodeState:
       num_forwards, num_token_instances: int32 ``[N]``, decode forwards, which are those that ran
         the sequence's window, and the active slots that they ran; prefill chunks are not counted.
       emitted: what the host has not fetched yet.
+      lookup: what its own text says of each; None where no drafts are copied from texts.
     """
 
     text: Array
@@ -90,6 +95,7 @@ class DecodeState:
     num_forwards: Array
     num_token_instances: Array
     emitted: Emitted
+    lookup: Lookup | None = None
 
     @property
     def window_start(self) -> Array:
@@ -114,13 +120,14 @@ class DecodeState:
         return self.window_start - self.prompt_length
 
 
-def num_slots(window: int) -> int:
-    """Returns P: room for W masks after at most W filled slots; one slot where W = 0."""
-    return max(2 * window, 1)
+def num_slots(window: int, lookup: int = 0) -> int:
+    """Returns P: room for W masks after at most W filled slots, or after the last token of the text
+    and as many drafts as are copied; one slot where there are neither masks nor drafts."""
+    return max(2 * window, window + 1 + lookup if lookup else 1)
 
 
 def idle_state(
-    sequences: int, *, window: int, text: int, emitted: int, with_logprobs: bool
+    sequences: int, *, window: int, text: int, emitted: int, with_logprobs: bool, lookup: int = 0
 ) -> DecodeState:
     """Allocates the state of N sequences, none of which is running yet.
 
@@ -130,6 +137,7 @@ def idle_state(
       text: S, prompt and completion together at most.
       emitted: E, tokens a sequence may commit between two fetches of the host.
       with_logprobs: whether tokens have log-probabilities, with `MOST_LOGPROBS` alternatives.
+      lookup: the most drafts that are copied from a text.
     """
 
     def logprobs(width: int) -> Logprobs | None:
@@ -138,7 +146,7 @@ def idle_state(
     def zeros(*shape: int, dtype: Any = jnp.int32) -> Array:
         return jnp.zeros((sequences, *shape), dtype)
 
-    slots = num_slots(window)
+    slots = num_slots(window, lookup)
     return DecodeState(
         text=zeros(text),
         text_length=zeros(),
@@ -153,7 +161,15 @@ def idle_state(
         stopped=zeros(dtype=bool),
         num_forwards=zeros(),
         num_token_instances=zeros(),
-        emitted=Emitted(zeros(emitted), zeros(emitted), zeros(emitted), logprobs(emitted), zeros()),
+        emitted=Emitted(
+            tokens=zeros(emitted),
+            forwards=zeros(emitted),
+            instances=zeros(emitted),
+            drafts=zeros(emitted, dtype=jnp.uint32),
+            logprobs=logprobs(emitted),
+            count=zeros(),
+        ),
+        lookup=no_lookup(sequences, lookup) if lookup else None,
     )
 
 

@@ -65,7 +65,7 @@ def predicted_slots(state: DecodeState) -> Array:
     """Returns the slots that need the head, bool ``[N, P+1]``: all active ones after slot 0, and
     the one after the run. The first mask's token is predicted by the row before it."""
     slot = jnp.arange(state.filled.shape[1] + 1)
-    last = jnp.maximum(state.active - 1, jnp.minimum(state.active, 1))
+    last = jnp.maximum(state.active - 1, is_filled(state).sum(axis=1))
     return (slot >= 1) & (slot <= last[:, None])
 
 

@@ -46,6 +46,7 @@ class Admission:
       text: int32 ``[L]``, the prompt and what was committed before preemption.
       num_cached: tokens of the text whose keys and values are in its pages already; fewer than L.
       resume: what `ForwardRunner.save` returned at preemption; None for a new request.
+      lookup: the most drafts that are copied from its text.
     """
 
     index: int
@@ -53,6 +54,7 @@ class Admission:
     text: np.ndarray
     num_cached: int
     resume: Any
+    lookup: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +99,7 @@ class NewTokens:
     Attributes:
       token_ids: in the order of the text.
       forwards_at, instances_at: the sequence's counts after the forward that committed each.
+      drafts_at: the drafts that this forward checked, as `wedlm_jax.completion.Drafts` reads them.
       logprobs: of each; None where they were not asked for.
     """
 
@@ -104,6 +107,7 @@ class NewTokens:
     forwards_at: Sequence[int]
     instances_at: Sequence[int]
     logprobs: Sequence[TokenLogprob] | None = None
+    drafts_at: Sequence[int] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -196,4 +196,8 @@ def _abstract(x: Any, wanted: Any) -> jax.ShapeDtypeStruct:
 
 def slot_sizes(traits: Traits) -> dict[str, Any]:
     """Returns the traits on which the shape of a state depends."""
-    return {"window": traits.window, "with_logprobs": traits.logprobs}
+    return {
+        "window": traits.window,
+        "with_logprobs": traits.logprobs,
+        "lookup": traits.lookup,
+    }

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from wedlm_jax.attention.ragged import allocate_pages
+from wedlm_jax.completion import Drafts
 from wedlm_jax.decode.logprobs import Logprobs, as_list
 from wedlm_jax.decode.options import HostOptions, Traits
 from wedlm_jax.decode.spans import Allowance
@@ -25,6 +26,7 @@ from wedlm_jax.engine.entering import ENTRANTS_AT_ONCE, SavedWindow, make_entran
 from wedlm_jax.engine.events import WindowView
 from wedlm_jax.engine.settings import EngineSettings
 from wedlm_jax.engine.tracing import window_forwards
+from wedlm_jax.engine.windows.cost import CostTable
 from wedlm_jax.grammar.interface import Grammars
 from wedlm_jax.grammar.masks import GrammarMasks
 from wedlm_jax.host.compiled_cache import ProgramStore
@@ -78,8 +80,10 @@ class Device:
         """Forwards, real tokens and computed tokens so far. Replicas run their forwards at the same
         time, and the device waits for the last: forwards are those of the replica that ran the most
         in each burst, so seconds over forwards are what one takes. Tokens are those of all."""
-        self.drafts = np.zeros(2, np.int64)
-        """Drafts that were checked, and that were accepted, so far, of all replicas."""
+        self.drafts = Drafts()
+        """Of all replicas so far."""
+        self.costs: CostTable | None = None
+        """What forwards cost, by which drafts are copied from texts; assumed until it is known."""
 
     # --- weights and programs -----------------------------------------------------------
 
@@ -148,10 +152,10 @@ class Device:
         changed = burst.windows != self._windows
         self._windows = np.array(burst.windows, np.int32)
         self._options.set_windows(self._windows)
-        allowance = _allowance(burst, self.settings.chunk_tokens)
+        allowance = _allowance(burst, self.settings.chunk_tokens, self._seconds())
         options = self._options.options(self._room)
         if self._room.grammar:
-            allowed: Any = self._grammars.allowed(self._room.window, self._drafts)
+            allowed: Any = self._grammars.allowed(self._room.checked_rows, self._drafts)
             options = dataclasses.replace(options, allowed=allowed)
         program = self.programs.burst(self._parameters, self._room)
         self._lay_out()
@@ -165,7 +169,6 @@ class Device:
         )
         num_run = int(counters.forwards.max())
         self.counters += [num_run, counters.tokens.sum(), counters.computed.sum()]
-        self.drafts += [counters.drafts.sum(), counters.accepted.sum()]
         traced = {} if last is None else window_forwards(last, self._traced, started)
         report = self._report(numbers, logprobs, num_run, traced)
         for index in [*np.flatnonzero(report.finished), *report.errors]:
@@ -188,17 +191,20 @@ class Device:
                     state.active,
                     state.num_forwards,
                     state.num_token_instances,
+                    state.active * 0 if state.lookup is None else state.lookup.copied,
                 ),
             )
         )
         tokens, filled, logprobs, *counts = row
-        active, num_forwards, instances = map(int, counts)
+        active, num_forwards, instances, copied = map(int, counts)
         window = int(self._windows[index])
         tokens, filled, logprobs = jax.tree.map(
             lambda x: x[:active] if x.ndim == 1 else x[:active, :asked],
             (tokens, filled, logprobs),
         )
-        return SavedWindow(tokens, filled, logprobs, active, num_forwards, instances, window)
+        return SavedWindow(
+            tokens, filled, logprobs, active, num_forwards, instances, copied, window
+        )
 
     def window(self, index: int) -> WindowView:
         """Returns the window of a sequence as its next forward will see it."""
@@ -228,7 +234,8 @@ class Device:
     def _expect(self, admission: Admission, window: int) -> None:
         """Keeps what the host has to know of a sequence that enters."""
         index, params = admission.index, admission.request.params
-        self._options.set(index, params, window=window, stops=self.settings.stop_ids(params))
+        stops = self.settings.stop_ids(params)
+        self._options.set(index, params, window=window, stops=stops, lookup=admission.lookup)
         self._num_logprobs[index] = params.logprobs
         (self._traced.add if admission.request.traced else self._traced.discard)(index)
         completion = admission.text[len(admission.request.prompt) :]
@@ -268,6 +275,17 @@ class Device:
             self._state = self.programs.resize(self._room, traits)(self._state)
         self._room = traits
 
+    def _seconds(self) -> np.ndarray | None:
+        """Returns what a forward of each size costs, as `Allowance` has it."""
+        if not self._room.lookup:
+            return None
+        sizes = np.array(self.settings.program(self._room).sizes.tokens)
+        if self.costs is None:
+            seconds = 1 + sizes / self.settings.balanced_tokens
+        else:
+            seconds = self.costs.seconds(sizes)
+        return np.tile(seconds.astype(np.float32), (self.settings.replicas, 1))
+
     def _enter(self, burst: Burst) -> None:
         released = np.zeros(self.settings.sequences, bool)
         released[[*burst.released, *self._failed]] = True
@@ -290,7 +308,8 @@ class Device:
         traced: dict[int, WindowForward],
     ) -> Report:
         computed, output, running, stopped, forwards, instances, count = numbers[:, :7].T
-        emitted = np.split(numbers[:, 7:], 3, axis=1)
+        *emitted, drafts = np.split(numbers[:, 7:], 4, axis=1)
+        drafts = drafts.view(np.uint32)
         tokens: list[NewTokens | None] = [None] * len(numbers)
         errors: dict[int, Exception] = {}
         for index in np.flatnonzero(count):
@@ -300,7 +319,9 @@ class Device:
                 assert logprobs is not None, "the program has what its sequences ask for"
                 own = as_list(logprobs, int(index), new, asked)
             ids, forwards_at, instances_at = (array[index, :new].tolist() for array in emitted)
-            tokens[index] = NewTokens(ids, forwards_at, instances_at, own)
+            drafts_at = drafts[index, :new].tolist()
+            self.drafts = self.drafts.plus(Drafts.read(drafts_at))
+            tokens[index] = NewTokens(ids, forwards_at, instances_at, own, drafts_at)
             error = self._grammars.commit(int(index), ids, stopped=bool(stopped[index]))
             if error is not None:
                 errors[int(index)] = error
@@ -334,7 +355,7 @@ class Device:
         )
 
 
-def _allowance(burst: Burst, most_chunk_tokens: int) -> Allowance:
+def _allowance(burst: Burst, most_chunk_tokens: int, seconds: np.ndarray | None) -> Allowance:
     return Allowance(
         page_table=np.asarray(burst.page_table, np.int32),  # type: ignore[arg-type]
         capacity=np.asarray(burst.capacity, np.int32),  # type: ignore[arg-type]
@@ -342,4 +363,5 @@ def _allowance(burst: Burst, most_chunk_tokens: int) -> Allowance:
         chunk_tokens=np.int32(min(burst.chunk_tokens, most_chunk_tokens)),  # type: ignore[arg-type]
         max_forwards=np.int32(burst.max_forwards),  # type: ignore[arg-type]
         until_finished=np.asarray(burst.until_finished, np.int32),  # type: ignore[arg-type]
+        seconds=seconds,  # type: ignore[arg-type]
     )

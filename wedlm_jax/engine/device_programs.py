@@ -40,7 +40,7 @@ class BurstResult(NamedTuple):
 
     Attributes:
       state, pages: on the device, for the next burst.
-      numbers: int32 ``[N, 7 + 3 E]`` for the host; see `wedlm_jax.decode.exchange.pack_for_host`.
+      numbers: int32 ``[N, 7 + 4 E]`` for the host; see `wedlm_jax.decode.exchange.pack_for_host`.
       logprobs: ``[N, E]`` of the emitted tokens; None where no sequence asks for them.
       counters: int32 ``[R]`` each, one a replica.
       last: the last forward; None without trait "traced".
@@ -102,11 +102,11 @@ def enter(state: DecodeState, entrants: Entrants, released: Array) -> DecodeStat
     return on_replicas(on_replica, whole=(1,))(state, entrants, released, indices)
 
 
-@partial(jax.jit, static_argnames=("window", "with_logprobs"))
-def resize(state: DecodeState, *, window: int, with_logprobs: bool) -> DecodeState:
+@partial(jax.jit, static_argnames=("window", "with_logprobs", "lookup"))
+def resize(state: DecodeState, *, window: int, with_logprobs: bool, lookup: int) -> DecodeState:
     """Grows or shrinks each sequence's slot arrays; see
     `wedlm_jax.decode.exchange.resize_slots`."""
-    resized = resize_slots(state, window, with_logprobs)
+    resized = resize_slots(state, window, with_logprobs, lookup)
     return jax.tree.map(lambda x: constrain(x, "sequences"), resized)
 
 
@@ -173,12 +173,20 @@ def burst_arguments(
         integers(),
         integers(),
         integers(settings.replicas),
+        _seconds(settings, traits),
     )
     changed = jax.ShapeDtypeStruct((sequences,), jnp.bool)
     others = (abstract_options(sequences, traits, config.vocab_size), allowance, changed)
     options, allowance, changed = _placed(mesh, others, ())
     state = abstract_state(settings, traits, mesh)
     return state, _placed(mesh, pages, (None, "attention_heads")), options, allowance, changed
+
+
+def _seconds(settings: EngineSettings, traits: Traits) -> Any:
+    if not traits.lookup:
+        return None
+    sizes = settings.program(traits).sizes.tokens
+    return jax.ShapeDtypeStruct((settings.replicas, len(sizes)), jnp.float32)
 
 
 def abstract_state(settings: EngineSettings, traits: Traits, mesh: Mesh | None) -> Any:
@@ -194,6 +202,7 @@ def empty_state(settings: EngineSettings, traits: Traits) -> Any:
         text=settings.max_text,
         emitted=settings.emitted,
         with_logprobs=traits.logprobs,
+        lookup=traits.lookup,
     )
 
 

@@ -47,6 +47,9 @@ class Engine:
       model: parameters in the compute dtype, on one device or on a mesh.
       window_size: W of requests that name none; 0 decodes autoregressively; "auto" chooses for
         each sequence while it decodes.
+      lookup: the most drafts that are copied from a text, at most `MOST_LOOKUP`. Without windows
+        they are taken where that saves time; in windows of a fixed W only for requests that ask for
+        them.
       max_batch_size: the most sequences that decode together on each replica of the mesh.
       refill: "streaming", or "blockwise" for the paper's baseline.
       max_model_len: the most tokens of a prompt and its completion together.
@@ -72,6 +75,7 @@ class Engine:
         model: Transformer,
         *,
         window_size: int | str = DEFAULT_WINDOW,
+        lookup: int = 0,
         max_batch_size: int = 16,
         refill: str = "streaming",
         max_model_len: int | None = None,
@@ -91,7 +95,7 @@ class Engine:
             check_fits(mesh, model.config)
         self.mesh, self.window_size, self._grammars = mesh, window_size, grammars
         replicas = 1 if mesh is None else mesh.shape["data"]
-        self.windows = _window_choice(window_size, max_batch_size, replicas)
+        self.windows = _window_choice(window_size, lookup, max_batch_size, replicas)
         if runs_apart():
             model = with_layers_apart(model)
         wishes = Wishes(
@@ -106,6 +110,7 @@ class Engine:
             num_pages,
             chunk_tokens,
             known_tokens,
+            lookup,
         )
         with self._on_mesh():
             self.settings, self.memory = plan_engine(
@@ -249,7 +254,7 @@ class Engine:
     def traits_of(self, request: Request) -> Traits:
         """Returns the traits that a program needs to decode a request."""
         window = self.windows.widest(request)
-        traits = Traits.of(request.params, window)
+        traits = Traits.of(request.params, window, self.windows.lookup(request))
         if self.window_size == "auto" and window:
             traits = traits.union(Traits(autoregressive=True))
         return traits.union(self._watched()) if request.traced else traits
@@ -257,9 +262,11 @@ class Engine:
     def _watched(self) -> Traits:
         """Returns the traits of a program for traced requests: those who watch one mode mostly
         watch the others next, so all modes and windows share one program."""
-        window = self.settings.window
-        masks = window > 0
-        return Traits(window, paper=masks, verified=masks, autoregressive=True, traced=True)
+        settings = self.settings
+        every = Traits.everything(settings.window, settings.lookup, grammar=False)
+        return Traits(
+            every.window, every.paper, every.verified, every.lookup, every.autoregressive, traced=True
+        )
 
     # --- programs and weights -----------------------------------------------------------
 
@@ -277,7 +284,8 @@ class Engine:
     @property
     def everything(self) -> Traits:
         """The traits of a program that decodes any request that this engine takes."""
-        return Traits.everything(self.settings.window, grammar=self._grammars is not None)
+        settings, grammar = self.settings, self._grammars is not None
+        return Traits.everything(settings.window, settings.lookup, grammar=grammar)
 
     def traits_with(self, requests: Sequence[Request]) -> Traits:
         """Returns the traits of a program that decodes these requests and all that are under
@@ -341,14 +349,18 @@ class Engine:
         return len(self.device.programs)
 
     def _prepare(self, program: Traits | None = None) -> None:
-        """Makes room for all requests. If windows are chosen by cost, costs are measured once,
-        before the first sequence is admitted, whose own window may be narrower or none."""
+        """Makes room for all requests. If windows or drafts are chosen by cost, costs are measured
+        once, before the first sequence is admitted, whose own window may be narrower or none."""
         traits = self._program() if program is None else program
         if isinstance(self.windows, AutoWindows) and self.windows.costs is None:
             chosen = traits if traits.window else Traits(verified=True)
             self.device.prepare(chosen.union(Traits(self.settings.window, autoregressive=True)))
-            self.windows.costs = forward_costs(self.device, self.mesh)
+            self.windows.costs = self.device.costs = forward_costs(self.device, self.mesh)
         self.device.prepare(traits)
+        copies = traits.lookup and not (self.settings.window or self.settings.deterministic)
+        # Measuring writes into pages of all.
+        if copies and self.device.costs is None and not self.scheduler.has_work:
+            self.device.costs = forward_costs(self.device, self.mesh)
 
     def _traits(self) -> Traits:
         traits = self._floor
@@ -382,14 +394,16 @@ def _widest(window_size: int | str) -> int:
     return int(window_size)
 
 
-def _window_choice(window_size: int | str, sequences: int, replicas: int) -> WindowChoice:
+def _window_choice(
+    window_size: int | str, lookup: int, sequences: int, replicas: int
+) -> WindowChoice:
     if window_size == "auto":
-        return AutoWindows(_widest(window_size), sequences, replicas=replicas)
+        return AutoWindows(_widest(window_size), sequences, replicas=replicas, lookup=lookup)
     if isinstance(window_size, bool) or not isinstance(window_size, int) or window_size < 0:
         raise InputError(
             f"window_size: expected an integer of at least 0 or 'auto', not {window_size!r}"
         )
-    return FixedWindows(window_size)
+    return FixedWindows(window_size, lookup)
 
 
 def runs_apart() -> bool:

@@ -29,6 +29,7 @@ class SavedWindow:
       logprobs: of the filled ones, ``[active]``, with as many alternatives as the request asks
         for; None where it asks for none.
       active, num_forwards, num_token_instances: as in `wedlm_jax.decode.state.DecodeState`.
+      copied: as in `wedlm_jax.decode.lookup.Lookup`; 0 where there is none.
       window: W.
     """
 
@@ -38,6 +39,7 @@ class SavedWindow:
     active: int
     num_forwards: int
     num_token_instances: int
+    copied: int
     window: int
 
 
@@ -52,11 +54,11 @@ def make_entrants(
     Args:
       windows: int ``[N]``, W of every sequence.
     """
-    slots = num_slots(traits.window)
+    slots = num_slots(traits.window, traits.lookup)
     count = min(ENTRANTS_AT_ONCE, settings.sequences)
     index = np.full(count, settings.sequences, np.int32)
     text = np.zeros((count, settings.max_text), np.int32)
-    numbers = np.zeros((count, 7), np.int32)
+    numbers = np.zeros((count, 8), np.int32)
     tokens, filled = np.zeros((count, slots), np.int32), np.zeros((count, slots), bool)
     logprobs = None
     if traits.logprobs:
@@ -87,7 +89,9 @@ def _window_of(
     prefill = length - anchored
     computed = min(admission.num_cached, prefill)
     saved: SavedWindow | None = admission.resume
-    counts = [0, 0] if saved is None else [saved.num_forwards, saved.num_token_instances]
+    counts = [0, 0, 0]
+    if saved is not None:
+        counts = [saved.num_forwards, saved.num_token_instances, saved.copied]
     if saved is not None:
         tokens, filled, active = saved.tokens, saved.filled, saved.active
     elif anchored:

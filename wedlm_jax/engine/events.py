@@ -24,6 +24,7 @@ class TokenDelta:
       num_output: tokens of the completion so far, these included.
       num_forwards, num_token_instances: counts of the sequence so far.
       forwards_at, instances_at: those two when each of the tokens was committed.
+      drafts_at: the drafts that were checked then, as `wedlm_jax.completion.Drafts` reads them.
       num_cached_tokens: tokens of the prompt that were in the cache before.
     """
 
@@ -35,6 +36,7 @@ class TokenDelta:
     num_token_instances: int
     forwards_at: list[int]
     instances_at: list[int]
+    drafts_at: list[int] = dataclasses.field(default_factory=list)
     num_cached_tokens: int = 0
 
     def followed_by(self, later: TokenDelta) -> TokenDelta:
@@ -48,6 +50,7 @@ class TokenDelta:
             logprobs=logprobs,
             forwards_at=self.forwards_at + later.forwards_at,
             instances_at=self.instances_at + later.instances_at,
+            drafts_at=self.drafts_at + later.drafts_at,
         )
 
 

@@ -29,6 +29,8 @@ the device computes while it reads the weights."""
 TOKENS_AT_ONCE = {"cpu": 256, "gpu": 1024, "tpu": 1024}
 """The most tokens that pass the layers at once. More would not be cheaper per token; larger
 forwards are computed in parts of this size, with little padding."""
+MOST_LOOKUP = 15
+"""Drafts that are copied from a text, at most: with the last token of the text a forward of 16."""
 EMITTED = 256
 """Tokens that a sequence may commit before the host fetches them."""
 
@@ -68,6 +70,7 @@ class EngineSettings:
       replicas: R, of the mesh's ``data`` axis.
       sequences_each: N, the most sequences that a replica decodes together.
       window: W, the widest window of the engine.
+      lookup: the most drafts that are copied from a text; 0 for none.
       max_text: the most tokens of a prompt and its completion together.
       emitted: E, tokens that a sequence may commit in a burst.
       page_size: tokens of a page.
@@ -90,6 +93,7 @@ class EngineSettings:
     replicas: int
     sequences_each: int
     window: int
+    lookup: int
     max_text: int
     emitted: int
     page_size: int
@@ -116,7 +120,7 @@ class EngineSettings:
     @property
     def total_tokens(self) -> int:
         """The most tokens of a forward of one replica."""
-        return self.sequences_each * num_slots(self.window) + self.chunk_tokens
+        return self.sequences_each * num_slots(self.window, self.lookup) + self.chunk_tokens
 
     @property
     def scheduler_sizes(self) -> SchedulerSizes:
@@ -149,6 +153,7 @@ class EngineSettings:
             narrower=traits.autoregressive and not alike,
             one_size=alike,
             whole=self.whole_tokens,
+            lookup=traits.lookup,
         )
         return Program(sizes, traits, self.attention, self.vocabulary, self.refill)
 
@@ -164,6 +169,7 @@ class Wishes:
 
     Attributes:
       window: W, the widest.
+      lookup: the most drafts that are copied from a text.
       page_size, num_pages, chunk_tokens: None for what fits platform and memory.
     """
 
@@ -178,6 +184,7 @@ class Wishes:
     num_pages: int | None = None
     chunk_tokens: int | None = None
     known_tokens: Collection[int] | None = None
+    lookup: int = 0
 
 
 def plan_engine(
@@ -209,6 +216,9 @@ def plan_engine(
         raise InputError(f"refill: expected one of {', '.join(REFILLS)}, not {wishes.refill!r}")
     if wishes.kv_cache_dtype not in (None, "int8"):
         raise InputError(f"kv_cache_dtype: expected None or 'int8', not {wishes.kv_cache_dtype!r}")
+    _check_count("lookup", wishes.lookup, least=0)
+    if wishes.lookup > MOST_LOOKUP:
+        raise InputError(f"lookup: expected at most {MOST_LOOKUP}, not {wishes.lookup}")
     for name in ("max_batch_size", "page_size", "chunk_tokens"):
         _check_count(name, getattr(wishes, name), least=1)
     _check_count("num_pages", wishes.num_pages, least=2)
@@ -217,13 +227,14 @@ def plan_engine(
     )
     length = _checked_length(wishes.max_model_len, config)
     page_size = wishes.page_size or _of(PAGE_SIZES, platform)
-    slots = num_slots(wishes.window)
+    slots = num_slots(wishes.window, wishes.lookup)
     max_pages = math.ceil((length + slots + 1) / page_size)
     cache_dtype = wishes.kv_cache_dtype or dtype
     settings = EngineSettings(
         replicas=replicas,
         sequences_each=wishes.max_batch_size,
         window=wishes.window,
+        lookup=wishes.lookup,
         max_text=length,
         emitted=max(EMITTED, 2 * slots),
         page_size=page_size,

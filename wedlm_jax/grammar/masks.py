@@ -27,7 +27,7 @@ class GrammarMasks:
     def __init__(self, grammars: Grammars | None, sequences: int, vocab: int):
         self._grammars, self._sequences, self._vocab = grammars, sequences, vocab
         self._matchers: dict[int, tuple[Matcher, SamplingParams]] = {}
-        self._masks = all_allowed(sequences, 0, vocab)
+        self._masks = all_allowed(sequences, 1, vocab)
 
     def enter(self, index: int, params: SamplingParams, completion: Sequence[int]) -> None:
         """Begins to follow the sequence at ``index``, which has this completion already."""
@@ -48,16 +48,15 @@ class GrammarMasks:
         if self._matchers.pop(index, None) is not None:
             self._masks[index] = ~np.uint32(0)
 
-    def allowed(self, window: int, drafts: Callable[[], list[list[int]]]) -> np.ndarray:
+    def allowed(self, rows: int, drafts: Callable[[], list[list[int]]]) -> np.ndarray:
         """Returns the masks of the next forward, as `wedlm_jax.decode.allowed_tokens` has them.
 
         Args:
-          window: W of the program.
+          rows: R of the program.
           drafts: returns those in the window of each sequence, in order.
         """
-        rows = max(window, 1)
         if self._masks.shape[1] != rows:
-            self._masks = all_allowed(self._sequences, window, self._vocab)
+            self._masks = all_allowed(self._sequences, rows, self._vocab)
         if self._matchers:
             assert self._grammars is not None
             there = drafts()

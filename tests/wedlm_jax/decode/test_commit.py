@@ -106,8 +106,8 @@ def test_a_text_grows_to_its_first_stop_or_its_length(
 ) -> None:
     """Token 1 is a stop."""
     state = state_of([[None]], anchored=[False])
-    options = options_of([1], [False], max_tokens=2 + room)
-    after = append(state, options, jnp.array([new]), None, jnp.array([count]))
+    options, nothing = options_of([1], [False], max_tokens=2 + room), jnp.array([0])
+    after = append(state, options, jnp.array([new]), None, jnp.array([count]), nothing)
     expected = new[: min(count, room)]
     stopped = 1 in expected
     if stopped:

@@ -26,7 +26,8 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.params import OPTIONS, SamplingParams
 
 PLAIN = SamplingParams(mode="paper", max_tokens=12)
-WINDOW = 4
+WINDOW, LOOKUP = 4, 6
+TRAITS = dataclasses.replace(ALL_TRAITS, lookup=LOOKUP)
 
 EACH: list[dict[str, Any]] = [
     {"mode": "verified"},
@@ -70,17 +71,22 @@ def test_lists_of_any_length_share_a_program() -> None:
 
 
 def test_a_program_for_everything_has_every_trait() -> None:
-    everything = Traits.everything(WINDOW, grammar=True)
+    everything = Traits.everything(WINDOW, LOOKUP, grammar=True)
     assert everything.are_everything
-    assert Traits.everything(WINDOW, grammar=False).are_everything
+    assert Traits.everything(WINDOW, LOOKUP, grammar=False).are_everything
+    sizes = {"window": WINDOW, "lookup": LOOKUP}
     for field in dataclasses.fields(Traits):
-        assert getattr(everything, field.name) == (WINDOW if field.name == "window" else True)
-        if field.name not in ("window", "grammar"):
+        assert getattr(everything, field.name) == sizes.get(field.name, True)
+        if field.name not in ("window", "lookup", "grammar"):
             less = dataclasses.replace(everything, **{field.name: False})
             assert not less.are_everything
     without_masks = Traits.everything(0, grammar=True)
     assert without_masks.are_everything
     assert not without_masks.paper | without_masks.verified
+    copying = Traits.everything(0, LOOKUP, grammar=True)
+    assert copying.are_everything
+    assert copying.verified
+    assert not copying.paper
 
 
 def test_limits_of_what_is_not_drawn_are_no_trait() -> None:
@@ -102,7 +108,7 @@ def test_a_plain_greedy_program_has_only_what_it_needs() -> None:
 
 
 def test_every_number_of_the_parameters_has_its_array() -> None:
-    arrays = abstract_options(2, ALL_TRAITS, VOCAB)
+    arrays = abstract_options(2, TRAITS, VOCAB)
     for name, option in OPTIONS.items():
         if option.array:
             assert getattr(arrays, name).dtype == option.array
@@ -122,6 +128,7 @@ RICH = SamplingParams(
     seed=2**32 - 1,
     entropy_threshold=None,
     position_penalty=0.5,
+    draft="lookup",
     draft_budget=1.5,
     repetition_penalty=1.5,
     presence_penalty=0.5,
@@ -131,9 +138,9 @@ RICH = SamplingParams(
 )
 
 
-def filled(traits: Traits = ALL_TRAITS) -> HostOptions:
+def filled(traits: Traits = TRAITS) -> HostOptions:
     host = HostOptions(3, traits)
-    host.set(1, RICH, window=WINDOW, stops=(1, 5))
+    host.set(1, RICH, window=WINDOW, stops=(1, 5), lookup=LOOKUP)
     return host
 
 
@@ -154,6 +161,10 @@ def test_a_sequence_gets_what_it_asks_for() -> None:
     words[0, :3], words[1, 0] = (3, 4, 5), 6
     np.testing.assert_array_equal(options.bad_words[1], words)
     assert options.window.tolist() == [0, WINDOW, 0]
+    assert options.lookup is not None
+    assert options.lookup.tolist() == [0, LOOKUP, 0]
+    assert options.unpriced is not None
+    assert options.unpriced.tolist() == [False, True, False]
     assert options.anchored.tolist() == [True, True, True]
 
 
@@ -168,12 +179,12 @@ def assert_same(ours: Options, theirs: Options) -> None:
 def test_a_place_is_given_on_without_a_trace() -> None:
     host = filled()
     host.set(1, PLAIN, window=2, stops=())
-    fresh = HostOptions(3, ALL_TRAITS)
+    fresh = HostOptions(3, TRAITS)
     fresh.set(1, PLAIN, window=2, stops=())
     assert_same(host.options(), fresh.options())
     host.clear(1)
-    assert_same(host.options(), HostOptions(3, ALL_TRAITS).options())
-    assert_same(host.options(), idle_options(3, ALL_TRAITS))
+    assert_same(host.options(), HostOptions(3, TRAITS).options())
+    assert_same(host.options(), idle_options(3, TRAITS))
 
 
 def test_what_was_handed_out_does_not_change() -> None:
@@ -188,21 +199,21 @@ def test_windows_change_but_for_those_that_have_none() -> None:
     host.set(2, dataclasses.replace(PLAIN, mode="ar"), window=WINDOW, stops=())
     host.set_windows(np.array([1, 2, 3]))
     assert host.options().window.tolist() == [0, 2, 0]
-    assert_same(host.with_traits(ALL_TRAITS).options(), host.options())
+    assert_same(host.with_traits(TRAITS).options(), host.options())
 
 
 def test_other_traits_hold_the_same_sequences_or_leave_them_out() -> None:
     host = filled()
     narrow = host.with_traits(host.needed())
-    assert host.needed() == Traits.of(RICH, WINDOW)
+    assert host.needed() == Traits.of(RICH, WINDOW, LOOKUP)
     assert narrow.options().position_penalty is None
-    assert_same(narrow.with_traits(ALL_TRAITS).options(), host.options())
+    assert_same(narrow.with_traits(TRAITS).options(), host.options())
     plain = Traits.of(PLAIN, WINDOW)
     assert_same(host.with_traits(plain).options(), HostOptions(3, plain).options())
 
 
 def test_endless_numbers_are_cut_to_what_the_device_counts() -> None:
-    host = HostOptions(1, ALL_TRAITS)
+    host = HostOptions(1, TRAITS)
     endless = SamplingParams(max_tokens=10**12, top_k=10**12, temperature=1.0)
     host.set(0, endless, window=WINDOW, stops=())
     assert host.options().max_tokens[0] == 2**31 - 1

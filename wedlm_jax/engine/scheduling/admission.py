@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.scheduling.arrival_queue import ArrivalQueue
 from wedlm_jax.engine.scheduling.prefix import Node
 from wedlm_jax.engine.scheduling.replica import Replica
 from wedlm_jax.engine.scheduling.sequence import SequenceState, widest_span
+from wedlm_jax.engine.windows.choice import WindowChoice
 
 SHORTEST_REUSE = 32
 """Shared tokens below which computing them again is as cheap as waiting for them."""
@@ -75,11 +75,11 @@ class Admitter:
 
     Args:
       replicas: all of the same size.
-      widest: returns the widest window that a request may get.
+      windows: says what windows a request may get.
     """
 
-    def __init__(self, replicas: Sequence[Replica], widest: Callable[[Request], int]):
-        self._replicas, self._widest = replicas, widest
+    def __init__(self, replicas: Sequence[Replica], windows: WindowChoice):
+        self._replicas, self._windows = replicas, windows
 
     def admit(self, waiting: ArrivalQueue) -> AdmissionRound:
         """Admits as many sequences as there is room for."""
@@ -117,7 +117,8 @@ class Admitter:
         ]
 
     def _tokens(self, sequence: SequenceState) -> int:
-        return len(sequence.text) + widest_span(self._widest(sequence.request))
+        request, windows = sequence.request, self._windows
+        return len(sequence.text) + widest_span(windows.widest(request), windows.lookup(request))
 
     def _trim(self, rooms: Sequence[_Room]) -> bool:
         """Takes back pages given for future forwards; returns whether there were any."""

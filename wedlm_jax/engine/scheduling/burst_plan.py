@@ -123,9 +123,9 @@ def give_pages(replica: Replica, forwards: int) -> int:
 
 def expected_rate(sequence: SequenceState) -> float:
     """Returns a generous estimate of the tokens that a forward commits."""
-    window = sequence.window
-    if window == 0:
+    drafts = max(sequence.window, sequence.lookup)
+    if drafts == 0:
         return 1.0
     if sequence.num_forwards < 4:
-        return 1 + window / 4
+        return 1 + drafts / 4
     return 1.25 * sequence.num_output / sequence.num_forwards

@@ -56,7 +56,7 @@ class Scheduler:
             for number in range(sizes.num_replicas)
         ]
         self._pace = PromptPace(sizes.chunk_tokens, sizes.balanced_tokens)
-        self._admitter = Admitter(self._replicas, windows.widest)
+        self._admitter = Admitter(self._replicas, windows)
         self._waiting = ArrivalQueue()
         self._sequences: dict[int, SequenceState] = {}
         self._arrivals = itertools.count()
@@ -100,7 +100,7 @@ class Scheduler:
         return min(context, request.params.max_tokens + spare)
 
     def _room(self, request: Request) -> int:
-        return longest_room(request, self._windows.widest(request))
+        return longest_room(request, self._windows.widest(request), self._windows.lookup(request))
 
     def step(
         self,
@@ -203,6 +203,7 @@ class Scheduler:
         turn = self._admitter.admit(self._waiting)
         for sequence in turn.admitted:
             sequence.window = self._windows.widest(sequence.request)
+            sequence.lookup = self._windows.lookup(sequence.request)
         running = self._running
         if not running:
             return None
@@ -247,7 +248,9 @@ class Scheduler:
             self._recomputed_tokens += len(text) - cached
         self._prefix_tokens += cached
         resume, sequence.resume = sequence.resume, None
-        return Admission(sequence.index, sequence.request, text, cached, resume)
+        return Admission(
+            sequence.index, sequence.request, text, cached, resume, sequence.lookup
+        )
 
     def _burst(
         self, turn: AdmissionRound, admissions: list[Admission], max_forwards: int | None
@@ -330,6 +333,7 @@ class Scheduler:
                 sequence.num_token_instances,
                 list(new.forwards_at),
                 list(new.instances_at),
+                list(new.drafts_at),
                 max(sequence.num_cached_tokens, 0),
             )
         computed, output = int(report.num_computed[index]), int(report.num_output[index])

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from wedlm_jax.decode.logprobs import TokenLogprob
 
 
-def widest_span(window: int) -> int:
-    """Returns the most tokens that a window of W runs in a forward: W masks after W filled slots,
-    and the last token of the text."""
-    return 2 * window + 1
+def widest_span(window: int, lookup: int) -> int:
+    """Returns the most tokens that a window of W runs in a forward: W masks after W filled slots or
+    after copied drafts, and the last token of the text."""
+    return window + max(window, lookup) + 1
 
 
-def longest_room(request: Request, window: int) -> int:
+def longest_room(request: Request, window: int, lookup: int) -> int:
     """Returns the most tokens that the pages of a request ever have to hold: its last forward
     starts one token before the end of the text."""
-    return len(request.prompt) + request.params.max_tokens - 1 + widest_span(window)
+    return len(request.prompt) + request.params.max_tokens - 1 + widest_span(window, lookup)
 
 
 @dataclasses.dataclass(eq=False)
@@ -42,6 +42,7 @@ class SequenceState:
       num_computed: tokens whose keys and values in these pages are final.
       text_length_admitted: tokens of the text when it was last admitted.
       window: W as last chosen.
+      lookup: the most drafts that are copied from its text.
       resume: what the device saved when the sequence was preempted.
       num_admissions: how often it was admitted.
       waited_for: numbers of the requests whose prefill it has waited for, and which of their
@@ -59,6 +60,7 @@ class SequenceState:
     num_computed: int = 0
     text_length_admitted: int = 0
     window: int = 0
+    lookup: int = 0
     resume: Any = None
     num_admissions: int = 0
     waited_for: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -67,6 +69,7 @@ class SequenceState:
     num_token_instances: int = 0
     forwards_at: list[int] = dataclasses.field(default_factory=list)
     instances_at: list[int] = dataclasses.field(default_factory=list)
+    drafts_at: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -97,18 +100,19 @@ class SequenceState:
         """Tokens that its pages must hold for its next forward; during prefill, for the whole text
         and the window after it."""
         behind = len(self.text) if self.is_prefilling else self.num_computed
-        return behind + widest_span(self.window)
+        return behind + widest_span(self.window, self.lookup)
 
     @property
     def longest_room(self) -> int:
         """The most tokens that its pages ever have to hold."""
-        return longest_room(self.request, self.window)
+        return longest_room(self.request, self.window, self.lookup)
 
     def append(self, new: NewTokens) -> None:
         """Appends what a burst has committed."""
         self.text.extend(new.token_ids)
         self.forwards_at.extend(new.forwards_at)
         self.instances_at.extend(new.instances_at)
+        self.drafts_at.extend(new.drafts_at)
         if new.logprobs is not None:
             self.logprobs.extend(new.logprobs)
 
@@ -125,4 +129,5 @@ class SequenceState:
             num_cached_tokens=max(self.num_cached_tokens, 0),
             forwards_at=list(self.forwards_at),
             instances_at=list(self.instances_at),
+            drafts_at=list(self.drafts_at),
         )

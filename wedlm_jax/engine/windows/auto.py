@@ -19,6 +19,7 @@ import numpy as np
 from wedlm_jax.engine.burst import Burst, Report, Request
 from wedlm_jax.engine.scheduling.sequence import SequenceState
 from wedlm_jax.engine.windows.acceptance import NUM_TYPES, OWN_MEMORY, Acceptance, Floats
+from wedlm_jax.engine.windows.choice import most_copies, widest_window
 from wedlm_jax.engine.windows.cost import CostTable
 
 WIDTHS = (0, 2, 4, 8, 16, 32, 64, 128)
@@ -44,12 +45,20 @@ class AutoWindows:
       num_sequences: N, of each replica.
       costs: seconds of a forward; may be set later, before the first burst.
       replicas: R.
+      lookup: the most drafts that are copied from a text.
     """
 
     def __init__(
-        self, widest: int, num_sequences: int, costs: CostTable | None = None, *, replicas: int = 1
+        self,
+        widest: int,
+        num_sequences: int,
+        costs: CostTable | None = None,
+        *,
+        replicas: int = 1,
+        lookup: int = 0,
     ):
         self._widest, self._num_sequences, self.costs = widest, num_sequences, costs
+        self._lookup = lookup
         self._widths = np.array([*(w for w in WIDTHS if w < widest), widest])
         self._kinds: dict[tuple[str, bool], Acceptance] = {}
         self._sequences = _Sequences(replicas * num_sequences)
@@ -58,9 +67,11 @@ class AutoWindows:
 
     def widest(self, request: Request) -> int:
         """Returns the widest window that a request may ever get."""
-        if request.params.mode == "ar":
-            return 0
-        return self._widest if request.window is None else request.window
+        return widest_window(request, self._widest)
+
+    def lookup(self, request: Request) -> int:
+        """Returns the most drafts that are copied from a request's text."""
+        return most_copies(request, self._lookup)
 
     def choose(self, running: Sequence[SequenceState]) -> Sequence[int]:
         """Returns the window of each sequence in the next burst."""

@@ -43,6 +43,8 @@ def _measured(device: Device) -> CostTable:
     for size in sizes:
         if size < reach:
             probe.time_forward(size)  # warms up: the first run of a program is slow
+    if not device.traits.window:
+        return measure(probe.time_forward, sizes, reach=reach, overhead=probe.overhead)
     everybody = device.settings.sequences_each
     probe.time_forward(everybody, windowless=True)
     return measure(

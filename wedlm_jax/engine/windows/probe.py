@@ -36,6 +36,8 @@ class ForwardProbe:
 
     def __init__(self, device: Device, params: SamplingParams):
         self._device, self._settings = device, device.settings
+        # A program that copies drafts has room for as many masks instead, which run as they do.
+        self._widest = max(device.traits.window, device.traits.lookup)
         length = min(TEXT, self._settings.max_text // 2)
         self._text = np.zeros(max(length, 1), np.int32)
         self._params = params
@@ -44,7 +46,7 @@ class ForwardProbe:
     @property
     def most_tokens(self) -> int:
         """Tokens of the largest forward that can be timed."""
-        return self._settings.sequences_each * (1 + self._settings.window)
+        return self._settings.sequences_each * (1 + self._widest)
 
     def time_forward(self, tokens: int, *, windowless: bool = False) -> float:
         """Returns the seconds of a forward of so many tokens of each replica, without what a burst
@@ -59,7 +61,8 @@ class ForwardProbe:
         running = np.flatnonzero(windows >= 0)
         admissions = [self._admission(int(index)) for index in running]
         prompt = -(-len(self._text) * len(running) // settings.chunk_tokens) + 2
-        self._device.run(self._burst(windows, admissions, prompt))
+        allowed = np.minimum(windows, self._device.traits.window)
+        self._device.run(self._burst(allowed, admissions, prompt))
         short, few = self._time_burst(windows, FEW)
         long, many = self._time_burst(windows, MANY if short < SLOW else SOME)
         self._device.run(self._burst(windows, [], 0, released=running.tolist()))

@@ -1,0 +1,50 @@
+"""Prompt lookup in plain Python, one text at a time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+
+def find(text: Sequence[int], most: int, longest: int, farthest: int) -> tuple[list[int], int]:
+    """What followed the latest occurrence of the longest ending of at most ``longest`` tokens, and
+    over how many tokens, at most ``farthest``, the text before it is the ending of the text. No
+    tokens where the last one never occurred before."""
+    for size in range(min(longest, len(text) - 1), 0, -1):
+        ending = list(text[-size:])
+        for end in range(len(text) - 1, size - 1, -1):
+            if list(text[end - size : end]) == ending:
+                shared = size
+                while shared < min(farthest, end) and (
+                    text[end - shared - 1] == text[len(text) - shared - 1]
+                ):
+                    shared += 1
+                return list(itertools.islice(itertools.cycle(text[end:]), most)), shared
+    return [], 0
+
+
+def evidence(
+    copies: Sequence[int], match: int, committed: Sequence[int], farthest: int
+) -> list[tuple[int, bool]]:
+    """What committed tokens say of copies: the length of the ending, and whether the copy after it
+    was right."""
+    said = []
+    for k, (copy, token) in enumerate(zip(copies, committed, strict=False)):
+        said.append((min(match + k, farthest), copy == token))
+        if copy != token:
+            break
+    return said
+
+
+def best_drafts(
+    gains: Sequence[Sequence[float]],
+    tokens: int,
+    committed: float,
+    seconds: Callable[[int], float],
+) -> float:
+    """The most tokens a second of all ways to choose drafts."""
+    rates = []
+    for counts in itertools.product(*(range(len(own) + 1) for own in gains)):
+        more = sum(sum(own[:count]) for own, count in zip(gains, counts, strict=True))
+        rates.append((committed + more) / seconds(tokens + sum(counts)))
+    return max(rates)

@@ -1,0 +1,179 @@
+"""Drafts copied from texts: what is found, what is learnt, and how many are taken."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.jaxpr_shapes import arrays_in
+from tests.reference import lookup as reference
+from wedlm_jax.decode.lookup import (
+    FARTHEST,
+    GAIN,
+    LONGEST,
+    PRIOR,
+    ForwardCosts,
+    find,
+    learn,
+    no_lookup,
+    paying_drafts,
+    survival,
+)
+
+MOST, LONGEST_TEXT = 6, 40
+look = jax.jit(find, static_argnums=2)
+texts = st.lists(st.integers(0, 2), min_size=1, max_size=LONGEST_TEXT)
+
+
+def padded(some: list[list[int]]) -> tuple[jax.Array, jax.Array]:
+    """Texts as the state holds them; what stands behind them must not matter."""
+    rows = np.random.default_rng(len(some)).integers(0, 3, (len(some), LONGEST_TEXT))
+    for row, text in zip(rows, some, strict=True):
+        row[: len(text)] = text
+    return jnp.asarray(rows, jnp.int32), jnp.array([len(text) for text in some], jnp.int32)
+
+
+@given(some=st.lists(texts, min_size=3, max_size=3))
+def test_copies_follow_the_latest_occurrence_of_the_longest_ending(some: list[list[int]]) -> None:
+    found = look(*padded(some), MOST)
+    for tokens, match, text in zip(found.tokens, found.match, some, strict=True):
+        expected, shared = reference.find(text, MOST, LONGEST, FARTHEST)
+        assert match == shared
+        if shared:
+            assert tokens.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "copies", "match"),
+    [
+        ([7, 8, 9, 5, 7, 8], [9, 5, 7, 8, 9, 5], 2),
+        ([1, 8, 3, 2, 8, 4, 2, 8], [4, 2, 8, 4, 2, 8], 2),  # not what followed 8 alone, or first
+        ([5, 6, 6], [6, 6, 6, 6, 6, 6], 1),  # a loop goes on
+        ([1, 2, 3], [], 0),
+        ([4], [], 0),
+        ([*range(12), *range(10)], [10, 11, 0, 1, 2, 3], FARTHEST),
+    ],
+)
+def test_copies_of_some_texts(text: list[int], copies: list[int], match: int) -> None:
+    assert reference.find(text, MOST, LONGEST, FARTHEST) == (copies, match)
+    found = look(*padded([text]), MOST)
+    assert int(found.match[0]) == match
+    assert not copies or found.tokens[0].tolist() == copies
+
+
+def test_a_text_is_searched_in_one_pass() -> None:
+    """Nothing larger than a few arrays of the texts' own size exists."""
+    jaxpr = jax.make_jaxpr(lambda text, length: find(text, length, 15))(
+        jnp.zeros((4, 1000), jnp.int32), jnp.ones(4, jnp.int32)
+    )
+    assert max(np.prod(x.shape) for x in arrays_in(jaxpr.jaxpr)) <= 4 * (1000 + LONGEST)
+
+
+learned = jax.jit(learn)
+
+
+@given(
+    copies=st.lists(st.integers(0, 1), min_size=MOST, max_size=MOST),
+    committed=st.lists(st.integers(0, 1), max_size=MOST + 2),
+    match=st.integers(0, FARTHEST),
+)
+def test_every_committed_token_says_whether_its_copy_was_right(
+    copies: list[int], committed: list[int], match: int
+) -> None:
+    before = dataclasses.replace(
+        no_lookup(2, MOST),
+        tokens=jnp.array([[0] * MOST, copies], jnp.int32),
+        match=jnp.array([0, match], jnp.int32),
+    )
+    tokens = np.full((2, MOST + 2), 0)
+    tokens[1, : len(committed)] = committed
+    after = learned(before, jnp.array(tokens, jnp.int32), jnp.array([0, len(committed)]))
+    tried, right = np.zeros(FARTHEST), np.zeros(FARTHEST)
+    for length, agreed in reference.evidence(copies, match, committed, FARTHEST) if match else []:
+        tried[length - 1] += 1
+        right[length - 1] += agreed
+    np.testing.assert_array_equal(after.tried, [np.zeros(FARTHEST), tried])
+    np.testing.assert_array_equal(after.right, [np.zeros(FARTHEST), right])
+
+
+def test_what_was_right_is_expected_to_be_right_and_is_forgotten_in_time() -> None:
+    """A sequence is judged by its own copies, and where it has few, by those of all."""
+    known = dataclasses.replace(no_lookup(3, MOST), match=jnp.array([1, 1, 0], jnp.int32))
+    fresh = survival(known)
+    np.testing.assert_allclose(fresh[:2], np.cumprod(PRIOR[[0, 1, 2, 3, 4, 5]])[None].repeat(2, 0), rtol=1e-5)
+    assert not fresh[2].any()
+    right, wrong = jnp.zeros((3, MOST), jnp.int32), jnp.ones((3, MOST), jnp.int32)
+    for _ in range(60):
+        known = learned(known, right, jnp.array([MOST, 0, 0]))
+    own, other, _ = survival(known)
+    assert own[-1] > 0.7
+    assert own[0] > 0.9 > fresh[1, 0]
+    assert own[0] > other[0] > fresh[1, 0]
+    for _ in range(100):
+        known = learned(known, wrong, jnp.array([1, 0, 0]))
+    assert survival(known)[0, 0] < 0.1
+
+
+# --- how many pay ------------------------------------------------------------------------
+
+SIZES = (1, 2, 4, 8, 12)
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> dict[str, Any]:
+    count = draw(st.integers(1, 3))
+    steps = st.lists(st.floats(0.05, 1.0), min_size=3, max_size=3)
+    gains = [np.cumprod(draw(steps)).tolist() for _ in range(count)]
+    rising = np.cumsum(draw(st.lists(st.floats(0.0, 3.0), min_size=5, max_size=5))) + 1
+    return {
+        "gains": gains,
+        "tokens": draw(st.integers(count, 8)),
+        "committed": float(count),
+        "of_size": rising.tolist(),
+    }
+
+
+pay = jax.jit(lambda gains, tokens, committed, of_size: paying_drafts(
+    gains, tokens, committed, ForwardCosts(SIZES, of_size)
+))
+
+
+def seconds_of(of_size: list[float], tokens: int) -> float:
+    whole, rest = divmod(tokens - 1, SIZES[-1])
+    return whole * of_size[-1] + next(
+        s for size, s in zip(SIZES, of_size, strict=True) if size >= rest + 1
+    )
+
+
+@given(at=situations())
+def test_no_other_choice_of_drafts_commits_more_tokens_a_second(at: dict[str, Any]) -> None:
+    gains, of_size = at["gains"], at["of_size"]
+    counts = pay(
+        jnp.array(gains, jnp.float32), at["tokens"], at["committed"], jnp.array(of_size, jnp.float32)
+    ).tolist()
+    tokens, committed = at["tokens"], at["committed"]
+    more = sum(sum(own[:count]) for own, count in zip(gains, counts, strict=True))
+    rate = (committed + more) / seconds_of(of_size, tokens + sum(counts))
+    best = reference.best_drafts(gains, tokens, committed, lambda t: seconds_of(of_size, t))
+    none = committed / seconds_of(of_size, tokens)
+    assert rate >= 0.999 * best or (sum(counts) == 0 and best <= 1.001 * GAIN * none)
+
+
+def test_drafts_that_are_mostly_wrong_or_dear_are_not_taken() -> None:
+    cheap, dear = [1.0, 1.01, 1.02, 1.03, 1.04], [1.0, 2.0, 4.0, 8.0, 12.0]
+    likely, unlikely = [[0.9, 0.8, 0.7]], [[0.01, 0.0, 0.0]]
+
+    def count(gains: list[list[float]], of_size: list[float]) -> list[int]:
+        return pay(jnp.array(gains), 1, 1.0, jnp.array(of_size)).tolist()  # type: ignore[no-any-return]
+
+    assert count(likely, cheap) == [3]
+    assert count(likely, dear) == [0]
+    assert count(unlikely, cheap) == [0]
+    assert count([[0.0, 0.0, 0.0]], [1.0] * 5) == [0]

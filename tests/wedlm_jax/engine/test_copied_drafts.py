@@ -1,0 +1,194 @@
+"""Sequences whose drafts are copied from their texts: the tokens are those of AR decoding, whoever
+is there, whatever forwards cost, and wherever drafts come from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.examples.decode import (
+    EVERYTHING,
+    Case,
+    assert_logprobs_near,
+    cases_with_options,
+    in_mode,
+    requests_of,
+    run,
+    say_the_same,
+    small_engine,
+)
+from wedlm_jax.completion import Completion, Drafts
+from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.windows.choice import FixedWindows, most_copies
+from wedlm_jax.engine.windows.cost import CostTable
+from wedlm_jax.model import Transformer
+from wedlm_jax.params import DRAFTS, SamplingParams
+
+LOOKUP = 5
+
+
+class EveryDraft(FixedWindows):
+    """Copies drafts into windows of masks, too, as windows that are chosen by cost do."""
+
+    def lookup(self, request: Request) -> int:
+        return most_copies(request, self._lookup)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Transformer) -> Engine:
+    """Pages for little more than one sequence of full length: among several, some are preempted."""
+    engine = small_engine(tiny_model, [], lookup=LOOKUP, num_pages=24, deterministic=True)
+    engine.windows = EveryDraft(4, LOOKUP)
+    engine.scheduler = engine._new_scheduler()
+    engine.expect(EVERYTHING)
+    return engine
+
+
+@st.composite
+def drafting(draw: st.DrawFn) -> Case:
+    """A text that repeats itself, or any; drafts of any kind."""
+    case = draw(cases_with_options())
+    if draw(st.booleans()):
+        case = dataclasses.replace(case, prompt=(case.prompt * 3)[: draw(st.integers(1, 28))])
+    return in_mode(
+        case,
+        "verified",
+        draft=draw(st.sampled_from(DRAFTS)),
+        draft_budget=draw(st.sampled_from([0.0, 2.0, 100.0])),
+    )
+
+
+@given(
+    batch=st.lists(drafting(), min_size=1, max_size=7),
+    header=st.lists(st.integers(0, 22), max_size=12),
+    slope=st.sampled_from([0.0, 0.05, 1.0]),
+    windows=st.sampled_from([None, 4]),
+)
+def test_drafts_change_no_token(
+    engine: Engine, batch: list[Case], header: list[int], slope: float, windows: int | None
+) -> None:
+    """Also of prompts that share a header, are computed in chunks, and begin again for want of
+    pages; by what forwards cost, drafts are taken always, at times or never."""
+    sizes = engine.settings.program(engine.everything).sizes.tokens
+    engine.device.costs = CostTable(sizes, [1 + slope * size for size in sizes])
+    batch = [
+        dataclasses.replace(case, prompt=(*header, *case.prompt)[-28:], window=windows)  # type: ignore[arg-type]
+        for case in batch
+    ]
+    expected = run(engine, [in_mode(case, "ar") for case in batch])
+    for case, ours, theirs in zip(batch, run(engine, batch), expected, strict=True):
+        assert say_the_same(ours, theirs)
+        assert_logprobs_near(ours, theirs)
+        assert_counts_fit(case, ours)
+    engine.scheduler.check_accounts()
+
+
+def assert_counts_fit(case: Case, result: Completion) -> None:
+    drafts, draft = result.drafts, case.params.draft
+    assert drafts.masks_accepted <= drafts.masks
+    assert drafts.lookup_accepted <= drafts.lookup
+    if draft in ("lookup", "none"):
+        assert drafts.masks == 0
+    if draft in ("masks", "none"):
+        assert drafts.lookup == 0
+    accepted = drafts.masks_accepted + drafts.lookup_accepted
+    assert len(result.token_ids) <= result.num_forwards + accepted
+
+
+LOOPING = SamplingParams(
+    mode="verified", draft="lookup", max_tokens=20, logit_bias={5: 30.0}, ignore_eos=True
+)
+
+
+def test_a_loop_takes_few_forwards_and_all_is_counted(engine: Engine) -> None:
+    before = engine.device.drafts
+    results = run(engine, [Case((5, 5, 5, 5), LOOPING, None)] * 3)  # type: ignore[arg-type]
+    for result in results:
+        assert result.token_ids == [5] * 20
+        # A token without drafts, then 1 + 5 at a time, of which the last need fewer.
+        assert result.num_forwards == 5
+        assert result.drafts == Drafts(lookup=16 - 1, lookup_accepted=16 - 1)
+        assert result.num_token_instances == result.num_forwards + result.drafts.lookup
+    new = Drafts(*(b - a for a, b in zip(before, engine.device.drafts, strict=True)))
+    assert new == Drafts(lookup=45, lookup_accepted=45)
+
+
+def test_what_is_cut_off_is_not_counted(engine: Engine) -> None:
+    (whole,) = engine.decode(unwindowed([Case((5, 5, 5, 5), LOOPING, 0)]))
+    for length in range(1, 21):
+        part = whole.cut(length)
+        checked = sum(part.drafts)
+        assert part.num_token_instances == part.num_forwards + part.drafts.lookup
+        assert checked <= sum(whole.drafts)
+    assert whole.cut(1).drafts == Drafts()
+
+
+def unwindowed(batch: Sequence[Case]) -> list[Request]:
+    """Requests that name no window of their own."""
+    return [dataclasses.replace(one, window=None) for one in requests_of(batch)]
+
+
+# --- a model without masks ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def maskless(tiny_model: Transformer) -> Engine:
+    params = SamplingParams(temperature=1.0)
+    engine = small_engine(tiny_model, [], window_size=0, lookup=LOOKUP)
+    engine.expect([params])
+    return engine
+
+
+def test_a_model_without_masks_copies_by_default(maskless: Engine) -> None:
+    """What pays is decided by costs, here of a single size: all drafts are free."""
+    rng = np.random.default_rng(0)
+    batch = [
+        Case(
+            tuple(rng.integers(2, 9, 12).tolist()),
+            SamplingParams(max_tokens=20, seed=seed, temperature=0.4 * (seed % 2)),
+            0,
+        )
+        for seed in range(8)
+    ]
+    results = maskless.decode(unwindowed(batch))
+    # A window of 0 that a request asks for is AR.
+    expected = run(maskless, batch)
+    assert all(map(say_the_same, results, expected))
+    assert all(result.drafts == Drafts() for result in expected)
+    assert sum(result.drafts.lookup_accepted for result in results) > 10
+    for result, theirs in zip(results, expected, strict=True):
+        assert theirs.num_forwards == len(theirs.token_ids)
+        assert result.num_forwards <= theirs.num_forwards
+
+
+@pytest.mark.parametrize("draft", ["none", "masks"])
+def test_without_copies_it_is_autoregressive(maskless: Engine, draft: str) -> None:
+    params = dataclasses.replace(LOOPING, draft=draft, logit_bias={}, max_tokens=8)
+    (result,) = maskless.decode(unwindowed([Case((5, 5, 5), params, 0)]))
+    assert result.num_forwards == result.num_token_instances == len(result.token_ids)
+    assert result.drafts == Drafts()
+
+
+@pytest.mark.parametrize("mode", ["paper", "ar"])
+def test_other_modes_copy_nothing(engine: Engine, mode: str) -> None:
+    params = dataclasses.replace(LOOPING, mode=mode)
+    (result,) = engine.decode(unwindowed([Case((5, 5, 5, 5), params, 0)]))
+    assert result.drafts == Drafts()
+
+
+def test_masks_alone_draft_in_windows_of_a_fixed_width(tiny_model: Transformer) -> None:
+    choice = FixedWindows(4, LOOKUP)
+
+    def copies(window: int | None = None, **params: str) -> int:
+        return choice.lookup(Request(0, [5], SamplingParams(**params), window))  # type: ignore[arg-type]
+
+    assert copies() == 0
+    assert copies(draft="lookup") == LOOKUP
+    assert copies(0, draft="lookup") == 0
+    assert FixedWindows(0, LOOKUP).lookup(Request(0, [5], SamplingParams())) == LOOKUP
