@@ -252,7 +252,7 @@ def decoders_at(
     decoding.
 
     Args:
-      kinds: which of these. A model that was not trained on masks decodes AR, whatever they are.
+      kinds: which of these. A model that was not trained on masks has only AR and verified decoding.
       others: options of `infer.generate.load`.
     """
     others |= {"batch_size": batch_size} | ({} if model is None else {"model": model})
@@ -268,17 +268,22 @@ def decoders_at(
     )
     at = [dataclasses.replace(base, entropy_threshold=x) for x in thresholds]
     decoders: list[Decoder] = []
+    masks = True
     if "ar" in kinds:
         llm = loaded(window_size=0)
         decoders.append(Decoder("AR", llm, dataclasses.replace(base, mode="ar")))
-        if not llm.engine.config.knows_masks:
-            print(f"{llm.folder} was not trained on masks: AR decoding alone", file=sys.stderr)
-            return decoders
+        masks = llm.engine.config.knows_masks
+        if not masks and {"blockwise", "paper"} & set(kinds):
+            print(
+                f"{llm.folder} was not trained on masks: AR and verified decoding alone",
+                file=sys.stderr,
+            )
+            kinds = [kind for kind in kinds if kind == "verified"]
     if "blockwise" in kinds:
         llm = loaded(window_size=window_size, refill="blockwise")
         decoders += [Decoder(f"block-wise τ={p.entropy_threshold:g}", llm, p) for p in at]
     if {"paper", "verified"} & set(kinds):
-        llm = loaded(window_size=window_size)
+        llm = loaded(window_size=window_size if masks else None)
     if "paper" in kinds:
         decoders += [Decoder(f"paper τ={p.entropy_threshold:g}", llm, p) for p in at]
     if "verified" in kinds:

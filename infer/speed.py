@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich import box
 from rich.table import Table
@@ -20,6 +20,7 @@ class Speed:
       prompts, tokens, forwards: of one pass, over all prompts.
       seconds: wall-clock of each timed pass, prompts included, compiling not.
       compile_seconds: spent on compiling before, less what was kept from earlier runs.
+      drafts: checked and accepted in one pass, by where they came from.
     """
 
     way: str
@@ -30,6 +31,7 @@ class Speed:
     forwards: int
     seconds: list[float]
     compile_seconds: float
+    drafts: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:
@@ -40,6 +42,13 @@ class Speed:
         return self.tokens / max(self.forwards, 1)
 
 
+def _right(drafts: Mapping[str, int]) -> Iterator[str]:
+    for source in ("masks", "lookup"):
+        if drafts.get(source):
+            share = drafts[f"{source}_accepted"] / drafts[source]
+            yield f"{source} {share:.0%} of {drafts[source]:,}"
+
+
 def speed_table(speeds: Sequence[Speed]) -> Table:
     """Makes a table of the speeds of one comparison, beside the first of them."""
     first = speeds[0]
@@ -48,7 +57,8 @@ def speed_table(speeds: Sequence[Speed]) -> Table:
         box=box.SIMPLE, title=f"{regime}, {first.sequences} at a time, {first.prompts} prompts"
     )
     result.add_column("")
-    for head in ("tokens/s", f"against {first.way}", "tokens / forward", "compiling, s"):
+    heads = ("tokens/s", f"against {first.way}", "tokens / forward", "drafts right", "compiling, s")
+    for head in heads:
         result.add_column(head, justify="right")
     for speed in speeds:
         result.add_row(
@@ -56,6 +66,7 @@ def speed_table(speeds: Sequence[Speed]) -> Table:
             f"{speed.tokens_per_second:,.0f}",
             f"{speed.tokens_per_second / first.tokens_per_second:.2f}×",
             f"{speed.tokens_per_forward:.2f}",
+            ", ".join(_right(speed.drafts)),
             f"{speed.compile_seconds:.0f}" if speed.compile_seconds else "",
         )
     return result

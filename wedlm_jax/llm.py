@@ -88,8 +88,9 @@ class LLM:
         embedded model by default.
       window_size: W, the masked slots decoded in parallel; 0 decodes autoregressively; "auto"
         chooses for each sequence while it decodes, by what forwards cost and commit: the tokens of
-        mode "paper" may then depend on the machine. By default 16, and 0 for a model that was not
-        trained on masks (`wedlm_jax.config.ModelConfig.knows_masks`).
+        mode "paper" may then depend on the machine. By default 16. A model that was not trained on
+        masks (`wedlm_jax.config.ModelConfig.knows_masks`) has none, by default and with "auto":
+        drafts are copied from texts (`SamplingParams.draft`).
       dtype: "float32" or "bfloat16"; by default float32 on a CPU, bfloat16 elsewhere.
       max_model_len: the most tokens of a prompt and its completion together; the model's context
         by default.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from infer.bench.options import (
     BATCH_SIZES,
+    DRAFTS,
     LONG_PROMPT,
     MINUTES,
     MODES,
@@ -51,7 +52,12 @@ def _compare(options: argparse.Namespace, regimes: Regimes | None, bar: Bar) -> 
         elif name == "floor":
             yield from _floor(options, subject, regimes, rival, bar)
         elif regimes is not None:
-            compare = {"windows": _windows, "pages": _pages, "identity": _identity}[name]
+            compare = {
+                "windows": _windows,
+                "drafts": _drafts,
+                "pages": _pages,
+                "identity": _identity,
+            }[name]
             yield from compare(options, subject, regimes, rival, bar)
 
 
@@ -91,6 +97,24 @@ def _windows(
         if options.plot is not None:
             draw_speeds(measured, options.plot)
         yield Outcome("windows", speeds, speed_table(speeds))
+
+
+def _drafts(
+    options: argparse.Namespace, subject: Subject, regimes: Regimes, _: Rival | None, bar: Bar
+) -> Iterator[Outcome]:
+    from infer.bench.drafts import compare_drafts
+    from infer.speed import speed_table
+
+    for speeds in compare_drafts(
+        subject,
+        regimes,
+        batch_sizes=options.batch_size or BATCH_SIZES["drafts"],
+        drafts=options.draft or DRAFTS,
+        prompts=options.prompts,
+        passes=options.passes or PASSES,
+        bar=bar,
+    ):
+        yield Outcome("drafts", speeds, speed_table(speeds))
 
 
 def _pages(

@@ -18,6 +18,7 @@ from wedlm_jax.records.questions import read_questions
 COMPARISONS = {
     "windows": "tokens a second of the held-out questions, by window and by sequences that\n"
     "decode together, against AR; with --rival, against another library",
+    "drafts": "the same by where the drafts of mode verified come from",
     "floor": "milliseconds of a forward against its linear layers and head alone at the\n"
     "same number of real tokens, and what a prompt costs beside its forwards",
     "pages": "with lengths mixed: real tokens among those computed, places in use in\n"
@@ -29,12 +30,13 @@ COMPARISONS = {
     "soak": "prompts of random lengths for an hour: fails where a program is compiled on\n"
     "the way, or memory grows after the first quarter",
 }
-ON_QUESTIONS = ("windows", "pages", "identity")
+ON_QUESTIONS = ("windows", "drafts", "pages", "identity")
 """Cannot be measured with random weights."""
-OF_A_MODEL = ("windows", "floor", "pages", "identity", "soak")
+OF_A_MODEL = ("windows", "drafts", "floor", "pages", "identity", "soak")
 
 BATCH_SIZES = {
     "windows": [1, 8, 32, 128],
+    "drafts": [1, 8, 32],
     "floor": [1, 8, 32],
     "pages": [32],
     "identity": [64],
@@ -53,11 +55,13 @@ MODES = {
     "pages": ["verified"],
     "soak": ["verified"],
 }
+DRAFTS = ("masks", "lookup", "auto")
 PASSES, MINUTES, LONG_PROMPT = 3, 60.0, 16_384
 
 EXAMPLES = (
     "wedlm bench --compare windows --batch-size 1 32 --window-size 0 16 auto --plot speeds.svg",
     "wedlm bench --compare windows --window-size 0 --rival transformers",
+    "wedlm bench --compare drafts --model DIR --questions FILE --batch-size 1 8",
     "wedlm bench --compare floor --batch-size 1 8 32 --output floor.json",
     "wedlm bench --compare pages chunks",
     "wedlm bench --compare identity --dtype bfloat16 --window-size 4 16 --deterministic",
@@ -102,12 +106,13 @@ def _parser() -> BenchmarkParser:
         "passes.",
         examples=EXAMPLES,
     )
-    timed = ("windows", "floor", "chunks")
+    timed = ("windows", "drafts", "floor", "chunks")
+    windowed = ("windows", "floor", "pages", "identity", "soak")
     _add_subject_options(parser)
     add = parser.add
     add(
         "--batch-size",
-        "sequences that decode together, one or more [windows 1 8 32 128, floor 1 8 32, or 1 "
+        "sequences that decode together, one or more [windows 1 8 32 128, drafts and floor 1 8 32, or 1 "
         "with --shape, pages 32, identity 64, soak 16]",
         of=OF_A_MODEL,
         type=int,
@@ -118,7 +123,7 @@ def _parser() -> BenchmarkParser:
         "--window-size",
         "one or more, 0 is AR [windows 0 4 8 16 auto, floor and pages 0 16, identity "
         "1 2 4 8 16 32, soak 16]",
-        of=OF_A_MODEL,
+        of=windowed,
         nargs="+",
         metavar="W",
     )
@@ -130,6 +135,13 @@ def _parser() -> BenchmarkParser:
         choices=("paper", "verified"),
     )
     add(
+        "--draft",
+        "of SamplingParams.draft, one or more, beside AR [all]",
+        of=("drafts",),
+        nargs="+",
+        choices=DRAFTS,
+    )
+    add(
         "--rival",
         "another library's AR on the same weights",
         of=("windows", "floor"),
@@ -137,8 +149,9 @@ def _parser() -> BenchmarkParser:
     )
     add(
         "--prompts",
-        "of a regime in windows [2 for each sequence, at least 24], of all in identity [all]",
-        of=("windows", "identity"),
+        "of a regime in windows and drafts [2 for each sequence, at least 24], of all in identity "
+        "[all]",
+        of=("windows", "drafts", "identity"),
         type=int,
         metavar="N",
     )
@@ -182,7 +195,7 @@ def _add_subject_options(parser: BenchmarkParser) -> None:
         choices=("int8",),
     )
     add("--deterministic", "every forward in one shape", of=OF_A_MODEL, action="store_true")
-    on_questions = ("windows", "floor", "pages", "identity")
+    on_questions = ("windows", "drafts", "floor", "pages", "identity")
     add("--questions", "JSONL [those of the embedded model]", of=on_questions, metavar="FILE")
     add("--regime", "of the questions, one or more [all]", of=on_questions, nargs="+", metavar="N")
 

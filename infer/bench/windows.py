@@ -12,6 +12,7 @@ from infer.bench.subject import Subject, forget_programs
 from infer.bench.work import MAX_TOKENS, Regimes, Work, questions_of
 from infer.speed import Speed
 from wedlm_jax.benchmark import Bar, by_turns
+from wedlm_jax.completion import Drafts
 from wedlm_jax.generation import Generation, Router
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class Pass(NamedTuple):
     forwards: int
     seconds: float
     compile_seconds: float = 0.0
+    drafts: Drafts = Drafts()
 
 
 RIVAL = "transformers, AR"
@@ -72,12 +74,13 @@ def compare_windows(
                 runs[RIVAL] = partial(_decode_elsewhere, rival, asked, sequences)
             made = by_turns(runs, passes, bar, f"{sequences} sequences, {regime}")
             prompts_each = min(count, len(questions))
-            yield [_speed(name, regime, sequences, prompts_each, made[name]) for name in runs]
+            yield [speed_of(name, regime, sequences, prompts_each, made[name]) for name in runs]
         del engines
         forget_programs()
 
 
-def _speed(way: str, regime: str, sequences: int, prompts: int, passes: Sequence[Pass]) -> Speed:
+def speed_of(way: str, regime: str, sequences: int, prompts: int, passes: Sequence[Pass]) -> Speed:
+    """Returns the speed of the timed passes: of all but the first, which compiled."""
     return Speed(
         way,
         regime,
@@ -87,6 +90,7 @@ def _speed(way: str, regime: str, sequences: int, prompts: int, passes: Sequence
         forwards=passes[-1].forwards,
         seconds=[one.seconds for one in passes[1:]],
         compile_seconds=sum(one.compile_seconds for one in passes),
+        drafts=passes[-1].drafts._asdict(),
     )
 
 
@@ -94,15 +98,16 @@ def decode(subject: Subject, engine: Engine, work: Work) -> Pass:
     """Decodes all prompts as `LLM.generate` does, and caches no prefix from pass to pass. Compiling
     is not counted."""
     engine.scheduler.forget_prefixes()
-    tokens = forwards = 0
+    tokens, forwards, drafts = 0, 0, Drafts()
     compiled, started = engine.compile_seconds, time.perf_counter()
     for some in Generation(Router(engine), subject.codec, work):
         for _, completion in some:
             tokens += len(completion.token_ids)
             forwards += completion.num_forwards
+            drafts = drafts.plus(completion.drafts)
     seconds = time.perf_counter() - started
     compiling = engine.compile_seconds - compiled
-    return Pass(tokens, forwards, seconds - compiling, compiling)
+    return Pass(tokens, forwards, seconds - compiling, compiling, drafts)
 
 
 def _decode_elsewhere(rival: Rival, prompts: Sequence[list[int]], sequences: int) -> Pass:

@@ -13,6 +13,7 @@ from infer.score import Score
 from tests.infer.few_questions import PROMPTS, write_questions
 from wedlm_jax.checkpoint.convert import main as convert
 from wedlm_jax.completion import Completion
+from wedlm_jax.engine.settings import MOST_LOOKUP
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
@@ -162,13 +163,15 @@ def test_a_default_that_is_slower_than_ar_is_told(
     assert bool(said) == bool(told)
 
 
-def test_a_model_that_knows_no_masks_decodes_ar_alone(
+def test_a_model_that_knows_no_masks_has_two_decoders(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "qwen3"
     assert convert([str(checkpoint), str(folder), "--model-type", "qwen3"]) == 0
     decoders = decoders_at(str(folder), [0.4])
-    assert [(d.name, d.params.mode) for d in decoders] == [("AR", "ar")]
+    assert [d.name for d in decoders] == ["AR", "verified"]
+    assert [d.llm.engine.settings.lookup for d in decoders] == [0, MOST_LOOKUP]
+    assert not any(d.llm.engine.settings.window for d in decoders)
     assert "not trained on masks" in capsys.readouterr().err
 
 

@@ -205,7 +205,7 @@ def test_neither_devices_nor_many_sizes_change_what_is_said(
     assert capsys.readouterr().out == f"{expected.text}\n"
 
 
-def test_a_checkpoint_without_masks_decodes_autoregressively_and_says_so(
+def test_a_checkpoint_without_masks_copies_drafts_or_says_that_it_has_none(
     model: str,
     llm: LLM,
     tmp_path: Path,
@@ -220,9 +220,11 @@ def test_a_checkpoint_without_masks_decodes_autoregressively_and_says_so(
     assert main([*arguments, "--prompt", "the cat"]) == 0
     out, err = capsys.readouterr()
     assert out == f"{expected.text}\n"
-    *notices, last = err.splitlines()
-    assert sum("was not trained on masks" in line for line in notices) == 1
     tokens = len(expected.token_ids)
+    assert err.startswith(f"{tokens} tokens in ")
+    assert main([*arguments, "--mode", "paper", "--prompt", "the cat"]) == 0
+    *notices, last = capsys.readouterr().err.splitlines()
+    assert sum("was not trained on masks" in line for line in notices) == 1
     assert last.startswith(f"{tokens} tokens in {tokens} forwards ")
     # Who names a window, or the mode, knows.
     assert main([*arguments, "--mode", "ar", "--prompt", "the cat"]) == 0

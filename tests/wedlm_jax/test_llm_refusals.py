@@ -138,10 +138,12 @@ def test_a_model_without_masks_says_once_that_it_decodes_autoregressively(
     (qwen / "config.json").write_text(json.dumps(config | {"model_type": "qwen3"}))
     LLM(qwen, window_size=0).prepare_one([5, 6], GREEDY)
     fresh = LLM(qwen)
-    fresh.prepare_one([5, 6], SamplingParams(mode="ar"))
+    for mode in ("ar", "verified"):
+        fresh.prepare_one([5, 6], SamplingParams(mode=mode))
     assert capsys.readouterr().err == ""
-    fresh.prepare([[5, 6], [7]], GREEDY)
-    fresh.prepare_one([5], GREEDY)
+    paper = SamplingParams(mode="paper")
+    fresh.prepare([[5, 6], [7]], paper)
+    fresh.prepare_one([5], paper)
     assert capsys.readouterr().err == (
         f"{qwen} (qwen3) was not trained on masks: decoding autoregressively, as with a window of "
         "0\n"

@@ -35,6 +35,8 @@ PRIOR_WEIGHT, SHARED_WEIGHT = 2.0, 6.0
 """Observations that the prior counts as, and that those of all sequences count as for one."""
 MEMORY = 40.0
 """Observations of a sequence, for a length, after which older ones have mostly faded."""
+MASKS_RATE = 0.1
+"""How fast the running mean of masks' drafts follows."""
 GAIN = 1.02
 """How many times as many tokens a second drafts must promise: what they promise is uncertain."""
 
@@ -50,6 +52,7 @@ class Lookup:
       tokens: int32 ``[N, L]``, the tokens that followed the ending's latest occurrence.
       match: int32 ``[N]``, the length of that ending; 0 where it never occurred before.
       copied: int32 ``[N]``, how many of them are drafts in the window; 0 where masks drafted.
+      masks: float32 ``[N]``, drafts of masks that a forward without copies has committed lately.
       tried, right: float32 ``[N, C]``, by the length of the ending: copies that committed text has
         shown to be right or wrong, and the right ones; older ones count less. They stay when
         another sequence takes the place: prompts that come together are often alike.
@@ -58,6 +61,7 @@ class Lookup:
     tokens: Array
     match: Array
     copied: Array
+    masks: Array
     tried: Array
     right: Array
 
@@ -73,6 +77,7 @@ def no_lookup(sequences: int, most: int) -> Lookup:
         tokens=zeros(most),
         match=zeros(),
         copied=zeros(),
+        masks=zeros(dtype=jnp.float32),
         tried=zeros(FARTHEST, dtype=jnp.float32),
         right=zeros(FARTHEST, dtype=jnp.float32),
     )
@@ -147,8 +152,13 @@ def learn(lookup: Lookup, tokens: Array, committed: Array) -> Lookup:
 
     new = counted(tried)
     kept = jnp.exp(-new / MEMORY)
+    # Without copies a forward commits a row's choice and the drafts of masks.
+    change = jnp.where((lookup.copied == 0) & (committed > 0), committed - 1 - lookup.masks, 0)
     return dataclasses.replace(
-        lookup, tried=lookup.tried * kept + new, right=lookup.right * kept + counted(right)
+        lookup,
+        masks=lookup.masks + MASKS_RATE * change,
+        tried=lookup.tried * kept + new,
+        right=lookup.right * kept + counted(right),
     )
 
 
@@ -164,6 +174,26 @@ def survival(lookup: Lookup) -> Array:
     return jnp.where((lookup.match > 0)[:, None], jnp.cumprod(each, axis=1), 0.0)
 
 
+def gains(lookup: Lookup, room: Array) -> Array:
+    """Returns the tokens that each further copy brings on average, float32 ``[N, L]``, falling from
+    copy to copy; 0 beyond the ``room [N]`` for copies.
+
+    A wrong copy has a price where masks draft: they saw it, so the next forward lacks their drafts.
+    Then the first copies may cost more than they bring, and only many of them pay: these count with
+    what they bring together.
+    """
+    right = survival(lookup)
+    before = jnp.pad(right, ((0, 0), (1, 0)), constant_values=1.0)[:, :-1]
+    each = right - lookup.masks[:, None] * (before - right)
+    count = jnp.arange(1, right.shape[1] + 1)
+    inside = count <= room[:, None]
+    mean = jnp.where(inside, jnp.cumsum(each, axis=1) / count, -jnp.inf)
+    best = mean.max(axis=1, keepdims=True)
+    together = count <= 1 + jnp.argmax(mean, axis=1)[:, None]
+    falling = jax.lax.cummin(jnp.where(together, best, each), axis=1)
+    return jnp.where(inside, jnp.maximum(falling, 0.0), 0.0)
+
+
 def paying_drafts(gains: Array, tokens: Array, committed: Array, costs: ForwardCosts) -> Array:
     """Returns how many drafts each sequence takes so that a forward commits the most tokens a
     second, int32 ``[N]``.
@@ -173,8 +203,7 @@ def paying_drafts(gains: Array, tokens: Array, committed: Array, costs: ForwardC
     several drafts are free, and one more would be expensive.
 
     Args:
-      gains: float32 ``[N, L]``, tokens that each further draft of a sequence commits on average;
-        falling from draft to draft. 0 for none.
+      gains: float32 ``[N, L]``, from `gains`; 0 for none.
       tokens: int32, of the forward without drafts.
       committed: float32, tokens that it commits on average.
       costs: of forwards.

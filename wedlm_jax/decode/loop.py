@@ -220,13 +220,14 @@ def with_copies(
     room = jnp.minimum(room, state.tokens.shape[1] - state.active)
     room = jnp.where(free & (known.match > 0), room, 0)
     unpriced = jnp.where(options.unpriced, room, 0)
-    gains = lookup.survival(known)
-    gains = jnp.where(jnp.arange(most) < (room - unpriced)[:, None], gains, 0.0)
+    gains = lookup.gains(known, room - unpriced)
     prompts = jnp.where(state.running, state.window_start - state.num_computed, 0).sum()
     tokens = jnp.where(state.running, state.active + unpriced, 0).sum()
     tokens += jnp.minimum(prompts, allowance.chunk_tokens)
-    # What the forward commits anyway: a choice of each sequence, and drafts that are mostly right.
-    committed = jnp.where(state.running, 1 + drafted + unpriced, 0).sum().astype(jnp.float32)
+    # What the forward commits anyway: a choice of each sequence, and drafts that are mostly right,
+    # or what its masks draft for the next.
+    committed = 1 + jnp.maximum(drafted + unpriced, known.masks)
+    committed = jnp.where(state.running, committed, 0.0).sum()
     costs = lookup.ForwardCosts(program.sizes.tokens, allowance.seconds[0])
     count = unpriced + lookup.paying_drafts(gains, tokens, committed, costs)
 

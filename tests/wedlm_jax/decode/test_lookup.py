@@ -21,6 +21,7 @@ from wedlm_jax.decode.lookup import (
     PRIOR,
     ForwardCosts,
     find,
+    gains,
     learn,
     no_lookup,
     paying_drafts,
@@ -164,6 +165,44 @@ def test_no_other_choice_of_drafts_commits_more_tokens_a_second(at: dict[str, An
     best = reference.best_drafts(gains, tokens, committed, lambda t: seconds_of(of_size, t))
     none = committed / seconds_of(of_size, tokens)
     assert rate >= 0.999 * best or (sum(counts) == 0 and best <= 1.001 * GAIN * none)
+
+
+def test_the_gains_of_copies_are_their_survival_where_no_masks_draft() -> None:
+    known = dataclasses.replace(no_lookup(3, MOST), match=jnp.array([2, 2, 0], jnp.int32))
+    found = gains(known, jnp.array([MOST, 3, MOST]))
+    right = survival(known)
+    np.testing.assert_allclose(found[0], right[0], rtol=1e-6)
+    np.testing.assert_allclose(found[1], np.where(np.arange(MOST) < 3, right[1], 0), rtol=1e-6)
+    assert not found[2].any()
+
+
+@given(
+    rates=st.lists(st.floats(0.05, 0.99), min_size=FARTHEST, max_size=FARTHEST),
+    masks=st.floats(0.0, 10.0),
+    room=st.integers(0, MOST),
+)
+def test_gains_fall_and_are_what_copies_bring_together(
+    rates: list[float], masks: float, room: int
+) -> None:
+    """A wrong copy costs the drafts of the masks that saw it."""
+    tried = jnp.full((1, FARTHEST), 1e6)
+    known = dataclasses.replace(
+        no_lookup(1, MOST),
+        match=jnp.array([1], jnp.int32),
+        tried=tried,
+        right=tried * jnp.array(rates),
+        masks=jnp.array([masks]),
+    )
+    found = np.array(gains(known, jnp.array([room]))[0], np.float64)
+    right = np.cumprod([rates[min(k, FARTHEST - 1)] for k in range(MOST)])
+    whole = np.cumsum(right) - masks * (1 - right)
+    assert (np.diff(found) <= 1e-5).all()
+    assert not found[room:].any()
+    assert found.min() >= 0
+    # No number of copies brings more than the gains of the same number say.
+    assert (np.cumsum(found)[:room] >= whole[:room] - 1e-3).all()
+    if not (found > 0).any():
+        assert (whole[:room] <= 1e-3).all()
 
 
 def test_drafts_that_are_mostly_wrong_or_dear_are_not_taken() -> None:
