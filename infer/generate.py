@@ -44,7 +44,8 @@ result then has, too.
 In Parquet these are columns, of which a null is no value; "sampling" may be a text of JSON.
 
 a record of the output has
-  id, text, token_ids, finish_reason, num_forwards, num_token_instances, and your own keys
+  id, text, token_ids, finish_reason, num_forwards, num_token_instances, drafts, and your own
+  keys
   logprobs  if asked for: {"logprob": X, "top": [[token_id, X], ...]} for each token
   samples   with n above 1: a list of all n, each with these fields but the id; the record's
             own are those of the first

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
@@ -41,6 +42,11 @@ class Drafts(NamedTuple):
     def plus(self, other: Drafts) -> Drafts:
         """Returns the drafts of both."""
         return Drafts(*(one + more for one, more in zip(self, other, strict=True)))
+
+
+def total_drafts(completions: Iterable[Completion]) -> Drafts:
+    """Returns the drafts of all."""
+    return functools.reduce(Drafts.plus, (one.drafts for one in completions), Drafts())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from infer.bench.subject import Subject, forget_programs
 from infer.bench.work import MAX_TOKENS, Regimes, Work, questions_of
 from infer.speed import Speed
 from wedlm_jax.benchmark import Bar, by_turns
-from wedlm_jax.completion import Drafts
+from wedlm_jax.completion import Completion, Drafts, total_drafts
 from wedlm_jax.generation import Generation, Router
 
 if TYPE_CHECKING:
@@ -98,16 +98,19 @@ def decode(subject: Subject, engine: Engine, work: Work) -> Pass:
     """Decodes all prompts as `LLM.generate` does, and caches no prefix from pass to pass. Compiling
     is not counted."""
     engine.scheduler.forget_prefixes()
-    tokens, forwards, drafts = 0, 0, Drafts()
+    done: list[Completion] = []
     compiled, started = engine.compile_seconds, time.perf_counter()
     for some in Generation(Router(engine), subject.codec, work):
-        for _, completion in some:
-            tokens += len(completion.token_ids)
-            forwards += completion.num_forwards
-            drafts = drafts.plus(completion.drafts)
+        done += [completion for _, completion in some]
     seconds = time.perf_counter() - started
     compiling = engine.compile_seconds - compiled
-    return Pass(tokens, forwards, seconds - compiling, compiling, drafts)
+    return Pass(
+        tokens=sum(len(one.token_ids) for one in done),
+        forwards=sum(one.num_forwards for one in done),
+        seconds=seconds - compiling,
+        compile_seconds=compiling,
+        drafts=total_drafts(done),
+    )
 
 
 def _decode_elsewhere(rival: Rival, prompts: Sequence[list[int]], sequences: int) -> Pass:

@@ -21,6 +21,8 @@ class Counts:
     Attributes:
       rows: records.
       error_rows: of these, records with an error in the place of a result.
+      mask_drafts, lookup_drafts: that were checked, by where they came from; and of these, those
+        that were accepted.
     """
 
     rows: int = 0
@@ -28,6 +30,10 @@ class Counts:
     tokens: int = 0
     num_forwards: int = 0
     num_token_instances: int = 0
+    mask_drafts: int = 0
+    mask_drafts_accepted: int = 0
+    lookup_drafts: int = 0
+    lookup_drafts_accepted: int = 0
 
     def count(self, record: dict[str, Any]) -> None:
         self.rows += 1
@@ -39,8 +45,7 @@ class Counts:
             return
         for sample in record.get("samples", [record]):
             self.tokens += len(sample["token_ids"])
-            self.num_forwards += sample["num_forwards"]
-            self.num_token_instances += sample["num_token_instances"]
+            self._count_decoding(sample)
 
     def _count_answer(self, response: dict[str, Any]) -> None:
         if response["status_code"] != 200:
@@ -48,8 +53,16 @@ class Counts:
             return
         usage = response["body"]["usage"]
         self.tokens += usage["completion_tokens"]
-        self.num_forwards += usage["num_forwards"]
-        self.num_token_instances += usage["num_token_instances"]
+        self._count_decoding(usage)
+
+    def _count_decoding(self, of: dict[str, Any]) -> None:
+        self.num_forwards += of["num_forwards"]
+        self.num_token_instances += of["num_token_instances"]
+        drafts = of["drafts"]
+        self.mask_drafts += drafts["masks"]
+        self.mask_drafts_accepted += drafts["masks_accepted"]
+        self.lookup_drafts += drafts["lookup"]
+        self.lookup_drafts_accepted += drafts["lookup_accepted"]
 
     def __add__(self, other: Counts) -> Counts:
         mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)

@@ -25,6 +25,7 @@ OUTPUT_KEYS = (
     "finish_reason",
     "num_forwards",
     "num_token_instances",
+    "drafts",
     "logprobs",
     "samples",
     "error",
@@ -75,6 +76,7 @@ def _sample(completion: Completion) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "num_forwards": completion.num_forwards,
         "num_token_instances": completion.num_token_instances,
+        "drafts": completion.drafts._asdict(),
     }
     if completion.logprobs is not None:
         fields["logprobs"] = [_logprob(token) for token in completion.logprobs]

@@ -27,8 +27,18 @@ class TokenDetails(BaseModel):
     cached_tokens: int
 
 
+class DraftCounts(BaseModel):
+    """Drafts that were checked, by where they came from, and those that were accepted."""
+
+    masks: int
+    masks_accepted: int
+    lookup: int
+    lookup_accepted: int
+
+
 class Usage(BaseModel):
-    """Tokens of all prompts and completions; forwards and window slots that decoding took."""
+    """Tokens of all prompts and completions; forwards and window slots that decoding took, and its
+    drafts."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -36,6 +46,7 @@ class Usage(BaseModel):
     prompt_tokens_details: TokenDetails
     num_forwards: int
     num_token_instances: int
+    drafts: DraftCounts
 
 
 class Answered(BaseModel):

@@ -9,7 +9,7 @@ from typing import Any
 
 from infer.serve.answer import Call, Piece
 from infer.serve.logprob_shapes import LogprobShapes
-from wedlm_jax.completion import Completion
+from wedlm_jax.completion import Completion, total_drafts
 
 
 class TextShape:
@@ -119,6 +119,7 @@ class TextShape:
             "prompt_tokens_details": {"cached_tokens": cached},
             "num_forwards": sum(one.num_forwards for one in completions),
             "num_token_instances": sum(one.num_token_instances for one in completions),
+            "drafts": total_drafts(completions)._asdict(),
         }
 
 

@@ -69,7 +69,6 @@ class Lookup:
 def no_lookup(sequences: int, most: int) -> Lookup:
     """Returns what is known before any text, for N sequences and at most L drafts."""
 
-
     def zeros(*shape: int, dtype: Any = jnp.int32) -> Array:
         return jnp.zeros((sequences, *shape), dtype)  # an array each, since each is overwritten
 

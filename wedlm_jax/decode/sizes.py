@@ -78,9 +78,7 @@ def forward_sizes(
     total = spans + chunk_tokens
     most = min(total, largest)
     tokens = (
-        _coarse_grid(most)
-        if coarse
-        else _grid(sequences, window, most, narrower, whole, lookup)
+        _coarse_grid(most) if coarse else _grid(sequences, window, most, narrower, whole, lookup)
     )
     rows = min(next((size for size in tokens if size >= spans), spans), LARGEST_HEAD)
     head = [*(size for size in tokens if size < rows), rows]

@@ -265,7 +265,12 @@ class Engine:
         settings = self.settings
         every = Traits.everything(settings.window, settings.lookup, grammar=False)
         return Traits(
-            every.window, every.paper, every.verified, every.lookup, every.autoregressive, traced=True
+            every.window,
+            every.paper,
+            every.verified,
+            every.lookup,
+            every.autoregressive,
+            traced=True,
         )
 
     # --- programs and weights -----------------------------------------------------------

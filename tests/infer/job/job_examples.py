@@ -16,7 +16,7 @@ from wedlm_jax.params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=24)
 WORDS = ["the cat", "one two three", "naïve 日本", "12 + 30 = ", "a", "mat", "= 42", "on on on"]
-KEYS = ["id", "text", "token_ids", "finish_reason", "num_forwards", "num_token_instances"]
+KEYS = ["id", "text", "token_ids", "finish_reason", "num_forwards", "num_token_instances", "drafts"]
 SHAPE = ["--window-size", "4", "--max-tokens", "24", "--batch-size", "4"]
 
 

@@ -97,6 +97,10 @@ def test_a_file_leaves_its_facts_and_no_shards(work: Path, model: Path) -> None:
     assert stats["tokens"] == sum(len(record["token_ids"]) for record in records)
     assert stats["num_forwards"] == sum(record["num_forwards"] for record in records)
     assert stats["num_token_instances"] == sum(record["num_token_instances"] for record in records)
+    masks = [record["drafts"]["masks"] for record in records]
+    assert stats["mask_drafts"] == sum(masks) > 0
+    assert stats["mask_drafts_accepted"] == sum(one["drafts"]["masks_accepted"] for one in records)
+    assert stats["lookup_drafts"] == stats["lookup_drafts_accepted"] == 0
     assert stats["tokens_per_forward"] == round(stats["tokens"] / stats["num_forwards"], 4)
     assert stats["p_cache"] == round(stats["tokens"] / stats["num_token_instances"], 4)
     assert stats["output"]["bytes"] == Path("out.jsonl").stat().st_size

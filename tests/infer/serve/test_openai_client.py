@@ -52,6 +52,7 @@ def test_a_chat(client: OpenAI, offline: LLM, answer: Completion) -> None:
     assert usage.model_extra == {
         "num_forwards": answer.num_forwards,
         "num_token_instances": answer.num_token_instances,
+        "drafts": answer.drafts._asdict(),
     }
 
 

@@ -108,7 +108,9 @@ def test_what_was_right_is_expected_to_be_right_and_is_forgotten_in_time() -> No
     """A sequence is judged by its own copies, and where it has few, by those of all."""
     known = dataclasses.replace(no_lookup(3, MOST), match=jnp.array([1, 1, 0], jnp.int32))
     fresh = survival(known)
-    np.testing.assert_allclose(fresh[:2], np.cumprod(PRIOR[[0, 1, 2, 3, 4, 5]])[None].repeat(2, 0), rtol=1e-5)
+    np.testing.assert_allclose(
+        fresh[:2], np.cumprod(PRIOR[[0, 1, 2, 3, 4, 5]])[None].repeat(2, 0), rtol=1e-5
+    )
     assert not fresh[2].any()
     right, wrong = jnp.zeros((3, MOST), jnp.int32), jnp.ones((3, MOST), jnp.int32)
     for _ in range(60):
@@ -141,9 +143,11 @@ def situations(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-pay = jax.jit(lambda gains, tokens, committed, of_size: paying_drafts(
-    gains, tokens, committed, ForwardCosts(SIZES, of_size)
-))
+pay = jax.jit(
+    lambda gains, tokens, committed, of_size: paying_drafts(
+        gains, tokens, committed, ForwardCosts(SIZES, of_size)
+    )
+)
 
 
 def seconds_of(of_size: list[float], tokens: int) -> float:
@@ -157,7 +161,10 @@ def seconds_of(of_size: list[float], tokens: int) -> float:
 def test_no_other_choice_of_drafts_commits_more_tokens_a_second(at: dict[str, Any]) -> None:
     gains, of_size = at["gains"], at["of_size"]
     counts = pay(
-        jnp.array(gains, jnp.float32), at["tokens"], at["committed"], jnp.array(of_size, jnp.float32)
+        jnp.array(gains, jnp.float32),
+        at["tokens"],
+        at["committed"],
+        jnp.array(of_size, jnp.float32),
     ).tolist()
     tokens, committed = at["tokens"], at["committed"]
     more = sum(sum(own[:count]) for own, count in zip(gains, counts, strict=True))

@@ -248,9 +248,7 @@ class Scheduler:
             self._recomputed_tokens += len(text) - cached
         self._prefix_tokens += cached
         resume, sequence.resume = sequence.resume, None
-        return Admission(
-            sequence.index, sequence.request, text, cached, resume, sequence.lookup
-        )
+        return Admission(sequence.index, sequence.request, text, cached, resume, sequence.lookup)
 
     def _burst(
         self, turn: AdmissionRound, admissions: list[Admission], max_forwards: int | None
