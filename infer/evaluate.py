@@ -252,7 +252,7 @@ def decoders_at(
     decoding.
 
     Args:
-      kinds: which of these. A model that was not trained on masks has only AR and verified decoding.
+      kinds: which of these. A model that was not trained on masks has AR and verified decoding.
       others: options of `infer.generate.load`.
     """
     others |= {"batch_size": batch_size} | ({} if model is None else {"model": model})

@@ -44,9 +44,12 @@ class Drafts(NamedTuple):
         return Drafts(*(one + more for one, more in zip(self, other, strict=True)))
 
 
+NO_DRAFTS = Drafts()
+
+
 def total_drafts(completions: Iterable[Completion]) -> Drafts:
     """Returns the drafts of all."""
-    return functools.reduce(Drafts.plus, (one.drafts for one in completions), Drafts())
+    return functools.reduce(Drafts.plus, (one.drafts for one in completions), NO_DRAFTS)
 
 
 @dataclasses.dataclass(frozen=True)

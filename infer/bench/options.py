@@ -112,8 +112,8 @@ def _parser() -> BenchmarkParser:
     add = parser.add
     add(
         "--batch-size",
-        "sequences that decode together, one or more [windows 1 8 32 128, drafts and floor 1 8 32, or 1 "
-        "with --shape, pages 32, identity 64, soak 16]",
+        "sequences that decode together, one or more [windows 1 8 32 128, drafts 1 8 32, "
+        "floor 1 8 32, or 1 with --shape, pages 32, identity 64, soak 16]",
         of=OF_A_MODEL,
         type=int,
         nargs="+",

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from infer.serve.programs import Programs
-from wedlm_jax.completion import Drafts
+from wedlm_jax.completion import NO_DRAFTS, Drafts
 from wedlm_jax.decode.options import Traits
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
@@ -52,7 +52,7 @@ class Status:
 
     counters: Counters
     forwards: int = 0
-    drafts: Drafts = Drafts()
+    drafts: Drafts = NO_DRAFTS
     compile_seconds: float = 0.0
     held: int = 0
     restarts: int = 0

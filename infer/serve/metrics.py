@@ -190,8 +190,8 @@ class _Engine(Collector):
             ("drafts_accepted", "Drafts that were committed", right, lookup_right),
         ):
             family = CounterMetricFamily(f"wedlm_{name}", what, labels=["of"])
-            for source, value in zip(("masks", "lookup"), values, strict=True):
-                family.add_metric([source], value)
+            for source, count in zip(("masks", "lookup"), values, strict=True):
+                family.add_metric([source], count)
             yield family
         yield _counter("prefix_hit_tokens", "Tokens found in the cache", counters.prefix_tokens)
         yield _counter("prefix_miss_tokens", "Tokens of prompts to compute", counters.prompt_tokens)

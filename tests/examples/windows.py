@@ -127,7 +127,7 @@ def state_of(some: Sequence[Decoding]) -> DecodeState:
     arrays = {
         field.name: np.array(getattr(empty, field.name))
         for field in dataclasses.fields(empty)
-        if field.name not in ("logprobs", "emitted")
+        if field.name not in ("logprobs", "emitted", "lookup")
     }
     # What stands where nothing is known must not matter.
     rng = np.random.default_rng(len(some))

@@ -37,7 +37,7 @@ def deltas(result: Completion, cuts: list[int]) -> list[TokenDelta]:
     while start < len(result.token_ids):
         end = min(start + cuts[turn % len(cuts)], len(result.token_ids))
         part = slice(start, end)
-        at = (result.forwards_at[part], result.instances_at[part])
+        at = (result.forwards_at[part], result.instances_at[part], result.drafts_at[part])
         found.append(TokenDelta(0, result.token_ids[part], None, end, end, end, *at, 7))
         start, turn = end, turn + 1
     return found

@@ -211,6 +211,7 @@ def with_copies(
     assert known is not None
     assert options.lookup is not None
     assert options.unpriced is not None
+    assert allowance.seconds is not None
     known = lookup.learn(known, decided.tokens, decided.committed)
     known = dataclasses.replace(known, **lookup.find(state.text, state.text_length, most)._asdict())
     drafted = leading(is_filled(state)) - 1

@@ -47,7 +47,10 @@ def test_counts_are_those_of_what_was_asked(server: RunningServer, client: OpenA
     assert new("time_to_first_token_seconds_count") == new("sequence_seconds_count") == 4
     assert new("inter_token_seconds_count") > 0
     assert new("forwards_total") > 0
-    assert new("drafts_total") >= new("drafts_accepted_total") >= 0
+    for source in ("masks", "lookup"):
+        assert new("drafts_total", of=source) == own["drafts"][source]
+        assert new("drafts_accepted_total", of=source) == own["drafts"][f"{source}_accepted"]
+    assert own["drafts"]["masks"] > 0
     assert new("calls_total", path="/v1/completions", status="200") == 1
     assert new("calls_total", path="/v1/completions", status="400") == 1
     assert new("errors_total") == 0

@@ -16,6 +16,7 @@ from wedlm_jax.engine.scheduling.admission import (
 from wedlm_jax.engine.scheduling.arrival_queue import ArrivalQueue
 from wedlm_jax.engine.scheduling.replica import Replica
 from wedlm_jax.engine.scheduling.sequence import SequenceState
+from wedlm_jax.engine.windows.choice import FixedWindows
 from wedlm_jax.params import SamplingParams
 
 PAGE = 4
@@ -37,7 +38,7 @@ class Queue:
             for number in range(replicas)
         ]
         self.waiting = ArrivalQueue()
-        self.admitter = Admitter(self.replicas, lambda request: 0)
+        self.admitter = Admitter(self.replicas, FixedWindows(0))
 
     def put(self, *tokens: int) -> SequenceState:
         number = next(NUMBERS)

@@ -18,6 +18,7 @@ from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.events import Failed, Finished
 from wedlm_jax.engine.scheduling.sequence import SequenceState
 from wedlm_jax.engine.windows.auto import AutoWindows
+from wedlm_jax.engine.windows.choice import most_copies, widest_window
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 
@@ -25,11 +26,14 @@ from wedlm_jax.params import SamplingParams
 class ComeAndGo:
     """Windows for some bursts, for everybody or for some, and then for nobody."""
 
-    def __init__(self, widest: int):
-        self._widest, self._bursts = widest, 0
+    def __init__(self, widest: int, lookup: int):
+        self._widest, self._lookup, self._bursts = widest, lookup, 0
 
     def widest(self, request: Request) -> int:
-        return 0 if request.params.mode == "ar" else self._widest
+        return widest_window(request, self._widest)
+
+    def lookup(self, request: Request) -> int:
+        return most_copies(request, self._lookup)
 
     def choose(self, running: Sequence[SequenceState]) -> Sequence[int]:
         self._bursts += 1
@@ -52,9 +56,9 @@ def come_and_go_engine(
     """An engine with few pages: sequences are put back, with windows and without."""
     sizes = {"num_pages": 26, "max_model_len": 48}
     engine = small_engine(
-        model, expected, window_size="auto", deterministic=True, **sizes, **options
+        model, expected, window_size="auto", lookup=5, deterministic=True, **sizes, **options
     )
-    engine.windows = ComeAndGo(4)
+    engine.windows = ComeAndGo(4, 5)
     engine.release()
     engine.update(model)
     engine.compile()
@@ -110,6 +114,7 @@ def test_windows_that_come_and_go_change_no_token_and_compile_nothing(
     ]
     for ours, theirs in zip(results, autoregressive_engine.decode(plain), strict=True):
         assert say_the_same(ours, theirs)
+    assert all(sum(result.drafts[at] for result in results) for at in (0, 2)), "of both kinds"
 
 
 def test_windows_of_the_paper_that_are_closed_leave_whole_texts(engine: Engine) -> None:
