@@ -41,17 +41,17 @@ REFILLS = ("streaming", "blockwise")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BurstCounters:
-    """Holds what a burst of one replica computed, int32 each.
+    """Holds what a burst of one replica computed, int32.
 
     Attributes:
       forwards: how many.
       tokens: real tokens that passed the layers, prompts included.
-      computed: the same with the padding of each forward to its size.
+      by_size: ``[S]``, how often the layers ran at each static size.
     """
 
     forwards: Array
     tokens: Array
-    computed: Array
+    by_size: Array
 
 
 Carry = tuple[DecodeState, Pages, Array, TokenUse | None, BurstCounters, LastForward | None]
@@ -105,7 +105,8 @@ def run_burst(
         return after, pages, hidden, with_committed(use, state, after), counters, last
 
     use = token_use(state, options, model.config.vocab_size)
-    start = BurstCounters(*[jnp.int32(0)] * len(dataclasses.fields(BurstCounters)))
+    none = jnp.int32(0)
+    start = BurstCounters(none, none, jnp.zeros(len(program.sizes.tokens), jnp.int32))
     hidden = no_hidden_states(model, program)
     last = no_forward(*state.tokens.shape) if program.traits.traced else None
     carry = state, pages, hidden, use, start, last
@@ -273,7 +274,7 @@ def _counted(counters: BurstCounters, plan: SpanPlan, program: Program) -> Burst
     return BurstCounters(
         counters.forwards + 1,
         counters.tokens + plan.num_tokens,
-        counters.computed + program.sizes.filled_up(plan.num_tokens),
+        counters.by_size + program.sizes.runs(plan.num_tokens),
     )
 
 

@@ -42,13 +42,18 @@ class ForwardSizes:
     head: tuple[int, ...]
     total: int
 
+    def runs(self, tokens: Array) -> Array:
+        """Returns how often a forward of ``tokens`` runs the layers at each size, int32 ``[S]``."""
+        largest, sizes = self.tokens[-1], jnp.array(self.tokens)
+        whole = jnp.maximum(tokens - 1, 0) // largest
+        # Whole parts leave 1 .. the largest size, so one more part runs.
+        last = (sizes < tokens - whole * largest).sum()
+        part = (jnp.arange(len(self.tokens)) == last) & (tokens > 0)
+        return part + whole * (sizes == largest)
+
     def filled_up(self, tokens: Array) -> Array:
         """Returns how many tokens, int32, a forward of ``tokens`` computes, padding included."""
-        largest = self.tokens[-1]
-        rest = (tokens - 1) % largest + 1
-        sizes = jnp.array(self.tokens)
-        last = jnp.min(jnp.where(sizes >= rest, sizes, largest))
-        return jnp.where(tokens > 0, tokens - rest + last, 0)
+        return (self.runs(tokens) * jnp.array(self.tokens)).sum()
 
 
 def forward_sizes(

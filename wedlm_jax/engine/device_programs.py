@@ -42,7 +42,7 @@ class BurstResult(NamedTuple):
       state, pages: on the device, for the next burst.
       numbers: int32 ``[N, 7 + 4 E]`` for the host; see `wedlm_jax.decode.exchange.pack_for_host`.
       logprobs: ``[N, E]`` of the emitted tokens; None where no sequence asks for them.
-      counters: int32 ``[R]`` each, one a replica.
+      counters: int32 ``[R]`` or ``[R, S]``, of each replica.
       last: the last forward; None without trait "traced".
     """
 

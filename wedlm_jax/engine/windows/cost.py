@@ -101,14 +101,37 @@ class CostTable:
         took = self.expected(each, np.array(spread)) * [plain, chunks]
         if windowless:
             took *= self.windowless
+        surprise = self._surprise(took, seconds)
+        if windowless:
+            self.windowless *= float(np.exp(SIZE_RATE * surprise))
+        else:
+            self._correct(each, surprise * took / took.sum())
+
+    def learn(self, sizes: Sequence[int], runs: np.ndarray, seconds: float) -> None:
+        """Learns from the time of a burst whose forwards are known.
+
+        Args:
+          sizes: ``[S]``, that forwards ran at.
+          runs: int ``[S]``, how often.
+          seconds: of the whole burst.
+        """
+        each = np.array(sizes)
+        took = self.seconds(each) * runs
+        if took.sum():
+            self._correct(each, self._surprise(took, seconds) * took / took.sum())
+
+    def _surprise(self, took: Floats, seconds: float) -> float:
+        """Returns the logarithm of a burst's time over what was expected, less what slows down all
+        sizes alike."""
         surprise = np.log(seconds / (took.sum() * np.exp(self._level) + self.overhead))
         surprise = float(np.clip(surprise, -MOST_SURPRISE, MOST_SURPRISE))
         self._level += LEVEL_RATE * surprise
-        if windowless:
-            self.windowless *= float(np.exp(SIZE_RATE * surprise))
-            return
-        index = np.minimum(self.sizes.searchsorted(each), len(self.sizes) - 1)
-        np.add.at(self._errors, index, SIZE_RATE * surprise * took / took.sum())
+        return surprise
+
+    def _correct(self, tokens: Floats, shares: Floats) -> None:
+        """Attributes the shares of a surprise to the sizes that hold so many tokens."""
+        index = np.minimum(self.sizes.searchsorted(tokens), len(self.sizes) - 1)
+        np.add.at(self._errors, index, SIZE_RATE * shares)
         self._seconds = np.maximum.accumulate(self.measured * np.exp(self._errors))
 
 

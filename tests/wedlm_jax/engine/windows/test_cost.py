@@ -157,6 +157,20 @@ def test_an_error_of_the_measurement_is_corrected_by_bursts_of_both_sizes() -> N
     assert ratio(bursts.table, 32, 8) == pytest.approx(true, rel=0.04)
 
 
+def test_known_forwards_correct_a_measurement_too() -> None:
+    """One of 1 token was measured at half its time: of bursts of both sizes in changing shares, the
+    ratio is learnt."""
+    table = CostTable((1, 16), (0.5, 2.0), overhead=1e-5)
+    rng = np.random.default_rng(0)
+    for _ in range(1500):
+        runs = rng.integers(0, 40, 2) * rng.integers(0, 2, 2)
+        table.learn((1, 16), runs, float(runs @ [1.0, 2.0]) + 1e-5)
+    one, many = table.seconds(np.array([1, 16]))
+    assert many / one == pytest.approx(2.0, rel=0.15)
+    table.learn((1, 16), np.zeros(2, int), 1.0)  # nothing ran: nothing is learnt
+    assert table.seconds(np.array([1])) == one
+
+
 def test_chunks_of_prompts_are_told_from_the_forwards_behind_them() -> None:
     table = CostTable(SIZES, SECONDS, OVERHEAD)
     before = table.seconds(np.array(SIZES))
