@@ -25,8 +25,8 @@ def append(
     token or ``max_tokens``; a sequence that reaches either stops running.
 
     Args:
-      drafts: int32 ``[N]``, how many the forward checked; of the committed tokens, those before the
-        last agree with theirs.
+      drafts: int32 ``[N]``, how many the forward checked. One of the committed tokens counts as a
+        row's own choice, the others as accepted drafts.
     """
     index = jnp.arange(tokens.shape[1])
     is_stop = (tokens[:, :, None] == options.stop_ids[:, None, :]).any(axis=-1)
@@ -43,9 +43,8 @@ def append(
         return _put(old, start, values, here)
 
     was = state.emitted
-    accepted = jnp.minimum(taken, count - 1)
     copied = jnp.zeros_like(stops) if state.lookup is None else state.lookup.copied > 0
-    code = jnp.where(index == 0, draft_code(drafts, accepted, copied)[:, None], jnp.uint32(0))
+    code = jnp.where(index == 0, draft_code(drafts, taken - 1, copied)[:, None], jnp.uint32(0))
     emitted = Emitted(
         tokens=put(was.tokens, was.count, tokens),
         forwards=put(was.forwards, was.count, _as_wide(state.num_forwards, tokens)),
@@ -75,9 +74,8 @@ def draft_code(drafts: Array, accepted: Array, copied: Array) -> Array:
       drafts, accepted: int32 ``[N]``.
       copied: bool ``[N]``, whether they were copied from the text.
     """
-    # Without drafts nothing was accepted, whatever the count of committed tokens says.
-    accepted = jnp.where(drafts > 0, jnp.clip(accepted, 0, drafts), 0)
-    drafts, accepted = drafts.astype(jnp.uint32), accepted.astype(jnp.uint32)
+    accepted = jnp.clip(accepted, 0, drafts).astype(jnp.uint32)
+    drafts = drafts.astype(jnp.uint32)
     return jnp.where(copied, drafts << 24 | accepted << 28, drafts | accepted << 12)
 
 

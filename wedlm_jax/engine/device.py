@@ -168,13 +168,12 @@ class Device:
             (result.numbers, result.logprobs, result.counters, result.last)
         )
         num_run = int(counters.forwards.max())
+        sizes = self.settings.program(self._room).sizes.tokens
+        self.counters += [num_run, counters.tokens.sum(), (counters.by_size * sizes).sum()]
         if self.costs is not None and not self._windows_vary:
             # Windows that are chosen by cost correct the table themselves.
             busiest = counters.by_size[counters.forwards.argmax()]
             self.costs.learn(sizes, busiest, time.perf_counter() - started)
-        sizes = self.settings.program(self._room).sizes.tokens
-        computed = (counters.by_size * sizes).sum()
-        self.counters += [num_run, counters.tokens.sum(), computed]
         traced = {} if last is None else window_forwards(last, self._traced, started)
         report = self._report(numbers, logprobs, num_run, traced)
         for index in [*np.flatnonzero(report.finished), *report.errors]:

@@ -97,8 +97,9 @@ def assert_counts_fit(case: Case, result: Completion) -> None:
         assert drafts.masks == 0
     if draft in ("masks", "none"):
         assert drafts.lookup == 0
+    # Each forward commits a choice of its own, and drafts.
     accepted = drafts.masks_accepted + drafts.lookup_accepted
-    assert len(result.token_ids) <= result.num_forwards + accepted
+    assert len(result.token_ids) == result.num_forwards + accepted
 
 
 LOOPING = SamplingParams(

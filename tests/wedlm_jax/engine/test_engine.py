@@ -329,13 +329,15 @@ def test_an_engine_begins_anew_after_a_step_that_failed(
 
 
 def test_drafts_are_counted(streaming_engine: Engine) -> None:
-    before = streaming_engine.device.drafts.copy()
+    before = streaming_engine.device.drafts
     params = SamplingParams(max_tokens=20, draft_budget=1e6, ignore_eos=True)
     (result,) = streaming_engine.decode([Request(0, (3, 9, 4), params, 4)])
-    drafts, accepted = (streaming_engine.device.drafts - before).tolist()
+    assert streaming_engine.device.drafts == before.plus(result.drafts)
+    drafts, accepted, *copies = result.drafts
+    assert not any(copies)
     # Each forward commits its drafts and one choice; the last ones may be cut.
     assert accepted == len(result.token_ids) - result.num_forwards > 0
     assert accepted <= drafts <= 3 * result.num_forwards
-    before = streaming_engine.device.drafts.copy()
+    before = streaming_engine.device.drafts
     streaming_engine.decode([Request(0, (3, 9, 4), dataclasses.replace(params, mode="ar"))])
-    assert (streaming_engine.device.drafts == before).all()
+    assert streaming_engine.device.drafts == before
