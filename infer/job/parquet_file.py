@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from infer.job.result_record import OUTPUT_KEYS
+from wedlm_jax.completion import Drafts
 from wedlm_jax.records.columns import GROUP_ROWS, Columns, Sink, storable, write_rows
 
 GROUP_BYTES = 16 * 2**20
@@ -38,6 +39,7 @@ def _result_types() -> dict[str, Any]:
         "finish_reason": pa.string(),
         "num_forwards": pa.int64(),
         "num_token_instances": pa.int64(),
+        "drafts": pa.struct([(name, pa.int64()) for name in Drafts._fields]),
         "logprobs": pa.list_(token),
     }
     types = {

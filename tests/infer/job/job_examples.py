@@ -55,8 +55,9 @@ def as_record(name: str | int, completion: Completion) -> dict[str, Any]:
 
     def fields(sample: Completion) -> dict[str, Any]:
         result = dataclasses.asdict(sample)
-        for name in ("further", "num_cached_tokens", "forwards_at", "instances_at"):
+        for name in ("further", "num_cached_tokens", "forwards_at", "instances_at", "drafts_at"):
             del result[name]
+        result["drafts"] = sample.drafts._asdict()
         if result["logprobs"] is None:
             del result["logprobs"]
         value: dict[str, Any] = json.loads(json.dumps(result, allow_nan=False))
