@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,37 @@ def test_windows_are_compared_and_drawn(
         assert 0 < paper.tokens <= 5 * 8
     printed, drawn = capsys.readouterr().out, plot.read_text(encoding="utf-8")
     assert all(speed.way in printed and speed.way in drawn for speed in speeds)
+
+
+@pytest.mark.parametrize("kind", ["wedlm", "qwen3"])
+@pytest.mark.full
+def test_drafts_are_compared_by_where_they_come_from(
+    kind: str,
+    checkpoint: Path,
+    questions: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(infer.bench.work, "MAX_TOKENS", 8)
+    model, output = tmp_path / kind, tmp_path / "drafts.json"
+    shutil.copytree(checkpoint, model)
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps(config | {"model_type": kind}))
+    arguments = f"--compare drafts --model {model} --questions {questions} --batch-size 2 "
+    arguments += f"--prompts 3 --passes 1 --regime prose --output {output}"
+    assert main(arguments.split()) == 0
+    speeds = [Speed(**record) for record in figures(output)["drafts"]]
+    masks = ["masks"] if kind == "wedlm" else []
+    assert [speed.way for speed in speeds] == ["AR", *masks, "lookup, always", "auto"]
+    assert len({speed.tokens for speed in speeds}) == 1, "drafts change no token"
+    ar, always = speeds[0], speeds[-2]
+    assert ar.forwards == ar.tokens
+    assert not any(ar.drafts.values())
+    assert always.drafts["lookup"] > 0 == always.drafts["masks"]
+    assert always.forwards == always.tokens - always.drafts["lookup_accepted"]
+    printed = capsys.readouterr().out
+    assert all(speed.way in printed for speed in speeds)
 
 
 @pytest.mark.full
