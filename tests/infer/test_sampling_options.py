@@ -47,6 +47,7 @@ GIVEN = {
     "bad_words": ("x",),
     "logprobs": 2,
     "mode": "paper",
+    "draft": "lookup",
     "draft_budget": 1.0,
 }
 
