@@ -34,7 +34,9 @@ AT_ONCE = SamplingParams(mode="paper", max_tokens=20, entropy_threshold=9.0)
 
 def assert_equal(result: Completion, answer: Decoded) -> None:
     plain = dataclasses.asdict(dataclasses.replace(result, logprobs=None))
-    for name in ("text", "further", "num_cached_tokens"):  # of which the reference knows nothing
+    assert not any(result.drafts)
+    # Of these the reference knows nothing.
+    for name in ("text", "further", "num_cached_tokens", "drafts_at"):
         del plain[name]
     assert plain == {**{name: getattr(answer, name) for name in plain}, "logprobs": None}
     assert (result.logprobs is None) == (answer.logprobs is None)
