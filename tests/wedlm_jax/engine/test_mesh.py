@@ -87,7 +87,9 @@ def engine_of(model: Transformer, mesh: Mesh | None = None, **options: object) -
 @pytest.fixture(scope="module")
 def on_eight() -> Engine:
     mesh = mesh_of({"data": 2, "tensor": 4})
-    return engine_of(placed(MODEL, mesh), mesh)
+    engine = engine_of(placed(MODEL, mesh), mesh, lookup=3)
+    engine.expect([dataclasses.replace(PARAMS[1], draft="lookup")])
+    return engine
 
 
 def without_logprobs(results: list[Completion]) -> list[Completion]:
@@ -146,9 +148,14 @@ def test_rounded_weights_and_caches_on_a_mesh(sizes: dict[str, int]) -> None:
 
 
 def test_verified_equals_autoregressive_on_a_mesh(on_eight: Engine) -> None:
-    drafting = [in_mode(case, "verified", draft_budget=50.0) for case in CASES]
+    drafting = [
+        in_mode(case, "verified", draft_budget=50.0, draft=("masks", "lookup")[i % 2])
+        for i, case in enumerate(CASES)
+    ]
     expected = run(on_eight, [in_mode(case, "ar") for case in CASES])
-    assert all(map(say_the_same, run(on_eight, drafting), expected))
+    results = run(on_eight, drafting)
+    assert all(map(say_the_same, results, expected))
+    assert sum(result.drafts.lookup for result in results) > 0
 
 
 def test_forwards_are_those_of_the_busiest_replica_and_tokens_those_of_all(
