@@ -68,9 +68,9 @@ def packaged(model: str | Path) -> str:
     file = packaged_file(model)
     if file is None:
         return str(model)
-    package = PACKAGED[str(model)]
-    version = importlib.metadata.version(package)
-    folder = cache_folder() / "models" / f"{package}-{version}-{CONVERSION}"
+    version = importlib.metadata.version(PACKAGED[str(model)])
+    # By the folder's name commands call the model.
+    folder = cache_folder() / "models" / f"{version}-{CONVERSION}" / str(model)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Of processes that start together one makes it, and the others wait.
