@@ -48,7 +48,7 @@ def test_decay_is_for_matrices_only() -> None:
     for path, value in named(PARAMETERS).items():
         assert flags[path] == (value.ndim - ("layers" in path) == 2), path
     assert sum(flags.values()) == 9  # seven matrices of a layer, embedding and head
-    assert len(flags) == 9 + 8  # two norms, q and k norm, three biases, the last norm
+    assert len(flags) == 9 + 12  # two norms, q and k norm, a bias of each matrix, the last norm
 
 
 @pytest.mark.full
