@@ -26,6 +26,8 @@ _compiling: list[threading.Thread] = []
 """Threads that compile for the main thread; it waits for the last, if it waits."""
 _waits = False
 """Whether the main thread does."""
+_open: list[StopRequest] = []
+"""Those that note signals now."""
 
 
 def compiled(compile: Callable[[], T]) -> T:
@@ -34,7 +36,7 @@ def compiled(compile: Callable[[], T]) -> T:
 
     Raises:
       CompilingInterrupted: Ctrl-C, or another signal that a `StopRequest` handles, has come to the
-        main thread in the meantime.
+        main thread in the meantime, or before: while a program was traced, which takes as long.
       Exception: whatever ``compile`` raises.
     """
     global _waits
@@ -51,10 +53,13 @@ def compiled(compile: Callable[[], T]) -> T:
     # No daemon: where a library's user is interrupted and ends Python, it waits for the thread,
     # because XLA does not survive that the interpreter ends under it.
     thread = threading.Thread(target=work, name="compile")
-    _compiling[:] = [one for one in _compiling if one.is_alive()]
-    _compiling.append(thread)
     try:
         _waits = True
+        for request in _open:
+            if request.requested:
+                raise CompilingInterrupted(request.status)
+        _compiling[:] = [one for one in _compiling if one.is_alive()]
+        _compiling.append(thread)
         thread.start()
         return done.result()
     except CompilingInterrupted:
@@ -75,8 +80,8 @@ def end_if_compiling(status: int) -> None:
 
 
 class StopRequest:
-    """Notes a signal while it is open; one that comes while the main thread waits for a compiler
-    (`compiled`) is raised there, as `CompilingInterrupted`.
+    """Notes a signal while it is open; one that comes before or while the main thread waits for a
+    compiler (`compiled`) is raised there, as `CompilingInterrupted`.
 
     Args:
       signals: others to note instead. Beside another, Ctrl-C (SIGINT) is noted once, and a second
@@ -97,9 +102,11 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         self._before = {one: signal.signal(one, self._handle) for one in self._signals}
+        _open.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
+        _open.remove(self)
         for one, before in self._before.items():
             signal.signal(one, before)
 

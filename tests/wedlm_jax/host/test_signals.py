@@ -62,6 +62,17 @@ def test_a_noted_signal_does_not_wait_for_a_compiler(number: signal.Signals) -> 
         os.kill(os.getpid(), number)  # and elsewhere it is noted, as ever
 
 
+def test_a_signal_noted_while_a_program_was_traced_does_not_wait_for_its_compiler() -> None:
+    compiled_all_the_same: list[bool] = []
+    with StopRequest(signal.SIGTERM):
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(CompilingInterrupted) as interrupt:
+            compiled(lambda: compiled_all_the_same.append(True))
+    assert interrupt.value.status == 128 + signal.SIGTERM
+    assert not compiled_all_the_same
+    assert compiled(lambda: 1) == 1, "and it is forgotten with the block"
+
+
 def test_ctrl_c_does_not_wait_for_a_compiler() -> None:
     went_on = threading.Event()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
