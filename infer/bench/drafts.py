@@ -1,4 +1,4 @@
-"""Tokens a second and a forward by where drafts come from, against AR."""
+"""Compares the speed of drafts from each origin with AR's."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def _put_together(
 
 
 def _blocks(folder: ShardFolder, manifests: list[dict[str, Any]]) -> Iterator[bytes]:
-    """Yields what the shards hold, in order; each ends with a line end.
+    """Yields the shards' contents in order, each ending with a newline.
 
     Raises:
       InputError: one is not what its manifest says.

@@ -75,7 +75,7 @@ def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _row(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns a record whose pairs of token id and log-probability have names."""
+    """Returns the record with (token id, log-probability) pairs as structs of named fields."""
     for sample in (record, *record.get("samples", ())):
         for token in sample.get("logprobs") or ():
             token["top"] = [{"token_id": id_, "logprob": value} for id_, value in token["top"]]

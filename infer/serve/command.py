@@ -64,7 +64,7 @@ EMBEDDED_NAME = "wedlm-embedded"
 
 LOG = logging.getLogger("wedlm.serve")
 LINES = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-"""The form of the log's lines."""
+"""Format of log lines, as `logging.Formatter` takes it."""
 
 NEEDED = "needs FastAPI, uvicorn and prometheus_client: pip install 'wedlm-jax[serve]'"
 

@@ -25,7 +25,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}<end>{% 
 
 
 def byte_level(pre: str) -> dict[str, Any]:
-    """Says what a file says of a byte-level BPE that has learnt `TEXTS`."""
+    """Returns the GGUF metadata of a byte-level BPE tokenizer trained on `TEXTS`."""
     made = json.loads(train_tokenizer(TEXTS, 400, special_tokens=["<begin>", "<end>"]).to_str())
     tokens = [*made["model"]["vocab"], "<think>", "[PAD400]", "[PAD401]"]
     types = [3 if token in ("<begin>", "<end>") else 1 for token in tokens]
@@ -43,7 +43,7 @@ def byte_level(pre: str) -> dict[str, Any]:
 
 
 def sentencepiece() -> dict[str, Any]:
-    """Says what a file says of a SentencePiece vocabulary: pieces, scores, single bytes."""
+    """Returns the GGUF metadata of a SentencePiece vocabulary: pieces, scores, single bytes."""
     words = [
         *("▁the", "▁cat", "▁sat", "▁on", "▁mat", "▁and", "th", "he", "▁t", "ca", "at"),
         *("▁s", "sa", "▁o", "on", "ma", "an", "nd", "▁a", "▁c", "▁m"),
