@@ -181,12 +181,12 @@ def load_warm(options: dict[str, Any]) -> LLM:
 
 
 @contextlib.contextmanager
-def logged(number: int) -> Iterator[None]:
+def logged() -> Iterator[None]:
     """Logs that a program is compiled, and how long that took."""
-    LOG.info("compiling program %d", number)
+    LOG.info("compiling a program")
     started = time.monotonic()
     yield
-    LOG.info("compiled program %d in %.1f s", number, time.monotonic() - started)
+    LOG.info("compiled it in %.1f s", time.monotonic() - started)
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

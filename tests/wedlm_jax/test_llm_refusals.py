@@ -226,6 +226,7 @@ def test_a_file_is_no_model_and_one_of_llama_cpp_is_named(tmp_path: Path) -> Non
         InputError, match=f"{tmp_path.name}: holds GGUF files; `wedlm convert FILE DIR` makes"
     ):
         LLM(tmp_path)
+    path = tmp_path / "model.bin"
     path.write_bytes(b"PK")
-    with pytest.raises(InputError, match=r"model.gguf: is a file; a model is a folder"):
+    with pytest.raises(InputError, match=r"model.bin: is a file; a model is a folder"):
         LLM(path)

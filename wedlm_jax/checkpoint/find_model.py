@@ -9,7 +9,7 @@ from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL
 from wedlm_jax.checkpoint.model_folder import what_file
 from wedlm_jax.checkpoint.packaged import PACKAGED, packaged_file
-from wedlm_jax.errors import InputError, StorageFailure, file_error
+from wedlm_jax.errors import InputError, StorageFailure, file_error, nearest
 from wedlm_jax.host.atomic import alone
 from wedlm_jax.host.notices import notice
 from wedlm_jax.host.storage import cache_folder
@@ -34,6 +34,9 @@ def find_model(model: str | Path | None) -> Path:
     folder = Path(packaged(model))
     if folder.is_file():
         raise InputError(f"{folder}: {what_file(folder)}")
+    plain = "/" not in str(model) and not folder.exists()
+    if plain and (near := nearest(str(model), PACKAGED)):
+        raise InputError(f"{model}: no such folder; did you mean {near!r}?")
     if folder.exists() or str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
         return folder
     from huggingface_hub import errors, snapshot_download

@@ -27,6 +27,7 @@ RUN_MODEL = "model"
 RUN_BASE = "base"
 """The parameters that a run with adapters does not train, a Hugging Face folder."""
 FORMATS = ("hf", "orbax")
+GGUF_SUFFIX = ".gguf"
 
 
 def format_of(folder: Path) -> str:
@@ -36,7 +37,8 @@ def format_of(folder: Path) -> str:
       InputError: there is no such folder, or it is neither or both.
     """
     if not folder.is_dir():
-        what = what_file(folder) if folder.exists() else "no such folder"
+        missing = "no such file" if folder.suffix == GGUF_SUFFIX else "no such folder"
+        what = what_file(folder) if folder.exists() else missing
         raise InputError(f"{folder}: {what}")
     is_hf = (folder / WEIGHTS).exists() or (folder / INDEX).exists()
     is_orbax = (folder / ORBAX).is_dir()
@@ -44,7 +46,7 @@ def format_of(folder: Path) -> str:
         raise InputError(f"{folder}: holds both safetensors and {ORBAX}/; expected one of them")
     if is_hf or is_orbax:
         return "orbax" if is_orbax else "hf"
-    if not is_remote(folder) and (files := sorted(folder.glob("*.gguf"))):
+    if not is_remote(folder) and (files := sorted(folder.glob(f"*{GGUF_SUFFIX}"))):
         raise InputError(f"{files[0]}: {what_file(files[0])}")
     patterns = ("", "*/", "checkpoints/*/")
     if any(any(folder.glob(f"{pattern}_CHECKPOINT_METADATA")) for pattern in patterns):
@@ -60,7 +62,9 @@ def format_of(folder: Path) -> str:
 
 
 def is_gguf(path: Path) -> bool:
-    """Tells by its first bytes whether a file is one of llama.cpp's."""
+    """Tells by its name or its first bytes whether a file is one of llama.cpp's."""
+    if path.suffix == GGUF_SUFFIX:
+        return True
     with path.open("rb") as file:
         return file.read(4) == b"GGUF"
 

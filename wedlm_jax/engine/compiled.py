@@ -25,7 +25,7 @@ from wedlm_jax.host.compiled_cache import ProgramStore
 from wedlm_jax.host.signals import compiled
 from wedlm_jax.model import Transformer
 
-Compiling: TypeAlias = Callable[[int], contextlib.AbstractContextManager[Any]]
+Compiling: TypeAlias = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class CompiledPrograms:
@@ -42,7 +42,7 @@ class CompiledPrograms:
       formats: how the parameters must lie in memory, as the first burst to be compiled wants them;
         None before that, and where the compiler does not choose.
       seconds: spent on compiling so far, and on loading what was compiled before.
-      while_compiling: makes a context in which a program is compiled, from its number, from 1.
+      while_compiling: makes a context in which a program is compiled.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class CompiledPrograms:
         self._busy: dict[Any, threading.Lock] = {}
         self.formats: nnx.State | None = None
         self.seconds = 0.0
-        self.while_compiling: Compiling = lambda _: contextlib.nullcontext()
+        self.while_compiling: Compiling = contextlib.nullcontext
 
     def __len__(self) -> int:
         return len(self._compiled)
@@ -173,7 +173,7 @@ class CompiledPrograms:
         loaded = None if self._store is None else self._store.load(name, devices)
         if loaded is not None:
             return loaded  # type: ignore[no-any-return]
-        with self.while_compiling(len(self._compiled) + 1):
+        with self.while_compiling():
             made = compiled(lower().compile)
         if self._store is not None:
             self._store.save(name, devices, made)

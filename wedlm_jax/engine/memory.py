@@ -21,6 +21,9 @@ CPU_SHARE = 0.3
 """Share of a machine's memory that pages may take on a CPU, beside other programs."""
 SPARE = 1.5
 """Pages in proportion to those that all sequences at full length need; the rest caches prefixes."""
+CPU_TOKENS = 2048
+"""Tokens for which each sequence has pages on a CPU, where the model's context is longer. Most
+texts are shorter; where they are not, sequences wait for one another."""
 MOST_SPARE = 4
 """The most pages on an accelerator, in proportion to those of `SPARE`."""
 
@@ -106,8 +109,8 @@ def plan_pages(
     num_pages: int | None = None,
     limit: int | None = None,
 ) -> MemoryPlan:
-    """Plans the pages of a replica: on an accelerator all the memory that is left, on a CPU as much
-    as the sequences can use.
+    """Plans the pages of a replica: on an accelerator all the memory that is left; on a CPU, whose
+    memory is others' too, as much as sequences of `CPU_TOKENS` use, and one of full length.
 
     Args:
       weights, working: bytes of a device that are taken.
@@ -123,11 +126,12 @@ def plan_pages(
     """
     each = bytes_per_page(config, page_size, dtype)
     own_limit = device_memory() if limit is None else limit
-    wanted = math.ceil(SPARE * sequences * pages_per_sequence) + 1
+    on_cpu = platform == "cpu"
+    usual = min(pages_per_sequence, math.ceil(CPU_TOKENS / page_size) if on_cpu else math.inf)
+    wanted = max(math.ceil(SPARE * sequences * usual), pages_per_sequence) + 1
     if num_pages is None:
         num_pages = wanted
         if own_limit is not None:
-            on_cpu = platform == "cpu"
             left = CPU_SHARE * own_limit if on_cpu else USABLE * own_limit - weights - working
             fitting = max(int(left // each), 0)
             num_pages = min(fitting, wanted if on_cpu else MOST_SPARE * wanted)

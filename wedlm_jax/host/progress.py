@@ -131,9 +131,14 @@ class ProgressBar:
         self.update(self._done + 1, title=title)
 
     @contextlib.contextmanager
-    def while_compiling(self, number: int) -> Iterator[None]:
-        """Says in the bar that a program is compiled, with the time so far."""
-        with ticking(lambda seconds: self.update(self._done, text=compiling(number, seconds))):
+    def while_compiling(self) -> Iterator[None]:
+        """Says that a program is compiled, with the time so far: in the bar, or where there is none
+        as `CompileNotice` does."""
+        if self._rich.disable:
+            with CompileNotice(console=self._console)():
+                yield
+            return
+        with ticking(lambda seconds: self.update(self._done, text=compiling(seconds))):
             yield
 
     def line(self, text: str | None = None, seconds_left: float | None = None) -> str:
@@ -144,7 +149,7 @@ class ProgressBar:
             known = self._total is not None and new > 0
             seconds_left = elapsed * ((self._total or 0) - self._done) / new if known else math.inf
         parts = [self._count(), text or f"{new / max(elapsed, 1e-9):,.1f} {self._unit}/s"]
-        if self._done != self._total:
+        if self._done != self._total and math.isfinite(seconds_left):
             parts.append(f"{clock(seconds_left)} left")
         return ", ".join(parts)
 
@@ -173,8 +178,8 @@ class CompileNotice:
         self._kept, self._console = kept, console
 
     @contextlib.contextmanager
-    def __call__(self, number: int) -> Iterator[None]:
-        """Makes the context in which program ``number``, from 1, is compiled."""
+    def __call__(self) -> Iterator[None]:
+        """Makes the context in which a program is compiled."""
         from rich.console import Console
 
         console = self._console or Console(stderr=True, highlight=False)
@@ -184,13 +189,13 @@ class CompileNotice:
             nonlocal due, told
             if seconds >= due:
                 due, told = seconds + NEXT_LINE_S, True
-                console.print(compiling(number, seconds), markup=False, soft_wrap=True)
+                console.print(compiling(seconds), markup=False, soft_wrap=True)
 
         if console.is_terminal:
-            status = console.status(compiling(number, 0))
+            status = console.status(compiling(0))
             with (
                 through_bar(status),
-                ticking(lambda seconds: status.update(compiling(number, seconds))),
+                ticking(lambda seconds: status.update(compiling(seconds))),
             ):
                 yield
             told = time.monotonic() - started >= FIRST_LINE_S
@@ -200,13 +205,13 @@ class CompileNotice:
         if told:
             where = f"; kept for the next time in {self._kept}" if self._kept else ""
             seconds = time.monotonic() - started
-            line = f"compiled program {number} in {seconds:.0f} s{where}"
+            line = f"compiled a program in {seconds:.0f} s{where}"
             console.print(line, markup=False, soft_wrap=True)
 
 
-def compiling(number: int, seconds: float) -> str:
+def compiling(seconds: float) -> str:
     """Returns what is said of a program that is being compiled for so long."""
-    return f"compiling program {number}, {seconds:.0f} s so far"
+    return f"compiling a program, {seconds:.0f} s so far"
 
 
 @contextlib.contextmanager
@@ -230,9 +235,7 @@ def ticking(tell: Callable[[float], None], every: float = 1.0) -> Iterator[None]
 
 
 def clock(seconds: float) -> str:
-    """Returns a duration as 0:07, 12:34 or 1:02:03; "?" where it is infinite: not known yet."""
-    if math.isinf(seconds):
-        return "?"
+    """Returns a duration as 0:07, 12:34 or 1:02:03."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -281,8 +281,8 @@ REFUSED = {
     "truncated": "truncated or not a sound GGUF file",
     "cut in its header": "truncated or not a sound GGUF file",
     "cut at once": "truncated or not a sound GGUF file",
-    "empty": "x.gguf: is a file; a model is a folder",
-    "other": "x.gguf: is a file; a model is a folder",
+    "empty": "truncated or not a sound GGUF file",
+    "other": "truncated or not a sound GGUF file",
     "folder": r"x.gguf: is a GGUF file; `wedlm convert x.gguf DIR` makes a model's folder of it",
 }
 

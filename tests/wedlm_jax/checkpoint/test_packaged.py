@@ -54,6 +54,17 @@ def test_it_is_unpacked_once(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("name", ["smollm", "smollm-2", "SmolLM2"])
+def test_a_name_like_it_is_answered_with_it(package: Path, name: str) -> None:
+    with pytest.raises(InputError, match=f"{name}: no such folder; did you mean 'smollm2'"):
+        find_model(name)
+
+
+def test_a_folder_may_have_a_name_like_it(package: Path) -> None:
+    (package.parent / "smollm").mkdir()
+    assert find_model("smollm") == Path("smollm")
+
+
 def test_a_failure_leaves_nothing(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = package / "tiny.gguf"
     path.write_bytes(path.read_bytes()[:-100])

@@ -39,7 +39,7 @@ class Counting:
         engine.device.programs.while_compiling = self.count
 
     @contextlib.contextmanager
-    def count(self, number: int) -> Iterator[None]:
+    def count(self) -> Iterator[None]:
         self.compiled += 1
         yield
 
