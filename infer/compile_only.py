@@ -31,6 +31,7 @@ from wedlm_jax.config import ModelConfig, config_from_hf, read_config_json
 from wedlm_jax.decode.options import Traits
 from wedlm_jax.decode.state import num_slots
 from wedlm_jax.engine.device_programs import lower_burst
+from wedlm_jax.engine.engine import drafting_for
 from wedlm_jax.engine.memory import bytes_per_page
 from wedlm_jax.engine.settings import PAGE_SIZES, EngineSettings, Wishes, plan_engine
 from wedlm_jax.errors import InputError
@@ -51,12 +52,24 @@ class DecodeSizes:
     Attributes:
       sequences: of all replicas.
       model_len: tokens of a prompt and its completion, at most.
-      window: W.
+      window: W; 0 for a model that does not know masks.
+      lookup: the most drafts that are copied from a text.
     """
 
     sequences: int
     model_len: int
     window: int
+    lookup: int = 0
+
+    @property
+    def tokens_each(self) -> int:
+        """Tokens of a sequence in a forward: its last one, and masks or drafts."""
+        return 1 + (self.window or self.lookup)
+
+    @property
+    def rows_each(self) -> int:
+        """Rows of a sequence that choose tokens."""
+        return self.window or self.lookup + 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,9 +169,10 @@ def compile_decoder(
     parameters = jax.tree.map(_at, parameters, tree_shardings(mesh, parameters))
     weights = local_bytes(parameters)
     page = PAGE_SIZES["tpu"]
-    pages = math.ceil((sizes.model_len + num_slots(sizes.window) + 1) / page)
+    pages = math.ceil((sizes.model_len + num_slots(sizes.window, sizes.lookup) + 1) / page)
     wishes = Wishes(
         window=sizes.window,
+        lookup=sizes.lookup,
         max_batch_size=each,
         max_model_len=sizes.model_len,
         attention=attention,
@@ -175,7 +189,7 @@ def compile_decoder(
             limit=topology.chip.hbm_bytes,
         )
         page_bytes = bytes_per_page(model, page, DTYPE)
-    traits = Traits.of(SamplingParams(mode="verified"), sizes.window)
+    traits = Traits.of(SamplingParams(mode="verified"), sizes.window, sizes.lookup)
     compiled = compile_for(
         topology,
         mesh,
@@ -214,17 +228,17 @@ def forward_of(
     chip: Chip,
 ) -> Forward:
     """Returns what one forward needs on a chip: all sequences of a replica with their last token
-    and W masks, after texts of full length.
+    and W masks, or as many drafts as may be copied, after texts of full length.
 
     Args:
       sequences: of the replica.
       tensor: chips that share it.
       weights, bytes_per_token: of parameters, and of a token's keys and values, on a chip.
     """
-    tokens = sequences * (sizes.window + 1)
+    tokens = sequences * sizes.tokens_each
     width = model.num_attention_heads * model.head_dim * model.num_hidden_layers
     flops = 2 * model.num_parameters(embeddings=False) * tokens
-    flops += 2 * model.hidden_size * model.vocab_size * sequences * max(sizes.window, 1)
+    flops += 2 * model.hidden_size * model.vocab_size * sequences * sizes.rows_each
     flops += 4 * width * tokens * sizes.model_len
     size = jnp.dtype(DTYPE).itemsize
     # Of an embedding that is no head, only the rows of the tokens are read.
@@ -243,11 +257,12 @@ def describe(decoder: CompiledDecoder) -> str:
     sizes, limit, forward = decoder.sizes, decoder.hbm_limit, decoder.forward
     settings, bound = decoder.settings, decoder.forward.bound
     axes = " x ".join(f"{axis} {size}" for axis, size in decoder.mesh.items() if size > 1)
+    drafts = f"W = {sizes.window}" if sizes.window else f"{sizes.lookup} drafts from the text"
     lines = [
         f"{decoder.topology}: {decoder.devices:,} chips as {axes or 'one'}; compiled in "
         f"{decoder.compile_seconds:.0f} s",
         f"engine               {sizes.sequences:,} sequences of {sizes.model_len:,} tokens at "
-        f"most; W = {sizes.window}; pages of {settings.page_size}; {settings.attention} attention",
+        f"most; {drafts}; pages of {settings.page_size}; {settings.attention} attention",
         f"weights a chip       {decoder.weight_bytes / GIB:.2f} GiB (bfloat16)",
         f"pages a chip         {decoder.page_bytes / GIB:.2f} GiB",
         f"peak of HBM a chip   {decoder.peak_bytes / GIB:.2f} of {limit / GIB:.0f} GiB, "
@@ -273,13 +288,15 @@ def main(options: dict[str, Any]) -> int:
     """Runs `wedlm generate --compile-only`, with its options."""
     if "model" not in options:
         raise InputError("--compile-only needs --model: a folder, or a recipe with its sizes")
-    if options.get("window_size") == "auto":
+    window = options.get("window_size")
+    if window == "auto":
         raise InputError("--compile-only compiles one --window-size: give a number")
     model = read_model(options["model"])
+    window, lookup = drafting_for(window, model)
+    # Masks draft where there are any.
+    lookup = 0 if window else lookup
     sizes = DecodeSizes(
-        options.get("batch_size", 16),
-        options.get("max_model_len", 1536),
-        options.get("window_size", 16),
+        options.get("batch_size", 16), options.get("max_model_len", 1536), int(window), lookup
     )
     if min(sizes.sequences, sizes.window + 1) < 1:
         raise InputError("--batch-size must be at least 1, --window-size 0")

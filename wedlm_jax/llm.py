@@ -20,10 +20,9 @@ from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.engine.burst import Request
-from wedlm_jax.engine.engine import DEFAULT_WINDOW, Engine, runs_apart
+from wedlm_jax.engine.engine import Engine, drafting_for, runs_apart
 from wedlm_jax.engine.events import Failed, Finished, Traced
 from wedlm_jax.engine.scoring import score
-from wedlm_jax.engine.settings import MOST_LOOKUP
 from wedlm_jax.errors import InputError, did_you_mean, nearest
 from wedlm_jax.generation import CompletionStream, Generation, Prepared, Router, Windowed
 from wedlm_jax.grammar.guidance import TokenizerGrammars
@@ -165,15 +164,9 @@ class LLM:
             stacked=not runs_apart(),
             quantization=quantization,
         )
-        # A window that is asked to be 0 is AR, without drafts of any kind.
-        replaced, lookup = None, 0 if window_size == 0 else MOST_LOOKUP
-        if window_size is None or window_size == "auto":
-            knows_masks = weights.config.knows_masks
-            if not knows_masks:
-                window_size = 0
-                replaced = weights.config.model_type
-            elif window_size is None:
-                window_size = DEFAULT_WINDOW
+        asked = window_size
+        window_size, lookup = drafting_for(asked, weights.config)
+        replaced = weights.config.model_type if window_size == 0 and asked != 0 else None
         self._told_once = ToldOnce(self.folder, self.codec, replaced)
         folder = program_folder()
         store = None if folder is None else ProgramStore(folder)

@@ -49,6 +49,18 @@ def test_a_forward_is_counted_by_hand() -> None:
     assert forward.bound.seconds <= forward.expected
 
 
+def test_drafts_from_the_text_count_as_masks_do() -> None:
+    """15 drafts behind the last token are as many tokens and rows as AR's one, 16 times."""
+    chip = Chip(0, 1e3, 1e2, 1e1, 1.0)
+    drafts, one = (
+        forward_of(MODEL, sizes, 2, 2, weights=10_000, bytes_per_token=7, chip=chip)
+        for sizes in (DecodeSizes(2, 64, 0, lookup=15), DecodeSizes(2, 64, 0))
+    )
+    assert (drafts.tokens, one.tokens) == (32, 2)
+    assert drafts.flops == 16 * one.flops
+    assert drafts.least_bytes == one.least_bytes
+
+
 def test_a_model_is_a_folder_or_a_recipe(tmp_path: Path) -> None:
     recipe = read(str(ROOT / "configs" / "wedlm_8b.yaml"))
     assert (recipe.num_hidden_layers, recipe.mask_token_id) == (36, 151665)
@@ -95,10 +107,15 @@ def test_without_the_compiler_the_command_says_what_to_install(
 
 @pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
-def test_a_small_decoder_compiles_for_a_real_topology(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "drafts"), [("wedlm", "W = 16"), ("qwen3", "15 drafts from the text")]
+)
+def test_a_small_decoder_compiles_for_a_real_topology(
+    tmp_path: Path, family: str, drafts: str
+) -> None:
     """In a process of its own: the compiler's library wants one to itself."""
     config = {
-        "model_type": "wedlm",
+        "model_type": family,
         "hidden_size": 256,
         "intermediate_size": 512,
         "num_hidden_layers": 2,
@@ -134,4 +151,6 @@ def test_a_small_decoder_compiles_for_a_real_topology(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "v5e:2x4: 8 chips as data 2 x tensor 4" in done.stdout
-    assert "8 sequences of 192 tokens at most; W = 16; pages of 128; rpa attention" in done.stdout
+    assert (
+        f"8 sequences of 192 tokens at most; {drafts}; pages of 128; rpa attention" in done.stdout
+    )

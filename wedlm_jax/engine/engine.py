@@ -22,7 +22,7 @@ from wedlm_jax.engine.device import Device
 from wedlm_jax.engine.events import Counters, Event, Failed, Finished, WindowView
 from wedlm_jax.engine.memory import parameter_bytes
 from wedlm_jax.engine.scheduling.scheduler import Scheduler
-from wedlm_jax.engine.settings import Wishes, plan_engine
+from wedlm_jax.engine.settings import MOST_LOOKUP, Wishes, plan_engine
 from wedlm_jax.engine.windows.auto import AutoWindows
 from wedlm_jax.engine.windows.choice import FixedWindows, WindowChoice
 from wedlm_jax.engine.windows.forward_costs import forward_costs
@@ -391,6 +391,19 @@ class Engine:
         else:
             with jax.set_mesh(self.mesh):
                 yield
+
+
+def drafting_for(window_size: int | str | None, config: ModelConfig) -> tuple[int | str, int]:
+    """Returns the window that an engine is given, and the most drafts copied from a text.
+
+    Args:
+      window_size: as requested; None and "auto" suit the model, which may not know masks.
+    """
+    # A window that is asked to be 0 is AR, without drafts of any kind.
+    lookup = 0 if window_size == 0 else MOST_LOOKUP
+    if window_size in (None, "auto") and not config.knows_masks:
+        return 0, lookup
+    return DEFAULT_WINDOW if window_size is None else window_size, lookup
 
 
 def _widest(window_size: int | str) -> int:
