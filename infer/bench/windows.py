@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from infer.bench.rival import Rival
+from infer.bench.rival import RIVAL, Rival
 from infer.bench.subject import Subject, forget_programs
 from infer.bench.work import MAX_TOKENS, Regimes, Work, questions_of
 from infer.speed import Speed
@@ -27,9 +27,6 @@ class Pass(NamedTuple):
     seconds: float
     compile_seconds: float = 0.0
     drafts: Drafts = Drafts()
-
-
-RIVAL = "transformers, AR"
 
 
 def name_of(window: int | str, mode: str) -> str:
@@ -71,7 +68,7 @@ def compare_windows(
                 runs[name_of(window, mode)] = partial(decode, subject, engines[window], work)
             if rival is not None:
                 asked = [prompt for prompt, _ in questions_of(subject, questions, count, "ar")]
-                runs[RIVAL] = partial(_decode_elsewhere, rival, asked, sequences)
+                runs[RIVAL] = partial(decode_elsewhere, rival, asked, sequences)
             made = by_turns(runs, passes, bar, f"{sequences} sequences, {regime}")
             prompts_each = min(count, len(questions))
             yield [speed_of(name, regime, sequences, prompts_each, made[name]) for name in runs]
@@ -113,9 +110,13 @@ def decode(subject: Subject, engine: Engine, work: Work) -> Pass:
     )
 
 
-def _decode_elsewhere(rival: Rival, prompts: Sequence[list[int]], sequences: int) -> Pass:
-    started = time.perf_counter()
-    answers = rival.decode(prompts, max_tokens=MAX_TOKENS, sequences=sequences)
+def decode_elsewhere(
+    rival: Rival, prompts: Sequence[list[int]], sequences: int, *, lookup: bool = False
+) -> Pass:
+    """Decodes all prompts by another library, with drafts from the text or without."""
+    before, started = rival.forwards, time.perf_counter()
+    answers = rival.decode(prompts, max_tokens=MAX_TOKENS, sequences=sequences, lookup=lookup)
     seconds = time.perf_counter() - started
     tokens = sum(len(answer) for answer in answers)
-    return Pass(tokens, tokens - len(answers), seconds)
+    # A forward of a batch is one of each sequence that has not ended.
+    return Pass(tokens, rival.forwards - before if lookup else tokens, seconds)

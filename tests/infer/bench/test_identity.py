@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,21 @@ def test_verified_is_autoregressive_on_a_tiny_model(
     assert verified["differ"] == 0
     assert verified["median_margin"] is verified["largest_margin"] is None
     assert "W = 2, verified" in capsys.readouterr().out
+
+
+def test_drafts_from_the_text_are_compared_where_there_are_no_masks(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    model, output = tmp_path / "stock", tmp_path / "figures.json"
+    shutil.copytree(checkpoint, model)
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "qwen3"}))
+    arguments = f"--compare identity --model {model} --questions {EMBEDDED_QUESTIONS} "
+    arguments += f"--prompts 3 --max-tokens 24 --batch-size 2 --output {output} --regime prose"
+    assert main(arguments.split()) == 0
+    ar, always, auto = json.loads(output.read_text(encoding="utf-8"))["identity"]
+    assert [one["way"] for one in (ar, always, auto)] == ["AR", "lookup, always", "auto"]
+    assert ar["tokens"] == always["tokens"] == auto["tokens"]
+    assert always["differ"] == auto["differ"] == 0
+    # Random weights repeat themselves, which is what drafts from a text live on.
+    assert always["tokens_per_forward"] > ar["tokens_per_forward"]
