@@ -28,10 +28,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 @pytest.fixture
+def plain_program_alone(tiny: LLM) -> None:
+    """Drops the programs that the tests before have compiled, one for everything among them."""
+    tiny.engine.device.programs.clear()
+    tiny.warm_up(SamplingParams())
+
+
+@pytest.fixture
 def own_server(tiny: LLM) -> Iterator[RunningServer]:
     with running_server(tiny) as server:
         yield server
         server.wait_until_idle()
+        # The engine is every test's: a program that comes late would be the next one's.
+        server.wait(lambda: not server.service.engine.is_compiling)
 
 
 def ask(server: RunningServer, timeout: float = 60, **fields: Any) -> httpx2.Response:
@@ -122,6 +131,7 @@ def test_others_go_on_while_a_program_is_compiled(
     assert ask(own_server).status_code == 200
 
 
+@pytest.mark.usefixtures("plain_program_alone")
 def test_a_program_that_cannot_be_compiled_fails_those_alone_that_want_it(
     own_server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +150,7 @@ def test_a_program_that_cannot_be_compiled_fails_those_alone_that_want_it(
     assert ask(own_server, frequency_penalty=0.5).status_code == 200
 
 
+@pytest.mark.usefixtures("plain_program_alone")
 def test_who_goes_while_a_program_is_compiled_leaves_nothing(
     own_server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def sentencepiece() -> dict[str, Any]:
 
 def both(folder: Path, metadata: dict[str, Any]) -> tuple[TextCodec, Any]:
     """Returns our tokenizer and transformers', of one file."""
+    pytest.importorskip("torch", reason="transformers reads GGUF files with PyTorch")
     from transformers import AutoTokenizer
 
     config = {"llama.block_count": 1, "llama.embedding_length": 8, "llama.context_length": 64}
