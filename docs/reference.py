@@ -20,6 +20,7 @@ from unittest import mock
 
 from wedlm_jax.__main__ import SUBCOMMANDS
 from wedlm_jax.errors import EXIT_STATUS, written
+from wedlm_jax.option_values import options_of
 
 PAGE = Path(__file__).with_name("reference.md")
 
@@ -85,7 +86,9 @@ def page() -> str:
     parts += [command(f"wedlm {name}", subcommand_parser(name)) for name in SUBCOMMANDS]
     parts += [command(f"python -m {name}", module_parser(name)) for name in MODULES]
     parts += ["## Exit status\n", status_table()]
-    parts += ["## Sampling parameters\n", sampling_table(), "## Recipes\n", recipe_table()]
+    parts += ["## Sampling parameters\n", sampling_section()]
+    parts += ["## Engine options\n", engine_section()]
+    parts += ["## Recipes\n", recipe_table()]
     parts += ["## Python\n"]
     parts += [described_class(getattr(importlib.import_module(m), n)) for m, n in pairs(CLASSES)]
     functions = [getattr(importlib.import_module(m), n) for m, n in pairs(FUNCTIONS)]
@@ -137,28 +140,45 @@ def invocation(action: argparse.Action) -> str:
 # --- fields ---------------------------------------------------------------------------------
 
 
-def sampling_table() -> str:
-    """Returns the fields of `SamplingParams`."""
-    from wedlm_jax.params import OPTIONS, SamplingParams
-
-    defaults = {field.name: field for field in dataclasses.fields(SamplingParams)}
+def option_table(kind: type) -> str:
+    """Returns the fields of `SamplingParams` or `EngineConfig`."""
     rows = []
-    for name, option in OPTIONS.items():
+    defaults = {field.name: field for field in dataclasses.fields(kind)}
+    for name, option in options_of(kind).items():
         field = defaults[name]
         factory = field.default_factory
         default = factory() if callable(factory) else field.default
         meaning = option.help + (f"; None: {option.none}" if option.none else "")
-        rows.append((f"`{name}`", f"`{default!r}`", sampling_bounds(option), meaning))
+        rows.append((f"`{name}`", f"`{default!r}`", option_bounds(option), meaning))
+    return table(("field", "default", "values", "meaning"), rows) + "\n"
+
+
+def engine_section() -> str:
+    """Returns the fields of `EngineConfig`."""
+    from wedlm_jax.engine.config import EngineConfig
+
+    head = (
+        "Arguments of `LLM(...)` in Python; on a command line flags, where `max_batch_size` is "
+        "`--batch-size`, and the last five have none. None is refused where nothing is said of "
+        "it.\n\n"
+    )
+    return head + option_table(EngineConfig)
+
+
+def sampling_section() -> str:
+    """Returns the fields of `SamplingParams`."""
+    from wedlm_jax.params import SamplingParams
+
     head = (
         "`SamplingParams(...)` in Python, a flag of `wedlm generate`, or a key of "
         "`sampling` in a record of a [batch job](batch.md). What they mean where masks are filled "
         "out of order is in [How it works](how-it-works.md#sampling-options). None is refused "
         "where nothing is said of it.\n\n"
     )
-    return head + table(("field", "default", "values", "meaning"), rows) + "\n"
+    return head + option_table(SamplingParams)
 
 
-def sampling_bounds(option: Any) -> str:
+def option_bounds(option: Any) -> str:
     if option.choices:
         return ", ".join(f"`{choice}`" for choice in option.choices)
     if option.low is None:
@@ -273,9 +293,15 @@ def signature(name: str, function: Any) -> str:
 def parameter(found: inspect.Parameter) -> str:
     """Returns a parameter as it is written; annotations are texts, which Python would quote."""
     stars = {found.VAR_POSITIONAL: "*", found.VAR_KEYWORD: "**"}.get(found.kind, "")
-    annotation = "" if found.annotation is found.empty else f": {found.annotation}"
+    said = found.annotation if isinstance(found.annotation, str) else formatted(found.annotation)
+    annotation = "" if found.annotation is found.empty else f": {said}"
     default = "" if found.default is found.empty else f" = {found.default!r}"
     return f"{stars}{found.name}{annotation}{default}"
+
+
+def formatted(annotation: Any) -> str:
+    """Returns a type as it is written."""
+    return re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", inspect.formatannotation(annotation))
 
 
 def docstring(item: Any) -> str:

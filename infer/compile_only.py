@@ -30,10 +30,10 @@ from wedlm_jax.checkpoint.hf_folder import model_config
 from wedlm_jax.config import ModelConfig, config_from_hf, read_config_json
 from wedlm_jax.decode.options import Traits
 from wedlm_jax.decode.state import num_slots
+from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.device_programs import lower_burst
-from wedlm_jax.engine.engine import drafting_for
 from wedlm_jax.engine.memory import bytes_per_page
-from wedlm_jax.engine.settings import PAGE_SIZES, EngineSettings, Wishes, plan_engine
+from wedlm_jax.engine.settings import PAGE_SIZES, EngineSettings, plan_engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
@@ -170,8 +170,8 @@ def compile_decoder(
     weights = local_bytes(parameters)
     page = PAGE_SIZES["tpu"]
     pages = math.ceil((sizes.model_len + num_slots(sizes.window, sizes.lookup) + 1) / page)
-    wishes = Wishes(
-        window=sizes.window,
+    config = EngineConfig(
+        window_size=sizes.window,
         lookup=sizes.lookup,
         max_batch_size=each,
         max_model_len=sizes.model_len,
@@ -181,7 +181,10 @@ def compile_decoder(
     with jax.set_mesh(mesh), jax.default_device(topology.devices[0]):
         settings, memory = plan_engine(
             model,
-            wishes,
+            config,
+            window=sizes.window,
+            lookup=sizes.lookup,
+            known_tokens=None,
             dtype=jnp.dtype(DTYPE),
             platform="tpu",
             replicas=replicas,
@@ -288,11 +291,11 @@ def main(options: dict[str, Any]) -> int:
     """Runs `wedlm generate --compile-only`, with its options."""
     if "model" not in options:
         raise InputError("--compile-only needs --model: a folder, or a recipe with its sizes")
-    window = options.get("window_size")
-    if window == "auto":
+    config = EngineConfig(window_size=options.get("window_size"))
+    if config.window_size == "auto":
         raise InputError("--compile-only compiles one --window-size: give a number")
     model = read_model(options["model"])
-    window, lookup = drafting_for(window, model)
+    window, lookup = config.drafting(knows_masks=model.knows_masks)
     # Masks draft where there are any.
     lookup = 0 if window else lookup
     sizes = DecodeSizes(

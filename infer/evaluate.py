@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import wedlm_jax
 from infer.evaluation_options import KINDS, QUESTION_OPTIONS, TASK_OPTIONS, check, parser
-from infer.generate import LLM_OPTIONS, load
+from infer.flags import LLM_OPTIONS, advised_params
+from infer.generate import load
 from infer.plots import draw_scores
-from infer.sampling_options import advised_params
 from infer.score import Score
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.atomic import write_json, written_beside

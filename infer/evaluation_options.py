@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infer.generate import add_model_options
+from infer.flags import add_engine_options
 from infer.plots import check_plot
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.atomic import check_writable
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.records.questions import MATCHES
 
@@ -55,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
         "  wedlm evaluate --model DIR --tasks gsm8k --limit 200 --batch-size 64",
         argument_default=argparse.SUPPRESS,
     )
-    add_model_options(result.add_argument_group("model"), together="1; tasks 16")
+    add_engine_options(result.add_argument_group("model"), batch_size="1; tasks 16")
     _add_decoding(result.add_argument_group("decoding"))
     _add_questions(result.add_argument_group("questions"))
     _add_tasks(result.add_argument_group("tasks; these need wedlm-jax[eval]"))
@@ -142,7 +143,7 @@ def check(given: Mapping[str, Any]) -> None:
             flag = f"--{name.replace('_', '-')}"
             raise InputError(f"{flag}: expected at least 1, not {given[name]}")
     for name in ("output", "answers"):
-        if name in given and not Path(given[name]).resolve().parent.is_dir():
-            raise InputError(f"--{name} {given[name]}: no such folder to write it in")
+        if name in given:
+            check_writable(Path(given[name]), f"--{name}")
     if "plot" in given:
         check_plot(given["plot"])

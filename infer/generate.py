@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from infer.sampling_options import add_sampling_options, as_flag, field_list, sampling_params
+from infer.flags import (
+    add_decoding_options,
+    add_engine_options,
+    as_flag,
+    engine_options,
+    field_list,
+    sampling_params,
+)
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.notices import notice
@@ -84,24 +89,6 @@ JOB_OPTIONS = (
 )
 """What only a job with --input takes."""
 
-LLM_OPTIONS = (
-    "model",
-    "window_size",
-    "dtype",
-    "max_model_len",
-    "batch_size",
-    "attention",
-    "quantization",
-    "kv_cache_dtype",
-    "deterministic",
-    "mesh",
-    "refill",
-    "generation_config",
-    "chat_template_kwargs",
-    "trust_special_tokens",
-)
-"""What `LLM` takes."""
-
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser. An option that is not given is absent from the result: its default is
@@ -144,8 +131,8 @@ def parser() -> argparse.ArgumentParser:
         default=False,
         help="a prompt is a user's message, put through the chat template",
     )
-    add_model_options(
-        result.add_argument_group("model"), together="16; 1 with --prompt, or as many as --n"
+    add_engine_options(
+        result.add_argument_group("model"), batch_size="16; 1 with --prompt, or as many as --n"
     )
     add_decoding_options(result.add_argument_group("decoding"))
     _add_job(result.add_argument_group("with --input"))
@@ -164,126 +151,6 @@ def parser() -> argparse.ArgumentParser:
         help="chip and shape to compile for [%(default)s]",
     )
     return result
-
-
-def add_model_options(group: Any, *, together: str = "16") -> None:
-    """Adds the options of the model that `load` takes, all but the window's.
-
-    Args:
-      together: the default of ``--batch-size``, for the help.
-    """
-    add = group.add_argument
-    add(
-        "--model",
-        metavar="DIR",
-        help="folder in Hugging Face format, or a hub id [the embedded model]",
-    )
-    add(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        help="of weights and arithmetic [float32 on a CPU, else bfloat16]",
-    )
-    add(
-        "--quantization",
-        choices=("int8",),
-        help="round the weights of matrices to 8 bits; needs the extra int8 [no rounding]",
-    )
-    add("--kv-cache-dtype", choices=("int8",), help="round keys and values to 8 bits [as --dtype]")
-    add(
-        "--max-model-len",
-        type=int,
-        metavar="N",
-        help="prompt and completion tokens at most [the model's context]",
-    )
-    add(
-        "--batch-size",
-        type=int,
-        metavar="N",
-        help=f"prompts that decode together, at most, on each replica of --mesh [{together}]",
-    )
-    add(
-        "--mesh",
-        type=_mesh_axis,
-        nargs="+",
-        action="extend",
-        metavar="NAME=N",
-        help="devices of this machine that share the work: tensor=N cuts the weights, data=N "
-        "makes replicas, each with prompts of its own [one device]",
-    )
-    add(
-        "--deterministic",
-        action="store_true",
-        help="compute every forward in one shape: a prompt's tokens then depend on nothing but "
-        "itself, in bfloat16 too; slower [off]",
-    )
-    add(
-        "--chat-template-kwargs",
-        type=_object,
-        metavar="JSON",
-        help="variables of the chat template, such as '{\"enable_thinking\": false}', for "
-        "conversations that do not set them [none]",
-    )
-    add(
-        "--trust-special-tokens",
-        action="store_true",
-        help="special tokens that are spelt in messages are tokens: they can end a turn and begin "
-        "another's [they are text]",
-    )
-    add(
-        "--generation-config",
-        choices=("none", "auto"),
-        help="auto: sample as the model's generation_config.json advises, where no option says "
-        "otherwise [none: its stop tokens alone]",
-    )
-    add(
-        "--attention",
-        choices=("xla", "rpa"),
-        help="xla runs on any device, rpa is a kernel for TPUs [rpa on a TPU with heads of 128 "
-        "and no int8 cache, else xla]",
-    )
-
-
-def add_decoding_options(group: Any, instead: Mapping[str, str] | None = None) -> None:
-    """Adds the flags of windows and sampling.
-
-    Args:
-      instead: help of sampling fields that the command takes otherwise, by name.
-    """
-    add = group.add_argument
-    add(
-        "--window-size",
-        type=_window,
-        metavar="N|auto",
-        help="W, masked slots decoded in parallel; 0 decodes autoregressively; auto chooses "
-        "while decoding, for speed: in mode paper results may then differ from run to run "
-        "[16; 0 for a checkpoint that was not trained on masks]",
-    )
-    add_sampling_options(group, instead)
-
-
-def _window(text: str) -> int | str:
-    return text if text == "auto" else int(text)
-
-
-_window.__name__ = "integer or 'auto'"  # what argparse calls it in its message
-
-
-def _object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError
-    return value
-
-
-_object.__name__ = "JSON object"
-
-
-def _mesh_axis(text: str) -> tuple[str, int]:
-    name, _, size = text.partition("=")
-    return name, int(size)
-
-
-_mesh_axis.__name__ = "NAME=N"
 
 
 def _add_job(group: Any) -> None:
@@ -411,11 +278,7 @@ def load(options: dict[str, Any]) -> LLM:
     sampling need. Error messages name the option, not the argument."""
     from wedlm_jax.llm import LLM
 
-    given = {name: options[name] for name in LLM_OPTIONS if name in options}
-    if "batch_size" in given:
-        given["max_batch_size"] = given.pop("batch_size")
-    if "mesh" in given:
-        given["mesh"] = dict(given["mesh"])
+    given = engine_options(options)
     try:
         llm = LLM(given.pop("model", None), **given)
         _tell_advice(llm, options)
@@ -423,8 +286,7 @@ def load(options: dict[str, Any]) -> LLM:
             llm.warm_up(sampling_params(options))
         return llm
     except InputError as error:
-        message = str(error).replace("max_batch_size:", "batch_size:", 1)
-        raise InputError(as_flag(message, LLM_OPTIONS)) from None
+        raise InputError(as_flag(str(error))) from None
 
 
 def _tell_advice(llm: LLM, options: dict[str, Any]) -> None:

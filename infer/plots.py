@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wedlm_jax.errors import InputError, require_extra
+from wedlm_jax.host.atomic import check_writable
 
 if TYPE_CHECKING:
     from infer.score import Score
@@ -24,8 +25,7 @@ def check_plot(path: str | Path) -> None:
     """
     if Path(path).suffix not in FORMATS:
         raise InputError(f"{path}: a plot's name ends with one of {', '.join(FORMATS)}")
-    if not Path(path).resolve().parent.is_dir():
-        raise InputError(f"{path}: no such folder to write it in")
+    check_writable(Path(path))
     require_extra("a plot", "plot", "matplotlib")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from wedlm_jax.errors import InputError, counted
+from wedlm_jax.host.atomic import check_writable
 
 if TYPE_CHECKING:
     from infer.trace import SequenceTrace
@@ -33,13 +34,11 @@ def read_prompt(argument: str, stdin: TextIO) -> str:
 
 def check_trace(path: str | None, samples: int) -> None:
     """Refuses, with an `InputError`, a trace that cannot be written, before anything is loaded."""
-    from infer.trace import check_writable
-
     if path is None:
         return
     if samples > 1:
         raise InputError("--trace is of one sequence: expected --n 1")
-    check_writable(Path(path))
+    check_writable(Path(path), "--trace")
 
 
 def complete_prompt(

@@ -152,14 +152,6 @@ def write_trace(path: Path, sequences: Sequence[dict[str, Any]]) -> None:
         file.write(json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
 
 
-def check_writable(path: Path) -> None:
-    """Refuses, with an `InputError`, a path at which no file can be written, before decoding."""
-    if path.is_dir():
-        raise InputError(f"{path}: is a folder; expected a file to write the trace to")
-    if not path.resolve().parent.is_dir():
-        raise InputError(f"{path}: no such folder to write it in")
-
-
 # --- reading ------------------------------------------------------------------------------------
 
 

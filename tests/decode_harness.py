@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
@@ -41,10 +42,13 @@ def _engine(
     """Kept, because an engine keeps its compiled programs: cases of equal shapes share them."""
     return Engine(
         model,
-        window_size=window,
-        max_batch_size=sequences,
-        refill=refill,
-        chunk_tokens=chunk_tokens,
+        EngineConfig(
+            window_size=window,
+            lookup=0,
+            max_batch_size=sequences,
+            refill=refill,
+            chunk_tokens=chunk_tokens,
+        ),
     )
 
 

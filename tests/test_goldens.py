@@ -29,6 +29,7 @@ from tests.check_goldens import (
 from tests.decode_harness import decode_cases, decode_trace
 from tests.forward_sizes import two_sizes, usual_sizes
 from wedlm_jax.checkpoint.hf import load_checkpoint
+from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.model import Transformer
 
@@ -83,10 +84,13 @@ def decoder(request: pytest.FixtureRequest, models: dict[str, Transformer]) -> D
     with usual_sizes() if request.param == "qwen3_style" else two_sizes():
         engine = Engine(
             models[request.param],
-            window_size=widest,
-            max_batch_size=4,
-            max_model_len=256,
-            chunk_tokens=32,
+            EngineConfig(
+                window_size=widest,
+                lookup=0,
+                max_batch_size=4,
+                max_model_len=256,
+                chunk_tokens=32,
+            ),
         )
         engine.expect([as_decode_case(case).sampling() for case in cases])
         engine.compile()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from wedlm_jax.errors import InputError
-from wedlm_jax.host.atomic import write_json
+from wedlm_jax.host.atomic import check_writable, write_json
 from wedlm_jax.host.command_line import CommandParser
 
 if TYPE_CHECKING:
@@ -88,8 +88,8 @@ class BenchmarkParser(CommandParser):
         Raises:
           InputError: an option that no comparison of these knows, or no folder to write to.
         """
-        if options.output is not None and not Path(options.output).resolve().parent.is_dir():
-            raise InputError(f"--output {options.output}: no such folder to write it in")
+        if options.output is not None:
+            check_writable(Path(options.output), "--output")
         for name, known_to in self._known_to.items():
             given = getattr(options, name) not in (None, False)
             if given and known_to and not set(known_to) & set(options.compare):

@@ -8,19 +8,20 @@ import inspect
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_type_hints
 
 import jax
 import jax.numpy as jnp
 
 from wedlm_jax.checkpoint.find_model import find_model
-from wedlm_jax.checkpoint.generation_config import USES, read_generation_config
+from wedlm_jax.checkpoint.generation_config import read_generation_config
 from wedlm_jax.checkpoint.hf import load_checkpoint
 from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.engine.burst import Request
-from wedlm_jax.engine.engine import Engine, drafting_for, runs_apart
+from wedlm_jax.engine.config import ENGINE_OPTIONS, EngineConfig
+from wedlm_jax.engine.engine import Engine, runs_apart
 from wedlm_jax.engine.events import Failed, Finished, Traced
 from wedlm_jax.engine.scoring import score
 from wedlm_jax.errors import InputError, did_you_mean, nearest
@@ -44,7 +45,6 @@ from wedlm_jax.text import (
 )
 from wedlm_jax.told_once import ToldOnce
 
-DTYPES = ("float32", "bfloat16")
 MESH_AXES = {"tensor_parallel_size": "tensor", "tp": "tensor", "data_parallel_size": "data"}
 """What other engines call the size of an axis of `LLM`'s mesh."""
 
@@ -54,8 +54,10 @@ T = TypeVar("T")
 
 def _with_hints(method: Callable[P, T]) -> Callable[P, T]:
     """Makes a call with an unknown keyword argument say what was probably meant."""
-    known = list(inspect.signature(method).parameters)[1:]
-    shown = "LLM" if method.__name__ == "__init__" else f"LLM.{method.__name__}"
+    of_model = method.__name__ == "__init__"
+    known = [name for name in inspect.signature(method).parameters if name != "self"]
+    known = ["model", *ENGINE_OPTIONS] if of_model else known
+    shown = "LLM" if of_model else f"LLM.{method.__name__}"
 
     def hint(name: str) -> str:
         if name in MESH_AXES and "mesh" in known:
@@ -85,107 +87,54 @@ class LLM:
     Args:
       model: a folder in Hugging Face format, an orbax folder of `wedlm convert`, or a hub id; the
         embedded model by default.
-      window_size: W, the masked slots decoded in parallel; 0 decodes autoregressively; "auto"
-        chooses for each sequence while it decodes, by what forwards cost and commit: the tokens of
-        mode "paper" may then depend on the machine. By default 16. A model that was not trained on
-        masks (`wedlm_jax.config.ModelConfig.knows_masks`) has none, by default and with "auto":
-        drafts are copied from texts (`SamplingParams.draft`).
-      dtype: "float32" or "bfloat16"; by default float32 on a CPU, bfloat16 elsewhere.
-      max_model_len: the most tokens of a prompt and its completion together; the model's context
-        by default.
-      max_batch_size: the most sequences that decode together on each replica of the model.
-      refill: "streaming", or "blockwise" for the paper's baseline.
-      quantization: "int8" rounds the weights of matrices to 8 bits; None does not.
-      kv_cache_dtype: "int8" rounds keys and values to 8 bits; None keeps them in ``dtype``.
-      attention: a backend, a name in `wedlm_jax.attention.ragged.RAGGED_BACKENDS`; by default the
-        one for this platform.
-      deterministic: compute every forward in one shape, that of full windows in all places, so that
-        a prompt's tokens depend on nothing but itself, in bfloat16 too; mode "verified" then gives
-        exactly the tokens of "ar".
-      mesh: devices of this process that share the work, such as ``{"tensor": 8}`` or
-        ``{"data": 4, "tensor": 2}``: ``tensor`` shards the weights, ``data`` makes replicas.
-      chat_template_kwargs: variables of the chat template, such as ``{"enable_thinking": False}``,
-        for conversations that do not set them.
-      trust_special_tokens: whether special tokens that are spelt in messages are tokens, which can
-        end a turn; by default they are text.
-      generation_config: "auto" makes the sampling that the checkpoint's `generation_config.json`
-        advises that of prompts that come without parameters; "none" makes it greedy. What ends a
-        text is read from that file in any case.
+      options: the fields of `wedlm_jax.engine.config.EngineConfig`, such as ``window_size``,
+        ``max_batch_size`` or ``dtype``.
 
     Attributes:
       default_params: of prompts that come without parameters.
     """
 
     @_with_hints
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        window_size: int | str | None = None,
-        dtype: str | None = None,
-        max_model_len: int | None = None,
-        max_batch_size: int = 16,
-        refill: str = "streaming",
-        quantization: str | None = None,
-        kv_cache_dtype: str | None = None,
-        attention: str | None = None,
-        deterministic: bool = False,
-        mesh: Mapping[str, int] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        trust_special_tokens: bool = False,
-        generation_config: str = "none",
-    ):
-        if dtype is None:
-            dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-        if dtype not in DTYPES:
-            raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, not {dtype!r}")
-        if not is_integer(max_batch_size) or max_batch_size < 1:
-            raise InputError(f"max_batch_size: expected 1 or more, not {max_batch_size!r}")
-        if generation_config not in USES:
-            expected = " or ".join(USES)
-            raise InputError(f"generation_config: expected {expected}, not {generation_config!r}")
-        check_quantization(quantization)
+    def __init__(self, model: str | Path | None = None, **options: Any):
+        config = self.options = EngineConfig(**options)
+        self.dtype = config.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+        check_quantization(config.quantization)
         self.folder = find_model(model)
         self.generation_config = read_generation_config(self.folder)
         self.default_params = SamplingParams()
-        if generation_config == "auto":
+        if config.generation_config == "auto":
             self.default_params = self.generation_config.params()
-        variables = template_variables(kwargs=chat_template_kwargs)
+        variables = template_variables(kwargs=config.chat_template_kwargs)
         self.codec = TextCodec.load(
-            self.folder, variables=variables, trust_special_tokens=trust_special_tokens
+            self.folder,
+            variables=variables,
+            trust_special_tokens=config.trust_special_tokens,
         )
-        self.dtype, self.quantization = dtype, quantization
-        self.max_batch_size = max_batch_size
-        devices = None if mesh is None else make_local_mesh(mesh)
+        mesh = None if config.mesh is None else make_local_mesh(config.mesh)
         weights = load_checkpoint(
             self.folder,
-            dtype=jnp.dtype(dtype),
-            mesh=devices,
+            dtype=jnp.dtype(self.dtype),
+            mesh=mesh,
             stacked=not runs_apart(),
-            quantization=quantization,
+            quantization=config.quantization,
         )
-        asked = window_size
-        window_size, lookup = drafting_for(asked, weights.config)
-        replaced = weights.config.model_type if window_size == 0 and asked != 0 else None
-        self._told_once = ToldOnce(self.folder, self.codec, replaced)
+        # What a window was asked for, or left to us, and the model cannot have is said once.
+        without = config.window_size in (None, "auto") and not weights.config.knows_masks
+        self._told_once = ToldOnce(
+            self.folder, self.codec, weights.config.model_type if without else None
+        )
         folder = program_folder()
         store = None if folder is None else ProgramStore(folder)
         self.engine = Engine(
             weights,
-            window_size=window_size,
-            lookup=lookup,
-            max_batch_size=max_batch_size,
-            refill=refill,
-            max_model_len=max_model_len,
-            attention=attention,
-            kv_cache_dtype=kv_cache_dtype,
-            deterministic=deterministic,
-            mesh=devices,
+            config,
+            mesh=mesh,
             grammars=self._grammars(weights.config),
             known_tokens=None if self.codec is None else self.codec.token_ids,
             store=store,
         )
-        self.engine.device.programs.while_compiling = CompileNotice(folder)
+        kept = folder if store is not None and store.is_writable else None
+        self.engine.device.programs.while_compiling = CompileNotice(kept)
         self._router = Router(self.engine)
 
     def __repr__(self) -> str:
@@ -193,7 +142,7 @@ class LLM:
         return (
             f"LLM({str(self.folder)!r}, {engine.config.model_type}, "
             f"{engine.num_parameters / 1e6:,.1f}M parameters, {self.dtype}, "
-            f"window_size={engine.window_size!r}, max_batch_size={self.max_batch_size})"
+            f"window_size={engine.window_size!r}, max_batch_size={self.options.max_batch_size})"
         )
 
     @property
@@ -490,3 +439,22 @@ class LLM:
                 f"{self.folder} has no tokenizer, which {what} need; pass token ids instead"
             )
         return self.codec
+
+
+def _signature() -> inspect.Signature:
+    """Returns the arguments of `LLM`: its ``options`` hide them from editors and `help`."""
+    hints = get_type_hints(EngineConfig)
+    model = inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+    options = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=hints[field.name],
+        )
+        for field in dataclasses.fields(EngineConfig)
+    ]
+    return inspect.Signature([model.replace(annotation=str | Path | None), *options])
+
+
+LLM.__signature__ = _signature()  # type: ignore[attr-defined]

@@ -8,14 +8,12 @@ beside tool calls, arguments as JSON in a text.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wedlm_jax.errors import InputError
 from wedlm_jax.records.fields import shown_value
 
-ROLE = re.compile(r"[\w-]+")
 """What may be a role: templates write it as it stands, where no other text is expected."""
 
 TEXTS = ("name", "tool_call_id", "reasoning_content")
@@ -46,16 +44,18 @@ RESERVED = (
 """What ``chat_template_kwargs`` cannot set."""
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+"""Roles that templates know; a misspelt one would be written as it stands. The last two are other
+names of "tool"."""
+
+
 class NotTaken(InputError):
     """Refuses what other programs take and this one does not."""
 
 
-def checked_messages(given: Any, roles: Collection[str] = ()) -> list[dict[str, Any]]:
+def checked_messages(given: Any) -> list[dict[str, Any]]:
     """Returns a conversation as chat templates take it: every content a text, every call's
     arguments an object. Keys that are not known are kept: a template may read them.
-
-    Args:
-      roles: those that there are; none for any.
 
     Raises:
       InputError: naming the message and what was expected.
@@ -63,7 +63,7 @@ def checked_messages(given: Any, roles: Collection[str] = ()) -> list[dict[str, 
     if not isinstance(given, Sequence) or isinstance(given, str | bytes) or not given:
         shown = shown_value(given)
         raise InputError(f"messages: expected a list of at least one message, not {shown}")
-    return [_message(one, f"messages[{i}]", roles) for i, one in enumerate(given)]
+    return [_message(one, f"messages[{i}]") for i, one in enumerate(given)]
 
 
 def template_variables(tools: Any = None, kwargs: Any = None) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _parsed(value: Any) -> Any:
         return value
 
 
-def _message(given: Any, place: str, roles: Collection[str]) -> dict[str, Any]:
+def _message(given: Any, place: str) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise InputError(f"{place}: expected an object, not {shown_value(given)}")
     # A table's row has all its columns: null is no value there.
@@ -112,8 +112,8 @@ def _message(given: Any, place: str, roles: Collection[str]) -> dict[str, Any]:
         if name in fields and fields.pop(name) != neutral:
             raise NotTaken(f"{place}.{name}: not taken; only texts are")
     role = fields.get("role")
-    if not isinstance(role, str) or not ROLE.fullmatch(role) or (roles and role not in roles):
-        expected = f"one of {', '.join(roles)}" if roles else "a name such as user"
+    if role not in ROLES:
+        expected = f"one of {', '.join(ROLES)}"
         raise InputError(f"{place}.role: expected {expected}, not {shown_value(role)}")
     if role == "developer":
         role = "system"  # OpenAI's newer name; templates know the older one

@@ -1,5 +1,4 @@
-"""What the field of a sampling option may be: its bounds, and values that may be given in several
-ways.
+"""What the field of an option may be: its bounds, and values that may be given in several ways.
 
 Tested by tests/wedlm_jax/test_params.py.
 """
@@ -9,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_type_hints
 
 from wedlm_jax.errors import InputError, shortened, written
 
@@ -18,7 +17,7 @@ UNBOUNDED = float("inf")
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """Describes a field of `SamplingParams` beyond its type and default.
+    """Describes a field of `SamplingParams` or `EngineConfig` beyond its type and default.
 
     Attributes:
       help: what it does.
@@ -27,6 +26,7 @@ class Option:
       integer: whether a number must be an integer.
       flag: whether it is true or false.
       choices: the allowed texts.
+      also: texts that are allowed beside numbers.
       text: whether it is a text.
       none: what None means; None if None is refused.
       array: the dtype of its array ``[N]`` on the device; None if it has none.
@@ -42,6 +42,7 @@ class Option:
     integer: bool = False
     flag: bool = False
     choices: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
     text: bool = False
     none: str | None = None
     array: str | None = None
@@ -53,14 +54,15 @@ class Option:
         Raises:
           InputError: naming the field.
         """
-        if value is None and self.none is not None:
+        if (value is None and self.none is not None) or (self.also and value in self.also):
             return
         if self.low is not None:
             self._check_number(name, value, self.low)
         elif self.flag and not isinstance(value, bool):
             raise InputError(f"{name}: expected true or false, not {value!r}")
         elif self.choices and value not in self.choices:
-            raise InputError(f"{name}: expected one of {', '.join(self.choices)}, not {value!r}")
+            allowed = ", ".join([*self.choices, *(["None"] if self.none else [])])
+            raise InputError(f"{name}: expected one of {allowed}, not {value!r}")
         elif self.text and not isinstance(value, str):
             raise InputError(f"{name}: expected a text, not {value!r}")
 
@@ -69,7 +71,8 @@ class Option:
         number = isinstance(value, kinds) and not isinstance(value, bool)
         if not number or not low <= value <= self.high or (self.above and value == low):
             what = "an integer" if self.integer else "a number"
-            raise InputError(f"{name}: expected {what} {self._bounds(low)}, not {value!r}")
+            also = "".join(f" or {text!r}" for text in self.also)
+            raise InputError(f"{name}: expected {what} {self._bounds(low)}{also}, not {value!r}")
 
     def _bounds(self, low: float) -> str:
         if self.above:
@@ -77,6 +80,12 @@ class Option:
         if self.high == UNBOUNDED:
             return f"of at least {written(low)}"
         return f"from {written(low)} to {written(self.high)}"
+
+
+def options_of(kind: type) -> dict[str, Option]:
+    """Returns the description of every field of a dataclass, in order."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {field.name: hints[field.name].__metadata__[0] for field in dataclasses.fields(kind)}
 
 
 def is_token_id(value: object) -> bool:

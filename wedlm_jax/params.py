@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping
-from typing import Annotated, Any, Self, get_type_hints
+from typing import Annotated, Any, Self
 
 from wedlm_jax.errors import InputError, did_you_mean
-from wedlm_jax.option_values import Option, as_bias, as_schema, as_words, is_token_id
+from wedlm_jax.option_values import Option, as_bias, as_schema, as_words, is_token_id, options_of
 
 NO_TOKEN = -1
 """Pads arrays of token ids."""
@@ -331,13 +331,7 @@ _, *_FIELDS = inspect.signature(SamplingParams.__init__).parameters.values()
 SamplingParams.__signature__ = inspect.Signature(_FIELDS)  # type: ignore[attr-defined]
 
 
-def _options() -> dict[str, Option]:
-    hints = get_type_hints(SamplingParams, include_extras=True)
-    fields = (field.name for field in dataclasses.fields(SamplingParams))
-    return {name: hints[name].__metadata__[0] for name in fields}
-
-
-OPTIONS: Mapping[str, Option] = _options()
+OPTIONS: Mapping[str, Option] = options_of(SamplingParams)
 """The description of every field, in order."""
 
 

@@ -12,7 +12,7 @@ from infer.bench.windows import decode, decode_elsewhere, speed_of
 from infer.bench.work import Regimes, questions_of
 from infer.speed import Speed
 from wedlm_jax.benchmark import Bar, by_turns
-from wedlm_jax.engine.settings import MOST_LOOKUP
+from wedlm_jax.engine.config import MOST_LOOKUP
 
 NAMES = {"none": "AR", "masks": "masks", "lookup": "lookup, always", "auto": "auto"}
 """What the values of ``SamplingParams.draft`` are called in tables."""

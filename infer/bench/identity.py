@@ -16,7 +16,7 @@ from infer.bench.drafts import NAMES
 from infer.bench.subject import Subject, forget_programs
 from infer.bench.windows import name_of
 from infer.bench.work import Regimes, Work
-from wedlm_jax.engine.settings import MOST_LOOKUP
+from wedlm_jax.engine.config import MOST_LOOKUP
 from wedlm_jax.generation import Generation, Router
 from wedlm_jax.params import SamplingParams
 

@@ -92,15 +92,17 @@ class Subject:
         return self.model.config
 
     def engine(self, window: int | str, sequences: int, **options: Any) -> Engine:
-        """Makes an engine for so many sequences; ``options`` are those of `Engine`."""
+        """Makes an engine for so many sequences; ``options`` are fields of `EngineConfig`.
+        No drafts are copied from texts unless these say so."""
+        from wedlm_jax.engine.config import EngineConfig
         from wedlm_jax.engine.engine import Engine
 
-        options = {**self.engine_options, **options}
-        if self.codec is not None:
-            options.setdefault("known_tokens", self.codec.token_ids)
+        options = {"lookup": 0, **self.engine_options, **options}
         if self.folder is None:
             options.setdefault("max_model_len", SHORT_CONTEXT)
-        return Engine(self.model, window_size=window, max_batch_size=sequences, **options)
+        config = EngineConfig(window_size=window, max_batch_size=sequences, **options)
+        known = None if self.codec is None else self.codec.token_ids
+        return Engine(self.model, config, known_tokens=known)
 
     def chat_prompt(self, *said: str) -> list[int]:
         """Returns the token ids of a conversation, the user's turn first.

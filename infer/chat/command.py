@@ -10,8 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from infer.generate import add_decoding_options, add_model_options, load
-from infer.sampling_options import sampling_params
+from infer.flags import add_decoding_options, add_engine_options, sampling_params
+from infer.generate import load
 from wedlm_jax.errors import CompilingInterrupted, InputError, counted
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.signals import StopRequest
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     result.add_argument("--system", metavar="TEXT", help="the system's message [none]")
-    add_model_options(result.add_argument_group("model"), together="1")
+    add_engine_options(result.add_argument_group("model"), batch_size="1")
     instead = {"max_tokens": "the most tokens of an answer [all that the context has room for]"}
     add_decoding_options(result.add_argument_group("decoding"), instead)
     return result
@@ -105,6 +105,8 @@ def converse(read: Callable[[], str], conversation: Conversation, llm: LLM) -> N
         try:
             message = read()
             if is_retry(message):
+                if conversation.params.temperature == 0:
+                    _tell("at temperature 0 the answer is the same; /temperature 0.7 varies it")
                 _answer(None, conversation, llm)
             elif is_order(message):
                 _tell(follow(message, conversation, llm))

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infer.generate import LLM_OPTIONS, load
+from infer.flags import LLM_OPTIONS
+from infer.generate import load
 from wedlm_jax.errors import InputError, shortened
 from wedlm_jax.host.atomic import written_beside
 

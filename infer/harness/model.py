@@ -16,6 +16,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, warning_once
 
+from wedlm_jax.engine.config import ENGINE_OPTIONS
 from wedlm_jax.errors import InputError, did_you_mean
 from wedlm_jax.generation import Prepared
 from wedlm_jax.host.progress import ProgressBar
@@ -28,12 +29,10 @@ SCORED_AT_ONCE = 256
 MAX_TOKENS = 256
 """Of answers, where a task does not say; the harness's own habit."""
 
-LLM_OPTIONS = (
-    *("window_size", "dtype", "max_model_len", "refill", "quantization", "kv_cache_dtype"),
-    *("attention", "deterministic", "tensor_parallel_size", "data_parallel_size"),
-    *("chat_template_kwargs", "trust_special_tokens", "generation_config"),
-)
-NAMES = ("max_gen_toks", *LLM_OPTIONS, *OPTIONS)
+AXES = ("tensor_parallel_size", "data_parallel_size")
+"""What stands for the engine's ``mesh``, which no text can hold."""
+ENGINE_NAMES = (*(name for name in ENGINE_OPTIONS if name not in ("mesh", "max_batch_size")), *AXES)
+NAMES = ("max_gen_toks", *ENGINE_NAMES, *OPTIONS)
 
 NOT_SAMPLING = ("until", "max_gen_toks", "do_sample")
 """Generation arguments of the harness that are no fields of `SamplingParams`."""

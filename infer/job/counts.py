@@ -128,6 +128,7 @@ class JobProgress:
       finished: sums over finished records.
       seconds: wall-clock since decoding began, without compilation.
       compile_seconds: that.
+      first_bad: where the first bad record is, and what is wrong with it; empty if there is none.
     """
 
     done: int
@@ -138,6 +139,7 @@ class JobProgress:
     finished: Counts
     seconds: float
     compile_seconds: float
+    first_bad: str = ""
 
     @property
     def tokens_per_second(self) -> float:

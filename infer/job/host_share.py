@@ -86,4 +86,5 @@ class JobShare:
             finished=counts,
             seconds=time.monotonic() - self._started - compiling,
             compile_seconds=compiling,
+            first_bad=self._decoder.first_bad,
         )

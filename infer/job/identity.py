@@ -78,7 +78,7 @@ def identity_of(llm: LLM, workload: Workload) -> Identity:
         "deterministic": llm.engine.settings.deterministic,
     }
     rare = {
-        "quantization": llm.quantization,
+        "quantization": llm.options.quantization,
         "kv_cache_dtype": llm.engine.kv_cache_dtype,
         "chat_template_kwargs": dict(llm.codec.variables) if llm.codec else {},
         "trust_special_tokens": llm.codec is not None and llm.codec.trust_special_tokens,

@@ -148,7 +148,7 @@ class Job:
         try:
             run.decode(self.console)
         except NotEnoughMemory as error:
-            raise InputError(f"{error}; {self.kept()}") from None
+            raise InputError(f"{error}; {self._kept_records(folder)}") from None
         if stop.requested and run.is_short():
             raise JobStopped
         return self.end(folder, run.progress())
@@ -237,6 +237,8 @@ class Job:
         else:
             counts = self._finish(folder, progress)
         self.say(summary(self.output, counts, progress))
+        if counts.all_bad and progress.first_bad:
+            self.say(f"all records are bad, such as {progress.first_bad}")
         return BAD_DATA if counts.all_bad else 0
 
     def _finish(self, folder: ShardFolder, progress: JobProgress) -> Counts:

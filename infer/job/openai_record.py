@@ -150,7 +150,6 @@ def _read_body(given: Any, chat: bool, params: SamplingParams) -> tuple[Any, Sam
 
         from infer.serve.errors import ApiError
         from infer.serve.fields import (
-            ROLES,
             ChatRequest,
             CompletionRequest,
             check_refused,
@@ -167,7 +166,7 @@ def _read_body(given: Any, chat: bool, params: SamplingParams) -> tuple[Any, Sam
         body: Any = (ChatRequest if chat else CompletionRequest).model_validate(given)
         check_refused(body)
         if chat:
-            body.messages = checked_messages(body.messages, ROLES)
+            body.messages = checked_messages(body.messages)
         sampling = sampling_given(body)
         if sampling.get("seed", 0) in (None, -1):
             del sampling["seed"]

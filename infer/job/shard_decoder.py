@@ -52,6 +52,7 @@ class ShardDecoder:
       counts: of the records of this run.
       earlier: records of these shards that earlier runs had finished.
       in_use: shards that another process is decoding.
+      first_bad: where the first bad record of this run is, and what is wrong with it.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class ShardDecoder:
         self._open: dict[int, PartFile] = {}
         self.counts = Counts()
         self.earlier = 0
+        self.first_bad = ""
         self.in_use: list[Shard] = []
 
     def run(self, shards: Iterable[Shard], on_progress: Callable[[Progress], None]) -> None:
@@ -100,9 +102,10 @@ class ShardDecoder:
         except Exception as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
+            sequences = self._llm.options.max_batch_size
             raise NotEnoughMemory(
-                f"the device has too little memory for {self._llm.max_batch_size} sequences at a "
-                "time; try a smaller --batch-size"
+                f"the device has too little memory for {sequences} sequences at a time; try a "
+                "smaller --batch-size"
             ) from None
         finally:
             prompts.close()
@@ -171,6 +174,7 @@ class ShardDecoder:
     ) -> None:
         self._add(shard, part, {number: self._workload.error_record(bad, place)})
         example = f"{self._workload.shown(place)}: {bad.reason}"
+        self.first_bad = self.first_bad or example
         self._limit.check(self.counts, example, under_way=bool(self._under_way))
 
     def _add(self, shard: Shard, part: PartFile, results: dict[int, dict[str, Any]]) -> None:

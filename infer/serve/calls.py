@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from infer.serve.answer import Call
 from infer.serve.capacity import Capacity
 from infer.serve.errors import CONTEXT_LENGTH, ApiError, bad_request
-from infer.serve.fields import ROLES, check_refused, name_given, sampling_given, sampling_of
+from infer.serve.fields import check_refused, name_given, sampling_given, sampling_of
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.errors import InputError
 from wedlm_jax.messages import checked_messages
@@ -76,7 +76,7 @@ class Calls:
 
         def read() -> list[Prompt]:
             prompt = self._llm.chat_prompt(
-                checked_messages(body.messages, ROLES),
+                checked_messages(body.messages),
                 tools=None if body.tool_choice == "none" else body.tools,
                 chat_template_kwargs=body.chat_template_kwargs,
             )

@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from infer.generate import add_decoding_options, add_model_options, load
-from infer.sampling_options import sampling_params
+from infer.flags import add_decoding_options, add_engine_options, sampling_params
+from infer.generate import load
 from infer.serve.settings import FILE, PREFIX, TABLE, layered
 from wedlm_jax.errors import InputError
 from wedlm_jax.host import notices
@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_server(result.add_argument_group("server"))
     _add_limits(result.add_argument_group("limits"))
-    add_model_options(result.add_argument_group("model"))
+    add_engine_options(result.add_argument_group("model"))
     decoding = result.add_argument_group("decoding, of requests that do not say")
     add_decoding_options(decoding, TAKEN_OTHERWISE)
     return result

@@ -18,9 +18,6 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.option_values import UNBOUNDED, Option
 from wedlm_jax.params import OPTIONS, SamplingParams
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Of messages, in OpenAI's API."""
-
 LISTS: Mapping[str, Any] = {
     "stop": StrictStr | list[StrictStr],
     "stop_token_ids": list[StrictInt],

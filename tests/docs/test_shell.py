@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from docs.reference import module_parser, subcommand_parser
-from infer.sampling_options import sampling_params
+from infer.flags import sampling_params
 from tests.docs.pages import PAGES, ROOT, Block, blocks, prose
 from tests.docs.shell import commands
 from train.recipe.config import load_config

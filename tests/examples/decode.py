@@ -13,6 +13,7 @@ from tests.reference.decode_loop import Decoded, FullForward, decode
 from wedlm_jax.completion import Completion
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
@@ -123,8 +124,11 @@ def small_engine(
 ) -> Engine:
     """An engine of few sequences, short pages and short chunks, so that the tiny model's prompts
     have several of both; it is compiled for all that is ``expected``."""
-    usual = {"window_size": 4, "max_batch_size": BATCH, "page_size": 4, "chunk_tokens": 8}
-    engine = Engine(model, **{**usual, **options})
+    usual = {"window_size": 4, "lookup": 0, "max_batch_size": BATCH, "page_size": 4}
+    given = {**usual, "chunk_tokens": 8, **options}
+    beside = ("mesh", "grammars", "known_tokens", "store")
+    of_engine = {name: given.pop(name) for name in beside if name in given}
+    engine = Engine(model, EngineConfig(**given), **of_engine)
     engine.expect(expected)
     return engine
 

@@ -13,7 +13,7 @@ from infer.score import Score
 from tests.infer.few_questions import PROMPTS, write_questions
 from wedlm_jax.checkpoint.convert import main as convert
 from wedlm_jax.completion import Completion
-from wedlm_jax.engine.settings import MOST_LOOKUP
+from wedlm_jax.engine.config import MOST_LOOKUP
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams

@@ -273,7 +273,7 @@ def test_a_checkpoint_without_masks_copies_drafts_or_says_that_it_has_none(
         (["--prompt", "a", "--seed", "-2"], "--seed: expected an integer from 0"),
         (["--prompt", "a", "--stop", ""], "--stop: expected non-empty strings"),
         (["--prompt", "a", "--window-size", "-1"], "--window-size: expected an integer"),
-        (["--prompt", "a", "--batch-size", "0"], "--batch-size: expected 1 or more"),
+        (["--prompt", "a", "--batch-size", "0"], "--batch-size: expected an integer of at least 1"),
         (["--prompt", "a", "--mesh", "rows=2"], "--mesh: expected data and tensor, not 'rows'"),
         (["--prompt", "a", "--mesh", "tensor=4", "data=4"], "needs 16 devices, and there are 8"),
         (["--prompt", "a", "--mesh", "tensor=2"], "num_key_value_heads = 1 is not divisible by"),

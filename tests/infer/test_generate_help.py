@@ -15,7 +15,7 @@ from infer.job.graceful_stop import GRACE_SECONDS
 from infer.job.job import SHARD_SIZE
 from wedlm_jax.__main__ import main
 from wedlm_jax.attention.ragged import RAGGED_BACKENDS
-from wedlm_jax.engine.engine import DEFAULT_WINDOW
+from wedlm_jax.engine.config import DEFAULT_WINDOW
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import MODES, SamplingParams
 

@@ -91,8 +91,8 @@ def test_refused_conversations(llm: LLM, conversations: Any, message: str) -> No
     ("arguments", "message"),
     [
         ({"dtype": "float64"}, "dtype: expected one of"),
-        ({"max_batch_size": 0}, "max_batch_size: expected 1 or more"),
-        ({"max_batch_size": "4"}, "max_batch_size: expected 1 or more"),
+        ({"max_batch_size": 0}, "max_batch_size: expected an integer of at least 1"),
+        ({"max_batch_size": "4"}, "max_batch_size: expected an integer of at least 1"),
         ({"mesh": {"fsdp": 2}}, "mesh: expected data and tensor, not 'fsdp'"),
         ({"mesh": {"data": 3, "tensor": 3}}, "needs 9 devices, and there are 8"),
         ({"mesh": {"data": 0}}, "needs 0 devices"),

@@ -181,7 +181,7 @@ def main(arguments: list[str]) -> int:
         return 0
     seconds = max(time.monotonic() - started, 1e-9)
     print(
-        f"{job.output}: {made.rows:,} rows of {made.row_length} in "
+        f"{job.output}: {counted(made.rows, 'row')} of {made.row_length} in "
         f"{counted(len(made.shards), 'shard')}, {made.fill:.1%} filled; "
         f"{made.samples:,} samples of {made.records:,} records, "
         f"{made.tokens:,} tokens ({made.trainable_tokens:,} trainable), "

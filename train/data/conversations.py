@@ -10,10 +10,6 @@ from typing import Any
 from wedlm_jax.errors import InputError
 from wedlm_jax.messages import NotTaken, checked_messages, template_variables
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-"""Roles that templates know; a misspelt one would be written as it stands, and not be trained on.
-The last two are other names of "tool"."""
-
 BESIDE = ("system", "tools", "chat_template_kwargs")
 """Keys beside ``messages`` or ``conversations`` that change the text."""
 
@@ -74,10 +70,6 @@ def _checked(given: Any) -> list[dict[str, Any]]:
     """Returns messages as the template takes them, without the weights of some programs."""
     with _named():
         messages = checked_messages(given)
-    for number, message in enumerate(messages):
-        if (role := message["role"]) not in ROLES:
-            known = ", ".join(ROLES)
-            raise Wrong("unknown role", f"{role!r} of messages[{number}]; there are {known}")
     for number, message in enumerate(messages):
         if (weight := message.pop("weight", 1)) != 1:
             # Trained on all the same, the turn would teach what it was marked not to.

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from train.distributed import mesh_of_processes, own_copy
 from wedlm_jax.completion import Completion
 from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.host.processes import say
 from wedlm_jax.model import Transformer
@@ -64,14 +65,13 @@ class OwnEngine:
         with jax.set_mesh(mesh):
             if self._engine is None:
                 # No larger than needed: the rest of the memory is the optimizer's.
-                self._engine = Engine(
-                    model,
+                config = EngineConfig(
                     window_size=self._window,
+                    lookup=0,
                     max_batch_size=self._at_once,
                     max_model_len=self._longest,
-                    mesh=mesh,
-                    known_tokens=self._known_tokens,
                 )
+                self._engine = Engine(model, config, mesh=mesh, known_tokens=self._known_tokens)
             else:
                 self._engine.update(model)
             del model

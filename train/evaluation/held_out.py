@@ -20,7 +20,8 @@ from train.step import Objective, make_evaluation_step
 from train.watch.records import Record, flatten
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.corruption import PackedRows
-from wedlm_jax.engine.engine import DEFAULT_WINDOW, Engine
+from wedlm_jax.engine.config import DEFAULT_WINDOW
+from wedlm_jax.engine.engine import Engine
 from wedlm_jax.host.processes import jax_processes, sum_over_all
 from wedlm_jax.host.signals import compiled
 from wedlm_jax.model import Transformer

@@ -83,6 +83,9 @@ class GGUFCheckpoint:
     """
 
     def __init__(self, path: Path):
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise InputError(f"{path}: not a GGUF file, or cut off at its first bytes")
         require_extra(f"{path}: a GGUF file", "gguf", "gguf")
         self.folder = path
         reader = _opened(path)
@@ -303,8 +306,7 @@ def _opened(path: Path) -> Any:
         if unknown := re.search(r"(\d+)\)? is not a valid GGMLQuantizationType", str(error)):
             kind = f"a tensor is of type {unknown[1]}, which is not known"
             raise InputError(f"{path}: {kind}") from None
-        reason = shortened(str(error)) or type(error).__name__
-        raise InputError(f"{path}: truncated or not a sound GGUF file ({reason})") from None
+        raise InputError(f"{path}: truncated, or not a sound GGUF file") from None
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:

@@ -60,7 +60,8 @@ class HFCheckpoint:
     def __init__(self, folder: str | Path):
         self.folder = as_path(folder)
         if not self.folder.is_dir():
-            raise InputError(f"{self.folder}: no such model folder")
+            is_file = self.folder.suffix == ".gguf"
+            raise InputError(f"{self.folder}: no such {'file' if is_file else 'model folder'}")
         self.raw_config = read_config_json(self.folder)
         self.files, self.tensors = self._open()
         self.config = model_config(self.folder, self.raw_config, self.tensors)

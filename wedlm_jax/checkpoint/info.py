@@ -154,7 +154,7 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
     if config.model_type == "wedlm":
         role = "no mask_token_id in config.json: set it for WeDLM decoding"
     else:
-        role = "starting point of WeDLM training"
+        role = "drafts from the text; can be trained into a WeDLM"
     return {"decodes": ["ar"], "role": role}
 
 

@@ -72,7 +72,7 @@ def is_gguf(path: Path) -> bool:
 def what_file(path: Path) -> str:
     """Returns what is wrong with a file that is given where a model's folder is expected."""
     if is_gguf(path):
-        return f"is a GGUF file; `wedlm convert {path.name} DIR` makes a model's folder of it"
+        return f"is a GGUF file; `wedlm convert {path} DIR` makes a model's folder of it"
     return (
         "is a file; a model is a folder in Hugging Face format, with config.json and safetensors "
         "files"

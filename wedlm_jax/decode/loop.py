@@ -35,8 +35,6 @@ from wedlm_jax.model import Transformer
 
 Tree = TypeVar("Tree")
 
-REFILLS = ("streaming", "blockwise")
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -18,11 +18,12 @@ from wedlm_jax.completion import Completion
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.decode.options import Traits, check_options
 from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.device import Device
 from wedlm_jax.engine.events import Counters, Event, Failed, Finished, WindowView
 from wedlm_jax.engine.memory import parameter_bytes
 from wedlm_jax.engine.scheduling.scheduler import Scheduler
-from wedlm_jax.engine.settings import MOST_LOOKUP, Wishes, plan_engine
+from wedlm_jax.engine.settings import plan_engine
 from wedlm_jax.engine.windows.auto import AutoWindows
 from wedlm_jax.engine.windows.choice import FixedWindows, WindowChoice
 from wedlm_jax.engine.windows.forward_costs import forward_costs
@@ -34,7 +35,6 @@ from wedlm_jax.model.layer_layout import with_layers_apart
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.sharding import check_fits
 
-DEFAULT_WINDOW = 16
 AUTO_WINDOW = {"cpu": 16, "gpu": 32, "tpu": 32}
 """The widest window that "auto" chooses. Room for a wider one costs every forward a little, and
 where a forward computes rather than waits for the weights, a wider one does not pay."""
@@ -45,26 +45,16 @@ class Engine:
 
     Args:
       model: parameters in the compute dtype, on one device or on a mesh.
-      window_size: W of requests that name none; 0 decodes autoregressively; "auto" chooses for
-        each sequence while it decodes.
-      lookup: the most drafts that are copied from a text, at most `MOST_LOOKUP`. Without windows
-        they are taken where that saves time; in windows of a fixed W only for requests that ask for
-        them.
-      max_batch_size: the most sequences that decode together on each replica of the mesh.
-      refill: "streaming", or "blockwise" for the paper's baseline.
-      max_model_len: the most tokens of a prompt and its completion together.
-      attention: the backend, a name in `wedlm_jax.attention.RAGGED_BACKENDS`; by default the one
-        for this platform.
-      kv_cache_dtype: None for the parameters' dtype, or "int8".
-      deterministic: compute every forward in one shape, so that a sequence's tokens depend on
-        nothing but itself, whatever the dtype.
-      page_size, num_pages: of the cache; by default what suits the platform, and as many as fit.
-      chunk_tokens: the most prompt tokens that a forward computes beside windows.
+      config: sizes and ways to decode.
       mesh: of the model; its axes ``data`` and ``tensor`` are used.
       grammars: that requests may have; None refuses requests with one.
       known_tokens: the ids that the model's tokenizer knows; others are never chosen. None without
         a tokenizer: all but the mask token's.
       store: where compiled programs are kept for the next process; None keeps them nowhere.
+
+    Attributes:
+      window_size: W of requests that name none; 0 decodes autoregressively; "auto" chooses for
+        each sequence while it decodes.
 
     Raises:
       InputError: naming the option.
@@ -73,18 +63,8 @@ class Engine:
     def __init__(
         self,
         model: Transformer,
+        config: EngineConfig,
         *,
-        window_size: int | str = DEFAULT_WINDOW,
-        lookup: int = 0,
-        max_batch_size: int = 16,
-        refill: str = "streaming",
-        max_model_len: int | None = None,
-        attention: str | None = None,
-        kv_cache_dtype: str | None = None,
-        deterministic: bool = False,
-        page_size: int | None = None,
-        num_pages: int | None = None,
-        chunk_tokens: int | None = None,
         mesh: Mesh | None = None,
         grammars: Grammars | None = None,
         known_tokens: Collection[int] | None = None,
@@ -93,35 +73,25 @@ class Engine:
         self.config: ModelConfig = model.config
         if mesh is not None:
             check_fits(mesh, model.config)
-        self.mesh, self.window_size, self._grammars = mesh, window_size, grammars
+        self.mesh, self._grammars = mesh, grammars
+        self.window_size, lookup = config.drafting(knows_masks=model.config.knows_masks)
         replicas = 1 if mesh is None else mesh.shape["data"]
-        self.windows = _window_choice(window_size, lookup, max_batch_size, replicas)
+        self.windows = _window_choice(self.window_size, lookup, config.max_batch_size, replicas)
         if runs_apart():
             model = with_layers_apart(model)
-        wishes = Wishes(
-            _widest(window_size),
-            max_batch_size,
-            refill,
-            max_model_len,
-            attention,
-            kv_cache_dtype,
-            deterministic,
-            page_size,
-            num_pages,
-            chunk_tokens,
-            known_tokens,
-            lookup,
-        )
         with self._on_mesh():
             self.settings, self.memory = plan_engine(
                 model.config,
-                wishes,
+                config,
+                window=_widest(self.window_size),
+                lookup=lookup,
+                known_tokens=known_tokens,
                 dtype=model.embed_tokens[...].dtype,
                 platform=jax.default_backend(),
                 replicas=replicas,
                 weights=parameter_bytes(nnx.state(model)),
             )
-            vary = window_size == "auto"
+            vary = self.window_size == "auto"
             self.device = Device(
                 model, self.settings, mesh, windows_vary=vary, grammars=grammars, store=store
             )
@@ -393,19 +363,6 @@ class Engine:
                 yield
 
 
-def drafting_for(window_size: int | str | None, config: ModelConfig) -> tuple[int | str, int]:
-    """Returns the window that an engine is given, and the most drafts copied from a text.
-
-    Args:
-      window_size: as requested; None and "auto" suit the model, which may not know masks.
-    """
-    # A window that is asked to be 0 is AR, without drafts of any kind.
-    lookup = 0 if window_size == 0 else MOST_LOOKUP
-    if window_size in (None, "auto") and not config.knows_masks:
-        return 0, lookup
-    return DEFAULT_WINDOW if window_size is None else window_size, lookup
-
-
 def _widest(window_size: int | str) -> int:
     if window_size == "auto":
         return AUTO_WINDOW.get(jax.default_backend(), AUTO_WINDOW["gpu"])
@@ -417,11 +374,7 @@ def _window_choice(
 ) -> WindowChoice:
     if window_size == "auto":
         return AutoWindows(_widest(window_size), sequences, replicas=replicas, lookup=lookup)
-    if isinstance(window_size, bool) or not isinstance(window_size, int) or window_size < 0:
-        raise InputError(
-            f"window_size: expected an integer of at least 0 or 'auto', not {window_size!r}"
-        )
-    return FixedWindows(window_size, lookup)
+    return FixedWindows(int(window_size), lookup)
 
 
 def runs_apart() -> bool:

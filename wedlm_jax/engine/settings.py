@@ -10,11 +10,11 @@ from typing import Any
 from wedlm_jax.attention.ragged import check_ragged_backend
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.decode.forward import Program
-from wedlm_jax.decode.loop import REFILLS
 from wedlm_jax.decode.options import Traits
 from wedlm_jax.decode.sizes import forward_sizes
 from wedlm_jax.decode.state import num_slots
 from wedlm_jax.decode.vocabulary import Vocabulary
+from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.memory import MemoryPlan, plan_pages, working_bytes
 from wedlm_jax.errors import InputError
 from wedlm_jax.model.layers import columns_are_faster
@@ -29,8 +29,6 @@ the device computes while it reads the weights."""
 TOKENS_AT_ONCE = {"cpu": 256, "gpu": 1024, "tpu": 1024}
 """The most tokens that pass the layers at once. More would not be cheaper per token; larger
 forwards are computed in parts of this size, with little padding."""
-MOST_LOOKUP = 15
-"""Drafts that are copied from a text, at most: with the last token of the text a forward of 16."""
 EMITTED = 256
 """Tokens that a sequence may commit before the host fetches them."""
 
@@ -163,34 +161,13 @@ class EngineSettings:
         return tuple(dict.fromkeys((*ends, *params.stop_token_ids)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Wishes:
-    """Holds what a user asks of an engine; see `wedlm_jax.engine.engine.Engine`.
-
-    Attributes:
-      window: W, the widest.
-      lookup: the most drafts that are copied from a text.
-      page_size, num_pages, chunk_tokens: None for what fits platform and memory.
-    """
-
-    window: int
-    max_batch_size: int = 16
-    refill: str = "streaming"
-    max_model_len: int | None = None
-    attention: str | None = None
-    kv_cache_dtype: str | None = None
-    deterministic: bool = False
-    page_size: int | None = None
-    num_pages: int | None = None
-    chunk_tokens: int | None = None
-    known_tokens: Collection[int] | None = None
-    lookup: int = 0
-
-
 def plan_engine(
-    config: ModelConfig,
-    wishes: Wishes,
+    model: ModelConfig,
+    config: EngineConfig,
     *,
+    window: int,
+    lookup: int,
+    known_tokens: Collection[int] | None,
     dtype: Any,
     platform: str,
     replicas: int,
@@ -200,8 +177,11 @@ def plan_engine(
     """Works out the settings, under the current mesh.
 
     Args:
-      config: of the model.
-      dtype: of its parameters.
+      model: its configuration.
+      config: what a user asks for.
+      window, lookup: the widest window of masks and the most copied drafts, as decided.
+      known_tokens: the ids that the model's tokenizer knows; None without a tokenizer.
+      dtype: of the model's parameters.
       platform: of the devices, as JAX names it.
       replicas: of the mesh's ``data`` axis.
       weights: bytes of the parameters on one device.
@@ -210,59 +190,54 @@ def plan_engine(
     Raises:
       InputError: naming the option that does not fit.
     """
-    if wishes.window:
-        config.require_mask_token_id()
-    if wishes.refill not in REFILLS:
-        raise InputError(f"refill: expected one of {', '.join(REFILLS)}, not {wishes.refill!r}")
-    if wishes.kv_cache_dtype not in (None, "int8"):
-        raise InputError(f"kv_cache_dtype: expected None or 'int8', not {wishes.kv_cache_dtype!r}")
-    _check_count("lookup", wishes.lookup, least=0)
-    if wishes.lookup > MOST_LOOKUP:
-        raise InputError(f"lookup: expected at most {MOST_LOOKUP}, not {wishes.lookup}")
-    for name in ("max_batch_size", "page_size", "chunk_tokens"):
-        _check_count(name, getattr(wishes, name), least=1)
-    _check_count("num_pages", wishes.num_pages, least=2)
+    if window:
+        model.require_mask_token_id()
     attention = check_ragged_backend(
-        wishes.attention, platform, config, int8=wishes.kv_cache_dtype is not None
+        config.attention, platform, model, int8=config.kv_cache_dtype is not None
     )
-    length = _checked_length(wishes.max_model_len, config)
-    page_size = wishes.page_size or _of(PAGE_SIZES, platform)
-    slots = num_slots(wishes.window, wishes.lookup)
+    length = _checked_length(config.max_model_len, model)
+    if window > length:
+        raise InputError(
+            f"window_size: expected at most {length:,}, the longest text (max_model_len), not "
+            f"{window:,}"
+        )
+    page_size = config.page_size or _of(PAGE_SIZES, platform)
+    slots = num_slots(window, lookup)
     max_pages = math.ceil((length + slots + 1) / page_size)
-    cache_dtype = wishes.kv_cache_dtype or dtype
+    cache_dtype = config.kv_cache_dtype or dtype
     settings = EngineSettings(
         replicas=replicas,
-        sequences_each=wishes.max_batch_size,
-        window=wishes.window,
-        lookup=wishes.lookup,
+        sequences_each=config.max_batch_size,
+        window=window,
+        lookup=lookup,
         max_text=length,
         emitted=max(EMITTED, 2 * slots),
         page_size=page_size,
-        num_pages=wishes.num_pages or 0,
+        num_pages=config.num_pages or 0,
         max_pages=max_pages,
         cache_dtype=cache_dtype,
-        chunk_tokens=wishes.chunk_tokens or _of(CHUNK_TOKENS, platform),
+        chunk_tokens=config.chunk_tokens or _of(CHUNK_TOKENS, platform),
         balanced_tokens=_of(BALANCED_TOKENS, platform),
         tokens_at_once=_of(TOKENS_AT_ONCE, platform),
         coarse_sizes=platform != "cpu",
-        whole_tokens=16 if columns_are_faster(config, dtype) else 4,
+        whole_tokens=16 if columns_are_faster(model, dtype) else 4,
         compiler_lays_out=platform == "tpu",
         attention=attention,
-        refill=wishes.refill,
-        deterministic=wishes.deterministic,
-        eos_token_ids=tuple(config.eos_token_ids),
-        vocabulary=Vocabulary.of(config, wishes.known_tokens),
+        refill=config.refill,
+        deterministic=config.deterministic,
+        eos_token_ids=tuple(model.eos_token_ids),
+        vocabulary=Vocabulary.of(model, known_tokens),
     )
     memory = plan_pages(
-        config,
+        model,
         platform=platform,
         weights=weights,
-        working=working_bytes(config, settings.tokens_at_once, settings.total_tokens, dtype),
+        working=working_bytes(model, settings.tokens_at_once, settings.total_tokens, dtype),
         page_size=page_size,
         pages_per_sequence=max_pages,
-        sequences=wishes.max_batch_size,
+        sequences=config.max_batch_size,
         dtype=cache_dtype,
-        num_pages=wishes.num_pages,
+        num_pages=config.num_pages,
         limit=limit,
     )
     return dataclasses.replace(settings, num_pages=memory.num_pages), memory
@@ -272,17 +247,10 @@ def _of(table: dict[str, int], platform: str) -> int:
     return table.get(platform, table["gpu"])
 
 
-def _check_count(name: str, value: object, *, least: int) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"{name}: expected {least} or more, not {value!r}")
-
-
-def _checked_length(length: int | None, config: ModelConfig) -> int:
-    limit = config.max_position_embeddings
+def _checked_length(length: int | None, model: ModelConfig) -> int:
+    limit = model.max_position_embeddings
     length = limit if length is None else length
-    if not 1 <= length <= limit:
+    if length > limit:
         raise InputError(
             f"max_model_len: expected 1 to {limit}, the model's context, not {length!r}"
         )

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import socket
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,27 @@ LAST = "config.json"
 def writer_name() -> str:
     """Returns a name that no other process gives to its files, on any host."""
     return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+def check_writable(path: Path, called: str = "") -> None:
+    """Refuses a path at which no file can be written, before the work whose result it is to hold.
+
+    Args:
+      called: how the user names it, such as an option.
+
+    Raises:
+      InputError, StorageFailure: it is a folder, or in none, or the folder takes no file.
+    """
+    shown, folder = f"{called} {path}".strip(), path.resolve().parent
+    if path.is_dir():
+        raise InputError(f"{shown}: is a folder; expected a file to write")
+    if not folder.is_dir():
+        raise InputError(f"{shown}: no such folder to write it in")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise file_error(shown, "cannot be written", error) from None
 
 
 @contextlib.contextmanager

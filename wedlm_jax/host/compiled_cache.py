@@ -86,6 +86,12 @@ class ProgramStore:
             log().info("%s: cannot be loaded and is compiled again (%r)", path, error)
             return None
 
+    @property
+    def is_writable(self) -> bool:
+        """Whether programs can be kept: the folder, or what it would be made in, takes files."""
+        there = next(folder for folder in (self.folder, *self.folder.parents) if folder.exists())
+        return os.access(there, os.W_OK)
+
     def save(self, name: Sequence[Any], devices: Sequence[Any], compiled: Any) -> None:
         """Keeps an executable for the next process."""
         from jax.experimental import serialize_executable

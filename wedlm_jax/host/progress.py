@@ -161,7 +161,7 @@ class ProgressBar:
         return f"{self._done:,} of {self._total:,} {self._unit}"
 
 
-FIRST_LINE_S, NEXT_LINE_S = 2.0, 15.0
+FIRST_LINE_S, NEXT_LINE_S = 2.0, 8.0
 """When it is first said, and again, that something compiles, where there is no terminal."""
 
 

@@ -218,7 +218,7 @@ def test_a_chat_is_asked_or_its_last_message_continued(model: HarnessModel) -> N
 
 def test_the_results_say_how_it_was_decoded(checkpoint: Path) -> None:
     model = HarnessModel(checkpoint, window_size=4, max_model_len=64, mode="paper")
-    assert model.llm.max_batch_size == 16
+    assert model.llm.options.max_batch_size == 16
     model.generate_until(asked("generate_until", (TEXTS[0], {"max_gen_toks": 8})), True)
     params = SamplingParams(mode="paper", max_tokens=8)
     completion = model.llm.generate(TEXTS[0], params)[0]

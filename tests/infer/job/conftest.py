@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from infer import generate
+from infer.flags import LLM_OPTIONS
 from tests.examples.decode import EVERYTHING
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from tests.infer.job.quick_decoder import quick_run
@@ -43,7 +44,7 @@ def _load_once(loaded: dict[Any, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     load = generate.load
 
     def cached(options: dict[str, Any]) -> LLM:
-        names = (*generate.LLM_OPTIONS, "warmup", "max_tokens")
+        names = (*LLM_OPTIONS, "warmup", "max_tokens")
         key = repr([options.get(name) for name in names])
         if key not in loaded:
             loaded[key] = expecting_everything(load(options))

@@ -47,7 +47,7 @@ def quick_run(
     """As `LLM.run`: prompts are read a few at a time, and come back in another order."""
     numbered, running, finished, tokens = enumerate(records), [], 0, 0
     while True:
-        running += itertools.islice(numbered, self.max_batch_size - len(running))
+        running += itertools.islice(numbered, self.options.max_batch_size - len(running))
         if not running:
             return
         done = [(i, quick_completion(record)) for i, record in running[1::2] or running]

@@ -25,6 +25,7 @@ from wedlm_jax.attention.ragged import attend_pages, attention_plan, token_place
 from wedlm_jax.attention.ragged_tpu import live_first
 from wedlm_jax.engine import settings
 from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
@@ -150,8 +151,11 @@ def test_an_engine_decodes_as_with_the_plain_backend(monkeypatch: pytest.MonkeyP
         )
     ]
 
+    sizes = {"max_batch_size": 4, "page_size": 4, "chunk_tokens": 8}
+    config = EngineConfig(window_size=4, lookup=0, **sizes)
+
     def decoded() -> list[Any]:
-        engine = Engine(model, window_size=4, max_batch_size=4, page_size=4, chunk_tokens=8)
+        engine = Engine(model, config)
         engine.expect([request.params for request in requests])
         results = engine.decode(requests)
         return [(result.token_ids, result.num_forwards) for result in results]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from infer.evaluate import decoders_at
+from infer.flags import sampling_params
 from infer.generate import load, parser
-from infer.sampling_options import sampling_params
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.checkpoint.generation_config import FILE, read_generation_config
 from wedlm_jax.checkpoint.opened import open_checkpoint

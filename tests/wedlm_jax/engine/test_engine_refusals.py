@@ -11,6 +11,7 @@ from flax import nnx
 
 from tests.examples.decode import TINY, Case, run, small_engine
 from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
@@ -21,7 +22,7 @@ PLAIN = SamplingParams(mode="paper", max_tokens=12, entropy_threshold=1.6)
 
 def test_the_most_tokens_that_fit_do_and_one_more_does_not(tiny_model: Transformer) -> None:
     for limit in (None, 10):
-        engine = Engine(tiny_model, max_model_len=limit)
+        engine = Engine(tiny_model, EngineConfig(max_model_len=limit))
         most = engine.most_tokens(Request(-1, [3] * 5, PLAIN))
         assert most == (limit or 48) - 5
         engine.check([3] * 5, dataclasses.replace(PLAIN, max_tokens=most))
@@ -87,10 +88,10 @@ def test_options_that_the_model_cannot_have_are_refused(
         ({"window_size": True}, "window_size: expected an integer"),
         ({"window_size": 2.0}, "window_size: expected an integer"),
         ({"refill": "both"}, "refill: expected one of streaming, blockwise, not 'both'"),
-        ({"max_model_len": 0}, "max_model_len: expected 1 to 48"),
+        ({"max_model_len": 0}, "max_model_len: expected an integer of at least 1, not 0"),
         ({"max_model_len": 49}, "max_model_len: expected 1 to 48"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: expected None or 'int8', not 'fp8'"),
-        ({"attention": "flash"}, "attention: expected one of xla, rpa, not 'flash'"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: expected one of int8, None, not 'fp8'"),
+        ({"attention": "flash"}, "attention: expected one of xla, rpa, None, not 'flash'"),
         ({"attention": "rpa"}, "attention 'rpa' is for TPUs, not for 'cpu'"),
         ({"num_pages": 1}, "num_pages: expected"),
         ({"page_size": 0}, "page_size: expected"),
@@ -101,11 +102,11 @@ def test_an_engine_that_cannot_run_is_refused(
     tiny_model: Transformer, options: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(InputError, match=sentence):
-        Engine(tiny_model, **options)
+        Engine(tiny_model, EngineConfig(**options))
 
 
 def test_a_shorter_limit_is_the_one_that_counts(tiny_model: Transformer) -> None:
-    engine = Engine(tiny_model, max_model_len=10)
+    engine = Engine(tiny_model, EngineConfig(max_model_len=10))
     engine.check([3] * 6, SamplingParams(max_tokens=4))
     with pytest.raises(InputError, match="exceed max_model_len 10"):
         engine.check([3] * 6, SamplingParams(max_tokens=5))
@@ -116,7 +117,7 @@ def test_without_a_mask_token_only_a_window_of_0_runs() -> None:
         dataclasses.replace(TINY, mask_token_id=None, num_hidden_layers=1), rngs=nnx.Rngs(0)
     )
     with pytest.raises(InputError, match="no mask_token_id"):
-        Engine(model, window_size=4)
+        Engine(model, EngineConfig(window_size=4))
     engine = small_engine(model, [], window_size=0, deterministic=True)
     result = run(engine, [Case((3,), SamplingParams(max_tokens=3), 0)])[0]
     assert 1 <= len(result.token_ids) <= 3

@@ -18,7 +18,7 @@ from wedlm_jax.engine.scheduling.replica import Replica
 from wedlm_jax.engine.scheduling.sequence import SequenceState, longest_room
 from wedlm_jax.engine.settings import SchedulerSizes
 from wedlm_jax.engine.windows.choice import WindowChoice
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, counted
 
 
 class Scheduler:
@@ -83,12 +83,12 @@ class Scheduler:
             raise InputError("the prompt has no tokens; at least one is needed")
         if length + most > self._sizes.max_model_len:
             raise InputError(
-                f"a prompt of {length} tokens and max_tokens {most} exceed "
+                f"a prompt of {counted(length, 'token')} and max_tokens {most} exceed "
                 f"max_model_len {self._sizes.max_model_len}"
             )
         if most > self.most_tokens(request):
             raise InputError(
-                f"a prompt of {length} tokens and max_tokens {most} need a cache of "
+                f"a prompt of {counted(length, 'token')} and max_tokens {most} need a cache of "
                 f"{self._room(request)} tokens with their window, and it has "
                 f"{self._replicas[0].capacity_of_pages}"
             )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from infer.sampling_options import (
+from infer.flags import (
     NOT_FLAGS,
     add_sampling_options,
     as_flag,
@@ -110,6 +110,5 @@ def test_help_says_what_the_field_says(name: str) -> None:
 def test_a_message_names_the_flag() -> None:
     with pytest.raises(InputError, match=r"^--top-p: expected"):
         sampling_params({"top_p": 0})
-    assert as_flag("batch_size: expected 1") == "batch_size: expected 1"
-    assert as_flag("batch_size: expected 1", ("batch_size",)) == "--batch-size: expected 1"
+    assert as_flag("max_batch_size: expected 1") == "--batch-size: expected 1"
     assert as_flag("nothing to do with it") == "nothing to do with it"

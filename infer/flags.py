@@ -1,0 +1,225 @@
+"""Options on a command line: a flag for each field of `SamplingParams` and of `EngineConfig`, from
+what it says of itself."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from wedlm_jax.engine.config import ENGINE_OPTIONS, EngineConfig
+from wedlm_jax.errors import InputError, shortened
+from wedlm_jax.option_values import Option, as_schema
+from wedlm_jax.params import OPTIONS, SamplingParams
+
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+NOT_FLAGS = ("logit_bias",)
+"""Fields without a flag: on a command line they would be JSON. Rows of a file have them."""
+
+ENGINE_FLAGS = tuple(
+    name
+    for name in ENGINE_OPTIONS
+    if name not in ("refill", "lookup", "page_size", "num_pages", "chunk_tokens")
+)
+"""Fields of `EngineConfig` that have a flag."""
+FLAG_NAMES = {"max_batch_size": "batch_size"}
+"""Fields whose flag has another name."""
+LLM_OPTIONS = ("model", *(FLAG_NAMES.get(name, name) for name in ENGINE_OPTIONS))
+"""What parsed options have of `LLM`'s arguments."""
+
+
+def flag(name: str) -> str:
+    """Returns the flag of a field."""
+    return f"--{name.replace('_', '-')}"
+
+
+def add_sampling_options(group: Any, instead: Mapping[str, str] | None = None) -> None:
+    """Adds a flag for each field. Defaults are those of `SamplingParams`: a flag that is not given
+    is absent from what is parsed.
+
+    Args:
+      instead: help of fields that a command takes otherwise, by name.
+    """
+    # What changes most comes first.
+    for name in ["mode", *(name for name in OPTIONS if name not in ("mode", *NOT_FLAGS))]:
+        option, default = OPTIONS[name], DEFAULTS[name]
+        help_text = (instead or {}).get(name, f"{_meaning(option, default)} [{_default(default)}]")
+        if name == "json_schema":
+            read, metavar = _schema_in, "FILE|JSON"
+            group.add_argument(flag(name), type=read, metavar=metavar, help=help_text)
+        else:
+            add_flag(group, flag(name), option, default, help_text)
+
+
+def add_engine_options(group: Any, *, batch_size: str = "16") -> None:
+    """Adds the flags of the model and of its engine, all but the window's.
+
+    Args:
+      batch_size: the default of ``--batch-size``, for the help.
+    """
+    group.add_argument(
+        "--model",
+        metavar="DIR",
+        help="folder in Hugging Face format, a hub id or smollm2 [the embedded model]",
+    )
+    for name in ENGINE_FLAGS:
+        if name != "window_size":
+            _add_engine_flag(group, name, batch_size if name == "max_batch_size" else None)
+
+
+def add_decoding_options(group: Any, instead: Mapping[str, str] | None = None) -> None:
+    """Adds the flags of windows and sampling.
+
+    Args:
+      instead: help of sampling fields that the command takes otherwise, by name.
+    """
+    _add_engine_flag(group, "window_size", None)
+    add_sampling_options(group, instead)
+
+
+def _add_engine_flag(group: Any, name: str, default: str | None) -> None:
+    option = ENGINE_OPTIONS[name]
+    value = getattr(EngineConfig, name)
+    default = default or option.none or _default(value)
+    shown = flag(FLAG_NAMES.get(name, name))
+    help_text = f"{option.help} [{default}]"
+    if name == "mesh":
+        group.add_argument(
+            shown,
+            type=_mesh_axis,
+            nargs="+",
+            action="extend",
+            metavar="NAME=N",
+            help=help_text,
+        )
+    elif name == "chat_template_kwargs":
+        group.add_argument(shown, type=_object, metavar="JSON", help=help_text)
+    else:
+        # Without the flag it is None.
+        add_flag(group, shown, dataclasses.replace(option, none=None), value, help_text)
+
+
+def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `LLM` among the parsed ``options``, by its names."""
+    names = {FLAG_NAMES.get(name, name): name for name in ("model", *ENGINE_OPTIONS)}
+    given = {names[one]: options[one] for one in LLM_OPTIONS if one in options}
+    if "mesh" in given:
+        given["mesh"] = dict(given["mesh"])
+    return given
+
+
+def add_flag(group: Any, name: str, option: Option, default: Any, help_text: str) -> None:
+    """Adds the flag of a field that holds a truth, a choice, a text, a number, or several."""
+    help_text = help_text.replace("%", "%%")
+    if option.flag:
+        group.add_argument(name, action="store_true", help=help_text)
+    elif option.choices:
+        group.add_argument(name, choices=option.choices, help=help_text)
+    elif option.text:
+        group.add_argument(name, metavar="S", help=help_text)
+    elif isinstance(default, tuple):
+        kind, metavar = (int, "N") if name.endswith("-ids") else (str, "S")
+        group.add_argument(
+            name, nargs="+", action="extend", type=kind, metavar=metavar, help=help_text
+        )
+    else:
+        number, metavar = (int, "N") if option.integer else (float, "X")
+        texts = [*option.also, *(["none"] if option.none else [])]
+        read = _number_or(number, texts) if texts else number
+        group.add_argument(name, type=read, metavar="|".join([metavar, *texts]), help=help_text)
+
+
+def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
+    """Returns the sampling parameters among the parsed ``options``; what these leave out is as the
+    model's `generation_config.json` advises, where ``generation_config`` says so.
+
+    Raises:
+      InputError: naming the flag, not the field.
+    """
+    base = advised_params(options)
+    try:
+        given = {name: options[name] for name in OPTIONS if name in options}
+        return dataclasses.replace(base, **given)
+    except InputError as error:
+        raise InputError(as_flag(str(error))) from None
+
+
+def advised_params(options: Mapping[str, Any]) -> SamplingParams:
+    """Returns what the model among the parsed ``options`` advises, if they ask for it."""
+    if options.get("generation_config") != "auto":
+        return SamplingParams()
+    from wedlm_jax.checkpoint.find_model import find_model
+    from wedlm_jax.checkpoint.generation_config import read_generation_config
+
+    return read_generation_config(find_model(options.get("model"))).params()
+
+
+def as_flag(message: str) -> str:
+    """Returns a message that begins with a field, with its flag instead."""
+    name, colon, rest = message.partition(":")
+    if name not in (*OPTIONS, *ENGINE_FLAGS):
+        return message
+    return f"{flag(FLAG_NAMES.get(name, name))}{colon}{rest}"
+
+
+def field_list(indent: str, width: int) -> str:
+    """Returns the names of all fields, as lines of a help text."""
+    return textwrap.fill(", ".join(OPTIONS), width, initial_indent=indent, subsequent_indent=indent)
+
+
+def _meaning(option: Option, default: Any) -> str:
+    none = f"; none: {option.none}" if option.none and not isinstance(default, tuple) else ""
+    return option.help + none
+
+
+def _default(value: Any) -> str:
+    if value is False:
+        return "off"
+    return "none" if value == () or value is None else str(value)
+
+
+def _object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
+
+
+_object.__name__ = "JSON object"  # what argparse calls it in its message
+
+
+def _mesh_axis(text: str) -> tuple[str, int]:
+    name, _, size = text.partition("=")
+    return name, int(size)
+
+
+_mesh_axis.__name__ = "NAME=N"
+
+
+def _schema_in(given: str) -> str:
+    """Returns the text of a schema for argparse: that in a file, or what is given itself."""
+    try:
+        in_line = given.lstrip().startswith("{")
+        text = given if in_line else Path(given).read_text(encoding="utf-8")
+        as_schema(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{given} cannot be read ({error})") from None
+    except InputError as error:
+        reason = str(error).partition(": ")[2]
+        what = shortened(given, 60) if in_line else given
+        raise argparse.ArgumentTypeError(f"{what}: {reason}") from None
+    return text
+
+
+def _number_or(kind: type, texts: Sequence[str]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        if text.lower() == "none" and "none" in texts:
+            return None
+        return text if text in texts else kind(text)
+
+    read.__name__ = " or ".join(["number", *map(repr, texts)])  # argparse says it in its message
+    return read

@@ -1,0 +1,181 @@
+"""`EngineConfig`: how a checkpoint decodes: in which numbers, how many at a time, on which devices.
+
+Each field states once what it means and which values it may have. The arguments of `LLM`, the flags
+of commands and tables of documents are made from that (see `ENGINE_OPTIONS`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from wedlm_jax.option_values import Option, options_of
+
+DTYPES = ("float32", "bfloat16")
+REFILLS = ("streaming", "blockwise")
+ATTENTION = ("xla", "rpa")
+DEFAULT_WINDOW = 16
+MOST_LOOKUP = 15
+"""The most drafts that can be copied from a text."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Says how a checkpoint decodes.
+
+    An `Engine` of its own decodes token ids with parameters as they are: what is said of ``dtype``,
+    ``quantization``, ``mesh`` and texts is for `LLM`, which loads them.
+
+    Raises:
+      InputError: naming the field and what was expected.
+    """
+
+    window_size: Annotated[
+        int | str | None,
+        Option(
+            "W, the masks that draft in parallel; 0 decodes autoregressively; auto chooses for "
+            "each sequence while it decodes, for speed: in mode paper the tokens may then depend "
+            "on the machine",
+            low=0,
+            integer=True,
+            also=("auto",),
+            none=f"{DEFAULT_WINDOW}; 0 for a checkpoint that was not trained on masks",
+        ),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        Option("of weights and arithmetic", choices=DTYPES, none="float32 on a CPU, else bfloat16"),
+    ] = None
+    quantization: Annotated[
+        str | None,
+        Option(
+            "round the weights of matrices to 8 bits; needs the extra int8",
+            choices=("int8",),
+            none="no rounding",
+        ),
+    ] = None
+    kv_cache_dtype: Annotated[
+        str | None,
+        Option("round keys and values to 8 bits", choices=("int8",), none="as dtype"),
+    ] = None
+    max_model_len: Annotated[
+        int | None,
+        Option(
+            "the most tokens of a prompt and its completion together",
+            low=1,
+            integer=True,
+            none="the model's context",
+        ),
+    ] = None
+    max_batch_size: Annotated[
+        int,
+        Option(
+            "the most sequences that decode together on each replica of the model",
+            low=1,
+            integer=True,
+        ),
+    ] = 16
+    mesh: Annotated[
+        Mapping[str, int] | None,
+        Option(
+            "devices of this machine that share the work, by axis: tensor cuts the weights, data "
+            "makes replicas, each with sequences of its own",
+            none="one device",
+        ),
+    ] = None
+    deterministic: Annotated[
+        bool,
+        Option(
+            "compute every forward in one shape: a prompt's tokens then depend on nothing but "
+            "itself, in bfloat16 too; slower",
+            flag=True,
+        ),
+    ] = False
+    chat_template_kwargs: Annotated[
+        Mapping[str, Any] | None,
+        Option(
+            'variables of the chat template, such as {"enable_thinking": false}, for '
+            "conversations that do not set them",
+            none="none",
+        ),
+    ] = None
+    trust_special_tokens: Annotated[
+        bool,
+        Option(
+            "special tokens that are spelt in messages are tokens: they can end a turn and begin "
+            "another's; otherwise they are text",
+            flag=True,
+        ),
+    ] = False
+    generation_config: Annotated[
+        str,
+        Option(
+            "auto: sample as the model's generation_config.json advises, where nothing says "
+            "otherwise; none: greedily; what ends a text is read from that file in any case",
+            choices=("none", "auto"),
+        ),
+    ] = "none"
+    attention: Annotated[
+        str | None,
+        Option(
+            "xla runs on any device, rpa is a kernel for TPUs",
+            choices=ATTENTION,
+            none="rpa on a TPU with heads of 128 and no int8 cache, else xla",
+        ),
+    ] = None
+    refill: Annotated[
+        str, Option("streaming; blockwise is the paper's baseline", choices=REFILLS)
+    ] = "streaming"
+    lookup: Annotated[
+        int | None,
+        Option(
+            "the most drafts that are copied from a text; without windows they are taken where "
+            "that saves time, in windows of a fixed W only for prompts that ask for them",
+            low=0,
+            high=MOST_LOOKUP,
+            integer=True,
+            none=f"{MOST_LOOKUP}; 0 where window_size is 0",
+        ),
+    ] = None
+    page_size: Annotated[
+        int | None,
+        Option("tokens of a page of the cache", low=1, integer=True, none="what the device suits"),
+    ] = None
+    num_pages: Annotated[
+        int | None,
+        Option(
+            "pages of each replica, one of them spare",
+            low=2,
+            integer=True,
+            none="as many as fit and can be used",
+        ),
+    ] = None
+    chunk_tokens: Annotated[
+        int | None,
+        Option(
+            "the most tokens of prompts that a forward computes beside windows",
+            low=1,
+            integer=True,
+            none="what the device suits",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        for name, option in ENGINE_OPTIONS.items():
+            option.check(name, getattr(self, name))
+
+    def drafting(self, *, knows_masks: bool) -> tuple[int | str, int]:
+        """Returns the window, a number or "auto", and the most drafts copied from a text, for a
+        model that was trained on masks or not."""
+        window, lookup = self.window_size, self.lookup
+        if lookup is None:
+            # A window that is asked to be 0 is AR, without drafts of any kind.
+            lookup = 0 if window == 0 else MOST_LOOKUP
+        if window in (None, "auto") and not knows_masks:
+            return 0, lookup
+        return DEFAULT_WINDOW if window is None else window, lookup
+
+
+ENGINE_OPTIONS: Mapping[str, Option] = options_of(EngineConfig)
+"""The description of every field, in order."""
