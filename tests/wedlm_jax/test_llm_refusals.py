@@ -42,7 +42,7 @@ def never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     ("prompts", "params", "message"),
     [
         (["a", "b" * 400], GREEDY, rf"prompt 1: .*max_tokens 24 exceed max_model_len {CONTEXT}"),
-        ("a", SamplingParams(max_tokens=CONTEXT), f"1 tokens and max_tokens {CONTEXT} exceed"),
+        ("a", SamplingParams(max_tokens=CONTEXT), f"1 token and max_tokens {CONTEXT} exceed"),
         (["a", ""], GREEDY, "prompt 1: the prompt has no tokens"),
         ([[]], GREEDY, "the prompt has no tokens"),
         ([[1, VOCAB_SIZE]], GREEDY, f"token id {VOCAB_SIZE} lies outside the vocabulary"),
@@ -219,7 +219,7 @@ def test_a_file_is_no_model_and_one_of_llama_cpp_is_named(tmp_path: Path) -> Non
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF\x03\x00\x00\x00")
     with pytest.raises(
-        InputError, match=r"model.gguf: is a GGUF file; `wedlm convert model.gguf DIR` makes"
+        InputError, match=r"model.gguf: is a GGUF file; `wedlm convert .*/model.gguf DIR` makes"
     ):
         LLM(path)
     with pytest.raises(

@@ -91,7 +91,7 @@ def test_calls_in_the_shape_of_templates_are_kept(codec: TextCodec) -> None:
     ("message", "said", "kind"),
     [
         ("hi", "messages[1]: expected an object", InputError),
-        ({"content": "a"}, "messages[1].role: expected a name such as user, not null", InputError),
+        ({"content": "a"}, "messages[1].role: expected one of system, ", InputError),
         ({"role": "a b", "content": "a"}, "messages[1].role", InputError),
         ({"role": "<|im_end|>", "content": "a"}, "messages[1].role", InputError),
         ({"role": "user", "content": None}, "messages[1].content: expected a text", InputError),
@@ -128,8 +128,10 @@ def test_no_conversation_is_refused(given: Any) -> None:
 
 
 def test_roles_are_those_that_are_named() -> None:
-    with pytest.raises(InputError, match=r"messages\[0\].role: expected one of user, tool, not"):
-        checked_messages([{"role": "king", "content": "a"}], ("user", "tool"))
+    with pytest.raises(
+        InputError, match=r"messages\[0\].role: expected one of system, .*not .king"
+    ):
+        checked_messages([{"role": "king", "content": "a"}])
 
 
 def test_variables_of_the_template() -> None:

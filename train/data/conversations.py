@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from wedlm_jax.errors import InputError
-from wedlm_jax.messages import NotTaken, checked_messages, template_variables
+from wedlm_jax.messages import ROLES, NotTaken, checked_messages, template_variables
 
 BESIDE = ("system", "tools", "chat_template_kwargs")
 """Keys beside ``messages`` or ``conversations`` that change the text."""
@@ -68,6 +68,11 @@ class Conversation:
 
 def _checked(given: Any) -> list[dict[str, Any]]:
     """Returns messages as the template takes them, without the weights of some programs."""
+    for number, one in enumerate(given if isinstance(given, list) else []):
+        role = one.get("role", "user") if isinstance(one, dict) else "user"
+        if isinstance(role, str) and role not in ROLES:
+            known = ", ".join(ROLES)
+            raise Wrong("unknown role", f"{role!r} of messages[{number}]; there are {known}")
     with _named():
         messages = checked_messages(given)
     for number, message in enumerate(messages):

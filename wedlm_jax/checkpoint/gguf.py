@@ -306,7 +306,7 @@ def _opened(path: Path) -> Any:
         if unknown := re.search(r"(\d+)\)? is not a valid GGMLQuantizationType", str(error)):
             kind = f"a tensor is of type {unknown[1]}, which is not known"
             raise InputError(f"{path}: {kind}") from None
-        raise InputError(f"{path}: truncated, or not a sound GGUF file") from None
+        raise InputError(f"{path}: truncated or not a sound GGUF file") from None
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:

@@ -154,7 +154,7 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
     if config.model_type == "wedlm":
         role = "no mask_token_id in config.json: set it for WeDLM decoding"
     else:
-        role = "drafts from the text; can be trained into a WeDLM"
+        role = "can be trained into a WeDLM"
     return {"decodes": ["ar"], "role": role}
 
 
@@ -245,7 +245,7 @@ def _tokenizer_text(tokenizer: dict[str, bool]) -> str:
 
 
 def _decoder_text(decodes: list[str]) -> str:
-    return "WeDLM or AR" if "wedlm" in decodes else "AR only"
+    return "WeDLM or AR" if "wedlm" in decodes else "AR, with drafts from the text"
 
 
 def _count(number: int) -> str:

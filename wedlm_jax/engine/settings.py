@@ -196,10 +196,10 @@ def plan_engine(
         config.attention, platform, model, int8=config.kv_cache_dtype is not None
     )
     length = _checked_length(config.max_model_len, model)
-    if window > length:
+    asked = config.window_size
+    if isinstance(asked, int) and asked > length:
         raise InputError(
-            f"window_size: expected at most {length:,}, the longest text (max_model_len), not "
-            f"{window:,}"
+            f"window_size: expected at most {length}, the longest text (max_model_len), not {asked}"
         )
     page_size = config.page_size or _of(PAGE_SIZES, platform)
     slots = num_slots(window, lookup)

@@ -50,7 +50,7 @@ BAD_LINES = [
     ('{"messages": [{"role": "user"}]}', "messages[0].content: expected a text, or a list of"),
     (
         '{"messages": [{"role": 1, "content": ""}]}',
-        "messages[0].role: expected a name such as",
+        "messages[0].role: expected one of system",
     ),
     ('{"prompt": "a", "id": 1.5}', "id: expected a text or an integer, not 1.5"),
     ('{"prompt": "a", "id": null}', "id: expected a text or an integer, not null"),

@@ -275,7 +275,7 @@ def test_memory_that_does_not_suffice(
     assert (
         "too little memory for 4 sequences at a time; try a smaller --batch-size; 2 of 8" in error
     )
-    assert error.endswith(f"{kept(2, 8)}; the same command continues from there")
+    assert error.endswith(kept(2, 8))
 
 
 def test_other_errors_are_not_hidden_and_lose_nothing(

@@ -117,7 +117,9 @@ def test_prompts_without_parameters_are_decoded_as_advised(folder: Path) -> None
     assert llm.default_params == SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
     assert llm.prepare("the cat", None)[0][1] == llm.default_params
     assert LLM(folder, **SMALL).prepare("the cat", None)[0][1] == SamplingParams()
-    with pytest.raises(InputError, match="generation_config: expected none or auto, not 'all'"):
+    with pytest.raises(
+        InputError, match="generation_config: expected one of none, auto, not 'all'"
+    ):
         LLM(folder, generation_config="all")
 
 

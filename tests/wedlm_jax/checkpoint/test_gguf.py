@@ -281,9 +281,9 @@ REFUSED = {
     "truncated": "truncated or not a sound GGUF file",
     "cut in its header": "truncated or not a sound GGUF file",
     "cut at once": "truncated or not a sound GGUF file",
-    "empty": "truncated or not a sound GGUF file",
-    "other": "truncated or not a sound GGUF file",
-    "folder": r"x.gguf: is a GGUF file; `wedlm convert x.gguf DIR` makes a model's folder of it",
+    "empty": "not a GGUF file, or cut off at its first bytes",
+    "other": "not a GGUF file, or cut off at its first bytes",
+    "folder": r"x.gguf: is a GGUF file; `wedlm convert .*/x.gguf DIR` makes a model's folder of it",
 }
 
 

@@ -99,11 +99,14 @@ def test_text_is_aligned(folder: Path) -> None:
     ("changes", "expected"),
     [
         ({}, "WeDLM or AR (WeDLM model)"),
-        ({"mask_token_id": None}, "AR only (no mask_token_id in config.json: set it for WeDLM"),
-        ({"model_type": "qwen3"}, "AR only (starting point of WeDLM training)"),
+        (
+            {"mask_token_id": None},
+            "AR, with drafts from the text (no mask_token_id in config.json: set it for WeDLM",
+        ),
+        ({"model_type": "qwen3"}, "AR, with drafts from the text (can be trained into a WeDLM)"),
         (
             {"model_type": "qwen3", "mask_token_id": None},
-            "AR only (starting point of WeDLM training)",
+            "AR, with drafts from the text (can be trained into a WeDLM)",
         ),
     ],
 )

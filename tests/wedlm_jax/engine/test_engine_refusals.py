@@ -87,6 +87,8 @@ def test_options_that_the_model_cannot_have_are_refused(
         ({"window_size": -1}, "window_size: expected an integer of at least 0 or 'auto', not -1"),
         ({"window_size": True}, "window_size: expected an integer"),
         ({"window_size": 2.0}, "window_size: expected an integer"),
+        ({"window_size": 49}, "window_size: expected at most 48, the longest text"),
+        ({"lookup": 16}, "lookup: expected an integer from 0 to 15, not 16"),
         ({"refill": "both"}, "refill: expected one of streaming, blockwise, not 'both'"),
         ({"max_model_len": 0}, "max_model_len: expected an integer of at least 1, not 0"),
         ({"max_model_len": 49}, "max_model_len: expected 1 to 48"),
