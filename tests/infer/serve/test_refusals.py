@@ -80,7 +80,7 @@ def test_a_bad_field_is_named(
         (
             {"messages": [{"role": "king", "content": "x"}]},
             "messages.0.role",
-            "messages[0].role: expected one of system, developer, user, assistant, tool, function, ",
+            "messages[0].role: expected one of system, developer, user, assistant, tool, function",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
