@@ -146,7 +146,7 @@ def test_a_checkpoint_is_decoded_with_both(tmp_path_factory: pytest.TempPathFact
     assert rounded.engine.memory.weights < 0.8 * plain.engine.memory.weights
     result = rounded.generate("the cat", SamplingParams(max_tokens=8))[0]
     assert len(result.token_ids) <= 8
-    with pytest.raises(InputError, match="quantization: expected one of int8, not 'int3'"):
+    with pytest.raises(InputError, match="quantization: expected one of int8, None, not 'int3'"):
         LLM(folder, quantization="int3")
     with pytest.raises(InputError, match="kv_cache_dtype: expected None or 'int8', not 'fp8'"):
         LLM(folder, kv_cache_dtype="fp8")
