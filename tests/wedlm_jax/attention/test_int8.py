@@ -148,7 +148,7 @@ def test_a_checkpoint_is_decoded_with_both(tmp_path_factory: pytest.TempPathFact
     assert len(result.token_ids) <= 8
     with pytest.raises(InputError, match="quantization: expected one of int8, None, not 'int3'"):
         LLM(folder, quantization="int3")
-    with pytest.raises(InputError, match="kv_cache_dtype: expected None or 'int8', not 'fp8'"):
+    with pytest.raises(InputError, match="kv_cache_dtype: expected one of int8, None, not 'fp8'"):
         LLM(folder, kv_cache_dtype="fp8")
     with pytest.raises(InputError, match="'rpa' cannot read an int8 cache"):
         check_ragged_backend("rpa", "tpu", TINY, int8=True)
