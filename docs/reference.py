@@ -141,7 +141,7 @@ def invocation(action: argparse.Action) -> str:
 
 
 def option_table(kind: type) -> str:
-    """Returns the fields of `SamplingParams` or `EngineConfig`."""
+    """Returns the table of the options in a dataclass, `SamplingParams` or `EngineConfig`."""
     rows = []
     defaults = {field.name: field for field in dataclasses.fields(kind)}
     for name, option in options_of(kind).items():

@@ -18,7 +18,7 @@ from wedlm_jax.params import OPTIONS, SamplingParams
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
 NOT_FLAGS = ("logit_bias",)
-"""Fields without a flag: on a command line they would be JSON. Rows of a file have them."""
+"""Fields without a flag, since they hold a JSON object; records of a file have them."""
 
 ENGINE_FLAGS = tuple(
     name
@@ -29,7 +29,7 @@ ENGINE_FLAGS = tuple(
 FLAG_NAMES = {"max_batch_size": "batch_size"}
 """Fields whose flag has another name."""
 LLM_OPTIONS = ("model", *(FLAG_NAMES.get(name, name) for name in ENGINE_OPTIONS))
-"""What parsed options have of `LLM`'s arguments."""
+"""Names under which parsed options hold the arguments of `LLM`."""
 
 
 def flag(name: str) -> str:
@@ -72,7 +72,7 @@ def add_engine_options(group: Any, *, batch_size: str = "16") -> None:
 
 
 def add_decoding_options(group: Any, instead: Mapping[str, str] | None = None) -> None:
-    """Adds the flags of windows and sampling.
+    """Adds ``--window-size`` and the flags of `SamplingParams`.
 
     Args:
       instead: help of sampling fields that the command takes otherwise, by name.
@@ -201,7 +201,7 @@ _mesh_axis.__name__ = "NAME=N"
 
 
 def _schema_in(given: str) -> str:
-    """Returns the text of a schema for argparse: that in a file, or what is given itself."""
+    """Returns a JSON schema for argparse, given as text or as the name of a file."""
     try:
         in_line = given.lstrip().startswith("{")
         text = given if in_line else Path(given).read_text(encoding="utf-8")

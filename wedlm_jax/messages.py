@@ -45,8 +45,8 @@ RESERVED = (
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-"""Roles that templates know; a misspelt one would be written as it stands. The last two are other
-names of "tool"."""
+"""Roles that chat templates know. A misspelt role would be written into the prompt unnoticed.
+"function" and "ipython" are other names of "tool"."""
 
 
 class NotTaken(InputError):

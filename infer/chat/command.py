@@ -105,8 +105,6 @@ def converse(read: Callable[[], str], conversation: Conversation, llm: LLM) -> N
         try:
             message = read()
             if is_retry(message):
-                if conversation.params.temperature == 0:
-                    _tell("at temperature 0 the answer is the same; /temperature 0.7 varies it")
                 _answer(None, conversation, llm)
             elif is_order(message):
                 _tell(follow(message, conversation, llm))

@@ -20,7 +20,7 @@ ORDERS = {
     "/window": "[N]  masked slots decoded in parallel; 0 is autoregressive",
     "/temperature": "[X]  0 takes the likeliest tokens, 1 samples as the model says",
     "/system": "[TEXT]  the system's message; without a text, none",
-    "/retry": "answer the last message anew, with another seed",
+    "/retry": "answer the last message again with another seed, which matters above temperature 0",
     "/save": "FILE  write the conversation as JSON, a line as `wedlm generate --input` takes",
     "/reset": "forget the conversation",
     "/help": "this list",

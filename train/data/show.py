@@ -10,6 +10,7 @@ import numpy as np
 from train.data.row_codec import decode_samples
 from train.data.samples import load_tokenizer
 from train.data.synthetic import load_dataset
+from wedlm_jax.checkpoint.find_model import packaged
 from wedlm_jax.errors import InputError, shortened
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.packing import TokenisedSample
@@ -30,7 +31,7 @@ def main(arguments: list[str]) -> int:
         "--tokenizer", required=True, type=Path, metavar="DIR", help="folder of tokenizer.json"
     )
     options = parser.parse_args(arguments)
-    tokenizer = load_tokenizer(options.tokenizer)
+    tokenizer = load_tokenizer(Path(packaged(options.tokenizer)))
     for row, samples in zip(options.rows, read_rows(options.file, options.rows), strict=True):
         for number, sample in enumerate(samples, 1):
             print(

@@ -13,9 +13,6 @@ from wedlm_jax.params import SamplingParams
 
 FILE = "generation_config.json"
 
-USES = ("none", "auto")
-"""What is taken from the file besides its stop tokens: nothing, or its sampling as the default."""
-
 ALWAYS = ("repetition_penalty",)
 SAMPLED = ("temperature", "top_p", "top_k", "min_p")
 """Fields of `SamplingParams` with these names there; the latter count only with ``do_sample``."""

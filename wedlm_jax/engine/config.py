@@ -1,4 +1,4 @@
-"""`EngineConfig`: how a checkpoint decodes: in which numbers, how many at a time, on which devices.
+"""`EngineConfig`: the options of an engine and of the model that it decodes with.
 
 Each field states once what it means and which values it may have. The arguments of `LLM`, the flags
 of commands and tables of documents are made from that (see `ENGINE_OPTIONS`).

@@ -26,6 +26,7 @@ from wedlm_jax.engine.scheduling.scheduler import Scheduler
 from wedlm_jax.engine.settings import plan_engine
 from wedlm_jax.engine.windows.auto import AutoWindows
 from wedlm_jax.engine.windows.choice import FixedWindows, WindowChoice
+from wedlm_jax.engine.windows.cost import CostTable
 from wedlm_jax.engine.windows.forward_costs import forward_costs
 from wedlm_jax.errors import InputError
 from wedlm_jax.grammar.interface import Grammars
@@ -73,7 +74,7 @@ class Engine:
         self.config: ModelConfig = model.config
         if mesh is not None:
             check_fits(mesh, model.config)
-        self.mesh, self._grammars = mesh, grammars
+        self.mesh, self._grammars, self._store = mesh, grammars, store
         self.window_size, lookup = config.drafting(knows_masks=model.config.knows_masks)
         replicas = 1 if mesh is None else mesh.shape["data"]
         self.windows = _window_choice(self.window_size, lookup, config.max_batch_size, replicas)
@@ -330,12 +331,16 @@ class Engine:
         if isinstance(self.windows, AutoWindows) and self.windows.costs is None:
             chosen = traits if traits.window else Traits(verified=True)
             self.device.prepare(chosen.union(Traits(self.settings.window, autoregressive=True)))
-            self.windows.costs = self.device.costs = forward_costs(self.device, self.mesh)
+            self.windows.costs = self.device.costs = self._forward_costs()
         self.device.prepare(traits)
         copies = traits.lookup and not (self.settings.window or self.settings.deterministic)
         # Measuring writes into pages of all.
         if copies and self.device.costs is None and not self.scheduler.has_work:
-            self.device.costs = forward_costs(self.device, self.mesh)
+            self.device.costs = self._forward_costs()
+
+    def _forward_costs(self) -> CostTable:
+        folder = None if self._store is None else self._store.folder
+        return forward_costs(self.device, self.mesh, folder)
 
     def _traits(self) -> Traits:
         traits = self._floor

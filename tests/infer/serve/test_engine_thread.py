@@ -29,7 +29,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 @pytest.fixture
 def plain_program_alone(tiny: LLM) -> None:
-    """Drops the programs that the tests before have compiled, one for everything among them."""
+    """Leaves the engine with its plain program, without those that earlier tests compiled."""
     tiny.engine.device.programs.clear()
     tiny.warm_up(SamplingParams())
 

@@ -15,6 +15,7 @@ from tests.examples.decode import TINY, small_engine
 from tests.examples.jax_cache import without_jax_cache
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.windows import forward_costs
 from wedlm_jax.host.compiled_cache import ProgramStore
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
@@ -128,3 +129,19 @@ def test_what_was_not_used_for_longest_leaves_first(
     assert sum(path.stat().st_size for path in left) <= limit
     assert not largest.exists()
     assert max(path.stat().st_size for path in left) > limit // 2, "the newest burst stays"
+
+
+def test_what_forwards_cost_is_measured_once(
+    tmp_path: Path, tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+    measure = forward_costs._measured
+    monkeypatch.setattr(
+        forward_costs, "_measured", lambda device: measured.append(1) or measure(device)
+    )
+    first = decode(tmp_path, tiny_model, window_size=0, lookup=3)
+    assert measured == [1]
+    assert decode(tmp_path, tiny_model, window_size=0, lookup=3) == (first[0], 0)
+    assert measured == [1]
+    decode(tmp_path / "other", tiny_model, window_size=0, lookup=3)
+    assert measured == [1, 1]

@@ -19,18 +19,19 @@ from wedlm_jax.engine.windows.probe import ForwardProbe
 from wedlm_jax.params import SamplingParams
 
 WARM_UP_SECONDS = 3.0
-"""No larger size is timed once the smaller ones took so long."""
+"""Seconds of warming up after which no larger size is timed."""
 
 
-def forward_costs(device: Device, mesh: Mesh | None) -> CostTable:
+def forward_costs(device: Device, mesh: Mesh | None, folder: Path | None = None) -> CostTable:
     """Returns the costs of forwards by their number of tokens, measured unless they are kept from
     an earlier process.
 
     Args:
       device: prepared for all traits that its programs will have, and not in use yet.
       mesh: of the model; None for one device.
+      folder: where the engine's programs are kept; by default that of JAX's compilation cache.
     """
-    return kept_table(_cache_folder(), _key(device, mesh), lambda: _measured(device))
+    return kept_table(folder or _cache_folder(), _key(device, mesh), lambda: _measured(device))
 
 
 def _measured(device: Device) -> CostTable:
