@@ -66,10 +66,13 @@ class Router:
         submitted: Sequence[Request] = (),
         aborted: Sequence[int] = (),
         *,
-        max_forwards: int | None = None,
+        seconds: float | None = None,
     ) -> list[Event]:
         """Returns the caller's events: those that steps of others have brought since its last one,
         and if there are none, or it submits or aborts anything, those of a step of its own.
+
+        Args:
+          seconds: that a step should take at most.
 
         Raises:
           Exception: what the engine raised. It has begun anew then, and the requests of all other
@@ -80,7 +83,7 @@ class Router:
                 self._mine.pop(number, None)
             own = self._kept.pop(id(caller), [])
             if submitted or aborted or not own:
-                self._step(submitted, aborted, max_forwards)
+                self._step(submitted, aborted, seconds=seconds)
                 own += self._kept.pop(id(caller), [])
         return own
 
@@ -115,16 +118,16 @@ class Router:
                         self._mine.pop(number, None)
                     gone += numbers
                 if gone:
-                    self._step((), gone, 0)
+                    self._step((), gone, max_forwards=0)
             finally:
                 self._turns.give()
 
     def _step(
-        self, submitted: Sequence[Request], aborted: Sequence[int], max_forwards: int | None
+        self, submitted: Sequence[Request], aborted: Sequence[int], **length: float | None
     ) -> None:
         """Steps the engine and keeps the events for those whose they are."""
         try:
-            events = self.engine.step(submitted, aborted, max_forwards=max_forwards)
+            events = self.engine.step(submitted, aborted, ahead=True, **length)  # type: ignore[arg-type]
         except BaseException as error:
             # The scheduler is of no further use, nor is what was under way. Those who submitted
             # nothing now learn it from an event; they may be anybody, the caller among them.

@@ -47,6 +47,8 @@ from wedlm_jax.told_once import ToldOnce
 
 MESH_AXES = {"tensor_parallel_size": "tensor", "tp": "tensor", "data_parallel_size": "data"}
 """What other engines call the size of an axis of `LLM`'s mesh."""
+STREAM_SECONDS = 0.02
+"""Seconds between two chunks of a stream, about: readers notice no less."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -349,7 +351,7 @@ class LLM:
         stream, running = CompletionStream(self.codec, sampling), True
         try:
             while not (stream.finished or (stopping is not None and stopping())):
-                for event in self._router.step(caller, submitted, max_forwards=1):
+                for event in self._router.step(caller, submitted, seconds=STREAM_SECONDS):
                     running &= not isinstance(event, Failed | Finished)
                     if isinstance(event, Failed):
                         raise event.error

@@ -25,9 +25,6 @@ from wedlm_jax.engine.events import Counters, Event, Failed, Finished, TokenDelt
 
 LOG = logging.getLogger("wedlm.serve")
 
-LONGEST_BURST = 64
-"""Forwards of a step at most."""
-
 Deliver: TypeAlias = Callable[[list[Event]], None]
 """Takes the events of one caller's requests in a step, in the event loop."""
 
@@ -101,11 +98,9 @@ class EngineThread:
         self._inbox, self._arrived = _Turn(), threading.Condition()
         self._closing = False
         self._callers: dict[int, _Caller] = {}
-        self._unsent: list[Event] = []
         self._held: list[Request] = []
         self._program: Traits | None = None
         self._programs = Programs(engine, self._wake)
-        self._forward_seconds = burst_seconds
         self._restarts, self._broken = 0, False
         self.status = Status(engine.counters)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -165,11 +160,7 @@ class EngineThread:
             except Exception as error:
                 LOG.exception("the engine failed; it begins anew without what was under way")
                 events = self._begin_anew(error)
-            self._unsent += events
-            # What events cause in the event loop runs best while the device computes: between two
-            # bursts both threads would want the interpreter, and the device would wait.
-            if not self._has_work:
-                self._send()
+            self._send(events)
 
     def _next_turn(self) -> _Turn | None:
         """Returns what has come in since the last step, and waits for it if there is nothing to
@@ -204,16 +195,9 @@ class EngineThread:
         gone = set(turn.aborted)
         waiting = [*self._held, *(request for request, _ in turn.submitted)]
         ready, failed = self._admit([r for r in waiting if r.number not in gone])
-        before, started = int(engine.device.counters[0]), time.perf_counter()
-        forwards = max(1, min(LONGEST_BURST, int(self._burst_seconds / self._forward_seconds)))
         events = engine.step(
-            ready, turn.aborted, max_forwards=forwards, program=self._program, meanwhile=self._send
+            ready, turn.aborted, seconds=self._burst_seconds, ahead=True, program=self._program
         )
-        self._send()  # where nothing was run
-        ran = int(engine.device.counters[0]) - before
-        if ran:
-            seconds = (time.perf_counter() - started) / ran
-            self._forward_seconds += 0.2 * (seconds - self._forward_seconds)
         self._note()
         return failed + events
 
@@ -267,9 +251,8 @@ class EngineThread:
             self._broken,
         )
 
-    def _send(self) -> None:
-        """Delivers the events so far to those who wait for them, all of a caller at once."""
-        events, self._unsent = self._unsent, []
+    def _send(self, events: Sequence[Event]) -> None:
+        """Delivers events to those who wait for them, all of a caller at once."""
         now, callers = time.perf_counter(), self._callers
         parcels: dict[Deliver, list[Event]] = {}
 

@@ -7,7 +7,7 @@ array here. Page numbers count from 0 in each replica's own cache.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -152,6 +152,8 @@ class Report:
         window.
       num_run: forwards of the burst: of the replica that ran the most. The replicas run theirs at
         the same time, so the burst took as long as these.
+      seconds: that the burst took, at most.
+      timed: whether it took just these; otherwise it had ended before anyone looked.
     """
 
     num_computed: np.ndarray
@@ -164,19 +166,21 @@ class Report:
     errors: Mapping[int, Exception] = dataclasses.field(default_factory=dict)
     traced: Mapping[int, WindowForward] = dataclasses.field(default_factory=dict)
     num_run: int = 0
+    seconds: float = 0.0
+    timed: bool = True
 
 
 class ForwardRunner(Protocol):
     """Runs forwards for a scheduler."""
 
-    def run(self, burst: Burst, meanwhile: Callable[[], None] | None = None) -> Report:
-        """Runs a burst and waits for its end.
+    def submit(self, burst: Burst) -> Any:
+        """Gives the device a burst and returns a ticket for its report, without waiting. The device
+        runs bursts in the order in which they come."""
 
-        Args:
-          meanwhile: called while the device computes.
-        """
+    def collect(self, ticket: Any) -> Report:
+        """Waits for the end of a burst and returns its report. Tickets are collected in order."""
 
     def save(self, index: int) -> Any:
         """Returns what a sequence needs to resume elsewhere with the same tokens, besides its text
         and pages: its window and counts. During prefill that is what it was admitted with, or a
-        window that has not opened yet. Called between bursts."""
+        window that has not opened yet. Called while no burst is in flight."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from wedlm_jax.decode.logprobs import Logprobs, as_list
 from wedlm_jax.decode.options import HostOptions, Traits
 from wedlm_jax.decode.spans import Allowance
 from wedlm_jax.decode.state import DecodeState
-from wedlm_jax.engine.burst import Admission, Burst, NewTokens, Report, WindowForward
+from wedlm_jax.engine.burst import Admission, Burst, NewTokens, Report
 from wedlm_jax.engine.compiled import CompiledPrograms, slot_sizes
 from wedlm_jax.engine.device_programs import empty_state
 from wedlm_jax.engine.entering import ENTRANTS_AT_ONCE, SavedWindow, make_entrants
@@ -32,6 +31,28 @@ from wedlm_jax.grammar.masks import GrammarMasks
 from wedlm_jax.host.compiled_cache import ProgramStore
 from wedlm_jax.model import Transformer
 from wedlm_jax.sharding import constrain
+
+
+@dataclasses.dataclass(frozen=True)
+class Ticket:
+    """A burst that the device runs, or has run.
+
+    Attributes:
+      number: of the burst.
+      fetched: what the host fetches of its results.
+      sizes: of its program's forwards.
+      num_logprobs, traced: of its sequences, by index: others may enter before it is collected.
+      started: when it was submitted.
+      alone: whether no other burst was in flight then.
+    """
+
+    number: int
+    fetched: tuple[Any, ...]
+    sizes: tuple[int, ...]
+    num_logprobs: dict[int, int | None]
+    traced: frozenset[int]
+    started: float
+    alone: bool
 
 
 class Device:
@@ -76,6 +97,11 @@ class Device:
         self._failed: list[int] = []
         """Sequences that the state has still, although the last report told of their error."""
         self._traced: set[int] = set()
+        self._entered = np.zeros(settings.sequences, np.int64)
+        """The number of the burst with which the sequence at each index entered."""
+        self._num_submitted = self._num_collected = 0
+        self._ended, self._observed = 0.0, True
+        """When the last burst that was collected ended, at the latest, and whether just then."""
         self.counters = np.zeros(3, np.int64)
         """Forwards, real tokens and computed tokens so far. Replicas run their forwards at the same
         time, and the device waits for the last: forwards are those of the replica that ran the most
@@ -136,17 +162,20 @@ class Device:
             kinds = [traits.without_windows, traits]
         self.programs.compile(self._parameters, kinds)
 
-    def run(self, burst: Burst, meanwhile: Callable[[], None] | None = None) -> Report:
-        """Runs a burst of forwards and reports where every sequence stands.
+    def run(self, burst: Burst) -> Report:
+        """Runs a burst of forwards and reports where every sequence stands."""
+        return self.collect(self.submit(burst))
 
-        Args:
-          meanwhile: called while the device computes.
-        """
+    def submit(self, burst: Burst) -> Ticket:
+        """Gives the device a burst of forwards and does not wait for it: the next one may be
+        submitted before, and runs right after it."""
         assert self._state is not None
+        self._num_submitted += 1
         for gone in burst.released:
             self._forget(gone)
         for admission in burst.admissions:
             self._expect(admission, int(burst.windows[admission.index]))
+            self._entered[admission.index] = self._num_submitted
         self._make_room(self._traits_for(burst))
         self._enter(burst)
         changed = burst.windows != self._windows
@@ -162,21 +191,42 @@ class Device:
         started = time.perf_counter()
         result = program(self._parameters, self._state, self._pages, options, allowance, changed)
         self._state, self._pages = result.state, result.pages
-        if meanwhile is not None:
-            meanwhile()
-        numbers, logprobs, counters, last = jax.device_get(
-            (result.numbers, result.logprobs, result.counters, result.last)
+        fetched = result.numbers, result.logprobs, result.counters, result.last
+        return Ticket(
+            self._num_submitted,
+            fetched,
+            self.settings.program(self._room).sizes.tokens,
+            dict(self._num_logprobs),
+            frozenset(self._traced),
+            started,
+            alone=self._num_collected == self._num_submitted - 1,
         )
-        num_run = int(counters.forwards.max())
-        sizes = self.settings.program(self._room).sizes.tokens
+
+    def collect(self, ticket: Ticket) -> Report:
+        """Waits for the burst of a ticket, the oldest not collected yet, and reports where every
+        sequence stands."""
+        begun = max(ticket.started, self._ended)
+        timed = ticket.alone or (self._observed and not ticket.fetched[0].is_ready())
+        numbers, logprobs, counters, last = jax.device_get(ticket.fetched)
+        self._ended, self._observed = time.perf_counter(), timed
+        seconds = self._ended - begun
+        self._num_collected = ticket.number
+        num_run, sizes = int(counters.forwards.max()), np.array(ticket.sizes)
         self.counters += [num_run, counters.tokens.sum(), (counters.by_size * sizes).sum()]
-        if self.costs is not None and not self._windows_vary:
+        if self.costs is not None and timed and not self._windows_vary:
             # Windows that are chosen by cost correct the table themselves.
             busiest = counters.by_size[counters.forwards.argmax()]
-            self.costs.learn(sizes, busiest, time.perf_counter() - started)
-        traced = {} if last is None else window_forwards(last, self._traced, started)
-        report = self._report(numbers, logprobs, num_run, traced)
-        for index in [*np.flatnonzero(report.finished), *report.errors]:
+            self.costs.learn(ticket.sizes, busiest, seconds)
+        traced = {}
+        if last is not None:
+            traced = window_forwards(last, ticket.traced, begun)
+        # What stands at an index that another sequence has entered since is of nobody.
+        here = self._entered <= ticket.number
+        report = self._report(ticket, numbers, logprobs, here)
+        report = dataclasses.replace(
+            report, num_run=num_run, traced=traced, seconds=seconds, timed=timed
+        )
+        for index in [*np.flatnonzero(report.finished & here), *report.errors]:
             self._forget(int(index))
         self._failed = list(report.errors)
         return report
@@ -307,19 +357,19 @@ class Device:
 
     def _report(
         self,
+        ticket: Ticket,
         numbers: np.ndarray,
         logprobs: Logprobs | None,
-        num_run: int,
-        traced: dict[int, WindowForward],
+        here: np.ndarray,
     ) -> Report:
         computed, output, running, stopped, forwards, instances, count = numbers[:, :7].T
         *emitted, drafts = np.split(numbers[:, 7:], 4, axis=1)
         drafts = drafts.view(np.uint32)
         tokens: list[NewTokens | None] = [None] * len(numbers)
         errors: dict[int, Exception] = {}
-        for index in np.flatnonzero(count):
+        for index in np.flatnonzero(count * here):
             new = int(count[index])
-            own, asked = None, self._num_logprobs[int(index)]
+            own, asked = None, ticket.num_logprobs[int(index)]
             if asked is not None:
                 assert logprobs is not None, "the program has what its sequences ask for"
                 own = as_list(logprobs, int(index), new, asked)
@@ -339,8 +389,6 @@ class Device:
             num_token_instances=instances,
             tokens=tokens,
             errors=errors,
-            num_run=num_run,
-            traced=traced,
         )
 
     def _laid_out(self, state: DecodeState) -> DecodeState:

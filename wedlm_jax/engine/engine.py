@@ -6,7 +6,7 @@ It knows token ids only; `wedlm_jax.llm` adds text.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -147,8 +147,9 @@ class Engine:
         aborted: Sequence[int] = (),
         *,
         max_forwards: int | None = None,
+        seconds: float | None = None,
+        ahead: bool = False,
         program: Traits | None = None,
-        meanwhile: Callable[[], None] | None = None,
     ) -> list[Event]:
         """Takes requests in, runs a burst of forwards, and returns what happened.
 
@@ -158,8 +159,10 @@ class Engine:
           max_forwards: of the burst, for callers that need an answer soon: it then also ends once a
             quarter of each replica's sequences have finished. Chosen by default. With 0, requests
             are admitted and nothing is run.
+          seconds: that the burst should take at most, which does the same.
+          ahead: submits the burst and returns what happened in the one before, so that the device
+            runs while the caller deals with the events.
           program: from `compiled_for`; by default the least that serves all, compiled if need be.
-          meanwhile: called while the device computes; not at all if there is nothing to run.
 
         Returns:
           new tokens, and finished and failed requests, by their numbers.
@@ -172,7 +175,7 @@ class Engine:
             if self._requests:
                 self._prepare(program)
             events = self.scheduler.step(
-                submitted, aborted, max_forwards=max_forwards, meanwhile=meanwhile
+                submitted, aborted, max_forwards=max_forwards, seconds=seconds, ahead=ahead
             )
         for event in events:
             if isinstance(event, Finished | Failed):

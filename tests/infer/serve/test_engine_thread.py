@@ -206,7 +206,7 @@ def test_tokens_of_short_bursts_are_delivered_together(tiny: LLM) -> None:
         return [line for line in lines if line.startswith("data: {")]
 
     with running_server(tiny, burst_seconds=30) as server:
-        server.service.engine._forward_seconds = 30.0  # a forward a burst
+        server.service.engine._burst_seconds = 1e-6  # a forward a burst
         hurried = pieces(server, stop=["no text has this"])
-        server.service.engine._forward_seconds = 30.0
+        server.service.engine._burst_seconds = 1e-6
         assert len(pieces(server)) < len(hurried)

@@ -180,7 +180,7 @@ class Simulation:
             max_forwards=forwards,
             until_finished=np.array([until]),
         )
-        self._windows.observe(burst, report, self._noise(seconds))
+        self._windows.observe([one.state for one in running], burst, report, self._noise(seconds))
         for one in running:
             self.tokens += one.collect()
 

@@ -312,13 +312,13 @@ def test_an_engine_begins_anew_after_a_step_that_failed(
     engine = small_engine(tiny_model, DRAWN, deterministic=True)
     request = Request(0, (3, 9, 4), PLAIN)
     (expected,) = engine.decode([request])
-    run = engine.device.run
+    collect = engine.device.collect
 
-    def failing(*burst: Any) -> Any:
-        run(*burst)
+    def failing(*ticket: Any) -> Any:
+        collect(*ticket)
         raise RuntimeError("lost")
 
-    monkeypatch.setattr(engine.device, "run", failing)
+    monkeypatch.setattr(engine.device, "collect", failing)
     with pytest.raises(RuntimeError, match="lost"):
         engine.step([request, dataclasses.replace(request, number=1)])
     monkeypatch.undo()

@@ -57,6 +57,7 @@ class Machine(RuleBasedStateMachine):
         mode=st.sampled_from(MODES),
         hot=st.booleans(),
         copies=st.integers(1, 3),
+        ahead=st.booleans(),
     )
     def submit(
         self,
@@ -67,6 +68,7 @@ class Machine(RuleBasedStateMachine):
         mode: str,
         hot: bool,
         copies: int,
+        ahead: bool,
     ) -> None:
         made = []
         for seed in range(copies):
@@ -81,18 +83,18 @@ class Machine(RuleBasedStateMachine):
             made.append(Request(len(self.tokens), (*STEMS[stem][:shared], *tail), params))
             self.tokens[made[-1].number] = []
             self.live[made[-1].number] = made[-1]
-        self.take(self.engine.step(made, max_forwards=1))
+        self.take(self.engine.step(made, max_forwards=1, ahead=ahead))
 
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), forwards=st.integers(0, 1), ahead=st.booleans())
+    def abort(self, data: st.DataObject, forwards: int, ahead: bool) -> None:
         if self.live:
             number = data.draw(st.sampled_from(sorted(self.live)))
             del self.live[number]
-            self.take(self.engine.step(aborted=[number], max_forwards=0))
+            self.take(self.engine.step(aborted=[number], max_forwards=forwards, ahead=ahead))
 
-    @rule(forwards=st.integers(1, 6))
-    def step(self, forwards: int) -> None:
-        self.take(self.engine.step(max_forwards=forwards))
+    @rule(forwards=st.integers(1, 6), ahead=st.booleans())
+    def step(self, forwards: int, ahead: bool) -> None:
+        self.take(self.engine.step(max_forwards=forwards, ahead=ahead))
 
     def take(self, events: list[Any]) -> None:
         for event in events:

@@ -7,7 +7,6 @@ strings, earlier.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 from wedlm_jax.engine.scheduling.prompt_pace import Chunks
@@ -107,7 +106,7 @@ def give_pages(replica: Replica, forwards: int) -> int:
     ]
     while True:
         rooms = [
-            (one, max(room, min(room + math.ceil(rate * (forwards - 1)), longest)))
+            (one, max(room, min(one.room_expected(rate, forwards - 1), longest)))
             for one, room, rate, longest in sequences
         ]
         lacking = sum(replica.lacks(one, room) for one, room in rooms)
@@ -115,7 +114,7 @@ def give_pages(replica: Replica, forwards: int) -> int:
             break
         forwards //= 2
         for one, room, rate, _ in sequences:
-            replica.trim(one, room + math.ceil(rate * (forwards - 1)))
+            replica.trim(one, max(room, one.room_expected(rate, forwards - 1)))
     for one, room in rooms:
         replica.grow(one, room)
     return forwards

@@ -54,7 +54,8 @@ class PromptPace:
         """Seconds that forwards with chunks took beyond the share of all forwards so far."""
         self._is_dear = True
         """Whether the last forward with a chunk took more than its share."""
-        self._is_paced = False
+        self.is_paced = False
+        """Whether a long prompt is computed beside sequences that decode."""
 
     def next_chunks(self, replicas: Sequence[Replica]) -> Chunks:
         """Returns the chunks of the next burst.
@@ -67,7 +68,7 @@ class PromptPace:
         if budget is None:
             self._forget()
             return Chunks(self._most)
-        self._is_paced = True
+        self.is_paced = True
         if self._plain is None:
             return Chunks(0, PLAIN_FORWARDS)
         # A forward without a chunk takes one share less than it may.
@@ -78,11 +79,12 @@ class PromptPace:
     def observe(self, tokens: int, forwards: int, seconds: float) -> None:
         """Learns from a burst with chunks of so many tokens, and how many forwards it ran in how
         many seconds, the host's part included."""
-        if not self._is_paced or not forwards:
+        if not self.is_paced or not forwards:
             return
         if not tokens:
             self._plain = seconds / forwards
-        assert self._plain is not None
+        if self._plain is None:
+            return  # planned before there was a long prompt
         beyond = seconds - forwards * SHARE * self._plain
         if tokens:
             self._is_dear = beyond > 0

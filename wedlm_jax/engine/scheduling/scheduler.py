@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import itertools
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -19,6 +21,28 @@ from wedlm_jax.engine.scheduling.sequence import SequenceState, longest_room
 from wedlm_jax.engine.settings import SchedulerSizes
 from wedlm_jax.engine.windows.choice import WindowChoice
 from wedlm_jax.errors import InputError, counted
+
+SOON_FORWARDS = 64
+"""The most forwards of a burst whose seconds are given."""
+
+Member: TypeAlias = tuple[SequenceState, int, int]
+"""A sequence in a burst, its index, and the number of its admission."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flight:
+    """A burst that the device runs.
+
+    Attributes:
+      ticket: for its report.
+      members: the sequences that it was planned for.
+      planned_ahead: whether it was planned while another was in flight.
+    """
+
+    ticket: Any
+    burst: Burst
+    members: list[Member]
+    planned_ahead: bool
 
 
 class Scheduler:
@@ -63,7 +87,9 @@ class Scheduler:
         self._released: list[int] = []
         self._prefix_tokens = self._prompt_tokens = self._recomputed_tokens = 0
         self._preemptions = 0
-        self._progress = False
+        self._progress = self._pages_are_short = False
+        self._flight: _Flight | None = None
+        self._seconds: collections.deque[float] = collections.deque(maxlen=8)
 
     @property
     def has_work(self) -> bool:
@@ -108,9 +134,10 @@ class Scheduler:
         aborted: Sequence[int] = (),
         *,
         max_forwards: int | None = None,
-        meanwhile: Callable[[], None] | None = None,
+        seconds: float | None = None,
+        ahead: bool = False,
     ) -> list[Event]:
-        """Takes requests in, runs one burst, and returns its events.
+        """Takes requests in, submits a burst, and returns the events of the last one.
 
         Args:
           submitted: new requests, in order of arrival.
@@ -119,7 +146,10 @@ class Scheduler:
           max_forwards: of the burst, for callers that need an answer soon: it then also ends once a
             quarter of each replica's sequences have finished. Chosen by default. With 0, requests
             are admitted and nothing is run.
-          meanwhile: called while the device computes; not at all if there is nothing to run.
+          seconds: that the burst should take at most, which does the same.
+          ahead: lets the burst run while the caller does what the events are for, so that the
+            device does not wait for the host: a step submits a burst and returns the events of the
+            one before. Without it, or where the next burst depends on this one's result, its own.
 
         Raises:
           ValueError: a request of this number is running or waiting already.
@@ -129,17 +159,72 @@ class Scheduler:
             self._abort(number)
         unwanted = set(aborted)
         events = [event for event in events if event.number not in unwanted]
-        burst = self._plan(max_forwards)
+        if seconds is not None:
+            max_forwards = max(1, min(SOON_FORWARDS, int(seconds / self._forward_seconds(seconds))))
+        if self._flight is not None and not (ahead and self._can_plan_ahead()):
+            events += self._land()
+        burst = self._plan(max_forwards, events)
         if burst is not None:
-            started = time.perf_counter()
-            report = self._device.run(burst, meanwhile)
-            seconds = time.perf_counter() - started
-            self._windows.observe(burst, report, seconds)
-            self._pace.observe(burst.chunk_tokens, report.num_run, seconds)
-            events.extend(self._collect(report))
-            if not (self._progress or max_forwards == 0):
-                raise RuntimeError("a burst of forwards advanced no sequence")
+            before = self._flight
+            self._flight = self._submit(burst, planned_ahead=before is not None)
+            if before is not None:
+                events += self._take_report(before)
+        if self._flight is not None and not (ahead and self._can_plan_ahead()):
+            events += self._land()
         return events
+
+    # --- bursts in flight -------------------------------------------------------------------
+
+    def _submit(self, burst: Burst, *, planned_ahead: bool) -> _Flight:
+        running = self._running
+        for sequence in running:
+            sequence.forwards_in_flight = burst.max_forwards
+            sequence.capacity_in_flight = int(burst.capacity[sequence.index])
+        members = [(one, one.index, one.num_admissions) for one in running]
+        return _Flight(self._device.submit(burst), burst, members, planned_ahead)
+
+    def _can_plan_ahead(self) -> bool:
+        """Tells whether the next burst may be planned before the result of the one in flight is
+        known. Not where places are wanted, since those that it frees would stay empty for a whole
+        burst; nor where grammars or the pace of a long prompt depend on the result; nor where it
+        probably finishes all there is."""
+        running = self._running
+        places = sum(replica.num_free_indices for replica in self._replicas)
+        return (
+            len(self._waiting) <= places
+            and not self._pages_are_short
+            and not self._pace.is_paced
+            and not any(one.request.params.grammar for one in running)
+            and any(one.outlasts_flight for one in running)
+        )
+
+    def _lacks_pages(self) -> bool:
+        return any(replica.shortfall() > replica.num_available for replica in self._replicas)
+
+    def _land(self) -> list[Event]:
+        """Waits for the burst in flight and returns its events."""
+        flight, self._flight = self._flight, None
+        assert flight is not None
+        events = self._take_report(flight)
+        for sequence in self._running:
+            sequence.forwards_in_flight = sequence.capacity_in_flight = 0
+        return events
+
+    def _take_report(self, flight: _Flight) -> list[Event]:
+        report, burst = self._device.collect(flight.ticket), flight.burst
+        running = [sequence for sequence, *_ in flight.members]
+        self._windows.observe(running, burst, report, report.seconds if report.timed else None)
+        self._pace.observe(burst.chunk_tokens, report.num_run, report.seconds)
+        if report.num_run:
+            self._seconds.append(report.seconds / report.num_run)
+        events = list(self._collect(report, flight.members))
+        if not (self._progress or flight.planned_ahead or burst.max_forwards == 0):
+            raise RuntimeError("a burst of forwards advanced no sequence")
+        return events
+
+    def _forward_seconds(self, unknown: float) -> float:
+        """Returns what a forward has taken lately."""
+        return sum(self._seconds) / len(self._seconds) if self._seconds else unknown
 
     def forget_prefixes(self) -> None:
         """Frees the cached prefixes, which other weights cannot use.
@@ -198,9 +283,15 @@ class Scheduler:
 
     # --- planning a burst -------------------------------------------------------------------
 
-    def _plan(self, max_forwards: int | None) -> Burst | None:
-        """Decides what the device does next; None if there is nothing to do."""
+    def _plan(self, max_forwards: int | None, events: list[Event]) -> Burst | None:
+        """Decides what the device does next; None if there is nothing to do.
+
+        Args:
+          events: gets those of the burst in flight, where pages have to be taken from sequences,
+            which it must have left alone by then.
+        """
         turn = self._admitter.admit(self._waiting)
+        self._pages_are_short = turn.pages_are_short
         for sequence in turn.admitted:
             sequence.window = self._windows.widest(sequence.request)
             sequence.lookup = self._windows.lookup(sequence.request)
@@ -210,6 +301,8 @@ class Scheduler:
         for sequence, window in zip(running, self._windows.choose(running), strict=True):
             sequence.window = window
         fresh = list(turn.admitted)
+        if self._flight is not None and self._lacks_pages():
+            events += self._land()
         for replica in self._replicas:
             self._secure(replica, fresh)
         admissions = [self._admission(sequence) for sequence in fresh]
@@ -292,11 +385,14 @@ class Scheduler:
 
     # --- taking in a report -----------------------------------------------------------------
 
-    def _collect(self, report: Report) -> Iterator[Event]:
+    def _collect(self, report: Report, members: Sequence[Member]) -> Iterator[Event]:
         self._progress = False
-        for sequence in self._running:
+        for sequence, index, admission in members:
+            if (sequence.index, sequence.num_admissions) != (index, admission):
+                self._progress = True
+                continue  # it had finished before this burst, or was aborted meanwhile
             before = (sequence.num_computed, sequence.num_forwards)
-            index, replica = sequence.index, self._replica_of(sequence)
+            replica = self._replica_of(sequence)
             error = report.errors.get(index)
             if error is not None:
                 self._progress = True

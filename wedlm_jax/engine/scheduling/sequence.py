@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from array import array
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,9 @@ class SequenceState:
         admissions that was.
       num_cached_tokens: tokens of the prompt that were in the cache when it was first admitted;
         −1 before.
+      forwards_in_flight: the most forwards of the burst that the device runs right now and whose
+        report is not here yet; 0 if there is none.
+      capacity_in_flight: tokens that its pages hold in that burst.
     """
 
     request: Request
@@ -65,6 +69,8 @@ class SequenceState:
     num_admissions: int = 0
     waited_for: dict[int, int] = dataclasses.field(default_factory=dict)
     num_cached_tokens: int = -1
+    forwards_in_flight: int = 0
+    capacity_in_flight: int = 0
     num_forwards: int = 0
     num_token_instances: int = 0
     forwards_at: list[int] = dataclasses.field(default_factory=list)
@@ -96,11 +102,29 @@ class SequenceState:
         return self.num_computed < self.text_length_admitted - 1
 
     @property
+    def outlasts_flight(self) -> bool:
+        """Whether it can go on after the burst in flight. An anchored sequence commits a token in
+        every forward; one in mode "paper" from its second forward on."""
+        left = self.request.params.max_tokens - self.num_output
+        return self.is_prefilling or left > self.forwards_in_flight
+
+    @property
     def room_needed(self) -> int:
-        """Tokens that its pages must hold for its next forward; during prefill, for the whole text
-        and the window after it."""
+        """Tokens that its pages must hold for the first forward after the burst in flight, wherever
+        that one ends; during prefill, for the whole text and the window after it."""
         behind = len(self.text) if self.is_prefilling else self.num_computed
-        return behind + widest_span(self.window, self.lookup)
+        span = widest_span(self.window, self.lookup)
+        if not self.forwards_in_flight:
+            return behind + span
+        reached = min(behind + span * self.forwards_in_flight, self.capacity_in_flight)
+        return max(behind + span, min(reached + span, self.longest_room))
+
+    def room_expected(self, rate: float, forwards: int) -> int:
+        """Returns the tokens that its pages will probably have to hold when the burst in flight and
+        so many forwards more have committed ``rate`` tokens each."""
+        behind = len(self.text) if self.is_prefilling else self.num_computed
+        committed = math.ceil(rate * (self.forwards_in_flight + forwards))
+        return behind + widest_span(self.window, self.lookup) + committed
 
     @property
     def longest_room(self) -> int:

@@ -88,11 +88,13 @@ class AutoWindows:
                 self._choose_together(inside[free], inside[~free])
         return known.window[indices].tolist()  # type: ignore[no-any-return]
 
-    def observe(self, burst: Burst, report: Report, seconds: float) -> None:
+    def observe(
+        self, running: Sequence[SequenceState], burst: Burst, report: Report, seconds: float | None
+    ) -> None:
         """Learns what a burst has committed, and how long it took."""
         indices = self._indices
         indices = indices[burst.capacity[indices] > 0]  # some are preempted before they run
-        if not len(indices) or not report.num_run or self.costs is None:
+        if not len(indices) or not report.num_run or self.costs is None or seconds is None:
             return
         known = self._sequences
         counts = np.stack([np.asarray(getattr(report, name))[indices] for name in COUNTS])

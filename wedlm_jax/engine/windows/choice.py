@@ -41,8 +41,14 @@ class WindowChoice(Protocol):
     def choose(self, running: Sequence[SequenceState]) -> Sequence[int]:
         """Returns the window of each sequence in the next burst, no wider than `widest`."""
 
-    def observe(self, burst: Burst, report: Report, seconds: float) -> None:
-        """Learns from the report of a burst, and from how long it took."""
+    def observe(
+        self, running: Sequence[SequenceState], burst: Burst, report: Report, seconds: float | None
+    ) -> None:
+        """Learns from the report of a burst, and from how long it took, where that is known.
+
+        Args:
+          running: the sequences that it was chosen for; some may have left since.
+        """
 
 
 class FixedWindows:
@@ -68,5 +74,7 @@ class FixedWindows:
     def choose(self, running: Sequence[SequenceState]) -> Sequence[int]:
         return [self.widest(sequence.request) for sequence in running]
 
-    def observe(self, burst: Burst, report: Report, seconds: float) -> None:
+    def observe(
+        self, running: Sequence[SequenceState], burst: Burst, report: Report, seconds: float | None
+    ) -> None:
         pass

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -71,17 +70,38 @@ def test_deltas_of_two_steps_are_one() -> None:
     assert first.followed_by(second) == expected
 
 
-def test_the_caller_goes_on_while_the_device_computes() -> None:
+def test_the_next_burst_runs_while_the_caller_has_the_events_of_the_last() -> None:
     scheduler, device = new(longest_burst=3)
-    seen: list[int] = []
+    one = request(1, [5], max_tokens=9)
+    steps = [scheduler.step([one], ahead=True), *(scheduler.step(ahead=True) for _ in range(2))]
+    bursts = [len(device.bursts), *(len(numbers_of(events, TokenDelta)) for events in steps)]
+    # The third, which is the last whatever it commits, is waited for at once.
+    assert bursts == [3, 0, 1, 2]
+    assert results(steps[-1])[1].token_ids == decode_alone(one, 0)[0]
+    assert not scheduler.has_work
 
-    def meanwhile() -> None:
-        seen.append(len(device.bursts))
 
-    scheduler.step([request(1, [5], max_tokens=6)], meanwhile=meanwhile)
-    assert seen == [1]
-    scheduler.step(aborted=[1], meanwhile=meanwhile)
-    assert seen == [1], "there was nothing to compute"
+def test_nothing_is_planned_ahead_of_a_free_place() -> None:
+    """A place that a burst frees would stay empty for the whole of the next one."""
+    scheduler, device = new(num_sequences=1, longest_burst=2)
+    events = scheduler.step([request(n, [5], max_tokens=4) for n in range(2)], ahead=True)
+    assert len(numbers_of(events, TokenDelta)) == len(device.bursts) == 1
+
+
+def test_a_burst_in_flight_is_over_before_a_grammar_is_asked() -> None:
+    scheduler, _ = new(longest_burst=2)
+    events = scheduler.step([request(1, [5], regex="a+", ignore_eos=False)], ahead=True)
+    assert numbers_of(events, TokenDelta) == [1]
+
+
+def test_what_was_aborted_in_flight_says_nothing_even_if_its_place_is_taken() -> None:
+    scheduler, device = new(num_sequences=1, longest_burst=2)
+    scheduler.step([request(1, [5], max_tokens=40)], ahead=True)
+    events = scheduler.step([request(2, [7], max_tokens=40)], aborted=[1], ahead=True)
+    assert device.bursts[-1].released == [0]
+    events += drain(scheduler)
+    assert {event.number for event in events} == {2}
+    assert results(events)[2].token_ids == decode_alone(request(2, [7], max_tokens=40), 0)[0]
 
 
 def test_a_stop_token_ends_a_sequence() -> None:
@@ -199,8 +219,8 @@ class FaultyDevice(FakeDevice):
         super().__init__(sizes)
         self.changes = changes
 
-    def run(self, burst: Burst, meanwhile: Callable[[], None] | None = None) -> Report:
-        return dataclasses.replace(super().run(burst, meanwhile), **self.changes)
+    def collect(self, ticket: Report) -> Report:
+        return dataclasses.replace(super().collect(ticket), **self.changes)
 
 
 def faulty(**changes: Any) -> Scheduler:
@@ -294,7 +314,7 @@ def test_windows_learn_from_bursts() -> None:
     seen: list[tuple[Burst, Report, float]] = []
 
     class Watching(FixedWindows):
-        def observe(self, burst: Burst, report: Report, seconds: float) -> None:
+        def observe(self, running: Any, burst: Burst, report: Report, seconds: Any) -> None:
             seen.append((burst, report, seconds))
 
     sizes = small_sizes()

@@ -134,18 +134,18 @@ class Machine(RuleBasedStateMachine):
         assert events[0].number == number
         self.take(events[1:])
 
-    @rule(number=requests)
-    def abort(self, number: int) -> None:
+    @rule(number=requests, ahead=st.booleans())
+    def abort(self, number: int, ahead: bool) -> None:
         """Also of those that are done, or not yet handed over."""
         self.live.pop(number, None)
         submitted, self.submitted = self.submitted, []
-        self.take(self.scheduler.step(submitted, [number]))
+        self.take(self.scheduler.step(submitted, [number], ahead=ahead))
 
-    @rule(times=st.integers(1, 4))
-    def step(self, times: int) -> None:
+    @rule(times=st.integers(1, 4), ahead=st.booleans())
+    def step(self, times: int, ahead: bool) -> None:
         for _ in range(times):
             submitted, self.submitted = self.submitted, []
-            self.take(self.scheduler.step(submitted))
+            self.take(self.scheduler.step(submitted, ahead=ahead))
 
     def take(self, events: Sequence[Any]) -> None:
         for event in events:
