@@ -379,8 +379,13 @@ def test_only_what_the_tokenizer_knows_is_chosen(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("with_stop", [False, True])
 def test_stream_adds_up_to_generate(
-    llm: LLM, number: int, params: SamplingParams, with_stop: bool
+    llm: LLM,
+    number: int,
+    params: SamplingParams,
+    with_stop: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("wedlm_jax.llm.STREAM_SECONDS", 1e-9)  # a forward a burst
     (expected,) = llm.generate(PROMPTS[number], params)
     if with_stop:
         assert expected.text

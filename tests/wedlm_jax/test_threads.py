@@ -144,6 +144,7 @@ def test_a_stream_may_be_collected_within_a_step(
 def test_an_engine_that_fails_tells_all_and_begins_anew(
     llm: LLM, expected: list[list[Completion]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("wedlm_jax.llm.STREAM_SECONDS", 1e-9)  # else it is done in one burst
     other = llm.stream(PROMPTS[1], PARAMS[0])
     next(other)
     step = llm.engine.step

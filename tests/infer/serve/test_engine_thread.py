@@ -50,15 +50,15 @@ def ask(server: RunningServer, timeout: float = 60, **fields: Any) -> httpx2.Res
 def failing(monkeypatch: pytest.MonkeyPatch, server: RunningServer, times: int) -> list[int]:
     """Makes the device fail in its next steps, so many; returns how often it has."""
     device, failed = server.service.engine._engine.device, []
-    run = device.run
+    collect = device.collect
 
-    def fails(*burst: Any) -> Any:
+    def fails(*ticket: Any) -> Any:
         if len(failed) < times:
             failed.append(1)
             raise RuntimeError("RESOURCE_EXHAUSTED: the device is out of memory, and of 'secrets'")
-        return run(*burst)
+        return collect(*ticket)
 
-    monkeypatch.setattr(device, "run", fails)
+    monkeypatch.setattr(device, "collect", fails)
     return failed
 
 
@@ -196,7 +196,9 @@ def test_a_slow_grammar_is_refused_and_holds_up_nobody(
     assert answer.json()["error"]["message"] == "regex: expected one that is compiled within 3 s"
 
 
-def test_tokens_of_short_bursts_are_delivered_together(tiny: LLM) -> None:
+def test_tokens_of_short_bursts_are_delivered_together(
+    tiny: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stream gets its first tokens at once; later ones wait while bursts are shorter than asked
     for, unless a stop string may stand in them."""
 
@@ -205,8 +207,7 @@ def test_tokens_of_short_bursts_are_delivered_together(tiny: LLM) -> None:
         lines = ask(server, **fields).text.split("\n\n")
         return [line for line in lines if line.startswith("data: {")]
 
+    monkeypatch.setattr("wedlm_jax.engine.scheduling.scheduler.SOON_FORWARDS", 1)
     with running_server(tiny, burst_seconds=30) as server:
-        server.service.engine._burst_seconds = 1e-6  # a forward a burst
         hurried = pieces(server, stop=["no text has this"])
-        server.service.engine._burst_seconds = 1e-6
         assert len(pieces(server)) < len(hurried)

@@ -20,7 +20,7 @@ from tests.wedlm_jax.engine.scheduling.scheduler_examples import (
     results,
 )
 from wedlm_jax.engine.scheduling.scheduler import Scheduler
-from wedlm_jax.engine.scheduling.sequence import SequenceState
+from wedlm_jax.engine.scheduling.sequence import SequenceState, widest_span
 from wedlm_jax.engine.windows.choice import FixedWindows
 
 # --- prefixes -----------------------------------------------------------------------------
@@ -195,3 +195,17 @@ def test_while_somebody_waits_for_pages_they_hold_tokens() -> None:
     assert len(shares) > 20
     assert np.mean(shares) >= 0.9
     drain(scheduler)
+
+
+def test_pages_last_for_a_forward_after_the_burst_in_flight_wherever_it_ends() -> None:
+    """A burst may commit far more than sequences have committed on average, up to its pages."""
+    one = SequenceState(request(1, [5] * 10, max_tokens=90, mode="verified"), arrival=0)
+    one.window, one.num_computed = WINDOW, 9
+    span = widest_span(WINDOW, 0)
+    assert one.room_needed == 9 + span
+    one.forwards_in_flight, one.capacity_in_flight = 8, 40
+    assert one.room_needed == 40 + span
+    one.forwards_in_flight = 2  # cannot come that far
+    assert one.room_needed == 9 + 3 * span
+    one.forwards_in_flight, one.capacity_in_flight = 64, 200
+    assert one.room_needed == one.longest_room
