@@ -166,7 +166,7 @@ def _with_room(decoder: Decoder, prompt: Sequence[int]) -> SamplingParams:
 
 def _prompts(llm: LLM, questions: Iterable[Question]) -> list[list[int]]:
     if llm.codec is None:
-        raise InputError(f"{llm.folder} has no tokenizer, which questions need")
+        raise InputError(f"{llm.name} has no tokenizer, which questions need")
     return [question.encode(llm.codec) for question in questions]
 
 
@@ -275,7 +275,7 @@ def decoders_at(
         masks = llm.engine.config.knows_masks
         if not masks and {"blockwise", "paper"} & set(kinds):
             print(
-                f"{llm.folder} was not trained on masks: AR and verified decoding alone",
+                f"{llm.name} was not trained on masks: AR and verified decoding alone",
                 file=sys.stderr,
             )
             kinds = [kind for kind in kinds if kind == "verified"]

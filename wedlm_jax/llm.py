@@ -93,6 +93,7 @@ class LLM:
         ``max_batch_size`` or ``dtype``.
 
     Attributes:
+      name: of the model, as messages call it: as it was given.
       default_params: of prompts that come without parameters.
     """
 
@@ -102,6 +103,7 @@ class LLM:
         self.dtype = config.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
         check_quantization(config.quantization)
         self.folder = find_model(model)
+        self.name = str(self.folder if model is None else model).rstrip("/")
         self.generation_config = read_generation_config(self.folder)
         self.default_params = SamplingParams()
         if config.generation_config == "auto":
@@ -123,7 +125,7 @@ class LLM:
         # What a window was asked for, or left to us, and the model cannot have is said once.
         without = config.window_size in (None, "auto") and not weights.config.knows_masks
         self._told_once = ToldOnce(
-            self.folder, self.codec, weights.config.model_type if without else None
+            self.name, self.codec, weights.config.model_type if without else None
         )
         folder = program_folder()
         store = None if folder is None else ProgramStore(folder)
@@ -169,6 +171,7 @@ class LLM:
         given = sampling_params or [self.default_params]
         given = [given] if isinstance(given, SamplingParams) else given
         for one in given:
+            self.check_draft(one)
             self._told_once.of_mode(one)
         with self._router.turn():
             self.engine.expect([self._with_bad_words_as_ids(one) for one in given])
@@ -400,6 +403,7 @@ class LLM:
                 f"n: expected 1 here, not {params.n}; LLM.generate, LLM.chat and jobs over files "
                 "give several samples"
             )
+        self.check_draft(params)
         token_ids = self.as_ids(prompt)
         self._told_once.of_prompt(prompt)
         self._told_once.of_mode(params)
@@ -410,6 +414,23 @@ class LLM:
         params = self._with_bad_words_as_ids(params)
         self.engine.check(token_ids, params)
         return token_ids, params
+
+    def check_draft(self, params: SamplingParams) -> None:
+        """Refuses drafts that are asked for by name and cannot be had.
+
+        Raises:
+          InputError: saying why.
+        """
+        settings = self.engine.settings
+        most = {"masks": settings.window, "lookup": settings.lookup}.get(params.draft)
+        if params.mode != "verified" or most != 0:
+            return
+        if self.engine.config.knows_masks or params.draft == "lookup":
+            raise InputError(f"draft: {params.draft} needs a window_size above 0")
+        raise InputError(
+            f"draft: {self.name} was not trained on masks, so they cannot draft; "
+            "lookup and auto copy drafts from the text"
+        )
 
     def as_ids(self, prompt: Prompt) -> Sequence[int]:
         """Returns the token ids of a prompt: those given, or those of its text.
@@ -438,7 +459,7 @@ class LLM:
     def _require_codec(self, what: str) -> TextCodec:
         if self.codec is None:
             raise InputError(
-                f"{self.folder} has no tokenizer, which {what} need; pass token ids instead"
+                f"{self.name} has no tokenizer, which {what} need; pass token ids instead"
             )
         return self.codec
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from wedlm_jax.host.notices import notice
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.text import Prompt, TextCodec
@@ -13,14 +11,14 @@ class ToldOnce:
     """Warns of behaviour that a caller may not expect, each kind once.
 
     Args:
-      folder: of the model.
+      name: of the model.
       codec: its tokenizer; None if it has none.
       replaces_modes: the ``model_type`` of a model that decodes autoregressively for want of masks,
         without being asked to; None for others.
     """
 
-    def __init__(self, folder: Path, codec: TextCodec | None, replaces_modes: str | None):
-        self._folder = folder
+    def __init__(self, name: str, codec: TextCodec | None, replaces_modes: str | None):
+        self._name = name
         self._chat_end = codec and codec.chat_end
         self._replaces_modes = replaces_modes
 
@@ -33,7 +31,7 @@ class ToldOnce:
         notice(
             "plain-text prompts are completed without the chat template of %s; for answers use "
             "LLM.chat, --chat or records with messages",
-            self._folder,
+            self._name,
         )
 
     def of_mode(self, params: SamplingParams) -> None:
@@ -44,5 +42,5 @@ class ToldOnce:
         self._replaces_modes = None
         notice(
             "%s (%s) was not trained on masks: decoding autoregressively, as with a window of 0",
-            *(self._folder, kind),
+            *(self._name, kind),
         )

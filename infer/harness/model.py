@@ -85,7 +85,7 @@ class HarnessModel(TemplateLM):
         self.llm = pretrained
         self.params = dataclasses.replace(self.llm.default_params, **sampling)
         if self.llm.codec is None:
-            raise InputError(f"{self.llm.folder} has no tokenizer, which tasks need")
+            raise InputError(f"{self.llm.name} has no tokenizer, which tasks need")
         self.tokenizer = self.llm.tokenizer
         self._totals = Counter[str]()
         self._seconds = 0.0
@@ -97,7 +97,7 @@ class HarnessModel(TemplateLM):
         ids = self.llm.engine.config.eos_token_ids
         found = self.tokenizer.eos_token_id
         if found is None and not ids:
-            raise InputError(f"{self.llm.folder}: no token ends a text, nor begins one")
+            raise InputError(f"{self.llm.name}: no token ends a text, nor begins one")
         return int(ids[0] if found is None else found)
 
     @property
@@ -131,7 +131,7 @@ class HarnessModel(TemplateLM):
         assistant's, is left open to be continued."""
         codec = self.llm.codec
         if codec is None or not codec.has_chat_template:
-            raise InputError(f"{self.llm.folder} has no chat template; leave it out")
+            raise InputError(f"{self.llm.name} has no chat template; leave it out")
         return str(
             self.tokenizer.apply_chat_template(
                 chat_history,

@@ -138,6 +138,15 @@ def test_a_model_without_masks_says_once_that_it_decodes_autoregressively(
     (qwen / "config.json").write_text(json.dumps(config | {"model_type": "qwen3"}))
     LLM(qwen, window_size=0).prepare_one([5, 6], GREEDY)
     fresh = LLM(qwen)
+    masks = SamplingParams(draft="masks")
+    for refuse in (lambda: fresh.prepare_one([5, 6], masks), lambda: fresh.warm_up(masks)):
+        with pytest.raises(InputError, match=f"^draft: {qwen} was not trained on masks"):
+            refuse()
+    fresh.prepare_one([5, 6], SamplingParams(draft="masks", mode="ar"))
+    without = LLM(write_tiny_checkpoint(tmp_path / "tiny"), window_size=0)
+    for draft in ("masks", "lookup"):
+        with pytest.raises(InputError, match=f"^draft: {draft} needs a window_size above 0"):
+            without.prepare_one([5], SamplingParams(draft=draft))
     for mode in ("ar", "verified"):
         fresh.prepare_one([5, 6], SamplingParams(mode=mode))
     assert capsys.readouterr().err == ""

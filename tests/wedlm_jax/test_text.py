@@ -353,7 +353,7 @@ def scripted_llm(codec: TextCodec, ids: list[int], step: int, finish_reason: str
     llm = LLM.__new__(LLM)
     llm.codec, llm.folder = codec, Path("scripted")
     llm.engine = ScriptedEngine(ids, step, finish_reason)  # type: ignore[assignment]
-    llm._router, llm._told_once = Router(llm.engine), ToldOnce(Path(), codec, None)
+    llm._router, llm._told_once = Router(llm.engine), ToldOnce("", codec, None)
     llm.default_params = SamplingParams()
     return llm
 

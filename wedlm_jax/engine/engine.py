@@ -134,8 +134,12 @@ class Engine:
     def check_window(self, window: int) -> None:
         """Refuses, with an `InputError`, a request's own window that is wider than the engine's."""
         most = self.settings.window
-        if not 0 <= window <= most:
-            raise InputError(f"window_size: expected 0 to {most}, the engine's own, not {window!r}")
+        if 0 <= window <= most:
+            return
+        if most == 0:
+            why = "has no windows" if self.config.knows_masks else "was not trained on masks"
+            raise InputError(f"window_size: expected 0, not {window!r}: this model {why}")
+        raise InputError(f"window_size: expected 0 to {most}, the engine's own, not {window!r}")
 
     def most_tokens(self, request: Request) -> int:
         """Returns the largest ``max_tokens`` with which a request's prompt could be decoded."""
