@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> int:
         "                                                       for transformers, as a Qwen3",
     )
     parser.add_argument(
-        "source", metavar="SOURCE", help="a checkpoint's or a run's folder, or a GGUF file"
+        "source", metavar="SOURCE", help="a checkpoint's or a run's folder, a GGUF file, or smollm2"
     )
     parser.add_argument("destination", metavar="DESTINATION", help="the folder to write")
     parser.add_argument(
@@ -101,8 +101,10 @@ def run(options: argparse.Namespace) -> int:
         force=options.force,
         config_from=options.config,
     )
+    file = packaged_file(options.source)
+    from_file = "" if file is None else f" from {file}"
     print(
-        f"wrote {options.destination}: {TITLES[done.format]}, {done.tensors} tensors, "
+        f"wrote {options.destination}{from_file}: {TITLES[done.format]}, {done.tensors} tensors, "
         f"{done.bytes / 1e6:,.1f} MB, {', '.join(done.dtypes)}, "
         f"in {time.monotonic() - start:.1f} s"
     )

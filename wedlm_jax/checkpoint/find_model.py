@@ -8,7 +8,7 @@ from pathlib import Path
 from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL
 from wedlm_jax.checkpoint.model_folder import what_file
-from wedlm_jax.checkpoint.packaged import PACKAGED, packaged_file
+from wedlm_jax.checkpoint.packaged import PACKAGED, may_be_of_hub, packaged_file
 from wedlm_jax.errors import InputError, StorageFailure, file_error, nearest
 from wedlm_jax.host.atomic import alone
 from wedlm_jax.host.notices import notice
@@ -34,10 +34,9 @@ def find_model(model: str | Path | None) -> Path:
     folder = Path(packaged(model))
     if folder.is_file():
         raise InputError(f"{folder}: {what_file(folder)}")
-    plain = "/" not in str(model) and not folder.exists()
-    if plain and (near := nearest(str(model), PACKAGED)):
+    if not folder.exists() and (near := nearest(str(folder), PACKAGED)) and "/" not in str(folder):
         raise InputError(f"{model}: no such folder; did you mean {near!r}?")
-    if folder.exists() or str(model).count("/") != 1 or str(model).startswith((".", "/", "~")):
+    if folder.exists() or not may_be_of_hub(str(model)):
         return folder
     from huggingface_hub import errors, snapshot_download
 
@@ -71,15 +70,15 @@ def packaged(model: str | Path) -> str:
     file = packaged_file(model)
     if file is None:
         return str(model)
-    version = importlib.metadata.version(PACKAGED[str(model)])
-    # By the folder's name commands call the model.
-    folder = cache_folder() / "models" / f"{version}-{CONVERSION}" / str(model)
+    name = Path(model).name
+    version = importlib.metadata.version(PACKAGED[name])
+    folder = cache_folder() / "models" / f"{version}-{CONVERSION}" / name
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Of processes that start together one makes it, and the others wait.
         with alone(folder.parent):
             if not (folder / "config.json").exists():
-                notice("unpacking %s into %s, once", model, folder)
+                notice("unpacking %s into %s, once", name, folder)
                 convert(file, folder)
     except OSError as error:
         raise file_error(folder, "cannot be written", error) from None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from wedlm_jax.checkpoint.hf_folder import INDEX, WEIGHTS, model_config
+from wedlm_jax.checkpoint.packaged import what_is_absent
 from wedlm_jax.config import read_config_json
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.storage import absolute, as_path, is_remote
@@ -37,9 +38,10 @@ def format_of(folder: Path) -> str:
       InputError: there is no such folder, or it is neither or both.
     """
     if not folder.is_dir():
-        missing = "no such file" if folder.suffix == GGUF_SUFFIX else "no such folder"
-        what = what_file(folder) if folder.exists() else missing
-        raise InputError(f"{folder}: {what}")
+        if folder.exists():
+            raise InputError(f"{folder}: {what_file(folder)}")
+        is_file = folder.suffix == GGUF_SUFFIX
+        raise InputError(f"{folder}: {'no such file' if is_file else what_is_absent(folder)}")
     is_hf = (folder / WEIGHTS).exists() or (folder / INDEX).exists()
     is_orbax = (folder / ORBAX).is_dir()
     if is_hf and is_orbax:
@@ -55,9 +57,10 @@ def format_of(folder: Path) -> str:
             "model in hf/, and `wedlm convert RUN DIR` writes that of its newest state any time, "
             "with --config MODEL if the run has no model/ folder"
         )
+    named = "a folder, not a GGUF file; " if folder.suffix == GGUF_SUFFIX else ""
     raise InputError(
-        f"{folder}: neither a Hugging Face checkpoint ({WEIGHTS} or {INDEX}) nor an orbax one "
-        f"({ORBAX}/)"
+        f"{folder}: {named}neither a Hugging Face checkpoint ({WEIGHTS} or {INDEX}) nor an orbax "
+        f"one ({ORBAX}/)"
     )
 
 

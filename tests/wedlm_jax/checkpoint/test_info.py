@@ -241,6 +241,8 @@ def refusal(folder: Path, *named: str) -> None:
 def test_folder_that_is_none(tmp_path: Path) -> None:
     refusal(tmp_path / "none", "no such folder")
     refusal(tmp_path, "neither a Hugging Face checkpoint")
+    (tmp_path / "folder.gguf").mkdir()
+    refusal(tmp_path / "folder.gguf", "a folder, not a GGUF file")
     (tmp_path / "file").touch()
     refusal(tmp_path / "file", "is a file")
 

@@ -60,6 +60,24 @@ def test_a_name_like_it_is_answered_with_it(package: Path, name: str) -> None:
         find_model(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("smollm", "smollm: no such folder; did you mean 'smollm2'?"),
+        ("Qwen/Qwen3-8B", "a model of the hub is fetched by `hf download Qwen/Qwen3-8B --local-"),
+        ("runs/none", "runs/none: no such folder\n"),
+        ("./none", "none: no such folder\n"),
+    ],
+)
+@pytest.mark.parametrize("command", ["info", "convert"])
+def test_commands_that_download_nothing_say_so(
+    package: Path, command: str, name: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (package.parent / "runs").mkdir()
+    assert main([command, name, *(["out"] if command == "convert" else [])]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_folder_may_have_a_name_like_it(package: Path) -> None:
     (package.parent / "smollm").mkdir()
     assert find_model("smollm") == Path("smollm")
@@ -82,7 +100,10 @@ def test_a_folder_of_that_name_is_meant(package: Path) -> None:
 def test_other_commands_know_the_name(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "smollm2"]) == 0
     assert "model_type  llama" in capsys.readouterr().out
+    assert main(["info", "smollm2/"]) == 0
+    assert "model_type  llama" in capsys.readouterr().out
     assert main(["convert", "smollm2", str(package.parent / "out"), "--to", "orbax"]) == 0
+    assert f"out from {package / 'tiny.gguf'}: orbax, " in capsys.readouterr().out
     assert (package.parent / "out" / "orbax").is_dir()
 
 
