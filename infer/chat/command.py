@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infer.flags import add_decoding_options, add_engine_options, sampling_params
@@ -94,7 +95,7 @@ def banner(llm: LLM) -> str:
     """Returns the first line: which model answers, how much it can keep in mind, and what else can
     be said."""
     context = counted(llm.engine.max_model_len, "token")
-    return f"{llm.folder.name}, a context of {context}. {WELCOME}"
+    return f"{Path(llm.name).name}, a context of {context}. {WELCOME}"
 
 
 def converse(read: Callable[[], str], conversation: Conversation, llm: LLM) -> None:
@@ -137,6 +138,8 @@ def _answer(message: str | None, conversation: Conversation, llm: LLM) -> None:
         if reason := empty(completion, llm):
             _tell(reason)
         _tell(figures(completion, seconds, stopped=interrupt.requested))
+        if advice := conversation.advice(completion):
+            _tell(advice)
 
 
 def empty(completion: Completion, llm: LLM) -> str | None:

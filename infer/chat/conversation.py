@@ -56,7 +56,7 @@ class Conversation:
         tell: Callable[[str], None] = lambda _: None,
     ):
         if llm.codec is None:
-            raise InputError(f"{llm.folder} has no tokenizer, without which nobody can talk to it")
+            raise InputError(f"{llm.name} has no tokenizer, without which nobody can talk to it")
         self._llm, self._codec = llm, llm.codec
         self.params, self._limited = params, limited
         self.system = system
@@ -64,7 +64,7 @@ class Conversation:
         self._messages: list[Message] = []
         self._past: _Past | None = None
         self._last: str | None = None
-        self._tell, self._has_told = tell, False
+        self._tell, self._has_told, self._has_advised = tell, False, False
 
     @property
     def messages(self) -> list[Message]:
@@ -125,6 +125,17 @@ class Conversation:
             if completion is not None:
                 self._last = message
                 self._remember(asked, text, prompt, completion)
+
+    def advice(self, completion: Completion) -> str | None:
+        """Returns, once, what helps where greedy answers repeat themselves without an end: after
+        one that filled the context, or was stopped."""
+        filled = completion.finish_reason == "length" and not self._limited
+        endless = filled or completion.finish_reason is None
+        if self._has_advised or not endless or self.params.temperature > 0:
+            return None
+        self._has_advised = True
+        begin = "the answer ran to the end of the context; " if filled else ""
+        return f"{begin}if answers repeat themselves, try /temperature 0.7"
 
     def _fitting(self, messages: list[Message]) -> tuple[list[Message], str, list[int]]:
         """Returns messages that leave room for an answer, their text, and its tokens. Where they

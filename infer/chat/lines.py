@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyBindings
 
+EDITED_KEYS = "Enter sends, Alt-Enter begins a line; what is pasted may have several."
+PLAIN_KEYS = "Enter sends; a line that ends in a backslash goes on in the next."
 PLAIN = "plain lines, as prompt_toolkit is not installed: pip install 'wedlm-jax[chat]'"
+
+
+def keys() -> str:
+    """Returns what keys do: with prompt_toolkit, or where lines are plain."""
+    known = sys.modules.get("prompt_toolkit") is not None
+    return f"{EDITED_KEYS if known else PLAIN_KEYS} Ctrl-C stops an answer."
 
 
 def line_reader(stdin: TextIO) -> Callable[[], str]:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from infer.chat.lines import keys
 from wedlm_jax.errors import InputError, counted, nearest
 from wedlm_jax.host.atomic import written_beside
 from wedlm_jax.params import MODES
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 ORDERS = {
     "/mode": f"[{'|'.join(MODES)}]  how answers are decoded",
-    "/window": "[N]  masked slots decoded in parallel; 0 is autoregressive",
+    "/window": "[N|auto]  masks that draft in parallel; 0 decodes autoregressively",
     "/temperature": "[X]  0 takes the likeliest tokens, 1 samples as the model says",
     "/system": "[TEXT]  the system's message; without a text, none",
     "/retry": "answer the last message again with another seed, which matters above temperature 0",
@@ -26,10 +27,6 @@ ORDERS = {
     "/help": "this list",
     "/quit": "end, as Ctrl-D does",
 }
-
-KEYS = """\
-Enter sends, Alt-Enter begins a line; what is pasted may have several. Without prompt_toolkit a line
-that ends in a backslash goes on in the next. Ctrl-C stops an answer."""
 
 
 def is_order(line: str) -> bool:
@@ -60,7 +57,7 @@ def follow(line: str, conversation: Conversation, llm: LLM) -> str:
     if name == "/help":
         width = max(map(len, ORDERS))
         lines = (f"{order:<{width}}  {meaning}" for order, meaning in ORDERS.items())
-        return "\n".join([*lines, KEYS])
+        return "\n".join([*lines, keys()])
     if name == "/reset":
         conversation.reset()
         return "forgotten"
@@ -83,6 +80,8 @@ def follow(line: str, conversation: Conversation, llm: LLM) -> str:
     if given:
         conversation.window = _window(given, llm)
     window = llm.engine.window_size if conversation.window is None else conversation.window
+    if window == 0 and not llm.engine.config.knows_masks:
+        return f"window 0: {llm.name} was not trained on masks"
     return f"window {window}"
 
 
@@ -107,8 +106,16 @@ def _save(given: str, conversation: Conversation) -> str:
     return f"{counted(len(messages), 'message')} in {path}"
 
 
-def _window(given: str, llm: LLM) -> int:
+def _window(given: str, llm: LLM) -> int | None:
+    """Returns W of the answers to come; None for the engine's."""
+    if given == "auto" and (llm.engine.window_size == "auto" or not llm.engine.config.knows_masks):
+        return None
+    if given == "auto":
+        raise InputError("/window: auto is chosen when a chat begins, by --window-size auto")
     if not given.isdecimal():
         raise InputError(f"/window: expected a number, not {given!r}")
-    llm.engine.check_window(int(given))
+    try:
+        llm.engine.check_window(int(given))
+    except InputError as error:
+        raise InputError(f"/window: {str(error).removeprefix('window_size: ')}") from None
     return int(given)

@@ -10,7 +10,7 @@ import pytest
 
 from infer.chat.conversation import Conversation
 from infer.chat.orders import ORDERS, follow, is_order
-from tests.examples.tiny_checkpoint import CONTEXT
+from tests.examples.tiny_checkpoint import CONTEXT, write_tiny_checkpoint
 from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
@@ -125,6 +125,21 @@ def test_an_answer_may_fill_the_context_unless_told(llm: LLM) -> None:
     long = Conversation(llm, SamplingParams(ignore_eos=True, max_tokens=1))
     answer = ask(long, "the cat")
     assert len(answer.token_ids) + len(llm.chat_prompt(asked("the cat"))) == CONTEXT
+
+
+def test_a_way_out_of_a_loop_is_told_once(llm: LLM) -> None:
+    endless, ended = (Completion("a", [7], reason, 1, 1) for reason in ("length", "stop"))
+    greedy = Conversation(llm, SamplingParams())
+    assert greedy.advice(ended) is None
+    said = greedy.advice(endless)
+    assert said is not None
+    assert said.startswith("the answer ran to the end of the context; ")
+    assert said.endswith("try /temperature 0.7")
+    assert greedy.advice(endless) is None
+    stopped = Completion("a", [7], None, 1, 1)
+    assert Conversation(llm, SamplingParams()).advice(stopped) is not None
+    assert Conversation(llm, SamplingParams(), limited=True).advice(endless) is None
+    assert Conversation(llm, SamplingParams(temperature=0.7)).advice(endless) is None
 
 
 def test_the_oldest_turns_leave_a_full_context_which_is_said_once(llm: LLM) -> None:
@@ -244,10 +259,36 @@ def test_orders_change_what_follows(llm: LLM, conversation: Conversation) -> Non
 
 
 @pytest.mark.parametrize(
+    ("model_type", "window", "line", "said"),
+    [
+        ("wedlm", "auto", "/window auto", "window auto"),
+        ("qwen3", None, "/window auto", "window 0: {name} was not trained on masks"),
+        ("qwen3", None, "/window 8", "/window: expected 0, not 8: this model was not trained on"),
+        ("wedlm", 0, "/window 8", "/window: expected 0, not 8: this model has no windows"),
+    ],
+)
+def test_windows_that_are_no_number(
+    tmp_path: Path, model_type: str, window: int | str | None, line: str, said: str
+) -> None:
+    path = write_tiny_checkpoint(tmp_path / "tiny", tokenizer=True) / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(config | {"model_type": model_type}), encoding="utf-8")
+    llm = LLM(path.parent, window_size=window)
+    conversation = Conversation(llm, PARAMS)
+    try:
+        answer = follow(line, conversation, llm)
+    except InputError as error:
+        answer = str(error)
+    assert answer.startswith(said.format(name=path.parent))
+    assert conversation.window is None
+
+
+@pytest.mark.parametrize(
     ("line", "message"),
     [
         ("/mode fast", "mode: expected one of"),
-        ("/window 5", "window_size: expected 0 to 4"),
+        ("/window 5", "/window: expected 0 to 4"),
+        ("/window auto", "/window: auto is chosen when a chat begins, by --window-size auto"),
         ("/window x", "/window: expected a number"),
         ("/temperature hot", "/temperature: expected a number, not 'hot'"),
         ("/temperature -1", "temperature: expected a number from 0"),

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from infer.chat.lines import PLAIN, line_reader
+from infer.chat.lines import EDITED_KEYS, PLAIN, PLAIN_KEYS, line_reader
 from tests.infer.chat.terminal import Terminal
 from wedlm_jax.errors import InputError
 
 READS = """
 import sys
-from infer.chat.lines import line_reader
+from infer.chat.lines import keys, line_reader
 read = line_reader(sys.stdin)
+print(keys())
 while True:
     try:
         print("GOT", repr(read()))
@@ -63,6 +64,7 @@ WITHOUT_PROMPT_TOOLKIT = "import sys; sys.modules['prompt_toolkit'] = None" + RE
 def test_without_prompt_toolkit_lines_are_read_all_the_same(tmp_path: Path) -> None:
     with contextlib.closing(Terminal(["-c", WITHOUT_PROMPT_TOOLKIT], tmp_path)) as terminal:
         terminal.wait_for(re.escape(PLAIN))
+        terminal.wait_for(re.escape(PLAIN_KEYS))
         terminal.wait_for("> ")
         terminal.type("one\\\rtwo\r")
         terminal.wait_for(r"GOT 'one\\ntwo'")
@@ -79,6 +81,7 @@ def test_without_prompt_toolkit_lines_are_read_all_the_same(tmp_path: Path) -> N
 @pytest.fixture
 def terminal(tmp_path: Path) -> Iterator[Terminal]:
     with contextlib.closing(Terminal(["-c", READS], tmp_path)) as terminal:
+        terminal.wait_for(re.escape(EDITED_KEYS))
         terminal.wait_for(">")
         yield terminal
 
