@@ -147,13 +147,16 @@ def _shared_fields() -> dict[str, Any]:
     }
 
 
+PROMPTS = "a text, a list of token ids, a list of texts, or a list of lists of token ids"
+"""What a completion's prompt may be."""
+
 CompletionRequest = make_model(
     "CompletionRequest",
     __base__=Body,
     __doc__="A text, or several, to complete.",
     prompt=(
         StrictStr | list[StrictInt] | list[StrictStr] | list[list[StrictInt]],
-        Field(description="a text, or token ids; or several of either"),
+        Field(description=PROMPTS),
     ),
     **_sampling_fields(),
     **_shared_fields(),

@@ -167,7 +167,7 @@ class BodyLimits:
 
     def _too_large(self) -> ApiError:
         close = {"Connection": "close"}  # the rest of it is not wanted
-        return ApiError(413, f"the body is larger than {self._most} bytes", headers=close)
+        return ApiError(413, f"the body is larger than {self._most:,} bytes", headers=close)
 
 
 def _as_http(error: ApiError) -> HTTPException:

@@ -12,10 +12,12 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from infer.serve.errors import ApiError
-from infer.serve.fields import ChatRequest, CompletionRequest
-from wedlm_jax.errors import did_you_mean
+from infer.serve.fields import PROMPTS, ChatRequest, CompletionRequest
+from wedlm_jax.errors import did_you_mean, shortened
 
 KNOWN_FIELDS = {**CompletionRequest.model_fields, **ChatRequest.model_fields}
+UNREAD = "There was an error parsing the body"
+"""What FastAPI says of any body that it cannot read, but for mistakes in JSON."""
 
 
 def add_error_answers(app: FastAPI) -> None:
@@ -32,9 +34,19 @@ def add_error_answers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> JSONResponse:
         message = str(error.detail)
+        if message == UNREAD:
+            message = f"the body is not valid JSON ({_reason(error.__cause__)})"
         if error.status_code in (404, 405) and message == HTTPStatus(error.status_code).phrase:
             message = f"{message}: {request.method} {request.url.path}"
         return ApiError(error.status_code, message, headers=error.headers).response
+
+
+def _reason(error: BaseException | None) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not text in UTF-8"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return shortened(str(error))
 
 
 def error_of_fields(errors: Sequence[Mapping[str, Any]], root: str = "body") -> ApiError:
@@ -57,6 +69,9 @@ def error_of_fields(errors: Sequence[Mapping[str, Any]], root: str = "body") -> 
         *_, name = first["loc"]
         hint = did_you_mean(str(name), KNOWN_FIELDS)
         return ApiError(400, f"unknown field {path!r}; {hint}", param=path)
+    if path.partition(".")[0] == "prompt" and first["type"] != "missing":
+        # Each of the four kinds would say what it misses.
+        return ApiError(400, f"prompt: expected {PROMPTS}", param="prompt")
     said = [_sentence(error) for error in errors if _path(error["loc"][skipped:]) == path]
     return ApiError(400, f"{path}: {', or '.join(dict.fromkeys(said))}", param=path)
 

@@ -126,7 +126,7 @@ def test_a_body_that_is_too_large(strict: RunningServer, chunked: bool) -> None:
         headers={"Content-Type": "application/json"},
     )
     assert answer.status_code == 413
-    assert answer.json()["error"]["message"] == "the body is larger than 20000 bytes"
+    assert answer.json()["error"]["message"] == "the body is larger than 20,000 bytes"
     still_answers(strict)
 
 
