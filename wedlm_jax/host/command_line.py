@@ -45,7 +45,7 @@ def _status_of(name: str, main: Callable[[], int | None]) -> int:
 
 class CommandParser(argparse.ArgumentParser):
     """Parses as argparse does, but takes no abbreviations, keeps the lines of help texts, and says
-    beside an unknown option which known one is nearest."""
+    beside an unknown option or choice which known one is nearest."""
 
     def __init__(self, **options: Any):
         super().__init__(
@@ -60,3 +60,11 @@ class CommandParser(argparse.ArgumentParser):
         near = [name for one in options if (name := nearest(one, known)) is not None]
         hint = f"; did you mean {' and '.join(near)}?" if near else ""
         super().error(message + hint)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            if near := nearest(str(value), map(str, action.choices or ())):
+                error.message += f"; did you mean {near!r}?"
+            raise

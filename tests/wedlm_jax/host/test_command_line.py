@@ -19,6 +19,8 @@ from wedlm_jax.host.command_line import CommandParser
             ["--temprature", "1", "--max_tokens", "2"],
             "did you mean --temperature and --max-tokens?",
         ),
+        (["--mode", "papr"], "invalid choice: 'papr'"),
+        (["--mode", "papr"], "; did you mean 'paper'?\n"),
         (["--zzz"], "unrecognized arguments: --zzz\n"),
         (["prompt"], "unrecognized arguments: prompt\n"),
         (["--temperature", "hot"], "argument --temperature: invalid float value: 'hot'\n"),
@@ -30,6 +32,7 @@ def test_a_refusal_names_the_nearest_options(
     parser = CommandParser(prog="wedlm generate")
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--mode", choices=("paper", "ar"))
     with pytest.raises(SystemExit) as end:
         parser.parse_args(given)
     assert end.value.code == 2
