@@ -121,7 +121,7 @@ class JobProgress:
     """A job at one moment; all but ``done`` and ``earlier`` are of this run alone.
 
     Attributes:
-      done: records finished, those of earlier runs included.
+      done: records finished, those of earlier runs and of other processes included.
       earlier: finished by earlier runs.
       total: records that this process has to see to.
       tokens, forwards: of finished and running sequences.
@@ -151,7 +151,8 @@ class JobProgress:
 
     @property
     def seconds_left(self) -> float:
-        """If the remaining records take as long as those of this run; infinite before the first."""
+        """If the remaining records take as long as those that were finished during this run, also
+        by other processes; infinite before the first."""
         finished = self.done - self.earlier
         return self.seconds * (self.total - self.done) / finished if finished else math.inf
 

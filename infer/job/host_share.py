@@ -78,7 +78,7 @@ class JobShare:
         compiling = self._llm.engine.compile_seconds - self._compiled
         earlier = self._finished + self._decoder.earlier
         return JobProgress(
-            done=earlier + counts.rows,
+            done=earlier + self._decoder.elsewhere + counts.rows,
             earlier=earlier,
             total=self._total,
             tokens=now.tokens if now else 0,

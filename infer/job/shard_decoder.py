@@ -51,6 +51,7 @@ class ShardDecoder:
     Attributes:
       counts: of the records of this run.
       earlier: records of these shards that earlier runs had finished.
+      elsewhere: records of these shards that other processes have finished during this run.
       in_use: shards that another process is decoding.
       first_bad: where the first bad record of this run is, and what is wrong with it.
     """
@@ -68,7 +69,7 @@ class ShardDecoder:
         self._under_way: dict[int, _DecodingRecord] = {}
         self._open: dict[int, PartFile] = {}
         self.counts = Counts()
-        self.earlier = 0
+        self.earlier = self.elsewhere = 0
         self.first_bad = ""
         self.in_use: list[Shard] = []
 
@@ -116,12 +117,14 @@ class ShardDecoder:
         """Yields prepared prompts for the engine; writes an error for what cannot be decoded."""
         places = itertools.count()
         for shard in self._and_again(shards):
+            self._count_elsewhere()
             try:
                 part = self._folder.open(shard)
             except InUse:
                 self.in_use.append(shard)
                 continue
             if part is None:
+                self.elsewhere += shard.records
                 continue
             self._open[shard.number] = part
             self.earlier += len(part)
@@ -141,6 +144,12 @@ class ShardDecoder:
                 )
                 yield record.prompt
             self._seal_if_whole(shard, part)
+
+    def _count_elsewhere(self) -> None:
+        """Counts the shards in use that have been finished since."""
+        done = [shard for shard in self.in_use if self._folder.is_finished(shard)]
+        self.elsewhere += sum(shard.records for shard in done)
+        self.in_use = [shard for shard in self.in_use if shard not in done]
 
     def _and_again(self, shards: Iterable[Shard]) -> Iterator[Shard]:
         """Yields all shards, and then again those that another process was decoding: it may have

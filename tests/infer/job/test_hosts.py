@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from infer.job.counts import JobProgress
 from infer.job.shard_folder import ShardFolder
 from tests.infer.job.job_examples import contents, read_json, results, run, stop_after, words, write
 
@@ -93,6 +94,28 @@ def test_a_shard_that_another_process_is_at_is_left_to_it(
     assert run(model, output="out") == 0
     assert [record["id"] for record in results("out")] == list(range(1, 9))
     assert kept + 4 <= len(decoded) <= 12
+
+
+def test_progress_counts_what_other_processes_finish(
+    work: Path, model: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(words(40))
+    shown, seal, other = list[int](), ShardFolder.seal, itertools.count()
+
+    def meanwhile(self: ShardFolder, *arguments: Any) -> None:
+        seal(self, *arguments)
+        if next(other) == 0:
+            assert host(model, 1, 2) == 0
+
+    def show(self: JobProgress, *_: Any) -> None:
+        if self.total == 40:
+            shown.append(self.done)
+
+    monkeypatch.setattr(ShardFolder, "seal", meanwhile)
+    monkeypatch.setattr(JobProgress, "show", show)
+    assert run(model, "--shard-size", "2", output="out") == 0
+    assert shown == sorted(shown)
+    assert shown[-1] > 30, "the other has decoded half of them"
 
 
 @pytest.mark.parametrize("output", ["out.jsonl", "out"])
