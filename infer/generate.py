@@ -29,14 +29,13 @@ given again, prompts in files, each of which gives one record of results.
 """
 
 FILES = """\
---input is JSONL, also as .jsonl.gz or .jsonl.zst, or Parquet: a file, several, a folder, or a
-pipe (-, JSONL). A record
-has exactly one of
+--input takes files of JSONL (.jsonl, .jsonl.gz, .jsonl.zst) or Parquet, and folders of them; or -,
+JSONL from a pipe. A record is an object. It has exactly one of
   "prompt"            a text
   "prompt_token_ids"  a list of token ids; needs no tokenizer
   "messages"          [{"role": ..., "content": ...}, ...], through the chat template
 and may have
-  "id"                a text or an integer, unique; the record's number, from 1, without it
+  "id"                a text or an integer, unique; else it is the record's number, from 1
   "tools"             [{...}, ...] and
   "chat_template_kwargs"  {"enable_thinking": false, ...}, for the chat template
   "sampling"          {"temperature": 0.7, "stop": ["\\n"], ...}, instead of the command
@@ -44,17 +43,17 @@ and may have
 {fields}
   "window_size"       W of this record, at most --window-size; 0 decodes autoregressively
   any other           is yours, and comes back in the record of the output
-or the form of OpenAI's batch files, {"custom_id": ..., "url": ..., "body": {...}}, which its
-result then has, too.
-In Parquet these are columns, of which a null is no value; "sampling" may be a text of JSON.
+Or it has the form of OpenAI's batch files, {"custom_id": ..., "url": ..., "body": {...}}; then its
+result has their form, too.
+In Parquet these keys are columns, where null means absent; "sampling" may be a text of JSON.
 
-a record of the output has
+A record of the output has
   id, text, token_ids, finish_reason, num_forwards, num_token_instances, drafts, and your own
   keys
   logprobs  if asked for: {"logprob": X, "top": [[token_id, X], ...]} for each token
   samples   with n above 1: a list of all n, each with these fields but the id; the record's
             own are those of the first
-or, in the place of a record that cannot be decoded,
+or, if its prompt cannot be decoded,
   id (if it has one), error, line, and file (if there are several)
 
 --output is a .jsonl or .parquet file, or a folder of shards (rows-00000-of-00010.jsonl), each
@@ -105,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--prompt",
         metavar="TEXT",
-        help="one prompt; - reads standard input, without its last line end",
+        help="the prompt; - reads it from standard input and drops the last line end",
     )
     add(
         "--input",
@@ -117,7 +116,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--output",
         metavar="PATH",
-        help="a folder, or a .jsonl or .parquet file; another job's is kept, see --overwrite",
+        help="with --input: the folder, or the .jsonl or .parquet file, to write; one that holds "
+        "results of another job is refused without --overwrite",
     )
     add(
         "--trace",
@@ -129,7 +129,7 @@ def parser() -> argparse.ArgumentParser:
         "--chat",
         action="store_true",
         default=False,
-        help="a prompt is a user's message, put through the chat template",
+        help="take a prompt as a user's message, and put it through the chat template",
     )
     add_engine_options(
         result.add_argument_group("model"), batch_size="16; 1 with --prompt, or as many as --n"
@@ -161,7 +161,7 @@ def _add_job(group: Any) -> None:
         default=False,
         help="compile before the first prompt is decoded",
     )
-    add("--shard-size", type=int, metavar="N", help="records of a shard [1000]")
+    add("--shard-size", type=int, metavar="N", help="records in each shard [1000]")
     add(
         "--fail-fast",
         action="store_true",
@@ -179,31 +179,32 @@ def _add_job(group: Any) -> None:
         "--grace",
         type=float,
         metavar="X",
-        help="seconds after SIGTERM for the records under way [20.0]",
+        help="seconds after SIGTERM in which records under way may finish [20.0]",
     )
     add(
         "--num-hosts",
         metavar="N|auto",
-        help="processes that share the job; auto asks what launched them [1]",
+        help="how many processes share the job; auto: as many as were launched together [1]",
     )
     add(
         "--host-id",
         type=int,
         metavar="N",
-        help="which of them this is, from 0 [asks what launched it]",
+        help="which of these processes this is, from 0 [as it was launched]",
     )
     add(
         "--ray",
         nargs="?",
         const="",
         metavar="ADDRESS",
-        help="under Ray Data, in this cluster, or one that is found or begun",
+        help="decode under Ray Data, in the cluster at ADDRESS, or else in one that is found or "
+        "begun",
     )
     add(
         "--ray-actors",
         type=int,
         metavar="N",
-        help="models at work under Ray [one for each accelerator]",
+        help="how many models decode under Ray [one for each accelerator]",
     )
 
 
@@ -282,6 +283,8 @@ def load(options: dict[str, Any]) -> LLM:
     try:
         llm = LLM(given.pop("model", None), **given)
         _tell_advice(llm, options)
+        if "draft" in options:
+            llm.check_draft(sampling_params(options))
         if options.get("warmup"):
             llm.warm_up(sampling_params(options))
         return llm

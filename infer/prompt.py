@@ -108,7 +108,7 @@ def _trace(llm: LLM, prompt: Prompt, params: SamplingParams, text: str) -> Seque
         params,
         len(llm.as_ids(prompt)),
         window if isinstance(window, int) else None,
-        model=llm.folder.name,
+        model=Path(llm.name).name,
         prompt=text,
     )
 
@@ -118,7 +118,11 @@ def _print_logprobs(llm: LLM, completion: Completion) -> None:
     its place."""
 
     def shown(token_id: int) -> str:
-        return repr(llm.codec.decode([token_id])) if llm.codec is not None else str(token_id)
+        if llm.codec is None:
+            return str(token_id)
+        # A special token, such as that which ends a text, is no part of the text.
+        text = llm.codec.decode([token_id]) or llm.tokenizer.convert_ids_to_tokens(token_id)
+        return repr(text)
 
     for token_id, said in zip(completion.token_ids, completion.logprobs or [], strict=True):
         top = "  ".join(f"{shown(other)} {value:.2f}" for other, value in said.top)

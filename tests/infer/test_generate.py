@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 
 from infer import generate
+from infer.prompt import _print_logprobs
 from tests.examples.decode import EVERYTHING
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from tests.forward_sizes import two_sizes
 from wedlm_jax.__main__ import main
+from wedlm_jax.completion import Completion
+from wedlm_jax.decode.logprobs import TokenLogprob
+from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 
@@ -193,6 +197,14 @@ def test_log_probabilities_of_a_prompt_a_line_a_token(
     assert [line.split()[0] for line in lines] == [f"{x.logprob:.3f}" for x in expected.logprobs]
 
 
+def test_the_token_that_ends_a_text_is_shown(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    (end,) = llm.engine.config.eos_token_ids
+    said = TokenLogprob(-0.5, [(end, -0.5)])
+    _print_logprobs(llm, Completion("", [end], "stop", 1, 1, [said]))
+    name = repr(llm.tokenizer.convert_ids_to_tokens(end))
+    assert capsys.readouterr().err.split() == ["-0.500", name, name, "-0.50"]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("options", ["--mesh data=2 --deterministic", ""])
 def test_neither_devices_nor_many_sizes_change_what_is_said(
@@ -227,6 +239,8 @@ def test_a_checkpoint_without_masks_copies_drafts_or_says_that_it_has_none(
     *notices, last = capsys.readouterr().err.splitlines()
     assert sum("was not trained on masks" in line for line in notices) == 1
     assert last.startswith(f"{tokens} tokens in {tokens} forwards ")
+    with pytest.raises(InputError, match=r"^--draft: .* was not trained on masks"):
+        generate.load({"model": arguments[2], "draft": "masks"})
     # Who names a window, or the mode, knows.
     assert main([*arguments, "--mode", "ar", "--prompt", "the cat"]) == 0
     assert "autoregressively" not in capsys.readouterr().err
