@@ -75,8 +75,8 @@ class SamplingParams:
     min_p: Annotated[
         float,
         Option(
-            "sample from tokens whose probability is at least this share of the most likely one's, "
-            "before top_k; 0 is all",
+            "sample from tokens whose probability is at least this share of the most likely "
+            "token's, before top_k; 0 is all",
             low=0,
             high=1,
             array="float32",
@@ -96,8 +96,8 @@ class SamplingParams:
     stop_token_ids: Annotated[
         tuple[int, ...],
         Option(
-            "token ids that end it, besides the model's end of text; kept in token_ids, not in "
-            "text",
+            "token ids that end the completion, besides the model's end of text; they stay in "
+            "token_ids, not in text",
             none="none",
         ),
     ] = ()
@@ -108,10 +108,10 @@ class SamplingParams:
     entropy_threshold: Annotated[
         float | None,
         Option(
-            "τ in nats: every mask whose adjusted entropy is below it is filled",
+            "τ of mode paper, in nats: a mask is filled if its entropy plus penalty is below it",
             low=0,
             high=1e6,
-            none="fills one mask a forward",
+            none="one mask is filled in each forward",
             array="float32",
             trait="paper",
         ),
@@ -119,7 +119,7 @@ class SamplingParams:
     position_penalty: Annotated[
         float,
         Option(
-            "λ, added to the entropy per slot of distance from the first mask",
+            "λ of mode paper, in nats: a mask's penalty for each slot of distance from the first",
             low=0,
             high=1e6,
             array="float32",
@@ -129,11 +129,11 @@ class SamplingParams:
     seed: Annotated[
         int | None,
         Option(
-            "of the random numbers; the same seed gives the same tokens in any batch; -1 is none",
+            "starts the random numbers: the same seed gives the same tokens in any batch",
             low=0,
             high=2**32 - 1,
             integer=True,
-            none="a new one at every call",
+            none="a new one at every call, as for -1",
             array="uint32",
             trait="sampled",
         ),
@@ -219,7 +219,8 @@ class SamplingParams:
     logprobs: Annotated[
         int | None,
         Option(
-            "return each token's log-probability, and this many of the most probable in its place",
+            "return the log-probability of each token, and of this many of the most probable "
+            "tokens in its place",
             low=0,
             high=MOST_LOGPROBS,
             integer=True,
@@ -229,25 +230,27 @@ class SamplingParams:
     mode: Annotated[
         str,
         Option(
-            "paper commits what masks were filled with; verified commits only what ar would, in "
-            "fewer forwards; ar decodes autoregressively, as every mode does with a window of 0",
+            "ar: one token for each forward, autoregressively. verified: the tokens of ar in fewer "
+            "forwards, as each forward checks several drafts. paper: what masks are filled with is "
+            "committed unchecked, and may differ from ar. A window of 0 makes every mode ar",
             choices=MODES,
         ),
     ] = DEFAULT_MODE
     draft: Annotated[
         str,
         Option(
-            "verified: where drafts come from, which never changes the tokens: masks fills them "
-            "in, lookup copies what followed the last tokens where they occurred before, none is "
-            "ar; auto takes what the model has, and copies where that saves time",
+            "where drafts of mode verified come from, which does not change the tokens. masks: a "
+            "model that was trained on masks fills them in. lookup: copied from where the last "
+            "tokens stand earlier in the text. none: no drafts, as in mode ar. auto: masks if the "
+            "model knows them, else lookup where it saves time; with window_size auto both",
             choices=DRAFTS,
         ),
     ] = "auto"
     draft_budget: Annotated[
         float,
         Option(
-            "verified: the most nats that the entropies of a window's masks add up to; a larger "
-            "budget drafts more and rejects more, and never changes the tokens",
+            "in mode verified, the most nats that the entropies of a window's drafts add up to: a "
+            "larger budget drafts more and rejects more; the tokens are the same",
             low=0,
             high=1e6,
             array="float32",

@@ -130,15 +130,15 @@ def _parser() -> BenchmarkParser:
     )
     add(
         "--mode",
-        "of the windows, one or more [windows and floor both, else verified]",
+        "how windows are decoded, one or more [windows and floor both, else verified]",
         of=tuple(MODES),
         nargs="+",
         choices=("paper", "verified"),
     )
     add(
         "--draft",
-        "of SamplingParams.draft, one or more, beside AR [drafts all; identity masks, or lookup "
-        "and auto for a model without them]",
+        "where drafts come from, one or more, beside AR [drafts all; identity masks, or lookup and "
+        "auto for a model that was not trained on masks]",
         of=("drafts", "identity"),
         nargs="+",
         choices=DRAFTS,
@@ -151,22 +151,24 @@ def _parser() -> BenchmarkParser:
     )
     add(
         "--prompts",
-        "of a regime in windows and drafts [2 for each sequence, at least 24], of all in identity "
-        "[all]",
+        "how many prompts: of each regime in windows and drafts [2 for each sequence, at least "
+        "24], of all together in identity [all]",
         of=("windows", "drafts", "identity"),
         type=int,
         metavar="N",
     )
     add(
         "--prompt-tokens",
-        f"of the long prompt [{LONG_PROMPT}]",
+        f"tokens of the long prompt [{LONG_PROMPT}]",
         of=("chunks",),
         type=int,
         metavar="N",
     )
     add("--temperature", "0 is greedy [0]", of=("identity",), type=float, metavar="X")
-    add("--max-tokens", f"[{MAX_TOKENS}]", of=("identity",), type=int, metavar="N")
-    add("--minutes", f"for each window [{MINUTES:g}]", of=("soak",), type=float, metavar="X")
+    longest = f"the most tokens of a completion [{MAX_TOKENS}]"
+    add("--max-tokens", longest, of=("identity",), type=int, metavar="N")
+    minutes = f"how long each window is decoded [{MINUTES:g}]"
+    add("--minutes", minutes, of=("soak",), type=float, metavar="X")
     add("--passes", f"timed passes [{PASSES}]", of=timed, type=int, metavar="N")
     add(
         "--plot",
@@ -188,7 +190,8 @@ def _add_subject_options(parser: BenchmarkParser) -> None:
         of=("floor", "chunks", "soak"),
         choices=tuple(SHAPES),
     )
-    add("--dtype", "[float32 on a CPU, else bfloat16]", choices=("float32", "bfloat16"))
+    dtype = "type of weights and arithmetic [float32 on a CPU, else bfloat16]"
+    add("--dtype", dtype, choices=("float32", "bfloat16"))
     add("--quantization", "round the weights to 8 bits", of=OF_A_MODEL, choices=("int8",))
     add(
         "--kv-cache-dtype",
@@ -206,7 +209,8 @@ def _add_subject_options(parser: BenchmarkParser) -> None:
         nargs="+",
         metavar="FILE",
     )
-    add("--regime", "of the questions, one or more [all]", of=on_questions, nargs="+", metavar="N")
+    regimes = "kinds of questions, one or more [all]"
+    add("--regime", regimes, of=on_questions, nargs="+", metavar="N")
 
 
 def _check_subject(options: argparse.Namespace) -> None:

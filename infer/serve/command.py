@@ -32,15 +32,15 @@ Serves a model to programs that speak the OpenAI API: /v1/completions, /v1/chat/
 """
 
 NOTES = f"""\
-Sampling options are what requests get that say nothing else; a chat gets --max-tokens only if it
-is given here, else all that its prompt leaves of the context.
+Decoding options hold for requests that do not give them.
 
 Every option may also be an environment variable ({PREFIX}PORT=8080 is --port 8080), or a line of
 the table [{TABLE}] in {FILE} (port = 8080), in the working directory or where --config says. Flags
 override variables, and variables the file. The key is best given as {PREFIX}API_KEY: others on
 this machine see command lines.
 
-SIGTERM ends the server when the answers under way are finished, or after --grace seconds.
+Ctrl-C or SIGTERM stops the server: it takes no more requests, and ends when the answers under way
+are finished, or after --grace seconds.
 
 examples:
   wedlm serve
@@ -51,10 +51,10 @@ examples:
 """
 
 TAKEN_OTHERWISE = {
-    "max_tokens": "the most completion tokens, in what the prompt leaves of the context "
-    "[256; of chats, all that it leaves]",
-    "seed": "of the random numbers; with it, requests that are the same get the same tokens "
-    "[none: each request has a new one]",
+    "max_tokens": "the most tokens of a completion, fewer if the context has no room for them "
+    "[256; of a chat's answer, all that there is room for]",
+    "seed": "starts the random numbers of every request: the same request gets the same tokens "
+    "[none: each request has a seed of its own]",
 }
 """Help for sampling options that mean something else in the server than in other commands."""
 
@@ -81,31 +81,36 @@ def parser() -> argparse.ArgumentParser:
     _add_server(result.add_argument_group("server"))
     _add_limits(result.add_argument_group("limits"))
     add_engine_options(result.add_argument_group("model"))
-    decoding = result.add_argument_group("decoding, of requests that do not say")
+    decoding = result.add_argument_group("decoding, where a request does not say")
     add_decoding_options(decoding, TAKEN_OTHERWISE)
     return result
 
 
 def _add_server(group: Any) -> None:
     add = group.add_argument
-    add("--host", metavar="HOST", help="address to listen at; 0.0.0.0 is all [127.0.0.1]")
-    add("--port", type=int, metavar="N", help="0 takes any that is free [8000]")
-    add("--served-model-name", metavar="NAME", help=f"[as --model; {EMBEDDED_NAME}]")
-    add("--api-key", metavar="KEY", help="that callers must have [none]")
+    add(
+        "--host",
+        metavar="HOST",
+        help="address to listen at; 0.0.0.0 is all of the machine's [127.0.0.1]",
+    )
+    add("--port", type=int, metavar="N", help="port to listen at; 0 takes any that is free [8000]")
+    shown = f"the model's name in the API [as --model; {EMBEDDED_NAME}]"
+    add("--served-model-name", metavar="NAME", help=shown)
+    add("--api-key", metavar="KEY", help="the key that callers must send [none]")
     add(
         "--cors-origin",
         nargs="+",
         action="extend",
         metavar="URL",
-        help="whose pages may call from browsers; * is all [none]",
+        help="sites whose pages may call the server from browsers; * is all [none]",
     )
     add(
         "--no-warmup",
         action="store_true",
         help="listen at once; the first requests then wait for the compiler",
     )
-    add("--quiet", action="store_true", help="no line on standard error for each request")
-    add("--config", metavar="FILE", help=f"see below [{FILE}, if it is there]")
+    add("--quiet", action="store_true", help="log no line for each request")
+    add("--config", metavar="FILE", help=f"file of settings, see below [{FILE}, if it is there]")
 
 
 def _add_limits(group: Any) -> None:
@@ -114,22 +119,24 @@ def _add_limits(group: Any) -> None:
         "--max-waiting",
         type=int,
         metavar="N",
-        help="completions that wait behind those that decode; more are told 429 [1024]",
+        help="how many completions may wait while others decode; requests for more get status 429 "
+        "[1024]",
     )
-    add("--max-body", type=int, metavar="N", help="bytes of a request [8388608]")
+    add("--max-body", type=int, metavar="N", help="the most bytes of a request [8388608]")
     add(
         "--client-timeout",
         type=float,
         metavar="X",
-        help="seconds for a request to come, and that a client may leave an answer unread [30]",
+        help="seconds that a client may take to send a request, or leave an answer unread [30]",
     )
     add(
         "--burst-seconds",
         type=float,
         metavar="X",
-        help="of decoding between two looks at new requests; streams come in pieces as long [0.05]",
+        help="seconds of decoding after which new requests are let in and streams are sent their "
+        "next piece [0.05]",
     )
-    add("--grace", type=float, metavar="X", help="seconds after SIGTERM for answers [20]")
+    add("--grace", type=float, metavar="X", help="seconds after Ctrl-C or SIGTERM for answers [20]")
 
 
 def main(arguments: list[str]) -> int:

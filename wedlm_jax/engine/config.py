@@ -34,9 +34,9 @@ class EngineConfig:
     window_size: Annotated[
         int | str | None,
         Option(
-            "W, the masks that draft in parallel; 0 decodes autoregressively; auto chooses for "
-            "each sequence while it decodes, for speed: in mode paper the tokens may then depend "
-            "on the machine",
+            "W, how many masks draft in parallel. 0: none, to decode autoregressively. auto: "
+            "chosen for each sequence while it decodes, for speed; in mode paper the tokens may "
+            "then depend on the machine",
             low=0,
             integer=True,
             also=("auto",),
@@ -45,7 +45,9 @@ class EngineConfig:
     ] = None
     dtype: Annotated[
         str | None,
-        Option("of weights and arithmetic", choices=DTYPES, none="float32 on a CPU, else bfloat16"),
+        Option(
+            "type of weights and arithmetic", choices=DTYPES, none="float32 on a CPU, else bfloat16"
+        ),
     ] = None
     quantization: Annotated[
         str | None,
@@ -103,16 +105,16 @@ class EngineConfig:
     trust_special_tokens: Annotated[
         bool,
         Option(
-            "special tokens that are spelt in messages are tokens: they can end a turn and begin "
-            "another's; otherwise they are text",
+            "read special tokens that are spelt out in messages as tokens, which can end a turn "
+            "and begin another; otherwise they are text",
             flag=True,
         ),
     ] = False
     generation_config: Annotated[
         str,
         Option(
-            "auto: sample as the model's generation_config.json advises, where nothing says "
-            "otherwise; none: greedily; what ends a text is read from that file in any case",
+            "auto: sample as the model's generation_config.json advises, where options are not "
+            "given; none: greedily. Stop tokens are read from that file in any case",
             choices=("none", "auto"),
         ),
     ] = "none"
