@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_decoding(group: Any) -> None:
     add = group.add_argument
-    add("--window-size", type=int, metavar="N", help="W, masked slots [16]")
+    add("--window-size", type=int, metavar="N", help="W, how many masks draft in parallel [16]")
     add(
         "--entropy-threshold",
         type=float,
@@ -78,7 +78,7 @@ def _add_decoding(group: Any) -> None:
         "--max-tokens",
         type=int,
         metavar="N",
-        help="of an answer [160, own questions 512; tasks: what each says]",
+        help="the most tokens of an answer [160, own questions 512; tasks: what each says]",
     )
     add("--output", metavar="FILE", help="also write the scores as JSON")
 
@@ -92,7 +92,8 @@ def _add_questions(group: Any) -> None:
         help="how answers are judged where a question does not say [exact]",
     )
     add("--chat", action="store_true", help="a prompt is a user's message, for the chat template")
-    add("--samples", type=int, metavar="N", help="questions a regime [300; own questions all]")
+    samples = "how many questions of each regime [300; own questions all]"
+    add("--samples", type=int, metavar="N", help=samples)
     add(
         "--decoders",
         nargs="+",
@@ -111,7 +112,7 @@ def _add_tasks(group: Any) -> None:
     add = group.add_argument
     add("--tasks", nargs="+", metavar="NAME", help="names or YAML files of tasks")
     add("--mode", choices=("verified", "paper", "ar"), help="how answers are decoded [verified]")
-    add("--limit", type=int, metavar="N", help="documents of each task, for a trial [all]")
+    add("--limit", type=int, metavar="N", help="how many documents of each task [all]")
     add("--num-fewshot", type=int, metavar="N", help="solved examples before each [as tasks say]")
     add("--apply-chat-template", action="store_true", help="ask through the chat template [off]")
     add(

@@ -37,7 +37,7 @@ def check_trace(path: str | None, samples: int) -> None:
     if path is None:
         return
     if samples > 1:
-        raise InputError("--trace is of one sequence: expected --n 1")
+        raise InputError("--trace: expected --n 1, as a trace is of one sequence")
     check_writable(Path(path), "--trace")
 
 

@@ -20,9 +20,9 @@ def main(arguments: list[str]) -> int:
     parser = CommandParser(
         prog="wedlm plot",
         description="Draws a trace of `wedlm generate --trace`, or one saved by the page of\n"
-        "`wedlm serve`: a row a forward, a column a place of the completion. Colour is\n"
-        "the entropy of what the forward predicted there; outlines tell what it\n"
-        "committed, filled out of order, and rejected.",
+        "`wedlm serve`: each forward is a row, each place in the completion a column.\n"
+        "Colour is the entropy of what the forward predicted there; outlines tell what\n"
+        "it committed, filled out of order, and rejected.",
         epilog="example:\n"
         '  wedlm generate --prompt "Once upon a time" --trace out.json && wedlm plot out.json',
     )

@@ -56,7 +56,7 @@ class Conversation:
         tell: Callable[[str], None] = lambda _: None,
     ):
         if llm.codec is None:
-            raise InputError(f"{llm.name} has no tokenizer, without which nobody can talk to it")
+            raise InputError(f"{llm.name} has no tokenizer, which a chat needs")
         self._llm, self._codec = llm, llm.codec
         self.params, self._limited = params, limited
         self.system = system

@@ -164,8 +164,8 @@ class Job:
             files = (spool(self.source.pipe, self.output.folder),)
             self._spooled = files[0].path
         if self.source.others:
-            count = f"{len(self.source.others):,} in the folders"
-            self.say(f"files not read, since neither .jsonl nor .parquet: {count}")
+            count = counted(len(self.source.others), "file")
+            self.say(f"{count} in the folders, neither .jsonl nor .parquet, not read")
         told = started
 
         def tell(records: int) -> None:

@@ -75,7 +75,10 @@ def _from_environment(
             continue
         if name not in actions:
             hint = did_you_mean(name, actions)
-            print(f"wedlm serve: {variable} is no setting and ignored; {hint}", file=sys.stderr)
+            print(
+                f"wedlm serve: {variable} is ignored, as no setting is called so; {hint}",
+                file=sys.stderr,
+            )
             continue
         value = shlex.split(text) if actions[name].nargs == "+" else text
         settings[name] = _read(variable, actions[name], value)

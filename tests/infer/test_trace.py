@@ -103,7 +103,10 @@ def test_the_news_of_a_stream_join_to_the_whole(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--prompt", "x", "--n", "2", "--temperature", "1"], "--trace is of one sequence"),
+        (
+            ["--prompt", "x", "--n", "2", "--temperature", "1"],
+            "--trace: expected --n 1, as a trace is",
+        ),
         (["--input", "x.jsonl", "--output", "y.jsonl"], "--trace goes with --prompt"),
     ],
 )

@@ -11,9 +11,9 @@ from wedlm_jax.host.command_line import CommandParser
 def main(arguments: list[str]) -> int:
     parser = CommandParser(
         prog="wedlm export",
-        description="Writes a checkpoint for transformers, vLLM and others that do not know\n"
-        "WeDLM, and decode it autoregressively: Hugging Face's files, named qwen3, qwen2 or\n"
-        "llama by the parameters. SOURCE is any that `wedlm convert` reads.",
+        description="Writes a checkpoint for transformers, vLLM and others that do not know WeDLM\n"
+        "and decode it autoregressively: a Hugging Face folder of model type qwen3, qwen2 or\n"
+        "llama, whichever has the parameters. SOURCE may be whatever `wedlm convert` reads.",
         epilog="example:\n  wedlm export runs/mine/hf mine-qwen --dtype bfloat16",
     )
     parser.add_argument("source", metavar="SOURCE", help="a checkpoint folder, or a training run's")

@@ -66,9 +66,7 @@ def test_files_and_folders_are_one_row_after_the_other(
     done = results("out")
     assert [record["id"] for record in done] == [record["id"] for record in records]
     assert (done[7]["line"], done[7]["file"]) == (5, "folder/b/c.jsonl")
-    assert (
-        "not read, since neither .jsonl nor .parquet: 1 in the folders" in capsys.readouterr().err
-    )
+    assert "1 file in the folders, neither .jsonl nor .parquet, not read" in capsys.readouterr().err
 
     # Moved as a whole, the input is the same.
     (work / "moved").mkdir()
