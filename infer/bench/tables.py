@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ from rich.table import Table
 
 from infer.bench.chunks import CHUNK, ChunkCost
 from infer.bench.floor import ForwardCost, PromptCost
+from infer.bench.gaps import LONG, Gap
 from infer.bench.identity import Agreement
 from infer.bench.pages import PageUse
 from infer.bench.soak import SoakSample, growth
@@ -54,6 +56,26 @@ def prompt_table(costs: Sequence[PromptCost]) -> Table:
             f"{cost.host:.2f}",
             f"{cost.fixed:.2f}",
         )
+    return table
+
+
+def gap_table(gaps: Sequence[Gap]) -> Table:
+    """Makes the table of gaps between bursts with one number of sequences; each three ways are set
+    against the first of them, which has long bursts."""
+    table = _table(
+        f"bursts, {gaps[0].sequences} sequences",
+        "ms",
+        "× long bursts",
+        "bursts",
+        "the device waits, ms",
+    )
+    long = gaps[0]
+    for gap in gaps:
+        long = gap if gap.way.endswith(LONG) else long
+        median = statistics.median(gap.seconds)
+        times = median / statistics.median(long.seconds)
+        waits = "" if math.isnan(gap.waits) else f"{gap.waits:.2f}"
+        table.add_row(gap.way, f"{median * 1e3:.1f}", f"{times:.2f}", f"{gap.bursts:.0f}", waits)
     return table
 
 

@@ -88,21 +88,24 @@ class CompiledPrograms:
             self.burst(parameters, traits)
 
     def burst(self, parameters: Any, traits: Traits) -> jax.stages.Compiled:
-        """Returns the program of a burst of forwards, which takes parameters that lie as `formats`
-        says."""
+        """Returns the program of a burst of forwards, which takes a list of the parameters' arrays
+        that lie as `formats` says."""
+        key = (device_programs.burst, traits)
+        if key in self._compiled:
+            return self._compiled[key]
 
         def lower(parameters: Any, *, choose: bool = False) -> jax.stages.Lowered:
             arguments = (self._graph, parameters, self._config, self._settings, traits, self._mesh)
             return lower_burst(*arguments, choose_layouts=choose)
 
-        key = (device_programs.burst, traits)
         depends = (self._settings.program(traits), _shapes(parameters))
         with self._choosing:
             if self._settings.compiler_lays_out and self.formats is None:
                 chosen = self._kept(
                     key, lambda: lower(parameters, choose=True), *depends, "layouts are chosen"
                 )
-                self.formats = chosen.input_formats[0][0]
+                structure = jax.tree.structure(parameters)
+                self.formats = jax.tree.unflatten(structure, chosen.input_formats[0][0])
 
         def lower_laid_out() -> jax.stages.Lowered:
             if self.formats is None:

@@ -81,6 +81,7 @@ class Device:
         self.settings, self._windows_vary = settings, windows_vary
         self.config = model.config
         graph, self._parameters = nnx.split(model)
+        self._leaves = jax.tree.leaves(self._parameters)
         self._formats: nnx.State | None = None
         """How the parameters lie; None as they came."""
         self.programs = CompiledPrograms(graph, model.config, settings, mesh, store)
@@ -116,10 +117,11 @@ class Device:
     def update(self, model: Transformer) -> None:
         """Replaces the weights by others of the same shapes; nothing is recompiled."""
         self._parameters, self._formats = nnx.state(model), None
+        self._leaves = jax.tree.leaves(self._parameters)
 
     def release(self) -> None:
         """Frees weights and pages; the programs are kept for the weights that `update` brings."""
-        self._parameters = nnx.State({})
+        self._parameters, self._leaves = nnx.State({}), []
         self.forget_sequences()
 
     def forget_sequences(self) -> None:
@@ -189,7 +191,7 @@ class Device:
         program = self.programs.burst(self._parameters, self._room)
         self._lay_out()
         started = time.perf_counter()
-        result = program(self._parameters, self._state, self._pages, options, allowance, changed)
+        result = program(self._leaves, self._state, self._pages, options, allowance, changed)
         self._state, self._pages = result.state, result.pages
         fetched = result.numbers, result.logprobs, result.counters, result.last
         return Ticket(
@@ -285,6 +287,7 @@ class Device:
         if self._formats is not self.programs.formats:
             self._formats = self.programs.formats
             self._parameters = jax.tree.map(jax.device_put, self._parameters, self._formats)
+            self._leaves = jax.tree.leaves(self._parameters)
 
     def _expect(self, admission: Admission, window: int) -> None:
         """Keeps what the host has to know of a sequence that enters."""
@@ -365,6 +368,9 @@ class Device:
         computed, output, running, stopped, forwards, instances, count = numbers[:, :7].T
         *emitted, drafts = np.split(numbers[:, 7:], 4, axis=1)
         drafts = drafts.view(np.uint32)
+        checked = drafts[(np.arange(drafts.shape[1]) < count[:, None]) & here[:, None]]
+        if checked.any():
+            self.drafts = self.drafts.plus(Drafts.read(checked))
         tokens: list[NewTokens | None] = [None] * len(numbers)
         errors: dict[int, Exception] = {}
         for index in np.flatnonzero(count * here):
@@ -375,7 +381,6 @@ class Device:
                 own = as_list(logprobs, int(index), new, asked)
             ids, forwards_at, instances_at = (array[index, :new].tolist() for array in emitted)
             drafts_at = drafts[index, :new].tolist()
-            self.drafts = self.drafts.plus(Drafts.read(drafts_at))
             tokens[index] = NewTokens(ids, forwards_at, instances_at, own, drafts_at)
             error = self._grammars.commit(int(index), ids, stopped=bool(stopped[index]))
             if error is not None:

@@ -125,8 +125,9 @@ def lower_burst(
 ) -> jax.stages.Lowered:
     """Lowers the burst of an engine, under its mesh.
 
-    Compiled, it takes parameters, state, pages, options, allowance and changed windows, and
-    overwrites state and pages.
+    Compiled, it takes a list of the parameters' arrays, state, pages, options, allowance and
+    changed windows, and overwrites state and pages. A list, because flattening Flax's tree of
+    variables takes as long as all else that calls a program.
 
     Args:
       graph, parameters: of the model; the parameters may be shapes.
@@ -137,13 +138,18 @@ def lower_burst(
         loop wants to lie differently, in every burst: 0.3 GiB a chip of an 8B model on eight.
     """
     arguments = burst_arguments(config, settings, traits, mesh)
-    run = partial(burst, graph, settings.program(traits))
+    leaves, structure = jax.tree.flatten(parameters)
+
+    def run(leaves: list[Any], *arguments: Any) -> BurstResult:
+        parameters = jax.tree.unflatten(structure, leaves)
+        return burst(graph, settings.program(traits), parameters, *arguments)
+
     wanted: Any = None
     if choose_layouts:
-        wanted = jax.tree.map(lambda x: Format(Layout.AUTO, x.sharding), parameters)
-        parameters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parameters)
+        wanted = [Format(Layout.AUTO, x.sharding) for x in leaves]
+        leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     jitted = jax.jit(run, in_shardings=(wanted, *[None] * len(arguments)), donate_argnums=(1, 2))
-    return jitted.lower(parameters, *arguments)
+    return jitted.lower(leaves, *arguments)
 
 
 def burst_arguments(

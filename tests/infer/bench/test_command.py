@@ -17,12 +17,14 @@ import pytest
 
 import infer.bench.chunks
 import infer.bench.floor
+import infer.bench.gaps
 import infer.bench.subject
 import infer.bench.work
 import wedlm_jax.engine.settings
 from infer.bench.chunks import CHUNK, products_of
 from infer.bench.command import main
 from infer.bench.floor import ForwardCost, PromptCost, _programs_watched
+from infer.bench.gaps import Gap
 from infer.bench.pages import PageUse
 from infer.bench.products import _products
 from infer.bench.rival import Rival, config_for_transformers
@@ -204,6 +206,23 @@ def test_the_products_are_those_of_the_layers(subject: Subject) -> None:
     zeros = jnp.zeros((3, subject.config.vocab_size))
     logits = engine.run_model(_products, jnp.asarray(x), zeros, jnp.int32(1))
     np.testing.assert_allclose(logits, y @ np.asarray(head), rtol=2e-4, atol=2e-4)
+
+
+def test_gaps_between_bursts(
+    checkpoint: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(infer.bench.gaps, "SHORTEST", 0.0)
+    monkeypatch.setattr(infer.bench.gaps, "STREAM_SECONDS", 1e-9)  # a forward a burst
+    output = tmp_path / "gaps.json"
+    arguments = f"--compare gaps --model {checkpoint} --questions {questions} --batch-size 2 "
+    arguments += f"--window-size 0 --passes 1 --output {output}"
+    assert main(arguments.split()) == 0
+    long, ahead, by_turns = [Gap(**record) for record in figures(output)["gaps"]]
+    assert [gap.way for gap in (long, ahead, by_turns)] == [
+        f"AR, {name}" for name in ("long bursts", "short, ahead", "short, by turns")
+    ]
+    assert by_turns.bursts > 4 * long.bursts
+    assert 0 <= ahead.waits < by_turns.waits
 
 
 @pytest.mark.full

@@ -46,7 +46,7 @@ class ComeAndGo:
             for width, one in zip(wide, running, strict=True)
         ]
 
-    def observe(self, burst: Burst, report: Report, seconds: float) -> None:
+    def observe(self, running: Any, burst: Burst, report: Report, seconds: float | None) -> None:
         pass
 
 
@@ -77,7 +77,7 @@ def decode(engine: Engine, requests: list[Request]) -> tuple[list[Completion], s
     rooms: set[int] = set()
     waiting = list(requests)
     while waiting or engine.has_work:
-        for event in engine.step(waiting[:2], max_forwards=2):
+        for event in engine.step(waiting[:2], max_forwards=2, ahead=True):
             assert not isinstance(event, Failed)
             if isinstance(event, Finished):
                 results[event.number] = event.result
