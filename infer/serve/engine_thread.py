@@ -196,7 +196,11 @@ class EngineThread:
         waiting = [*self._held, *(request for request, _ in turn.submitted)]
         ready, failed = self._admit([r for r in waiting if r.number not in gone])
         events = engine.step(
-            ready, turn.aborted, seconds=self._burst_seconds, ahead=True, program=self._program
+            ready,
+            turn.aborted,
+            seconds=self._burst_seconds / 2,  # the next burst is planned by then
+            ahead=True,
+            program=self._program,
         )
         self._note()
         return failed + events

@@ -106,7 +106,12 @@ def make_example(
 
 
 def run_xla(
-    example: Example, dtype: Any = jnp.float32, *, deterministic: bool = False, tile: int = 6
+    example: Example,
+    dtype: Any = jnp.float32,
+    *,
+    deterministic: bool = False,
+    tile: int = 6,
+    together: bool = False,
 ) -> tuple[Array, Any]:
     """What all tokens attend to ``[T, H, head_dim]`` in layer `LAYER`, and the pages behind it."""
     given = jnp.float32 if dtype == jnp.int8 else dtype
@@ -114,11 +119,17 @@ def run_xla(
     pages: Any = jnp.array(example.pool)
     pages = to_int8(pages) if dtype == jnp.int8 else pages.astype(dtype)
     return _write_and_attend(
-        example.spans, pages, *tokens, example.num_pages, deterministic=deterministic, tile=tile
+        example.spans,
+        pages,
+        *tokens,
+        example.num_pages,
+        deterministic=deterministic,
+        tile=tile,
+        together=together,
     )  # type: ignore[no-any-return]
 
 
-@partial(jax.jit, static_argnames=("num_pages", "deterministic", "tile"))
+@partial(jax.jit, static_argnames=("num_pages", "deterministic", "tile", "together"))
 def _write_and_attend(
     spans: Spans,
     pages: Any,
@@ -129,10 +140,12 @@ def _write_and_attend(
     *,
     deterministic: bool,
     tile: int,
+    together: bool,
 ) -> tuple[Array, Any]:
     size, page_size = q.shape[0], pages.shape[1]
     places = token_places(spans, size, page_size)
-    plan = make_tiles(spans, size, page_size, tile=tile, block=BLOCK, deterministic=deterministic)
+    how = {"deterministic": deterministic, "together": together}
+    plan = make_tiles(spans, size, page_size, tile=tile, block=BLOCK, **how)
     pages = write_pages(pages, k, v, places, LAYER, num_pages)
     return attend_pages(q, pages, plan, LAYER, num_pages), pages
 

@@ -1,4 +1,4 @@
-"""Attention of spans over pages: one dispatch, two backends.
+"""Attention of spans over pages: one dispatch, three backends.
 
 A span is a prompt chunk, an autoregressive token or a window: causal in physical order after what
 its sequence has computed. Keys and values are written first, so that tokens attend to themselves
@@ -39,6 +39,7 @@ __all__ = [
 
 RAGGED_BACKENDS = {
     "xla": "plain XLA, for any device: the reference",
+    "gather": "plain XLA in few large products, for GPUs",
     "rpa": "a kernel for TPUs that comes with JAX",
 }
 """The backends by name, and what each is for."""
@@ -63,7 +64,8 @@ def check_ragged_backend(
     """
     fits = config.head_dim % 128 == 0 and not int8
     if name is None:
-        return "rpa" if platform == "tpu" and fits else "xla"
+        own = {"cpu": "xla", "tpu": "rpa" if fits else "xla"}
+        return own.get(platform, "gather")
     if name not in RAGGED_BACKENDS:
         names = ", ".join(RAGGED_BACKENDS)
         raise InputError(f"attention: expected one of {names}, not {name!r}")
@@ -101,7 +103,13 @@ def attention_plan(
         raise ValueError(f"attention {implementation!r}: not in {list(RAGGED_BACKENDS)}")
     if implementation == "rpa":
         return live_first(spans)
-    return make_tiles(spans, num_tokens, page_size, deterministic=deterministic)
+    return make_tiles(
+        spans,
+        num_tokens,
+        page_size,
+        deterministic=deterministic,
+        together=implementation == "gather",
+    )
 
 
 def write_pages(

@@ -7,6 +7,10 @@ blocks 0, 1, 2, … of its own sequence, so its result does not depend on its ba
 
 Spans of one token are computed several at a time: one alone would be too little work for a loop
 iteration. They are sorted by what they see; blocks that only a few of them see are computed singly.
+
+On a GPU each turn of such a loop goes back to the host, which takes longer than the turn. There all
+tiles are computed together, and the only loop goes over the blocks of the longest sequence: more
+work, in thousands of times fewer steps.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ TILE = 32
 """Tokens of a tile."""
 SINGLES_AT_ONCE = 16
 """Spans of one token that are computed together."""
+BLOCK_TOGETHER = 512
+"""Places of a block, approximately, where all tiles are computed together."""
 
 
 @jax.tree_util.register_dataclass
@@ -42,6 +48,7 @@ class TileList:
       groups: int32, how many groups are in use.
       tile: tokens of a tile, static.
       at_once: R, static.
+      together: whether one group has all tiles and goes through the blocks as one, static.
     """
 
     sequence: Array
@@ -52,6 +59,7 @@ class TileList:
     groups: Array
     tile: int = dataclasses.field(metadata={"static": True})
     at_once: int = dataclasses.field(metadata={"static": True})
+    together: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -78,8 +86,9 @@ def make_tiles(
     page_size: int,
     *,
     tile: int | None = None,
-    block: int = BLOCK,
+    block: int | None = None,
     deterministic: bool = False,
+    together: bool = False,
 ) -> Tiles:
     """Returns the tiles of T flat tokens.
 
@@ -90,7 +99,10 @@ def make_tiles(
       tile: tokens of a tile.
       block: places of a block, approximately.
       deterministic: treat spans of one token like all others.
+      together: compute all tiles of a kind together, for GPUs.
     """
+    if block is None:
+        block = BLOCK_TOGETHER if together else BLOCK
     sequences, columns = spans.page_table.shape
     pages_per_block = max(1, min(block // page_size, columns))
     table = jnp.pad(spans.page_table, ((0, 0), (0, -columns % pages_per_block)))
@@ -101,19 +113,20 @@ def make_tiles(
     apart = not deterministic and (num_tokens == 1 or sequences > 1)
     if apart:
         most = min(sequences, num_tokens)
-        at_once = min(most, SINGLES_AT_ONCE)
+        at_once = most if together else min(most, SINGLES_AT_ONCE)
         most = -(-most // at_once) * at_once
-        single = _tile_list(spans, jnp.where(lengths == 1, 1, 0), most, 1, places, at_once)
+        ones = jnp.where(lengths == 1, 1, 0)
+        single = _tile_list(spans, ones, most, 1, places, at_once, together)
     if num_tokens > 1 or not apart:
         parts = -(-jnp.where(lengths > 1, lengths, 0 if apart else lengths) // tile)
         owners = min(sequences, num_tokens // 2 if apart else num_tokens)
         most = min(num_tokens, (num_tokens + owners * (tile - 1)) // tile)
-        longer = _tile_list(spans, parts, most, tile, places, 1)
+        longer = _tile_list(spans, parts, most, tile, places, most if together else 1, together)
     return Tiles(table, single, longer, pages_per_block)
 
 
 def _tile_list(
-    spans: Spans, parts: Array, most: int, tile: int, block: int, at_once: int
+    spans: Spans, parts: Array, most: int, tile: int, block: int, at_once: int, together: bool
 ) -> TileList:
     """Lists the tiles of all spans.
 
@@ -135,9 +148,9 @@ def _tile_list(
     blocks = -(-jnp.where(real, place + count, 0) // block)
     groups = -(-ends[-1] // at_once)
     tiles = TileList(
-        jnp.where(real, sequence, 0), place, token, count, blocks, groups, tile, at_once
+        jnp.where(real, sequence, 0), place, token, count, blocks, groups, tile, at_once, together
     )
-    if at_once == 1:
+    if together or at_once == 1:
         return tiles
     order = jnp.argsort(-blocks, stable=True)
     return jax.tree.map(lambda x: x[order] if x.ndim else x, tiles)  # type: ignore[no-any-return]
@@ -261,13 +274,17 @@ def _attend_list(queries: Array, reader: _Reader, tiles: TileList, out: Array | 
         q = _at(grouped, jnp.minimum(token, size - 1)).swapaxes(1, 2)
         q = q.reshape(at_once, kv_heads, tile * group, head_dim)
         place = jnp.repeat(take(tiles.place)[:, None] + offset, group, axis=1)
-        mixed = _over_blocks(q, reader, take(tiles.sequence), place, take(tiles.blocks))
+        of_tiles = take(tiles.sequence), place, take(tiles.blocks)
+        mixed = _over_blocks(q, reader, *of_tiles, together=tiles.together)
         mixed = mixed.astype(queries.dtype).reshape(at_once, kv_heads, tile, group, head_dim)
         mixed = mixed.swapaxes(1, 2).reshape(at_once * tile, heads, head_dim)
         return mixed, jnp.where(offset < count, token, size).reshape(-1)
 
     if tiles.place.shape[0] == 1 and tile == size:
         return of_group(0)[0]
+    if tiles.together:
+        mixed, token = of_group(0)
+        return (jnp.zeros_like(queries) if out is None else out).at[token].set(mixed, mode="drop")
 
     def add(number: Array | int, out: Array) -> Array:
         mixed, token = of_group(number)
@@ -277,14 +294,17 @@ def _attend_list(queries: Array, reader: _Reader, tiles: TileList, out: Array | 
     return jax.lax.fori_loop(0, tiles.groups, add, start)  # type: ignore[no-any-return]
 
 
-def _over_blocks(q: Array, reader: _Reader, sequence: Array, place: Array, blocks: Array) -> Array:
+def _over_blocks(
+    q: Array, reader: _Reader, sequence: Array, place: Array, blocks: Array, *, together: bool
+) -> Array:
     """Computes the softmax over the blocks that some tiles see.
 
     Args:
       q: ``[R, K, M, head_dim]``.
       sequence: int32 ``[R]``.
       place: int32 ``[R, M]``, of each row of ``q``.
-      blocks: int32 ``[R]``, how many each tile sees, descending.
+      blocks: int32 ``[R]``, how many each tile sees; descending unless ``together``.
+      together: compute every block for all tiles, also where only a few of them see it.
 
     Returns:
       float32 ``[R, K, M, head_dim]``; arbitrary for a tile without blocks.
@@ -299,11 +319,11 @@ def _over_blocks(q: Array, reader: _Reader, sequence: Array, place: Array, block
         sums = add(0, sums)
         return sums.mixed / sums.total[..., None]
     # Blocks that at least half of the tiles see are computed for all; the rest one by one.
-    joint = blocks[many // 2]
+    joint = blocks.max() if together else blocks[many // 2]
     if many == 1:
         joint = jnp.maximum(joint, 1)  # an unused tile must not divide by zero
     sums = jax.lax.fori_loop(0, joint, add, sums)
-    if many > 1:
+    if many > 1 and not together:
         left = jnp.maximum(blocks - joint, 0)
         ends = jnp.cumsum(left)
 

@@ -14,7 +14,7 @@ from wedlm_jax.option_values import Option, options_of
 
 DTYPES = ("float32", "bfloat16")
 REFILLS = ("streaming", "blockwise")
-ATTENTION = ("xla", "rpa")
+ATTENTION = ("xla", "gather", "rpa")
 DEFAULT_WINDOW = 16
 MOST_LOOKUP = 15
 """The most drafts that can be copied from a text."""
@@ -121,9 +121,9 @@ class EngineConfig:
     attention: Annotated[
         str | None,
         Option(
-            "xla runs on any device, rpa is a kernel for TPUs",
+            "xla and gather run on any device, rpa is a kernel for TPUs",
             choices=ATTENTION,
-            none="rpa on a TPU with heads of 128 and no int8 cache, else xla",
+            none="gather on a GPU, rpa on a TPU with heads of 128 and no int8 cache, else xla",
         ),
     ] = None
     refill: Annotated[

@@ -48,15 +48,18 @@ span_lists = st.lists(
 
 
 @pytest.mark.parametrize(
-    ("page_size", "kv_heads", "group", "dtype", "deterministic"),
+    ("page_size", "kv_heads", "group", "dtype", "deterministic", "together"),
     [
-        (1, 1, 1, jnp.float32, False),
-        (4, 2, 4, jnp.bfloat16, True),
-        (8, 2, 3, jnp.int8, False),
-        (32, 1, 2, jnp.float32, True),
-        pytest.param(4, 1, 4, jnp.int8, True, marks=pytest.mark.full),
-        pytest.param(8, 2, 1, jnp.float32, True, marks=pytest.mark.full),
-        pytest.param(32, 2, 2, jnp.bfloat16, False, marks=pytest.mark.full),
+        (1, 1, 1, jnp.float32, False, False),
+        (4, 2, 4, jnp.bfloat16, True, False),
+        (8, 2, 3, jnp.int8, False, False),
+        (32, 1, 2, jnp.float32, True, False),
+        (4, 2, 4, jnp.float32, False, True),
+        pytest.param(4, 1, 4, jnp.int8, True, False, marks=pytest.mark.full),
+        pytest.param(8, 2, 1, jnp.float32, True, False, marks=pytest.mark.full),
+        pytest.param(32, 2, 2, jnp.bfloat16, False, False, marks=pytest.mark.full),
+        pytest.param(8, 2, 3, jnp.int8, False, True, marks=pytest.mark.full),
+        pytest.param(32, 1, 2, jnp.bfloat16, True, True, marks=pytest.mark.full),
     ],
 )
 @given(spans=span_lists)
@@ -66,6 +69,7 @@ def test_spans_attend_to_what_they_see(
     group: int,
     dtype: Any,
     deterministic: bool,
+    together: bool,
     spans: list[tuple[int, int]],
 ) -> None:
     """All of one shape, which compiles once: what is less than the most is padding."""
@@ -82,7 +86,7 @@ def test_spans_attend_to_what_they_see(
         columns=columns,
         num_pages=SEQUENCES * columns + 1,
     )
-    check(example, dtype, deterministic=deterministic)
+    check(example, dtype, deterministic=deterministic, together=together)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +102,28 @@ def test_spans_attend_to_what_they_see(
     ids=["first", "one", "chunk", "tokens", "mixed"],
 )
 @pytest.mark.parametrize("columns", [None, 80], ids=["", "wide"])
-def test_shapes_of_forwards(lengths: list[int], before: list[int], columns: int | None) -> None:
-    check(make_example(0, lengths, before, padding=3, columns=columns), jnp.float32)
+@pytest.mark.parametrize("together", [False, True], ids=["loops", "together"])
+def test_shapes_of_forwards(
+    lengths: list[int], before: list[int], columns: int | None, together: bool
+) -> None:
+    example = make_example(0, lengths, before, padding=3, columns=columns)
+    check(example, jnp.float32, together=together)
+
+
+def test_all_tiles_together_take_one_loop_over_the_longest_text() -> None:
+    """Each turn of a loop goes back to a GPU's host."""
+    example = make_example(0, [1] * 19 + [30, 20], [5] * 18 + [250, 90, 40], padding=3)
+
+    def loops(together: bool) -> int:
+        text = str(jax.make_jaxpr(lambda: run_xla(example, together=together))())
+        return text.count("while[") + text.count("scan[")
+
+    # One for the spans of one token, one for the others.
+    assert loops(True) == 2 < loops(False)
+    tiles = make_tiles(example.spans, 72, 4, tile=6, block=64, together=True)
+    assert tiles.single is not None
+    assert tiles.longer is not None
+    assert int(tiles.single.groups) == int(tiles.longer.groups) == 1
 
 
 def test_nothing_else_is_written() -> None:

@@ -37,12 +37,13 @@ def test_platforms_have_their_own_backend() -> None:
     assert check_ragged_backend(None, "tpu", TINY) == "xla"
     assert check_ragged_backend(None, "tpu", WIDE, int8=True) == "xla"
     assert check_ragged_backend("xla", "tpu", WIDE) == "xla"
+    assert check_ragged_backend(None, "gpu", WIDE, int8=True) == "gather"
 
 
 @pytest.mark.parametrize(
     ("name", "platform", "config", "int8", "message"),
     [
-        ("dense", "cpu", WIDE, False, "expected one of xla, rpa, not 'dense'"),
+        ("dense", "cpu", WIDE, False, "expected one of xla, gather, rpa, not 'dense'"),
         ("rpa", "cpu", WIDE, False, "'rpa' is for TPUs, not for 'cpu'"),
         ("rpa", "tpu", WIDE, True, "'rpa' cannot read an int8 cache"),
         ("rpa", "tpu", TINY, False, "head_dim that is a multiple of 128, not"),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples.decode import (
@@ -94,12 +94,28 @@ def roomy_engine(tiny_model: Transformer) -> Engine:
     )
 
 
+@pytest.fixture(scope="module")
+def gathering_engine(tiny_model: Transformer) -> Engine:
+    return small_engine(tiny_model, attention="gather", deterministic=True)
+
+
 @pytest.mark.full
 @given(case=st.builds(any_mode, cases(), st.sampled_from(["paper", "verified", "ar"])))
 def test_pages_chunks_and_the_engine_s_window_change_nothing(
     streaming_engine: Engine, roomy_engine: Engine, case: Case
 ) -> None:
     assert run(roomy_engine, [case]) == run(streaming_engine, [case])
+
+
+@given(batch=batches())
+@settings(max_examples=5)
+def test_attention_for_gpus_gives_the_same_tokens(
+    streaming_engine: Engine, gathering_engine: Engine, batch: list[Case]
+) -> None:
+    for ours, theirs in zip(
+        run(gathering_engine, batch), run(streaming_engine, batch), strict=True
+    ):
+        assert_same(ours, theirs)
 
 
 # --- burst by burst ----------------------------------------------------------------------
