@@ -7,15 +7,15 @@ from contextlib import contextmanager
 
 import pytest
 
-from wedlm_jax.decode import sizes
+from wedlm_jax.decode import spans
 from wedlm_jax.engine.settings import CHUNK_TOKENS
 
-_USUAL_GRID, _USUAL_CHUNK = sizes._grid, CHUNK_TOKENS["cpu"]
+_USUAL_GRID, _USUAL_CHUNK = spans._grid, CHUNK_TOKENS["cpu"]
 
 
 def one_size() -> None:
     """Engines that this process makes from now on compute 32 tokens at once."""
-    sizes._grid = lambda *_: [32]
+    spans._grid = lambda *_: [32]
     CHUNK_TOKENS["cpu"] = 16
 
 
@@ -23,7 +23,7 @@ def one_size() -> None:
 def two_sizes() -> Iterator[None]:
     """Engines that are compiled in here compute 8 tokens at once, or 32."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sizes, "_grid", lambda *_: [8, 32])
+        patch.setattr(spans, "_grid", lambda *_: [8, 32])
         yield
 
 
@@ -31,6 +31,6 @@ def two_sizes() -> Iterator[None]:
 def usual_sizes() -> Iterator[None]:
     """Engines that are compiled in here have the sizes that users get."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sizes, "_grid", _USUAL_GRID)
+        patch.setattr(spans, "_grid", _USUAL_GRID)
         patch.setitem(CHUNK_TOKENS, "cpu", _USUAL_CHUNK)
         yield

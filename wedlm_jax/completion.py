@@ -34,7 +34,7 @@ class Drafts(NamedTuple):
 
     @staticmethod
     def read(codes: Sequence[int] | np.ndarray) -> Drafts:
-        """Returns the sum of numbers that `wedlm_jax.decode.commit.draft_code` made."""
+        """Returns the sum of numbers that `wedlm_jax.decode.loop.draft_code` made."""
         code = np.asarray(codes, np.int64)
         parts = (code & 0xFFF, code >> 12 & 0xFFF, code >> 24 & 0xF, code >> 28 & 0xF)
         return Drafts(*(int(part.sum()) for part in parts))

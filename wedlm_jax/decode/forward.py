@@ -23,12 +23,18 @@ from wedlm_jax.attention.ragged import (
 from wedlm_jax.decode import paper, verified
 from wedlm_jax.decode.logits import TokenUse, adjusted_logits, token_logits
 from wedlm_jax.decode.logprobs import Logprobs, empty_logprobs, token_logprobs
-from wedlm_jax.decode.options import Options, Traits
+from wedlm_jax.decode.options import Options, Traits, Vocabulary
 from wedlm_jax.decode.sampling import choose_tokens, entropy
-from wedlm_jax.decode.sizes import ForwardSizes, in_parts
-from wedlm_jax.decode.spans import Allowance, SpanPlan, attention_spans, flat_tokens, owner
+from wedlm_jax.decode.spans import (
+    Allowance,
+    ForwardSizes,
+    SpanPlan,
+    attention_spans,
+    flat_tokens,
+    in_parts,
+    owner,
+)
 from wedlm_jax.decode.state import DecodeState, HeadRows, is_filled
-from wedlm_jax.decode.vocabulary import Vocabulary
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import MOST_LOGPROBS
 

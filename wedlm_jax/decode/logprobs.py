@@ -1,7 +1,7 @@
 """Log-probabilities of tokens in the forward that chose them.
 
 They are the model's own: the log-softmax of a row's logits over the tokens that may be chosen at
-all (`wedlm_jax.decode.vocabulary`), before bias, penalties, forbidden tokens, temperature and
+all (`wedlm_jax.decode.options`), before bias, penalties, forbidden tokens, temperature and
 truncation.
 """
 

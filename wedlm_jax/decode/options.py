@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from wedlm_jax.decode.allowed_tokens import all_allowed
-from wedlm_jax.decode.vocabulary import Vocabulary
+from wedlm_jax.config import ModelConfig
+from wedlm_jax.decode.state import HeadRows
 from wedlm_jax.errors import InputError
 from wedlm_jax.params import NO_TOKEN, OPTIONS, SamplingParams
+from wedlm_jax.sharding import constrain
 
 MOST_BIASES = 512
 """Tokens with a bias a sequence, at most."""
@@ -166,7 +167,7 @@ class Options:
       bias_ids, bias: int32 and float32 ``[N, K]``, the ids filled up with `NO_TOKEN`.
       bad_words: int32 ``[N, K, L]``, filled up with `NO_TOKEN`.
       allowed: the tokens that grammars allow, from `wedlm_jax.grammar.masks`; see
-        `wedlm_jax.decode.allowed_tokens`. Unlike the others it holds for one forward only.
+        `wedlm_jax.decode.options`. Unlike the others it holds for one forward only.
     """
 
     window: Array
@@ -409,3 +410,96 @@ def check_options(params: SamplingParams, stops: Sequence[int], vocabulary: Voca
             f"logprobs: expected at most {choices}, the tokens that may be chosen, "
             f"not {params.logprobs}"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """Says which token ids may be chosen; static.
+
+    A model has a row for more ids than there are tokens: vocabularies are padded to a round number,
+    Qwen3's from 151,669 to 151,936. Nothing keeps the logits of such rows low, and what is chosen
+    from them ends as no text.
+
+    Attributes:
+      size: V, the rows of the model's output.
+      end: no id from here on may be chosen.
+      never: ids before that which may not be chosen either, ascending: the mask token, and holes in
+        the tokenizer's numbering.
+    """
+
+    size: int
+    end: int
+    never: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(config: ModelConfig, known: Collection[int] | None = None) -> Vocabulary:
+        """Returns the vocabulary of a model.
+
+        Args:
+          known: the ids that its tokenizer knows; None without a tokenizer, where all ids but the
+            mask token's may be chosen. The tokens that end a text always may.
+        """
+        size, mask = config.vocab_size, config.mask_token_id
+        chosen = np.ones(size, bool)
+        if known is not None:
+            wanted = np.array([*known, *config.eos_token_ids], np.int64)
+            chosen[:] = False
+            chosen[wanted[wanted < size]] = True
+        if mask is not None:
+            chosen[mask] = False
+        # Without a tokenizer the mask token is the only exception, wherever it stands.
+        end = size if known is None else int(chosen.nonzero()[0].max(initial=-1)) + 1
+        return Vocabulary(size, end, tuple(np.flatnonzero(~chosen[:end]).tolist()))
+
+    def __contains__(self, token: int) -> bool:
+        return 0 <= token < self.end and token not in self.never
+
+    def __len__(self) -> int:
+        return self.end - len(self.never)
+
+    def restricted(self, logits: Array) -> Array:
+        """Returns ``logits [R, V]`` with −inf for what may not be chosen."""
+        if self.never:
+            ids = self.never[0] if len(self.never) == 1 else np.array(self.never)
+            logits = logits.at[:, ids].set(-jnp.inf)
+        if self.end == self.size:
+            return logits
+        # The compiler fuses this comparison with whatever reads the logits, on each part of a
+        # sharded vocabulary.
+        return jnp.where(jnp.arange(self.size) < self.end, logits, -jnp.inf)
+
+
+BITS = 32
+
+
+# --- The tokens that a grammar allows ----------------------------------------------------------
+#
+# The tokens that a grammar allows, as bits: a host computes them before a forward, rows of logits
+# obey them in it.
+#
+# A grammar knows what may follow a text, so it speaks of rows that see a text and nothing else:
+# those of filled slots in anchored sequences. Slot s of a window is the place after the text's
+# last token (slot 0) and the drafts in slots 1 .. s − 1. A draft that breaks the grammar is not
+# what its row chooses, so it is rejected, and the bits of the slots after it do not matter. Masks
+# draft freely: what they draft is verified.
+
+
+def all_allowed(sequences: int, rows: int, vocab: int) -> np.ndarray:
+    """Returns masks that allow every token, uint32 ``[N, R, V / 32]`` rounded up.
+
+    Entry r is for slot r + 1. R is `wedlm_jax.decode.options.Traits.checked_rows`. Token t is bit
+    ``t % 32`` of word ``t // 32``.
+    """
+    return np.full((sequences, rows, -(-vocab // BITS)), 2**BITS - 1, np.uint32)
+
+
+def allowed_tokens(masks: Array, rows: HeadRows, vocab: int) -> Array:
+    """Returns the tokens that each row may choose, bool ``[R, V]``; all of them for a row that is a
+    mask."""
+    entry = jnp.clip(rows.slot - 1, 0, masks.shape[1] - 1)
+    words = masks[rows.sequence, entry]
+    bits = (words[:, :, None] >> jnp.arange(BITS, dtype=jnp.uint32)) & 1
+    # Every device has all bits and takes its own: else the compiler shards the words, whose bounds
+    # are not those of the vocabulary's shards, and devices exchange what lies between.
+    allowed = constrain(bits.reshape(words.shape[0], -1)[:, :vocab] == 1, None, None)
+    return constrain(allowed | rows.is_mask[:, None], None, "vocab")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from wedlm_jax.decode.bad_words import keep_apart
+from wedlm_jax.decode.logits import keep_apart
 from wedlm_jax.decode.options import Options
 from wedlm_jax.decode.state import DecodeState, is_filled, is_mask
 

@@ -42,7 +42,7 @@ class Emitted:
         ``num_token_instances`` after the forward that committed each token. With these a
         completion can be cut at a stop string afterwards and still be counted exactly.
       drafts: uint32 ``[N, E]``, the drafts that this forward checked, at the first token that it
-        committed (see `wedlm_jax.decode.commit.draft_code`); 0 at others.
+        committed (see `wedlm_jax.decode.loop.draft_code`); 0 at others.
       logprobs: ``[N, E]``; None where no sequence asks for them.
       count: int32 ``[N]``, how many.
     """
@@ -205,3 +205,206 @@ class HeadRows:
     slot: Array
     valid: Array
     is_mask: Array
+
+
+# --- What host and device exchange -----------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Entrants:
+    """Sequences that start, or resume after preemption; A of them.
+
+    Attributes:
+      index: int32 ``[A]``, the index of each in the state; N for unused entries.
+      text: int32 ``[A, S]``.
+      numbers: int32 ``[A, 8]``: text_length, prompt_length, prefill_length, num_computed, active,
+        num_forwards, num_token_instances, and how many drafts of the window were copied.
+      tokens: int32 ``[A, P]``, of the window's slots.
+      filled: bool ``[A, P]``.
+      logprobs: of the filled slots; None where no sequence asks for them.
+    """
+
+    index: Array
+    text: Array
+    numbers: Array
+    tokens: Array
+    filled: Array
+    logprobs: Logprobs | None
+
+
+def admit(state: DecodeState, entrants: Entrants, released: Array) -> DecodeState:
+    """Stops the sequences that are ``released [N]`` and puts the entrants into the state."""
+    at = entrants.index
+
+    def put(old: Array, new: Array) -> Array:
+        return old.at[at].set(new, mode="drop")
+
+    names = (
+        "text_length",
+        "prompt_length",
+        "prefill_length",
+        "num_computed",
+        "active",
+        "num_forwards",
+        "num_token_instances",
+    )
+    numbers: dict[str, Any] = {
+        name: put(getattr(state, name), entrants.numbers[:, i]) for i, name in enumerate(names)
+    }
+    return dataclasses.replace(
+        state,
+        **numbers,
+        text=put(state.text, entrants.text),
+        tokens=put(state.tokens, entrants.tokens),
+        filled=put(state.filled, entrants.filled),
+        logprobs=jax.tree.map(put, state.logprobs, entrants.logprobs),
+        running=put(state.running & ~released, jnp.ones_like(at, bool)),
+        stopped=put(state.stopped, jnp.zeros_like(at, bool)),
+        lookup=_entered(state.lookup, entrants),
+    )
+
+
+def _entered(lookup: Lookup | None, entrants: Entrants) -> Lookup | None:
+    if lookup is None:
+        return None
+    at = entrants.index
+    return dataclasses.replace(
+        lookup,
+        match=lookup.match.at[at].set(0, mode="drop"),
+        copied=lookup.copied.at[at].set(entrants.numbers[:, 7], mode="drop"),
+    )
+
+
+def pack_for_host(state: DecodeState) -> Array:
+    """Packs what the host fetches after a burst into one array, int32 ``[N, 7 + 4 E]``.
+
+    In order: num_computed, num_output, running, stopped, num_forwards, num_token_instances, the
+    emitted count, then the four emitted arrays. One transfer takes a fraction of the time of ten.
+    """
+    emitted = state.emitted
+    columns = [
+        state.num_computed,
+        state.num_output,
+        state.running,
+        state.stopped,
+        state.num_forwards,
+        state.num_token_instances,
+        emitted.count,
+    ]
+    numbers = jnp.stack([column.astype(jnp.int32) for column in columns], axis=1)
+    drafts = jax.lax.bitcast_convert_type(emitted.drafts, jnp.int32)
+    arrays = [numbers, emitted.tokens, emitted.forwards, emitted.instances, drafts]
+    return jnp.concatenate(arrays, axis=1)
+
+
+def resize_slots(
+    state: DecodeState, window: int, with_logprobs: bool, lookup: int = 0
+) -> DecodeState:
+    """Grows or shrinks the slot arrays to windows of W and ``lookup`` copied drafts, with
+    log-probabilities or without; what fits of their contents is kept."""
+    slots, sequences = num_slots(window, lookup), state.running.shape[0]
+    known = state.lookup
+    if not lookup:
+        known = None
+    elif known is None or known.tokens.shape[1] != lookup:
+        known = no_lookup(sequences, lookup)
+
+    def fit(x: Array) -> Array:
+        kept = x[:, :slots]
+        return jnp.pad(kept, [(0, slots - n if i == 1 else 0) for i, n in enumerate(kept.shape)])
+
+    def logprobs(old: Logprobs | None, width: int) -> Logprobs | None:
+        if not with_logprobs:
+            return None
+        if old is None:
+            return empty_logprobs((sequences, width), MOST_LOGPROBS)
+        return jax.tree.map(fit, old) if old is state.logprobs else old
+
+    emitted = state.emitted
+    return dataclasses.replace(
+        state,
+        tokens=fit(state.tokens),
+        filled=fit(state.filled),
+        logprobs=logprobs(state.logprobs, slots),
+        emitted=dataclasses.replace(
+            emitted, logprobs=logprobs(emitted.logprobs, emitted.tokens.shape[1])
+        ),
+        lookup=known,
+    )
+
+
+# --- What a traced program tells of its last forward -----------------------------------------
+#
+# Only programs with trait "traced" have it.
+
+NOTHING = -1
+"""In the place of a token: a mask, or a slot that was not filled."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LastForward:
+    """The last forward of a burst, of each sequence, by the slots of the window as it saw it.
+
+    Attributes:
+      ran: bool ``[N]``, whether it ran the sequence's window; the rest has no meaning otherwise.
+      start: int32 ``[N]``, the logical position of slot 0.
+      active: int32 ``[N]``, slots that it ran.
+      held: int32 ``[N, P]``, the token of each slot, or `NOTHING` where it was a mask.
+      entropies: float32 ``[N, P+1]``, nats, of the prediction for each slot and the one after
+        the last; NaN where nothing was predicted.
+      drafted: int32 ``[N, P]``, the token that the forward filled a mask with, or `NOTHING`.
+      rejected: bool ``[N, P]``, drafts that verification threw out.
+    """
+
+    ran: Array
+    start: Array
+    active: Array
+    held: Array
+    entropies: Array
+    drafted: Array
+    rejected: Array
+
+
+def no_forward(sequences: int, slots: int) -> LastForward:
+    """Returns what there is before the first forward, for N sequences of P slots."""
+    none = jnp.full((sequences, slots), NOTHING)
+    return LastForward(
+        ran=jnp.zeros(sequences, bool),
+        start=jnp.zeros(sequences, jnp.int32),
+        active=jnp.zeros(sequences, jnp.int32),
+        held=none,
+        entropies=jnp.zeros((sequences, slots + 1), jnp.float32),
+        drafted=none,
+        rejected=jnp.zeros((sequences, slots), bool),
+    )
+
+
+def last_forward(
+    state: DecodeState,
+    ran: Array,
+    tokens: Array,
+    entropies: Array,
+    fills: Array,
+    kept: Array,
+) -> LastForward:
+    """Notes a forward.
+
+    Args:
+      state: before it.
+      ran: bool ``[N]``, whether it ran the sequence's window.
+      tokens: int32 ``[N, P]``, predictions by slot.
+      entropies: float32 ``[N, P+1]``, theirs, NaN where nothing was predicted.
+      fills, kept: bool ``[N, P]``, masks that it fills, and filled slots that stay.
+    """
+    held = is_filled(state)
+    return LastForward(
+        ran=ran,
+        start=state.window_start,
+        active=state.active,
+        held=jnp.where(held, state.tokens, NOTHING),
+        entropies=entropies,
+        drafted=jnp.where(fills, tokens, NOTHING),
+        rejected=held & ~kept,
+    )

@@ -20,14 +20,20 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from wedlm_jax.attention.ragged import Pages, allocate_pages
 from wedlm_jax.config import ModelConfig
-from wedlm_jax.decode.exchange import Entrants, admit, pack_for_host, resize_slots
 from wedlm_jax.decode.forward import Program
-from wedlm_jax.decode.last_forward import LastForward
 from wedlm_jax.decode.logprobs import Logprobs
 from wedlm_jax.decode.loop import BurstCounters, run_burst
 from wedlm_jax.decode.options import Options, Traits, abstract_options
 from wedlm_jax.decode.spans import Allowance
-from wedlm_jax.decode.state import DecodeState, idle_state
+from wedlm_jax.decode.state import (
+    DecodeState,
+    Entrants,
+    LastForward,
+    admit,
+    idle_state,
+    pack_for_host,
+    resize_slots,
+)
 from wedlm_jax.engine.settings import EngineSettings
 from wedlm_jax.model import Transformer
 from wedlm_jax.sharding import AXIS_RULES, constrain, on_replicas
@@ -40,7 +46,7 @@ class BurstResult(NamedTuple):
 
     Attributes:
       state, pages: on the device, for the next burst.
-      numbers: int32 ``[N, 7 + 4 E]`` for the host; see `wedlm_jax.decode.exchange.pack_for_host`.
+      numbers: int32 ``[N, 7 + 4 E]`` for the host; see `wedlm_jax.decode.state.pack_for_host`.
       logprobs: ``[N, E]`` of the emitted tokens; None where no sequence asks for them.
       counters: int32 ``[R]`` or ``[R, S]``, of each replica.
       last: the last forward; None without trait "traced".
@@ -87,7 +93,7 @@ def burst(
 
 @partial(jax.jit, donate_argnames="state")
 def enter(state: DecodeState, entrants: Entrants, released: Array) -> DecodeState:
-    """Puts sequences in and out; see `wedlm_jax.decode.exchange.admit`. Every replica gets all
+    """Puts sequences in and out; see `wedlm_jax.decode.state.admit`. Every replica gets all
     entrants, and takes its own."""
 
     def on_replica(
@@ -105,7 +111,7 @@ def enter(state: DecodeState, entrants: Entrants, released: Array) -> DecodeStat
 @partial(jax.jit, static_argnames=("window", "with_logprobs", "lookup"))
 def resize(state: DecodeState, *, window: int, with_logprobs: bool, lookup: int) -> DecodeState:
     """Grows or shrinks each sequence's slot arrays; see
-    `wedlm_jax.decode.exchange.resize_slots`."""
+    `wedlm_jax.decode.state.resize_slots`."""
     resized = resize_slots(state, window, with_logprobs, lookup)
     return jax.tree.map(lambda x: constrain(x, "sequences"), resized)
 

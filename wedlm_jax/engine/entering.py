@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from wedlm_jax.decode.exchange import Entrants
 from wedlm_jax.decode.logprobs import Logprobs, empty_logprobs
 from wedlm_jax.decode.options import Traits
-from wedlm_jax.decode.state import num_slots
+from wedlm_jax.decode.state import Entrants, num_slots
 from wedlm_jax.engine.burst import Admission
 from wedlm_jax.engine.settings import EngineSettings
 from wedlm_jax.params import MOST_LOGPROBS

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from wedlm_jax.config import ModelConfig
-from wedlm_jax.decode.sizes import LARGEST_HEAD
+from wedlm_jax.decode.spans import LARGEST_HEAD
 from wedlm_jax.errors import InputError
 from wedlm_jax.sharding import shards
 

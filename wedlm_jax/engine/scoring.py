@@ -19,7 +19,7 @@ from jax import Array
 
 from wedlm_jax.decode.logits import token_logits
 from wedlm_jax.decode.logprobs import Logprobs, TokenLogprob, as_list, token_logprobs
-from wedlm_jax.decode.vocabulary import Vocabulary
+from wedlm_jax.decode.options import Vocabulary
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer

@@ -10,10 +10,9 @@ from typing import Any
 from wedlm_jax.attention.ragged import check_ragged_backend
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.decode.forward import Program
-from wedlm_jax.decode.options import Traits
-from wedlm_jax.decode.sizes import forward_sizes
+from wedlm_jax.decode.options import Traits, Vocabulary
+from wedlm_jax.decode.spans import forward_sizes
 from wedlm_jax.decode.state import num_slots
-from wedlm_jax.decode.vocabulary import Vocabulary
 from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.memory import MemoryPlan, plan_pages, working_bytes
 from wedlm_jax.errors import InputError

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from wedlm_jax.decode.last_forward import NOTHING, LastForward
+from wedlm_jax.decode.state import NOTHING, LastForward
 from wedlm_jax.engine.burst import WindowForward
 
 

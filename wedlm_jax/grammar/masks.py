@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from wedlm_jax.decode.allowed_tokens import all_allowed
+from wedlm_jax.decode.options import all_allowed
 from wedlm_jax.errors import InputError, shortened
 from wedlm_jax.grammar.interface import Grammars, Matcher
 from wedlm_jax.params import SamplingParams
@@ -49,7 +49,7 @@ class GrammarMasks:
             self._masks[index] = ~np.uint32(0)
 
     def allowed(self, rows: int, drafts: Callable[[], list[list[int]]]) -> np.ndarray:
-        """Returns the masks of the next forward, as `wedlm_jax.decode.allowed_tokens` has them.
+        """Returns the masks of the next forward, as `wedlm_jax.decode.options` has them.
 
         Args:
           rows: R of the program.

@@ -11,8 +11,7 @@ import pytest
 
 from tests.examples.windows import Decoding, rows_of
 from tests.jaxpr_shapes import arrays_in
-from wedlm_jax.decode.allowed_tokens import all_allowed, allowed_tokens
-from wedlm_jax.decode.options import Traits, abstract_options
+from wedlm_jax.decode.options import Traits, abstract_options, all_allowed, allowed_tokens
 from wedlm_jax.params import SamplingParams
 
 VERIFIED, PAPER = SamplingParams(mode="verified"), SamplingParams(mode="paper")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.examples.windows import SLOTS, VOCAB, Decoding, options_of, sequences, state_of
 from tests.reference.logit_options import bad_words_in, left_masked
-from wedlm_jax.decode.bad_words import keep_apart
+from wedlm_jax.decode.logits import keep_apart
 from wedlm_jax.params import SamplingParams
 
 keep = jax.jit(keep_apart)

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wedlm_jax.decode.commit import append, with_windows
+from wedlm_jax.decode.loop import append, with_windows
 from wedlm_jax.decode.options import Options
 from wedlm_jax.decode.state import DecodeState, idle_state, num_slots
 

@@ -17,11 +17,11 @@ from wedlm_jax.decode.options import (
     HostOptions,
     Options,
     Traits,
+    Vocabulary,
     abstract_options,
     check_options,
     idle_options,
 )
-from wedlm_jax.decode.vocabulary import Vocabulary
 from wedlm_jax.errors import InputError
 from wedlm_jax.params import OPTIONS, SamplingParams
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.forward_sizes import usual_sizes
-from wedlm_jax.decode.sizes import ForwardSizes, at_size, in_parts
-from wedlm_jax.decode.sizes import forward_sizes as sizes_of
+from wedlm_jax.decode.spans import ForwardSizes, at_size, in_parts
+from wedlm_jax.decode.spans import forward_sizes as sizes_of
 from wedlm_jax.decode.state import num_slots
 
 

@@ -10,9 +10,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wedlm_jax.decode.sizes import ForwardSizes
 from wedlm_jax.decode.spans import (
     Allowance,
+    ForwardSizes,
     attention_spans,
     flat_tokens,
     has_room,

@@ -16,8 +16,8 @@ from tests.jaxpr_shapes import arrays_in
 from tests.wedlm_jax.decode.test_sharded_choice import widths_in
 from wedlm_jax.completion import Completion
 from wedlm_jax.decode.logprobs import token_logprobs
+from wedlm_jax.decode.options import Vocabulary
 from wedlm_jax.decode.sampling import entropy, largest
-from wedlm_jax.decode.vocabulary import Vocabulary
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
