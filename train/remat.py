@@ -201,6 +201,8 @@ def _key(config: TrainConfig, model: ModelConfig, devices: list[Any]) -> str:
     optimizer = fields["optimizer"]
     given |= {name: optimizer[name] for name in ("name", "first_moment_dtype")}
     given |= {"averaged": optimizer["average"] > 0, "norms": fields["metrics"]["norms"]}
+    # A run that goes on reads its own description, which is a WeDLM's whatever it began with.
+    model = dataclasses.replace(model, model_type="wedlm")
     given |= {"model": repr(model), "devices": devices, "jax": jax.__version__}
     return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
 

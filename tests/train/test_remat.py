@@ -21,6 +21,7 @@ from train.program import make_program
 from train.recipe.config import MetricsSection, OptimizerSection, PhaseSection, TrainConfig
 from train.recipe.phases import largest_phase, phases_of
 from train.remat import REMEMBERED, first_that_fits, possible_parts, settled, settled_here
+from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
 from wedlm_jax.model.rematerialisation import POLICIES
 from wedlm_jax.sharding import make_mesh
@@ -81,13 +82,16 @@ def cache(tmp_path: Path) -> Iterator[Path]:
 def test_what_was_found_is_remembered_for_the_same_program_only(cache: Path) -> None:
     config, said, compiler = TrainConfig(rows=16), list[str](), Compiler()
 
-    def settle(config: TrainConfig, capacity: int = 800) -> str:
-        return settled(config, TINY, tpus(16), capacity, compiler.peak, said.append).loss.remat
+    def settle(config: TrainConfig, capacity: int = 800, model: ModelConfig = TINY) -> str:
+        return settled(config, model, tpus(16), capacity, compiler.peak, said.append).loss.remat
 
     assert settle(config) == "projections"  # 700 of 800, and 720 may be taken
     asked = len(compiler.asked)
     assert settle(config) == "projections"
     assert settle(dataclasses.replace(config, steps=7, output="elsewhere")) == "projections"
+    # A run that goes on finds its model described as a WeDLM.
+    model = dataclasses.replace(TINY, model_type="llama")
+    assert settle(config, model=model) == "projections"
     assert len(compiler.asked) == asked
     assert [line.rpartition(" ")[2] for line in said[:3]] == ["fits", "compiling", "remembered"]
     settle(config, 600)
