@@ -213,7 +213,7 @@ def _begin_or_resume(
     run, done = (origin.run, origin.step) if origin else (output, max(states, default=0))
     if states or origin:
         before = _saved_order(run / ORDER)
-        changes = _changed_fields(config, run / CONFIG, done, known=before is not None)
+        changes = _changed_fields(config, run, done, known=before is not None)
         if origin:
             changes = {line: False for line in changes if not EACH_ITS_OWN.match(line)}
         changes |= dict.fromkeys(order.differences(before, done) if before else [], True)
@@ -252,20 +252,23 @@ def _saved_order(path: Path) -> RowOrder | None:
         raise InputError(f"{path}: not what a run writes ({error}); remove it") from None
 
 
-def _changed_fields(config: TrainConfig, path: Path, done: int, *, known: bool) -> dict[str, bool]:
+def _changed_fields(config: TrainConfig, run: Path, done: int, *, known: bool) -> dict[str, bool]:
     """Returns a line for each field whose value is not the saved one, and whether that makes it
-    another run.
+    another run; none, aloud, where the saved recipe cannot be read.
 
     Args:
+      run: the folder of the saved recipe.
       done: completed steps.
       known: whether `RowOrder` tells of the data.
     """
+    path = run / CONFIG
     try:
         saved = OmegaConf.to_container(OmegaConf.create(path.read_text(encoding="utf-8")))
     except Exception as error:
         # A YAML parser has many error types of its own.
         reason = str(error).splitlines()[0]
-        return {f"what, is not known: {path} cannot be read ({reason})": False}
+        say(f"{path} cannot be read ({reason}): whether the recipe is as before is not known")
+        return {}
     now = dataclasses.asdict(config)
     lines, same_rates = {}, None
     for name, _, _ in describe():

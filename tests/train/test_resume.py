@@ -317,6 +317,12 @@ def test_a_run_of_an_earlier_version_goes_on_and_is_told_what_is_not_known(
     said = capsys.readouterr().out
     assert "not as before: steps was 3, is 4" in said
     assert "order.json is not there: whether the data is as before is not known" in said
+    (tmp_path / "config.yaml").write_text("steps: [")
+    begin(config)
+    said = capsys.readouterr().out
+    assert f"{tmp_path / 'config.yaml'} cannot be read (" in said
+    assert "): whether the recipe is as before is not known\n" in said
+    assert "not as before" not in said
     (tmp_path / "order.json").write_text("{")
     with pytest.raises(InputError, match=r"order\.json: not what a run writes"):
         begin(config)
