@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any, NamedTuple, Protocol
 
 import grain
@@ -107,7 +107,7 @@ def rows_taken(weights: Sequence[float], rows: int) -> list[int]:
     return [last.get(number, -1) + 1 for number in range(len(weights))]
 
 
-def check_rows(row_sets: Sequence[tuple[RowSet | RowPlaces, float]], batch_rows: int) -> None:
+def check_rows(row_sets: Sequence[tuple[Sized, float]], batch_rows: int) -> None:
     """Refuses sets that together have fewer rows than one batch takes."""
     rows = sum(len(row_set) for row_set, _ in row_sets)
     if rows < batch_rows:

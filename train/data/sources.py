@@ -8,6 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from train.data.manifest import Manifest, read_manifest, tokenizer_fingerprint
+from train.data.order import check_rows
 from train.data.shards import ShardRows
 from train.recipe.config import TrainConfig
 from train.recipe.phases import phases_of
@@ -29,7 +30,7 @@ class Sources:
 
 
 def open_sources(config: TrainConfig, tokenizer: Tokenizer, pad_token_id: int) -> Sources:
-    """Opens ``data.sources`` of a recipe, and says what each holds.
+    """Opens ``data.sources`` of a recipe.
 
     Args:
       config: the recipe.
@@ -42,35 +43,43 @@ def open_sources(config: TrainConfig, tokenizer: Tokenizer, pad_token_id: int) -
     """
     fingerprint = tokenizer_fingerprint(tokenizer)
     sources = Sources([], [], [])
-    total = sum(config.data.sources.values())
     for name, weight in config.data.sources.items():
         folder = folder_of_this_machine(name, "data.sources")
         manifest = _fitting_manifest(folder, config, fingerprint)
         sources.manifests.append(manifest)
         sources.rows.append(ShardRows(folder, manifest, pad_token_id))
         sources.weights.append(weight)
-        say(
-            f"{folder}: {weight / total:.1%} of the rows; {manifest.rows:,} rows, "
-            f"{manifest.tokens:,} tokens, {manifest.fill:.1%} filled"
-        )
     return sources
 
 
 def check_sources(config: TrainConfig, tokenizer: Tokenizer) -> None:
-    """Refuses folders, of all phases and of the evaluation, that `open_sources` would refuse; reads
-    their manifests alone.
+    """Refuses folders, of all phases and of the evaluation, that `open_sources` would refuse, or
+    that hold too few rows, and says what each holds that is trained on; reads their manifests
+    alone.
 
     Raises:
-      InputError: as `open_sources`.
+      InputError: as `open_sources` and `train.data.order.check_rows`.
     """
     fingerprint = tokenizer_fingerprint(tokenizer)
-    checked = [
-        (phase.config, name) for phase in phases_of(config) for name in phase.config.data.sources
-    ]
+    told = []
+    for phase in phases_of(config):
+        own, sets = phase.config, []
+        total = sum(own.data.sources.values())
+        for name, weight in own.data.sources.items():
+            folder = folder_of_this_machine(name, "data.sources")
+            manifest = _fitting_manifest(folder, own, fingerprint)
+            sets.append((range(manifest.rows), weight))
+            told.append(
+                f"{folder}: {weight / total:.1%} of the rows; {manifest.rows:,} rows, "
+                f"{manifest.tokens:,} tokens, {manifest.fill:.1%} filled"
+            )
+        if sets:
+            check_rows(sets, own.rows * own.accumulation)
     if config.evaluation.every and config.evaluation.source is not None:
-        checked.append((config, config.evaluation.source))
-    for own, name in checked:
-        _fitting_manifest(folder_of_this_machine(name, "data.sources"), own, fingerprint)
+        folder = folder_of_this_machine(config.evaluation.source, "data.sources")
+        _fitting_manifest(folder, config, fingerprint)
+    for line in dict.fromkeys(told):  # phases may share folders
+        say(line)
 
 
 def _fitting_manifest(folder: Path, config: TrainConfig, fingerprint: str) -> Manifest:

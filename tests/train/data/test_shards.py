@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -17,10 +18,16 @@ from train.data.manifest import read_manifest, tokenizer_fingerprint
 from train.data.row_codec import decode_row, encode_row
 from train.data.shards import ShardRows
 from train.data.show import read_rows
-from train.data.sources import open_sources
+from train.data.sources import check_sources, open_sources
 from train.data.tokenizer import train_tokenizer
 from train.embedded.corpus import generate
-from train.recipe.config import DataSection, TrainConfig, load_config
+from train.recipe.config import (
+    DataSection,
+    EvaluationSection,
+    PhaseSection,
+    TrainConfig,
+    load_config,
+)
 from wedlm_jax.errors import InputError
 from wedlm_jax.packing import TokenisedSample, row_arrays
 
@@ -159,8 +166,18 @@ def test_a_run_reads_its_sources_by_weight(
     counted = write_jsonl(tmp_path / "ones.jsonl", [{"token_ids": [7] * 100}] * 30)
     tokenised([counted], tmp_path / "ones")
     sources = {str(folder): 1.0, str(tmp_path / "ones"): 3.0}
+    whole = dataclasses.replace(
+        recipe(sources),
+        phases=[PhaseSection(from_step=2, learning_rate=1e-3)],
+        evaluation=EvaluationSection(every=1, source=str(tmp_path / "ones")),
+    )
+    check_sources(whole, tokenizer)
     data = open_sources(recipe(sources), tokenizer, pad_token_id=0)
-    assert "ones: 75.0% of the rows; 30 rows, 3,000 tokens" in capsys.readouterr().out
+    told = [line for line in capsys.readouterr().out.splitlines() if " of the rows; " in line]
+    assert len(told) == 2, "each once, whatever phases and evaluations read"
+    assert "ones: 75.0% of the rows; 30 rows, 3,000 tokens" in told[1]
+    with pytest.raises(InputError, match="packed rows are fewer than one batch of 1000"):
+        check_sources(dataclasses.replace(whole, rows=1000), tokenizer)
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     with TrainBatches(data, recipe(sources), place) as batches:
         read = list(batches)
