@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ from wedlm_jax.checkpoint.model_folder import RUN_STATES
 from wedlm_jax.checkpoint.run_folder import describe_run, is_described
 from wedlm_jax.errors import TERMINATED, CompilingInterrupted, StorageFailure
 from wedlm_jax.host.processes import is_first, jax_processes, say, text_of_first
+from wedlm_jax.host.storage import as_path, is_remote
 from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh
 
 
@@ -98,6 +100,8 @@ def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
     mesh = make_mesh(dataclasses.asdict(config.mesh))
     check_runs_on(config.loss.attention, mesh.devices.flat[0].platform)
     questions = drawn_questions(config.evaluation)
+    local = not is_remote(config.output)
+    is_new = local and is_first() and not as_path(config.output).exists()
     output = open_output(config.output)
     files = RunFiles(output)
     checkpoints = Checkpoints(
@@ -144,6 +148,9 @@ def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
     finally:
         checkpoints.close()
         files.close()
+        if is_new:
+            with contextlib.suppress(OSError):
+                output.rmdir()  # empty where the recipe was refused
     exported = dataclasses.replace(model, model_type="wedlm")
     trained = nnx.merge(program.graph, parameters)
     save_checkpoint(

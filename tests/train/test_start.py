@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.examples.data import EMBEDDED
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from tests.examples.tiny_run import tiny_recipe
 from train.loop import train
@@ -55,6 +56,18 @@ def test_weights_that_are_not_there_are_refused_before_anything_is_compiled(
 ) -> None:
     with pytest.raises(InputError, match="neither model"):
         check_start(recipe(described))
+
+
+def test_a_refused_run_leaves_no_folder(described: Path, tmp_path: Path) -> None:
+    config = tiny_recipe(tmp_path / "run", EMBEDDED)
+    config.model = ModelSection(init_from=str(described))
+    with pytest.raises(InputError, match="neither model"):
+        train(config)
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    with pytest.raises(InputError, match="neither model"):
+        train(config)
+    assert (tmp_path / "run").exists(), "one that was there is not the run's to remove"
 
 
 def test_a_recipe_without_any_model_is_refused_before_anything_is_made(tmp_path: Path) -> None:
