@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import NoReturn
 
 from train.distributed import EndTogether, add_options, join
 from train.recipe.config import describe, load_config
 from wedlm_jax.checkpoint.find_model import packaged
-from wedlm_jax.errors import CompilingInterrupted
+from wedlm_jax.errors import INTERRUPTED, CompilingInterrupted
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.processes import say
 from wedlm_jax.host.storage import as_path
@@ -80,16 +81,25 @@ def main(arguments: list[str]) -> int:
     from wedlm_jax.host.compiled_cache import keep_compiled
 
     keep_compiled(as_path(config.output) / "compiled")
-    with EndTogether("train"):
-        try:
-            folder = train(config, allow_changed=options.allow_changed)
-        except RunStopped as stopped:
-            text = f"wedlm train: {stopped}; the same command goes on from there"
-            print(text, file=sys.stderr, flush=True)
-            return stopped.status
-        except CompilingInterrupted as interrupt:
-            text = f"wedlm train: {interrupt}; the same command goes on from the newest state"
-            print(text, file=sys.stderr, flush=True)
-            return interrupt.status
+    try:
+        with EndTogether("train"):
+            try:
+                folder = train(config, allow_changed=options.allow_changed)
+            except RunStopped as stopped:
+                text = f"wedlm train: {stopped}; the same command goes on from there"
+                print(text, file=sys.stderr, flush=True)
+                return stopped.status
+            except CompilingInterrupted as interrupt:
+                text = f"wedlm train: {interrupt}; the same command goes on from the newest state"
+                print(text, file=sys.stderr, flush=True)
+                return interrupt.status
+    except KeyboardInterrupt:
+        print(
+            "wedlm train: interrupted; the same command goes on from the newest state",
+            file=sys.stderr,
+        )
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(INTERRUPTED)  # Python would wait for the steps that the devices still compute
     say(f"exported {folder}")
     return 0

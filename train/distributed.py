@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from wedlm_jax.errors import FAULT, INTERRUPTED, InputError, exit_status
 from wedlm_jax.host.processes import AUTO, connect, coordinator, find_host, jax_processes
-from wedlm_jax.host.signals import StopRequest
+from wedlm_jax.host.signals import StopRequest, told_at_once
 from wedlm_jax.sharding import tree_shardings
 
 ENDED = "ended"
@@ -76,14 +76,28 @@ def join(options: argparse.Namespace) -> None:
     connect(options.coordinator, find_host(count, options.process_id, flags=flags))
 
 
+AT_ONCE_S = 3.0
+"""How long a process may take to end by itself after a second Ctrl-C."""
+
+
+def _end_at_once() -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write("\x1b[?25h")  # the cursor, which a bar hides
+        sys.stderr.flush()
+    os._exit(INTERRUPTED)
+
+
 class AgreedStop(StopRequest):
     """Stops all processes of a run after the same step, when SIGTERM or Ctrl-C has come to one of
     them.
 
-    They agree through the coordinator that `jax.distributed` started.
+    They agree through the coordinator that `jax.distributed` started. What becomes of a signal is
+    said at once. A process alone ends within `AT_ONCE_S` of a second Ctrl-C, whatever it computes.
     """
 
     def __init__(self) -> None:
+        self._told, self._heard = contextlib.ExitStack(), 0
+        self._end: threading.Timer | None = None
         self._alone = jax_processes().count == 1
         # The coordinator itself handles SIGTERM where there are several.
         ours = (signal.SIGTERM, signal.SIGINT) if self._alone else (signal.SIGINT,)
@@ -93,6 +107,38 @@ class AgreedStop(StopRequest):
         super().note()
         if not self._alone:
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        if self._signals:
+            self._told.enter_context(told_at_once(self._tell))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._told.close()
+        if self._end is not None:
+            self._end.cancel()
+        super().__exit__(*error)
+
+    def _tell(self, number: int) -> None:
+        if number not in self._signals:
+            return
+        self._heard += 1
+        if self._heard == 1:
+            again = "; Ctrl-C again stops at once" if number == signal.SIGINT else ""
+            line = "stopping when the step under way is done and the state is saved"
+            print(f"{line}{again}", file=sys.stderr, flush=True)
+        elif number == signal.SIGINT and self._end is None:
+            print("stopping at once", file=sys.stderr, flush=True)
+            if self._alone:
+                self._end = threading.Timer(AT_ONCE_S, _end_at_once)
+                self._end.daemon = True
+                self._end.start()
+
+    @property
+    def now(self) -> bool:
+        """Whether this process shall stop and may do so by itself, before the step's end."""
+        return self._alone and self.requested
 
     def after(self, step: int) -> bool:
         """Returns whether the run shall stop after ``step`` completed steps. Every process asks

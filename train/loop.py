@@ -58,6 +58,7 @@ from wedlm_jax.checkpoint.model_folder import RUN_STATES
 from wedlm_jax.checkpoint.run_folder import describe_run, is_described
 from wedlm_jax.errors import TERMINATED, CompilingInterrupted, StorageFailure
 from wedlm_jax.host.processes import is_first, jax_processes, say, text_of_first
+from wedlm_jax.host.progress import saying_once
 from wedlm_jax.host.storage import as_path, is_remote
 from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh
 
@@ -153,9 +154,10 @@ def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
                 output.rmdir()  # empty where the recipe was refused
     exported = dataclasses.replace(model, model_type="wedlm")
     trained = nnx.merge(program.graph, parameters)
-    save_checkpoint(
-        trained, exported, output / "hf", dtype=config.export_dtype, tokenizer_from=folder
-    )
+    with saying_once("exporting the model"):
+        save_checkpoint(
+            trained, exported, output / "hf", dtype=config.export_dtype, tokenizer_from=folder
+        )
     return output / "hf"
 
 
@@ -235,7 +237,8 @@ class TrainingRun:
         """
         done = origin.step if origin else min(checkpoints.steps(), default=0)
         compiled = self._compile(done)
-        state = starting_state(self._program, checkpoints, origin)
+        with saying_once("reading the state"):
+            state = starting_state(self._program, checkpoints, origin)
         if int(state.step) < self._config.steps:
             state = self._train(compiled, state, checkpoints)
         elif self._is_due(int(state.step)):
@@ -262,7 +265,10 @@ class TrainingRun:
         stop, watch = AgreedStop(), StallWatch(config.metrics.stall_factor)
         try:
             with stop, watch, self._profiler() as profiler:
-                self._evaluate_first(log, state)
+                self._evaluate_first(log, state, stop)
+                if log is not None:
+                    every = config.log_every
+                    log.expect(min(done + every - done % every, config.steps))
                 for step in range(done + 1, config.steps + 1):
                     profiler.before(step - 1, state.step)
                     watch.step()
@@ -271,6 +277,8 @@ class TrainingRun:
                     shape = self._shape_of(step - 1)
                     state, metrics = compiled[shape](state, rows, key)
                     pending.add(step, metrics)
+                    if log is not None:
+                        log.step(step - 1)  # the newest is under way
                     time.step(step, rows.tokens.size, self._flops[shape])
                     last, ends = step == config.steps, stop.after(step)
                     try:
@@ -282,12 +290,12 @@ class TrainingRun:
                             pending.keep(step)
                     except TooManySkipped:
                         # From there a restart goes on behind them, and does not count them.
-                        self._save(checkpoints, forgiven(state), whole=True)
+                        self._save(checkpoints, forgiven(state), log, whole=True)
                         raise
                     if saves:
                         watch.pause()
                         with time.spent("checkpoint"):
-                            self._save(checkpoints, state, whole=last or ends)
+                            self._save(checkpoints, state, log, whole=last or ends)
                     if ends and not last:
                         raise RunStopped(step, stop.status)
                     # Behind the state, which does not depend on it; a run that goes on from there
@@ -295,12 +303,12 @@ class TrainingRun:
                     if self._is_due(step):
                         watch.pause()
                         try:
-                            self._log_evaluation(log, step, self._evaluate(state))
+                            self._log_evaluation(log, step, self._evaluate(state, log, stop))
                         except (Exception, CompilingInterrupted):
                             # Processes that fail apart can write nothing together.
                             if not saves and jax_processes().count == 1:
                                 pending.keep(step)
-                                self._save(checkpoints, state, whole=True)
+                                self._save(checkpoints, state, log, whole=True)
                             raise
                 profiler.end(config.steps, state.step)
         finally:
@@ -325,9 +333,14 @@ class TrainingRun:
         metrics = self._config.metrics
         return Profiler(self._output, metrics.profile_from, metrics.profile_steps)
 
-    def _save(self, checkpoints: Checkpoints, state: TrainState, *, whole: bool) -> None:
+    def _save(
+        self, checkpoints: Checkpoints, state: TrainState, log: MetricsLog | None, *, whole: bool
+    ) -> None:
         self._files.publish()  # what is logged up to a state is there when the state is
-        checkpoints.save(state, whole=whole)
+        with contextlib.ExitStack() as told:
+            if whole and log is not None:
+                told.enter_context(log.saying(lambda s: f"writing the state, {s:.0f} s so far"))
+            checkpoints.save(state, whole=whole)
 
     def _compile(self, done: int) -> dict[tuple[int, ...], Any]:
         """Compiles the step for every shape of a batch that comes behind step ``done``, before a
@@ -338,7 +351,7 @@ class TrainingRun:
             if phase.stop <= done or shape in compiled:
                 continue
             before = self._time.seconds["compile"]
-            with self._time.spent("compile"):
+            with self._time.spent("compile"), saying_once("compiling the step"):
                 rows = abstract_rows(phase.config, self._mesh, len(self._sources))
                 compiled[shape] = self._program.compile(rows)
             budget = describe_budget(self._program.state, compiled[shape])
@@ -375,12 +388,26 @@ class TrainingRun:
         every = self._config.evaluation.every
         return bool(every) and (step % every == 0 or step == self._config.steps)
 
-    def _evaluate(self, state: TrainState) -> Record:
+    def _evaluate(
+        self, state: TrainState, log: MetricsLog | None, stop: AgreedStop | None = None
+    ) -> Record:
+        """Evaluates, and says how far it is; raises `RunStopped` where that cannot wait for it."""
         assert self._evaluation is not None
-        with self._time.spent("evaluation"):
-            return self._evaluation.run(to_export(state))
+        now, step = "", int(state.step)
 
-    def _evaluate_first(self, log: MetricsLog | None, state: TrainState) -> None:
+        def at(text: str) -> None:
+            nonlocal now
+            now = text
+            if stop is not None and stop.now:
+                raise RunStopped(step, stop.status)
+
+        with contextlib.ExitStack() as told:
+            told.enter_context(self._time.spent("evaluation"))
+            if log is not None:
+                told.enter_context(log.saying(lambda s: f"evaluating: {now}, {s:.0f} s so far"))
+            return self._evaluation.run(to_export(state), at)
+
+    def _evaluate_first(self, log: MetricsLog | None, state: TrainState, stop: AgreedStop) -> None:
         """Evaluates before the first step of an attempt: what cannot be compiled, or has no room,
         is found out before there are steps to lose. It is logged where the run evaluates at this
         step and has not done so."""
@@ -388,7 +415,7 @@ class TrainingRun:
             return
         step = int(state.step)
         say(f"step {step}: evaluating on held-out rows before the first step, which compiles")
-        record = self._evaluate(state)
+        record = self._evaluate(state, log, stop)
         if self._is_due(step) and not self._is_evaluated(step):
             self._log_evaluation(log, step, record)
 
@@ -398,7 +425,7 @@ class TrainingRun:
         if not self._is_evaluated(step):
             log = self._open_log(step)
             try:
-                self._log_evaluation(log, step, self._evaluate(state))
+                self._log_evaluation(log, step, self._evaluate(state, log))
             finally:
                 if log is not None:
                     log.close()

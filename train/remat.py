@@ -31,6 +31,7 @@ from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.atomic import write_json
 from wedlm_jax.host.processes import is_first, say, sum_over_all
+from wedlm_jax.host.progress import saying_once
 from wedlm_jax.model.rematerialisation import POLICIES
 
 SPARE = 0.1
@@ -162,7 +163,8 @@ def settled_here(program: TrainProgram) -> TrainProgram:
     def peak_of(config: TrainConfig) -> int | None:
         rows = abstract_rows(largest_phase(config).config, mesh, len(source_names(config)))
         try:
-            return peak_bytes(make_program(config, model, mesh).compile(rows))
+            with saying_once(f"compiling the step with loss.remat={config.loss.remat}"):
+                return peak_bytes(make_program(config, model, mesh).compile(rows))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise

@@ -56,12 +56,17 @@ def test_sigterm_and_ctrl_c_save_and_the_run_goes_on_from_there(
     assert_same_bits(hf_values(tmp_path / "hf"), hf_values(finished / "hf"))
 
 
-def test_a_second_ctrl_c_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_ctrl_c_does_not_wait(capsys: pytest.CaptureFixture[str]) -> None:
     with AgreedStop() as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.requested
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+    assert capsys.readouterr().err.splitlines() == [
+        "stopping when the step under way is done and the state is saved; "
+        "Ctrl-C again stops at once",
+        "stopping at once",
+    ]
 
 
 @pytest.mark.full

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import jax
 from flax import nnx
@@ -19,8 +19,13 @@ from wedlm_jax.model import Transformer
 from wedlm_jax.model.lora import merged
 from wedlm_jax.params import SamplingParams
 
+At = Callable[[str], None]
+"""Told what an evaluation does now; what it raises ends the evaluation."""
+
 MOST_AT_ONCE = 16
 """Prompts that a process decodes together."""
+BURST = 16
+"""Forwards between two looks at whether the run shall stop."""
 
 
 class OwnEngine:
@@ -54,9 +59,18 @@ class OwnEngine:
         self._engine: Engine | None = None
 
     @contextlib.contextmanager
-    def having(self, parameters: nnx.State) -> Iterator[Engine]:
+    def having(self, parameters: nnx.State, at: At) -> Iterator[Engine]:
         """Gives the engine these parameters within the block. All processes of a run call this
-        together (`train.distributed.own_copy`); within, each decodes what it has."""
+        together (`train.distributed.own_copy`); within, each decodes what it has. ``at`` is told
+        when a program is compiled."""
+
+        @contextlib.contextmanager
+        def compiling() -> Iterator[None]:
+            at("compiling what decodes")
+            yield
+            at("decoding")
+
+        at("copying the parameters to decode")
         graph, whole = nnx.split(merged(nnx.merge(self._graph, parameters)))
         cast = jax.tree.map(lambda x: x.astype(self._dtype), whole)
         model = nnx.merge(graph, own_copy(self._processes, cast))
@@ -75,6 +89,7 @@ class OwnEngine:
             else:
                 self._engine.update(model)
             del model
+            self._engine.device.programs.while_compiling = compiling
             try:
                 yield self._engine
             finally:
@@ -82,11 +97,24 @@ class OwnEngine:
 
 
 def decode_all(
-    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    at: At,
+    what: str = "prompts",
 ) -> list[Completion]:
-    """Decodes prompts, of which there may be none, and waits for the last."""
+    """Decodes prompts, of which there may be none, and waits for the last.
+
+    Args:
+      at: told how many are done.
+      what: the prompts are called.
+    """
+
+    def told(finished: int) -> None:
+        at(f"{finished} of {len(prompts)} {what} decoded")
+
     requests = [Request(number, prompt, params) for number, prompt in enumerate(prompts)]
-    return engine.decode(requests) if requests else []
+    return engine.decode(requests, told, BURST) if requests else []
 
 
 def can_decode(mesh: Mesh, hidden_size: int) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from train.evaluation.decoding import OwnEngine, can_decode, decode_all
+from train.evaluation.decoding import At, OwnEngine, can_decode, decode_all
 from train.evaluation.questions import AskedQuestions
 from train.prediction_blocks import blocks_of_rows
 from train.recipe.config import TrainConfig
@@ -89,27 +89,33 @@ class Evaluation:
                 known_tokens=None if questions is None else questions.codec.token_ids,
             )
 
-    def run(self, parameters: nnx.State) -> Record:
+    def run(self, parameters: nnx.State, at: At = lambda text: None) -> Record:
         """Takes losses and perplexity, decodes the prompts (tokens per forward and p_cache), and
         has the questions answered.
 
         All processes of a run call this, under its mesh. Each decodes its share of the prompts
-        and questions on its own devices."""
+        and questions on its own devices.
+
+        Args:
+          at: told what goes on.
+        """
         arguments = parameters, self._rows, self._key
         if self._step is None:
+            at("compiling the losses on held-out rows")
             self._step = compiled(self._jitted.lower(*arguments).compile)
+        at("losses on held-out rows")
         record = flatten(jax.device_get(self._step(*arguments)))
         record["ar_perplexity"] = math.exp(min(record["ar_loss"], 100.0))
-        return record | self._decode(parameters)
+        return record | self._decode(parameters, at)
 
-    def _decode(self, parameters: nnx.State) -> Record:
+    def _decode(self, parameters: nnx.State, at: At) -> Record:
         if self._engine is None:
             return {}
         processes, answers = jax_processes(), np.zeros(0, np.int64)
-        with self._engine.having(parameters) as engine:
-            counts = self._decode_prompts(engine, processes.index, processes.count)
+        with self._engine.having(parameters, at) as engine:
+            counts = self._decode_prompts(engine, processes.index, processes.count, at)
             if self._questions is not None:
-                answers = self._questions.answer(engine, processes.index, processes.count)
+                answers = self._questions.answer(engine, processes.index, processes.count, at)
         record: Record = {}
         if self._prompts:
             made, forwards, instances = sum_over_all(counts).tolist()
@@ -118,11 +124,11 @@ class Evaluation:
             record |= self._questions.record(sum_over_all(answers))
         return record
 
-    def _decode_prompts(self, engine: Engine, first: int, every: int) -> np.ndarray:
+    def _decode_prompts(self, engine: Engine, first: int, every: int, at: At) -> np.ndarray:
         """Counts tokens, forwards and token instances of every ``every``-th prompt."""
         counts = [
             (len(result.token_ids), result.num_forwards, result.num_token_instances)
-            for result in decode_all(engine, self._prompts[first::every], self._params)
+            for result in decode_all(engine, self._prompts[first::every], self._params, at)
         ]
         return np.array(counts, np.int64).reshape(-1, 3).sum(axis=0)
 

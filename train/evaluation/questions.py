@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from train.evaluation.decoding import decode_all
+from train.evaluation.decoding import At, decode_all
 from train.recipe.config import EvaluationSection, TrainConfig
 from train.watch.records import Record
 from wedlm_jax.checkpoint.hf import copy_tokenizer
@@ -78,14 +78,15 @@ class AskedQuestions:
     def __len__(self) -> int:
         return len(self._questions)
 
-    def answer(self, engine: Engine, first: int, every: int) -> np.ndarray:
-        """Has every ``every``-th question answered, from number ``first`` on.
+    def answer(self, engine: Engine, first: int, every: int, at: At) -> np.ndarray:
+        """Has every ``every``-th question answered, from number ``first`` on; ``at`` is told how
+        many are.
 
         Returns:
           int64 ``[regimes, fields of Tally]``; the sum of all processes' is that of all questions.
         """
         questions = self._questions[first::every]
-        results = decode_all(engine, self._prompts[first::every], self._params)
+        results = decode_all(engine, self._prompts[first::every], self._params, at, "questions")
         answers = [complete(self.codec, result, self._params) for result in results]
         counts = []
         for regime in self._regimes:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rich.console import Console
@@ -54,10 +56,12 @@ class MetricsLog:
             "steps", total=total_steps, done=done, title=title, console=Console(), every=0.0
         )
         self._bar.start()
+        self._expecting = contextlib.ExitStack()
         self._started = time.monotonic()
 
     def write(self, step: int, record: Record) -> None:
         """Logs one record; it has ``step_seconds`` and ``tokens_per_second``."""
+        self._expecting.close()
         self._file.write(as_json(step, record))
         self._file.flush()
         for sink in self._sinks:
@@ -71,6 +75,23 @@ class MetricsLog:
         left = (self._total - step) * record["step_seconds"]
         self._bar.update(step, text=", ".join(shown), seconds_left=left)
 
+    def step(self, step: int) -> None:
+        """Moves the bar to a step that is done."""
+        self._bar.move(step)
+
+    def expect(self, step: int) -> None:
+        """Says how far the steps are until the first record, which comes after ``step``."""
+
+        def text(seconds: float) -> str:
+            return f"losses come after step {step}, {seconds:.0f} s so far"
+
+        self._expecting.enter_context(self._bar.saying(text))
+
+    def saying(self, text: Callable[[float], str]) -> AbstractContextManager[None]:
+        """Says what goes on in the block after so many seconds (`ProgressBar.saying`)."""
+        self._expecting.close()
+        return self._bar.saying(text)
+
     def evaluated(self, step: int, record: Record) -> None:
         """Logs what an evaluation found; on boards under ``evaluation/``."""
         with (self._folder / EVALUATION).open("a", encoding="utf-8") as file:
@@ -79,6 +100,7 @@ class MetricsLog:
             sink.write(step, {f"evaluation/{name}": value for name, value in record.items()})
 
     def close(self) -> None:
+        self._expecting.close()
         self._bar.stop()
         self._file.close()
         for sink in self._sinks:

@@ -16,11 +16,22 @@ from pathlib import Path
 from train.watch.records import Record
 from wedlm_jax.host.atomic import write_json
 from wedlm_jax.host.processes import is_first, say
+from wedlm_jax.host.progress import clock
 
 FILE = "time.json"
 KINDS = ("start", "compile", "input", "checkpoint", "evaluation")
 """What time is spent on besides steps. ``input`` is what the host waited for its batches."""
 WRITE_EVERY_S = 30.0
+WORDS = {
+    "start": "starting",
+    "compile": "compiling",
+    "input": "waiting for input",
+    "checkpoint": "saving states",
+    "evaluation": "evaluations",
+    "redone": "steps done again",
+    "restart": "between the attempts and starting again",
+}
+"""What the last line calls the shares, where their names do not say it."""
 
 
 @dataclasses.dataclass
@@ -152,8 +163,11 @@ class RunTime:
     def close(self) -> None:
         """Prints and writes down where the time went."""
         self.write()
+        whole = clock(self._attempt.seen - [*self._before, self._attempt][0].begun)
+        of = f", {len(self._before) + 1} attempts" if self._before else ""
         known = {kind: part for kind, part in self.shares().items() if part >= 0.001}
-        say("time: " + ", ".join(f"{kind} {part:.1%}" for kind, part in known.items()))
+        parts = [f"{WORDS.get(kind, kind)} {part:.1%}" for kind, part in known.items()]
+        say(f"time since the run began ({whole}{of}): {', '.join(parts)}")
 
 
 def read_attempts(path: Path) -> list[Attempt]:

@@ -186,23 +186,33 @@ class Engine:
                 self._requests.pop(event.number, None)
         return events
 
-    def decode(self, requests: Sequence[Request]) -> list[Completion]:
+    def decode(
+        self,
+        requests: Sequence[Request],
+        told: Callable[[int], None] = lambda finished: None,
+        max_forwards: int | None = None,
+    ) -> list[Completion]:
         """Decodes a batch of requests and waits for the last.
+
+        Args:
+          told: called after each burst with the number of requests that have finished.
+          max_forwards: of a burst, as in `step`.
 
         Raises:
           InputError: one cannot be decoded.
         """
         results: dict[int, Completion] = {}
-        events = self.step(requests)
+        events = self.step(requests, max_forwards=max_forwards)
         while True:
             for event in events:
                 if isinstance(event, Failed):
                     raise event.error
                 if isinstance(event, Finished):
                     results[event.number] = event.result
+            told(len(results))
             if not self.has_work:
                 return [results[request.number] for request in requests]
-            events = self.step()
+            events = self.step(max_forwards=max_forwards)
 
     def window(self, number: int) -> WindowView | None:
         """Returns the window of a request as its next forward will see it; None while it waits."""

@@ -1,5 +1,5 @@
 """How far some work is: where a call that decodes stands, the one bar that commands show, and what
-is said while a program is compiled."""
+is said while something takes long."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from wedlm_jax.host.notices import through_bar
+from wedlm_jax.host.processes import is_first
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,6 +69,7 @@ class ProgressBar:
         self._open = contextlib.ExitStack()
         self._unit, self._every, self._percent = unit, every, percent
         self._total, self._first, self._done = total, done, done
+        self._shown: tuple[str | None, float | None] = None, None
         self._console = console or Console(stderr=True, soft_wrap=True)
         self._rich = Progress(
             TextColumn("[bold]{task.description}"),
@@ -116,6 +119,7 @@ class ProgressBar:
           seconds_left: if the caller knows better than the rate so far; infinite for "not known".
         """
         self._done, self._total = done, self._total if total is None else total
+        self._shown = text, seconds_left
         line = self.line(text, seconds_left)
         self._rich.update(
             self._task, completed=done, total=self._total, line=line, description=title
@@ -126,19 +130,37 @@ class ProgressBar:
         self._told = now
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
+    def move(self, done: int) -> None:
+        """Moves the bar of a terminal; what stands beside it stays until the next `update`."""
+        self._done = done
+        self._rich.update(self._task, completed=done, line=self.line(*self._shown))
+
     def advance(self, *, title: str | None = None) -> None:
         """Says that one more is done."""
         self.update(self._done + 1, title=title)
 
     @contextlib.contextmanager
+    def saying(self, text: Callable[[float], str]) -> Iterator[None]:
+        """Says what goes on in the block after so many seconds, behind the count: in the bar, or
+        where there is none as `saying` does."""
+
+        def line(seconds: float) -> str:
+            return self.line(text(seconds), math.inf)
+
+        if self._rich.disable:
+            with saying(line, self._console):
+                yield
+            return
+        with ticking(lambda seconds: self._rich.update(self._task, line=line(seconds))):
+            yield
+        self._rich.update(self._task, line=self.line(*self._shown))
+
+    @contextlib.contextmanager
     def while_compiling(self) -> Iterator[None]:
         """Says that a program is compiled, with the time so far: in the bar, or where there is none
         as `CompileNotice` does."""
-        if self._rich.disable:
-            with CompileNotice(console=self._console)():
-                yield
-            return
-        with ticking(lambda seconds: self.update(self._done, text=compiling(seconds))):
+        noted = CompileNotice(console=self._console)()
+        with noted if self._rich.disable else self.saying(compiling):
             yield
 
     def line(self, text: str | None = None, seconds_left: float | None = None) -> str:
@@ -162,7 +184,49 @@ class ProgressBar:
 
 
 FIRST_LINE_S, NEXT_LINE_S = 2.0, 8.0
-"""When it is first said, and again, that something compiles, where there is no terminal."""
+"""When it is first said, and again, what takes long, where there is no terminal."""
+
+
+@contextlib.contextmanager
+def saying(
+    text: Callable[[float], str], console: Console | None = None
+) -> Iterator[Callable[[], bool]]:
+    """Says what goes on in the block where it takes long: a line that counts the seconds in a
+    terminal; elsewhere a line after a few seconds, and one now and then.
+
+    Args:
+      text: what is said after so many seconds.
+      console: where it is said; by default on standard error.
+
+    Yields:
+      a function that tells whether it has taken long.
+    """
+    from rich.console import Console
+
+    console = console or Console(stderr=True, highlight=False)
+    due, started = FIRST_LINE_S, time.monotonic()
+
+    def tell(seconds: float) -> None:
+        nonlocal due
+        if seconds >= due:
+            due = seconds + NEXT_LINE_S
+            console.print(text(seconds), markup=False, soft_wrap=True)
+
+    with contextlib.ExitStack() as shown:
+        if console.is_terminal:
+            status = console.status(text(0))
+            shown.enter_context(through_bar(status))
+            shown.enter_context(ticking(lambda seconds: status.update(text(seconds))))
+        else:
+            shown.enter_context(ticking(tell))
+        yield lambda: time.monotonic() - started >= FIRST_LINE_S
+
+
+def saying_once(what: str) -> AbstractContextManager[object]:
+    """Says ``what`` goes on in the block, as `saying` does, once in a job of several processes."""
+    if not is_first():
+        return contextlib.nullcontext()
+    return saying(lambda seconds: f"{what}, {seconds:.0f} s so far")
 
 
 class CompileNotice:
@@ -182,27 +246,10 @@ class CompileNotice:
         """Makes the context in which a program is compiled."""
         from rich.console import Console
 
-        console = self._console or Console(stderr=True, highlight=False)
-        due, told, started = FIRST_LINE_S, False, time.monotonic()
-
-        def tell(seconds: float) -> None:
-            nonlocal due, told
-            if seconds >= due:
-                due, told = seconds + NEXT_LINE_S, True
-                console.print(compiling(seconds), markup=False, soft_wrap=True)
-
-        if console.is_terminal:
-            status = console.status(compiling(0))
-            with (
-                through_bar(status),
-                ticking(lambda seconds: status.update(compiling(seconds))),
-            ):
-                yield
-            told = time.monotonic() - started >= FIRST_LINE_S
-        else:
-            with ticking(tell):
-                yield
-        if told:
+        console, started = self._console or Console(stderr=True, highlight=False), time.monotonic()
+        with saying(compiling, console) as took_long:
+            yield
+        if took_long():
             where = f"; kept for the next time in {self._kept}" if self._kept else ""
             seconds = time.monotonic() - started
             line = f"compiled a program in {seconds:.0f} s{where}"

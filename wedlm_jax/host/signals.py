@@ -9,11 +9,13 @@ process is (`end_if_compiling`).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import FrameType
 from typing import Any, Self, TypeVar
@@ -77,6 +79,30 @@ def end_if_compiling(status: int) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(status)
+
+
+@contextlib.contextmanager
+def told_at_once(tell: Callable[[int], None]) -> Iterator[None]:
+    """Calls ``tell`` with the number of each signal that Python handles as soon as it comes, from a
+    thread of its own: a handler waits until the main thread is back from what it computes. To be
+    entered in the main thread."""
+    reads, writes = socket.socketpair()
+    writes.setblocking(False)
+
+    def listen() -> None:
+        while number := reads.recv(1):
+            tell(number[0])
+
+    thread = threading.Thread(target=listen, name="signals", daemon=True)
+    thread.start()
+    before = signal.set_wakeup_fd(writes.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        writes.close()
+        thread.join()
+        reads.close()
 
 
 class StopRequest:

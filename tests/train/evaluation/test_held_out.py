@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,16 @@ from tests.examples.data import EMBEDDED
 from tests.examples.tiny_run import metric_lines, on_devices, run_until_killed, tiny_recipe
 from train.data.manifest import read_manifest
 from train.data.shards import ShardRows
-from train.evaluation.decoding import can_decode
+from train.evaluation.decoding import At, can_decode
 from train.evaluation.held_out import Evaluation, prompts_of
+from train.loop import RunStopped
 from train.loop import train as run_training
 from train.program import make_program
 from train.recipe.config import EvaluationSection, OptimizerSection, TrainConfig
 from train.start import held_out_rows, recipe_model
 from wedlm_jax.__main__ import main
 from wedlm_jax.completion import Completion
+from wedlm_jax.engine.engine import Engine
 from wedlm_jax.errors import CompilingInterrupted
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
@@ -75,6 +79,62 @@ def test_a_run_evaluates_on_its_way_and_trains_as_without(
     assert lines[2]["question_accuracy"] == len(ASKED) / (len(ASKED) + 1)
     cut = [one.finish_reason == "length" for one in said]
     assert lines[2]["questions_cut"] == sum(cut) + cut[0]  # the first prompt is asked twice
+
+
+def test_a_run_that_shall_stop_does_not_finish_its_evaluation(
+    finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stops between two bursts, and saves the state of a step that was due for none."""
+    on_devices(monkeypatch, 1)
+    section = EvaluationSection(every=2, rows=2, prompts=2, max_tokens=6)
+    config = tiny_recipe(
+        tmp_path, tokenizer_folder, evaluation=section, checkpoint_every=100, log_every=2
+    )
+    steps, number, real = list[int](), 0, Engine.step
+
+    def step(*arguments: Any, **named: Any) -> Any:
+        nonlocal number
+        number += 1
+        if states(tmp_path) == [] and (tmp_path / "metrics.jsonl").read_text():
+            steps.append(number)
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", step)
+        with pytest.raises(RunStopped, match="stopped after step 2"):
+            run_training(config)
+    assert len(steps) == 1
+    assert states(tmp_path) == ["2"]
+    run_training(config)
+    assert [line["step"] for line in evaluations(tmp_path)] == [0, 2, 4]
+
+
+def test_an_evaluation_says_what_it_does(
+    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_devices(monkeypatch, 1)
+    said, real = list[str](), Evaluation.run
+
+    def run(self: Evaluation, parameters: Any, at: At) -> Any:
+        def also(text: str) -> None:
+            said.append(text)
+            at(text)
+
+        return real(self, parameters, also)
+
+    monkeypatch.setattr(Evaluation, "run", run)
+    section = EvaluationSection(every=2, rows=2, prompts=2, max_tokens=6)
+    run_training(tiny_recipe(tmp_path, tokenizer_folder, evaluation=section, steps=2))
+    assert list(dict.fromkeys(said[: said.index("2 of 2 prompts decoded") + 1])) == [
+        "compiling the losses on held-out rows",
+        "losses on held-out rows",
+        "copying the parameters to decode",
+        "compiling what decodes",
+        "decoding",
+        *(["1 of 2 prompts decoded"] if "1 of 2 prompts decoded" in said else []),
+        "2 of 2 prompts decoded",
+    ]
 
 
 class Failed(Exception):

@@ -99,7 +99,7 @@ class Parrot:
         assert codec is not None
         self._codec, self.heard = codec, list[str]()
 
-    def decode(self, requests: list[Request]) -> list[Completion]:
+    def decode(self, requests: list[Request], told: Any, max_forwards: int) -> list[Completion]:
         return [self._say(self._codec.decode(request.prompt)) for request in requests]
 
     def _say(self, prompt: str) -> Completion:
@@ -115,7 +115,7 @@ def test_processes_ask_each_question_once_and_count_together(
 ) -> None:
     questions = asked(write(tmp_path / "questions.jsonl", 9), tokenizer_folder)
     parrot = Parrot(tokenizer_folder)
-    counts = [questions.answer(cast(Engine, parrot), i, processes) for i in range(processes)]
+    counts = [questions.answer(cast(Engine, parrot), i, processes, print) for i in range(processes)]
     assert sorted(parrot.heard) == [str(i) for i in range(9)]
     record = questions.record(sum(counts[1:], counts[0]))
     made = record.pop("question_tokens_per_forward")

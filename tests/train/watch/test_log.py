@@ -46,6 +46,20 @@ def test_a_record_goes_to_the_file_the_line_and_the_sinks(
     assert heard.closed
 
 
+def test_before_the_first_record_it_says_how_far_the_steps_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("wedlm_jax.host.progress.FIRST_LINE_S", 0.0)
+    log = MetricsLog(tmp_path, 10, 0, "wedlm")
+    log.step(1)
+    log.expect(5)
+    log.write(5, RECORD)
+    log.close()
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "1 of 10 steps, losses come after step 5, 0 s so far"
+    assert second.startswith("5 of 10 steps, loss 1.5, ")
+
+
 def test_the_line_has_the_epochs_of_the_sources(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

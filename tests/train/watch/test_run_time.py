@@ -101,6 +101,10 @@ def test_a_second_attempt_goes_on_with_the_file(
         time.close()
     assert [a["first"] for a in json.loads((tmp_path / "time.json").read_text())] == [0, 2]
     said = capsys.readouterr().out.splitlines()
-    assert said == ["time: steps 100.0%", "time: steps 66.7%, restart 33.3%"]
+    assert said == [
+        "time since the run began (0:10): steps 100.0%",
+        "time since the run began (0:30, 2 attempts): steps 66.7%, "
+        "between the attempts and starting again 33.3%",
+    ]
     (tmp_path / "time.json").write_text('[{"begun": 1')
     assert read_attempts(tmp_path / "time.json") == []

@@ -110,6 +110,25 @@ def test_what_compiles_soon_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None
     assert said(console) == ""
 
 
+def test_what_takes_long_is_told_behind_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wedlm_jax.host.progress.FIRST_LINE_S", 0.0)
+    console = plain()
+    with ProgressBar("steps", total=4, console=console) as bar, bar.saying("{:.0f} s".format):
+        pass
+    assert said(console) == "0 of 4 steps, 0 s\n"
+
+
+def test_what_stood_beside_a_bar_comes_back() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    with ProgressBar("steps", total=4, console=console) as bar:
+        bar.update(1, text="fast", seconds_left=7)
+        with bar.saying("evaluating, {:.0f} s".format):
+            pass
+        bar.move(2)
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", said(console))
+    assert "2 of 4 steps, fast, 0:07 left" in shown.splitlines()[-1]
+
+
 def test_it_ticks_while_the_block_is_busy() -> None:
     ticks: list[float] = []
     with ticking(ticks.append, every=0.01):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from wedlm_jax.errors import CompilingInterrupted
-from wedlm_jax.host.signals import StopRequest, compiled
+from wedlm_jax.host.signals import StopRequest, compiled, told_at_once
 
 ENDS = """
 import os, signal, threading, time
@@ -60,6 +60,26 @@ def test_a_noted_signal_does_not_wait_for_a_compiler(number: signal.Signals) -> 
         assert interrupt.value.status == 128 + number
         assert stop.requested
         os.kill(os.getpid(), number)  # and elsewhere it is noted, as ever
+
+
+def test_a_signal_is_told_before_the_main_thread_handles_it() -> None:
+    told, handled = threading.Event(), list[int]()
+    numbers: list[int] = []
+
+    def tell(number: int) -> None:
+        numbers.append(number)
+        told.set()
+
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: handled.append(number))
+    try:
+        with told_at_once(tell):
+            # Where the main thread computes, in C, a handler waits; here it is kept from coming.
+            signal.raise_signal(signal.SIGUSR1)
+            assert told.wait(10)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert numbers == handled == [signal.SIGUSR1]
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_a_signal_noted_while_a_program_was_traced_does_not_wait_for_its_compiler() -> None:
