@@ -249,6 +249,7 @@ class TrainingRun:
         self, compiled: dict[tuple[int, ...], Any], state: TrainState, checkpoints: Checkpoints
     ) -> TrainState:
         config, done, time = self._config, int(state.step), self._time
+        several = jax_processes().count > 1
         key = self._program.mask_key()
         batches = PhasedBatches(
             self._phases,
@@ -283,6 +284,8 @@ class TrainingRun:
                     last, ends = step == config.steps, stop.after(step)
                     try:
                         saves = last or ends or step % config.checkpoint_every == 0
+                        # Processes whose evaluation fails apart can write nothing together.
+                        saves = saves or (several and self._is_due(step))
                         if last or step % config.log_every == 0:
                             self._log(log, step, pending.record())
                             saves = saves or checkpoints.failed()
@@ -305,8 +308,7 @@ class TrainingRun:
                         try:
                             self._log_evaluation(log, step, self._evaluate(state, log, stop))
                         except (Exception, CompilingInterrupted):
-                            # Processes that fail apart can write nothing together.
-                            if not saves and jax_processes().count == 1:
+                            if not saves:
                                 pending.keep(step)
                                 self._save(checkpoints, state, log, whole=True)
                             raise

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -210,6 +211,18 @@ def test_an_evaluation_that_fails_loses_no_steps_and_is_made_when_the_run_goes_o
     run_training(config)  # it is finished
     assert evaluations(tmp_path) == found
     assert metric_lines(tmp_path) == metric_lines(finished)
+
+
+def test_several_processes_have_a_state_before_they_evaluate(
+    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They fail apart, and can write none then."""
+    on_devices(monkeypatch, 1)
+    monkeypatch.setattr("train.loop.jax_processes", lambda: SimpleNamespace(count=2))
+    section = EvaluationSection(every=2, rows=2, prompts=0)
+    config = tiny_recipe(tmp_path, tokenizer_folder, evaluation=section, checkpoint_every=100)
+    dies_at(monkeypatch, config, 1)
+    assert states(tmp_path) == ["2"]
 
 
 @pytest.mark.full
