@@ -279,9 +279,9 @@ def test_eight_devices_decode_what_one_decodes(tokenizer_folder: Path) -> None:
             evaluation = Evaluation(
                 config, mesh, program.graph, program.model, program.objective, held
             )
-            once = evaluation._decode(parameters)
+            once = evaluation._decode(parameters, print)
             # Again with others, for which nothing is compiled: so sharp that entropies differ.
-            return [once, evaluation._decode(jax.tree.map(lambda x: 16 * x, parameters))]
+            return [once, evaluation._decode(jax.tree.map(lambda x: 16 * x, parameters), print)]
 
     alone = decoded({}, jax.devices()[:1])
     assert alone[1]["tokens_per_forward"] != alone[0]["tokens_per_forward"]
