@@ -189,7 +189,7 @@ class Engine:
     def decode(
         self,
         requests: Sequence[Request],
-        told: Callable[[int], None] = lambda finished: None,
+        told: Callable[[int], None] | None = None,
         max_forwards: int | None = None,
     ) -> list[Completion]:
         """Decodes a batch of requests and waits for the last.
@@ -209,7 +209,8 @@ class Engine:
                     raise event.error
                 if isinstance(event, Finished):
                     results[event.number] = event.result
-            told(len(results))
+            if told is not None:
+                told(len(results))
             if not self.has_work:
                 return [results[request.number] for request in requests]
             events = self.step(max_forwards=max_forwards)
