@@ -6,7 +6,7 @@ It knows token ids only; `wedlm_jax.llm` adds text.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
