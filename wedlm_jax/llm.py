@@ -28,7 +28,7 @@ from wedlm_jax.errors import InputError, did_you_mean, nearest
 from wedlm_jax.generation import CompletionStream, Generation, Prepared, Router, Windowed
 from wedlm_jax.grammar.guidance import TokenizerGrammars
 from wedlm_jax.host.compiled_cache import ProgramStore, program_folder
-from wedlm_jax.host.progress import CompileNotice, Progress
+from wedlm_jax.host.progress import BusyNotice, Progress, saying, so_far
 from wedlm_jax.messages import template_variables
 from wedlm_jax.model.quantization import check_quantization
 from wedlm_jax.params import MOST_LOGPROBS, OPTIONS, SamplingParams
@@ -109,19 +109,20 @@ class LLM:
         if config.generation_config == "auto":
             self.default_params = self.generation_config.params()
         variables = template_variables(kwargs=config.chat_template_kwargs)
-        self.codec = TextCodec.load(
-            self.folder,
-            variables=variables,
-            trust_special_tokens=config.trust_special_tokens,
-        )
         mesh = None if config.mesh is None else make_local_mesh(config.mesh)
-        weights = load_checkpoint(
-            self.folder,
-            dtype=jnp.dtype(self.dtype),
-            mesh=mesh,
-            stacked=not runs_apart(),
-            quantization=config.quantization,
-        )
+        with saying(so_far(f"loading {self.name}")):
+            self.codec = TextCodec.load(
+                self.folder,
+                variables=variables,
+                trust_special_tokens=config.trust_special_tokens,
+            )
+            weights = load_checkpoint(
+                self.folder,
+                dtype=jnp.dtype(self.dtype),
+                mesh=mesh,
+                stacked=not runs_apart(),
+                quantization=config.quantization,
+            )
         # What a window was asked for, or left to us, and the model cannot have is said once.
         without = config.window_size in (None, "auto") and not weights.config.knows_masks
         self._told_once = ToldOnce(
@@ -138,7 +139,7 @@ class LLM:
             store=store,
         )
         kept = folder if store is not None and store.is_writable else None
-        self.engine.device.programs.while_compiling = CompileNotice(kept)
+        self.engine.device.programs.while_busy = BusyNotice(kept)
         self._router = Router(self.engine)
 
     def __repr__(self) -> str:

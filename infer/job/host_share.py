@@ -65,7 +65,7 @@ class JobShare:
                 self._decoding = now
                 self.progress().show(bar)
 
-            self._llm.engine.device.programs.while_compiling = bar.while_compiling
+            self._llm.engine.device.programs.while_busy = bar.while_busy
             self._decoder.run(self._missing, tell)
 
     def is_short(self) -> bool:

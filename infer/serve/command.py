@@ -19,6 +19,7 @@ from infer.serve.settings import FILE, PREFIX, TABLE, layered
 from wedlm_jax.errors import InputError
 from wedlm_jax.host import notices
 from wedlm_jax.host.command_line import CommandParser
+from wedlm_jax.host.progress import LOADING
 from wedlm_jax.host.signals import StopRequest
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ def load_warm(options: dict[str, Any]) -> LLM:
     print(f"wedlm serve: loading {model}", file=sys.stderr, flush=True)
     llm = load(options)
     programs = llm.engine.device.programs
-    programs.while_compiling = logged
+    programs.while_busy = logged
     if warm:
         started = time.monotonic()
         llm.warm_up(sampling_params(options), everything=True)
@@ -188,12 +189,13 @@ def load_warm(options: dict[str, Any]) -> LLM:
 
 
 @contextlib.contextmanager
-def logged() -> Iterator[None]:
-    """Logs that a program is compiled, and how long that took."""
-    LOG.info("compiling a program")
+def logged(what: str) -> Iterator[None]:
+    """Logs what the server waits for, and how long that took."""
+    if what != LOADING:
+        LOG.info("%s", what)
     started = time.monotonic()
     yield
-    LOG.info("compiled it in %.1f s", time.monotonic() - started)
+    LOG.info("%s took %.1f s", what, time.monotonic() - started)
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

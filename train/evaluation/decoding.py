@@ -62,11 +62,11 @@ class OwnEngine:
     def having(self, parameters: nnx.State, at: At) -> Iterator[Engine]:
         """Gives the engine these parameters within the block. All processes of a run call this
         together (`train.distributed.own_copy`); within, each decodes what it has. ``at`` is told
-        when a program is compiled."""
+        what it waits for, such as a program that is compiled."""
 
         @contextlib.contextmanager
-        def compiling() -> Iterator[None]:
-            at("compiling what decodes")
+        def busy(what: str) -> Iterator[None]:
+            at(what)
             yield
             at("decoding")
 
@@ -89,7 +89,7 @@ class OwnEngine:
             else:
                 self._engine.update(model)
             del model
-            self._engine.device.programs.while_compiling = compiling
+            self._engine.device.programs.while_busy = busy
             try:
                 yield self._engine
             finally:

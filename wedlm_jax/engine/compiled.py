@@ -6,7 +6,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import permutations
 from typing import Any, TypeAlias
 
@@ -22,10 +22,11 @@ from wedlm_jax.engine.device_programs import abstract_state, lower_burst
 from wedlm_jax.engine.entering import make_entrants
 from wedlm_jax.engine.settings import EngineSettings
 from wedlm_jax.host.compiled_cache import ProgramStore
+from wedlm_jax.host.progress import COMPILING, LOADING
 from wedlm_jax.host.signals import compiled
 from wedlm_jax.model import Transformer
 
-Compiling: TypeAlias = Callable[[], contextlib.AbstractContextManager[Any]]
+Busy: TypeAlias = Callable[[str], contextlib.AbstractContextManager[Any]]
 
 
 class CompiledPrograms:
@@ -42,7 +43,8 @@ class CompiledPrograms:
       formats: how the parameters must lie in memory, as the first burst to be compiled wants them;
         None before that, and where the compiler does not choose.
       seconds: spent on compiling so far, and on loading what was compiled before.
-      while_compiling: makes a context in which a program is compiled.
+      while_busy: makes a context for what callers wait for, which it is told: a program that is
+        compiled or loaded, a measurement.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class CompiledPrograms:
         self._busy: dict[Any, threading.Lock] = {}
         self.formats: nnx.State | None = None
         self.seconds = 0.0
-        self.while_compiling: Compiling = contextlib.nullcontext
+        self.while_busy: Busy = contextlib.nullcontext
 
     def __len__(self) -> int:
         return len(self._compiled)
@@ -68,6 +70,14 @@ class CompiledPrograms:
     def clear(self) -> None:
         """Drops compiled programs; they are compiled again on demand."""
         self._compiled.clear()
+
+    @contextlib.contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Says what callers wait for, and counts it as time of compiling."""
+        started = time.monotonic()
+        with self.while_busy(what):
+            yield
+        self.seconds += time.monotonic() - started
 
     @property
     def traits(self) -> list[Traits]:
@@ -173,10 +183,12 @@ class CompiledPrograms:
         name = (function.__module__, function.__qualname__, of, *self._engine(), *depends)
         name = tuple(re.sub(" at 0x[0-9a-f]+", "", str(part)) for part in name)
         devices = [jax.devices()[0]] if self._mesh is None else list(self._mesh.devices.flat)
-        loaded = None if self._store is None else self._store.load(name, devices)
-        if loaded is not None:
-            return loaded  # type: ignore[no-any-return]
-        with self.while_compiling():
+        if self._store is not None:
+            with self.while_busy(LOADING):
+                loaded = self._store.load(name, devices)
+            if loaded is not None:
+                return loaded  # type: ignore[no-any-return]
+        with self.while_busy(COMPILING):
             made = compiled(lower().compile)
         if self._store is not None:
             self._store.save(name, devices, made)

@@ -156,11 +156,11 @@ class ProgressBar:
         self._rich.update(self._task, line=self.line(*self._shown))
 
     @contextlib.contextmanager
-    def while_compiling(self) -> Iterator[None]:
-        """Says that a program is compiled, with the time so far: in the bar, or where there is none
-        as `CompileNotice` does."""
-        noted = CompileNotice(console=self._console)()
-        with noted if self._rich.disable else self.saying(compiling):
+    def while_busy(self, what: str) -> Iterator[None]:
+        """Says what the work waits for, with the time so far: in the bar, or where there is none
+        as `BusyNotice` does."""
+        noted = BusyNotice(console=self._console)(what)
+        with noted if self._rich.disable else self.saying(so_far(what)):
             yield
 
     def line(self, text: str | None = None, seconds_left: float | None = None) -> str:
@@ -226,12 +226,18 @@ def saying_once(what: str) -> AbstractContextManager[object]:
     """Says ``what`` goes on in the block, as `saying` does, once in a job of several processes."""
     if not is_first():
         return contextlib.nullcontext()
-    return saying(lambda seconds: f"{what}, {seconds:.0f} s so far")
+    return saying(so_far(what))
 
 
-class CompileNotice:
-    """Says on standard error that programs are compiled: a line that counts the seconds in a
-    terminal; elsewhere a line after a few seconds, one now and then, and one at the end.
+COMPILING, LOADING = "compiling a program", "loading a compiled program"
+MEASURING = "measuring what forwards cost"
+"""What work may wait for."""
+
+
+class BusyNotice:
+    """Says on standard error what work waits for, such as a program that is compiled: a line that
+    counts the seconds in a terminal; elsewhere a line after a few seconds, and one now and then.
+    After compiling there is one more.
 
     Args:
       kept: where programs are kept for the next time; None if nowhere.
@@ -242,23 +248,23 @@ class CompileNotice:
         self._kept, self._console = kept, console
 
     @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Makes the context in which a program is compiled."""
+    def __call__(self, what: str) -> Iterator[None]:
+        """Makes the context of the work that is waited for."""
         from rich.console import Console
 
         console, started = self._console or Console(stderr=True, highlight=False), time.monotonic()
-        with saying(compiling, console) as took_long:
+        with saying(so_far(what), console) as took_long:
             yield
-        if took_long():
+        if what == COMPILING and took_long():
             where = f"; kept for the next time in {self._kept}" if self._kept else ""
             seconds = time.monotonic() - started
             line = f"compiled a program in {seconds:.0f} s{where}"
             console.print(line, markup=False, soft_wrap=True)
 
 
-def compiling(seconds: float) -> str:
-    """Returns what is said of a program that is being compiled for so long."""
-    return f"compiling a program, {seconds:.0f} s so far"
+def so_far(what: str) -> Callable[[float], str]:
+    """Returns what is said of something that goes on, by its seconds."""
+    return lambda seconds: f"{what}, {seconds:.0f} s so far"
 
 
 @contextlib.contextmanager

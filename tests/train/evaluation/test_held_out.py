@@ -131,7 +131,7 @@ def test_an_evaluation_says_what_it_does(
         "compiling the losses on held-out rows",
         "losses on held-out rows",
         "copying the parameters to decode",
-        "compiling what decodes",
+        "compiling a program",
         "decoding",
         *(["1 of 2 prompts decoded"] if "1 of 2 prompts decoded" in said else []),
         "2 of 2 prompts decoded",

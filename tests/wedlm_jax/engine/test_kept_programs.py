@@ -17,6 +17,7 @@ from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.windows import forward_costs
 from wedlm_jax.host.compiled_cache import ProgramStore
+from wedlm_jax.host.progress import COMPILING
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.sharding import make_mesh, tree_shardings
@@ -37,11 +38,11 @@ class Counting:
 
     def __init__(self, engine: Engine):
         self.compiled = 0
-        engine.device.programs.while_compiling = self.count
+        engine.device.programs.while_busy = self.count
 
     @contextlib.contextmanager
-    def count(self) -> Iterator[None]:
-        self.compiled += 1
+    def count(self, what: str) -> Iterator[None]:
+        self.compiled += what == COMPILING
         yield
 
 

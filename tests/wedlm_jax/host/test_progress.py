@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from wedlm_jax.host.progress import CompileNotice, ProgressBar, clock, ticking
+from wedlm_jax.host.progress import COMPILING, MEASURING, BusyNotice, ProgressBar, clock, ticking
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_in_a_terminal_a_bar_with_its_title() -> None:
 def test_what_compiles_is_told_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wedlm_jax.host.progress.FIRST_LINE_S", 0.0)
     console = plain()
-    with CompileNotice(Path("programs"), console)():
+    with BusyNotice(Path("programs"), console)(COMPILING):
         pass
     first, last = said(console).splitlines()
     assert first == "compiling a program, 0 s so far"
@@ -105,9 +105,17 @@ def test_what_compiles_is_told_with_its_time(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_compiles_soon_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wedlm_jax.host.progress.FIRST_LINE_S", 60.0)
     console = plain()
-    with CompileNotice(None, console)():
+    with BusyNotice(None, console)(COMPILING):
         pass
     assert said(console) == ""
+
+
+def test_what_is_measured_is_told_without_a_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wedlm_jax.host.progress.FIRST_LINE_S", 0.0)
+    console = plain()
+    with BusyNotice(Path("programs"), console)(MEASURING):
+        pass
+    assert said(console) == "measuring what forwards cost, 0 s so far\n"
 
 
 def test_what_takes_long_is_told_behind_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
