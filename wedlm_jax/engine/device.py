@@ -19,10 +19,9 @@ from wedlm_jax.decode.options import HostOptions, Traits
 from wedlm_jax.decode.spans import Allowance
 from wedlm_jax.decode.state import DecodeState
 from wedlm_jax.engine.burst import Admission, Burst, NewTokens, Report
-from wedlm_jax.engine.compiled import CompiledPrograms, slot_sizes
-from wedlm_jax.engine.device_programs import empty_state
 from wedlm_jax.engine.entering import ENTRANTS_AT_ONCE, SavedWindow, make_entrants
 from wedlm_jax.engine.events import WindowView
+from wedlm_jax.engine.programs import CompiledPrograms, empty_state, slot_sizes
 from wedlm_jax.engine.settings import EngineSettings
 from wedlm_jax.engine.tracing import window_forwards
 from wedlm_jax.engine.windows.cost import CostTable

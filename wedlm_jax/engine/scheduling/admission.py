@@ -10,14 +10,14 @@ left after its own has been set aside. A sequence never waits for the same prefi
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from wedlm_jax.engine.scheduling.arrival_queue import ArrivalQueue
-from wedlm_jax.engine.scheduling.prefix import Node
+from wedlm_jax.engine.scheduling.pages import Node
 from wedlm_jax.engine.scheduling.replica import Replica
 from wedlm_jax.engine.scheduling.sequence import SequenceState, widest_span
 from wedlm_jax.engine.windows.choice import WindowChoice
@@ -195,3 +195,46 @@ def common_length(one: array[int], other: array[int], limit: int, page_size: int
     differ = np.frombuffer(one, np.int32, limit) != np.frombuffer(other, np.int32, limit)
     first = int(differ.argmax()) if limit else 0
     return first if limit and differ[first] else limit
+
+
+# --- The queue -------------------------------------------------------------------------------
+
+
+class ArrivalQueue:
+    """A queue in order of arrival, to which a preempted sequence returns at its old place."""
+
+    def __init__(self) -> None:
+        # Sorted from `_start` on. A removed arrival stays here until all before it are removed.
+        self._arrivals: list[int] = []
+        self._sequences: dict[int, SequenceState] = {}
+        self._start = 0
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[SequenceState]:
+        """Yields the sequences in order of arrival. The one yielded last may be removed
+        meanwhile."""
+        for place in range(self._start, len(self._arrivals)):
+            sequence = self._sequences.get(self._arrivals[place])
+            if sequence is not None:
+                yield sequence
+
+    def put(self, sequence: SequenceState) -> None:
+        """Inserts a sequence at the place of its arrival."""
+        arrival = sequence.arrival
+        if 2 * self._start > len(self._arrivals):
+            del self._arrivals[: self._start]
+            self._start = 0
+        place = bisect.bisect_left(self._arrivals, arrival, self._start)
+        if place == len(self._arrivals) or self._arrivals[place] != arrival:
+            self._arrivals.insert(place, arrival)
+        self._sequences[arrival] = sequence
+
+    def remove(self, sequence: SequenceState) -> None:
+        """Removes a sequence."""
+        del self._sequences[sequence.arrival]
+        while (
+            self._start < len(self._arrivals) and self._arrivals[self._start] not in self._sequences
+        ):
+            self._start += 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import heapq
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 TRASH_PAGE = 0
 """Padding is written here; no sequence ever gets it."""
@@ -103,3 +105,157 @@ class Pages:
         everything = set(range(TRASH_PAGE + 1, self.num_pages))
         if len(free) != len(self._free) or free & held or free | held != everything:
             raise PageError("free and held pages do not make up all pages, each once")
+
+
+# --- Prefixes that stay in the cache ---------------------------------------------------------
+#
+# The prefix cache: a radix tree over full pages of keys and values.
+#
+# Each node is a page, and its key the tokens in it; the path from the root to a node is the text
+# up to the end of its page. The tree itself holds each of its pages once. A sequence that reads a
+# node's page also holds all nodes above it. So below a page that only the tree holds, no page is
+# held by a sequence, and all such pages can be evicted, leaves first.
+
+
+class Node:
+    """A page of the tree. `children` are the pages that continue its text, by their tokens."""
+
+    __slots__ = ("children", "key", "last_use", "page", "parent")
+
+    def __init__(self, key: bytes, page: int, parent: Node | None):
+        self.key, self.page, self.parent = key, page, parent
+        self.children: dict[bytes, Node] = {}
+        self.last_use = 0
+
+
+class PrefixTree:
+    """Finds full pages of final keys and values in one cache by their text.
+
+    Args:
+      pages: of the cache. The tree keeps pages only until they are needed elsewhere: whoever finds
+        none free calls `evict`.
+    """
+
+    def __init__(self, pages: Pages):
+        self._pages = pages
+        self._root = Node(b"", 0, None)
+        self._clock = 0
+        self._leaves: list[tuple[int, int, Node]] = []
+        self._entries = 0  # so that two nodes are never compared
+        self.num_pages = 0
+        self.num_evictable = 0
+        """Pages that only the tree holds."""
+
+    def match(self, text: array[int], limit: int) -> list[Node]:
+        """Returns the nodes of the longest cached prefix of ``text``, in the order of the text.
+
+        Args:
+          limit: the most tokens of the prefix; only full pages count.
+        """
+        size, node, found = self._pages.page_size, self._root, []
+        for start in range(0, min(limit, len(text)) - size + 1, size):
+            child = node.children.get(page_key(text, start, size))
+            if child is None:
+                break
+            found.append(child)
+            node = child
+        return found
+
+    def unheld(self, nodes: Iterable[Node]) -> int:
+        """Returns how many of the nodes could be evicted now."""
+        return sum(self._pages.holders(node.page) == 1 for node in nodes)
+
+    def hold(self, nodes: Iterable[Node]) -> None:
+        """Adds a sequence to the holders of each of the nodes."""
+        for node in nodes:
+            if self._pages.holders(node.page) == 1:
+                self.num_evictable -= 1
+            self._pages.share(node.page)
+
+    def let_go(self, nodes: Sequence[Node]) -> None:
+        """Removes a sequence from the holders of the nodes on its path, which stay in the tree."""
+        self._clock += 1
+        for node in nodes:
+            node.last_use = self._clock
+            self._pages.drop(node.page)
+            if self._pages.holders(node.page) == 1:
+                self.num_evictable += 1
+        if nodes:
+            self._offer(nodes[-1])
+
+    def add(self, parent: Node | None, key: bytes, page: int) -> Node:
+        """Adds a full page of final keys and values as a child of a node that its sequence holds.
+
+        The sequence's hold of ``page`` becomes a hold of the returned node. If the tree has this
+        text already, that is another page, and ``page`` is dropped.
+
+        Args:
+          parent: None for the first page of a text.
+        """
+        above = parent or self._root
+        node = above.children.get(key)
+        if node is not None:
+            self.hold([node])
+            self._pages.drop(page)
+            return node
+        node = above.children[key] = Node(key, page, above)
+        node.last_use = self._clock
+        self._pages.share(page)
+        self.num_pages += 1
+        return node
+
+    def evict(self, count: int) -> int:
+        """Frees pages that only the tree holds, the least recently used leaves first.
+
+        Returns:
+          how many were freed: ``count``, or fewer if there were no more.
+        """
+        freed = 0
+        while freed < count and self._leaves:
+            last_use, _, node = heapq.heappop(self._leaves)
+            if last_use != node.last_use or not self._is_evictable_leaf(node):
+                continue
+            assert node.parent is not None
+            above, node.parent = node.parent, None
+            del above.children[node.key]
+            self._pages.drop(node.page)
+            self.num_pages -= 1
+            self.num_evictable -= 1
+            freed += 1
+            self._offer(above)
+        return freed
+
+    def held(self) -> Iterator[int]:
+        """Yields every page that the tree holds."""
+        nodes = list(self._root.children.values())
+        while nodes:
+            node = nodes.pop()
+            yield node.page
+            nodes.extend(node.children.values())
+
+    def _is_evictable_leaf(self, node: Node) -> bool:
+        there = node.parent is not None and not node.children
+        return there and self._pages.holders(node.page) == 1
+
+    def _offer(self, node: Node) -> None:
+        """Adds a node to the candidates for eviction, if it is one."""
+        if self._is_evictable_leaf(node):
+            if len(self._leaves) > 2 * self.num_pages + 64:
+                self._drop_stale_entries()
+            self._entries += 1
+            heapq.heappush(self._leaves, (node.last_use, self._entries, node))
+
+    def _drop_stale_entries(self) -> None:
+        """Keeps the newest entry of each candidate: without evictions old ones would pile up."""
+        newest = {
+            id(node): (last_use, entry, node)
+            for last_use, entry, node in sorted(self._leaves, key=lambda leaf: leaf[1])
+            if last_use == node.last_use and self._is_evictable_leaf(node)
+        }
+        self._leaves = list(newest.values())
+        heapq.heapify(self._leaves)
+
+
+def page_key(text: array[int], start: int, size: int) -> bytes:
+    """Returns the key of the page with the tokens from ``start`` on."""
+    return text[start : start + size].tobytes()

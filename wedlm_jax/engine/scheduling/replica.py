@@ -8,8 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from wedlm_jax.engine.scheduling.pages import PageError, Pages
-from wedlm_jax.engine.scheduling.prefix import Node, PrefixTree, page_key
+from wedlm_jax.engine.scheduling.pages import Node, PageError, Pages, PrefixTree, page_key
 from wedlm_jax.engine.scheduling.sequence import SequenceState
 
 

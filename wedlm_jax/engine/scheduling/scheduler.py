@@ -12,10 +12,13 @@ import numpy as np
 
 from wedlm_jax.engine.burst import Admission, Burst, ForwardRunner, Report, Request
 from wedlm_jax.engine.events import Counters, Event, Failed, Finished, TokenDelta, Traced
-from wedlm_jax.engine.scheduling.admission import AdmissionRound, Admitter
-from wedlm_jax.engine.scheduling.arrival_queue import ArrivalQueue
-from wedlm_jax.engine.scheduling.burst_plan import burst_length, give_pages, prefill_forwards
-from wedlm_jax.engine.scheduling.prompt_pace import PromptPace
+from wedlm_jax.engine.scheduling.admission import AdmissionRound, Admitter, ArrivalQueue
+from wedlm_jax.engine.scheduling.burst_plan import (
+    PromptPace,
+    burst_length,
+    give_pages,
+    prefill_forwards,
+)
 from wedlm_jax.engine.scheduling.replica import Replica
 from wedlm_jax.engine.scheduling.sequence import SequenceState, longest_room
 from wedlm_jax.engine.settings import SchedulerSizes

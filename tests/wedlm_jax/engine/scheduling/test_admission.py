@@ -11,9 +11,9 @@ from wedlm_jax.engine.scheduling.admission import (
     SHORTEST_REUSE,
     AdmissionRound,
     Admitter,
+    ArrivalQueue,
     common_length,
 )
-from wedlm_jax.engine.scheduling.arrival_queue import ArrivalQueue
 from wedlm_jax.engine.scheduling.replica import Replica
 from wedlm_jax.engine.scheduling.sequence import SequenceState
 from wedlm_jax.engine.windows.choice import FixedWindows

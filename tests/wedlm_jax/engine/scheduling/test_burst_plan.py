@@ -11,12 +11,12 @@ from wedlm_jax.engine.scheduling.burst_plan import (
     SHORT_OF_PAGES_FORWARDS,
     WAITING_FORWARDS,
     WATCHED_FORWARDS,
+    Chunks,
     burst_length,
     expected_rate,
     give_pages,
     prefill_forwards,
 )
-from wedlm_jax.engine.scheduling.prompt_pace import Chunks
 from wedlm_jax.engine.scheduling.replica import Replica
 from wedlm_jax.engine.scheduling.sequence import SequenceState
 from wedlm_jax.params import SamplingParams

@@ -7,8 +7,7 @@ from array import array
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from wedlm_jax.engine.scheduling.pages import Pages
-from wedlm_jax.engine.scheduling.prefix import Node, PrefixTree, page_key
+from wedlm_jax.engine.scheduling.pages import Node, Pages, PrefixTree, page_key
 
 SIZE = 2
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.wedlm_jax.engine.scheduling.test_burst_plan import new_sequence, running_replica
-from wedlm_jax.engine.scheduling.prompt_pace import PLAIN_FORWARDS, SHARE, PromptPace, chunk_tokens
+from wedlm_jax.engine.scheduling.burst_plan import PLAIN_FORWARDS, SHARE, PromptPace, chunk_tokens
 from wedlm_jax.engine.scheduling.replica import Replica
 from wedlm_jax.engine.scheduling.sequence import SequenceState
 

@@ -1,0 +1,431 @@
+"""Compiled programs of a device, each for some traits, and kept: in memory and on the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import permutations
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.experimental.layout import Format, Layout
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from wedlm_jax.attention.ragged import Pages, allocate_pages
+from wedlm_jax.config import ModelConfig
+from wedlm_jax.decode.forward import Program
+from wedlm_jax.decode.logprobs import Logprobs
+from wedlm_jax.decode.loop import BurstCounters, run_burst
+from wedlm_jax.decode.options import Options, Traits, abstract_options
+from wedlm_jax.decode.spans import Allowance
+from wedlm_jax.decode.state import (
+    DecodeState,
+    Entrants,
+    LastForward,
+    admit,
+    idle_state,
+    pack_for_host,
+    resize_slots,
+)
+from wedlm_jax.engine.entering import make_entrants
+from wedlm_jax.engine.settings import EngineSettings
+from wedlm_jax.host.compiled_cache import ProgramStore
+from wedlm_jax.host.progress import COMPILING, LOADING
+from wedlm_jax.host.signals import compiled
+from wedlm_jax.model import Transformer
+from wedlm_jax.sharding import AXIS_RULES, constrain, on_replicas
+
+Busy: TypeAlias = Callable[[str], contextlib.AbstractContextManager[Any]]
+
+
+class CompiledPrograms:
+    """Compiles programs when they are first wanted, in any thread.
+
+    Compilation is kept apart from running so that its time is known and never counted as decoding.
+
+    Args:
+      graph: of the model.
+      mesh: of the model; None for one device.
+      store: where programs are kept for the next process; None keeps them nowhere.
+
+    Attributes:
+      formats: how the parameters must lie in memory, as the first burst to be compiled wants them;
+        None before that, and where the compiler does not choose.
+      seconds: spent on compiling so far, and on loading what was compiled before.
+      while_busy: makes a context for what callers wait for, which it is told: a program that is
+        compiled or loaded, a measurement.
+    """
+
+    def __init__(
+        self,
+        graph: nnx.GraphDef[Transformer],
+        config: ModelConfig,
+        settings: EngineSettings,
+        mesh: Mesh | None,
+        store: ProgramStore | None = None,
+    ):
+        self._graph, self._config, self._settings, self._mesh = graph, config, settings, mesh
+        self._store = store
+        self._compiled: dict[Any, jax.stages.Compiled] = {}
+        self._choosing = threading.Lock()
+        self._busy: dict[Any, threading.Lock] = {}
+        self.formats: nnx.State | None = None
+        self.seconds = 0.0
+        self.while_busy: Busy = contextlib.nullcontext
+
+    def __len__(self) -> int:
+        return len(self._compiled)
+
+    def clear(self) -> None:
+        """Drops compiled programs; they are compiled again on demand."""
+        self._compiled.clear()
+
+    @contextlib.contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Says what callers wait for, and counts it as time of compiling."""
+        started = time.monotonic()
+        with self.while_busy(what):
+            yield
+        self.seconds += time.monotonic() - started
+
+    @property
+    def traits(self) -> list[Traits]:
+        """Those whose sequences can be decoded without compiling."""
+        return [key[1] for key in list(self._compiled) if key[0] is burst]
+
+    def compile(self, parameters: Any, kinds: list[Traits]) -> None:
+        """Compiles all that sequences of these kinds need, which may follow one another.
+
+        Args:
+          parameters: of the model, or their shapes.
+        """
+        for old, new in permutations(dict.fromkeys([*kinds, *self.traits]), 2):
+            if slot_sizes(old) != slot_sizes(new):
+                self.resize(old, new)
+        for traits in kinds:
+            self.entry(traits)
+            self.burst(parameters, traits)
+
+    def burst(self, parameters: Any, traits: Traits) -> jax.stages.Compiled:
+        """Returns the program of a burst of forwards, which takes a list of the parameters' arrays
+        that lie as `formats` says."""
+        key = (burst, traits)
+        if key in self._compiled:
+            return self._compiled[key]
+
+        def lower(parameters: Any, *, choose: bool = False) -> jax.stages.Lowered:
+            arguments = (self._graph, parameters, self._config, self._settings, traits, self._mesh)
+            return lower_burst(*arguments, choose_layouts=choose)
+
+        depends = (self._settings.program(traits), _shapes(parameters))
+        with self._choosing:
+            if self._settings.compiler_lays_out and self.formats is None:
+                chosen = self._kept(
+                    key, lambda: lower(parameters, choose=True), *depends, "layouts are chosen"
+                )
+                structure = jax.tree.structure(parameters)
+                self.formats = jax.tree.unflatten(structure, chosen.input_formats[0][0])
+
+        def lower_laid_out() -> jax.stages.Lowered:
+            if self.formats is None:
+                return lower(parameters)
+            return lower(jax.tree.map(_abstract, parameters, self.formats))
+
+        return self._kept(key, lower_laid_out, *depends, str(self.formats))
+
+    def entry(self, traits: Traits) -> jax.stages.Compiled:
+        """Returns the program for sequences that enter and leave."""
+
+        def lower() -> jax.stages.Lowered:
+            settings = self._settings
+            state = abstract_state(settings, traits, self._mesh)
+            nobody = np.zeros(settings.sequences, bool)
+            windows = np.zeros(settings.sequences, np.int32)
+            entrants = make_entrants(settings, traits, [], windows)
+            return enter.lower(state, entrants, nobody)
+
+        return self._kept((enter, *slot_sizes(traits).values()), lower)
+
+    def resize(self, old: Traits, new: Traits) -> jax.stages.Compiled:
+        """Returns the program that gives the state of one kind the slots of another."""
+
+        def lower() -> jax.stages.Lowered:
+            state = abstract_state(self._settings, old, self._mesh)
+            return resize.lower(state, **slot_sizes(new))
+
+        sizes = (*slot_sizes(old).values(), *slot_sizes(new).values())
+        return self._kept((resize, *sizes), lower)
+
+    def of_model(
+        self, function: Any, parameters: Any, *arguments: Any, **static: Any
+    ) -> jax.stages.Compiled:
+        """Compiles a jitted function of graph, parameters and arguments of these shapes."""
+        shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves((parameters, arguments)))
+        layouts = self.formats is None
+        key = (function, shapes, layouts, jax.tree.structure(arguments), tuple(static.items()))
+        return self._kept(
+            key,
+            lambda: function.lower(self._graph, parameters, *arguments, **static),
+            _shapes((parameters, arguments)),
+        )
+
+    def _kept(
+        self, key: Any, lower: Callable[[], jax.stages.Lowered], *depends: Any
+    ) -> jax.stages.Compiled:
+        """Returns the program of that key: from memory, from the store, or compiled.
+
+        Args:
+          key: the function, and what it is compiled for.
+          depends: what else the executable depends on beside the engine, for its name in the store.
+        """
+        with self._busy.setdefault(key, threading.Lock()):
+            if key not in self._compiled:
+                started = time.monotonic()
+                self._compiled[key] = self._loaded_or_compiled(key, lower, depends)
+                self.seconds += time.monotonic() - started
+            return self._compiled[key]
+
+    def _loaded_or_compiled(
+        self, key: Any, lower: Callable[[], jax.stages.Lowered], depends: tuple[Any, ...]
+    ) -> jax.stages.Compiled:
+        function, *of = key
+        name = (function.__module__, function.__qualname__, of, *self._engine(), *depends)
+        name = tuple(re.sub(" at 0x[0-9a-f]+", "", str(part)) for part in name)
+        devices = [jax.devices()[0]] if self._mesh is None else list(self._mesh.devices.flat)
+        if self._store is not None:
+            with self.while_busy(LOADING):
+                loaded = self._store.load(name, devices)
+            if loaded is not None:
+                return loaded  # type: ignore[no-any-return]
+        with self.while_busy(COMPILING):
+            made = compiled(lower().compile)
+        if self._store is not None:
+            self._store.save(name, devices, made)
+        return made
+
+    def _engine(self) -> tuple[Any, ...]:
+        mesh = None if self._mesh is None else (self._mesh.shape, self._mesh.axis_types)
+        return self._config, self._settings, self._graph, mesh
+
+
+def _shapes(tree: Any) -> list[str]:
+    leaves, structure = jax.tree.flatten(tree)
+    placed = [(x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves]
+    return [str(structure), *map(str, placed)]
+
+
+def _abstract(x: Any, wanted: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=wanted)
+
+
+def slot_sizes(traits: Traits) -> dict[str, Any]:
+    """Returns the traits on which the shape of a state depends."""
+    return {
+        "window": traits.window,
+        "with_logprobs": traits.logprobs,
+        "lookup": traits.lookup,
+    }
+
+
+# --- The functions that are compiled ---------------------------------------------------------
+
+Graph = nnx.GraphDef[Transformer]
+
+
+class BurstResult(NamedTuple):
+    """Holds what a burst returns.
+
+    Attributes:
+      state, pages: on the device, for the next burst.
+      numbers: int32 ``[N, 7 + 4 E]`` for the host; see `wedlm_jax.decode.state.pack_for_host`.
+      logprobs: ``[N, E]`` of the emitted tokens; None where no sequence asks for them.
+      counters: int32 ``[R]`` or ``[R, S]``, of each replica.
+      last: the last forward; None without trait "traced".
+    """
+
+    state: DecodeState
+    pages: Pages
+    numbers: Array
+    logprobs: Logprobs | None
+    counters: BurstCounters
+    last: LastForward | None
+
+
+def burst(
+    graph: Graph,
+    program: Program,
+    parameters: nnx.State,
+    state: DecodeState,
+    pages: Pages,
+    options: Options,
+    allowance: Allowance,
+    changed: Array,
+) -> BurstResult:
+    """Runs a burst of forwards; see `wedlm_jax.decode.loop.run_burst`."""
+
+    def on_replica(
+        parameters: nnx.State,
+        state: DecodeState,
+        pages: Pages,
+        options: Options,
+        allowance: Allowance,
+        changed: Array,
+    ) -> BurstResult:
+        model = nnx.merge(graph, parameters)
+        after, pages, counters, last = run_burst(
+            model, state, pages, options, allowance, changed, program
+        )
+        counters = jax.tree.map(lambda x: x[None], counters)
+        numbers, logprobs = pack_for_host(after), after.emitted.logprobs
+        return BurstResult(after, pages, numbers, logprobs, counters, last)
+
+    return on_replicas(on_replica)(parameters, state, pages, options, allowance, changed)
+
+
+@partial(jax.jit, donate_argnames="state")
+def enter(state: DecodeState, entrants: Entrants, released: Array) -> DecodeState:
+    """Puts sequences in and out; see `wedlm_jax.decode.state.admit`. Every replica gets all
+    entrants, and takes its own."""
+
+    def on_replica(
+        state: DecodeState, entrants: Entrants, released: Array, indices: Array
+    ) -> DecodeState:
+        count = indices.shape[0]
+        own = entrants.index - indices[0]
+        own = jnp.where((own >= 0) & (own < count), own, count)
+        return admit(state, dataclasses.replace(entrants, index=own), released)
+
+    indices = jnp.arange(released.shape[0], dtype=jnp.int32)
+    return on_replicas(on_replica, whole=(1,))(state, entrants, released, indices)
+
+
+@partial(jax.jit, static_argnames=("window", "with_logprobs", "lookup"))
+def resize(state: DecodeState, *, window: int, with_logprobs: bool, lookup: int) -> DecodeState:
+    """Grows or shrinks each sequence's slot arrays; see
+    `wedlm_jax.decode.state.resize_slots`."""
+    resized = resize_slots(state, window, with_logprobs, lookup)
+    return jax.tree.map(lambda x: constrain(x, "sequences"), resized)
+
+
+# --- shapes of the arguments ----------------------------------------------------------------
+
+
+def lower_burst(
+    graph: nnx.GraphDef[Transformer],
+    parameters: Any,
+    config: ModelConfig,
+    settings: EngineSettings,
+    traits: Traits,
+    mesh: Mesh | None = None,
+    *,
+    choose_layouts: bool = False,
+) -> jax.stages.Lowered:
+    """Lowers the burst of an engine, under its mesh.
+
+    Compiled, it takes a list of the parameters' arrays, state, pages, options, allowance and
+    changed windows, and overwrites state and pages. A list, because flattening Flax's tree of
+    variables takes as long as all else that calls a program.
+
+    Args:
+      graph, parameters: of the model; the parameters may be shapes.
+      traits: of the sequences.
+      mesh: of the devices; None for one device.
+      choose_layouts: let the compiler choose how each parameter lies in memory. The compiled
+        program's ``input_formats`` say how. Otherwise a TPU program copies each parameter that its
+        loop wants to lie differently, in every burst: 0.3 GiB a chip of an 8B model on eight.
+    """
+    arguments = burst_arguments(config, settings, traits, mesh)
+    leaves, structure = jax.tree.flatten(parameters)
+
+    def run(leaves: list[Any], *arguments: Any) -> BurstResult:
+        parameters = jax.tree.unflatten(structure, leaves)
+        return burst(graph, settings.program(traits), parameters, *arguments)
+
+    wanted: Any = None
+    if choose_layouts:
+        wanted = [Format(Layout.AUTO, x.sharding) for x in leaves]
+        leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    jitted = jax.jit(run, in_shardings=(wanted, *[None] * len(arguments)), donate_argnums=(1, 2))
+    return jitted.lower(leaves, *arguments)
+
+
+def burst_arguments(
+    config: ModelConfig, settings: EngineSettings, traits: Traits, mesh: Mesh | None
+) -> tuple[Any, ...]:
+    """Returns the shapes of what `burst` takes after the parameters: the state, the pages, the
+    options, the allowance, and which windows have changed."""
+    pages = jax.eval_shape(
+        partial(
+            allocate_pages,
+            config,
+            settings.num_pages,
+            settings.page_size,
+            settings.cache_dtype,
+            replicas=settings.replicas,
+        )
+    )
+    sequences = settings.sequences
+
+    def integers(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    allowance = Allowance(
+        integers(sequences, settings.max_pages),
+        integers(sequences),
+        integers(sequences),
+        integers(),
+        integers(),
+        integers(settings.replicas),
+        _seconds(settings, traits),
+    )
+    changed = jax.ShapeDtypeStruct((sequences,), jnp.bool)
+    others = (abstract_options(sequences, traits, config.vocab_size), allowance, changed)
+    options, allowance, changed = _placed(mesh, others, ())
+    state = abstract_state(settings, traits, mesh)
+    return state, _placed(mesh, pages, (None, "attention_heads")), options, allowance, changed
+
+
+def _seconds(settings: EngineSettings, traits: Traits) -> Any:
+    if not traits.lookup:
+        return None
+    sizes = settings.program(traits).sizes.tokens
+    return jax.ShapeDtypeStruct((settings.replicas, len(sizes)), jnp.float32)
+
+
+def abstract_state(settings: EngineSettings, traits: Traits, mesh: Mesh | None) -> Any:
+    """Returns the shapes of the state, each where the mesh has it."""
+    return _placed(mesh, jax.eval_shape(partial(empty_state, settings, traits)), ())
+
+
+def empty_state(settings: EngineSettings, traits: Traits) -> Any:
+    """Allocates the state of an engine without any sequence."""
+    return idle_state(
+        settings.sequences,
+        window=traits.window,
+        text=settings.max_text,
+        emitted=settings.emitted,
+        with_logprobs=traits.logprobs,
+        lookup=traits.lookup,
+    )
+
+
+def _placed(mesh: Mesh | AbstractMesh | None, tree: Any, behind: tuple[str | None, ...]) -> Any:
+    """Returns shapes with a sharding: the first axis over replicas, those after it as named."""
+    if mesh is None:
+        return tree
+    axes = [AXIS_RULES[axis] if axis else None for axis in behind]
+
+    def place(leaf: Any) -> Any:
+        spec = PartitionSpec("data", *axes) if leaf.ndim else PartitionSpec()
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(place, tree)
