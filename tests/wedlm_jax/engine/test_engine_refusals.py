@@ -93,7 +93,7 @@ def test_options_that_the_model_cannot_have_are_refused(
         ({"max_model_len": 0}, "max_model_len: expected an integer of at least 1, not 0"),
         ({"max_model_len": 49}, "max_model_len: expected 1 to 48"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: expected one of int8, None, not 'fp8'"),
-        ({"attention": "flash"}, "attention: expected one of xla, rpa, None, not 'flash'"),
+        ({"attention": "flash"}, "attention: expected one of xla, gather, rpa, None, not 'flash'"),
         ({"attention": "rpa"}, "attention 'rpa' is for TPUs, not for 'cpu'"),
         ({"num_pages": 1}, "num_pages: expected"),
         ({"page_size": 0}, "page_size: expected"),
