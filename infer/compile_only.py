@@ -30,7 +30,7 @@ from wedlm_jax.checkpoint.hf_folder import model_config
 from wedlm_jax.config import ModelConfig, config_from_hf, read_config_json
 from wedlm_jax.decode.options import Traits
 from wedlm_jax.decode.state import num_slots
-from wedlm_jax.engine.config import EngineConfig
+from wedlm_jax.engine.config import DEFAULT_WINDOW, EngineConfig
 from wedlm_jax.engine.memory import bytes_per_page
 from wedlm_jax.engine.programs import lower_burst
 from wedlm_jax.engine.settings import PAGE_SIZES, EngineSettings, plan_engine
@@ -296,6 +296,7 @@ def main(options: dict[str, Any]) -> int:
         raise InputError("--compile-only compiles one --window-size: give a number")
     model = read_model(options["model"])
     window, lookup = config.drafting(knows_masks=model.knows_masks)
+    window = DEFAULT_WINDOW if window == "auto" else window
     # Masks draft where there are any.
     lookup = 0 if window else lookup
     sizes = DecodeSizes(

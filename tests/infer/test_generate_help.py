@@ -48,7 +48,7 @@ def test_help_names_the_defaults_that_hold(capsys: pytest.CaptureFixture[str]) -
         )
     }
     no_masks = "0 for a checkpoint that was not trained on masks"
-    expected["window-size"] = f"{DEFAULT_WINDOW}; {no_masks}"
+    expected["window-size"] = f"auto, but {DEFAULT_WINDOW} in mode paper; {no_masks}"
     expected["batch-size"] = (
         f"{library['max_batch_size'].default}; 1 with --prompt, or as many as --n"
     )

@@ -168,6 +168,9 @@ class Report:
     num_run: int = 0
     seconds: float = 0.0
     timed: bool = True
+    sizes: tuple[int, ...] = ()
+    by_size: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    windowless: bool = False
 
 
 class ForwardRunner(Protocol):

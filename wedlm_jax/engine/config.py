@@ -16,6 +16,7 @@ DTYPES = ("float32", "bfloat16")
 REFILLS = ("streaming", "blockwise")
 ATTENTION = ("xla", "gather", "rpa")
 DEFAULT_WINDOW = 16
+"""In mode "paper", whose tokens depend on it."""
 MOST_LOOKUP = 15
 """The most drafts that can be copied from a text."""
 
@@ -40,7 +41,8 @@ class EngineConfig:
             low=0,
             integer=True,
             also=("auto",),
-            none=f"{DEFAULT_WINDOW}; 0 for a checkpoint that was not trained on masks",
+            none=f"auto, but {DEFAULT_WINDOW} in mode paper; 0 for a checkpoint that was not "
+            "trained on masks",
         ),
     ] = None
     dtype: Annotated[
@@ -133,7 +135,7 @@ class EngineConfig:
         int | None,
         Option(
             "the most drafts that are copied from a text; without windows they are taken where "
-            "that saves time, in windows of a fixed W only for prompts that ask for them",
+            "that saves time, with windows only for prompts that ask for them",
             low=0,
             high=MOST_LOOKUP,
             integer=True,
@@ -176,7 +178,7 @@ class EngineConfig:
             lookup = 0 if window == 0 else MOST_LOOKUP
         if window in (None, "auto") and not knows_masks:
             return 0, lookup
-        return DEFAULT_WINDOW if window is None else window, lookup
+        return "auto" if window is None else window, lookup
 
 
 ENGINE_OPTIONS: Mapping[str, Option] = options_of(EngineConfig)

@@ -24,12 +24,17 @@ from wedlm_jax.engine.events import WindowView
 from wedlm_jax.engine.programs import CompiledPrograms, empty_state, slot_sizes
 from wedlm_jax.engine.settings import EngineSettings
 from wedlm_jax.engine.tracing import window_forwards
-from wedlm_jax.engine.windows.cost import CostTable
+from wedlm_jax.engine.windows.costs import CostTable
 from wedlm_jax.grammar.interface import Grammars
 from wedlm_jax.grammar.masks import GrammarMasks
 from wedlm_jax.host.compiled_cache import ProgramStore
 from wedlm_jax.model import Transformer
 from wedlm_jax.sharding import constrain
+
+CHECK, CHECK_FORWARDS = 64, 8
+"""One in so many bursts, and of the first those whose number is a power of two, are short and go
+without priced copies: so what forwards without any take becomes known again, against which all
+others are weighed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +47,7 @@ class Ticket:
       sizes: of its program's forwards.
       num_logprobs, traced: of its sequences, by index: others may enter before it is collected.
       started: when it was submitted.
+      windowless: whether its program has no room for windows where others have.
       alone: whether no other burst was in flight then.
     """
 
@@ -51,6 +57,7 @@ class Ticket:
     num_logprobs: dict[int, int | None]
     traced: frozenset[int]
     started: float
+    windowless: bool
     alone: bool
 
 
@@ -110,6 +117,8 @@ class Device:
         """Of all replicas so far."""
         self.costs: CostTable | None = None
         """What forwards cost, by which drafts are copied from texts; assumed until it is known."""
+        self._priced = 0
+        """Bursts so far in which copies had a price."""
 
     # --- weights and programs -----------------------------------------------------------
 
@@ -159,7 +168,7 @@ class Device:
     def compile(self, traits: Traits) -> None:
         """Compiles the programs for sequences with these traits, in any thread."""
         kinds = [traits]
-        if self._windows_vary and traits.window:
+        if self._windows_vary and traits.window and traits.autoregressive:
             kinds = [traits.without_windows, traits]
         self.programs.compile(self._parameters, kinds)
 
@@ -182,7 +191,10 @@ class Device:
         changed = burst.windows != self._windows
         self._windows = np.array(burst.windows, np.int32)
         self._options.set_windows(self._windows)
-        allowance = _allowance(burst, self.settings.chunk_tokens, self._seconds())
+        if checks := self._goes_without_copies():
+            burst = dataclasses.replace(burst, max_forwards=min(burst.max_forwards, CHECK_FORWARDS))
+        seconds = self._seconds(without_copies=checks)
+        allowance = _allowance(burst, self.settings.chunk_tokens, seconds)
         options = self._options.options(self._room)
         if self._room.grammar:
             allowed: Any = self._grammars.allowed(self._room.checked_rows, self._drafts)
@@ -200,6 +212,7 @@ class Device:
             dict(self._num_logprobs),
             frozenset(self._traced),
             started,
+            windowless=self._windows_vary and not self._room.window,
             alone=self._num_collected == self._num_submitted - 1,
         )
 
@@ -214,18 +227,20 @@ class Device:
         self._num_collected = ticket.number
         num_run, sizes = int(counters.forwards.max()), np.array(ticket.sizes)
         self.counters += [num_run, counters.tokens.sum(), (counters.by_size * sizes).sum()]
-        if self.costs is not None and timed and not self._windows_vary:
-            # Windows that are chosen by cost correct the table themselves.
-            busiest = counters.by_size[counters.forwards.argmax()]
-            self.costs.learn(ticket.sizes, busiest, seconds)
         traced = {}
         if last is not None:
             traced = window_forwards(last, ticket.traced, begun)
         # What stands at an index that another sequence has entered since is of nobody.
         here = self._entered <= ticket.number
-        report = self._report(ticket, numbers, logprobs, here)
         report = dataclasses.replace(
-            report, num_run=num_run, traced=traced, seconds=seconds, timed=timed
+            self._report(ticket, numbers, logprobs, here),
+            num_run=num_run,
+            traced=traced,
+            seconds=seconds,
+            timed=timed,
+            sizes=ticket.sizes,
+            by_size=counters.by_size[counters.forwards.argmax()],
+            windowless=ticket.windowless,
         )
         for index in [*np.flatnonzero(report.finished & here), *report.errors]:
             self._forget(int(index))
@@ -332,15 +347,25 @@ class Device:
             self._state = self.programs.resize(self._room, traits)(self._state)
         self._room = traits
 
-    def _seconds(self) -> np.ndarray | None:
+    def _goes_without_copies(self) -> bool:
+        """Tells whether the next burst is one that checks what forwards without copies take."""
+        if not self._room.lookup or self.costs is None:
+            return False
+        self._priced += 1
+        return self._priced % CHECK == 0 or self._priced & (self._priced - 1) == 0
+
+    def _seconds(self, *, without_copies: bool) -> np.ndarray | None:
         """Returns what a forward of each size costs, as `Allowance` has it."""
         if not self._room.lookup:
             return None
-        sizes = np.array(self.settings.program(self._room).sizes.tokens)
-        if self.costs is None:
-            seconds = 1 + sizes / self.settings.balanced_tokens
+        sizes = self.settings.program(self._room).sizes.tokens
+        if without_copies:
+            seconds = np.square(sizes)  # so dear that no size is worth its copies
+        elif self.costs is None:
+            seconds = 1 + np.array(sizes) / self.settings.balanced_tokens
         else:
-            seconds = self.costs.seconds(sizes)
+            windowless = self._windows_vary and not self._room.window
+            seconds = self.costs.of_sizes(sizes, windowless=windowless)
         return np.tile(seconds.astype(np.float32), (self.settings.replicas, 1))
 
     def _enter(self, burst: Burst) -> None:

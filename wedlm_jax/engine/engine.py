@@ -18,7 +18,7 @@ from wedlm_jax.completion import Completion
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.decode.options import Traits, check_options
 from wedlm_jax.engine.burst import Request
-from wedlm_jax.engine.config import EngineConfig
+from wedlm_jax.engine.config import DEFAULT_WINDOW, EngineConfig
 from wedlm_jax.engine.device import Device
 from wedlm_jax.engine.events import Counters, Event, Failed, Finished, WindowView
 from wedlm_jax.engine.memory import parameter_bytes
@@ -26,8 +26,8 @@ from wedlm_jax.engine.scheduling.scheduler import Scheduler
 from wedlm_jax.engine.settings import plan_engine
 from wedlm_jax.engine.windows.auto import AutoWindows
 from wedlm_jax.engine.windows.choice import FixedWindows, WindowChoice
-from wedlm_jax.engine.windows.cost import CostTable
-from wedlm_jax.engine.windows.forward_costs import forward_costs
+from wedlm_jax.engine.windows.costs import CostTable
+from wedlm_jax.engine.windows.probe import forward_costs
 from wedlm_jax.errors import InputError
 from wedlm_jax.grammar.interface import Grammars
 from wedlm_jax.host.compiled_cache import ProgramStore
@@ -77,7 +77,18 @@ class Engine:
         self.mesh, self._grammars, self._store = mesh, grammars, store
         self.window_size, lookup = config.drafting(knows_masks=model.config.knows_masks)
         replicas = 1 if mesh is None else mesh.shape["data"]
-        self.windows = _window_choice(self.window_size, lookup, config.max_batch_size, replicas)
+        self.windows: WindowChoice
+        if self.window_size == "auto":
+            paper = DEFAULT_WINDOW if config.window_size is None else None
+            self.windows = AutoWindows(
+                _widest("auto"),
+                config.max_batch_size,
+                replicas=replicas,
+                lookup=lookup,
+                paper=paper,
+            )
+        else:
+            self.windows = FixedWindows(int(self.window_size), lookup)
         if runs_apart():
             model = with_layers_apart(model)
         with self._on_mesh():
@@ -244,7 +255,7 @@ class Engine:
         """Returns the traits that a program needs to decode a request."""
         window = self.windows.widest(request)
         traits = Traits.of(request.params, window, self.windows.lookup(request))
-        if self.window_size == "auto" and window:
+        if self.windows.is_free(request):
             traits = traits.union(Traits(autoregressive=True))
         return traits.union(self._watched()) if request.traced else traits
 
@@ -344,21 +355,21 @@ class Engine:
 
     def _prepare(self, program: Traits | None = None) -> None:
         """Makes room for all requests. If windows or drafts are chosen by cost, costs are measured
-        once, before the first sequence is admitted, whose own window may be narrower or none."""
+        before the first of them is admitted, or learnt as they decode if others run by then."""
         traits = self._program() if program is None else program
-        if isinstance(self.windows, AutoWindows) and self.windows.costs is None:
-            chosen = traits if traits.window else Traits(verified=True)
-            self.device.prepare(chosen.union(Traits(self.settings.window, autoregressive=True)))
-            self.windows.costs = self.device.costs = self._forward_costs()
-        self.device.prepare(traits)
+        widest = Traits(self.settings.window, autoregressive=True)
+        chosen = isinstance(self.windows, AutoWindows) and traits.holds(widest)
         copies = traits.lookup and not (self.settings.window or self.settings.deterministic)
-        # Measuring writes into pages of all.
-        if copies and self.device.costs is None and not self.scheduler.has_work:
-            self.device.costs = self._forward_costs()
-
-    def _forward_costs(self) -> CostTable:
-        folder = None if self._store is None else self._store.folder
-        return forward_costs(self.device, self.mesh, folder)
+        if (chosen or copies) and self.windows.costs is None:
+            if self.scheduler.has_work:  # measuring would write into pages of all
+                sizes = self.settings.program(traits).sizes.tokens
+                self.windows.costs = self.device.costs = CostTable(sizes)
+            else:
+                self.device.prepare(traits)
+                folder = None if self._store is None else self._store.folder
+                table = forward_costs(self.device, self.mesh, folder)
+                self.windows.costs = self.device.costs = table
+        self.device.prepare(traits)
 
     def _traits(self) -> Traits:
         traits = self._floor
@@ -390,14 +401,6 @@ def _widest(window_size: int | str) -> int:
     if window_size == "auto":
         return AUTO_WINDOW.get(jax.default_backend(), AUTO_WINDOW["gpu"])
     return int(window_size)
-
-
-def _window_choice(
-    window_size: int | str, lookup: int, sequences: int, replicas: int
-) -> WindowChoice:
-    if window_size == "auto":
-        return AutoWindows(_widest(window_size), sequences, replicas=replicas, lookup=lookup)
-    return FixedWindows(int(window_size), lookup)
 
 
 def runs_apart() -> bool:

@@ -103,9 +103,11 @@ class Simulation:
         *,
         noise: Callable[[float], float] = lambda seconds: seconds,
         mode: str = "verified",
+        windowless: float = 1.0,
         longest_burst: int = 64,
     ):
         self._windows, self._noise, self._mode = windows, noise, mode
+        self._windowless, self._held = windowless, False
         self._sizes = np.array(sorted(costs))
         self._costs = np.array([costs[size] for size in self._sizes]) / 1000
         self._n, self._longest = sequences, longest_burst
@@ -113,10 +115,6 @@ class Simulation:
         self.seconds = 0.0
         self.tokens = 0
         self.chosen: list[list[int]] = []
-
-    def cost(self, tokens: int) -> float:
-        index = min(int(np.searchsorted(self._sizes, tokens)), len(self._sizes) - 1)
-        return float(self._costs[index]) * max(tokens / self._sizes[-1], 1.0)
 
     def decode(self, scripts: Sequence[Script]) -> float:
         """Decodes all; returns tokens a second."""
@@ -151,7 +149,7 @@ class Simulation:
         windows, capacity = np.zeros((2, self._n), np.int32)
         for one in running:
             windows[one.state.index], capacity[one.state.index] = one.state.window, 10_000
-        seconds, run = OVERHEAD, 0
+        run, by_size = 0, np.zeros(len(self._sizes), np.int64)
         while run < forwards and sum(one.finished for one in running) < until:
             budget, tokens = CHUNK, 0
             for one in running:
@@ -160,12 +158,21 @@ class Simulation:
                 tokens += chunk
                 if not one.prompt and not one.finished:
                     tokens += one.forward(self._mode)
-            seconds += self.cost(tokens)
+            by_size[np.searchsorted(self._sizes, tokens)] += 1
             run += 1
             if all(one.finished for one in running):
                 break
+        # Windows of the burst before are closed by the program that has room for them.
+        windowless, self._held = not (windows.any() or self._held), bool(windows.any())
+        ratio = self._windowless if windowless else 1.0
+        seconds = OVERHEAD + ratio * float(by_size @ self._costs)
         self.seconds += seconds
-        report = self._report(running, run)
+        report = dataclasses.replace(
+            self._report(running, run),
+            sizes=tuple(self._sizes.tolist()),
+            by_size=by_size,
+            windowless=windowless,
+        )
         burst = Burst(
             released=[],
             admissions=[

@@ -25,19 +25,24 @@ from tests.examples.decode import (
 from wedlm_jax.completion import Completion, Drafts
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.windows.choice import FixedWindows, most_copies
-from wedlm_jax.engine.windows.cost import CostTable
+from wedlm_jax.engine.windows.choice import FixedWindows
+from wedlm_jax.engine.windows.costs import CostTable
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import DRAFTS, SamplingParams
 
 LOOKUP = 5
 
 
+def may_copy(request: Request) -> bool:
+    params = request.params
+    return params.mode == "verified" and params.draft in ("auto", "lookup") and request.window != 0
+
+
 class EveryDraft(FixedWindows):
-    """Copies drafts into windows of masks, too, as windows that are chosen by cost do."""
+    """Copies drafts into windows of masks, too."""
 
     def lookup(self, request: Request) -> int:
-        return most_copies(request, self._lookup)
+        return self._lookup if may_copy(request) else 0
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tests.examples.decode import TINY, small_engine
 from tests.examples.jax_cache import without_jax_cache
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.windows import forward_costs
+from wedlm_jax.engine.windows import probe
 from wedlm_jax.host.compiled_cache import ProgramStore
 from wedlm_jax.host.progress import COMPILING
 from wedlm_jax.model import Transformer
@@ -136,10 +136,8 @@ def test_what_forwards_cost_is_measured_once(
     tmp_path: Path, tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = []
-    measure = forward_costs._measured
-    monkeypatch.setattr(
-        forward_costs, "_measured", lambda device: measured.append(1) or measure(device)
-    )
+    measure = probe.measured
+    monkeypatch.setattr(probe, "measured", lambda device: measured.append(1) or measure(device))
     first = decode(tmp_path, tiny_model, window_size=0, lookup=3)
     assert measured == [1]
     assert decode(tmp_path, tiny_model, window_size=0, lookup=3) == (first[0], 0)

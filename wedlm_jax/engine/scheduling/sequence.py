@@ -44,6 +44,7 @@ class SequenceState:
       text_length_admitted: tokens of the text when it was last admitted.
       window: W as last chosen.
       lookup: the most drafts that are copied from its text.
+      evidence: what a `WindowChoice` keeps of the sequence.
       resume: what the device saved when the sequence was preempted.
       num_admissions: how often it was admitted.
       waited_for: numbers of the requests whose prefill it has waited for, and which of their
@@ -65,6 +66,7 @@ class SequenceState:
     text_length_admitted: int = 0
     window: int = 0
     lookup: int = 0
+    evidence: Any = None
     resume: Any = None
     num_admissions: int = 0
     waited_for: dict[int, int] = dataclasses.field(default_factory=dict)

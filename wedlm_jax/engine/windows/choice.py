@@ -7,30 +7,20 @@ from typing import Protocol
 
 from wedlm_jax.engine.burst import Burst, Report, Request
 from wedlm_jax.engine.scheduling.sequence import SequenceState
-
-
-def widest_window(request: Request, usual: int) -> int:
-    """Returns the widest window of a request.
-
-    Args:
-      usual: of requests that name none.
-    """
-    params = request.params
-    if params.mode == "ar" or (params.mode == "verified" and params.draft in ("lookup", "none")):
-        return 0
-    return usual if request.window is None else request.window
-
-
-def most_copies(request: Request, usual: int) -> int:
-    """Returns the most drafts that may be copied from a request's text: none where its mode or a
-    window of 0 makes it autoregressive."""
-    params = request.params
-    copies = params.mode == "verified" and params.draft in ("auto", "lookup")
-    return usual if copies and request.window != 0 else 0
+from wedlm_jax.engine.windows.costs import CostTable
 
 
 class WindowChoice(Protocol):
-    """Chooses windows from burst to burst."""
+    """Chooses windows from burst to burst.
+
+    The next burst may be chosen before the report of the last is there, so a report is read by what
+    its burst says, never by what was chosen last.
+
+    Attributes:
+      costs: what forwards cost, corrected by every burst; None while it is not known.
+    """
+
+    costs: CostTable | None
 
     def widest(self, request: Request) -> int:
         """Returns the widest window that a request may ever get, for which room is kept."""
@@ -38,16 +28,20 @@ class WindowChoice(Protocol):
     def lookup(self, request: Request) -> int:
         """Returns the most drafts that are copied from a request's text."""
 
-    def choose(self, running: Sequence[SequenceState]) -> Sequence[int]:
+    def is_free(self, request: Request) -> bool:
+        """Tells whether a request's window is chosen anew for each burst, and may be 0."""
+
+    def choose(self, running: Sequence[SequenceState]) -> list[int]:
         """Returns the window of each sequence in the next burst, no wider than `widest`."""
 
     def observe(
         self, running: Sequence[SequenceState], burst: Burst, report: Report, seconds: float | None
     ) -> None:
-        """Learns from the report of a burst, and from how long it took, where that is known.
+        """Learns from the report of a burst, before the sequences take it in.
 
         Args:
-          running: the sequences that it was chosen for; some may have left since.
+          running: those for which it was planned; some may have left meanwhile.
+          seconds: that it took; None where that is not known.
         """
 
 
@@ -57,24 +51,36 @@ class FixedWindows:
     Args:
       window: W of requests that name none.
       lookup: the most drafts that are copied from a text. With windows of masks only where a
-        request asks for it: how many forwards it takes is then no matter of measured costs.
+        request asks for it: how many forwards it takes is then no matter of measured costs, and
+        what a program with room for copies costs more, it costs whether there are any or not.
     """
 
     def __init__(self, window: int, lookup: int = 0):
         self._window, self._lookup = window, lookup
+        self.costs: CostTable | None = None
 
     def widest(self, request: Request) -> int:
-        return widest_window(request, self._window)
+        params = request.params
+        if params.mode == "ar" or (
+            params.mode == "verified" and params.draft in ("lookup", "none")
+        ):
+            return 0
+        return self._window if request.window is None else request.window
 
     def lookup(self, request: Request) -> int:
-        if request.params.draft == "auto" and self.widest(request):
-            return 0
-        return most_copies(request, self._lookup)
+        params = request.params
+        copies = params.draft == "lookup" or (params.draft == "auto" and not self.widest(request))
+        # A window of 0 makes a request autoregressive.
+        return self._lookup if params.mode == "verified" and copies and request.window != 0 else 0
 
-    def choose(self, running: Sequence[SequenceState]) -> Sequence[int]:
+    def is_free(self, request: Request) -> bool:
+        return False
+
+    def choose(self, running: Sequence[SequenceState]) -> list[int]:
         return [self.widest(sequence.request) for sequence in running]
 
     def observe(
         self, running: Sequence[SequenceState], burst: Burst, report: Report, seconds: float | None
     ) -> None:
-        pass
+        if self.costs is not None and seconds is not None and report.sizes:
+            self.costs.learn(report.sizes, report.by_size, seconds, windowless=report.windowless)

@@ -1,4 +1,5 @@
-"""Times forwards of a wanted number of tokens, with the engine's own program.
+"""What the forwards of an engine cost: measured once, with the engine's own programs, and kept
+beside these.
 
 Made-up sequences decode made-up texts: each has its last token and a window of masks, never drafts
 (its draft budget is 0), and so runs the same number of tokens in every forward. They write into
@@ -9,111 +10,152 @@ Tested by tests/wedlm_jax/engine/windows/test_windowless.py.
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from wedlm_jax.engine.burst import Admission, Burst, Request
+from wedlm_jax.engine.burst import Admission, Burst, Report, Request
 from wedlm_jax.engine.device import Device
+from wedlm_jax.engine.windows.costs import CostTable, kept_table
+from wedlm_jax.host.progress import MEASURING
 from wedlm_jax.params import SamplingParams
 
-TEXT = 160
+TEXT = 64
 """Tokens of the made-up texts, if the engine allows so many."""
-FEW, MANY, SOME = 2, 34, 8
-"""Forwards of the two bursts whose difference is timed: a burst itself often costs as much as
-several small forwards. ``SOME`` instead of ``MANY`` if forwards are slow."""
-SLOW = 0.03
-"""Seconds of the first burst above which forwards count as slow."""
+ROUNDS, SECONDS = 3, 3.0
+"""How often each size is timed, in rounds, of which the fastest counts: other work of the machine
+only slows down. No new size is begun after so long, and no new round; what is not timed is worked
+out from the rest."""
+SHORT, LONG = 2, 10
+"""Forwards of two bursts, which differ in how much a burst costs beside its forwards."""
+SLOW = 0.1
+"""Seconds of the shorter burst beyond which there is no longer one."""
 
 
-class ForwardProbe:
-    """Times forwards on a device that is not in use yet.
+def forward_costs(device: Device, mesh: Mesh | None, folder: Path | None = None) -> CostTable:
+    """Returns the costs of forwards by their number of tokens, measured unless they are kept from
+    an earlier process.
 
     Args:
-      device: prepared for all traits that its programs will have.
-      params: of a sequence that drafts; its mode is "verified" or "paper".
+      device: prepared for all traits that its programs will have, and not in use yet.
+      mesh: of the model; None for one device.
+      folder: where the engine's programs are kept; by default that of JAX's compilation cache.
     """
+    if folder is None and jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
+        folder = Path(jax.config.jax_compilation_cache_dir)  # type: ignore[attr-defined]
 
-    def __init__(self, device: Device, params: SamplingParams):
-        self._device, self._settings = device, device.settings
-        # A program that copies drafts has room for as many masks instead, which run as they do.
-        self._widest = max(device.traits.window, device.traits.lookup)
-        length = min(TEXT, self._settings.max_text // 2)
-        self._text = np.zeros(max(length, 1), np.int32)
-        self._params = params
-        self._overheads: list[float] = []
+    def found() -> CostTable:
+        device.compile(device.traits)
+        with device.programs.busy(MEASURING):
+            return measured(device)
 
-    @property
-    def most_tokens(self) -> int:
-        """Tokens of the largest forward that can be timed."""
-        return self._settings.sequences_each * (1 + self._widest)
+    return kept_table(folder, _key(device, mesh), found)
 
-    def time_forward(self, tokens: int, *, windowless: bool = False) -> float:
-        """Returns the seconds of a forward of so many tokens of each replica, without what a burst
-        costs beside its forwards.
 
-        Args:
-          windowless: whether no sequence has a window; ``tokens`` are then sequences. Else at least
-            one of them has, where there are two tokens or more.
-        """
-        windows = self._windows(min(tokens, self.most_tokens), windowless)
-        settings = self._settings
-        running = np.flatnonzero(windows >= 0)
-        admissions = [self._admission(int(index)) for index in running]
-        prompt = -(-len(self._text) * len(running) // settings.chunk_tokens) + 2
-        allowed = np.minimum(windows, self._device.traits.window)
-        self._device.run(self._burst(allowed, admissions, prompt))
-        short, few = self._time_burst(windows, FEW)
-        long, many = self._time_burst(windows, MANY if short < SLOW else SOME)
-        self._device.run(self._burst(windows, [], 0, released=running.tolist()))
-        if many > few and long > short:
-            seconds = (long - short) / (many - few)
-            self._overheads.append(max(short - few * seconds, 0.0))
-            return seconds
-        return long / max(many, 1)  # other work of the machine disturbed the timing
+def _key(device: Device, mesh: Mesh | None) -> dict[str, Any]:
+    """Returns all that the costs depend on."""
+    settings = device.settings
+    return {
+        "jax": jax.__version__,
+        "devices": [jax.devices()[0].device_kind, len(jax.devices())],
+        "model": dataclasses.asdict(device.config),
+        "dtypes": sorted({str(x.dtype) for x in jax.tree.leaves(device.parameters)}),
+        "mesh": None if mesh is None else dict(mesh.shape),
+        "cache": [str(settings.cache_dtype), settings.page_size],
+        "program": repr(settings.program(device.traits)),
+    }
 
-    def overhead(self) -> float:
-        """Returns the median seconds that bursts took beside their forwards."""
-        return float(np.median(self._overheads)) if self._overheads else 0.0
 
-    def _time_burst(self, windows: np.ndarray, forwards: int) -> tuple[float, int]:
-        started = time.perf_counter()
-        report = self._device.run(self._burst(windows, [], forwards))
-        return time.perf_counter() - started, report.num_run
+def measured(device: Device) -> CostTable:
+    """Times forwards of all sizes, with windows and without."""
+    settings, traits = device.settings, device.traits
+    each, sizes = settings.sequences_each, settings.program(traits).sizes.tokens
+    # A program that copies drafts has room for as many masks instead, which run as they do.
+    widest = max(traits.window, traits.lookup)
+    reach = each * (1 + widest)
+    timed = [size for size, before in zip(sizes, (0, *sizes), strict=False) if before < reach]
+    todo = [(min(size, reach), False) for size in timed if size > 1 or not traits.window]
+    if traits.window:
+        todo += [(size, True) for size in {*(size for size in sizes if size < each), each}]
+    table, started = CostTable(sizes), time.perf_counter()
+    fastest: dict[Any, tuple[float, Report]] = {}
+    for _ in range(ROUNDS):
+        for one in sorted(todo, key=lambda one: one[::-1]):
+            if time.perf_counter() - started > SECONDS:
+                break
+            for forwards, seconds, report in _timed(device, _windows(device, *one)):
+                key = (*one, forwards)
+                if key not in fastest or seconds < fastest[key][0]:
+                    fastest[key] = seconds, report
+    for seconds, report in fastest.values():
+        table.learn(report.sizes, report.by_size, seconds, windowless=report.windowless)
+    return CostTable(**table.as_json())  # as doubtful as any measurement
 
-    def _windows(self, tokens: int, windowless: bool) -> np.ndarray:
-        """Returns windows that together run so many tokens, spread over as many sequences as
-        possible, because each sequence also costs the attention to its text; −1 for no sequence."""
-        each = self._settings.sequences_each
-        count = min(max(tokens - (not windowless), 1), each)
-        own = np.full(each, -1, np.int32)
-        base, more = divmod(tokens, count)
-        own[:count] = base - 1
-        own[:more] += 1
-        return np.tile(own, self._settings.replicas)
 
-    def _admission(self, index: int) -> Admission:
-        request = Request(-1 - index, self._text.tolist(), self._params)
-        return Admission(index, request, self._text, 0, None)
+def _windows(device: Device, tokens: int, windowless: bool) -> np.ndarray:
+    """Returns windows that together run so many tokens in each replica, spread over as many
+    sequences as possible, because each sequence also costs the attention to its text; −1 for no
+    sequence. Without ``windowless`` at least one has a window."""
+    each = device.settings.sequences_each
+    count = min(max(tokens - (not windowless), 1), each)
+    own = np.full(each, -1, np.int32)
+    base, more = divmod(tokens, count)
+    own[:count] = base - 1
+    own[:more] += 1
+    return np.tile(own, device.settings.replicas)
 
-    def _burst(
-        self,
-        windows: np.ndarray,
-        admissions: list[Admission],
-        forwards: int,
-        released: list[int] | None = None,
-    ) -> Burst:
-        settings = self._settings
-        count, columns = settings.sequences, settings.max_pages
-        numbers = 1 + np.arange(count * columns) % (settings.num_pages - 1)
-        return Burst(
-            released=released or [],
-            admissions=admissions,
-            page_table=numbers.reshape(count, columns).astype(np.int32),
-            capacity=np.full(count, columns * settings.page_size, np.int32),
-            arrival=np.tile(np.arange(settings.sequences_each, dtype=np.int32), settings.replicas),
-            windows=np.maximum(windows, 0),
-            chunk_tokens=settings.chunk_tokens,
-            max_forwards=forwards,
-            until_finished=np.full(settings.replicas, count + 1),
-        )
+
+def _timed(device: Device, windows: np.ndarray) -> Iterator[tuple[int, float, Report]]:
+    """Times a short burst with these windows, and a longer one; yields how long they might be,
+    their seconds and reports."""
+    params = SamplingParams(
+        mode="verified" if device.traits.verified else "paper",
+        draft_budget=0.0,
+        entropy_threshold=None,
+        ignore_eos=True,
+        max_tokens=device.settings.max_text,
+    )
+    running = np.flatnonzero(windows >= 0).tolist()
+    text = np.zeros(max(min(TEXT, device.settings.max_text // 2), 1), np.int32)
+    request = Request(-1, text.tolist(), params)
+    # All but the last token counts as computed: what their pages hold does not matter.
+    entering = [Admission(index, request, text, len(text) - 1, None) for index in running]
+    # Warms up: the first run at a size is slow.
+    device.run(_burst(device, np.minimum(windows, device.traits.window), entering, 1))
+    seconds = 0.0
+    for forwards in (SHORT, LONG):
+        if seconds < SLOW:
+            started = time.perf_counter()
+            report = device.run(_burst(device, windows, [], forwards))
+            seconds = time.perf_counter() - started
+            yield forwards, seconds, report
+    device.run(_burst(device, windows, [], 0, released=running))
+
+
+def _burst(
+    device: Device,
+    windows: np.ndarray,
+    admissions: list[Admission],
+    forwards: int,
+    released: list[int] | None = None,
+) -> Burst:
+    settings = device.settings
+    count, columns = settings.sequences, settings.max_pages
+    numbers = 1 + np.arange(count * columns) % (settings.num_pages - 1)
+    return Burst(
+        released=released or [],
+        admissions=admissions,
+        page_table=numbers.reshape(count, columns).astype(np.int32),
+        capacity=np.full(count, columns * settings.page_size, np.int32),
+        arrival=np.tile(np.arange(settings.sequences_each, dtype=np.int32), settings.replicas),
+        windows=np.maximum(windows, 0),
+        chunk_tokens=settings.chunk_tokens,
+        max_forwards=forwards,
+        until_finished=np.full(settings.replicas, count + 1),
+    )

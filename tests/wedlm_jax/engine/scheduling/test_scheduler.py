@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from tests.wedlm_jax.engine.scheduling.scheduler_examples import (
 from wedlm_jax.engine.burst import Burst, NewTokens, Report
 from wedlm_jax.engine.events import Failed, Finished, TokenDelta
 from wedlm_jax.engine.scheduling.scheduler import Scheduler
+from wedlm_jax.engine.scheduling.sequence import SequenceState
 from wedlm_jax.engine.settings import SchedulerSizes
 from wedlm_jax.engine.windows.choice import FixedWindows
 from wedlm_jax.errors import InputError
@@ -311,17 +313,24 @@ def test_replicas_have_pages_of_their_own() -> None:
 
 
 def test_windows_learn_from_bursts() -> None:
-    seen: list[tuple[Burst, Report, float]] = []
+    seen: list[tuple[list[int], Burst, Report, float | None]] = []
 
     class Watching(FixedWindows):
-        def observe(self, running: Any, burst: Burst, report: Report, seconds: Any) -> None:
-            seen.append((burst, report, seconds))
+        def observe(
+            self,
+            running: Sequence[SequenceState],
+            burst: Burst,
+            report: Report,
+            seconds: float | None,
+        ) -> None:
+            seen.append(([one.num_output for one in running], burst, report, seconds))
 
     sizes = small_sizes()
     device = FakeDevice(sizes)
     scheduler = Scheduler(device, sizes, Watching(WINDOW))
     scheduler.step([request(1, [1])])
-    ((burst, report, seconds),) = seen
+    ((before, burst, report, seconds),) = seen
+    assert before == [0], "before they take it in"
     assert burst is device.bursts[0]
     assert report.num_output[0] > 0
-    assert seconds > 0
+    assert seconds is not None

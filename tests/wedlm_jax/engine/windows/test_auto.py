@@ -1,4 +1,5 @@
-"""Windows by load against every fixed width, on made-up texts and devices."""
+"""Chosen windows against every fixed width, on made-up texts and devices: never much slower than
+none, and nearly as fast as the best."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import pytest
 from tests.wedlm_jax.engine.simulated_decoding import (
     CPU_COSTS,
     ESSAY,
+    HARD,
     LOW_ENTROPY,
     PROSE,
     REASONING,
@@ -23,18 +25,21 @@ from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.scheduling.sequence import SequenceState
 from wedlm_jax.engine.windows.auto import AutoWindows
 from wedlm_jax.engine.windows.choice import FixedWindows
-from wedlm_jax.engine.windows.cost import CostTable, measure
+from wedlm_jax.engine.windows.costs import CostTable
 from wedlm_jax.params import SamplingParams
 
-WIDTHS = (0, 2, 4, 8, 16, 32)
+WIDTHS = (0, 2, 4, 8, 16)
 DEVICES = {"cpu": CPU_COSTS, "tpu": TPU_COSTS}
 TEXTS: dict[str, tuple[Text, ...]] = {
     "low entropy": (LOW_ENTROPY,),
     "reasoning": (REASONING,),
     "prose": (PROSE,),
+    "hopeless": (HARD,),
     "mixed": (LOW_ENTROPY, REASONING, PROSE),
 }
-COUNT = {1: 60, 8: 64, 32: 128, 128: 256}
+COUNT = {1: 120, 8: 256, 32: 400, 128: 768}
+WINDOWLESS = 0.85
+"""What a forward of the program without windows costs against one with."""
 
 
 def scripts(texts: Sequence[Text], count: int, seed: int) -> list[Script]:
@@ -42,23 +47,46 @@ def scripts(texts: Sequence[Text], count: int, seed: int) -> list[Script]:
     return [Script(texts[i % len(texts)], rng) for i in range(count)]
 
 
+def changing(count: int, seed: int) -> list[Script]:
+    """Texts of one kind for a while, then of another, and back."""
+    kinds = (LOW_ENTROPY, HARD, REASONING, PROSE)
+    return [
+        one
+        for turn in range(8)
+        for one in scripts((kinds[turn % 4],), count // 8, seed=100 * seed + turn)
+    ]
+
+
 def noise(seed: int) -> Callable[[float], float]:
-    """Other work on the machine: a third more or less, and now and then ten times as much."""
+    """Other work on the machine: a quarter more or less, and now and then ten times as much."""
     rng = np.random.default_rng(seed)
-    return lambda seconds: seconds * rng.uniform(0.7, 1.3) * (10 if rng.random() < 0.03 else 1)
+    return lambda seconds: seconds * rng.uniform(0.8, 1.25) * (10 if rng.random() < 0.02 else 1)
 
 
 def quiet(seconds: float) -> float:
     return seconds
 
 
-def auto(widest: int, sequences: int, costs: CostTable, replicas: int = 1) -> AutoWindows:
-    return AutoWindows(widest, sequences, costs, replicas=replicas)
+def table(device: str, wrong: float = 0.0, seed: int = 0) -> CostTable:
+    """What a device costs, each size off by a factor of up to exp(``wrong``)."""
+    costs, rng = DEVICES[device], np.random.default_rng(seed)
+    sizes = sorted(costs)
+    errors = np.exp(rng.uniform(-wrong, wrong, len(sizes)))
+    return CostTable(sizes, [costs[s] / 1000 * e for s, e in zip(sizes, errors, strict=True)])
 
 
-def table(device: str, slower: Callable[[float], float] = quiet) -> CostTable:
-    costs = DEVICES[device]
-    return measure(lambda size: slower(costs[size] / 1000), sorted(costs), clock=lambda: 0.0)
+def decode(
+    windows: FixedWindows, device: str, sequences: int, *works: list[Script], **options: object
+) -> float:
+    """Decodes one work after the other; returns the speed of the last."""
+    simulation = Simulation(
+        windows,
+        DEVICES[device],
+        sequences,
+        windowless=WINDOWLESS,
+        **options,  # type: ignore[arg-type]
+    )
+    return [simulation.decode(work) for work in works][-1]
 
 
 @cache
@@ -66,70 +94,116 @@ def fixed_speeds(device: str, sequences: int, text: str, mode: str) -> dict[int,
     """Tokens a second of each width."""
     work = scripts(TEXTS[text], COUNT[sequences], 1)
     return {
-        width: Simulation(FixedWindows(width), DEVICES[device], sequences, mode=mode).decode(work)
-        for width in WIDTHS
+        width: decode(FixedWindows(width), device, sequences, work, mode=mode) for width in WIDTHS
     }
 
 
-def share_of_best(
-    device: str, sequences: int, text: str, *, mode: str = "verified", seed: int | None = None
+def speed(
+    device: str,
+    sequences: int,
+    text: str,
+    *,
+    mode: str = "verified",
+    wrong: float = 0.3,
+    seed: int = 0,
+    worsen: Callable[[float], float] | None = None,
 ) -> float:
-    """Speed over that of the best width, when other texts like these were decoded before."""
-    slower = quiet if seed is None else noise(seed)
-    windows = auto(32, sequences, table(device, slower))
-    simulation = Simulation(windows, DEVICES[device], sequences, noise=slower, mode=mode)
-    simulation.decode(scripts(TEXTS[text], COUNT[sequences], 0))
-    speed = simulation.decode(scripts(TEXTS[text], COUNT[sequences], 1))
-    return speed / max(fixed_speeds(device, sequences, text, mode).values())
+    """Speed with chosen windows, when other texts like these were decoded before."""
+    windows = AutoWindows(16, sequences, table(device, wrong, seed))
+    before = scripts(TEXTS[text], COUNT[sequences], 100 + seed)
+    work = scripts(TEXTS[text], COUNT[sequences], 1)
+    other = noise(seed) if worsen is None else worsen
+    return decode(windows, device, sequences, before, work, mode=mode, noise=other)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("sequences", COUNT)
-def test_nearly_as_fast_as_the_best_width_whatever_the_text(device: str, sequences: int) -> None:
-    shares = [share_of_best(device, sequences, text) for text in TEXTS]
-    assert np.mean(shares) > 0.975, shares
-    assert min(shares) > 0.94, shares
+SOME_SEQUENCES = [1, 8, pytest.param(32, marks=pytest.mark.full),
+                  pytest.param(128, marks=pytest.mark.full)]  # fmt: skip
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("sequences", [1, 8])
-def test_nor_does_other_work_on_the_machine_lead_it_astray(device: str, sequences: int) -> None:
-    shares = [
-        share_of_best(device, sequences, text, seed=seed) for text in TEXTS for seed in range(2)
-    ]
-    assert np.mean(shares) > 0.965, shares
-    assert min(shares) > 0.9, shares
+@pytest.mark.parametrize("sequences", SOME_SEQUENCES)
+@pytest.mark.parametrize("text", TEXTS)
+def test_never_slower_than_without_and_nearly_as_fast_as_the_best(
+    sequences: int, text: str
+) -> None:
+    """With tables that are wrong by 30 % at every size, on a machine that does other work."""
+    for device in DEVICES:
+        fixed = fixed_speeds(device, sequences, text, "verified")
+        speeds = [speed(device, sequences, text, seed=seed) for seed in range(2)]
+        assert min(speeds) > 0.97 * fixed[0], (device, speeds, fixed)
+        # One after the other, easy and hard, each has to be found out anew.
+        share = 0.85 if (text, sequences) == ("mixed", 1) else 0.9
+        assert np.mean(speeds) > share * max(fixed.values()), (device, speeds, fixed)
+
+
+@pytest.mark.parametrize("sequences", SOME_SEQUENCES)
+def test_nor_where_texts_change(sequences: int) -> None:
+    work = changing(COUNT[sequences] * 2, 1)
+    for device in DEVICES:
+        plain = decode(FixedWindows(0), device, sequences, work)
+        windows = AutoWindows(16, sequences, table(device, 0.3))
+        before = changing(COUNT[sequences], 2)
+        ours = decode(windows, device, sequences, before, work, noise=noise(0))
+        assert ours > 0.97 * plain
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_same_where_windows_fill_as_the_paper_says(device: str) -> None:
-    shares = [share_of_best(device, 8, text, mode="paper") for text in TEXTS]
-    assert np.mean(shares) > 0.975, shares
-    assert min(shares) > 0.94, shares
+    for text in TEXTS:
+        fixed = fixed_speeds(device, 8, text, "paper")
+        ours = speed(device, 8, text, mode="paper", wrong=0.0)
+        assert ours > 0.97 * fixed[0], (text, ours, fixed)
+        assert ours > 0.9 * max(fixed.values()), (text, ours, fixed)
 
 
 def test_the_regimes_differ_in_what_is_best() -> None:
-    """Or the tests above would say little."""
+    """Or the tests above would say little: windows of one width would do."""
     best = {
-        (device, text): max(speeds, key=lambda width: speeds[width])
-        for device in DEVICES
-        for text in ("low entropy", "prose")
-        for speeds in [fixed_speeds(device, 1, text, "verified")]
+        (device, sequences, text): max(speeds, key=lambda width: speeds[width])
+        for device, sequences, text in [
+            ("cpu", 1, "low entropy"),
+            ("cpu", 1, "hopeless"),
+            ("cpu", 32, "low entropy"),
+            ("tpu", 32, "low entropy"),
+        ]
+        for speeds in [fixed_speeds(device, sequences, text, "verified")]
     }
-    assert best == {
-        ("cpu", "low entropy"): 8,
-        ("cpu", "prose"): 2,
-        ("tpu", "low entropy"): 32,
-        ("tpu", "prose"): 16,
-    }
-    assert max(fixed_speeds("cpu", 8, "prose", "verified"), key=lambda w: -w) == 0
-    crowd = fixed_speeds("cpu", 8, "prose", "verified")
-    assert crowd[0] > 1.3 * max(crowd[width] for width in WIDTHS[1:])
+    assert list(best.values()) == [8, 0, 0, 16]
+    hopeless = fixed_speeds("cpu", 8, "hopeless", "verified")
+    assert hopeless[16] < 0.2 * hopeless[0]
+    easy = fixed_speeds("tpu", 8, "low entropy", "verified")
+    assert easy[16] > 5 * easy[0]
+
+
+def test_trials_of_windows_cost_what_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten times the share costs more than the rule allows: trials are what it holds back."""
+    plain = fixed_speeds("cpu", 8, "hopeless", "verified")[0]
+    assert speed("cpu", 8, "hopeless", worsen=quiet) > 0.985 * plain
+    monkeypatch.setattr("wedlm_jax.engine.windows.auto.TRIALS", 0.3)
+    assert speed("cpu", 8, "hopeless", worsen=quiet) < 0.95 * plain
+
+
+def test_a_new_sequence_of_a_hopeless_kind_begins_without() -> None:
+    windows = AutoWindows(16, 8, table("cpu"))
+    simulation = Simulation(windows, CPU_COSTS, 8, windowless=WINDOWLESS)
+    simulation.decode(scripts((HARD,), 200, 0))
+    simulation.chosen.clear()
+    simulation.decode(scripts((HARD,), 200, 1))
+    widths = np.concatenate(simulation.chosen)
+    assert 0 < (widths > 0).mean() < 0.05
+
+
+def test_what_never_runs_is_looked_at_again() -> None:
+    """A table that finds forwards without windows far too dear: bursts without correct it."""
+    costs = CostTable(sorted(CPU_COSTS), [CPU_COSTS[s] / 1000 for s in sorted(CPU_COSTS)], 2.0)
+    windows = AutoWindows(16, 8, costs)
+    simulation = Simulation(windows, CPU_COSTS, 8, windowless=WINDOWLESS)
+    simulation.decode(scripts((REASONING,), 500, 0))
+    assert np.mean(simulation.chosen[1]) > 4, "they seem to pay"
+    assert np.mean([w for chosen in simulation.chosen[-50:] for w in chosen]) < 1
 
 
 def test_another_text_gets_other_windows() -> None:
-    windows = auto(32, 1, table("cpu"))
+    windows = AutoWindows(16, 1, table("cpu"))
     simulation = Simulation(windows, CPU_COSTS, 1)
     for texts, narrow in (((REASONING,), False), ((PROSE,), True), ((REASONING,), False)):
         simulation.decode(scripts(texts, 80, 0))
@@ -140,7 +214,7 @@ def test_another_text_gets_other_windows() -> None:
 
 def test_more_sequences_get_narrower_windows_at_once() -> None:
     """Eight on a CPU decode autoregressively, one does not; and back."""
-    windows = auto(32, 8, table("cpu"))
+    windows = AutoWindows(16, 8, table("cpu"))
     simulation = Simulation(windows, CPU_COSTS, 8)
     for _ in range(3):
         simulation.decode(scripts((REASONING,), 16, 1))
@@ -152,19 +226,17 @@ def test_more_sequences_get_narrower_windows_at_once() -> None:
 
 
 def test_easy_and_hard_sequences_get_their_own_windows() -> None:
-    """By the second burst, while both kinds run; and that is about as fast as any one width."""
+    """While both kinds run; and that is at least about as fast as any one width."""
     hard = Text(0.3, 0.9, 0.3, 400)
-    windows = auto(32, 16, table("tpu"))
     costs = {size: 1.0 + 0.004 * size for size in CPU_COSTS}
-    windows.costs = CostTable(list(costs), [cost / 1000 for cost in costs.values()])
+    windows = AutoWindows(16, 16, CostTable(list(costs), [x / 1000 for x in costs.values()]))
     simulation = Simulation(windows, costs, 16)
     work = scripts((ESSAY, hard), 32, 0)
     speed = simulation.decode(work)
-    widths = np.array(simulation.chosen[1])
-    assert (widths[::2] >= 4).sum() >= 6
-    assert (widths[1::2] <= 2).sum() >= 6
+    widths = np.array(simulation.chosen[2])
+    assert widths[::2].mean() > 2 * widths[1::2].mean()
     fixed = [Simulation(FixedWindows(width), costs, 16).decode(work) for width in WIDTHS]
-    assert speed > 0.94 * max(fixed)
+    assert speed > 0.9 * max(fixed)
 
 
 def state(
@@ -177,41 +249,54 @@ def state(
 
 
 def test_requests_that_name_a_window_get_it_and_autoregressive_ones_get_none() -> None:
-    windows = auto(32, 4, table("tpu"))
+    windows = AutoWindows(32, 4, table("tpu"))
     requests = [state(0, 0, 5), state(1, 1, mode="ar"), state(2, 2, 0), state(3, 3)]
     assert [windows.widest(one.request) for one in requests] == [5, 0, 0, 32]
-    assert list(windows.choose(requests))[:3] == [5, 0, 0]
-    assert windows.choose(requests)[3] in WIDTHS
-    alone = auto(32, 4, table("tpu"))
-    assert list(alone.choose(requests[:3])) == [5, 0, 0]
+    assert windows.choose(requests)[:3] == [5, 0, 0]
+    alone = AutoWindows(32, 4)
+    assert alone.choose(requests[:3]) == [5, 0, 0]
+
+
+def test_mode_paper_has_a_fixed_window_where_it_is_not_to_be_chosen() -> None:
+    windows = AutoWindows(32, 4, paper=16)
+    assert windows.choose([state(0, 0, mode="paper"), state(1, 1, 7, mode="paper")]) == [16, 7]
+    assert not windows.is_free(state(0, 0, mode="paper").request)
+    assert AutoWindows(32, 4).is_free(state(0, 0, mode="paper").request)
 
 
 def test_no_window_is_wider_than_the_engine_or_the_rest_of_the_completion() -> None:
-    assert max(auto(6, 1, table("tpu")).choose([state(0, 0)])) <= 6
+    assert max(AutoWindows(6, 1, table("tpu")).choose([state(0, 0)])) <= 6
     short = state(0, 0)
     short.text.extend([1] * 62)
-    assert auto(32, 1, table("tpu")).choose([short])[0] <= 4
+    assert AutoWindows(32, 1, table("tpu")).choose([short])[0] <= 4
 
 
-def test_a_request_that_comes_again_is_a_new_sequence() -> None:
-    windows = auto(32, 1, table("tpu"))
-    first = state(0, 0)
-    chosen = list(windows.choose([first]))
-    first.text.extend([1] * 63)
-    assert windows._sequences.whose[0] == (first, 0)
-    windows._sequences.counts[0, 0] = 63
-    again = SequenceState(first.request, 1)
-    again.index = 0
-    assert list(windows.choose([again])) == chosen
+def test_reports_are_read_by_what_their_burst_says() -> None:
+    """The next burst may be chosen before, and sequences may have left."""
+
+    class Ahead(AutoWindows):
+        def observe(self, running, burst, report, seconds):  # type: ignore[no-untyped-def]
+            for one in running:
+                one.window = 3  # a choice since
+            self.choose(running[: len(running) // 2 + 1])
+            gone = running[-1]
+            index, gone.index = gone.index, -1
+            super().observe(running, burst, report, None if len(running) % 2 else seconds)
+            gone.index = index
+
+    fixed = fixed_speeds("tpu", 8, "reasoning", "verified")
+    work = scripts((REASONING,), COUNT[8], 1)
+    ours = decode(Ahead(16, 8, table("tpu")), "tpu", 8, work, work)
+    assert ours > 0.9 * max(fixed.values())
 
 
 def test_replicas_are_weighed_apart() -> None:
     """A crowd on one of them makes nothing dearer on the other."""
-    windows = auto(32, 8, table("cpu"), replicas=2)
+    windows = AutoWindows(32, 8, table("cpu"), replicas=2)
     crowd = [state(i, i) for i in range(8)]
     alone = state(8, 8)  # of the second replica
     chosen = windows.choose([*crowd, alone])
-    assert chosen[8] == auto(32, 8, table("cpu"), replicas=2).choose([alone])[0]
+    assert chosen[8] == AutoWindows(32, 8, table("cpu"), replicas=2).choose([alone])[0]
 
 
 def test_without_costs_nothing_is_chosen() -> None:

@@ -13,41 +13,38 @@ import pytest
 from tests.examples.decode import say_the_same, small_engine
 from tests.examples.grammar import RandomAutomata
 from wedlm_jax.completion import Completion
-from wedlm_jax.engine.burst import Burst, Report, Request
+from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.events import Failed, Finished
 from wedlm_jax.engine.scheduling.sequence import SequenceState
 from wedlm_jax.engine.windows.auto import AutoWindows
-from wedlm_jax.engine.windows.choice import most_copies, widest_window
+from wedlm_jax.engine.windows.choice import FixedWindows
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 
 
-class ComeAndGo:
-    """Windows for some bursts, for everybody or for some, and then for nobody."""
+class ComeAndGo(FixedWindows):
+    """Windows for some bursts, for everybody or for some, and then for nobody; with copies in all
+    of them."""
 
-    def __init__(self, widest: int, lookup: int):
-        self._widest, self._lookup, self._bursts = widest, lookup, 0
-
-    def widest(self, request: Request) -> int:
-        return widest_window(request, self._widest)
+    _bursts = 0
 
     def lookup(self, request: Request) -> int:
-        return most_copies(request, self._lookup)
+        return self._lookup if request.params.mode == "verified" else 0
 
-    def choose(self, running: Sequence[SequenceState]) -> Sequence[int]:
+    def is_free(self, request: Request) -> bool:
+        return True
+
+    def choose(self, running: Sequence[SequenceState]) -> list[int]:
         self._bursts += 1
         if self._bursts % 6 < 3:
             return [0] * len(running)
         turn = self._bursts + np.arange(len(running))
-        wide = (turn % 3) * self._widest // 2
+        wide = (turn % 3) * self._window // 2
         return [
             min(int(width), self.widest(one.request))
             for width, one in zip(wide, running, strict=True)
         ]
-
-    def observe(self, running: Any, burst: Burst, report: Report, seconds: float | None) -> None:
-        pass
 
 
 def come_and_go_engine(
@@ -59,6 +56,7 @@ def come_and_go_engine(
         model, expected, window_size="auto", lookup=5, deterministic=True, **sizes, **options
     )
     engine.windows = ComeAndGo(4, 5)
+    engine.expect(expected)
     engine.release()
     engine.update(model)
     engine.compile()
@@ -152,16 +150,25 @@ def test_grammars_hold_while_windows_come_and_go(tiny_model: Transformer) -> Non
 
 @pytest.mark.full
 @pytest.mark.parametrize(("mode", "window"), [("ar", None), ("paper", 2)])
-def test_costs_are_measured_whoever_comes_first(
-    tiny_model: Transformer, mode: str, window: int | None
+def test_costs_are_learnt_where_others_run_already(
+    tiny_model: Transformer, mode: str, window: int | None, autoregressive_engine: Engine
 ) -> None:
-    """Also a sequence whose window is not chosen, for which a narrower program would do."""
+    """Measuring would overwrite what sequences have computed: first come some whose windows are
+    not chosen."""
     engine = small_engine(tiny_model, [], window_size="auto", deterministic=True)
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     first = Request(0, (3, 9), dataclasses.replace(params, mode=mode), window)
     engine.step([first], max_forwards=1)
-    # Measured before the first sequence: it would overwrite what sequences have computed.
     assert isinstance(engine.windows, AutoWindows)
+    assert engine.windows.costs is None
+    second = Request(1, (4, 9), params)
+    results: dict[int, Completion] = {}
+    submitted = [second]
+    while engine.has_work:
+        for event in engine.step(submitted):
+            if isinstance(event, Finished):
+                results[event.number] = event.result
+        submitted = []
     assert engine.windows.costs is not None
-    (result,) = engine.decode([Request(1, (4, 9), params)])
-    assert len(result.token_ids) == 6
+    plain = Request(1, (4, 9), dataclasses.replace(params, mode="ar"))
+    assert say_the_same(results[1], autoregressive_engine.decode([plain])[0])

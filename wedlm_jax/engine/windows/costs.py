@@ -1,0 +1,200 @@
+"""What a forward costs by its static size, learnt from the times of bursts.
+
+A burst that has run its forwards r(s) times at each size s takes about
+
+    overhead + Σ r(s) exp(c(s))
+
+seconds. The logarithms c are Gaussian: all sizes share a level, which drifts with what else the
+machine does; neighbouring sizes have similar errors; a size has a small error of its own; and the
+program without room for windows, if there is one, has costs of its own, at a ratio that changes
+slowly with the size. A Kalman filter updates all of them from each burst. So the sizes that run
+correct those that do not, and the machine's load, which changes no ratio, changes none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wedlm_jax.errors import InputError
+from wedlm_jax.host.atomic import write_json
+
+Floats = np.ndarray
+"""float64."""
+
+OVERHEAD = 5e-4
+"""Seconds that a burst takes beside its forwards, before any has run."""
+SHARED, OWN, RATIO = 0.3, 0.1, 0.2
+"""Standard deviations of logarithms: of the error that neighbours share, of a size's own, and of
+the ratio between the programs."""
+NEIGHBOURS = 1.0
+"""Sizes within a factor of about e are neighbours."""
+UNKNOWN = 3.0
+"""How many times as wide these are before anything was measured."""
+NOISE = 0.1
+"""Standard deviation of the logarithm of a burst's seconds."""
+LEVEL_DRIFT, FORGETTING = 0.05, 1e-3
+"""How far the level moves from burst to burst, and the share of what is known of ratios that is
+forgotten."""
+USUAL, MOST = 2.5, 1.5
+"""Standard deviations beyond which a time is put down to the level, because the machine did
+something else or a program was compiled; and the most that the logarithm may be off."""
+
+
+class CostTable:
+    """Seconds of a forward.
+
+    Args:
+      sizes: the static sizes T of a forward, in any order.
+      seconds: of each, roughly; None where nothing is known but that larger ones take longer.
+      windowless: what a forward of the program without windows costs, against one as large of the
+        program with them: a number, or one for each size.
+      overhead: seconds that a burst takes beside its forwards.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        seconds: Sequence[float] | None = None,
+        windowless: float | Sequence[float] = 1.0,
+        overhead: float = OVERHEAD,
+    ):
+        order = np.argsort(sizes)
+        self.sizes = np.asarray(sizes, np.int64)[order]
+        count, self._places = len(sizes), np.log(self.sizes)
+        guess = 1e-3 * (1 + self.sizes / 32) if seconds is None else np.array(seconds)[order]
+        ratio = np.broadcast_to(np.asarray(windowless, np.float64), count)[order]
+        self._logs = np.log([*guess, *(guess * ratio), overhead])
+        near = np.exp(-(((self._places[:, None] - self._places) / NEIGHBOURS) ** 2) / 2)
+        error = np.zeros((2 * count + 1, 2 * count + 1))
+        error[:-1, :-1] = np.tile(SHARED**2 * near + OWN**2 * np.eye(count), (2, 2))
+        error[count:-1, count:-1] += RATIO**2 * near
+        error[-1, -1] = 0.5**2
+        self._drift = FORGETTING * error + LEVEL_DRIFT**2
+        self._drift[-1, -1] += LEVEL_DRIFT**2
+        self._errors = error * (UNKNOWN**2 if seconds is None else 1.0) + 1.0
+        self._weights: dict[tuple[int, ...], Floats] = {}
+        self._update()
+
+    @property
+    def overhead(self) -> float:
+        """Seconds that a burst takes beside its forwards."""
+        return float(np.exp(self._logs[-1]))
+
+    @property
+    def level(self) -> float:
+        """Geometric mean of all costs."""
+        return float(np.exp(self._logs[:-1].mean()))
+
+    def seconds(self, tokens: Floats | float, *, windowless: bool = False) -> Floats:
+        """Returns the seconds of forwards of so many tokens: the cost of the smallest size that
+        holds them. Beyond the largest, forwards run in parts."""
+        largest, costs = self.sizes[-1], self._seconds[int(windowless)]
+        whole = np.maximum(np.ceil(np.asarray(tokens) / largest) - 1, 0)
+        found: Floats = costs[self.sizes.searchsorted(tokens - whole * largest)] + whole * costs[-1]
+        return found
+
+    def expected(self, tokens: Floats, spread: Floats) -> Floats:
+        """Returns the expected seconds of forwards whose tokens vary by ``spread`` around an
+        average: what just fits into a size may not fit the next time."""
+        each = tokens + spread * np.array([[-1.0], [0.0], [1.0]])
+        mean: Floats = self.seconds(np.maximum(each, 1)).sum(axis=0) / 3
+        return mean
+
+    def of_sizes(self, sizes: Sequence[int], *, windowless: bool = False) -> Floats:
+        """Returns the seconds of a forward at each static size, of which the table may have
+        others."""
+        found: Floats = self._at(tuple(sizes)) @ self._seconds[int(windowless)]
+        return found
+
+    def learn(
+        self,
+        sizes: Sequence[int],
+        runs: np.ndarray,
+        seconds: float,
+        *,
+        windowless: bool = False,
+    ) -> None:
+        """Learns from the time of a burst.
+
+        Args:
+          sizes: ``[S]``, static sizes of its program.
+          runs: int ``[S]``, how often forwards ran at each.
+          seconds: of the whole burst.
+          windowless: whether its program is the one without windows.
+        """
+        at, count = self._at(tuple(sizes)), len(self.sizes)
+        part = slice(count, 2 * count) if windowless else slice(0, count)
+        took = np.exp(at @ self._logs[part]) * runs
+        expected = took.sum() + np.exp(self._logs[-1])
+        # How the logarithm of the sum changes with each logarithm.
+        slopes = np.zeros(len(self._logs))
+        slopes[part] = took @ at
+        slopes[-1] = expected - took.sum()
+        slopes /= expected
+        both = self._errors @ slopes
+        variance = slopes @ both + NOISE**2
+        surprise = min(max(np.log(max(seconds, 1e-9) / expected), -MOST), MOST)
+        if surprise**2 > USUAL**2 * variance:
+            self._errors += surprise**2
+            both, variance = both + surprise**2, variance + surprise**2  # the slopes add up to 1
+        self._logs += both * (surprise / variance)
+        self._errors -= np.outer(both, both / variance)
+        self._errors *= 1 - FORGETTING
+        self._errors += self._drift
+        self._update()
+
+    def _update(self) -> None:
+        self._seconds = np.exp(self._logs[:-1]).reshape(2, -1)
+
+    def _at(self, sizes: tuple[int, ...]) -> Floats:
+        """Returns what each of the table's sizes weighs in the logarithm of another's cost."""
+        if sizes not in self._weights:
+            eye = np.eye(len(self.sizes))
+            rows = [np.interp(np.log(sizes), self._places, row) for row in eye]
+            self._weights[sizes] = np.stack(rows, axis=1)
+        return self._weights[sizes]
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the arguments that make such a table."""
+        with_windows, without = np.exp(self._logs[:-1]).reshape(2, -1)
+        return {
+            "sizes": self.sizes.tolist(),
+            "seconds": with_windows.tolist(),
+            "windowless": (without / with_windows).tolist(),
+            "overhead": self.overhead,
+        }
+
+
+def kept_table(
+    folder: Path | None, key: Mapping[str, Any], measured: Callable[[], CostTable]
+) -> CostTable:
+    """Returns the table stored in a folder, or measures one and stores it.
+
+    Args:
+      folder: such as that of JAX's compiled programs; None keeps nothing.
+      key: all that costs depend on: kind of device, model, dtype, sizes, versions.
+      measured: measures a table.
+    """
+    if folder is None:
+        return measured()
+    text = json.dumps(key, sort_keys=True, default=str)
+    path = folder / f"forward-costs-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["key"] == json.loads(text):
+            return CostTable(**kept["table"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # missing or damaged: measured again
+    table = measured()
+    # A folder that cannot be written to only costs another measurement next time.
+    with contextlib.suppress(OSError, InputError):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"key": json.loads(text), "table": table.as_json()})
+    return table
