@@ -146,11 +146,11 @@ def predict(
     Logits of all slots at once would be the largest array of a forward by far: a vocabulary of
     150k tokens in float32 takes 0.6 MB a row.
     """
-    wanted = wanted_slots(state, plan, options, program.traits)
-    sequences, slots = wanted.shape
-    # Rows are in order of sequence and slot, so the rank of a wanted slot is its row.
-    flat = wanted.reshape(-1)
-    rank = (jnp.cumsum(flat, dtype=jnp.int32) - 1).reshape(wanted.shape)
+    has_row = predicted_slots(state, plan, options, program.traits)
+    sequences, slots = has_row.shape
+    # Rows are in order of sequence and slot, so the rank of a slot that has a row is that row.
+    flat = has_row.reshape(-1)
+    rank = (jnp.cumsum(flat, dtype=jnp.int32) - 1).reshape(has_row.shape)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), rank[:, -1] + 1])
     count = starts[-1]
     rows = sequences * (slots - 1) + program.sizes.head[-1]
@@ -161,45 +161,45 @@ def predict(
     )
 
     def run(size: int, start: Array, out: Predictions) -> Predictions:
-        head = _head_rows(state, options, wanted, starts, start, size)
+        head = _head_rows(state, options, has_row, starts, start, size)
         at = _places(plan, head)
-        said = _guess(model, state, hidden[at], head, options, use, program)
+        predictions = _guess(model, state, hidden[at], head, options, use, program)
 
         def put(whole: Array, part: Array) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(whole, part, start, axis=0)
 
-        return jax.tree.map(put, out, said)
+        return jax.tree.map(put, out, predictions)
 
-    said = in_parts(program.sizes.head, count, run, empty)
+    predictions = in_parts(program.sizes.head, count, run, empty)
     index = jnp.maximum(rank, 0)
-    return jax.tree.map(lambda x: _where(wanted, x[index]), said)
+    return jax.tree.map(lambda x: _where_row(has_row, x[index]), predictions)
 
 
-def _where(wanted: Array, values: Array) -> Array:
-    return jnp.where(wanted.reshape(*wanted.shape, *[1] * (values.ndim - 2)), values, 0)
+def _where_row(has_row: Array, values: Array) -> Array:
+    return jnp.where(has_row.reshape(*has_row.shape, *[1] * (values.ndim - 2)), values, 0)
 
 
-def wanted_slots(state: DecodeState, plan: SpanPlan, options: Options, traits: Traits) -> Array:
+def predicted_slots(state: DecodeState, plan: SpanPlan, options: Options, traits: Traits) -> Array:
     """Returns the slots whose token the head predicts in this forward, bool ``[N, P+1]``."""
     parts = []
     if traits.paper:
         parts.append(paper.predicted_slots(state) & ~options.anchored[:, None])
     if traits.anchored:
         parts.append(verified.predicted_slots(state) & options.anchored[:, None])
-    wanted = parts[0] if len(parts) == 1 else parts[0] | parts[1]
-    return wanted & plan.window[:, None]
+    has_row = parts[0] if len(parts) == 1 else parts[0] | parts[1]
+    return has_row & plan.window[:, None]
 
 
 def _head_rows(
-    state: DecodeState, options: Options, wanted: Array, starts: Array, start: Array, size: int
+    state: DecodeState, options: Options, has_row: Array, starts: Array, start: Array, size: int
 ) -> HeadRows:
     """Returns rows ``start`` to ``start + size`` of those that pass the head."""
     sequence, offset = owner(starts, size, start)
-    # The slot of a row is the one with ``offset`` wanted slots before it.
-    ranks = jnp.cumsum(wanted, axis=1, dtype=jnp.int32)[sequence]
+    # The slot of a row is the one with ``offset`` slots that have a row before it.
+    ranks = jnp.cumsum(has_row, axis=1, dtype=jnp.int32)[sequence]
     slot = (ranks <= offset[:, None]).sum(axis=1, dtype=jnp.int32)
     valid = start + jnp.arange(size) < starts[-1]
-    slot = jnp.where(valid, jnp.minimum(slot, wanted.shape[1] - 1), 0)
+    slot = jnp.where(valid, jnp.minimum(slot, has_row.shape[1] - 1), 0)
     num_filled = is_filled(state).sum(axis=1, dtype=jnp.int32)[sequence]
     is_mask = ~(options.anchored[sequence] & (slot <= num_filled))
     return HeadRows(jnp.where(valid, sequence, 0), slot, valid, is_mask)

@@ -82,8 +82,8 @@ def token_use(state: DecodeState, options: Options, vocab: int) -> TokenUse | No
     in_prompt = place < state.prompt_length[:, None]
     committed = ~in_prompt & (place < state.text_length[:, None])
     return TokenUse(
-        prompt=_counted(none, state.text, in_prompt) > 0,
-        committed=_counted(none, state.text, committed),
+        prompt=_add_counts(none, state.text, in_prompt) > 0,
+        committed=_add_counts(none, state.text, committed),
     )
 
 
@@ -98,7 +98,7 @@ def with_committed(
     new = place < after.text_length[:, None]
     at = jnp.minimum(place, after.text.shape[1] - 1)
     tokens = jnp.take_along_axis(after.text, at, axis=1)
-    return dataclasses.replace(use, committed=_counted(use.committed, tokens, new))
+    return dataclasses.replace(use, committed=_add_counts(use.committed, tokens, new))
 
 
 def penalised(
@@ -109,7 +109,7 @@ def penalised(
     Committed tokens count, and those filled in the window where the row sees them. Logits of
     sequences without a penalty are not changed.
     """
-    counts = _counted(use.committed[rows.sequence], *seen_slots(state, rows))
+    counts = _add_counts(use.committed[rows.sequence], *seen_slots(state, rows))
     seen = use.prompt[rows.sequence] | (counts > 0)
 
     def of_rows(values: Array | None) -> Array:
@@ -140,7 +140,7 @@ def seen_slots(state: DecodeState, rows: HeadRows) -> tuple[Array, Array]:
     return state.tokens[rows.sequence], new[rows.sequence] & before
 
 
-def _counted(counts: Array, tokens: Array, valid: Array) -> Array:
+def _add_counts(counts: Array, tokens: Array, valid: Array) -> Array:
     """Adds the ``tokens [A, C]`` that are ``valid`` to ``counts [A, V]``."""
     rows = jnp.arange(tokens.shape[0])[:, None]
     return counts.at[rows, jnp.where(valid, tokens, counts.shape[1])].add(1, mode="drop")

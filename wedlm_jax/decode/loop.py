@@ -21,8 +21,8 @@ from wedlm_jax.decode.forward import (
     Program,
     no_hidden_states,
     predict,
+    predicted_slots,
     run_layers,
-    wanted_slots,
 )
 from wedlm_jax.decode.logits import TokenUse, token_use, with_committed
 from wedlm_jax.decode.logprobs import Logprobs
@@ -96,15 +96,15 @@ def run_burst(
         state, pages, hidden, use, counters, last = carry
         plan = plan_spans(state, allowance, program.sizes)
         hidden, pages = run_layers(model, state, pages, hidden, plan, allowance, program)
-        state = _count(state, plan)
-        said = predict(model, state, hidden, plan, options, use, program)
-        decided = decide(state, said, plan, options, program)
-        after = advance(state, said, decided, plan, options, program)
+        state = _count_forward(state, plan)
+        predictions = predict(model, state, hidden, plan, options, use, program)
+        decision = decide(state, predictions, plan, options, program)
+        after = advance(state, predictions, decision, plan, options, program)
         if program.traits.lookup:
-            after = with_copies(after, decided, options, allowance, program)
-        counters = _counted(counters, plan, program)
+            after = with_copies(after, decision, options, allowance, program)
+        counters = _update_counters(counters, plan, program)
         if program.traits.traced:
-            last = _noted(state, said, decided, plan, options, program)
+            last = _record_forward(state, predictions, decision, plan, options, program)
         return after, pages, hidden, with_committed(use, state, after), counters, last
 
     use = token_use(state, options, model.config.vocab_size)
@@ -138,7 +138,7 @@ class Decision(NamedTuple):
 
 
 def decide(
-    state: DecodeState, said: Predictions, plan: SpanPlan, options: Options, program: Program
+    state: DecodeState, predictions: Predictions, plan: SpanPlan, options: Options, program: Program
 ) -> Decision:
     """Decides what is committed, filled and kept.
 
@@ -146,7 +146,7 @@ def decide(
     a branch by sequence does not exist in a compiled loop.
 
     Args:
-      said: what the head predicts for the window slots.
+      predictions: what the head predicts for the window slots.
     """
     traits, slots = program.traits, state.tokens.shape[1]
     anchored = options.anchored
@@ -159,11 +159,13 @@ def decide(
     kept = state.filled
     fills = jnp.zeros_like(state.filled)
     if traits.paper:
-        fills = paper.filled_by(state, options, said.tokens[:, :-1], said.entropies[:, :-1])
+        fills = paper.filled_by(
+            state, options, predictions.tokens[:, :-1], predictions.entropies[:, :-1]
+        )
     if traits.anchored:
-        checked = verified.verify(state, options, said.tokens, said.entropies)
-        said_new = jax.tree.map(lambda x: x[:, 1:], (said.tokens, said.logprobs))
-        new = _pick(anchored, said_new, new)
+        checked = verified.verify(state, options, predictions.tokens, predictions.entropies)
+        predicted = jax.tree.map(lambda x: x[:, 1:], (predictions.tokens, predictions.logprobs))
+        new = _pick(anchored, predicted, new)
         run = jnp.where(anchored, checked.run, run)
         count = jnp.where(anchored, checked.run, count)
         fills = jnp.where(anchored[:, None], checked.drafts, fills)
@@ -176,25 +178,27 @@ def decide(
 
 def advance(
     state: DecodeState,
-    said: Predictions,
-    decided: Decision,
+    predictions: Predictions,
+    decision: Decision,
     plan: SpanPlan,
     options: Options,
     program: Program,
 ) -> DecodeState:
     """Returns the state after a forward: tokens committed, masks filled, windows moved."""
-    run, fills, ran = decided.run, decided.fills, decided.ran
+    run, fills, ran = decision.run, decision.fills, decision.ran
     # Keys and values that are final: the chunk of the prompt, and the run. Those of other slots are
     # in the pages, too, and are overwritten by the next forward, as nothing counts them.
     reached = state.num_computed + plan.chunk + run
     checked = jnp.where(options.anchored & ran, is_filled(state).sum(axis=1) - 1, 0)
-    state = append(state, options, decided.tokens, decided.logprobs, decided.committed, checked)
+    state = append(state, options, decision.tokens, decision.logprobs, decision.committed, checked)
     state = dataclasses.replace(
         state,
         num_computed=jnp.minimum(reached, state.text_length),
-        tokens=jnp.where(fills, said.tokens[:, :-1], state.tokens),
-        logprobs=_pick(fills, jax.tree.map(lambda x: x[:, :-1], said.logprobs), state.logprobs),
-        filled=jnp.where(ran[:, None], decided.kept | fills, state.filled),
+        tokens=jnp.where(fills, predictions.tokens[:, :-1], state.tokens),
+        logprobs=_pick(
+            fills, jax.tree.map(lambda x: x[:, :-1], predictions.logprobs), state.logprobs
+        ),
+        filled=jnp.where(ran[:, None], decision.kept | fills, state.filled),
     )
     state = move_windows(state, options, run, program.refill)
     if program.traits.anchored:
@@ -203,23 +207,23 @@ def advance(
 
 
 def with_copies(
-    state: DecodeState, decided: Decision, options: Options, allowance: Allowance, program: Program
+    state: DecodeState, decision: Decision, options: Options, allowance: Allowance, program: Program
 ) -> DecodeState:
     """Fills windows in which no mask drafted with drafts copied from the text.
 
     Args:
       state: after the forward.
-      decided: what the forward decided.
+      decision: what the forward decision.
     """
     known, most = state.lookup, program.traits.lookup
     assert known is not None
     assert options.lookup is not None
     assert options.unpriced is not None
     assert allowance.seconds is not None
-    known = lookup.learn(known, decided.tokens, decided.committed)
+    known = lookup.learn(known, decision.tokens, decision.committed)
     known = dataclasses.replace(known, **lookup.find(state.text, state.text_length, most)._asdict())
     drafted = leading(is_filled(state)) - 1
-    free = options.anchored & decided.ran & state.running & (drafted == 0)
+    free = options.anchored & decision.ran & state.running & (drafted == 0)
     # The last token of a completion needs no draft: the row before it chooses it.
     room = jnp.minimum(options.lookup, options.max_tokens - state.num_output - 1)
     room = jnp.minimum(room, state.tokens.shape[1] - state.active)
@@ -244,25 +248,25 @@ def with_copies(
         tokens=jnp.where(fills, copies, state.tokens),
         filled=jnp.where(fills, True, state.filled),
         active=state.active + count,
-        lookup=dataclasses.replace(known, copied=jnp.where(decided.ran, count, known.copied)),
+        lookup=dataclasses.replace(known, copied=jnp.where(decision.ran, count, known.copied)),
     )
 
 
-def _noted(
+def _record_forward(
     state: DecodeState,
-    said: Predictions,
-    decided: Decision,
+    predictions: Predictions,
+    decision: Decision,
     plan: SpanPlan,
     options: Options,
     program: Program,
 ) -> LastForward:
-    wanted = wanted_slots(state, plan, options, program.traits)
-    entropies = jnp.where(wanted, said.entropies, jnp.nan)
-    tokens = said.tokens[:, :-1]
-    return last_forward(state, decided.ran, tokens, entropies, decided.fills, decided.kept)
+    has_row = predicted_slots(state, plan, options, program.traits)
+    entropies = jnp.where(has_row, predictions.entropies, jnp.nan)
+    tokens = predictions.tokens[:, :-1]
+    return last_forward(state, decision.ran, tokens, entropies, decision.fills, decision.kept)
 
 
-def _count(state: DecodeState, plan: SpanPlan) -> DecodeState:
+def _count_forward(state: DecodeState, plan: SpanPlan) -> DecodeState:
     """Counts the forward for each sequence whose window it runs. An anchored window's first slot
     may be the prompt's last token: its row chooses the first token of the completion, so AR takes
     exactly one forward a token."""
@@ -273,7 +277,7 @@ def _count(state: DecodeState, plan: SpanPlan) -> DecodeState:
     )
 
 
-def _counted(counters: BurstCounters, plan: SpanPlan, program: Program) -> BurstCounters:
+def _update_counters(counters: BurstCounters, plan: SpanPlan, program: Program) -> BurstCounters:
     return BurstCounters(
         counters.forwards + 1,
         counters.tokens + plan.num_tokens,
