@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 from unittest import mock
 
-from wedlm_jax.__main__ import SUBCOMMANDS
+from wedlm_jax.__main__ import SUBCOMMANDS, subcommand
 from wedlm_jax.errors import EXIT_STATUS, written
 from wedlm_jax.option_values import options_of
 
@@ -35,7 +35,8 @@ CLASSES = {
     "wedlm_jax.engine.events": ("TokenDelta", "Finished", "Failed", "Traced"),
 }
 FUNCTIONS = {
-    "wedlm_jax.checkpoint.hf": ("load_checkpoint", "save_checkpoint"),
+    "wedlm_jax.checkpoint.load": ("load_checkpoint",),
+    "wedlm_jax.checkpoint.save": ("save_checkpoint",),
     "wedlm_jax.sharding": ("make_mesh",),
 }
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises")
@@ -69,7 +70,7 @@ def parser_of(main: Callable[[list[str]], Any]) -> argparse.ArgumentParser:
 
 def subcommand_parser(name: str) -> argparse.ArgumentParser:
     """Returns the parser of `wedlm NAME`."""
-    return parser_of(importlib.import_module(SUBCOMMANDS[name][0]).main)
+    return parser_of(subcommand(name))
 
 
 def module_parser(name: str) -> argparse.ArgumentParser:

@@ -26,8 +26,8 @@ from wedlm_jax.aot.topology import (
     describe_topology,
     local_bytes,
 )
-from wedlm_jax.checkpoint.hf_folder import model_config
-from wedlm_jax.config import ModelConfig, config_from_hf, read_config_json
+from wedlm_jax.checkpoint.open import read_architecture
+from wedlm_jax.config import ModelConfig, config_from_hf
 from wedlm_jax.decode.options import Traits
 from wedlm_jax.decode.state import num_slots
 from wedlm_jax.engine.config import DEFAULT_WINDOW, EngineConfig
@@ -126,7 +126,7 @@ def read_model(source: str) -> ModelConfig:
     sizes."""
     path = Path(source)
     if path.suffix not in (".yaml", ".yml"):
-        return model_config(path, read_config_json(path), ())
+        return read_architecture(path)
     try:
         recipe: Any = OmegaConf.to_container(OmegaConf.load(path))
         stated = {"model_type": "wedlm", **recipe["model"]["architecture"]}

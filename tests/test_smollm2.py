@@ -23,8 +23,8 @@ pytest.importorskip("gguf")
 from tests.infer.serve.running_server import running_server
 from wedlm_jax import LLM, SamplingParams
 from wedlm_jax.__main__ import main
-from wedlm_jax.checkpoint.find_model import find_model
 from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
+from wedlm_jax.checkpoint.open import find_model
 from wedlm_jax.completion import Completion
 from wedlm_jax.model import Transformer
 from wedlm_jax.text import TextCodec
@@ -86,7 +86,7 @@ def test_next_tokens_of_a_chat_are_those_of_transformers(folder: Path) -> None:
     import jax.numpy as jnp
     import transformers
 
-    from wedlm_jax.checkpoint.hf import load_checkpoint
+    from wedlm_jax.checkpoint.load import load_checkpoint
     from wedlm_jax.masks import CausalMask
 
     codec = TextCodec.load(folder)

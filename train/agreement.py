@@ -23,7 +23,7 @@ import wedlm_jax
 from train.data.manifest import read_manifest
 from train.recipe.config import TrainConfig, describe
 from train.recipe.phases import source_names
-from wedlm_jax.checkpoint.model_folder import RUN_STATES
+from wedlm_jax.checkpoint import RUN_STATES
 from wedlm_jax.checkpoint.orbax_io import is_whole, whole_steps
 from wedlm_jax.errors import InputError, shortened
 from wedlm_jax.host.processes import SEEN_WITHIN_S, coordinator

@@ -19,7 +19,7 @@ from train.program import TrainProgram
 from train.recipe.config import TrainConfig
 from train.run_files import CONFIG
 from train.watch.pending import INTERVAL
-from wedlm_jax.checkpoint.model_folder import RUN_STATES
+from wedlm_jax.checkpoint import RUN_STATES
 from wedlm_jax.checkpoint.orbax_io import OtherState, whole_steps
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.atomic import write_json

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from train.distributed import EndTogether, add_options, join
 from train.recipe.config import describe, load_config
-from wedlm_jax.checkpoint.find_model import packaged
+from wedlm_jax.checkpoint.open import packaged
 from wedlm_jax.errors import INTERRUPTED, CompilingInterrupted
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.processes import say

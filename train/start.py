@@ -35,15 +35,17 @@ from train.recipe.config import TrainConfig
 from train.recipe.phases import phases_of
 from train.run_files import read_alike
 from train.step import TrainState
-from wedlm_jax.checkpoint.hf import check_tensors, load_checkpoint, save_checkpoint
+from wedlm_jax.checkpoint import RUN_BASE, RUN_MODEL
+from wedlm_jax.checkpoint.load import load_checkpoint
 from wedlm_jax.checkpoint.mask_token import (
     choose_mask_token,
     describe_mask_token,
     special_tokens,
 )
-from wedlm_jax.checkpoint.model_folder import RUN_BASE, RUN_MODEL
-from wedlm_jax.checkpoint.opened import open_checkpoint
-from wedlm_jax.checkpoint.run_folder import described_lora, described_model
+from wedlm_jax.checkpoint.names import check_tensors
+from wedlm_jax.checkpoint.open import open_checkpoint, read_architecture
+from wedlm_jax.checkpoint.orbax_model import described_lora
+from wedlm_jax.checkpoint.save import save_checkpoint
 from wedlm_jax.config import (
     CONFIG_FIELDS,
     PARTS,
@@ -130,10 +132,10 @@ def _architecture(
     stated = config.model.architecture
     _refuse_unknown(stated)
     if run is not None and (run / RUN_MODEL / "config.json").exists():
-        return _with_architecture(described_model(run / RUN_MODEL), stated, run / RUN_MODEL)
+        return _with_architecture(read_architecture(run / RUN_MODEL), stated, run / RUN_MODEL)
     if config.model.init_from is not None:
         folder = as_path(config.model.init_from)
-        model = _with_architecture(described_model(folder), stated, folder)
+        model = _with_architecture(read_architecture(folder), stated, folder)
         if run is not None and model.mask_token_id is None:
             # Earlier versions took the published id for every model, and did not write it down.
             published = model.vocab_size > PUBLISHED_MASK_TOKEN_ID

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from wedlm_jax import __version__
@@ -23,7 +24,10 @@ SUBCOMMANDS = {
     "tokenizer": ("train.data.tokenizer_command", "make a tokenizer from texts and conversations"),
     "rows": ("train.data.show", "packed training rows as text"),
     "convert": ("wedlm_jax.checkpoint.convert", "Hugging Face checkpoint to orbax, or back"),
-    "export": ("wedlm_jax.checkpoint.export", "a checkpoint for programs that do not know WeDLM"),
+    "export": (
+        "wedlm_jax.checkpoint.convert:export",
+        "a checkpoint for programs that do not know WeDLM",
+    ),
     "info": ("wedlm_jax.checkpoint.info", "what a checkpoint folder is"),
 }
 
@@ -49,6 +53,12 @@ def help_text() -> str:
     return HELP.format(commands="\n".join(lines))
 
 
+def subcommand(name: str) -> Callable[[list[str]], int]:
+    """Imports and returns the function of a subcommand: ``main``, unless another is named."""
+    module, _, function = SUBCOMMANDS[name][0].partition(":")
+    return getattr(importlib.import_module(module), function or "main")  # type: ignore[no-any-return]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs a subcommand; returns the exit status, one of `wedlm_jax.errors.EXIT_STATUS`."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -62,9 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     if name not in SUBCOMMANDS:
         print(f"wedlm: no command {name!r}; {did_you_mean(name, SUBCOMMANDS)}", file=sys.stderr)
         return BAD_INPUT
-    return run_command(
-        f"wedlm {name}", lambda: importlib.import_module(SUBCOMMANDS[name][0]).main(rest)
-    )
+    return run_command(f"wedlm {name}", lambda: subcommand(name)(rest))
 
 
 if __name__ == "__main__":

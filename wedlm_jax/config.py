@@ -521,14 +521,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        if (folder / "hf" / path.name).exists():
-            text = f"{folder}: the folder of a training run; its model is {folder / 'hf'}"
-        elif folder.is_dir() and any(folder.glob("*.gguf")):
-            text = f"{folder}: holds GGUF files; `wedlm convert FILE DIR` makes a model's folder "
-            text += "of one"
-        else:
-            text = f"{path}: no such file; a model's folder holds a config.json"
-        raise InputError(text) from None
+        raise InputError(f"{path}: no such file; a model's folder holds a config.json") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise InputError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(raw, dict):

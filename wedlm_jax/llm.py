@@ -13,9 +13,9 @@ from typing import Any, ParamSpec, TypeVar, get_type_hints
 import jax
 import jax.numpy as jnp
 
-from wedlm_jax.checkpoint.find_model import find_model
-from wedlm_jax.checkpoint.generation_config import read_generation_config
-from wedlm_jax.checkpoint.hf import load_checkpoint
+from wedlm_jax.checkpoint.hf_folder import read_generation_config
+from wedlm_jax.checkpoint.load import load_checkpoint
+from wedlm_jax.checkpoint.open import find_model
 from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.decode.logprobs import TokenLogprob

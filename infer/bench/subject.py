@@ -132,8 +132,8 @@ def load_subject(
     """
     import jax.numpy as jnp
 
-    from wedlm_jax.checkpoint.find_model import find_model
-    from wedlm_jax.checkpoint.hf import load_checkpoint
+    from wedlm_jax.checkpoint.load import load_checkpoint
+    from wedlm_jax.checkpoint.open import find_model
     from wedlm_jax.text import TextCodec
 
     folder, name = find_model(model), _dtype(dtype)

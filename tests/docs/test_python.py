@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.docs.pages import PAGES, ROOT, Block, blocks
-from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL
+from wedlm_jax.checkpoint.open import EMBEDDED_MODEL
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 

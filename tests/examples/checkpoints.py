@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 from safetensors.numpy import load_file, save_file
 
-from wedlm_jax.checkpoint.hf import model_from_arrays, save_checkpoint
-from wedlm_jax.checkpoint.names import parameter_entries
+from wedlm_jax.checkpoint.names import arrays_from_model, model_from_arrays, parameter_entries
+from wedlm_jax.checkpoint.save import save_checkpoint
 from wedlm_jax.config import ModelConfig, config_from_hf
+from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
 
 CONFIG: dict[str, Any] = {
@@ -58,6 +62,11 @@ def write_tiny(
     return folder
 
 
+def model_arrays(model: Transformer) -> dict[str, np.ndarray]:
+    """Every array by its path, those of rounded matrices too."""
+    return {path: np.asarray(value) for path, value in arrays_from_model(model).items()}
+
+
 def edit_config(folder: Path, remove: str | None = None, **changes: Any) -> None:
     path = folder / "config.json"
     raw = {**json.loads(path.read_text(encoding="utf-8")), **changes}
@@ -92,3 +101,14 @@ def every_float16_pattern(count: int, dtype: str) -> np.ndarray:
     """``count`` bit patterns of a 16-bit dtype: subnormals, −0, infinities, NaN payloads."""
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     return np.linspace(0, 65535, count).astype(np.uint16).view(kind)
+
+
+@contextlib.contextmanager
+def refused(*named: object) -> Iterator[None]:
+    """What is done must be refused in one sentence that has all these parts."""
+    with pytest.raises(InputError) as error:
+        yield
+    text = str(error.value)
+    assert "\n" not in text
+    for part in map(str, named):
+        assert part in text

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from tests.examples.checkpoints import hf_values, tiny_config, tiny_model
-from wedlm_jax.checkpoint.hf import save_checkpoint
+from wedlm_jax.checkpoint.save import save_checkpoint
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "qk_norm": False},
@@ -140,3 +140,14 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def made(path: Path, kind: str = "llama", dtype: Any = np.float32, **changes: Any) -> Path:
+    """Writes the file of `example`, all its matrices in ``dtype``."""
+    tensors = {
+        name: value.astype(dtype) if value.ndim == 2 else value
+        for name, value in example(path.parent / "original", kind, **changes).items()
+    }
+    metadata = {**metadata_of(kind, **changes), **SOME_TOKENIZER}
+    architecture = kind.split()[0]
+    return write_gguf(path, metadata, gguf_tensors(tensors, kind), architecture=architecture)

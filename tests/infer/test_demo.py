@@ -17,7 +17,7 @@ from wedlm_jax.errors import InputError
 def embedded(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model and few questions in the place of the embedded ones."""
     path = write_questions(tmp_path / "heldout.jsonl")
-    monkeypatch.setattr("wedlm_jax.checkpoint.find_model.EMBEDDED_MODEL", checkpoint)
+    monkeypatch.setattr("wedlm_jax.checkpoint.open.EMBEDDED_MODEL", checkpoint)
     monkeypatch.setattr("infer.evaluate.EMBEDDED_QUESTIONS", path)
 
 

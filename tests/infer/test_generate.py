@@ -294,7 +294,7 @@ def test_a_checkpoint_without_masks_copies_drafts_or_says_that_it_has_none(
         (["--prompt", "a", "--attention", "rpa"], "attention 'rpa' is for TPUs, not for 'cpu'"),
         (["--prompt", "a", "--max-model-len", "9999"], "--max-model-len: expected 1 to 320"),
         (["--prompt", "a", "--max-tokens", "320"], "exceed max_model_len 320"),
-        (["--prompt", "a", "--model", "/no/such"], "/no/such: no such model folder"),
+        (["--prompt", "a", "--model", "/no/such"], "/no/such: no such folder"),
     ],
 )
 def test_refused(
@@ -338,10 +338,10 @@ def test_text_needs_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_without_model_the_embedded_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
 ) -> None:
-    monkeypatch.setattr("wedlm_jax.checkpoint.find_model.EMBEDDED_MODEL", Path(model))
+    monkeypatch.setattr("wedlm_jax.checkpoint.open.EMBEDDED_MODEL", Path(model))
     assert main(["generate", *SHAPE, "--prompt", "the cat"]) == 0
     assert capsys.readouterr().out
-    monkeypatch.setattr("wedlm_jax.checkpoint.find_model.EMBEDDED_MODEL", tmp_path / "embedded")
+    monkeypatch.setattr("wedlm_jax.checkpoint.open.EMBEDDED_MODEL", tmp_path / "embedded")
     assert main(["generate", *SHAPE, "--prompt", "the cat"]) == 2
     assert "no model is embedded in this installation" in capsys.readouterr().err
 

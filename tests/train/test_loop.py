@@ -26,7 +26,7 @@ from train.recipe.config import DataSection, ModelSection, OptimizerSection
 from train.start import packed_dataset
 from train.start import tokenizer_folder as tokenizer_folder_of
 from wedlm_jax.checkpoint.convert import convert
-from wedlm_jax.checkpoint.hf import load_checkpoint
+from wedlm_jax.checkpoint.load import load_checkpoint
 from wedlm_jax.config import read_config_json
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM

@@ -54,7 +54,7 @@ def test_what_a_recipe_says_beside_a_checkpoint_holds_and_is_told(
 def test_weights_that_are_not_there_are_refused_before_anything_is_compiled(
     described: Path,
 ) -> None:
-    with pytest.raises(InputError, match="neither model"):
+    with pytest.raises(InputError, match="neither a Hugging Face checkpoint"):
         check_start(recipe(described))
 
 

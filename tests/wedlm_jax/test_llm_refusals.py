@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.examples.tiny_checkpoint import CONTEXT, VOCAB_SIZE, write_tiny_checkpoint
-from wedlm_jax.checkpoint.find_model import find_model
+from wedlm_jax.checkpoint.open import find_model
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
@@ -108,9 +108,9 @@ def test_refused_settings(folder: Path, arguments: dict[str, Any], message: str)
 
 
 def test_missing_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match="nowhere: no such model folder"):
+    with pytest.raises(InputError, match="nowhere: no such folder"):
         LLM(tmp_path / "nowhere")
-    monkeypatch.setattr("wedlm_jax.checkpoint.find_model.EMBEDDED_MODEL", tmp_path / "embedded")
+    monkeypatch.setattr("wedlm_jax.checkpoint.open.EMBEDDED_MODEL", tmp_path / "embedded")
     with pytest.raises(InputError, match="no model is embedded"):
         find_model(None)
 
@@ -231,9 +231,7 @@ def test_a_file_is_no_model_and_one_of_llama_cpp_is_named(tmp_path: Path) -> Non
         InputError, match=r"model.gguf: is a GGUF file; `wedlm convert .*/model.gguf DIR` makes"
     ):
         LLM(path)
-    with pytest.raises(
-        InputError, match=f"{tmp_path.name}: holds GGUF files; `wedlm convert FILE DIR` makes"
-    ):
+    with pytest.raises(InputError, match=r"model\.gguf: is a GGUF file; `wedlm convert"):
         LLM(tmp_path)
     path = tmp_path / "model.bin"
     path.write_bytes(b"PK")

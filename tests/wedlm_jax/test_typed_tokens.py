@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 
 from tests.wedlm_jax.test_text import byte_tokenizer, write_tokenizer
 from train.data.tokenizer import CHAT_TEMPLATE
-from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL
+from wedlm_jax.checkpoint.open import EMBEDDED_MODEL
 from wedlm_jax.errors import InputError
 from wedlm_jax.text import TextCodec
 from wedlm_jax.typed_tokens import MARK

@@ -84,7 +84,7 @@ class TorchStep:
 
     Args:
       config: any; a tied head or one of its own.
-      parameters: by the dotted paths of `wedlm_jax.checkpoint.hf.arrays_from_model`, layers
+      parameters: by the dotted paths of `wedlm_jax.checkpoint.names.arrays_from_model`, layers
         stacked.
       inputs: the batch.
       compiled: whether `torch.compile` makes the forward and the backward pass of it.

@@ -24,8 +24,7 @@ from train.bench.rival import TorchStep, step_inputs
 from train.step import LossFn, Objective, accumulate, prepare
 from train.step_cost import forward_flops
 from wedlm_jax.benchmark import Bar, by_turns, num_cores
-from wedlm_jax.checkpoint.hf import arrays_from_model
-from wedlm_jax.checkpoint.names import hf_path
+from wedlm_jax.checkpoint.names import arrays_from_model, hf_path
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.corruption import DualStreamBatch, PackedRows
 from wedlm_jax.loss import LossConfig

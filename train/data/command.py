@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wedlm_jax.checkpoint.find_model import packaged
+from wedlm_jax.checkpoint.open import packaged
 from wedlm_jax.errors import InputError, counted
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.progress import ProgressBar

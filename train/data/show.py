@@ -10,7 +10,7 @@ import numpy as np
 from train.data.row_codec import decode_samples
 from train.data.samples import load_tokenizer
 from train.data.synthetic import load_dataset
-from wedlm_jax.checkpoint.find_model import packaged
+from wedlm_jax.checkpoint.open import packaged
 from wedlm_jax.errors import InputError, shortened
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.packing import TokenisedSample

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 
 from train.embedded.corpus import REGIMES, generate
 from train.embedded.corpus.questions import as_question
-from wedlm_jax.checkpoint.hf import load_checkpoint, save_checkpoint
+from wedlm_jax.checkpoint.load import load_checkpoint
+from wedlm_jax.checkpoint.save import save_checkpoint
 from wedlm_jax.host.command_line import run_command
 
 # Prose has no right answers: its questions measure speed, for which fewer do.

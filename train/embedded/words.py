@@ -23,12 +23,9 @@ from tokenizers import Tokenizer
 from train.data.synthetic import CHAT_PROMPT
 from train.data.tokenizer import save_tokenizer
 from train.embedded.corpus import REGIMES, generate
-from wedlm_jax.checkpoint.hf import (
-    arrays_from_model,
-    load_checkpoint,
-    model_from_arrays,
-    save_checkpoint,
-)
+from wedlm_jax.checkpoint.load import load_checkpoint
+from wedlm_jax.checkpoint.names import arrays_from_model, model_from_arrays
+from wedlm_jax.checkpoint.save import save_checkpoint
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.command_line import run_command
 from wedlm_jax.host.storage import why_absent

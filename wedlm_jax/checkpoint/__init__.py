@@ -1,1 +1,12 @@
-"""Weights in and out: Hugging Face folders, orbax, runs."""
+"""Weights in and out: Hugging Face's and orbax's folders, training runs, GGUF files."""
+
+HF, ORBAX, RUN, GGUF = "hf", "orbax", "run", "gguf"
+"""The kinds of checkpoint. `ORBAX` is also the folder of the arrays, `GGUF` the file's suffix."""
+TITLES = {HF: "Hugging Face", ORBAX: "orbax"}
+
+RUN_STATES = "checkpoints"
+"""In a run's folder: its states, a folder each."""
+RUN_MODEL = "model"
+"""In a run's folder: its model's ``config.json`` and tokenizer."""
+RUN_BASE = "base"
+"""In the folder of a run that trains adapters: the other parameters, in Hugging Face's format."""

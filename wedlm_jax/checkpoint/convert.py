@@ -1,4 +1,5 @@
-"""`wedlm convert`: Hugging Face checkpoint to orbax, or back, bit for bit; and from GGUF."""
+"""`wedlm convert`: Hugging Face checkpoint to orbax, or back, bit for bit; and from GGUF. And
+`wedlm export`: any of them for programs that do not know WeDLM."""
 
 from __future__ import annotations
 
@@ -6,31 +7,23 @@ import argparse
 import dataclasses
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from wedlm_jax.checkpoint.dtypes import DTYPES
-from wedlm_jax.checkpoint.model_folder import FORMATS, ORBAX, format_of, is_gguf, run_model_folder
-from wedlm_jax.checkpoint.packaged import packaged_file
-from wedlm_jax.config import MODEL_TYPES, STOCK, ModelConfig, with_model_type
+from wedlm_jax.checkpoint import HF, ORBAX, RUN, TITLES
+from wedlm_jax.checkpoint.hf_folder import Checkpoint, write_config
+from wedlm_jax.checkpoint.open import kind_of, open_checkpoint, packaged_file
+from wedlm_jax.checkpoint.safetensors_file import DTYPES, DeferredArray, numpy_dtype
+from wedlm_jax.config import MODEL_TYPES, STOCK, with_model_type
 from wedlm_jax.errors import InputError, StorageFailure, file_error
+from wedlm_jax.host.atomic import replacing
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.progress import ProgressBar
-from wedlm_jax.host.storage import absolute, as_path, copy_file, is_remote
+from wedlm_jax.host.storage import absolute, as_path, copy_file
 
-if TYPE_CHECKING:
-    from wedlm_jax.checkpoint.gguf import GGUFCheckpoint
-    from wedlm_jax.checkpoint.hf_export import Tensor
-    from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
-    from wedlm_jax.checkpoint.model_folder import StoredParameters
-    from wedlm_jax.checkpoint.names import Entry
-    from wedlm_jax.checkpoint.orbax_io import DeferredArray
-
-TITLES = {"hf": "Hugging Face", "orbax": "orbax"}
-RUN, GGUF = "run", "gguf"
+FORMATS = (HF, ORBAX)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +77,28 @@ def main(arguments: list[str]) -> int:
         metavar="DIR",
         help="SOURCE is a training run: take config.json and the tokenizer from DIR [its model/]",
     )
-    return run(parser.parse_args(arguments))
+    return _run(parser.parse_args(arguments))
 
 
-def run(options: argparse.Namespace) -> int:
+def export(arguments: list[str]) -> int:
+    parser = CommandParser(
+        prog="wedlm export",
+        description="Writes a checkpoint for transformers, vLLM and others that do not know WeDLM\n"
+        "and decode it autoregressively: a Hugging Face folder of model type qwen3, qwen2 or\n"
+        "llama, whichever has the parameters. SOURCE may be whatever `wedlm convert` reads.",
+        epilog="example:\n  wedlm export runs/mine/hf mine-qwen --dtype bfloat16",
+    )
+    parser.add_argument("source", metavar="SOURCE", help="a checkpoint folder, or a training run's")
+    parser.add_argument("destination", metavar="DESTINATION", help="the folder to write")
+    parser.add_argument("--dtype", choices=DTYPES, help="cast the weights [as they are]")
+    parser.add_argument(
+        "--force", action="store_true", help="replace the checkpoint that DESTINATION holds"
+    )
+    parser.set_defaults(to=HF, model_type=STOCK, config=None)
+    return _run(parser.parse_args(arguments))
+
+
+def _run(options: argparse.Namespace) -> int:
     """Converts as ``options`` say, and tells what was written."""
     # Nothing here is computed on a device, and one that is in use should be left alone.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -143,13 +154,9 @@ def convert(
       StorageFailure: the disk is full, or storage does not answer.
     """
     source, destination = as_path(packaged_file(source) or source), as_path(destination)
-    described = run_model_folder(source) if config_from is None else as_path(config_from)
-    if not is_remote(source) and source.is_file() and is_gguf(source):
-        found = GGUF
-    else:
-        found = format_of(source) if described is None else RUN
-    other = next(name for name in FORMATS if name != found)
-    target = to or (other if model_type is None else "hf")
+    found = kind_of(source) if config_from is None else RUN
+    other = ORBAX if found == HF else HF
+    target = to or (other if model_type is None else HF)
     if target not in FORMATS:
         raise InputError(f"to: expected one of {', '.join(FORMATS)}, not {target!r}")
     if target == found and dtype is None and model_type is None:
@@ -158,32 +165,25 @@ def convert(
             "or a model type"
         )
     _check_destination(source, destination, force)
-    # Imported late: all of JAX comes with them, and mistakes should be told at once.
-    from wedlm_jax.checkpoint.dtypes import numpy_dtype
-    from wedlm_jax.checkpoint.hf import copy_tokenizer, write_config
-    from wedlm_jax.checkpoint.storage_errors import is_of_storage, told
-    from wedlm_jax.host.atomic import replacing
-
     np_dtype = numpy_dtype(dtype)
+    # Imported late: all of JAX comes with it, and mistakes should be told at once.
+    from wedlm_jax.checkpoint.storage_errors import is_of_storage, told
+
     try:
         with replacing(destination) as beside, _bar() as bar:
-            opened = _open(source, described, found, np_dtype)
-            if model_type is not None:
-                # Refused before a value is read.
-                with_model_type(opened.raw_config, model_type, opened.config)
-            write = _write_orbax if target == "orbax" else _write_hf
-            result = write(opened, beside, bar)
-            if dtype is None and model_type is None and found in FORMATS:
+            opened = open_checkpoint(source, config_from)
+            raw = opened.raw_config
+            if dtype is not None:
+                raw = _with_dtype(raw, dtype)
+            if model_type is not None:  # refused before a value is read
+                raw = with_model_type(raw, model_type, opened.config)
+            write = _write_orbax if target == ORBAX else _write_hf
+            result = write(opened, np_dtype, beside, bar)
+            if raw is opened.raw_config and found in FORMATS:
                 copy_file(source / "config.json", beside / "config.json")
             else:
-                raw = opened.raw_config if dtype is None else _with_dtype(opened.raw_config, dtype)
-                if model_type is not None:
-                    raw = with_model_type(raw, model_type, opened.config)
                 write_config(beside, raw)
-            if isinstance(opened, _GGUF):
-                opened.write_tokenizer(beside)
-            else:
-                copy_tokenizer(described or source, beside)
+            opened.write_tokenizer(beside)
     except (InputError, StorageFailure):
         raise
     except OSError as error:
@@ -221,138 +221,42 @@ def _with_dtype(raw: dict[str, Any], dtype: str) -> dict[str, Any]:
     return {**raw, field: dtype}
 
 
-class _OpenedSource(Protocol):
-    """A checkpoint, opened and checked; no values are read before they are asked for."""
-
-    raw_config: dict[str, Any]
-    config: ModelConfig
-
-    def parameters(self) -> dict[str, DeferredArray]:
-        """Returns the parameters by dotted path, as an orbax checkpoint holds them."""
-
-    def tensors(self) -> list[Tensor]:
-        """Returns the tensors of a Hugging Face checkpoint."""
-
-
-def _open(
-    source: Path, described: Path | None, found: str, dtype: np.dtype | None
-) -> _OpenedSource:
-    if found == "hf":
-        from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
-
-        return _HuggingFace(HFCheckpoint(source), dtype)
-    if found == GGUF:
-        return _GGUF(source, dtype)
-    if described is None:
-        from wedlm_jax.checkpoint.model_folder import OrbaxCheckpoint
-
-        return _Orbax(OrbaxCheckpoint(source), dtype)
-    from wedlm_jax.checkpoint.run_folder import RunModel
-
-    return _Orbax(RunModel(source, described), dtype)
-
-
-class _HuggingFace:
-    """A Hugging Face folder, or a GGUF file, which holds the same tensors."""
-
-    def __init__(self, checkpoint: HFCheckpoint | GGUFCheckpoint, dtype: np.dtype | None):
-        from wedlm_jax.checkpoint.hf import check_tensors
-
-        self._checkpoint = checkpoint
-        self._entries = check_tensors(self._checkpoint)
-        self._dtype = dtype
-        self.raw_config, self.config = self._checkpoint.raw_config, self._checkpoint.config
-
-    def parameters(self) -> dict[str, DeferredArray]:
-        from wedlm_jax.checkpoint.hf_import import entry_dtype, read_parameter
-        from wedlm_jax.checkpoint.orbax_io import DeferredArray
-
-        def deferred(entry: Entry) -> DeferredArray:
-            dtype = entry_dtype(self._checkpoint, entry, self._dtype)
-            return DeferredArray(
-                entry.shape, dtype, lambda: read_parameter(self._checkpoint, entry, dtype)
-            )
-
-        return {entry.path: deferred(entry) for entry in self._entries}
-
-    def tensors(self) -> list[Tensor]:
-        from wedlm_jax.checkpoint.hf_export import Tensor
-
-        def tensor(name: str, shape: tuple[int, ...]) -> Tensor:
-            dtype = self._dtype or np.dtype(self._checkpoint.tensors[name].dtype(name))
-            return Tensor(name, shape, dtype, lambda: self._checkpoint.read(name))
-
-        return [tensor(name, entry.hf_shape) for entry in self._entries for name in entry.hf_names]
-
-
-class _GGUF(_HuggingFace):
-    def __init__(self, path: Path, dtype: np.dtype | None):
-        from wedlm_jax.checkpoint.gguf import GGUFCheckpoint
-
-        checkpoint = GGUFCheckpoint(path)
-        super().__init__(checkpoint, dtype)
-        self.write_tokenizer = checkpoint.write_tokenizer
-
-
-class _Orbax:
-    """An orbax checkpoint or a run's state."""
-
-    def __init__(self, checkpoint: StoredParameters, dtype: np.dtype | None):
-        from wedlm_jax.checkpoint.opened import OrbaxTensors
-
-        self._checkpoint, self._tensors = checkpoint, OrbaxTensors(checkpoint)
-        self._dtype = dtype
-        self.raw_config, self.config = checkpoint.raw_config, checkpoint.config
-
-    def parameters(self) -> dict[str, DeferredArray]:
-        from wedlm_jax.checkpoint.dtypes import cast
-        from wedlm_jax.checkpoint.orbax_io import DeferredArray
-
-        def deferred(path: str) -> DeferredArray:
-            shape, stored = self._checkpoint.arrays[path]
-            dtype = self._dtype or np.dtype(stored)
-            return DeferredArray(
-                shape, dtype, lambda: cast(path, self._checkpoint.read(path), dtype)
-            )
-
-        return {path: deferred(path) for path in self._checkpoint.arrays}
-
-    def tensors(self) -> list[Tensor]:
-        from wedlm_jax.checkpoint.hf_export import Tensor
-
-        stored = self._tensors
-
-        def tensor(name: str) -> Tensor:
-            dtype = self._dtype or np.dtype(stored.dtype(name))
-            return Tensor(name, stored.shape(name), dtype, lambda: stored.read(name))
-
-        return [tensor(name) for name in stored.tensors]
-
-
-def _write_orbax(source: _OpenedSource, folder: Path, bar: ProgressBar) -> Converted:
+def _write_orbax(
+    source: Checkpoint, dtype: np.dtype | None, folder: Path, bar: ProgressBar
+) -> Converted:
+    from wedlm_jax.checkpoint.load import entry_dtype, read_parameter
+    from wedlm_jax.checkpoint.names import Entry, check_tensors
     from wedlm_jax.checkpoint.orbax_io import write_arrays
 
-    arrays = source.parameters()
+    def deferred(entry: Entry) -> DeferredArray:
+        stored = entry_dtype(source, entry, dtype)
+        return DeferredArray(
+            entry.path, entry.shape, stored, lambda: read_parameter(source, entry, stored)
+        )
+
+    arrays = [deferred(entry) for entry in check_tensors(source)]
     bar.update(0, total=len(arrays))
-    write_arrays(folder / ORBAX, {path: _reporting(x, bar) for path, x in arrays.items()})
-    return _converted("orbax", list(arrays.values()))
+    write_arrays(folder / ORBAX, {array.name: _reporting(array, bar) for array in arrays})
+    return _converted(ORBAX, arrays)
 
 
-def _write_hf(source: _OpenedSource, folder: Path, bar: ProgressBar) -> Converted:
-    from wedlm_jax.checkpoint.hf_export import plan_files, write_weights
+def _write_hf(
+    source: Checkpoint, dtype: np.dtype | None, folder: Path, bar: ProgressBar
+) -> Converted:
+    from wedlm_jax.checkpoint.save import plan_files, stored_tensors, write_weights
 
-    tensors = source.tensors()
+    tensors = stored_tensors(source, dtype)
     bar.update(0, total=len(tensors))
     write_weights(plan_files([_reporting(tensor, bar) for tensor in tensors]), folder)
-    return _converted("hf", tensors)
+    return _converted(HF, tensors)
 
 
-def _converted(name: str, written: Sequence[Tensor | DeferredArray]) -> Converted:
+def _converted(name: str, written: list[DeferredArray]) -> Converted:
     dtypes = sorted({item.dtype.name for item in written})
     return Converted(name, len(written), sum(item.nbytes for item in written), tuple(dtypes))
 
 
-def _reporting(item: Any, bar: ProgressBar) -> Any:
+def _reporting(item: DeferredArray, bar: ProgressBar) -> DeferredArray:
     """Returns the same item; the bar moves on when its values are read."""
 
     def read() -> np.ndarray:

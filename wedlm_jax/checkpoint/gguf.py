@@ -1,4 +1,5 @@
-"""A GGUF file of llama.cpp, opened: its configuration, and its tensors under Hugging Face's names.
+"""A GGUF file of llama.cpp, opened: its configuration, its tensors under Hugging Face's names, and
+its tokenizer in Hugging Face's files.
 
 Quantized values are computed in float32 from their integers and scales, a few rows at a time, by
 the package ``gguf`` and without PyTorch; what the file holds in float16 or bfloat16 stays as it is.
@@ -6,6 +7,7 @@ the package ``gguf`` and without PyTorch; what the file holds in float16 or bflo
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,10 +15,19 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
-from wedlm_jax.checkpoint.gguf_tokenizer import write_tokenizer
-from wedlm_jax.checkpoint.hf_folder import PART_TENSORS
-from wedlm_jax.checkpoint.names import GGUF_NAMES, parameter_entries
+from wedlm_jax.checkpoint.hf_folder import PART_TENSORS, Checkpoint
+from wedlm_jax.checkpoint.names import PARAMETER_TABLE
 from wedlm_jax.config import config_from_hf, config_to_hf
 from wedlm_jax.errors import InputError, require_extra, shortened
 
@@ -69,14 +80,16 @@ ROPE_FACTORS = "rope_freqs.weight"
 ROWS_AT_ONCE = 256
 
 
-class GGUFCheckpoint:
+HF_NAMES = {theirs: name for _, name, theirs, _ in PARAMETER_TABLE}
+GGUF_NAMES = {name: theirs for theirs, name in HF_NAMES.items()}
+
+
+class GGUFCheckpoint(Checkpoint):
     """An opened file.
 
     Attributes:
       folder: the file itself, for messages.
       metadata: what the file says of itself, by key.
-      raw_config, config: the architecture, as of a Hugging Face folder.
-      tensors: by Hugging Face name; all are in this object.
 
     Raises:
       InputError: naming the file and what was expected of it; or the package is not installed.
@@ -99,29 +112,27 @@ class GGUFCheckpoint:
                 f"{path}: one of {self.metadata['split.count']} parts, which are not read; join "
                 "them with `llama-gguf-split --merge`"
             )
-        self._by_gguf_name = {tensor.name: tensor for tensor in reader.tensors}
-        self._check_types()
-        self._llama3_factors = self._by_gguf_name.pop(ROPE_FACTORS, None)
+        for tensor in reader.tensors:
+            self._check_type(tensor.name, tensor.tensor_type.name)
+        self._stored = {_renamed(tensor.name, HF_NAMES): tensor for tensor in reader.tensors}
+        self._llama3_factors = self._stored.pop(ROPE_FACTORS, None)
         self.raw_config = self._raw_config()
         try:
             self.config = config_from_hf(self.raw_config)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
-        self._stored = self._checked()
-        self.raw_config = config_to_hf(self.config, dtype=self._most_frequent_dtype())
         self.tensors = dict.fromkeys(self._stored, self)
+        self.raw_config = config_to_hf(self.config, dtype=next(iter(self.values_by_dtype())))
 
     def _fail(self, what: str) -> InputError:
         return InputError(f"{self.folder}: {what}")
 
-    def _check_types(self) -> None:
-        for name, tensor in self._by_gguf_name.items():
-            kind = tensor.tensor_type.name
-            if kind not in (*PLAIN, *QUANTIZED):
-                raise self._fail(
-                    f"tensor {name!r} is of type {kind}, which is not supported (only "
-                    f"{', '.join((*PLAIN, *QUANTIZED))})"
-                )
+    def _check_type(self, name: str, kind: str) -> None:
+        if kind not in (*PLAIN, *QUANTIZED):
+            raise self._fail(
+                f"tensor {name!r} is of type {kind}, which is not supported (only "
+                f"{', '.join((*PLAIN, *QUANTIZED))})"
+            )
 
     def _raw_config(self) -> dict[str, Any]:
         """Returns what the metadata is as the content of a ``config.json``.
@@ -153,14 +164,13 @@ class GGUFCheckpoint:
                 raise self._fail(f"{prefix}{name} differs between layers, which is not supported")
             if name in said:
                 raw[field] = said[name]
-        embedding = self._by_gguf_name.get("token_embd.weight")
+        embedding = self._stored.get("model.embed_tokens.weight")
         if embedding is None:
             raise self._fail("tensor 'token_embd.weight' is missing")
         raw["vocab_size"] = len(embedding.data)
-        raw["tie_word_embeddings"] = "output.weight" not in self._by_gguf_name
-        first_layer = {name for name in self._by_gguf_name if name.startswith("blk.0.")}
+        raw["tie_word_embeddings"] = "lm_head.weight" not in self._stored
         for part, tensor in PART_TENSORS.items():
-            raw[part] = _gguf_name(f"model.layers.0.{tensor}") in first_layer
+            raw[part] = f"model.layers.0.{tensor}" in self._stored
         raw.setdefault("head_dim", raw["hidden_size"] // max(1, raw["num_attention_heads"]))
         for name in ("attention.value_length", "rope.dimension_count"):
             if said.get(name, raw["head_dim"]) != raw["head_dim"]:
@@ -208,41 +218,11 @@ class GGUFCheckpoint:
         ends = list(dict.fromkeys(end for end in ends if end is not None))
         return {"bos_token_id": said("bos"), "pad_token_id": said("padding"), "eos_token_id": ends}
 
-    def _checked(self) -> dict[str, Any]:
-        """Returns the file's tensors by Hugging Face name.
-
-        Raises:
-          InputError: naming the first missing, extra or misshapen tensor.
-        """
-        expected = {
-            name: entry.hf_shape
-            for entry in parameter_entries(self.config)
-            for name in entry.hf_names
-        }
-        found = dict(self._by_gguf_name)
-        stored = {}
-        for name, shape in expected.items():
-            own = _gguf_name(name)
-            if own not in found:
-                raise self._fail(f"tensor {own!r} is missing")
-            stored[name] = tensor = found.pop(own)
-            if (has := _shape(tensor)) != shape:
-                raise self._fail(f"tensor {own!r} has shape {list(has)}, expected {list(shape)}")
-        for own in found:
-            raise self._fail(f"tensor {own!r} is not part of a {self.config.model_type} model")
-        return stored
-
-    def _most_frequent_dtype(self) -> str:
-        sizes: dict[str, int] = {}
-        for name, tensor in self._stored.items():
-            sizes[self.dtype(name)] = sizes.get(self.dtype(name), 0) + int(tensor.n_elements)
-        return max(sizes, key=lambda dtype: sizes[dtype])
-
-    def dtypes(self) -> set[str]:
-        return {self.dtype(name) for name in self._stored}
+    def stored_name(self, name: str) -> str:
+        return _renamed(name, GGUF_NAMES)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return _shape(self._stored[name])
+        return tuple(int(size) for size in reversed(self._stored[name].shape))
 
     def dtype(self, name: str) -> str:
         kind = self._stored[name].tensor_type.name
@@ -253,9 +233,8 @@ class GGUFCheckpoint:
         values = np.concatenate([rows for _, rows in self.read_rows(name)])
         return values.reshape(self.shape(name))
 
-    def write_tokenizer(self, folder: Path) -> None:
-        """Writes the tokenizer's files; see `wedlm_jax.checkpoint.gguf_tokenizer`."""
-        write_tokenizer(self.folder, self.metadata, folder)
+    def write_tokenizer(self, destination: Path) -> None:
+        write_tokenizer(self.folder, self.metadata, destination)
 
     def read_rows(self, name: str, rows: slice = slice(None)) -> Iterator[tuple[int, np.ndarray]]:
         """Yields some rows at a time, as `SafetensorsFile.read_rows`."""
@@ -309,13 +288,161 @@ def _opened(path: Path) -> Any:
         raise InputError(f"{path}: truncated or not a sound GGUF file") from None
 
 
-def _shape(tensor: Any) -> tuple[int, ...]:
-    return tuple(int(size) for size in reversed(tensor.shape))
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    """Returns what a tensor is called on the other side of the table; as it is, if not there."""
+    layer = re.search(r"(?<=\.)\d+(?=\.)", name)
+    if layer is None:
+        return names.get(name, name)
+    other = names.get(f"{name[: layer.start()]}{{}}{name[layer.end() :]}")
+    return name if other is None else other.format(layer[0])
 
 
-def _gguf_name(name: str) -> str:
-    """Returns the file's name of a tensor of Hugging Face's."""
-    parts = name.split(".")
-    if parts[1] == "layers":
-        return GGUF_NAMES[".".join([*parts[:2], "{}", *parts[3:]])].format(parts[2])
-    return GGUF_NAMES[name]
+CONTROL, USER_DEFINED, UNUSED, BYTE = 3, 4, 5, 6
+"""Types of tokens there that are treated apart; an unused one fills a padded vocabulary."""
+
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_QWEN2 = rf"{_WORDS}|\p{{N}}|{_REST}"
+_LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+# How texts are cut before pairs are merged: the pattern of the words, None for that of GPT-2,
+# or "digits" for GPT-2's behind single digits.
+SPLITS: dict[str, str | None] = {
+    "gpt-2": None,
+    "smollm": "digits",
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "smaug-bpe": _LLAMA3,
+    "tekken": _TEKKEN,
+}
+BEGINS_TEXTS = ("llama-bpe", "llama3", "llama-v3", "tekken")
+"""Those whose texts begin with the BOS token unless the file says otherwise. Their words that are
+tokens are not merged from pairs, either."""
+
+
+def write_tokenizer(path: Path, metadata: Mapping[str, Any], folder: Path) -> None:
+    """Writes ``tokenizer.json`` and ``tokenizer_config.json``, the chat template in the latter.
+
+    Args:
+      path: of the file, for messages.
+      metadata: what it says, by key.
+      folder: where to write.
+
+    Raises:
+      InputError: it has no tokenizer, or one of a kind that is not supported.
+    """
+    said = {
+        name.removeprefix("tokenizer.ggml."): value
+        for name, value in metadata.items()
+        if name.startswith("tokenizer.ggml.")
+    }
+    kind, tokens = said.get("model"), said.get("tokens")
+    if kind not in ("gpt2", "llama") or not tokens:
+        raise InputError(f"{path}: tokenizer {kind!r} is not supported (only gpt2, llama)")
+    types = said.get("token_type") or [1] * len(tokens)
+    known = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
+    if kind == "gpt2":
+        tokenizer, begins = _byte_level(path, said, known)
+    else:
+        tokenizer, begins = _sentencepiece(said, known), True
+    for special in (True, False):
+        wanted = CONTROL if special else USER_DEFINED
+        added = [
+            AddedToken(token, special=special, normalized=False)
+            for token, i in known.items()
+            if types[i] == wanted
+        ]
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
+    names = {
+        name: _token(tokens, said.get(f"{key}_token_id"))
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+    }
+    if (bos := names["bos"]) is not None and said.get("add_bos_token", begins):
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, known[bos])]
+        )
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{f"{name}_token": token for name, token in names.items() if token is not None},
+        "clean_up_tokenization_spaces": False,
+    }
+    if (template := metadata.get("tokenizer.chat_template")) is not None:
+        settings["chat_template"] = template
+    text = json.dumps(settings, indent=2, ensure_ascii=False)
+    (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _token(tokens: list[str], number: Any) -> str | None:
+    return tokens[number] if isinstance(number, int) and 0 <= number < len(tokens) else None
+
+
+def _byte_level(
+    path: Path, said: Mapping[str, Any], known: dict[str, int]
+) -> tuple[Tokenizer, bool]:
+    """Returns a BPE of bytes, and whether its texts begin with the BOS token by default."""
+    name = said.get("pre")
+    if name not in SPLITS:
+        raise InputError(
+            f"{path}: pre-tokenizer {name!r} is not supported (only {', '.join(SPLITS)})"
+        )
+    merges = [tuple(merge.split(" ", 1)) for merge in said.get("merges", ())]
+    begins = name in BEGINS_TEXTS
+    tokenizer = Tokenizer(models.BPE(vocab=known, merges=merges, ignore_merges=begins))
+    split = SPLITS[name]
+    steps: list[Any] = []
+    if split == "digits":
+        steps = [pre_tokenizers.Digits(individual_digits=True)]
+    elif split is not None:
+        steps = [pre_tokenizers.Split(Regex(split), behavior="isolated")]
+    by_pattern = split not in (None, "digits")
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not by_pattern))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    if split == _QWEN2:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, begins
+
+
+def _sentencepiece(said: Mapping[str, Any], known: dict[str, int]) -> Tokenizer:
+    """Returns a BPE of characters, spaces written as "▁", that falls back to bytes."""
+    merges = [tuple(merge.split(" ", 1)) for merge in said.get("merges", ())]
+    unknown = _token(said["tokens"], said.get("unknown_token_id", 0))
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=known,
+            merges=merges or _merges(known, said.get("scores") or []),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    steps: list[Any] = [normalizers.Replace(" ", "▁")]
+    ends: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if said.get("add_space_prefix", True):
+        steps.insert(0, normalizers.Prepend("▁"))
+        ends.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.decoder = decoders.Sequence(ends)
+    return tokenizer
+
+
+def _merges(known: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """Returns the pairs that SentencePiece would merge, the first of them first: those that make
+    the token of the highest score."""
+    ranked = []
+    for token, number in known.items():
+        score = scores[number] if number < len(scores) else -float(number)
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in known and right in known:
+                ranked.append((-score, known[left], known[right], left, right))
+    return [(left, right) for *_, left, right in sorted(ranked)]

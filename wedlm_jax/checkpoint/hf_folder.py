@@ -1,36 +1,30 @@
-"""A Hugging Face checkpoint folder, opened: its configuration, and its tensors by name.
+"""A folder in Hugging Face format: its configuration, its tensors and the small files beside them.
 
-Only headers are read here, and neither JAX nor Flax is imported: what a folder holds can
-be told at once.
+Only headers are read here, and neither JAX nor Flax is imported, so that `wedlm info` answers at
+once however large the weights are.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from wedlm_jax.checkpoint.generation_config import read_generation_config
 from wedlm_jax.checkpoint.safetensors_file import SafetensorsFile
 from wedlm_jax.config import ModelConfig, config_from_hf, read_config_json
-from wedlm_jax.errors import InputError
-from wedlm_jax.host.storage import as_path
+from wedlm_jax.errors import InputError, shortened
+from wedlm_jax.host.storage import as_path, copy_file
+from wedlm_jax.params import SamplingParams
 
-EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded"
-PART_TENSORS = {
-    "qk_norm": "self_attn.q_norm.weight",
-    "attention_bias": "self_attn.q_proj.bias",
-    "attention_out_bias": "self_attn.o_proj.bias",
-    "mlp_bias": "mlp.gate_proj.bias",
-}
-"""A tensor of each of `wedlm_jax.config.PARTS`, in every layer that has it."""
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-
+GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -39,35 +33,88 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
-    "generation_config.json",
+    GENERATION_CONFIG,
 )
 
+PART_TENSORS = {
+    "qk_norm": "self_attn.q_norm.weight",
+    "attention_bias": "self_attn.q_proj.bias",
+    "attention_out_bias": "self_attn.o_proj.bias",
+    "mlp_bias": "mlp.gate_proj.bias",
+}
+"""A tensor of each of `wedlm_jax.config.PARTS`, in every layer that has it."""
 
-class HFCheckpoint:
-    """An opened checkpoint folder.
+
+class StoredTensors(Protocol):
+    """A file of tensors; see `wedlm_jax.checkpoint.safetensors_file.SafetensorsFile`."""
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> str: ...
+
+    def read(self, name: str) -> np.ndarray: ...
+
+    def read_rows(self, name: str, rows: slice = ...) -> Iterator[tuple[int, np.ndarray]]: ...
+
+
+class Checkpoint:
+    """An opened checkpoint, whatever format it is stored in. No values are read until asked for.
 
     Attributes:
-      folder: where it is.
-      raw_config: ``config.json`` as it stands.
+      folder: where it is, for messages.
+      tokenizer_folder: where its tokenizer's files are.
       config: the architecture.
+      raw_config: the content of ``config.json``.
+      tensors: the file of each tensor, by the tensor's Hugging Face name.
+    """
+
+    folder: Path
+    tokenizer_folder: Path
+    config: ModelConfig
+    raw_config: dict[str, Any]
+    tensors: Mapping[str, StoredTensors]
+
+    def dtypes(self) -> set[str]:
+        """Returns the dtypes of the tensors, such as "float32" and "bfloat16"."""
+        return {file.dtype(name) for name, file in self.tensors.items()}
+
+    def values_by_dtype(self) -> dict[str, int]:
+        """Counts the values held in each dtype, the most frequent first."""
+        counts: Counter[str] = Counter()
+        for name, file in self.tensors.items():
+            counts[file.dtype(name)] += math.prod(file.shape(name))
+        return dict(counts.most_common())
+
+    def read(self, name: str) -> np.ndarray:
+        """Reads the values of a tensor, in the shape and dtype of the file."""
+        return self.tensors[name].read(name)
+
+    def stored_name(self, name: str) -> str:
+        """Returns what a tensor is called in the file, for messages."""
+        return name
+
+    def write_tokenizer(self, destination: Path) -> None:
+        copy_tokenizer(self.tokenizer_folder, destination)
+
+
+class HFCheckpoint(Checkpoint):
+    """An opened folder in Hugging Face format.
+
+    Attributes:
       files: the safetensors files by name.
-      tensors: the file of each tensor.
 
     Raises:
       InputError: a file is missing, cut off or not what it should be.
     """
 
     def __init__(self, folder: str | Path):
-        self.folder = as_path(folder)
-        if not self.folder.is_dir():
-            is_file = self.folder.suffix == ".gguf"
-            raise InputError(f"{self.folder}: no such {'file' if is_file else 'model folder'}")
+        self.folder = self.tokenizer_folder = as_path(folder)
         self.raw_config = read_config_json(self.folder)
         self.files, self.tensors = self._open()
         self.config = model_config(self.folder, self.raw_config, self.tensors)
 
     def _open(self) -> tuple[dict[str, SafetensorsFile], dict[str, SafetensorsFile]]:
-        """Opens the files. As in transformers, a single file goes before an index."""
+        """Opens the files. As in transformers, a single file takes precedence over an index."""
         if (self.folder / WEIGHTS).exists():
             file = SafetensorsFile(self.folder / WEIGHTS)
             return {WEIGHTS: file}, dict.fromkeys(file.names(), file)
@@ -86,7 +133,7 @@ class HFCheckpoint:
         try:
             weight_map = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
         except FileNotFoundError:
-            raise InputError(f"{self.folder}: {_why_no_weights(self.folder)}") from None
+            raise InputError(f"{self.folder}: neither {WEIGHTS} nor {INDEX} is here") from None
         except (OSError, ValueError, KeyError, TypeError):
             raise InputError(f"{path}: not a safetensors index") from None
         for tensor, name in weight_map.items():
@@ -94,27 +141,13 @@ class HFCheckpoint:
                 raise InputError(f"{path}: tensor {tensor!r} is in no file of this folder")
         return weight_map
 
-    def dtypes(self) -> set[str]:
-        """Names such as "float32" and "bfloat16"."""
-        return {file.dtype(name) for name, file in self.tensors.items()}
-
-    def read(self, name: str) -> np.ndarray:
-        """Reads the values of one tensor, in the shape and dtype of the file."""
-        return self.tensors[name].read(name)
-
-
-def _why_no_weights(folder: Path) -> str:
-    if list(folder.glob("pytorch_model*.bin")):
-        return "holds PyTorch's pytorch_model.bin; only safetensors files are read"
-    return f"neither {WEIGHTS} nor {INDEX} is here"
-
 
 def model_config(folder: Path, raw: dict[str, Any], tensors: Collection[str]) -> ModelConfig:
-    """Returns the architecture that ``raw`` describes, ended by what a `generation_config.json`
-    beside it ends texts with, too: the turn's end of a chat model often stands there alone.
+    """Returns the architecture that ``raw`` describes. Its stop tokens include those of
+    `generation_config.json`, where a chat model's end of turn often stands alone.
 
     Args:
-      folder: named in errors; the other file is read in it.
+      folder: named in errors; `generation_config.json` is read in it.
       raw: the content of ``config.json``.
       tensors: Hugging Face names of the tensors that are there.
     """
@@ -137,3 +170,97 @@ def model_config(folder: Path, raw: dict[str, Any], tensors: Collection[str]) ->
         return dataclasses.replace(config, eos_token_ids=ends)
     except InputError as error:
         raise InputError(f"{generation.path}: {error}") from None
+
+
+def write_config(folder: Path, raw: dict[str, Any]) -> None:
+    text = json.dumps(raw, indent=2, ensure_ascii=False) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def copy_tokenizer(source: Path, destination: Path) -> None:
+    """Copies those of `TOKENIZER_FILES` that are there."""
+    if not source.is_dir():
+        raise InputError(f"{source}: no such folder to take the tokenizer from")
+    for name in TOKENIZER_FILES:
+        if (source / name).exists():
+            copy_file(source / name, destination / name)
+
+
+ALWAYS = ("repetition_penalty",)
+SAMPLED = ("temperature", "top_p", "top_k", "min_p")
+"""Fields of `generation_config.json` that `SamplingParams` has, too; those of `SAMPLED` count only
+with ``do_sample``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationConfig:
+    """The part of a `generation_config.json` that is used here.
+
+    Attributes:
+      path: of the file, for messages.
+      eos_token_ids: tokens that end a text, besides those of ``config.json``.
+      advised: the sampling parameters that the model's makers advise, not checked.
+    """
+
+    path: Path
+    eos_token_ids: tuple[int, ...] = ()
+    advised: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def samples(self) -> bool:
+        """Whether the file advises to sample, instead of the most likely tokens."""
+        return bool(self.advised.get("temperature"))
+
+    def params(self) -> SamplingParams:
+        """Returns the sampling parameters that the file advises.
+
+        Raises:
+          InputError: a value is out of its field's range.
+        """
+        try:
+            return SamplingParams(**self.advised)
+        except InputError as error:
+            raise InputError(f"{self.path}: {error}") from None
+
+
+def read_generation_config(folder: Path) -> GenerationConfig:
+    """Reads a folder's `generation_config.json`; without one, nothing is advised.
+
+    Raises:
+      InputError: it is no JSON object, or its stop tokens are no token ids.
+    """
+    path = folder / GENERATION_CONFIG
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return GenerationConfig(path)
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise InputError(f"{path}: expected a JSON object")
+    given = raw.get("eos_token_id")
+    ends = [] if given is None else given if isinstance(given, list) else [given]
+    if not all(type(one) is int and one >= 0 for one in ends):
+        shown = shortened(json.dumps(given), 60)
+        raise InputError(f"{path}: expected a token id, or a list, as eos_token_id, not {shown}")
+    do_sample = raw.get("do_sample")
+    if do_sample not in (None, True, False):
+        raise InputError(f"{path}: expected true or false as do_sample, not {do_sample!r}")
+    names = (*SAMPLED, *ALWAYS) if do_sample else ALWAYS
+    advised = {name: raw[name] for name in names if raw.get(name) is not None}
+    if do_sample:
+        advised = {"temperature": 1.0} | advised  # what transformers takes
+    return GenerationConfig(path, tuple(dict.fromkeys(ends)), advised)
+
+
+def write_stop_tokens(folder: Path, eos_token_ids: Sequence[int]) -> None:
+    """Puts a model's stop tokens into `generation_config.json`, if there is one: programs that
+    read it do not look for them in ``config.json``."""
+    path = folder / GENERATION_CONFIG
+    if not path.exists() or not eos_token_ids:
+        return
+    read_generation_config(folder)  # reports a malformed file
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    ends = list(eos_token_ids)
+    raw["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    path.write_text(json.dumps(raw, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-from wedlm_jax.checkpoint.find_model import packaged
-from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL, HFCheckpoint
-from wedlm_jax.checkpoint.model_folder import OrbaxCheckpoint, format_of
+from wedlm_jax.checkpoint import TITLES
+from wedlm_jax.checkpoint.open import find_model, kind_of, open_checkpoint
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.command_line import CommandParser
-from wedlm_jax.host.storage import as_path, file_sizes
+from wedlm_jax.host.storage import file_sizes
 
 CACHE_BYTES = {"bfloat16": 2, "float32": 4}
-
-Shapes = dict[str, tuple[tuple[int, ...], str]]
 
 
 def main(arguments: list[str]) -> int:
@@ -36,18 +32,16 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
-    if options.folder is None and not EMBEDDED_MODEL.is_dir():
-        raise InputError(f"{EMBEDDED_MODEL}: the embedded model is not here; name a folder")
-    facts = describe(EMBEDDED_MODEL if options.folder is None else options.folder)
+    facts = describe(options.folder)
     print(json.dumps(facts, indent=2, ensure_ascii=False) if options.json else as_text(facts))
     return 0
 
 
-def describe(folder: str | Path) -> dict[str, Any]:
+def describe(folder: str | Path | None) -> dict[str, Any]:
     """Collects the facts about a checkpoint folder, as `wedlm info --json` prints them.
 
     Args:
-      folder: a Hugging Face or an orbax checkpoint.
+      folder: a Hugging Face or an orbax checkpoint; the embedded model for None.
 
     Returns:
       counts in parameters, sizes in bytes, lengths in tokens.
@@ -55,22 +49,22 @@ def describe(folder: str | Path) -> dict[str, Any]:
     Raises:
       InputError: naming the file that is missing, cut off or not what it should be.
     """
-    folder = as_path(packaged(folder))
-    found = format_of(folder)
-    checkpoint = OrbaxCheckpoint(folder) if found == "orbax" else HFCheckpoint(folder)
-    config, raw, shapes = checkpoint.config, checkpoint.raw_config, _shapes(checkpoint)
+    folder = find_model(folder, download=False)
+    checkpoint = open_checkpoint(folder)
+    config, raw = checkpoint.config, checkpoint.raw_config
+    dtypes, files = checkpoint.values_by_dtype(), file_sizes(folder)
     return {
         "folder": str(folder),
-        "format": found,
+        "format": kind_of(folder),
         "model_type": config.model_type,
         "parameters": {
             "total": config.num_parameters(),
             "without_embeddings": config.num_parameters(embeddings=False),
-            "stored": sum(math.prod(shape) for shape, _ in shapes.values()),
+            "stored": sum(dtypes.values()),
         },
-        "dtypes": _dtype_counts(shapes),
-        "tensors": len(shapes),
-        "files": _files(folder),
+        "dtypes": dtypes,
+        "tensors": len(checkpoint.tensors),
+        "files": {"count": len(files), "bytes": sum(files.values())},
         "architecture": _architecture(config),
         "rope": {
             "theta": config.rope.theta,
@@ -79,7 +73,8 @@ def describe(folder: str | Path) -> dict[str, Any]:
         },
         "context": config.max_position_embeddings,
         "kv_cache_bytes_per_token": {
-            name: _cache_values(config) * size for name, size in CACHE_BYTES.items()
+            name: 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * size
+            for name, size in CACHE_BYTES.items()
         },
         "token_ids": {
             "mask": config.mask_token_id,
@@ -90,25 +85,6 @@ def describe(folder: str | Path) -> dict[str, Any]:
         "tokenizer": _tokenizer(folder),
         **_decoding(config),
     }
-
-
-def _shapes(checkpoint: HFCheckpoint | OrbaxCheckpoint) -> Shapes:
-    if isinstance(checkpoint, OrbaxCheckpoint):
-        return checkpoint.arrays
-    return {name: (file.shape(name), file.dtype(name)) for name, file in checkpoint.tensors.items()}
-
-
-def _dtype_counts(shapes: Shapes) -> dict[str, int]:
-    """Counts the parameters held in each dtype, the most frequent first."""
-    counts: dict[str, int] = {}
-    for shape, dtype in shapes.values():
-        counts[dtype] = counts.get(dtype, 0) + math.prod(shape)
-    return dict(sorted(counts.items(), key=lambda item: -item[1]))
-
-
-def _files(folder: Path) -> dict[str, int]:
-    sizes = file_sizes(folder)
-    return {"count": len(sizes), "bytes": sum(sizes.values())}
 
 
 def _architecture(config: ModelConfig) -> dict[str, Any]:
@@ -126,10 +102,6 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
         "qk_norm": config.qk_norm,
         "tied_head": config.tie_word_embeddings,
     }
-
-
-def _cache_values(config: ModelConfig) -> int:
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
 
 
 def _tokenizer(folder: Path) -> dict[str, Any]:
@@ -160,103 +132,68 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
 
 def as_text(facts: dict[str, Any]) -> str:
     """Formats the facts as aligned lines."""
-    width = max(len(name) for name, _ in _lines(facts))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in _lines(facts))
+    lines = _lines(facts)
+    width = max(map(len, lines))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
 
 
-def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    shape, counts, cache = (
-        facts[name] for name in ("architecture", "parameters", "kv_cache_bytes_per_token")
+def _lines(facts: dict[str, Any]) -> dict[str, str]:
+    shape, counts, files = (facts[name] for name in ("architecture", "parameters", "files"))
+    cache, ids, dtypes = (
+        facts[name] for name in ("kv_cache_bytes_per_token", "token_ids", "dtypes")
     )
-    heads = f"{shape['heads']} of {shape['head_dim']}, {shape['kv_heads']} for keys and values"
-    names = {"qkv_bias": "QKV bias", "out_bias": "output bias", "qk_norm": "QK-norm"}
-    extras = [text for name, text in names.items() if shape[name]]
-    format_name = {"hf": "Hugging Face", "orbax": "orbax"}[facts["format"]]
-    files = facts["files"]
-    lines = [
-        ("folder", facts["folder"]),
-        ("format", f"{format_name}, {files['count']} files, {_bytes(files['bytes'])}"),
-        ("model_type", facts["model_type"]),
-        (
-            "parameters",
-            f"{_count(counts['total'])} ({counts['total']:,}), "
-            f"{_count(counts['without_embeddings'])} without embeddings",
-        ),
-        ("dtype", _dtype_text(facts["dtypes"])),
-        (
-            "layers",
-            f"{shape['layers']}, hidden {shape['hidden_size']:,}, "
-            f"intermediate {shape['intermediate_size']:,}" + ", MLP bias" * shape["mlp_bias"],
-        ),
-        ("heads", ", ".join([heads, *extras])),
-        ("vocabulary", f"{shape['vocab_size']:,}, {'tied' if shape['tied_head'] else 'own'} head"),
-        ("RoPE", _rope_text(facts["rope"])),
-        ("context", f"{facts['context']:,} tokens"),
-        (
-            "KV cache",
-            f"{cache['bfloat16']:,} bytes a token in bfloat16, {cache['float32']:,} in float32",
-        ),
-        ("mask token", _mask_text(facts["token_ids"])),
-        ("EOS token", ", ".join(map(str, facts["token_ids"]["eos"])) or "none"),
-        ("tokenizer", _tokenizer_text(facts["tokenizer"])),
-        ("decodes as", f"{_decoder_text(facts['decodes'])} ({facts['role']})"),
-    ]
-    return lines + _warnings(facts)
-
-
-def _warnings(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    counts, shape = facts["parameters"], facts["architecture"]
+    parts = {"qkv_bias": "QKV bias", "out_bias": "output bias", "qk_norm": "QK-norm"}
+    heads = [f"{shape['heads']} of {shape['head_dim']}, {shape['kv_heads']} for keys and values"]
+    heads += [text for name, text in parts.items() if shape[name]]
+    rope = dict(facts["rope"])
+    ropes = [f"θ {rope.pop('theta'):,.0f}"]
+    if (kind := rope.pop("type")) != "default":
+        ropes.append(kind)
+    ropes += [f"{name} {value}" for name, value in rope.items()]
+    mask = "none" if ids["mask"] is None else str(ids["mask"])
+    if ids["mask"] is not None and not ids["mask_in_config"]:
+        mask += ", not in config.json: the published models' id"
+    tokenizer = "none: token ids only"
+    if facts["tokenizer"]["present"]:
+        without = "with" if facts["tokenizer"]["chat_template"] else "without"
+        tokenizer = f"present, {without} chat template"
+    decoders = "WeDLM or AR" if "wedlm" in facts["decodes"] else "AR, with drafts from the text"
+    lines = {
+        "folder": facts["folder"],
+        "format": f"{TITLES[facts['format']]}, {files['count']} files, "
+        f"{_scaled(files['bytes'], ('GB', 'MB', 'kB'), ' bytes')}",
+        "model_type": facts["model_type"],
+        "parameters": f"{_scaled(counts['total'])} ({counts['total']:,}), "
+        f"{_scaled(counts['without_embeddings'])} without embeddings",
+        "dtype": ", ".join(f"{name} ({count:,} values)" for name, count in dtypes.items())
+        if len(dtypes) > 1
+        else next(iter(dtypes)),
+        "layers": f"{shape['layers']}, hidden {shape['hidden_size']:,}, "
+        f"intermediate {shape['intermediate_size']:,}" + ", MLP bias" * shape["mlp_bias"],
+        "heads": ", ".join(heads),
+        "vocabulary": f"{shape['vocab_size']:,}, {'tied' if shape['tied_head'] else 'own'} head",
+        "RoPE": ", ".join(ropes),
+        "context": f"{facts['context']:,} tokens",
+        "KV cache": f"{cache['bfloat16']:,} bytes per token in bfloat16, {cache['float32']:,} in "
+        "float32",
+        "mask token": mask,
+        "EOS token": ", ".join(map(str, ids["eos"])) or "none",
+        "tokenizer": tokenizer,
+        "decodes as": f"{decoders} ({facts['role']})",
+    }
     # Some exporters write a tied head out although it is the embedding.
     spare = shape["vocab_size"] * shape["hidden_size"] if shape["tied_head"] else 0
-    if counts["stored"] - counts["total"] in (0, spare):
-        return []
-    return [
-        (
-            "warning",
+    if counts["stored"] - counts["total"] not in (0, spare):
+        lines["warning"] = (
             f"the files hold {counts['stored']:,} values where config.json describes "
-            f"{counts['total']:,}: this will not load",
-        ),
-    ]
+            f"{counts['total']:,}: this will not load"
+        )
+    return lines
 
 
-def _dtype_text(dtypes: dict[str, int]) -> str:
-    if len(dtypes) == 1:
-        return next(iter(dtypes))
-    return ", ".join(f"{name} ({count:,} values)" for name, count in dtypes.items())
-
-
-def _rope_text(rope: dict[str, Any]) -> str:
-    rest = {name: value for name, value in rope.items() if name not in ("theta", "type")}
-    parts = [f"θ {rope['theta']:,.0f}", *([] if rope["type"] == "default" else [rope["type"]])]
-    return ", ".join([*parts, *(f"{name} {value}" for name, value in rest.items())])
-
-
-def _mask_text(ids: dict[str, Any]) -> str:
-    if ids["mask"] is None:
-        return "none"
-    where = "" if ids["mask_in_config"] else ", not in config.json: the published models' id"
-    return f"{ids['mask']}{where}"
-
-
-def _tokenizer_text(tokenizer: dict[str, bool]) -> str:
-    if not tokenizer["present"]:
-        return "none: token ids only"
-    return "present, " + ("with" if tokenizer["chat_template"] else "without") + " chat template"
-
-
-def _decoder_text(decodes: list[str]) -> str:
-    return "WeDLM or AR" if "wedlm" in decodes else "AR, with drafts from the text"
-
-
-def _count(number: int) -> str:
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+def _scaled(number: int, units: tuple[str, str, str] = ("B", "M", "K"), unscaled: str = "") -> str:
+    space = " " if unscaled else ""
+    for size, unit in zip((1e9, 1e6, 1e3), units, strict=True):
         if number >= size:
-            return f"{number / size:.2f}{unit}"
-    return str(number)
-
-
-def _bytes(number: int) -> str:
-    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
-    return f"{number} bytes"
+            return f"{number / size:.2f}{space}{unit}"
+    return f"{number}{unscaled}"

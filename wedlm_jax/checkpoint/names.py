@@ -1,4 +1,4 @@
-"""Names of parameters, ours and Hugging Face's: one table."""
+"""Names of parameters, ours, Hugging Face's and llama.cpp's: one table."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from wedlm_jax.checkpoint.hf_folder import Checkpoint
 from wedlm_jax.config import ModelConfig
+from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.layer_layout import TURNED
 
@@ -48,9 +51,6 @@ PARAMETER_TABLE: tuple[tuple[str, str, str, bool], ...] = (
         )
     ),
 )
-
-GGUF_NAMES = {name: theirs for _, name, theirs, _ in PARAMETER_TABLE}
-"""By Hugging Face's name, both with "{}" for the layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +108,52 @@ def parameter_entries(
     return entries
 
 
+def check_tensors(
+    checkpoint: Checkpoint, *, stacked: bool = True, columns: bool = False
+) -> list[Entry]:
+    """Verifies that a checkpoint's tensors are exactly those of its model; returns the table, as
+    `parameter_entries`.
+
+    Raises:
+      InputError: naming the first missing, extra or misshapen tensor.
+    """
+    tensors = checkpoint.tensors
+    entries = parameter_entries(checkpoint.config, stacked=stacked, columns=columns)
+    expected = {name: entry.hf_shape for entry in entries for name in entry.hf_names}
+
+    def fault(name: str, what: str) -> InputError:
+        return InputError(f"{checkpoint.folder}: tensor {checkpoint.stored_name(name)!r} {what}")
+
+    for name, shape in expected.items():
+        if name not in tensors:
+            raise fault(name, "is missing")
+        if (found := tensors[name].shape(name)) != shape:
+            raise fault(name, f"has shape {list(found)}, expected {list(shape)}")
+    extra = set(tensors) - set(expected)
+    if checkpoint.config.tie_word_embeddings:
+        extra.discard("lm_head.weight")  # some exporters write the tied head out
+    if extra:
+        raise fault(min(extra), "is not part of this model")
+    return entries
+
+
+def arrays_from_model(model: Transformer) -> dict[str, jax.Array]:
+    """Returns the parameters by dotted path of the table."""
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model))
+    return {hf_path(path): leaf for path, leaf in leaves}
+
+
+def model_from_arrays(
+    config: ModelConfig, values: dict[str, Any], *, stacked: bool = True, columns: bool = False
+) -> Transformer:
+    """Builds a model whose parameters are ``values``, by dotted path of the table."""
+    graph, abstract = _abstract_model(config, stacked, columns)
+    state = jax.tree_util.tree_map_with_path(
+        lambda path, _: jax.tree.map(jnp.asarray, values[hf_path(path)]), abstract
+    )
+    return nnx.merge(graph, state)
+
+
 def hf_path(path: tuple[Any, ...]) -> str:
     """Converts a pytree key path of a model's `nnx.State` to a dotted path of the table."""
     parts = [str(getattr(p, "key", getattr(p, "name", ""))) for p in path]
@@ -115,11 +161,11 @@ def hf_path(path: tuple[Any, ...]) -> str:
 
 
 def _shapes(config: ModelConfig, stacked: bool, columns: bool) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree_util.tree_leaves_with_path(abstract_model(config, stacked, columns)[1])
+    leaves = jax.tree_util.tree_leaves_with_path(_abstract_model(config, stacked, columns)[1])
     return {hf_path(path): leaf.shape for path, leaf in leaves}
 
 
-def abstract_model(
+def _abstract_model(
     config: ModelConfig, stacked: bool, columns: bool
 ) -> tuple[nnx.GraphDef[Transformer], nnx.State]:
     return nnx.split(  # type: ignore[no-any-return]

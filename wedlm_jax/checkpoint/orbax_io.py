@@ -7,11 +7,9 @@ Two kinds of folder: weights alone, a nested dictionary of arrays in one orbax c
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import logging
-import math
 import sys
 import time
 import uuid
@@ -25,13 +23,16 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import type_handlers
 
-from wedlm_jax.checkpoint.save_meetings import SaveMeetings
-from wedlm_jax.checkpoint.storage_errors import asked_again, told
+from wedlm_jax.checkpoint.safetensors_file import DeferredArray
+from wedlm_jax.checkpoint.storage_errors import SaveMeetings, asked_again, told
 from wedlm_jax.errors import InputError, StorageFailure
 from wedlm_jax.host.processes import fail_together, is_first, jax_processes, text_of_first
 from wedlm_jax.host.storage import absolute, file_sizes, is_remote, move_tree
 
 T = TypeVar("T")
+
+ArrayHeaders = Mapping[str, tuple[tuple[int, ...], str]]
+"""Shape and dtype name of each array, by dotted path."""
 
 COMMITTED = "commit_success.txt"
 """The file that orbax writes last into a state in a bucket, which has no renames."""
@@ -321,23 +322,6 @@ def check_state(step_folder: Path, like: Mapping[str, Any]) -> None:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class DeferredArray:
-    """An array that is read only when it is written: its shape, dtype, and values on demand."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    read: Callable[[], np.ndarray]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.size * self.dtype.itemsize
-
-
 class _OneAtATime(type_handlers.NumpyHandler):
     """Writes deferred arrays as NumPy ones, the next when the last is on disk."""
 
@@ -363,7 +347,7 @@ def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray | DeferredArray])
         are in memory at once: one is read, one is being written.
     """
     deferred = {
-        path: DeferredArray(array.shape, array.dtype, lambda array=array: array)  # type: ignore[misc]
+        path: DeferredArray(path, array.shape, array.dtype, lambda array=array: array)  # type: ignore[misc]
         if isinstance(array, np.ndarray)
         else array
         for path, array in arrays.items()
@@ -375,7 +359,7 @@ def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray | DeferredArray])
             checkpointer.save(absolute(folder), args=ocp.args.PyTreeSave(_nested(deferred)))
 
 
-def array_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+def array_shapes(folder: Path) -> ArrayHeaders:
     """Returns the shape and dtype name of each array by dotted path; no values are read.
 
     Raises:

@@ -6,29 +6,84 @@ process that handles a large file does not grow by the file's pages.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from wedlm_jax.checkpoint.dtypes import bits, cast
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.atomic import sync
 from wedlm_jax.host.storage import READ_BYTES, ByteRanges, is_remote, open_new
 
-DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
-CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
+DTYPES = ("float32", "bfloat16", "float16")
+STORED = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+CODES = {np.dtype(dtype): code for code, dtype in STORED.items()}
 
 BUFFER_BYTES = 2 * 1024**2
 """About what one read or write moves: fits a core's cache, where transposing is cheap."""
 
-Header = tuple[tuple[int, ...], np.dtype]
-"""Shape and dtype of a tensor."""
+
+def numpy_dtype(name: str | None) -> np.dtype | None:
+    """Returns the dtype called "float32", "bfloat16" or "float16"; None for None."""
+    if name is None:
+        return None
+    if name not in DTYPES:
+        raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, not {name!r}")
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+@dataclasses.dataclass(frozen=True)
+class DeferredArray:
+    """A tensor or a parameter that is going to be written.
+
+    Attributes:
+      name: in the file.
+      shape: in the file.
+      dtype: of the file.
+      read: returns the values; where they lie on several hosts, these do it together.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], np.ndarray]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+
+def cast(name: str, tensor: np.ndarray, dtype: Any) -> np.ndarray:
+    """Converts ``tensor`` to ``dtype``.
+
+    Raises:
+      InputError: it holds finite values that this dtype cannot (float16 ends at 65504).
+    """
+    if dtype is None or tensor.dtype == dtype:
+        return tensor
+    with np.errstate(over="ignore"):
+        result = tensor.astype(dtype)
+    if np.dtype(dtype).name != "float32" and np.any(np.isinf(result) & np.isfinite(tensor)):
+        raise InputError(
+            f"tensor {name!r} holds values too large for {np.dtype(dtype).name}; use bfloat16"
+        )
+    return result
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    """Views the same memory as unsigned integers: NumPy moves these several times faster than
+    dtypes that are not its own."""
+    return array.view(np.dtype(f"u{array.dtype.itemsize}"))
 
 
 class SafetensorsFile:
@@ -54,10 +109,10 @@ class SafetensorsFile:
         header.pop("__metadata__", None)
         self._header: dict[str, dict] = header
         for name, entry in header.items():
-            if entry["dtype"] not in DTYPES:
+            if entry["dtype"] not in STORED:
                 raise InputError(
                     f"{path}: tensor {name!r} has dtype {entry['dtype']}, "
-                    f"expected one of {', '.join(DTYPES)}"
+                    f"expected one of {', '.join(STORED)}"
                 )
 
     def names(self) -> list[str]:
@@ -68,7 +123,7 @@ class SafetensorsFile:
 
     def dtype(self, name: str) -> str:
         """Returns the dtype's NumPy name: "float32", "float16" or "bfloat16"."""
-        return np.dtype(DTYPES[self._header[name]["dtype"]]).name
+        return np.dtype(STORED[self._header[name]["dtype"]]).name
 
     def read(self, name: str) -> np.ndarray:
         """Reads all values of a tensor."""
@@ -131,10 +186,10 @@ def _sound_header(path: Path, file: ByteRanges) -> tuple[int, dict[str, dict]]:
     # Of a file in a bucket the library would have to read all, so this much is checked here.
     ends = {name: x["data_offsets"][1] for name, x in header.items() if name != "__metadata__"}
     for name, entry in header.items():
-        if name == "__metadata__" or entry["dtype"] not in DTYPES:
+        if name == "__metadata__" or entry["dtype"] not in STORED:
             continue
         start, end = entry["data_offsets"]
-        if end - start != math.prod(entry["shape"]) * np.dtype(DTYPES[entry["dtype"]]).itemsize:
+        if end - start != math.prod(entry["shape"]) * np.dtype(STORED[entry["dtype"]]).itemsize:
             raise ValueError(f"tensor {name!r} has not the bytes of its shape")
     if 8 + length + max(ends.values(), default=0) != file.size:
         raise ValueError(f"the header does not cover a file of {file.size:,} bytes")
@@ -160,26 +215,26 @@ def _is_lfs_pointer(path: Path) -> bool:
 
 
 def write_safetensors(
-    path: Path, headers: Mapping[str, Header], values: Iterable[np.ndarray]
+    path: Path, tensors: Sequence[DeferredArray], values: Iterable[np.ndarray]
 ) -> None:
     """Writes tensors to ``path``, each when it comes, and waits until they are on disk.
 
     Args:
       path: of the file.
-      headers: of the tensors, in the order of the file.
-      values: theirs, in that order. They are cast to the header's dtype and need not be
-        contiguous; both is done a few rows at a time.
+      tensors: in the order of the file.
+      values: theirs, in that order, read by the caller. They are cast to the tensor's dtype and
+        need not be contiguous; both is done a few rows at a time.
 
     Raises:
       InputError: values do not fit their dtype.
     """
     with open_new(path) as file:
-        text = json.dumps(_header(headers), separators=(",", ":")).encode()
+        text = json.dumps(_header(tensors), separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         file.write(len(text).to_bytes(8, "little") + text)
         source = iter(values)
-        for name, header in headers.items():
-            _write_values(file, name, next(source), header)  # and kept by no name here
+        for tensor in tensors:
+            _write_values(file, tensor, next(source))  # and kept by no name here
         if not is_remote(path):
             sync(file)
     if not is_remote(path):
@@ -187,25 +242,24 @@ def write_safetensors(
         path.chmod(path.parent.stat().st_mode & 0o666)
 
 
-def _header(headers: Mapping[str, Header]) -> dict[str, dict]:
+def _header(tensors: Sequence[DeferredArray]) -> dict[str, dict]:
     content: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, (shape, dtype) in headers.items():
-        end = offset + math.prod(shape) * dtype.itemsize
-        content[name] = {
-            "dtype": CODES[dtype],
-            "shape": list(shape),
+    for tensor in tensors:
+        end = offset + tensor.nbytes
+        content[tensor.name] = {
+            "dtype": CODES[tensor.dtype],
+            "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }
         offset = end
     return content
 
 
-def _write_values(file: IO[bytes], name: str, value: np.ndarray, header: Header) -> None:
-    shape, dtype = header
-    assert value.shape == shape, f"{name}: {value.shape} where {shape} was announced"
+def _write_values(file: IO[bytes], tensor: DeferredArray, value: np.ndarray) -> None:
+    assert value.shape == tensor.shape, f"{tensor.name}: {value.shape}, not {tensor.shape}"
     rows = value.reshape(1) if value.ndim == 0 else value
     at_once = max(1, BUFFER_BYTES * len(rows) // max(1, rows.nbytes))
     for start in range(0, len(rows), at_once):
         part = np.ascontiguousarray(bits(rows[start : start + at_once])).view(rows.dtype)
-        file.write(bits(cast(name, part, dtype)).data)
+        file.write(bits(cast(tensor.name, part, tensor.dtype)).data)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from infer.serve.logprob_shapes import LogprobShapes
 from tests.wedlm_jax.test_text import byte_tokenizer, write_tokenizer
-from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL
+from wedlm_jax.checkpoint.open import EMBEDDED_MODEL
 from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.text import TextCodec
 

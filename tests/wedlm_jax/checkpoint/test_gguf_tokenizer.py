@@ -1,10 +1,6 @@
 """The tokenizer of a GGUF file: the tokens that transformers makes with the same file."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +9,7 @@ pytest.importorskip("gguf")
 
 from tests.examples.gguf_file import write_gguf
 from train.data.tokenizer import train_tokenizer
-from wedlm_jax.checkpoint.gguf_tokenizer import SPLITS, write_tokenizer
+from wedlm_jax.checkpoint.gguf import SPLITS, write_tokenizer
 from wedlm_jax.text import TextCodec
 
 TEXTS = [
@@ -24,7 +20,7 @@ TEXTS = [
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}<end>{% endfor %}"
 
 
-def byte_level(pre: str) -> dict[str, Any]:
+def byte_level(pre):
     """Returns the GGUF metadata of a byte-level BPE tokenizer trained on `TEXTS`."""
     made = json.loads(train_tokenizer(TEXTS, 400, special_tokens=["<begin>", "<end>"]).to_str())
     tokens = [*made["model"]["vocab"], "<think>", "[PAD400]", "[PAD401]"]
@@ -42,7 +38,7 @@ def byte_level(pre: str) -> dict[str, Any]:
     }
 
 
-def sentencepiece() -> dict[str, Any]:
+def sentencepiece():
     """Returns the GGUF metadata of a SentencePiece vocabulary: pieces, scores, single bytes."""
     words = [
         *("▁the", "▁cat", "▁sat", "▁on", "▁mat", "▁and", "th", "he", "▁t", "ca", "at"),
@@ -67,7 +63,7 @@ def sentencepiece() -> dict[str, Any]:
     }
 
 
-def both(folder: Path, metadata: dict[str, Any]) -> tuple[TextCodec, Any]:
+def both(folder, metadata):
     """Returns our tokenizer and transformers', of one file."""
     pytest.importorskip("torch", reason="transformers reads GGUF files with PyTorch")
     from transformers import AutoTokenizer
@@ -84,7 +80,7 @@ def both(folder: Path, metadata: dict[str, Any]) -> tuple[TextCodec, Any]:
 
 
 @pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "tekken"])
-def test_byte_level_tokens_are_those_of_transformers(pre: str, tmp_path: Path) -> None:
+def test_byte_level_tokens_are_those_of_transformers(pre, tmp_path):
     codec, theirs = both(tmp_path, byte_level(pre) | {"tokenizer.ggml.add_bos_token": False})
     for text in [*TEXTS, "<begin>a<think> b<end>"]:
         ours = codec.encode_rendered(text)
@@ -92,7 +88,7 @@ def test_byte_level_tokens_are_those_of_transformers(pre: str, tmp_path: Path) -
         assert codec.tokenizer.decode(ours) == text
 
 
-def test_digits_and_words_are_cut_as_the_file_says(tmp_path: Path) -> None:
+def test_digits_and_words_are_cut_as_the_file_says(tmp_path):
     """What transformers has no pattern for, or not that of the original."""
     pieces = {}
     for pre in SPLITS:
@@ -108,7 +104,7 @@ def test_digits_and_words_are_cut_as_the_file_says(tmp_path: Path) -> None:
     assert pieces["tekken"] == ["a", "Ġ", "1", "2", "3", "4", "'s", "/b", "Ċ", "!"]
 
 
-def test_sentencepiece_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+def test_sentencepiece_tokens_are_those_of_transformers(tmp_path):
     codec, theirs = both(tmp_path, sentencepiece())
     for text in [*TEXTS, "sat on</s>"]:
         ours = codec.encode_rendered(text)
@@ -128,9 +124,7 @@ def test_sentencepiece_tokens_are_those_of_transformers(tmp_path: Path) -> None:
         ("smollm", True, True),
     ],
 )
-def test_texts_begin_as_the_file_says(
-    pre: str, said: bool | None, begins: bool, tmp_path: Path
-) -> None:
+def test_texts_begin_as_the_file_says(pre, said, begins, tmp_path):
     metadata = byte_level(pre)
     if said is not None:
         metadata["tokenizer.ggml.add_bos_token"] = said
@@ -141,7 +135,7 @@ def test_texts_begin_as_the_file_says(
     assert (codec.encode("cat")[0] == begin) == begins
 
 
-def test_the_template_and_the_special_tokens_go_along(tmp_path: Path) -> None:
+def test_the_template_and_the_special_tokens_go_along(tmp_path):
     metadata = byte_level("qwen2")
     write_tokenizer(tmp_path / "x.gguf", metadata, tmp_path)
     codec = TextCodec.load(tmp_path)

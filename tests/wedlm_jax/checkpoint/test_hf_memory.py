@@ -1,7 +1,5 @@
 """A checkpoint as large as a real one goes onto a mesh and back within bounded memory."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -10,21 +8,25 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors import safe_open
 
-from wedlm_jax.checkpoint.hf import write_config
-from wedlm_jax.checkpoint.hf_export import Tensor, plan_files, write_weights
+from wedlm_jax.checkpoint.hf_folder import write_config
 from wedlm_jax.checkpoint.names import parameter_entries
+from wedlm_jax.checkpoint.save import DeferredArray, plan_files, write_weights
 from wedlm_jax.config import config_from_hf
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc"),
+]
 
 ROOT = Path(__file__).parents[3]
 
-QWEN3_1_7B: dict[str, Any] = {
+QWEN3_1_7B = {
     "model_type": "qwen3",
     "vocab_size": 151936,
     "hidden_size": 2048,
@@ -45,31 +47,40 @@ PATTERN = np.random.default_rng(0).integers(0, 2**16, 2_097_593, np.uint16)
 """A prime number of them, so that no two rows, layers or tensors are alike."""
 
 
-def values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
+def values_of(name, shape):
     """Bit patterns that belong to a name: NaN payloads and subnormals among them."""
     start = zlib.crc32(name.encode()) % len(PATTERN)
     repeated = np.resize(np.roll(PATTERN, start), math.prod(shape))
     return repeated.view(ml_dtypes.bfloat16).reshape(shape)
 
 
-def large_tensors(**changes: int) -> list[Tensor]:
-    def tensor(name: str, shape: tuple[int, ...]) -> Tensor:
-        return Tensor(name, shape, np.dtype(ml_dtypes.bfloat16), lambda: values_of(name, shape))
+def large_tensors(**changes):
+    def tensor(name, shape):
+        return DeferredArray(
+            name, shape, np.dtype(ml_dtypes.bfloat16), lambda: values_of(name, shape)
+        )
 
     entries = parameter_entries(config_from_hf({**QWEN3_1_7B, **changes}))
     return [tensor(name, entry.hf_shape) for entry in entries for name in entry.hf_names]
 
 
-def write_large(folder: Path) -> None:
-    """Writes the checkpoint in five files."""
-    folder.mkdir()
-    write_config(folder, QWEN3_1_7B)
-    files = plan_files(large_tensors(), SHARD_BYTES)
-    assert len(files) == 5
-    write_weights(files, folder)
+@pytest.fixture
+def source(tmp_path):
+    """Writes the checkpoint, some fields changed; removed at the end, as what is made of it."""
+
+    def write(**changes):
+        folder = tmp_path / "source"
+        folder.mkdir()
+        write_config(folder, {**QWEN3_1_7B, **changes})
+        write_weights(plan_files(large_tensors(**changes), SHARD_BYTES), folder)
+        return folder
+
+    yield write
+    for folder in tmp_path.iterdir():
+        shutil.rmtree(folder)
 
 
-def assert_holds_the_same(folder: Path) -> None:
+def assert_holds_the_same(folder):
     """Bit by bit, as the safetensors library reads it, tensor by tensor."""
     expected = {tensor.name: tensor for tensor in large_tensors()}
     for path in sorted(folder.glob("*.safetensors")):
@@ -81,7 +92,7 @@ def assert_holds_the_same(folder: Path) -> None:
     assert not expected
 
 
-def measured(*arguments: object) -> dict[str, int]:
+def measured(*arguments):
     """Runs tests/hf_memory.py in a process of its own, whose peak is that of nothing else."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.hf_memory", *map(str, arguments)],
@@ -93,44 +104,27 @@ def measured(*arguments: object) -> dict[str, int]:
     )
     assert done.returncode == 0, done.stderr
     print(done.stdout)
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+    return json.loads(done.stdout)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
-@pytest.mark.full
-def test_1_7b_onto_eight_devices_and_back(tmp_path: Path) -> None:
-    source, back = tmp_path / "source", tmp_path / "back"
-    try:
-        write_large(source)
-        facts = measured(source, back, SHARD_BYTES)
-        assert facts["parameters"] == 2 * config_from_hf(QWEN3_1_7B).num_parameters()
-        file = facts["parameters"] / 5  # on average
-        embedding = 2 * QWEN3_1_7B["vocab_size"] * QWEN3_1_7B["hidden_size"]
-        assert facts["import"] < facts["parameters"] + 1.3 * file
-        assert facts["export"] < facts["parameters"] + embedding + 0.5 * file
-        assert len(list(back.glob("*.safetensors"))) == 5
-        assert_holds_the_same(back)
-    finally:
-        shutil.rmtree(source, ignore_errors=True)
-        shutil.rmtree(back, ignore_errors=True)
+def test_1_7b_onto_eight_devices_and_back(source, tmp_path):
+    folder, back = source(), tmp_path / "back"
+    assert len(list(folder.glob("*.safetensors"))) == 5
+    facts = measured(folder, back, SHARD_BYTES)
+    assert facts["parameters"] == 2 * config_from_hf(QWEN3_1_7B).num_parameters()
+    file = facts["parameters"] / 5  # on average
+    embedding = 2 * QWEN3_1_7B["vocab_size"] * QWEN3_1_7B["hidden_size"]
+    assert facts["import"] < facts["parameters"] + 1.3 * file
+    assert facts["export"] < facts["parameters"] + embedding + 0.5 * file
+    assert len(list(back.glob("*.safetensors"))) == 5
+    assert_holds_the_same(back)
 
 
-@pytest.mark.full
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
-def test_rounded_while_read_it_is_never_there_as_it_was(tmp_path: Path) -> None:
-    source, changes = (
-        tmp_path / "source",
-        {"num_hidden_layers": 10, "vocab_size": 4096, "eos_token_id": 9},
-    )
-    try:
-        source.mkdir()
-        write_config(source, {**QWEN3_1_7B, **changes})
-        write_weights(plan_files(large_tensors(**changes), SHARD_BYTES), source)
-        facts = measured(source, "int8")
-        config = config_from_hf({**QWEN3_1_7B, **changes})
-        matrices = config.num_parameters(embeddings=False)
-        embedding = 2 * config.vocab_size * config.hidden_size
-        assert matrices + embedding < facts["parameters"] < 1.01 * matrices + embedding
-        assert facts["import"] < facts["parameters"] + 0.5 * matrices
-    finally:
-        shutil.rmtree(source, ignore_errors=True)
+def test_rounded_while_read_it_is_never_there_as_it_was(source):
+    changes = {"num_hidden_layers": 10, "vocab_size": 4096, "eos_token_id": 9}
+    facts = measured(source(**changes), "int8")
+    config = config_from_hf({**QWEN3_1_7B, **changes})
+    matrices = config.num_parameters(embeddings=False)
+    embedding = 2 * config.vocab_size * config.hidden_size
+    assert matrices + embedding < facts["parameters"] < 1.01 * matrices + embedding
+    assert facts["import"] < facts["parameters"] + 0.5 * matrices

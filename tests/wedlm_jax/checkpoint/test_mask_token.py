@@ -1,10 +1,7 @@
 """A mask token is a row that no text uses, or the one that is asked for and may be."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, models
@@ -23,7 +20,7 @@ SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
+def tokenizer():
     """Ids 0 to 258 are specials and bytes; 259 to 261 were added, as Qwen's are."""
     made = train_tokenizer(["x"], 259, special_tokens=SPECIALS)
     made.add_tokens([AddedToken("<tool_response>"), AddedToken("<|fim_pad|>")])
@@ -38,18 +35,18 @@ QWEN = dataclasses.replace(
 WEDLM = dataclasses.replace(QWEN, model_type="wedlm", mask_token_id=259)
 
 
-def test_the_first_row_that_no_token_uses_is_taken(tokenizer: Tokenizer) -> None:
+def test_the_first_row_that_no_token_uses_is_taken(tokenizer):
     assert choose_mask_token(tokenizer, QWEN) == 262
     taken = dataclasses.replace(QWEN, pad_token_id=262, eos_token_ids=(2, 263))
     assert choose_mask_token(tokenizer, taken) == 264
 
 
-def test_a_model_keeps_the_token_that_it_was_trained_with(tokenizer: Tokenizer) -> None:
+def test_a_model_keeps_the_token_that_it_was_trained_with(tokenizer):
     assert choose_mask_token(tokenizer, WEDLM) == 259
     assert choose_mask_token(tokenizer, WEDLM, "<|fim_pad|>") == 260
 
 
-def test_the_tokenizers_own_mask_token_is_taken() -> None:
+def test_the_tokenizers_own_mask_token_is_taken():
     own = train_tokenizer(["x"], 261, special_tokens=(*SPECIALS, "<|mask|>", "[M]"))
     assert choose_mask_token(own, QWEN) == 3
     assert choose_mask_token(own, QWEN, own="[M]") == 4
@@ -57,7 +54,7 @@ def test_the_tokenizers_own_mask_token_is_taken() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "token"), [("<tool_response>", 259), ("262", 262)])
-def test_one_can_be_asked_for_by_text_or_id(tokenizer: Tokenizer, wanted: str, token: int) -> None:
+def test_one_can_be_asked_for_by_text_or_id(tokenizer, wanted, token):
     assert choose_mask_token(tokenizer, QWEN, wanted) == token
 
 
@@ -74,19 +71,17 @@ def test_one_can_be_asked_for_by_text_or_id(tokenizer: Tokenizer, wanted: str, t
         ("-1", "the tokenizer has no such token"),
     ],
 )
-def test_what_means_something_else_is_refused(
-    tokenizer: Tokenizer, wanted: str, message: str
-) -> None:
+def test_what_means_something_else_is_refused(tokenizer, wanted, message):
     with pytest.raises(InputError, match=f"mask token .*{message}"):
         choose_mask_token(tokenizer, QWEN, wanted)
 
 
-def test_a_special_token_is_refused_even_if_the_config_names_it(tokenizer: Tokenizer) -> None:
+def test_a_special_token_is_refused_even_if_the_config_names_it(tokenizer):
     with pytest.raises(InputError, match="a meaning of its own"):
         choose_mask_token(tokenizer, dataclasses.replace(WEDLM, mask_token_id=1))
 
 
-def test_a_vocabulary_without_an_unused_row_needs_a_name(tokenizer: Tokenizer) -> None:
+def test_a_vocabulary_without_an_unused_row_needs_a_name(tokenizer):
     full = dataclasses.replace(QWEN, vocab_size=262)
     with pytest.raises(InputError, match=r"all 262 rows .*model\.mask_token"):
         choose_mask_token(tokenizer, full)
@@ -101,7 +96,7 @@ def test_a_vocabulary_without_an_unused_row_needs_a_name(tokenizer: Tokenizer) -
         (("[INST]", "[control_8]", "[control_9]"), 5),
     ],
 )
-def test_a_full_vocabulary_gives_a_token_in_reserve(specials: tuple[str, ...], taken: int) -> None:
+def test_a_full_vocabulary_gives_a_token_in_reserve(specials, taken):
     full = train_tokenizer(["x"], 259 + len(specials), special_tokens=(*SPECIALS, *specials))
     config = dataclasses.replace(QWEN, vocab_size=full.get_vocab_size())
     assert choose_mask_token(full, config) == taken
@@ -113,7 +108,7 @@ def test_a_full_vocabulary_gives_a_token_in_reserve(specials: tuple[str, ...], t
 
 
 @pytest.mark.parametrize("by_bytes", [True, False])
-def test_the_unknown_token_is_taken_where_none_is_unknown(by_bytes: bool) -> None:
+def test_the_unknown_token_is_taken_where_none_is_unknown(by_bytes):
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     vocabulary = {name: i for i, name in enumerate(names)}
     model = models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=by_bytes)
@@ -127,13 +122,13 @@ def test_the_unknown_token_is_taken_where_none_is_unknown(by_bytes: bool) -> Non
             choose_mask_token(full, config)
 
 
-def test_it_is_told_with_its_text(tokenizer: Tokenizer) -> None:
+def test_it_is_told_with_its_text(tokenizer):
     assert describe_mask_token(tokenizer, 262) == "262 (unused by the tokenizer)"
     assert describe_mask_token(tokenizer, 259) == "259 (<tool_response>)"
     assert [is_ordinary(tokenizer, token) for token in (10, 259, 300)] == [True, False, False]
 
 
-def test_named_tokens_are_read_in_both_spellings(tmp_path: Path) -> None:
+def test_named_tokens_are_read_in_both_spellings(tmp_path):
     assert special_tokens(tmp_path).mask is None
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps({"mask_token": {"content": "[M]"}, "eos_token": "<|im_end|>"}))

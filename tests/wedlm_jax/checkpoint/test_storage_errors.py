@@ -1,10 +1,7 @@
 """What is an error of storage, and what is damage."""
 
-from __future__ import annotations
-
 import errno
 import json
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +12,7 @@ from wedlm_jax.errors import StorageFailure
 READING = 'Error reading "0000/.zarray" in OCDBT database at gs://bucket/4/default/'
 
 
-def of_client(name: str) -> Exception:
+def of_client(name):
     """An exception as packages of networks have them: of no type of Python's own."""
     return type("HttpError", (Exception,), {"__module__": name})("Service Unavailable, 503")
 
@@ -39,7 +36,7 @@ def of_client(name: str) -> Exception:
         ValueError(f"FAILED_PRECONDITION: {READING}: Failed to open: \"/4\" [os_error_code='116']"),
     ],
 )
-def test_what_the_storage_could_not_do_is_no_damage(error: Exception) -> None:
+def test_what_the_storage_could_not_do_is_no_damage(error):
     assert is_of_storage(error)
     wrapped = Exception("Encountered error while reading array index")
     wrapped.__cause__ = error
@@ -62,10 +59,10 @@ def test_what_the_storage_could_not_do_is_no_damage(error: Exception) -> None:
         KeyError("0003"),
     ],
 )
-def test_what_is_missing_or_cannot_be_decoded_is_damage(error: Exception, tmp_path: Path) -> None:
+def test_what_is_missing_or_cannot_be_decoded_is_damage(error, tmp_path):
     assert not is_of_storage(error)
 
-    def read() -> None:
+    def read():
         raise error
 
     with pytest.raises(type(error)):
@@ -73,14 +70,14 @@ def test_what_is_missing_or_cannot_be_decoded_is_damage(error: Exception, tmp_pa
 
 
 def test_what_was_not_seen_counts_as_missing_only_where_the_files_can_be_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     """`Path.exists` says no of what it may not look at."""
     monkeypatch.setattr(storage_errors, "PAUSES_S", (0.0, 0.0))
     (tmp_path / "_METADATA").symlink_to("_METADATA")
     attempts = []
 
-    def read() -> None:
+    def read():
         attempts.append(1)
         raise FileNotFoundError("Metadata file (named _METADATA) does not exist")
 
@@ -93,7 +90,7 @@ def test_what_was_not_seen_counts_as_missing_only_where_the_files_can_be_opened(
         asked_again(tmp_path, read)
 
 
-def test_a_message_of_tensorstore_ends_where_its_description_of_the_array_begins() -> None:
+def test_a_message_of_tensorstore_ends_where_its_description_of_the_array_begins():
     error = ValueError("UNAVAILABLE: Error reading gs://b/4: Gone [tensorstore_spec='{...}']")
     assert told(error) == "UNAVAILABLE: Error reading gs://b/4: Gone"
     assert told(ConnectionResetError()) == "ConnectionResetError"

@@ -30,7 +30,7 @@ from tests.examples.decode import (
     small_engine,
 )
 from tests.reference.sampling import softmax, truncate
-from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL
+from wedlm_jax.checkpoint.open import EMBEDDED_MODEL
 from wedlm_jax.decode import verified
 from wedlm_jax.decode.options import Options
 from wedlm_jax.decode.state import DecodeState, idle_state, is_filled

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.examples.schemas import fits, random_schema
-from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL
+from wedlm_jax.checkpoint.open import EMBEDDED_MODEL
 from wedlm_jax.errors import InputError
 from wedlm_jax.grammar.guidance import LONGEST, TokenizerGrammars
 from wedlm_jax.params import SamplingParams

@@ -9,9 +9,10 @@ import pytest
 
 from tests.emulated_bucket import bucket as bucket
 from tests.examples.checkpoints import assert_same_bits, hf_values, write_tiny
-from wedlm_jax.checkpoint.hf import load_checkpoint, save_checkpoint
 from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
 from wedlm_jax.checkpoint.info import describe as describe_checkpoint
+from wedlm_jax.checkpoint.load import load_checkpoint
+from wedlm_jax.checkpoint.save import save_checkpoint
 from wedlm_jax.errors import InputError
 from wedlm_jax.host import storage
 from wedlm_jax.host.atomic import part_folder, replacing, write_json

