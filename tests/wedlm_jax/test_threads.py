@@ -27,6 +27,12 @@ SECONDS = 240
 """After which a thread counts as stuck."""
 
 
+@pytest.fixture(autouse=True)
+def _a_forward_per_burst(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short answers would be done in the first burst of a stream."""
+    monkeypatch.setattr("wedlm_jax.llm.STREAM_SECONDS", 1e-9)
+
+
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     folder: Path = write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
@@ -144,7 +150,6 @@ def test_a_stream_may_be_collected_within_a_step(
 def test_an_engine_that_fails_tells_all_and_begins_anew(
     llm: LLM, expected: list[list[Completion]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("wedlm_jax.llm.STREAM_SECONDS", 1e-9)  # else it is done in one burst
     other = llm.stream(PROMPTS[1], PARAMS[0])
     next(other)
     step = llm.engine.step

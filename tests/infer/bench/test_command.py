@@ -222,7 +222,9 @@ def test_gaps_between_bursts(
         f"AR, {name}" for name in ("long bursts", "short, ahead", "short, by turns")
     ]
     assert by_turns.bursts > 4 * long.bursts
-    assert 0 <= ahead.waits < by_turns.waits
+    assert ahead.bursts > 4 * long.bursts
+    assert by_turns.waits > 0  # the host reads a result before it plans the next burst
+    assert ahead.waits >= 0
 
 
 @pytest.mark.full

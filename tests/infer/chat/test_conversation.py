@@ -89,8 +89,9 @@ def test_reset_begins_anew(llm: LLM, conversation: Conversation) -> None:
 
 
 def test_an_answer_that_is_stopped_stays_as_far_as_it_came(
-    llm: LLM, conversation: Conversation
+    llm: LLM, conversation: Conversation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("wedlm_jax.llm.STREAM_SECONDS", 1e-9)  # a forward a burst
     whole = ask(conversation, "the cat")
     assert len(whole.token_ids) > 2
     conversation.reset()
