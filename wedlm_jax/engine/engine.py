@@ -213,7 +213,7 @@ class Engine:
           InputError: one cannot be decoded.
         """
         results: dict[int, Completion] = {}
-        events = self.step(requests, max_forwards=max_forwards)
+        events = self.step(requests, max_forwards=max_forwards, ahead=True)
         while True:
             for event in events:
                 if isinstance(event, Failed):
@@ -224,7 +224,7 @@ class Engine:
                 told(len(results))
             if not self.has_work:
                 return [results[request.number] for request in requests]
-            events = self.step(max_forwards=max_forwards)
+            events = self.step(max_forwards=max_forwards, ahead=True)
 
     def window(self, number: int) -> WindowView | None:
         """Returns the window of a request as its next forward will see it; None while it waits."""

@@ -306,6 +306,8 @@ class Scheduler:
         fresh = list(turn.admitted)
         if self._flight is not None and self._lacks_pages():
             events += self._land()
+            if not self._running:  # the burst in flight was the last of all
+                return None
         for replica in self._replicas:
             self._secure(replica, fresh)
         admissions = [self._admission(sequence) for sequence in fresh]

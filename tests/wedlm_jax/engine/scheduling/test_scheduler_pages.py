@@ -209,3 +209,16 @@ def test_pages_last_for_a_forward_after_the_burst_in_flight_wherever_it_ends() -
     assert one.room_needed == 9 + 3 * span
     one.forwards_in_flight, one.capacity_in_flight = 64, 200
     assert one.room_needed == one.longest_room
+
+
+def test_pages_that_are_short_for_a_burst_after_the_last_are_not_missed() -> None:
+    """The burst in flight may finish all there is, where planning the next one lacks pages."""
+    scheduler, _ = new(num_sequences=2, num_pages=9, longest_burst=2, max_model_len=40)
+    options = {"max_tokens": 6, "mode": "verified"}
+    many = [request(number, [5] * 9, **options, seed=number) for number in range(2)]
+    events = scheduler.step(many, ahead=True)
+    while scheduler.has_work:
+        events += scheduler.step(ahead=True)
+        scheduler.check_accounts()
+    for one in many:
+        assert results(events)[one.number].token_ids == decode_alone(one, WINDOW)[0]
