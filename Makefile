@@ -49,14 +49,8 @@ test: lint ## lint, check types and test every property
 test-all: lint ## the same at full size: more cases, more samples, more kills
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m ""
 
-embedded: env ## train the included model anew from configs/, about three and a half hours
-	$(BIN)/wedlm train --config configs/embedded_ar.yaml
-	$(BIN)/wedlm train --config configs/embedded_wedlm.yaml
-	$(BIN)/wedlm train --config configs/embedded_ends.yaml
-	$(BIN)/wedlm train --config configs/embedded_suffixes.yaml
-	$(BIN)/python -m train.embedded.words runs/embedded_suffixes/hf runs/embedded_vocabulary
-	$(BIN)/wedlm train --config configs/embedded_words.yaml
-	$(BIN)/python -m train.embedded runs/embedded_words/hf wedlm_jax/embedded
+embedded: env ## train the included model anew, about three and a half hours
+	PATH="$(abspath $(BIN)):$$PATH" sh examples/embedded/make.sh
 	$(BIN)/wedlm demo --record docs/figures/demo.svg
 
 lint: env-test ## ruff check, ruff format --check and mypy; changes nothing

@@ -24,7 +24,12 @@ from wedlm_jax.option_values import options_of
 
 PAGE = Path(__file__).with_name("reference.md")
 
-MODULES = ("train.bench", "train.embedded", "train.embedded.corpus", "train.embedded.words")
+MODULES = (
+    "train.bench",
+    "examples.embedded",
+    "examples.embedded.corpus",
+    "examples.embedded.words",
+)
 """What `python -m` runs beside the subcommands."""
 
 CLASSES = {

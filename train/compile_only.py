@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from train.branch import origin_of
 from train.prediction_blocks import needed_by_sources, with_prediction_blocks
 from train.program import TrainProgram, make_program
 from train.recipe.config import TrainConfig
 from train.recipe.phases import Phase, largest_phase, phases_of, source_names
-from train.recipe.streams import prediction_length, row_tokens
 from train.remat import chosen, settled
+from train.resume import origin_of
 from train.start import recipe_model
 from train.step_cost import (
     StepFlops,
@@ -176,7 +175,7 @@ def _report(program: TrainProgram, topology: Topology, compiled: CompiledProgram
     turns, _ = head_chunks(
         config.loss.chunk,
         (config.rows, config.row_length),
-        prediction_length(config),
+        config.prediction_length,
         config.block_size,
         batch=mesh.shape["data"] * mesh.shape["fsdp"],
         sequence=mesh.shape["sequence"],
@@ -205,7 +204,7 @@ def _report(program: TrainProgram, topology: Topology, compiled: CompiledProgram
         mesh=dict(mesh.shape),
         parameters=model.num_parameters(),
         tokens=rows * config.row_length,
-        computed_tokens=rows * row_tokens(config),
+        computed_tokens=rows * config.row_tokens,
         state_bytes=local_bytes(program.state),
         peak_bytes=compiled.peak_bytes,
         hbm_limit=chip.hbm_bytes,

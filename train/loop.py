@@ -12,44 +12,36 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from train.agreement import agree
-from train.branch import Origin, check_origin, origin_of, write_origin
 from train.checkpoint import Checkpoints
-from train.data.epochs import Epochs
+from train.data.batches import PhasedBatches
 from train.data.order import check_rows
-from train.data.phased import PhasedBatches
 from train.data.samples import load_tokenizer
-from train.data.sources import check_sources
+from train.data.sources import Epochs, check_sources, open_sources
 from train.distributed import AgreedStop
 from train.evaluation.held_out import Evaluation
 from train.evaluation.questions import AskedQuestions, asked_questions, drawn_questions
-from train.optimizer import averaged_parameters
-from train.prediction_blocks import with_prediction_blocks
+from train.optimizer import averaged_parameters, schedule_of
+from train.prediction_blocks import needed_by_sources, with_prediction_blocks
 from train.program import TrainProgram, abstract_rows, make_program
 from train.recipe.config import TrainConfig
 from train.recipe.phases import phases_of, source_names
 from train.recipe.skipped_batches import SkippedBatches
-from train.recipe.streams import row_tokens
 from train.remat import settled_here
-from train.resume import begin_or_resume
+from train.resume import Origin, begin_or_resume, check_origin, origin_of, write_origin
 from train.run_files import RunFiles, open_output
-from train.schedule import schedule_of
 from train.start import (
     check_paths,
     check_start,
     held_out_rows,
-    needed_blocks,
     recipe_model,
     starting_state,
     tokenizer_folder,
-    training_rows,
 )
 from train.step import TrainState, forgiven, with_frozen
 from train.step_cost import describe_budget, model_flops, peak_flops
-from train.watch.boards import check_boards, open_boards
-from train.watch.log import MetricsLog, evaluated_steps
-from train.watch.pending import SKIPPED, PendingMetrics, TooManySkipped
+from train.watch.log import MetricsLog, check_boards, evaluated_steps, open_boards
 from train.watch.profile import Profiler
-from train.watch.records import Record, cut_back
+from train.watch.records import SKIPPED, PendingMetrics, Record, TooManySkipped, cut_back
 from train.watch.run_time import RunTime
 from train.watch.stall import StallWatch
 from wedlm_jax.attention import check_runs_on
@@ -115,7 +107,7 @@ def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
     try:
         origin = None if begun else origin_of(config)
         before = output if begun else origin.run if origin else None
-        folder = tokenizer_folder(config, output, before=before)
+        folder = tokenizer_folder(config, before=before)
         tokenizer = load_tokenizer(folder)
         check_start(config, before=before)
         check_sources(config, tokenizer)
@@ -126,7 +118,6 @@ def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
         asked = asked_questions(config, questions, folder, model.max_position_embeddings)
         begin_or_resume(
             config,
-            tokenizer,
             output,
             begun,
             allow_changed=allow_changed,
@@ -138,7 +129,9 @@ def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
         # Process 0 decides what all of them then do together.
         if not text_of_first("yes" if begun and is_described(output, model) else ""):
             describe_run(output, model, folder, program.lora)
-        program = make_program(with_blocks(config, program, output, tokenizer), model, mesh)
+        program = make_program(
+            with_prediction_blocks(config, needed_by_sources, mesh.shape["sequence"]), model, mesh
+        )
         with jax.set_mesh(mesh):
             program = settled_here(program)
             run = TrainingRun(program, tokenizer, output, files, time, asked)
@@ -161,19 +154,6 @@ def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
     return output / "hf"
 
 
-def with_blocks(
-    config: TrainConfig, program: TrainProgram, output: Path, tokenizer: Tokenizer
-) -> TrainConfig:
-    """Returns the recipe with the numbers of blocks that its rows need in their prediction
-    streams."""
-    pad = program.model.pad_token_id or 0
-
-    def needed(own: TrainConfig) -> int | None:
-        return needed_blocks(own, output, tokenizer, pad)
-
-    return with_prediction_blocks(config, needed, program.mesh.shape["sequence"])
-
-
 def to_export(state: TrainState) -> nnx.State:
     """Returns the average of the parameters where the recipe has one, else the newest; and what is
     not trained."""
@@ -185,7 +165,7 @@ class TrainingRun:
 
     Args:
       program: of the recipe; its mesh is already set.
-      tokenizer: for the synthetic corpus.
+      tokenizer: of the rows.
       output: the run's folder.
       files: where its logs are written.
       time: the clock of this attempt.
@@ -211,11 +191,10 @@ class TrainingRun:
         sizes: dict[str, int] = {}
         for phase in self._phases:  # what cannot be in a later one is refused now
             own = phase.config
-            check_fits(self._mesh, model, rows=own.rows, row_tokens=row_tokens(own))
-            rows = training_rows(own, output, tokenizer, pad)
-            sets = rows.row_sets()
+            check_fits(self._mesh, model, rows=own.rows, row_tokens=own.row_tokens)
+            sets = open_sources(own, tokenizer, pad)
             check_rows(sets, own.rows * own.accumulation)
-            self._data.append(rows)
+            self._data.append(sets)
             for name, (one, _) in zip(source_names(own), sets, strict=True):
                 sizes[name] = len(one)
         self._epochs = Epochs(self._phases, sizes)

@@ -15,13 +15,10 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from train.optimizer import make_optimizer
+from train.optimizer import make_optimizer, schedule_of
 from train.recipe.config import TrainConfig
 from train.recipe.phases import source_names
-from train.recipe.streams import leaves_blocks_out, row_tokens
-from train.schedule import schedule_of
-from train.skipped_steps import Guard, GuardState
-from train.step import Objective, TrainState, TrainStep, make_train_step
+from train.step import Guard, GuardState, Objective, TrainState, TrainStep, make_train_step
 from wedlm_jax.aot.topology import compiler_options
 from wedlm_jax.attention import check_runs_on
 from wedlm_jax.config import ModelConfig
@@ -102,7 +99,7 @@ def abstract_rows(config: TrainConfig, mesh: Mesh, sources: int = 1) -> PackedRo
     flags = array(config.row_length, jnp.bool_)
     source = array(sources, jnp.bool_) if sources > 1 else None
     blocks = None
-    if leaves_blocks_out(config):
+    if config.leaves_blocks_out:
         blocks = array(config.prediction_blocks, jnp.int32)
     return PackedRows(whole, whole, whole, flags, source, blocks)
 
@@ -198,7 +195,7 @@ def make_program(
     check_runs_on(config.loss.attention, mesh.devices.flat[0].platform)
     if config.quantized_training == "int8":
         require_extra("quantized_training", "int8", "qwix")
-    check_fits(mesh, model, rows=config.rows, row_tokens=row_tokens(config))
+    check_fits(mesh, model, rows=config.rows, row_tokens=config.row_tokens)
     shapes = nnx.eval_shape(lambda: _transformer(model, config))
     graph, parameters, frozen = _split(shapes, config)
     optimizer, objective = optimizer_of(config), objective_of(config, model)

@@ -25,7 +25,6 @@ from jax.sharding import Mesh
 from train.program import TrainProgram, abstract_rows, make_program
 from train.recipe.config import AUTO, TrainConfig
 from train.recipe.phases import largest_phase, phases_of, source_names
-from train.recipe.streams import row_tokens
 from train.step_cost import peak_bytes
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
@@ -86,7 +85,7 @@ def possible_parts(config: TrainConfig, mesh: Mesh) -> list[int]:
 
     def can_be_cut(config: TrainConfig, parts: int) -> bool:
         rows, left = divmod(config.rows, parts * batch)
-        return not left and rows * row_tokens(config) // sequence >= LEAST_TOKENS
+        return not left and rows * config.row_tokens // sequence >= LEAST_TOKENS
 
     phases = phases_of(config)
     cuts = range(2, config.rows // batch + 1)

@@ -1,19 +1,23 @@
-"""A run that is given again with another recipe: what changed is told, and what makes it another
-run is refused.
+"""What a run goes on from: its own states, under a recipe that may have changed since, or a state
+of another run, `branch_from`.
 
-A change is harmless where the steps that the run has done would have come out as they did, but for
-rounding: how often it saves, on how many devices it runs, what it does from a later step on. All
-else is refused without ``--allow-changed``: the states would be of one recipe and the steps behind
-them of another.
+A change of the recipe is told. It is harmless where the steps that the run has done would have come
+out as they did, but for rounding: how often it saves, on how many devices it runs, what it does
+from a later step on. All else is refused without ``--allow-changed``: the states would be of one
+recipe and the steps behind them of another.
 
 Step s of a run reads what `RowOrder` decides. The states of a run do not say on what rows they
 were trained, so the run says it beside them, in `order.json`.
+
+A run that branches takes all that the other's state has: step number, parameters, optimizer and
+guard; and since a batch depends on the recipe and the step alone, the place in the data, too. The
+other run's folder is only read, and only at the beginning: what the new run needs of it is copied
+before its first step.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -23,20 +27,148 @@ from typing import Any
 import jax
 import numpy as np
 from omegaconf import OmegaConf
-from tokenizers import Tokenizer
 
-from train.branch import Origin
+from train.checkpoint import check_readable
 from train.data.manifest import read_manifest
-from train.data.synthetic import rows_recipe
+from train.optimizer import schedule_of
+from train.program import TrainProgram
 from train.recipe.config import TrainConfig, describe, save_config
 from train.recipe.phases import phases_of
 from train.recipe.skipped_batches import SkippedBatches
 from train.run_files import CONFIG
-from train.schedule import schedule_of
+from train.watch.records import INTERVAL
+from wedlm_jax.checkpoint import RUN_STATES
+from wedlm_jax.checkpoint.orbax_io import OtherState, whole_steps
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.atomic import write_json
 from wedlm_jax.host.processes import is_first, say, text_of_first
-from wedlm_jax.host.storage import folder_of_this_machine
+from wedlm_jax.host.storage import absolute, as_path, folder_of_this_machine
+
+ORIGIN = "origin.json"
+"""In a run's folder: the run and the step that it was branched from, and where that came from."""
+DECISIVE = {
+    "optimizer.name": "adamw",
+    "optimizer.first_moment_dtype": "float32",
+    "optimizer.average": 0.0,
+}
+"""Fields that decide which arrays an optimizer's state has, with their defaults."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Names a state of another run.
+
+    Attributes:
+      run: that run's folder.
+      step: of the state.
+    """
+
+    run: Path
+    step: int
+
+    @property
+    def state(self) -> Path:
+        return self.run / RUN_STATES / str(self.step)
+
+    def __str__(self) -> str:
+        return f"{self.run}@{self.step}"
+
+
+def origin_of(config: TrainConfig) -> Origin | None:
+    """Finds the state that a recipe branches from; None where it does not.
+
+    Raises:
+      InputError: there is no such state, which names those that there are, or it is the run's own.
+    """
+    text = config.branch_from
+    if text is None:
+        return None
+    run, step = _parts(text)
+    if absolute(run) == absolute(as_path(config.output)):
+        raise InputError(f"branch_from: {run} is the run's own folder; give output another")
+    states = whole_steps(run / RUN_STATES)
+    listed = ", ".join(map(str, states))
+    if not states:
+        raise InputError(f"branch_from: {run} has no whole state of a training run")
+    if step is None:
+        raise InputError(
+            f"branch_from: {text} names no step, as {run}@{states[-1]} does; its states are "
+            f"{listed}"
+        )
+    if step not in states:
+        raise InputError(f"branch_from: {run} has no whole state {step}; its states are {listed}")
+    if step >= config.steps:
+        raise InputError(
+            f"branch_from: {text} has {step} steps done, and steps is {config.steps}; nothing "
+            "would be left to train"
+        )
+    return Origin(run, step)
+
+
+def _parts(text: str) -> tuple[Path, int | None]:
+    """Splits ``RUN@STEP``, or the path of a state, into the run's folder and the step."""
+    name, _, step = text.rpartition("@")
+    if name and step.isdigit():
+        return as_path(name), int(step)
+    path = as_path(text)
+    if path.name.isdigit() and path.parent.name == RUN_STATES:
+        return path.parent.parent, int(path.name)
+    return path, None
+
+
+def check_origin(origin: Origin, program: TrainProgram) -> None:
+    """Refuses a state of another model or optimizer than the recipe's, by headers.
+
+    Raises:
+      InputError: naming the field of the recipe, or the array, that is other.
+    """
+    _check_optimizer(origin, program.config)
+    try:
+        check_readable(origin.state, program.state)
+    except OtherState as other:
+        raise InputError(f"branch_from: {other} than this recipe's") from None
+
+
+def _check_optimizer(origin: Origin, config: TrainConfig) -> None:
+    """Compares fields of the two recipes, where the other run has one: it tells more than shapes
+    do."""
+    try:
+        text = (origin.run / CONFIG).read_text(encoding="utf-8")
+        saved = OmegaConf.create(text)
+    except Exception:
+        # A YAML parser, and a bucket's client, have many error types of their own.
+        return
+    ours: Any = OmegaConf.create(dataclasses.asdict(config))
+    for field, default in DECISIVE.items():
+        was, now = (OmegaConf.select(tree, field, default=default) for tree in (saved, ours))
+        if field == "optimizer.average":
+            was, now = (value if bool(was) != bool(now) else 0 for value in (was, now))
+        if was != now:
+            raise InputError(
+                f"branch_from: {field} was {was} in {origin.run} and is {now} in this recipe: the "
+                "optimizer's state would have other arrays; model.init_from takes parameters alone"
+            )
+
+
+def write_origin(origin: Origin, output: Path, logs: Path) -> None:
+    """Writes down where a run comes from, and the means that its first line of metrics goes on
+    with.
+
+    Args:
+      output: the new run's folder.
+      logs: where it writes its logs.
+    """
+    if not is_first():
+        return
+    line: dict[str, Any] = {"run": str(absolute(origin.run)), "step": origin.step}
+    earlier = origin.run / ORIGIN
+    if earlier.exists():
+        line["origin"] = json.loads(earlier.read_text(encoding="utf-8"))
+    write_json(output / ORIGIN, line)
+    interval = origin.run / INTERVAL
+    if interval.exists():
+        (logs / INTERVAL).write_bytes(interval.read_bytes())
+
 
 ORDER = "order.json"
 CHANGES = "changes.jsonl"
@@ -54,8 +186,7 @@ HARMLESS = re.compile(
 is refused, so a new one is until somebody has thought about it."""
 BY_CONTENT = re.compile(
     r"seed|rows|accumulation|row_length|block_size|phases"
-    r"|data.(sources|skip|tokenizer|corpus_seed|samples|weights|vocab_size|train_on_prompt)"
-    r"|data.end_tokens"
+    r"|data.(sources|skip|tokenizer)"
 )
 """Fields of which `RowOrder` tells whether they change anything: a folder that was moved does
 not."""
@@ -130,7 +261,7 @@ def _listed(order: RowOrder) -> str:
     return ", ".join(f"{s['name']} (weight {s['weight']:g}, {s['content']})" for s in order.sources)
 
 
-def row_order(config: TrainConfig, tokenizer: Tokenizer) -> RowOrder:
+def row_order(config: TrainConfig) -> RowOrder:
     """Returns the order of the rows of a recipe.
 
     Raises:
@@ -139,23 +270,18 @@ def row_order(config: TrainConfig, tokenizer: Tokenizer) -> RowOrder:
     first, *later = phases_of(config)
     return RowOrder(
         config.seed,
-        **_of_phase(first.config, tokenizer),
+        **_of_phase(first.config),
         block_size=config.block_size,
-        phases=[
-            {"from_step": phase.first, **_of_phase(phase.config, tokenizer)} for phase in later
-        ],
+        phases=[{"from_step": phase.first, **_of_phase(phase.config)} for phase in later],
         skip=[list(one) for one in SkippedBatches.of(config.data.skip).ranges],
     )
 
 
-def _of_phase(config: TrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+def _of_phase(config: TrainConfig) -> dict[str, Any]:
     sources: list[dict[str, Any]] = []
     for name, weight in config.data.sources.items():
         manifest = read_manifest(folder_of_this_machine(name, "data.sources"))
         sources.append({"name": name, "content": manifest.content[:16], "weight": weight})
-    if not sources:
-        digest = hashlib.sha256(rows_recipe(config, tokenizer).encode()).hexdigest()[:16]
-        sources = [{"name": "the synthetic corpus", "content": digest, "weight": 1.0}]
     return {
         "batch_rows": config.rows * config.accumulation,
         "row_length": config.row_length,
@@ -165,7 +291,6 @@ def _of_phase(config: TrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:
 
 def begin_or_resume(
     config: TrainConfig,
-    tokenizer: Tokenizer,
     output: Path,
     states: Sequence[int],
     *,
@@ -191,9 +316,7 @@ def begin_or_resume(
     refusal = ""
     if is_first():
         try:
-            _begin_or_resume(
-                config, tokenizer, output, states, allow_changed, logs or output, origin
-            )
+            _begin_or_resume(config, output, states, allow_changed, logs or output, origin)
         except InputError as error:
             refusal = str(error)
     if refusal := text_of_first(refusal):
@@ -202,14 +325,13 @@ def begin_or_resume(
 
 def _begin_or_resume(
     config: TrainConfig,
-    tokenizer: Tokenizer,
     output: Path,
     states: Sequence[int],
     allowed: bool,
     logs: Path,
     origin: Origin | None,
 ) -> None:
-    order = row_order(config, tokenizer)
+    order = row_order(config)
     run, done = (origin.run, origin.step) if origin else (output, max(states, default=0))
     if states or origin:
         before = _saved_order(run / ORDER)

@@ -8,7 +8,6 @@ logged up to the state that it goes on from, which is all that it keeps.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 import tempfile
@@ -21,7 +20,6 @@ from wedlm_jax.errors import InputError, StorageFailure, file_error
 from wedlm_jax.host.atomic import lock_folder
 from wedlm_jax.host.processes import (
     SEEN_WITHIN_S,
-    coordinator,
     fail_together,
     is_first,
     text_of_first,
@@ -74,27 +72,6 @@ def open_output(name: str) -> Path:
             "that all hosts share, or gs://BUCKET/NAME"
         )
     return output
-
-
-def read_alike(path: Path) -> None:
-    """Returns when every process reads in a file what process 0 has written there; all call this.
-
-    Raises:
-      InputError: in all, when one of them does not within `SEEN_WITHIN_S`.
-    """
-    if coordinator() is None:
-        return
-    digest = text_of_first(_digest(path) if is_first() else "")
-    seen = texts_of_all(digest if _comes(lambda: _digest(path) == digest) else "")
-    if blind := [str(i) for i, found in enumerate(seen) if not found]:
-        raise InputError(
-            f"{path}: what host 0 of {len(seen)} wrote there is not what host {', '.join(blind)} "
-            f"reads after {SEEN_WITHIN_S:.0f} s; output must be a folder that all hosts share"
-        )
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _comes(there: Callable[[], bool]) -> bool:

@@ -1,7 +1,4 @@
-"""What a run starts from: its tokenizer, its model's architecture and state, its packed rows.
-
-The first process makes what has to be made; the others wait for it and read.
-"""
+"""What a run starts from: its tokenizer, its model's architecture and state, held-out rows."""
 
 from __future__ import annotations
 
@@ -14,26 +11,14 @@ import numpy as np
 from flax import nnx
 from tokenizers import Tokenizer
 
-from train.branch import Origin
 from train.checkpoint import Checkpoints, read_state
-from train.data.batches import TrainingRows
 from train.data.manifest import mask_token_in, read_manifest
 from train.data.samples import load_tokenizer
 from train.data.sources import open_sources
-from train.data.synthetic import (
-    PackedDataset,
-    build_dataset,
-    load_dataset,
-    rows_recipe,
-    save_dataset,
-)
-from train.data.tokenizer import save_tokenizer, train_tokenizer
-from train.embedded.corpus import generate
-from train.prediction_blocks import most_trainable_blocks, needed_by_sources
 from train.program import TrainProgram, lora_of
 from train.recipe.config import TrainConfig
 from train.recipe.phases import phases_of
-from train.run_files import read_alike
+from train.resume import Origin
 from train.step import TrainState
 from wedlm_jax.checkpoint import RUN_BASE, RUN_MODEL
 from wedlm_jax.checkpoint.load import load_checkpoint
@@ -56,42 +41,33 @@ from wedlm_jax.config import (
     config_to_hf,
 )
 from wedlm_jax.errors import InputError, did_you_mean
-from wedlm_jax.host.processes import is_first, say
+from wedlm_jax.host.processes import say
 from wedlm_jax.host.storage import as_path, folder_of_this_machine, why_absent
 from wedlm_jax.model.lora import LoraConfig
 
-TOKENIZER_SAMPLES = 20_000
 PARAMETERS = (*SIZES, *PARTS, "tie_word_embeddings")
 """Fields of a ``config.json`` that say which parameters there are, in which shapes."""
 
 
-def tokenizer_folder(config: TrainConfig, output: Path, *, before: Path | None = None) -> Path:
-    """Returns the tokenizer given, that of the starting checkpoint, or one trained on the corpus.
+def tokenizer_folder(config: TrainConfig, *, before: Path | None = None) -> Path:
+    """Returns the tokenizer given, or that of the starting checkpoint.
 
     Args:
-      output: the run's folder.
-      before: that of the run whose states it goes on from, its own or another; ``model/`` there
-        goes before the starting checkpoint, which need not exist any more.
+      before: the folder of the run whose states it goes on from, its own or another; ``model/``
+        there goes before the starting checkpoint, which need not exist any more.
+
+    Raises:
+      InputError: there is none.
     """
     own = None if before is None else before / RUN_MODEL
     if own is not None and not _has_tokenizer(config.data.tokenizer) and _has_tokenizer(own):
         return own
-    for given in (config.data.tokenizer, config.model.init_from):
-        if given is not None:
-            if not _has_tokenizer(given):
-                raise InputError(why_absent(as_path(given), "tokenizer.json"))
-            return as_path(given)
-    folder = output / "tokenizer"
-    if is_first() and not _has_tokenizer(folder):
-        say(f"training a tokenizer of {config.data.vocab_size} tokens")
-        weights = config.data.weights or None
-        samples = generate(
-            config.data.corpus_seed, TOKENIZER_SAMPLES, split="train", weights=weights
-        )
-        texts = (f"{sample.prompt}\n{sample.answer}\n" for sample in samples)
-        save_tokenizer(train_tokenizer(texts, config.data.vocab_size), folder)
-    read_alike(folder / "tokenizer.json")
-    return folder
+    given = config.data.tokenizer or config.model.init_from
+    if given is None:
+        raise InputError("data.tokenizer: expected the folder of the tokenizer of data.sources")
+    if not _has_tokenizer(given):
+        raise InputError(why_absent(as_path(given), "tokenizer.json"))
+    return as_path(given)
 
 
 def _has_tokenizer(folder: str | Path | None) -> bool:
@@ -235,7 +211,7 @@ def check_paths(config: TrainConfig) -> None:
     """Refuses what a recipe names and cannot be read or written where it lies.
 
     Raises:
-      InputError: a scheme that is not supported, or rows that are in a bucket; or no model.
+      InputError: a scheme that is not supported, rows that are in a bucket, no rows, or no model.
     """
     begun = (as_path(config.output) / RUN_MODEL / "config.json").exists()
     branches = config.branch_from is not None
@@ -247,10 +223,17 @@ def check_paths(config: TrainConfig) -> None:
     for name in (config.output, config.model.init_from, config.data.tokenizer):
         if name is not None:
             as_path(name)
+    if not config.data.sources:
+        raise InputError(
+            "data.sources: expected the folders to train on, made by `wedlm tokenize`, and their "
+            "shares, as in data.sources={data/chats: 1}"
+        )
     for name in config.data.sources:
         folder_of_this_machine(name, "data.sources")
     if config.evaluation.source is not None:
         folder_of_this_machine(config.evaluation.source, "evaluation.source")
+    elif config.evaluation.every:
+        raise InputError("evaluation.source: expected a folder of held-out rows")
 
 
 def check_start(config: TrainConfig, *, before: Path | None = None) -> None:
@@ -327,69 +310,15 @@ def starting_state(
     return program.first_state(nnx.state(loaded))
 
 
-def training_rows(
-    config: TrainConfig, output: Path, tokenizer: Tokenizer, pad_token_id: int
-) -> TrainingRows:
-    """Returns the rows to train on: of the recipe's sources, or of the synthetic corpus."""
-    if config.data.sources:
-        return open_sources(config, tokenizer, pad_token_id)
-    return packed_dataset(config, output, tokenizer, pad_token_id)
-
-
-def needed_blocks(
-    config: TrainConfig, output: Path, tokenizer: Tokenizer, pad_token_id: int
-) -> int | None:
-    """Returns the most blocks with a trainable token that one of `training_rows` has; None where
-    that is not known."""
-    if config.data.sources:
-        return needed_by_sources(config)
-    rows = packed_dataset(config, output, tokenizer, pad_token_id)
-    return most_trainable_blocks(rows.arrays["trainable"], config.block_size)
-
-
 def held_out_rows(
     config: TrainConfig, tokenizer: Tokenizer, pad_token_id: int
 ) -> dict[str, np.ndarray]:
-    """Returns the rows to evaluate on, arrays ``[N, L]``, drawn by the evaluation's seed: from its
-    source, or from the corpus's held-out part. The first would be no sample: packing begins with
-    the longest texts."""
-    count, data = config.evaluation.rows, config.data
-
-    def order(rows: int) -> np.ndarray:
-        return np.random.default_rng(config.evaluation.seed).permutation(rows)[:count]
-
-    if config.evaluation.source is not None:
-        source = dataclasses.replace(data, sources={config.evaluation.source: 1.0})
-        opened = open_sources(dataclasses.replace(config, data=source), tokenizer, pad_token_id)
-        drawn = [opened.rows[0][i] for i in order(len(opened.rows[0]))]
-        return {name: np.stack([row[name] for row in drawn]) for name in drawn[0]}
-    # As many samples as fill the rows amply.
-    amply = dataclasses.replace(data, samples=count * config.row_length // 16)
-    recipe = dataclasses.replace(config, data=amply)
-    rows = build_dataset(recipe, tokenizer, pad_token_id, lambda _: None, "heldout")
-    picked = order(len(rows.arrays["tokens"]))
-    return {name: x[picked] for name, x in rows.arrays.items()}
-
-
-def packed_dataset(
-    config: TrainConfig, output: Path, tokenizer: Tokenizer, pad_token_id: int
-) -> PackedDataset:
-    """Returns the corpus as packed rows, made once; made anew when what they depend on has
-    changed."""
-    path, recipe_path = output / "rows.npz", output / "rows.json"
-    recipe = rows_recipe(config, tokenizer)
-
-    def is_made() -> bool:
-        return path.exists() and recipe_path.exists() and recipe_path.read_text() == recipe
-
-    if is_first() and not is_made():
-        say(f"tokenising and packing {config.data.samples:,} samples")
-        dataset = build_dataset(config, tokenizer, pad_token_id, report=lambda _: None)
-        say(
-            f"{len(dataset.arrays['tokens']):,} rows of {config.row_length}, "
-            f"{dataset.fill:.1%} filled, {dataset.skipped} samples too long and left out"
-        )
-        save_dataset(dataset, path)
-        recipe_path.write_text(recipe, encoding="utf-8")
-    read_alike(path)
-    return load_dataset(path)
+    """Returns the rows of ``evaluation.source`` to evaluate on, arrays ``[N, L]``, drawn by the
+    evaluation's seed. The first would be no sample: packing begins with the longest texts."""
+    section = config.evaluation
+    assert section.source is not None, "`check_paths` has looked"
+    data = dataclasses.replace(config.data, sources={section.source: 1.0})
+    [(rows, _)] = open_sources(dataclasses.replace(config, data=data), tokenizer, pad_token_id)
+    drawn = np.random.default_rng(section.seed).permutation(len(rows))[: section.rows]
+    picked = [rows[i] for i in drawn]
+    return {name: np.stack([row[name] for row in picked]) for name in picked[0]}

@@ -3,10 +3,16 @@
 The global batch arrives as ``[A, R, L]``: A accumulation steps of R packed rows. The
 dual-stream batch is built on the device; denominators are taken over the whole global
 batch before the scan over A, so accumulation changes nothing but memory.
+
+A step is not taken where its gradients are not finite, or far above their usual size. It leaves
+parameters and optimizer as they were; the data and the learning rate move on, which are of the
+step's number. That is decided inside the program, so nothing waits for the host, which reads it
+with the metrics (`train.watch.records`).
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable
 from functools import partial
@@ -19,8 +25,6 @@ import optax
 from flax import nnx
 from jax import Array
 
-from train.skipped_steps import Guard, GuardState, judge
-from train.watch.norms import group_norms
 from wedlm_jax.corruption import DualStreamBatch, PackedRows, dual_stream, sample_masks
 from wedlm_jax.loss import (
     LossConfig,
@@ -31,6 +35,82 @@ from wedlm_jax.loss import (
 )
 from wedlm_jax.model import Transformer
 from wedlm_jax.sharding import constrain_tree
+
+NORM_DECAY = 0.98
+"""Of the running mean of gradient norms: it remembers about 50 steps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Guard:
+    """Says when a step is skipped.
+
+    Attributes:
+      spike_factor: skip where the gradient norm exceeds this many times its running mean; 0
+        skips only what is not finite.
+      settle: steps before spikes are looked for, in which norms change much by themselves.
+    """
+
+    spike_factor: float = 0.0
+    settle: int = 50
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GuardState:
+    """Holds what the guard remembers.
+
+    Attributes:
+      mean_norm: float32 scalar, running mean of the gradient norms of the steps taken.
+      skipped: int32 scalar, steps skipped in a row until now.
+    """
+
+    mean_norm: Array
+    skipped: Array
+
+    @classmethod
+    def first(cls) -> GuardState:
+        return cls(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32))
+
+
+def judge(guard: Guard, state: GuardState, step: Array, norm: Array) -> tuple[Array, GuardState]:
+    """Decides whether step number ``step`` (0 is the first), with this gradient norm, is taken:
+    bool scalar, and what is remembered after it."""
+    taken, known = jnp.isfinite(norm), state.mean_norm > 0
+    if guard.spike_factor:
+        usual = norm <= guard.spike_factor * state.mean_norm
+        taken &= (step < guard.settle) | ~known | usual
+    mean = jnp.where(known, NORM_DECAY * state.mean_norm + (1 - NORM_DECAY) * norm, norm)
+    return taken, GuardState(
+        mean_norm=jnp.where(taken, mean, state.mean_norm),
+        skipped=jnp.where(taken, 0, state.skipped + 1),
+    )
+
+
+GROUPS = {
+    "embed_tokens": "embedding",
+    "lm_head": "head",
+    "q_proj": "attention",
+    "k_proj": "attention",
+    "v_proj": "attention",
+    "o_proj": "attention",
+    "gate_proj": "mlp",
+    "up_proj": "mlp",
+    "down_proj": "mlp",
+    "scale": "norms",
+}
+"""Group of a parameter by a part of its path."""
+
+
+def group_norms(tree: Any, name: str) -> dict[str, Array]:
+    """Returns the Euclidean norm of each group's leaves, all layers together: float32 scalars
+    called ``<name>_norm_<group>``."""
+    squares: dict[str, list[Array]] = collections.defaultdict(list)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        parts = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        group = next((GROUPS[part] for part in parts if part in GROUPS), "others")
+        squares[group].append(jnp.square(leaf.astype(jnp.float32)).sum())
+    return {f"{name}_norm_{group}": jnp.sqrt(sum(parts)) for group, parts in squares.items()}
+
 
 Metrics = dict[str, Any]
 
@@ -108,7 +188,7 @@ def make_train_step(
       objective: what is learned.
       schedule: the optimizer's, to report the learning rate.
       guard: which steps are skipped; only those whose gradients are not finite by default.
-      norms: whether norms of parameters and updates are measured (`train.watch.norms`).
+      norms: whether norms of parameters and updates are measured (`train.step`).
 
     Returns:
       ``step(state, rows, key)``: ``rows`` has arrays ``[A, R, L]``, ``key`` is the run's

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from train.recipe.config import TrainConfig
-from train.recipe.streams import leaves_blocks_out, prediction_length, row_tokens
 from train.step import TrainState
 from wedlm_jax.aot.topology import CHIPS, local_bytes
 from wedlm_jax.attention.blockwise import DEFAULT_TILE
@@ -82,8 +81,8 @@ def model_flops(config: TrainConfig, model: ModelConfig) -> float:
     """Counts the products of a step, forward and backward, nothing computed anew: what MFU is
     relative to."""
     rows = config.rows * config.accumulation
-    forward = forward_flops(model, rows, config.row_length, prediction_length(config))
-    tokens = rows * row_tokens(config)
+    forward = forward_flops(model, rows, config.row_length, config.prediction_length)
+    tokens = rows * config.row_tokens
     adapters = 3 * 2 * tokens * _adapter_parameters(config, model)
     # No gradient of a parameter that stays as it is; attention has none to leave out.
     attention = 2 * _FORWARD * _width(model) * tokens * config.row_length / 2
@@ -98,12 +97,12 @@ def program_flops(config: TrainConfig, model: ModelConfig, rows: int, kind: str 
     Args:
       kind: of the device, which decides the size of tiles.
     """
-    tokens = rows * row_tokens(config)
+    tokens = rows * config.row_tokens
     kept = KEPT.get(config.loss.remat)
     again = 0 if kept is None else _parameters_anew(model, kept)
     passes, adapters = 2 if config.lora.rank else 3, 3 * _adapter_parameters(config, model)
     layers = 2 * tokens * (passes * _layer_parameters(model) + again + adapters)
-    targets = rows * _targets(config.row_length, prediction_length(config))
+    targets = rows * _targets(config.row_length, config.prediction_length)
     head = passes * 2 * _head_parameters(model) * targets
     repeats = kept is not None and "attended" not in kept
     pairs = rows * visited_pairs(config, kind)
@@ -119,11 +118,11 @@ def visited_pairs(config: TrainConfig, kind: str = "", samples: int = 1) -> int:
       samples: of equal length in the row. Tiles whose queries and keys are of other samples are
         left out by the splash kernel, and where the prediction stream is shorter than the row.
     """
-    length, prediction = config.row_length, prediction_length(config)
+    length, prediction = config.row_length, config.prediction_length
     splash = config.loss.attention == "splash"
     tile = tile_side(length, config.loss.tile, kind) if splash else min(DEFAULT_TILE, length)
     size = config.block_size if prediction else 1
-    placed = leaves_blocks_out(config)
+    placed = config.leaves_blocks_out
     grid = TileGrid(padded(length, tile), padded(prediction, tile), tile, size, placed)
     tiles = grid.visible()
     if splash or placed:
@@ -147,7 +146,7 @@ def seen_pairs(config: TrainConfig, samples: int = 1) -> int:
     for size in np.diff(bounds).tolist():
         triangle = size * (size + 1) // 2
         # Of the prediction stream: earlier blocks in the memory, its own in order.
-        total += triangle + triangle * prediction_length(config) // config.row_length
+        total += triangle + triangle * config.prediction_length // config.row_length
     return total
 
 

@@ -21,7 +21,7 @@ SUBCOMMANDS = {
     "bench": ("infer.bench.command", "speed: windows against AR, forwards against their products"),
     "train": ("train.command", "train a model from a recipe in configs/"),
     "tokenize": ("train.data.command", "tokenise and pack training data, once"),
-    "tokenizer": ("train.data.tokenizer_command", "make a tokenizer from texts and conversations"),
+    "tokenizer": ("train.data.tokenizer", "make a tokenizer from texts and conversations"),
     "rows": ("train.data.show", "packed training rows as text"),
     "convert": ("wedlm_jax.checkpoint.convert", "Hugging Face checkpoint to orbax, or back"),
     "export": (

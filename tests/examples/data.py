@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import functools
+import hashlib
 import json
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from examples.embedded.corpus import generate
+from examples.embedded.corpus.records import as_conversation
 from train.data.job import TokeniseOptions, tokenise
 from train.data.manifest import Manifest
 from train.data.samples import SampleOptions
@@ -57,16 +64,6 @@ class NumberedRows:
         return f"NumberedRows({self.rows})"
 
 
-@dataclasses.dataclass(frozen=True)
-class Mixture:
-    """Row sets with weights, as a run takes them."""
-
-    sets: Sequence[tuple[NumberedRows, float]]
-
-    def row_sets(self) -> Sequence[tuple[NumberedRows, float]]:
-        return self.sets
-
-
 def options(inputs: Sequence[Path], output: Path, **changes: object) -> TokeniseOptions:
     """Rows of 128 in blocks of 32 with the embedded tokenizer; ``changes`` of either class."""
     names = {field.name for field in dataclasses.fields(SampleOptions)}
@@ -95,3 +92,26 @@ def documents(count: int, seed: int = 0, mean_words: float = 60.0) -> list[dict[
     words = ["count", "from", "the", "red", "box", "to", "nine", "and", "list", "each", "name"]
     lengths = 1 + random.lognormal(np.log(mean_words), 0.8, count).astype(int)
     return [{"text": " ".join(random.choice(words, length))} for length in lengths]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def corpus_rows(tokenizer: Path, row_length: int = ROW, block_size: int = BLOCK) -> Path:
+    """A folder of rows with forty word problems, made once for each tokenizer and size."""
+    digest = hashlib.sha256((tokenizer / "tokenizer.json").read_bytes()).hexdigest()[:16]
+    folder = _corpus_folder() / f"{digest}-{row_length}-{block_size}"
+    if not folder.exists():
+        samples = generate(0, 40, split="train", weights={"reasoning": 1.0})
+        records = write_jsonl(folder.with_suffix(".jsonl"), list(map(as_conversation, samples)))
+        sizes = {"tokenizer": str(tokenizer), "row_length": row_length, "block_size": block_size}
+        tokenised([records], folder, **sizes)
+    return folder
+
+
+@functools.cache
+def _corpus_folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="wedlm-rows-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)

@@ -19,6 +19,7 @@ import jax
 import pytest
 
 import train.loop
+from tests.examples.data import corpus_rows
 from train.recipe.config import (
     DataSection,
     LossSection,
@@ -53,6 +54,7 @@ def on_devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 def tiny_recipe(output: Path | str, tokenizer: Path | None, **changes: object) -> TrainConfig:
+    """A recipe of four steps on `corpus_rows`, for the tokenizer given or that of its model."""
     config = TrainConfig(
         steps=4,
         rows=2,
@@ -64,16 +66,26 @@ def tiny_recipe(output: Path | str, tokenizer: Path | None, **changes: object) -
         checkpoint_every=100,
         log_every=1,
         model=ModelSection(architecture=dict(ARCHITECTURE)),
-        data=DataSection(
-            samples=40,
-            weights={"reasoning": 1.0},
-            tokenizer=str(tokenizer) if tokenizer else None,
-            vocab_size=300,
-        ),
+        data=DataSection(tokenizer=str(tokenizer) if tokenizer else None),
         optimizer=OptimizerSection(learning_rate=0.01, warmup_steps=1),
         loss=LossSection(dtype="float32", remat="none", chunk=64),
     )
-    return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
+    config = dataclasses.replace(config, **changes)  # type: ignore[arg-type]
+    if not config.data.sources:
+        rows = _rows(config)
+        config.data.sources = {rows: 1.0}
+        if config.evaluation.every and config.evaluation.source is None:
+            config.evaluation.source = rows
+    return config
+
+
+def _rows(config: TrainConfig) -> str:
+    """Packed rows for the tokenizer of a recipe; where it has none, a name for what is refused
+    without them."""
+    given = config.data.tokenizer or config.model.init_from
+    if given is None or not (Path(given) / "tokenizer.json").exists():
+        return "no rows"
+    return str(corpus_rows(Path(given), config.row_length, config.block_size))
 
 
 def metric_lines(output: Path) -> list[dict[str, float]]:
@@ -162,6 +174,12 @@ def start_command(
     return child
 
 
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return int(listener.getsockname()[1])
+
+
 def run_hosts(
     arguments: list[str], said_in: Path, *, limit: float = 300, **settings: Sequence[Any]
 ) -> tuple[list[int | None], list[str]]:
@@ -173,9 +191,7 @@ def run_hosts(
       limit: seconds within which they have to end; who has not is killed, and has no status.
       settings: of each of the two: ``arguments_of``, and those of `command_in_child`.
     """
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        address = f"localhost:{listener.getsockname()[1]}"
+    address = f"localhost:{free_port()}"
     said = [said_in / f"host{i}.txt" for i in range(2)]
     more = settings.pop("arguments_of", [[], []])
     children = []

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from examples.embedded.corpus import generate
 from tests.examples.tiny_run import on_devices, tiny_recipe
 from train.data.tokenizer import save_tokenizer, train_tokenizer
-from train.embedded.corpus import generate
 from train.loop import train as run_training
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_device() -> Iterator[None]:
+    """Trains on one of the eight devices that the tests have, unless a test asks for others."""
+    with pytest.MonkeyPatch.context() as patch:
+        on_devices(patch, 1)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +32,5 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def finished(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("runs") / "uninterrupted"
-    with pytest.MonkeyPatch.context() as patch:
-        on_devices(patch, 1)
-        assert run_training(tiny_recipe(output, tokenizer_folder)) == output / "hf"
+    assert run_training(tiny_recipe(output, tokenizer_folder)) == output / "hf"
     return output

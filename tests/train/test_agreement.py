@@ -26,7 +26,7 @@ from tests.examples.tiny_run import (
 from tests.train.test_checkpoint import read, write
 from train import agreement
 from train.agreement import agree, differences
-from train.data.phased import PhasedBatches
+from train.data.batches import PhasedBatches
 from train.recipe.config import DataSection, TrainConfig
 from wedlm_jax.checkpoint import orbax_io, storage_errors
 from wedlm_jax.checkpoint.orbax_io import DamagedCheckpoint, is_whole

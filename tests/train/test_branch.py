@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +12,9 @@ import pytest
 
 from tests.emulated_bucket import bucket as bucket
 from tests.examples.checkpoints import assert_same_bits, hf_values
-from tests.examples.tiny_run import metric_lines, on_devices, run_until_killed, tiny_recipe
-from train.branch import origin_of
+from tests.examples.tiny_run import metric_lines, run_until_killed, tiny_recipe
 from train.loop import train as run_training
+from train.optimizer import schedule_of
 from train.recipe.config import (
     LoraSection,
     ModelSection,
@@ -23,19 +22,12 @@ from train.recipe.config import (
     PhaseSection,
     TrainConfig,
 )
-from train.schedule import schedule_of
+from train.resume import origin_of
 from wedlm_jax.checkpoint.orbax_io import read_arrays, whole_steps
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.storage import as_path
 
 ADAMW = OptimizerSection(learning_rate=0.01, warmup_steps=1, average=0.5)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_device() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        on_devices(patch, 1)
-        yield
 
 
 def recipe(output: Path | str, tokenizer: Path | None, **changes: object) -> TrainConfig:

@@ -16,16 +16,15 @@ from tests.emulated_bucket import bucket as bucket
 from tests.emulated_bucket import clients
 from tests.examples.checkpoints import assert_same_bits, hf_values
 from tests.examples.tiny_run import (
+    free_port,
     metric_lines,
-    on_devices,
     run_until_killed,
     start_command,
     tiny_recipe,
     write_recipe,
 )
-from tests.train.test_distributed import free_port
 from train.loop import train as run_training
-from train.recipe.config import ModelSection
+from train.recipe.config import DataSection, ModelSection
 from train.run_files import RunFiles
 from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
@@ -48,7 +47,6 @@ def test_a_run_in_a_bucket_stopped_and_resumed_is_the_run_on_a_disk(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    on_devices(monkeypatch, 1)
     monkeypatch.chdir(tmp_path)
     run = f"{bucket}/runs/stopped"
     config = tiny_recipe(run, tokenizer_folder, checkpoint_every=2)
@@ -64,7 +62,8 @@ def test_a_run_in_a_bucket_stopped_and_resumed_is_the_run_on_a_disk(
     convert(run, tmp_path / "exported")
     assert_same_bits(hf_values(tmp_path / "exported"), expected)
     start = ModelSection(init_from=f"{run}/hf")
-    run_training(tiny_recipe(tmp_path / "second", None, steps=2, model=start))
+    second = {"steps": 2, "model": start, "data": DataSection(sources=config.data.sources)}
+    run_training(tiny_recipe(tmp_path / "second", None, **second))
     assert list(tmp_path.glob("gs:*")) == []
 
 

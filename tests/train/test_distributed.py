@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 
 import jax
@@ -13,7 +12,13 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from tests.examples.checkpoints import hf_values
-from tests.examples.tiny_run import metric_lines, start_command, tiny_recipe, write_recipe
+from tests.examples.tiny_run import (
+    free_port,
+    metric_lines,
+    start_command,
+    tiny_recipe,
+    write_recipe,
+)
 from train.evaluation.held_out import Evaluation
 from train.evaluation.questions import asked_questions, drawn_questions
 from train.program import objective_of
@@ -25,12 +30,6 @@ from wedlm_jax.host.processes import LAUNCHERS
 from wedlm_jax.sharding import make_mesh
 
 LIMIT_S = 300
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return int(listener.getsockname()[1])
 
 
 def evaluation_of(run: Path, config: TrainConfig) -> dict[str, float]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.checkpoints import assert_same_bits, hf_values
+from tests.examples.interrupted import interrupted
 from tests.examples.tiny_run import (
     call_before_step,
     metric_lines,
@@ -40,7 +41,6 @@ def test_sigterm_and_ctrl_c_save_and_the_run_goes_on_from_there(
     capsys: pytest.CaptureFixture[str],
     number: signal.Signals,
 ) -> None:
-    on_devices(monkeypatch, 1)
     config = tiny_recipe(tmp_path, tokenizer_folder)
     before = signal.getsignal(number)
     with monkeypatch.context() as patch:
@@ -71,9 +71,8 @@ def test_a_second_ctrl_c_does_not_wait(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.full
 def test_means_over_an_interval_are_those_of_its_steps_across_a_restart(
-    finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: Path, tokenizer_folder: Path, tmp_path: Path
 ) -> None:
-    on_devices(monkeypatch, 1)
     whole = tiny_recipe(tmp_path / "whole", tokenizer_folder, log_every=3)
     run_training(whole)
     [three, last] = metric_lines(tmp_path / "whole")
@@ -92,13 +91,8 @@ def test_means_over_an_interval_are_those_of_its_steps_across_a_restart(
 
 
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
-    finished: Path,
-    tokenizer_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    finished: Path, tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    on_devices(monkeypatch, 1)
     config = tiny_recipe(tmp_path, tokenizer_folder, checkpoint_every=1)
     run_until_killed(config, 3)
     flip(biggest_file(tmp_path / "checkpoints" / "3"))
@@ -116,7 +110,6 @@ def test_a_run_goes_on_with_the_same_data_on_another_mesh(
     finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_recipe(tmp_path, tokenizer_folder, checkpoint_every=2)
-    on_devices(monkeypatch, 1)
     run_until_killed(config, 2)
     on_devices(monkeypatch, 2)
     run_training(config)
@@ -188,7 +181,6 @@ def test_sigterm_ends_the_command_with_its_own_status(
 def test_a_folder_that_a_run_trains_in_is_no_other_run_s(
     finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_devices(monkeypatch, 1)
     config = tiny_recipe(tmp_path / "run", tokenizer_folder)
     recipe, said, found = write_recipe(config, tmp_path), tmp_path / "said", []
 
@@ -203,3 +195,14 @@ def test_a_folder_that_a_run_trains_in_is_no_other_run_s(
     assert found == [2]
     assert f"another process is training in {tmp_path / 'run'}" in said.read_text()
     assert metric_lines(tmp_path / "run") == metric_lines(finished)
+
+
+@pytest.mark.full
+def test_a_run_ends_and_says_where_it_goes_on(tokenizer_folder: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(tiny_recipe(tmp_path / "run", tokenizer_folder), tmp_path)
+    status, said = interrupted(tmp_path, "step", "train", "--config", str(recipe))
+    assert status == 130, said
+    assert said.splitlines()[-1] == (
+        "wedlm train: interrupted while compiling; the same command goes on from the newest state"
+    )
+    assert not list((tmp_path / "run").glob("checkpoints/*"))

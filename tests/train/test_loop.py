@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-import train.start
 from tests.examples.checkpoints import assert_same_bits, hf_values
 from tests.examples.tiny_run import (
     ARCHITECTURE,
@@ -22,23 +20,13 @@ from tests.examples.tiny_run import (
     tiny_recipe,
 )
 from train.loop import train as run_training
-from train.recipe.config import DataSection, ModelSection, OptimizerSection
-from train.start import packed_dataset
-from train.start import tokenizer_folder as tokenizer_folder_of
+from train.recipe.config import ModelSection, OptimizerSection
 from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.checkpoint.load import load_checkpoint
 from wedlm_jax.config import read_config_json
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_device() -> Iterator[None]:
-    """The tests have eight, which a recipe would use."""
-    with pytest.MonkeyPatch.context() as patch:
-        on_devices(patch, 1)
-        yield
 
 
 def test_a_run_that_was_killed_and_resumed_is_the_uninterrupted_run(
@@ -122,7 +110,7 @@ def test_wedlm_training_continues_an_ar_checkpoint(tokenizer_folder: Path, tmp_p
         "gradient_norm",
         "learning_rate",
         "skipped",
-        "epoch",
+        f"epoch/{next(iter(first.data.sources))}",
     }
     assert norms < names
     # A learning rate of nothing gives back what was loaded: tokenizer and parameters.
@@ -145,46 +133,6 @@ def test_wedlm_training_continues_an_ar_checkpoint(tokenizer_folder: Path, tmp_p
     assert_same_bits(hf_values(folder), values)
 
 
-def test_a_run_without_a_tokenizer_trains_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(train.start, "TOKENIZER_SAMPLES", 50)
-    folder = tokenizer_folder_of(tiny_recipe(tmp_path, None), tmp_path)
-    assert Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size() == 300
-    # The second call reads what the first one made.
-    monkeypatch.setattr(train.start, "train_tokenizer", None)
-    assert tokenizer_folder_of(tiny_recipe(tmp_path, None), tmp_path) == folder
-
-
-def test_packed_rows_are_made_anew_when_the_data_changes(
-    tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
-
-    def rows(**changes: object) -> np.ndarray:
-        config = tiny_recipe(tmp_path, tokenizer_folder, **changes)
-        return packed_dataset(config, tmp_path, tokenizer, 0).arrays["tokens"]
-
-    first = rows()
-    assert "packing" in capsys.readouterr().out
-    np.testing.assert_array_equal(rows(steps=9), first)
-    assert "packing" not in capsys.readouterr().out
-    assert rows(row_length=160).shape[1] == 160
-    assert "packing" in capsys.readouterr().out
-    fewer = DataSection(samples=20, weights={"reasoning": 1.0}, tokenizer=str(tokenizer_folder))
-    assert len(rows(data=fewer)) < len(first)
-
-
-def test_samples_too_long_for_a_row_are_counted_aloud(
-    tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
-    config = tiny_recipe(tmp_path, tokenizer_folder)
-    dataset = packed_dataset(config, tmp_path, tokenizer, 0)
-    assert 0 < dataset.skipped < 40
-    assert f"{dataset.skipped} samples too long and left out" in capsys.readouterr().out
-
-
 def test_a_warm_up_that_leaves_no_step_is_refused(tokenizer_folder: Path, tmp_path: Path) -> None:
     config = tiny_recipe(
         tmp_path / "run", tokenizer_folder, optimizer=OptimizerSection(warmup_steps=4)
@@ -199,6 +147,22 @@ def test_a_tokenizer_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> No
     empty.mkdir()
     with pytest.raises(InputError, match=r"empty: no tokenizer\.json in this folder"):
         run_training(tiny_recipe(tmp_path / "run", empty))
+
+
+def test_what_a_run_lacks_is_told_before_anything_is_made(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    config = tiny_recipe(tmp_path / "run", tokenizer_folder)
+    config.data.tokenizer = None
+    with pytest.raises(InputError, match=r"data\.tokenizer: expected the folder"):
+        run_training(config)
+    config.evaluation.every = 2
+    with pytest.raises(InputError, match=r"evaluation\.source: expected a folder of held-out"):
+        run_training(config)
+    config.data.sources = {}
+    with pytest.raises(InputError, match=r"data\.sources: expected the folders to train on"):
+        run_training(config)
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_unknown_field_value_of_the_architecture_is_refused(

@@ -12,16 +12,23 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 from tests.examples.checkpoints import assert_same_bits, hf_values
 from tests.examples.tiny_run import metric_lines, on_devices, run_until_killed, tiny_recipe
+from tests.examples.train_step import (
+    DIVIDED,
+    KEY,
+    assert_same_gradients,
+    fresh_state,
+    named,
+    optimizer,
+    run_steps,
+)
 from tests.examples.training import BLOCK, MASK_TOKEN, TINY, packed, random_sample, tiny_transformer
 from tests.jaxpr_shapes import arrays_in
 from train.loop import train as run_training
-from train.optimizer import make_optimizer
 from train.program import make_program
 from train.recipe.config import EvaluationSection, LoraSection, ModelSection, TrainConfig
 from train.step import (
@@ -42,16 +49,8 @@ from wedlm_jax.model.lora import LoraConfig, merged_kernel, with_adapters
 from wedlm_jax.sharding import batch_sharding, make_mesh, tree_shardings
 
 LORA = LoraConfig(rank=2, alpha=6.0)
-KEY = jax.random.key(3)
-# Sizes that a mesh of eight devices divides.
 MODEL = with_adapters(
-    tiny_transformer(
-        vocab_size=104,
-        hidden_size=16,
-        intermediate_size=24,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-    ),
+    tiny_transformer(**DIVIDED),
     LORA,
     nnx.Rngs(params=1),
 )
@@ -62,21 +61,14 @@ def objective(**changes: object) -> Objective:
     return Objective("wedlm", BLOCK, MASK_TOKEN, LossConfig(chunk=8, **changes))  # type: ignore[arg-type]
 
 
-def optimizer() -> optax.GradientTransformationExtraArgs:
-    schedule = optax.constant_schedule(0.01)
-    return make_optimizer(schedule, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=0.5)
-
-
 def adapters(seed: int = 0) -> nnx.State:
     """Adapters that have been trained: none of their gradients is zero."""
     random = np.random.default_rng(seed)
     return jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape) / 4, x.dtype), FIRST)
 
 
-def fresh_state() -> TrainState:
-    parameters = adapters()
-    moments = optimizer().init(parameters)
-    return TrainState(jnp.int32(0), parameters, moments, frozen=jax.tree.map(jnp.array, FROZEN))
+def adapted_state() -> TrainState:
+    return fresh_state(parameters=adapters(), frozen=FROZEN)
 
 
 @cache
@@ -93,24 +85,11 @@ step = make_train_step(GRAPH, optimizer(), objective())
 
 @cache
 def on_one_device() -> tuple[list[Metrics], TrainState]:
-    return run(fresh_state(), rows()[0])
-
-
-def run(state: TrainState, batch: PackedRows) -> tuple[list[Metrics], TrainState]:
-    seen = []
-    for _ in range(2):
-        state, metrics = step(state, batch, KEY)
-        seen.append(jax.device_get(metrics))
-    return seen, jax.device_get(state)
-
-
-def named(tree: nnx.State) -> dict[str, np.ndarray]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(p, simple=True, separator="/"): np.asarray(x) for p, x in leaves}
+    return run_steps(step, adapted_state(), [rows()[0]] * 2)
 
 
 def test_gradients_are_those_of_merged_kernels() -> None:
-    plain, _ = nnx.split(tiny_transformer(**_sizes()))
+    plain, _ = nnx.split(tiny_transformer(**DIVIDED))
     batch = rows()
 
     @jax.jit
@@ -134,18 +113,8 @@ def test_gradients_are_those_of_merged_kernels() -> None:
 
     ours, theirs, loss, merged_loss = both(adapters())
     assert float(loss) == pytest.approx(float(merged_loss), rel=1e-5)
-    expected = named(theirs)
-    assert len(expected) == 14
-    for name, value in named(ours).items():
-        scale = np.abs(expected[name]).max()
-        assert scale > 0, name
-        np.testing.assert_allclose(value / scale, expected[name] / scale, atol=2e-5, err_msg=name)
-
-
-def _sizes() -> dict[str, int]:
-    names = ("vocab_size", "hidden_size", "intermediate_size")
-    names += ("num_attention_heads", "num_key_value_heads")
-    return {name: getattr(MODEL.config, name) for name in names}
+    assert len(named(theirs)) == 14
+    assert_same_gradients(ours, theirs)
 
 
 def test_a_step_changes_adapters_and_nothing_else() -> None:
@@ -169,10 +138,12 @@ def test_a_step_changes_adapters_and_nothing_else() -> None:
     ids=str,
 )
 def test_on_a_mesh_it_is_the_step_of_one_device(layout: dict[str, int]) -> None:
-    mesh, state = make_mesh(layout), fresh_state()
+    mesh, state = make_mesh(layout), adapted_state()
     state = jax.device_put(state, tree_shardings(mesh, state))
     with jax.set_mesh(mesh):
-        metrics, found = run(state, jax.device_put(rows()[0], batch_sharding(mesh)))
+        metrics, found = run_steps(
+            step, state, [jax.device_put(rows()[0], batch_sharding(mesh))] * 2
+        )
         kept = step(jax.device_put(found, tree_shardings(mesh, found)), rows()[0], KEY)[0]
     expected_metrics, expected = on_one_device()
     for own, one in zip(jax.tree.leaves(metrics), jax.tree.leaves(expected_metrics), strict=True):
@@ -180,13 +151,8 @@ def test_on_a_mesh_it_is_the_step_of_one_device(layout: dict[str, int]) -> None:
     for own, one in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(own, one, rtol=2e-4, atol=2e-5)
     # Each adapter has one side that is cut, by the axes of its kernel.
-    for name, value in named_arrays(kept.parameters).items():
-        assert len({shard.index for shard in map(_hashable, value.addressable_shards)}) == 2, name
-
-
-def named_arrays(tree: nnx.State) -> dict[str, jax.Array]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in leaves}
+    for path, value in jax.tree.leaves_with_path(kept.parameters):
+        assert len({shard.index for shard in map(_hashable, value.addressable_shards)}) == 2, path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,9 +276,8 @@ def test_a_state_holds_adapters_and_their_moments_alone(whole_run: Path) -> None
 
 @pytest.mark.full
 def test_a_run_that_was_killed_goes_on_without_the_checkpoint_it_began_with(
-    whole_run: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole_run: Path, base: Path, tmp_path: Path
 ) -> None:
-    on_devices(monkeypatch, 1)
     start = shutil.copytree(base, tmp_path / "start")
     config = lora_recipe(tmp_path / "run", start, checkpoint_every=2)
     run_until_killed(config, 3)
@@ -335,12 +300,9 @@ def test_a_run_that_was_killed_goes_on_without_the_checkpoint_it_began_with(
 
 
 @pytest.mark.full
-def test_a_run_averages_and_evaluates_its_adapters(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_averages_and_evaluates_its_adapters(base: Path, tmp_path: Path) -> None:
     """In the first step the rate is 0, so the run evaluates the model that it began with, merged:
     twice, before and after it."""
-    on_devices(monkeypatch, 1)
     section = EvaluationSection(every=1, rows=2, prompts=1, max_tokens=4)
     config = lora_recipe(tmp_path, base, evaluation=section, steps=2)
     config.optimizer.average = 0.9
@@ -354,10 +316,7 @@ def test_a_run_averages_and_evaluates_its_adapters(
     assert 0 < np.abs(values[name] - before[name]).max() < 1
 
 
-def test_adapters_need_a_model_to_begin_with(
-    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_devices(monkeypatch, 1)
+def test_adapters_need_a_model_to_begin_with(tokenizer_folder: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, tokenizer_folder, lora=LoraSection(rank=2))
     with pytest.raises(InputError, match=r"lora\.rank needs model\.init_from"):
         run_training(recipe)

@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
+from tests.examples.train_step import named
 from tests.examples.training import tiny_transformer
 from train.optimizer import MUON_RMS, averaged_parameters, decayed, make_optimizer
 
@@ -18,11 +19,6 @@ PARAMETERS = nnx.state(tiny_transformer())
 RATE, DECAY = 0.01, 0.1
 FIRST = jnp.int32(0)
 SETTINGS: dict[str, Any] = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "clip_norm": 1e9}
-
-
-def named(tree: Any) -> dict[str, Any]:
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is None)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
 
 
 def random_gradients(seed: int) -> nnx.State:

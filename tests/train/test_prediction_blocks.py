@@ -15,10 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples.data import CHAT, EMBEDDED, NumberedRows, tokenised, write_jsonl
-from tests.examples.tiny_run import metric_lines, on_devices, run_until_killed, tiny_recipe
-from tests.examples.training import BLOCK, packed, random_sample
-from tests.reference.training import MaskedSample
-from tests.train.test_step import (
+from tests.examples.tiny_run import metric_lines, run_until_killed, tiny_recipe
+from tests.examples.train_step import (
     KEY,
     OBJECTIVE,
     assert_same,
@@ -27,8 +25,10 @@ from tests.train.test_step import (
     micro_batches,
     wedlm_step,
 )
+from tests.examples.training import BLOCK, packed, random_sample
+from tests.reference.training import MaskedSample
 from train.data.manifest import MANIFEST, read_manifest
-from train.data.placed import PlacedRows
+from train.data.order import StepRows
 from train.loop import train as run_training
 from train.prediction_blocks import (
     blocks_of_rows,
@@ -151,12 +151,8 @@ def chat_recipe(output: Path, folder: Path, **changes: object) -> TrainConfig:
 
 @pytest.mark.full
 def test_a_run_leaves_prompts_out_by_itself_and_learns_the_same(
-    chats: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    on_devices(monkeypatch, 1)
     most = read_manifest(chats).most_trainable_blocks
     assert most is not None
     assert 1 < most < 8
@@ -177,12 +173,8 @@ def test_a_run_leaves_prompts_out_by_itself_and_learns_the_same(
 
 @pytest.mark.full
 def test_a_run_goes_on_bit_for_bit(
-    chats: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    on_devices(monkeypatch, 1)
     config = chat_recipe(tmp_path / "resumed", chats, checkpoint_every=2)
     run_until_killed(config, 3)
     run_training(config)
@@ -217,13 +209,16 @@ def test_a_row_that_needs_more_is_refused_by_name() -> None:
             trainable = np.arange(32) < index * BLOCK
             return {**super().__getitem__(index), "trainable": trainable}
 
-    rows = PlacedRows(Rows(9, length=32), BLOCK, 3)
-    assert rows[0]["prediction_blocks"].tolist() == [8, 8, 8]
-    assert rows[3]["prediction_blocks"].tolist() == [0, 1, 2]
+    steps = StepRows([(Rows(4, length=32), 1.0)], seed=0, shape=(1, 4), blocks=(BLOCK, 3))
+    read = steps.read(0, range(4))
+    by_number = dict(zip(read["tokens"][0, :, 0], read["prediction_blocks"][0], strict=True))
+    assert by_number[0].tolist() == [8, 8, 8]
+    assert by_number[3].tolist() == [0, 1, 2]
+    steps = StepRows([(Rows(5, length=32), 1.0)], seed=0, shape=(1, 5), blocks=(BLOCK, 3))
     with pytest.raises(
         InputError, match="from 0: row 4: 4 blocks have tokens to train on, more than 3"
     ):
-        rows[4]
+        steps.read(0, range(5))
 
 
 @pytest.mark.parametrize(

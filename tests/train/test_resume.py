@@ -8,13 +8,11 @@ import re
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
 
 from tests.examples.data import EMBEDDED, ROW, documents, tokenised, write_jsonl
 from tests.examples.tiny_run import (
     ARCHITECTURE,
     metric_lines,
-    on_devices,
     run_until_killed,
     tiny_recipe,
 )
@@ -45,9 +43,8 @@ def begun(config: TrainConfig, step: int = 2) -> None:
 
 def begin(config: TrainConfig, *, allow_changed: bool = False) -> None:
     Path(config.output).mkdir(exist_ok=True)
-    tokenizer = Tokenizer.from_file(str(Path(config.data.tokenizer or "") / "tokenizer.json"))
     states = [int(path.name) for path in (Path(config.output) / "checkpoints").glob("*")]
-    begin_or_resume(config, tokenizer, Path(config.output), states, allow_changed=allow_changed)
+    begin_or_resume(config, Path(config.output), states, allow_changed=allow_changed)
 
 
 def with_sources(output: Path, sources: dict[Path, float], **changes: object) -> TrainConfig:
@@ -69,13 +66,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.mark.full
 def test_a_run_goes_on_with_a_changed_recipe_when_that_is_allowed(
-    finished: Path,
-    tokenizer_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    finished: Path, tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    on_devices(monkeypatch, 1)
     config = tiny_recipe(tmp_path, tokenizer_folder, checkpoint_every=2)
     run_until_killed(config, 2)
     assert "not as before" not in capsys.readouterr().out
@@ -241,21 +233,6 @@ def test_the_same_rows_a_step_in_other_portions_are_not_refused(
     ]
 
 
-def test_another_corpus_is_refused_and_a_tokenizer_that_moved_is_not(
-    tokenizer_folder: Path, tmp_path: Path
-) -> None:
-    config = tiny_recipe(tmp_path / "run", tokenizer_folder)
-    begun(config)
-    moved = tmp_path / "moved"
-    moved.mkdir()
-    (moved / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
-    begin(tiny_recipe(tmp_path / "run", moved))
-    for changes in ({"samples": 50}, {"corpus_seed": 1}, {"end_tokens": 2}):
-        data = dataclasses.replace(config.data, **changes)
-        with pytest.raises(InputError, match="the rows were of the synthetic corpus"):
-            begin(dataclasses.replace(config, data=data))
-
-
 def test_sources_are_told_by_content_weight_and_order(
     folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,9 +255,8 @@ def test_sources_are_told_by_content_weight_and_order(
 
 @pytest.mark.full
 def test_losses_and_tokens_of_each_source_are_logged_through_phases_and_a_restart(
-    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    on_devices(monkeypatch, 1)
     a, b = folders
     phases = [PhaseSection(from_step=2, sources={str(b): 1.0})]
     intervals = {"checkpoint_every": 1, "log_every": 2, "phases": phases}

@@ -8,12 +8,11 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
+from tests.examples.train_step import DIVIDED, KEY, fresh_state, optimizer, run_steps
 from tests.examples.training import BLOCK, MASK_TOKEN, packed, random_sample, tiny_transformer
-from train.optimizer import make_optimizer
 from train.step import (
     Metrics,
     Objective,
@@ -29,14 +28,7 @@ from wedlm_jax.packing import prediction_blocks, trainable_blocks
 from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh, tree_shardings
 
 LENGTH, ROWS, STEPS = 32, 8, 3
-KEY = jax.random.key(3)
-MODEL = tiny_transformer(
-    vocab_size=104,
-    hidden_size=16,
-    intermediate_size=24,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-)
+MODEL = tiny_transformer(**DIVIDED)
 GRAPH, PARAMETERS = nnx.split(MODEL)
 LAYOUTS = {
     "fsdp": {"fsdp": 8},
@@ -44,11 +36,6 @@ LAYOUTS = {
     "mixed": {"data": 2, "fsdp": 2, "tensor": 2},
     "sequence": {"fsdp": 2, "tensor": 2, "sequence": 2},
 }
-
-
-def optimizer() -> optax.GradientTransformationExtraArgs:
-    schedule = optax.constant_schedule(0.01)
-    return make_optimizer(schedule, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, clip_norm=0.5)
 
 
 def objective(attention: str) -> Objective:
@@ -59,11 +46,6 @@ def objective(attention: str) -> Objective:
 def step_of(attention: str):  # type: ignore[no-untyped-def]
     """One for all tests: what it has compiled for a mesh serves the next."""
     return make_train_step(GRAPH, optimizer(), objective(attention))
-
-
-def fresh_state() -> TrainState:
-    parameters = jax.tree.map(jnp.array, PARAMETERS)
-    return TrainState(jnp.int32(0), parameters, optimizer().init(parameters))
 
 
 @cache
@@ -93,15 +75,7 @@ def without_prompts(rows: PackedRows) -> PackedRows:
 
 @cache
 def on_one_device() -> tuple[list[Metrics], TrainState]:
-    return run(step_of("streams"), fresh_state(), batches())
-
-
-def run(step, state, rows):  # type: ignore[no-untyped-def]
-    seen = []
-    for batch in rows:
-        state, metrics = step(state, batch, KEY)
-        seen.append(jax.device_get(metrics))
-    return seen, jax.device_get(state)
+    return run_steps(step_of("streams"), fresh_state(parameters=PARAMETERS), batches())
 
 
 @pytest.mark.parametrize(
@@ -122,12 +96,12 @@ def test_losses_gradients_and_parameters_equal_those_of_one_device(
 ) -> None:
     """Also where the prompts are not in the prediction stream, and there they are."""
     mesh = make_mesh(LAYOUTS[layout])
-    state = fresh_state()
+    state = fresh_state(parameters=PARAMETERS)
     state = jax.device_put(state, tree_shardings(mesh, state))
     given = batches() if prompts else [without_prompts(batch) for batch in batches()]
     rows = [jax.device_put(batch, batch_sharding(mesh)) for batch in given]
     with jax.set_mesh(mesh):
-        losses, state = run(step_of(attention), state, rows)
+        losses, state = run_steps(step_of(attention), state, rows)
     expected_losses, expected = on_one_device()
     for own, one in zip(losses, expected_losses, strict=True):
         assert jax.tree.structure(own) == jax.tree.structure(one)
@@ -140,7 +114,7 @@ def test_losses_gradients_and_parameters_equal_those_of_one_device(
 
 def test_every_matrix_and_its_moments_are_cut_and_stay_so() -> None:
     mesh = make_mesh(LAYOUTS["mixed"])
-    state = fresh_state()
+    state = fresh_state(parameters=PARAMETERS)
     state = jax.device_put(state, tree_shardings(mesh, state))
     rows = jax.device_put(batches()[0], batch_sharding(mesh))
     with jax.set_mesh(mesh):

@@ -13,14 +13,23 @@ import optax
 import pytest
 from flax import nnx
 
-from tests.examples.tiny_run import ARCHITECTURE, metric_lines, on_devices, tiny_recipe
-from train.data.order import global_order
-from train.data.synthetic import load_dataset
+from tests.examples.tiny_run import ARCHITECTURE, metric_lines, tiny_recipe
+from train.data.manifest import read_manifest
+from train.data.order import StepRows
+from train.data.shards import ShardRows
 from train.loop import train as run_training
 from train.optimizer import make_optimizer
 from train.recipe.config import ModelSection, OptimizerSection, TrainConfig
-from train.skipped_steps import NORM_DECAY, Guard, GuardState, judge
-from train.step import TrainState, accumulate, make_train_step, prepare
+from train.step import (
+    NORM_DECAY,
+    Guard,
+    GuardState,
+    TrainState,
+    accumulate,
+    judge,
+    make_train_step,
+    prepare,
+)
 from wedlm_jax.errors import InputError
 
 
@@ -66,12 +75,8 @@ def broken(output: Path, tokenizer: Path, **changes: object) -> TrainConfig:
 
 @pytest.mark.full
 def test_a_run_whose_loss_is_no_number_stops_and_names_the_batches(
-    tokenizer_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    on_devices(monkeypatch, 1)
     optimizer = OptimizerSection(learning_rate=0.01, warmup_steps=1, max_skipped=3)
     config = broken(tmp_path, tokenizer_folder, optimizer=optimizer)
     with pytest.raises(InputError, match=r"step 3: 3 steps in a row were skipped.*skipped\.jsonl"):
@@ -82,14 +87,16 @@ def test_a_run_whose_loss_is_no_number_stops_and_names_the_batches(
     lines = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
     assert [(line["step"], line["batch"]) for line in lines] == [(1, 1), (2, 2), (3, 3)]
     assert {line["gradient_norm"] for line in lines} == {None}
-    rows = load_dataset(tmp_path / "rows.npz").row_sets()
-    order = global_order(rows, seed=config.seed, batch_rows=4)
+    [folder] = map(Path, config.data.sources)
+    manifest = read_manifest(folder)
+    rows = ShardRows(folder, manifest, 0)
+    steps = StepRows([(rows, 1.0)], seed=config.seed, shape=(2, 2))
     for batch, line in enumerate(lines):
         [files] = line["rows"]  # one process
-        assert list(files) == [str(tmp_path / "rows.npz")]
-        read = sorted(order[4 * batch + i]["tokens"].tolist() for i in range(4))
-        named = files[str(tmp_path / "rows.npz")]
-        assert sorted(rows[0][0][number]["tokens"].tolist() for number in named) == read
+        [(file, named)] = files.items()
+        assert file == str(folder / manifest.shards[0].file)
+        read = sorted(steps.read(batch, range(2))["tokens"].reshape(4, -1).tolist())
+        assert sorted(rows[number]["tokens"].tolist() for number in named) == read
     assert [line["step"] for line in metric_lines(tmp_path)] == [1, 2]
     assert not (tmp_path / "hf").exists()
     # The same command goes on behind them, and counts from there: this step is the first.
@@ -100,7 +107,7 @@ def test_a_run_whose_loss_is_no_number_stops_and_names_the_batches(
 
 
 def test_a_skipped_step_changes_nothing_but_the_count() -> None:
-    from tests.train.test_step import KEY, fresh_state, named, training_rows, wedlm_step
+    from tests.examples.train_step import KEY, fresh_state, named, training_rows, wedlm_step
 
     spoilt = fresh_state()
     scale = spoilt.parameters["norm"]["scale"]
@@ -119,7 +126,7 @@ def test_a_skipped_step_changes_nothing_but_the_count() -> None:
 @pytest.mark.full
 def test_the_learning_rate_moves_on_and_the_bias_correction_does_not() -> None:
     """Steps 0 and 2 are taken, 1 is not: by values, from the gradients alone."""
-    from tests.train.test_step import (
+    from tests.examples.train_step import (
         B1,
         B2,
         EPSILON,

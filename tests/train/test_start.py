@@ -61,11 +61,11 @@ def test_weights_that_are_not_there_are_refused_before_anything_is_compiled(
 def test_a_refused_run_leaves_no_folder(described: Path, tmp_path: Path) -> None:
     config = tiny_recipe(tmp_path / "run", EMBEDDED)
     config.model = ModelSection(init_from=str(described))
-    with pytest.raises(InputError, match="neither model"):
+    with pytest.raises(InputError, match="neither a Hugging Face checkpoint"):
         train(config)
     assert not (tmp_path / "run").exists()
     (tmp_path / "run").mkdir()
-    with pytest.raises(InputError, match="neither model"):
+    with pytest.raises(InputError, match="neither a Hugging Face checkpoint"):
         train(config)
     assert (tmp_path / "run").exists(), "one that was there is not the run's to remove"
 

@@ -3,103 +3,57 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples.train_step import (
+    B1,
+    B2,
+    CHUNK,
+    CLIP_NORM,
+    EPSILON,
+    GRAPH,
+    KEY,
+    LEARNING_RATE,
+    LENGTH,
+    OBJECTIVE,
+    PARAMETERS,
+    WEIGHT_DECAY,
+    assert_same,
+    fresh_state,
+    global_batch,
+    gradients_of,
+    micro_batches,
+    named,
+    optimizer,
+    training_rows,
+    wedlm_step,
+)
 from tests.examples.training import BLOCK, MASK_TOKEN, packed, random_sample, tiny_transformer
 from tests.jaxpr_shapes import shapes_in
-from train.optimizer import decayed, make_optimizer
+from train.optimizer import decayed
 from train.step import (
     Objective,
     TrainState,
     accumulate,
+    group_norms,
     make_evaluation_step,
     make_train_step,
     prepare,
-    prepare_given,
 )
 from wedlm_jax.corruption import PackedRows, dual_stream, sample_masks
 from wedlm_jax.loss import LossConfig
 
-LENGTH, CHUNK = 32, 4
-LEARNING_RATE, WEIGHT_DECAY, CLIP_NORM = 0.01, 0.1, 0.5
-B1, B2, EPSILON = 0.9, 0.95, 1e-8
-
-OBJECTIVE = Objective("wedlm", BLOCK, MASK_TOKEN, LossConfig(chunk=CHUNK))
 AR_OBJECTIVE = Objective("ar", BLOCK, None, LossConfig(chunk=CHUNK))
-GRAPH, PARAMETERS = nnx.split(tiny_transformer())
-KEY = jax.random.key(11)
 
 
-def optimizer() -> optax.GradientTransformationExtraArgs:
-    return make_optimizer(
-        optax.constant_schedule(LEARNING_RATE),
-        b1=B1,
-        b2=B2,
-        eps=EPSILON,
-        weight_decay=WEIGHT_DECAY,
-        clip_norm=CLIP_NORM,
-    )
-
-
-def fresh_state(step: int = 0) -> TrainState:
-    """Copies, because the step donates its state."""
-    parameters = jax.tree.map(jnp.array, PARAMETERS)
-    return TrainState(jnp.int32(step), parameters, optimizer().init(parameters))
-
-
-# Both compile once, for [2, 2, L] rows.
-wedlm_step = make_train_step(GRAPH, optimizer(), OBJECTIVE)
 ar_step = make_train_step(GRAPH, optimizer(), AR_OBJECTIVE)
-
-
-def micro_batches(x: jax.Array, steps: int) -> jax.Array:
-    """``[A * R, L]`` to ``[A, R, L]``."""
-    return x.reshape(steps, -1, *x.shape[1:])
-
-
-def global_batch(seed: int = 0) -> tuple[PackedRows, jax.Array, jax.Array]:
-    """Four rows that weigh very differently: one full, one short, one prompt, one empty."""
-    random = np.random.default_rng(seed)
-    full = [random_sample(random, 13), random_sample(random, 15, prompt=4)]
-    short, prompt_only = [random_sample(random, 5, prompt=1)], [random_sample(random, 20, 20)]
-    return packed([full, short, prompt_only, []], LENGTH)
-
-
-def training_rows(seed: int = 0) -> PackedRows:
-    return jax.tree.map(lambda x: micro_batches(x, 2), global_batch(seed)[0])
-
-
-def named(tree: nnx.State) -> dict[str, np.ndarray]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
-
-
-@partial(jax.jit, static_argnames=("steps", "objective"))
-def gradients_of(
-    rows: PackedRows, masked: jax.Array, ratio: jax.Array, *, steps: int, objective: Objective
-) -> tuple:
-    batch = jax.tree.map(lambda x: micro_batches(x, steps), (rows, masked, ratio))
-    return accumulate(GRAPH, PARAMETERS, *prepare_given(objective, *batch))
-
-
-def assert_same(ours: tuple, theirs: tuple) -> None:
-    """Gradients and metrics, up to float32 rounding."""
-    for name, value in theirs[1].items():
-        np.testing.assert_allclose(ours[1][name], value, rtol=1e-5, err_msg=name)
-    expected = named(theirs[0])
-    for name, value in named(ours[0]).items():
-        scale = np.abs(expected[name]).max()
-        assert scale > 0, name
-        np.testing.assert_allclose(value / scale, expected[name] / scale, atol=2e-5, err_msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -326,3 +280,18 @@ def test_the_ar_objective_never_draws_masks():
 def test_wedlm_training_needs_a_mask_token():
     with pytest.raises(ValueError, match="mask_token_id"):
         prepare(dataclasses.replace(OBJECTIVE, mask_token_id=None), training_rows(), KEY)
+
+
+def test_the_groups_are_all_parameters_and_each_is_its_leaves_norm() -> None:
+    parameters = nnx.state(tiny_transformer())
+    norms = group_norms(parameters, "parameter")
+    groups = ("attention", "embedding", "head", "mlp", "norms")
+    assert sorted(norms) == [f"parameter_norm_{group}" for group in groups]
+    squares = sum(float(np.square(x).sum()) for x in jax.tree.leaves(parameters))
+    assert sum(float(x) ** 2 for x in norms.values()) == pytest.approx(squares, rel=1e-5)
+    mlp = [
+        parameters["layers"]["mlp"][f"{name}_proj"]["kernel"][...]
+        for name in ("gate", "up", "down")
+    ]
+    expected = np.sqrt(sum(np.square(x).sum() for x in mlp))
+    assert float(norms["parameter_norm_mlp"]) == pytest.approx(expected, rel=1e-5)

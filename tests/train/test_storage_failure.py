@@ -11,9 +11,14 @@ import pytest
 import train.checkpoint
 from tests.emulated_bucket import Bucket, clients
 from tests.emulated_bucket import bucket as bucket
-from tests.examples.tiny_run import metric_lines, start_command, tiny_recipe, write_recipe
+from tests.examples.tiny_run import (
+    free_port,
+    metric_lines,
+    start_command,
+    tiny_recipe,
+    write_recipe,
+)
 from tests.train.test_checkpoint import assert_is_step, biggest_file, read, state, write
-from tests.train.test_distributed import free_port
 from train.checkpoint import Checkpoints
 from wedlm_jax.checkpoint import storage_errors
 from wedlm_jax.errors import STORAGE_FAILED, StorageFailure

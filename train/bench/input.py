@@ -18,9 +18,7 @@ import numpy as np
 
 from train.data.batches import TrainBatches
 from train.data.manifest import Manifest, read_manifest
-from train.data.row_codec import encode_row
-from train.data.shards import ShardRows, ShardWriter
-from train.data.sources import Sources
+from train.data.shards import ShardRows, ShardWriter, encode_row
 from train.recipe.config import DataSection, TrainConfig
 from wedlm_jax.benchmark import Bar, by_turns
 from wedlm_jax.packing import TokenisedSample, pack
@@ -58,7 +56,7 @@ class InputSpeed:
 
 
 def compare_input(
-    data: Sources, workers: Sequence[int], *, rows: int, batches: int, passes: int, bar: Bar
+    data: ShardRows, workers: Sequence[int], *, rows: int, batches: int, passes: int, bar: Bar
 ) -> list[InputSpeed]:
     """Reads the same batches with each number of workers.
 
@@ -66,7 +64,7 @@ def compare_input(
       rows: of a batch.
       batches: that are timed, after the first, which starts the workers.
     """
-    manifest = data.manifests[0]
+    manifest = data.manifest
     names = {f"{count} workers" if count else "threads": count for count in workers}
     runs = {
         name: partial(_read, data, count, manifest.row_length, rows, batches)
@@ -82,7 +80,7 @@ def compare_input(
 
 
 def _read(
-    data: Sources, workers: int, row_length: int, rows: int, batches: int
+    data: ShardRows, workers: int, row_length: int, rows: int, batches: int
 ) -> tuple[float, float]:
     """Measures rows a second, and milliseconds of this process a row."""
     config = TrainConfig(
@@ -93,7 +91,7 @@ def _read(
         data=DataSection(workers=workers, prefetch=max(2, workers)),
     )
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    with TrainBatches(data, config, place) as stream:
+    with TrainBatches([(data, 1.0)], config, place) as stream:
         jax.block_until_ready(next(stream))
         started, cpu = time.perf_counter(), time.process_time()
         for batch in stream:
@@ -102,17 +100,17 @@ def _read(
     return rows * batches / seconds, cpu / (rows * batches) * 1e3
 
 
-def open_rows(folder: Path) -> Sources:
+def open_rows(folder: Path) -> ShardRows:
     """Opens a folder of `wedlm tokenize`, whatever its tokenizer.
 
     Raises:
       InputError: it is none.
     """
     manifest = read_manifest(folder)
-    return Sources([ShardRows(folder, manifest, 0)], [manifest], [1.0])
+    return ShardRows(folder, manifest, 0)
 
 
-def random_rows(folder: Path, rows: int, row_length: int) -> Sources:
+def random_rows(folder: Path, rows: int, row_length: int) -> ShardRows:
     """Packs documents of random tokens and of lengths that vary into rows.
 
     Args:
@@ -148,4 +146,4 @@ def random_rows(folder: Path, rows: int, row_length: int) -> Sources:
         content=content,
         shards=shards,
     )
-    return Sources([ShardRows(folder, manifest, 0)], [manifest], [1.0])
+    return ShardRows(folder, manifest, 0)

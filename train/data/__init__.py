@@ -8,17 +8,14 @@ The way of a document, once, by `wedlm tokenize`:
     chat          a conversation through the tokenizer's chat template
     parts       the input is cut into parts, made apart by any host, so that a job resumes
     job         samples are packed into rows of one length (`wedlm_jax.packing`)
-    row_codec   a row becomes bytes; shards: bytes become files; manifest: what is in a folder;
-    added_tokens  how often it has tokens that no text should have, the mask token for one
+    shards      rows become files; manifest: what is in a folder
 
 and in every run, by `wedlm train`:
 
-    sources     folders are opened and checked; synthetic: or the seeded corpus is packed
-    order       step s reads these rows of that source: shuffled and mixed by seed and weights
-    placed      with each row come the blocks that are in its prediction stream
+    sources     folders are opened and checked, and how often a run reads each
+    order       step s reads these rows: shuffled and mixed by seed and weights
     batches     each host reads its own rows ahead of the step, and places them on its devices
-    phased      one phase of the recipe after another
-    epochs      how often that reads each source
 
-What then becomes of rows on the devices is `wedlm_jax.corruption`'s. `show` prints rows as text.
+What then becomes of rows on the devices is `wedlm_jax.corruption`'s. `show` prints rows as text,
+`tokenizer` makes a tokenizer.
 """

@@ -1,4 +1,5 @@
-"""Global batches on the mesh, made ahead of the step from the rows that this host holds."""
+"""Global batches on the mesh, made ahead of the step from the rows that this host holds; of one
+phase of a run after another."""
 
 from __future__ import annotations
 
@@ -7,34 +8,22 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from train.data.order import (
-    HostBatch,
-    HostSteps,
-    RowSet,
-    RowsOfSource,
-    Stream,
-    global_order,
-    read_ahead,
-    step_places,
-)
-from train.data.placed import PlacedRows
+from train.data.order import HostBatch, RowSet, StepRows, Stream, read_ahead
 from train.recipe.config import TrainConfig
+from train.recipe.phases import Phase
 from train.recipe.skipped_batches import SkippedBatches
-from train.recipe.streams import leaves_blocks_out
 from wedlm_jax.corruption import PackedRows
+from wedlm_jax.host.processes import say
 
-
-class TrainingRows(Protocol):
-    """Holds what a run reads: sets of packed rows, and the share that each has of a batch."""
-
-    def row_sets(self) -> Sequence[tuple[RowSet, float]]: ...
+RowSets = Sequence[tuple[RowSet, float]]
+"""Packed rows, and the share that each set has of a batch."""
 
 
 class TrainBatches:
@@ -45,15 +34,14 @@ class TrainBatches:
     thread places what they read on the devices.
 
     Args:
-      data: the packed rows.
+      data: the rows to read.
       config: of the run: shape of a batch, seed, last step, and how to read ahead.
       sharding: of the arrays ``[A, R, L]``.
       start: the first step.
       stop: the step after the last; default: the run's.
       first: the step with which the order of the rows begins.
       streams: where the order goes on with each set of rows; default: at its beginning.
-      sources: how many sets of rows the run has, those of other phases too, by the numbers of
-        their streams. Where there are several each row tells its own.
+      sources: how many sets of rows the whole run has; as in `StepRows`.
 
     Attributes:
       input_wait: seconds that `next` has waited for input, all calls together.
@@ -65,7 +53,7 @@ class TrainBatches:
 
     def __init__(
         self,
-        data: TrainingRows,
+        data: RowSets,
         config: TrainConfig,
         sharding: Sharding,
         start: int = 0,
@@ -76,22 +64,29 @@ class TrainBatches:
         sources: int = 1,
     ):
         self.input_wait = 0.0
-        self._first, self._streams = first, streams
         self._shape = (config.accumulation, config.rows, config.row_length)
         self._sharding = sharding
-        sets = _of_sources(data.row_sets(), streams, sources)
-        self._row_sets, self._seed = _placed(sets, config), config.seed
-        order = global_order(
-            self._row_sets,
-            seed=self._seed,
-            batch_rows=config.accumulation * config.rows,
+        self._steps = StepRows(
+            data,
+            seed=config.seed,
+            shape=self._shape[:2],
             streams=streams,
+            first=first,
+            skipped=SkippedBatches.of(config.data.skip),
+            sources=sources,
+            blocks=(config.block_size, config.prediction_blocks)
+            if config.leaves_blocks_out
+            else None,
         )
         self._rows = host_rows(sharding, self._shape)
-        stop = config.steps if stop is None else stop
-        self._skipped = SkippedBatches.of(config.data.skip)
-        steps = HostSteps(order, self._shape[:2], self._rows, start, stop, first, self._skipped)
-        self._ahead = read_ahead(steps, workers=config.data.workers, prefetch=config.data.prefetch)
+        self._ahead = read_ahead(
+            self._steps,
+            self._rows,
+            start,
+            config.steps if stop is None else stop,
+            workers=config.data.workers,
+            prefetch=config.data.prefetch,
+        )
         self._ready: queue.Queue[Any] = queue.Queue(config.data.prefetch)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._fill, name="train-batches", daemon=True)
@@ -115,14 +110,7 @@ class TrainBatches:
 
         Nothing is read, and no process has to ask another.
         """
-        accumulation, batch_rows, _ = self._shape
-        places = step_places(
-            self._row_sets,
-            seed=self._seed,
-            shape=(accumulation, batch_rows),
-            batch=self._skipped.between(self._first, step + 1) - 1,
-            streams=self._streams,
-        )
+        places = self._steps.places(step)
         owners: dict[int, list[Any]] = collections.defaultdict(list)
         for device in list[Any](self._sharding.device_set):
             owners[device.process_index].append(device)
@@ -172,28 +160,67 @@ class TrainBatches:
         return False
 
 
-def _of_sources(
-    row_sets: Sequence[tuple[RowSet, float]], streams: Sequence[Stream] | None, sources: int
-) -> Sequence[tuple[RowSet, float]]:
-    if sources == 1:
-        return row_sets
-    numbers = range(len(row_sets)) if streams is None else [stream.number for stream in streams]
-    return [
-        (RowsOfSource(rows, number, sources), weight)
-        for number, (rows, weight) in zip(numbers, row_sets, strict=True)
-    ]
+class PhasedBatches:
+    """Yields the global `PackedRows` of a run's steps, one phase after another, and says where
+    batches are skipped.
 
+    Args:
+      phases: of the recipe.
+      data: the rows of each.
+      sharding: of the arrays ``[A, R, L]``, whose sizes the phases may change.
+      start: the first step.
+      sources: as in `TrainBatches`.
+    """
 
-def _placed(
-    row_sets: Sequence[tuple[RowSet, float]], config: TrainConfig
-) -> Sequence[tuple[RowSet, float]]:
-    """Has each row's prediction blocks read with it, if the recipe leaves some out."""
-    if not leaves_blocks_out(config):
-        return row_sets
-    return [
-        (PlacedRows(rows, config.block_size, config.prediction_blocks), weight)
-        for rows, weight in row_sets
-    ]
+    def __init__(
+        self,
+        phases: Sequence[Phase],
+        data: Sequence[RowSets],
+        sharding: Sharding,
+        start: int = 0,
+        *,
+        sources: int = 1,
+    ):
+        self._left = [(p, d) for p, d in zip(phases, data, strict=True) if p.stop > start]
+        self._sharding, self._step, self._sources = sharding, start, sources
+        self._skipped = SkippedBatches.of(phases[0].config.data.skip)
+        self._phase, self._batches = self._open()
+        self._earlier: list[tuple[int, Callable[[int], list[dict[str, list[int]]]]]] = []
+
+    def _open(self) -> tuple[Phase, TrainBatches]:
+        phase, data = self._left.pop(0)
+        batches = TrainBatches(
+            data,
+            phase.config,
+            self._sharding,
+            start=self._step,
+            stop=phase.stop,
+            first=phase.first,
+            streams=phase.streams,
+            sources=self._sources,
+        )
+        return phase, batches
+
+    def __next__(self) -> PackedRows:
+        if self._step == self._phase.stop and self._left:
+            self._earlier.append((self._phase.stop, self._batches.read_from))
+            self._batches.close()
+            self._phase, self._batches = self._open()
+        self._step += 1
+        for first, last in self._skipped.passed_by(self._step):
+            say(f"step {self._step}: batches {first} to {last} are skipped (data.skip)")
+        return next(self._batches)
+
+    def read_from(self, step: int) -> list[dict[str, list[int]]]:
+        """Tells what `TrainBatches.read_from` does, of any step since the first."""
+        for stop, read_from in self._earlier:
+            if step < stop:
+                return read_from(step)
+        return self._batches.read_from(step)
+
+    def close(self) -> None:
+        """Ends the threads and processes that read ahead."""
+        self._batches.close()
 
 
 def host_rows(

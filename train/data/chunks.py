@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from train.data.conversations import BESIDE, PAIRS
+from train.data.chat import BESIDE, PAIRS
 from wedlm_jax.errors import InputError, file_error, is_passing, shortened
 from wedlm_jax.records.compressed import DAMAGE, unpacked
 from wedlm_jax.records.files import (

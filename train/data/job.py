@@ -22,13 +22,17 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from train.data.added_tokens import AddedTokens
 from train.data.chunks import RecordChunk, chunks, find_input, input_size
-from train.data.manifest import DataShard, Manifest, read_manifest, tokenizer_fingerprint
+from train.data.manifest import (
+    AddedTokens,
+    DataShard,
+    Manifest,
+    read_manifest,
+    tokenizer_fingerprint,
+)
 from train.data.parts import MALFORMED, PART, PartCounts, PartFolders, cut_into_parts
-from train.data.row_codec import encode_row
 from train.data.samples import ChunkSamples, SampleMaker, SampleOptions, load_tokenizer
-from train.data.shards import ShardWriter
+from train.data.shards import ShardWriter, encode_row
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.atomic import replacing, write_json
 from wedlm_jax.host.processes import Host

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from wedlm_jax.errors import InputError
@@ -144,3 +147,32 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
     content = json.loads(tokenizer.to_str())
     decisive = {name: content.get(name) for name in DECISIVE}
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+
+class AddedTokens:
+    """Counts the tokens that ordinary text is not made of: those added to a tokenizer, and ids that
+    it does not have."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        ordinary = set(tokenizer.get_vocab(with_added_tokens=True).values())
+        ordinary -= set(tokenizer.get_added_tokens_decoder())
+        self._ordinary = np.zeros(max(ordinary, default=0) + 2, bool)  # the last: ids beyond
+        self._ordinary[list(ordinary)] = True
+        self._counts: collections.Counter[int] = collections.Counter()
+
+    def count(self, tokens: np.ndarray) -> None:
+        """Takes in the tokens ``[L]`` of a sample."""
+        ordinary = self._ordinary[np.minimum(tokens, len(self._ordinary) - 1)]
+        self._counts.update(tokens[~ordinary].tolist())
+
+    def by_id(self) -> dict[str, int]:
+        """Returns the counts, the smallest id first."""
+        return {str(token): count for token, count in sorted(self._counts.items())}
+
+
+def added_up(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Returns the sums of counts by id, the smallest id first."""
+    total: collections.Counter[str] = collections.Counter()
+    for one in counts:
+        total.update(one)
+    return dict(sorted(total.items(), key=lambda item: int(item[0])))

@@ -9,9 +9,10 @@ nothing but the number of its step.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any, NamedTuple, Protocol
 
 import grain
@@ -20,6 +21,7 @@ from absl import flags
 
 from train.recipe.skipped_batches import NONE_SKIPPED, SkippedBatches
 from wedlm_jax.errors import InputError
+from wedlm_jax.packing import prediction_blocks
 
 HostBatch = dict[str, np.ndarray]
 
@@ -33,48 +35,6 @@ class RowSet(Protocol):
 
     def place(self, index: int) -> tuple[str, int]:
         """Finds the file that holds row ``index``, and its number there, from 0."""
-
-
-class RowPlaces:
-    """Stands in for a row set: element i is the place of row i, which is not read.
-
-    An order of these tells where the rows of the same order of the sets themselves stand.
-    """
-
-    def __init__(self, rows: RowSet):
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: Any) -> tuple[str, int]:
-        return self._rows.place(int(index))
-
-
-class RowsOfSource:
-    """Adds to each row of a set which of a run's sources it is of, as bool ``[S]``.
-
-    Args:
-      rows: the set.
-      number: of the source.
-      sources: S.
-    """
-
-    def __init__(self, rows: RowSet, number: int, sources: int):
-        self._rows, self._source = rows, np.arange(sources) == number
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: Any) -> dict[str, np.ndarray]:
-        return self._rows[int(index)] | {"source": self._source}
-
-    def __repr__(self) -> str:
-        return f"RowsOfSource({self._rows!r}, {int(self._source.argmax())})"
-
-    def place(self, index: int) -> tuple[str, int]:
-        """Finds a row's file, and its number there."""
-        return self._rows.place(index)
 
 
 class Stream(NamedTuple):
@@ -115,13 +75,14 @@ def check_rows(row_sets: Sequence[tuple[Sized, float]], batch_rows: int) -> None
 
 
 def global_order(
-    row_sets: Sequence[tuple[RowSet | RowPlaces, float]],
+    row_sets: Sequence[tuple[Sized, float]],
     *,
     seed: int,
     batch_rows: int,
     streams: Sequence[Stream] | None = None,
 ) -> grain.MapDataset:
-    """Yields all rows, each set shuffled anew every epoch of its own, mixed by weight, without end.
+    """Yields all rows, each set shuffled anew every epoch of its own, mixed by weight, without end:
+    the number of a row's set here, and its own in the set.
 
     Args:
       row_sets: rows and their share of the order; shares are relative to their sum.
@@ -134,101 +95,130 @@ def global_order(
     """
     check_rows(row_sets, batch_rows)
     orders = []
-    for (row_set, _), stream in zip(
-        row_sets, streams or map(Stream, range(len(row_sets))), strict=True
-    ):
-        source = grain.MapDataset.source(row_set)  # type: ignore[arg-type]
-        order = source.seed(seed + stream.number).shuffle().repeat()
-        orders.append(order[stream.taken :] if stream.taken else order)
+    for number, (row_set, _) in enumerate(row_sets):
+        stream = streams[number] if streams else Stream(number)
+        order = grain.MapDataset.range(len(row_set)).seed(seed + stream.number).shuffle().repeat()
+        order = order[stream.taken :] if stream.taken else order
+        orders.append(order.map(functools.partial(_of_set, number)))
     if len(orders) == 1:
         return orders[0]
     return grain.MapDataset.mix(orders, [weight for _, weight in row_sets])
 
 
-class HostSteps:
-    """Gives this host's share of step ``start + i`` as element i: arrays ``[A, len(rows), ...]``,
-    each with the last axis that it has in a row.
+def _of_set(number: int, row: int) -> tuple[int, int]:
+    return number, int(row)
+
+
+class StepRows:
+    """Tells what the steps of a phase read: the rows themselves, and where they stand.
 
     Args:
-      order: as from `global_order`.
+      row_sets: as in `global_order`.
+      seed, streams: likewise.
       shape: (A, R) of a global batch.
-      rows: which of the R rows this host holds, ascending.
-      start, stop: the first step, and the one after the last.
       first: the step with which the order begins.
       skipped: batches of the order that no step reads.
+      sources: how many sets of rows the run has, those of other phases too, by the numbers of
+        their streams. Where there are several each row tells its own, as bool ``[S]``.
+      blocks: B and P, of the prediction blocks whose places stand with each row; default: all of
+        a row's blocks are in its prediction stream.
     """
 
     def __init__(
         self,
-        order: grain.MapDataset,
+        row_sets: Sequence[tuple[RowSet, float]],
+        *,
+        seed: int,
         shape: tuple[int, int],
-        rows: Sequence[int],
-        start: int,
-        stop: int,
+        streams: Sequence[Stream] | None = None,
         first: int = 0,
         skipped: SkippedBatches = NONE_SKIPPED,
+        sources: int = 1,
+        blocks: tuple[int, int] | None = None,
     ):
-        self._order, self._shape, self._rows = order, shape, [int(row) for row in rows]
-        self._start, self._stop, self._first = start, stop, first
-        self._skipped = skipped
+        batch_rows = shape[0] * shape[1]
+        self._order = global_order(row_sets, seed=seed, batch_rows=batch_rows, streams=streams)
+        self._sets = [rows for rows, _ in row_sets]
+        self._streams = streams or list(map(Stream, range(len(row_sets))))
+        self._shape, self._first, self._skipped = shape, first, skipped
+        self._sources, self._blocks = sources, blocks
 
-    def __len__(self) -> int:
-        return max(self._stop - self._start, 0)
-
-    def __getitem__(self, index: Any) -> HostBatch:
+    def _numbers(self, step: int, rows: Iterable[int]) -> list[tuple[int, int]]:
+        """Returns set and number of the rows of a step, ``[A * len(rows)]``."""
         accumulation, batch_rows = self._shape
         # Steps are counted from 0 here, so that the batch of step s is the s + 1st of the run.
-        batch = self._skipped.between(self._first, self._start + int(index) + 1) - 1
-        first = batch * accumulation * batch_rows
-        picked = [
-            self._order[first + turn * batch_rows + row]
-            for turn in range(accumulation)
-            for row in self._rows
-        ]
-        leading = (accumulation, len(self._rows))
+        batch = self._skipped.between(self._first, step + 1) - 1
+        turns = range(batch * accumulation, (batch + 1) * accumulation)
+        rows = list(rows)
+        return [self._order[turn * batch_rows + row] for turn in turns for row in rows]
+
+    def read(self, step: int, rows: Sequence[int]) -> HostBatch:
+        """Reads those of the R rows of a step, ascending: arrays ``[A, len(rows), ...]``, each with
+        the last axis that it has in a row.
+
+        Raises:
+          InputError: naming a row that cannot be read, or needs more blocks than there is room for.
+        """
+        picked = [self._row(*number) for number in self._numbers(step, rows)]
+        leading = (self._shape[0], len(rows))
         return {
             name: np.stack([row[name] for row in picked]).reshape(*leading, -1)
             for name in picked[0]
         }
 
+    def _row(self, number: int, index: int) -> dict[str, np.ndarray]:
+        row = self._sets[number][index]
+        if self._sources > 1:
+            row = row | {"source": np.arange(self._sources) == self._streams[number].number}
+        if self._blocks is not None:
+            try:
+                places = prediction_blocks(row["trainable"], *self._blocks)
+            except ValueError as error:
+                file, place = self._sets[number].place(index)
+                raise InputError(
+                    f"{file}: row {place}: {error}, as prediction_blocks has"
+                ) from None
+            row = row | {"prediction_blocks": places}
+        return row
+
+    def places(self, step: int) -> list[list[tuple[str, int]]]:
+        """Finds the rows of a step, which are not read: the file and the number there, for
+        ``[A][R]``."""
+        accumulation, batch_rows = self._shape
+        found = [self._sets[n].place(i) for n, i in self._numbers(step, range(batch_rows))]
+        return [found[turn * batch_rows :][:batch_rows] for turn in range(accumulation)]
+
+
+class _HostSteps:
+    """Gives grain one host's share of step ``start + i`` as element i."""
+
+    def __init__(self, steps: StepRows, rows: Sequence[int], start: int, stop: int):
+        self._steps, self._rows = steps, [int(row) for row in rows]
+        self._start, self._stop = start, stop
+
+    def __len__(self) -> int:
+        return max(self._stop - self._start, 0)
+
+    def __getitem__(self, index: Any) -> HostBatch:
+        return self._steps.read(self._start + int(index), self._rows)
+
     def __repr__(self) -> str:
-        return f"HostSteps({self._start}, {self._stop})"
+        return f"_HostSteps({self._start}, {self._stop})"
 
 
-def step_places(
-    row_sets: Sequence[tuple[RowSet, float]],
-    *,
-    seed: int,
-    shape: tuple[int, int],
-    batch: int,
-    streams: Sequence[Stream] | None = None,
-) -> list[list[tuple[str, int]]]:
-    """Finds the rows of a global batch: the file and the number there, for ``[A][R]``.
-
-    Args:
-      row_sets, seed, streams: as in `global_order`.
-      shape: (A, R).
-      batch: from 0, the order's first.
-    """
-    places = [(RowPlaces(rows), weight) for rows, weight in row_sets]
-    accumulation, batch_rows = shape
-    order = global_order(places, seed=seed, batch_rows=accumulation * batch_rows, streams=streams)
-    first = batch * accumulation * batch_rows
-    return [
-        [order[first + turn * batch_rows + row] for row in range(batch_rows)]
-        for turn in range(accumulation)
-    ]
-
-
-def read_ahead(steps: HostSteps, *, workers: int, prefetch: int) -> Iterator[HostBatch]:
+def read_ahead(
+    steps: StepRows, rows: Sequence[int], start: int, stop: int, *, workers: int, prefetch: int
+) -> Iterator[HostBatch]:
     """Yields steps in order, each read before it is asked for.
 
     Args:
       steps: what to read.
+      rows: which of the R rows this host holds, ascending.
+      start, stop: the first step, and the one after the last.
       workers: processes that read, whole steps by turns; 0 reads in threads of this one.
       prefetch: steps that wait ready, at least 1.
     """
-    source = grain.MapDataset.source(steps)  # type: ignore[arg-type]
+    source = grain.MapDataset.source(_HostSteps(steps, rows, start, stop))  # type: ignore[arg-type]
     if not workers:
         options = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
         return iter(source.to_iter_dataset(options))

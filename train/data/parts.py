@@ -18,9 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from train.data.added_tokens import added_up
 from train.data.chunks import Malformed, input_size
-from train.data.manifest import DataShard, Manifest, write_manifest
+from train.data.manifest import DataShard, Manifest, added_up, write_manifest
 from wedlm_jax.errors import InputError, file_error, shortened
 from wedlm_jax.host.atomic import create_json, part_folder, sync_path, written_beside
 from wedlm_jax.records.files import RecordFile

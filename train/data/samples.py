@@ -12,9 +12,18 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from train.data.chat import ChatFormat, ToolsNotFound, TurnsNotFound
+from train.data.chat import (
+    BESIDE,
+    PAIRS,
+    ChatFormat,
+    Conversation,
+    ToolsNotFound,
+    TurnsNotFound,
+    Wrong,
+    pair_of,
+    whole_text,
+)
 from train.data.chunks import Malformed, RecordChunk, records
-from train.data.conversations import BESIDE, PAIRS, Conversation, Wrong, pair_of, whole_text
 from wedlm_jax.errors import InputError, shortened
 from wedlm_jax.host.storage import why_absent
 from wedlm_jax.packing import TokenisedSample

@@ -1,6 +1,9 @@
 """Folders of packed rows: ArrayRecord shards, written in order, read by row number.
 
-A shard is ``rows-00000-of-00008.arrayrecord``; a record in it is one row (`row_codec`).
+A shard is ``rows-00000-of-00008.arrayrecord``; a record in it is one row. Its bytes are, all
+little-endian: how many samples there are, the length of each, then their tokens one after another
+(uint32 each), then their trainable flags, eight to a byte. Padding, positions and segment ids
+follow from the lengths, because every sample begins at a multiple of the block size.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +20,56 @@ from array_record.python.array_record_data_source import ArrayRecordDataSource
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from train.data.manifest import DataShard, Manifest
-from train.data.row_codec import decode_row
 from wedlm_jax.errors import InputError, StorageFailure, shortened
+from wedlm_jax.packing import TokenisedSample, row_arrays
+
+_WORD = np.dtype("<u4")
+
+
+def encode_row(samples: Sequence[TokenisedSample]) -> bytes:
+    sizes = [len(sample.tokens) for sample in samples]
+    tokens = np.concatenate([sample.tokens for sample in samples])
+    trainable = np.concatenate([sample.trainable for sample in samples])
+    words = np.concatenate([np.array([len(sizes), *sizes], _WORD), tokens.astype(_WORD)])
+    return words.tobytes() + np.packbits(trainable).tobytes()
+
+
+def decode_row(
+    record: bytes, *, row_length: int, block_size: int, pad_token_id: int
+) -> dict[str, np.ndarray]:
+    """Reads the arrays of `wedlm_jax.packing.row_arrays`, ``[L]`` each.
+
+    Raises:
+      ValueError: ``record`` is not a row of these sizes.
+    """
+    samples = decode_samples(record)
+    room = sum(-(-len(sample.tokens) // block_size) * block_size for sample in samples)
+    if not 0 < room <= row_length:
+        raise ValueError(f"{len(samples)} samples take {room} tokens of {row_length}")
+    return row_arrays(
+        samples, row_length=row_length, block_size=block_size, pad_token_id=pad_token_id
+    )
+
+
+def decode_samples(record: bytes) -> list[TokenisedSample]:
+    """Reads the samples of a row.
+
+    Raises:
+      ValueError: ``record`` is no row.
+    """
+    count = int(np.frombuffer(record, _WORD, 1)[0])
+    sizes = np.frombuffer(record, _WORD, count, _WORD.itemsize).astype(np.int64)
+    total = int(sizes.sum())
+    start = (1 + count) * _WORD.itemsize
+    end = start + total * _WORD.itemsize
+    if len(record) != end + -(-total // 8):
+        raise ValueError(f"{len(record)} bytes, where {total} tokens take another number")
+    tokens = np.frombuffer(record, _WORD, total, start).astype(np.int32)
+    trainable = np.unpackbits(np.frombuffer(record, np.uint8, offset=end), count=total)
+    ends = np.cumsum(sizes)[:-1]
+    parts = zip(np.split(tokens, ends), np.split(trainable.astype(bool), ends), strict=True)
+    return [TokenisedSample(ids, flags) for ids, flags in parts]
+
 
 WRITER_OPTIONS = "group_size:1,zstd:1"
 """One row a group: rows are read one by one, in no order of the file's."""
@@ -87,10 +139,13 @@ class ShardRows:
       folder: of the shards.
       manifest: the folder's.
       pad_token_id: what padding holds.
+
+    Attributes:
+      manifest: as given.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, pad_token_id: int):
-        self._folder, self._manifest = folder, manifest
+        self._folder, self.manifest = folder, manifest
         self._ends = list(itertools.accumulate(shard.rows for shard in manifest.shards))
         self._sizes = {
             "row_length": manifest.row_length,
@@ -103,7 +158,7 @@ class ShardRows:
         )
 
     def __len__(self) -> int:
-        return self._manifest.rows
+        return self.manifest.rows
 
     def __getitem__(self, index: Any) -> dict[str, np.ndarray]:
         """Reads row ``index``: the fields of `wedlm_jax.corruption.PackedRows`, ``[L]`` each.
@@ -121,8 +176,8 @@ class ShardRows:
     def place(self, index: int) -> tuple[str, int]:
         """Finds the shard that holds row ``index``, and its number there, from 0."""
         shard = bisect.bisect_right(self._ends, index)
-        first = self._ends[shard] - self._manifest.shards[shard].rows
-        return str(self._folder / self._manifest.shards[shard].file), index - first
+        first = self._ends[shard] - self.manifest.shards[shard].rows
+        return str(self._folder / self.manifest.shards[shard].file), index - first
 
     def __repr__(self) -> str:
-        return f"ShardRows({self._folder}, {self._manifest.content})"
+        return f"ShardRows({self._folder}, {self.manifest.content})"

@@ -5,11 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from train.data.row_codec import decode_samples
 from train.data.samples import load_tokenizer
-from train.data.synthetic import load_dataset
+from train.data.shards import decode_samples
 from wedlm_jax.checkpoint.open import packaged
 from wedlm_jax.errors import InputError, shortened
 from wedlm_jax.host.command_line import CommandParser
@@ -21,11 +18,10 @@ def main(arguments: list[str]) -> int:
         prog="wedlm rows",
         description="Shows packed rows as text, sample by sample: those that skipped.jsonl names,\n"
         "for one.",
-        epilog="examples:\n"
-        "  wedlm rows data/corpus/rows-00000-of-00008.arrayrecord 17 204 --tokenizer Qwen3-8B\n"
-        "  wedlm rows runs/embedded_ar/rows.npz 5 --tokenizer runs/embedded_ar/tokenizer",
+        epilog="example:\n"
+        "  wedlm rows data/corpus/rows-00000-of-00008.arrayrecord 17 204 --tokenizer Qwen3-8B",
     )
-    parser.add_argument("file", type=Path, help="a shard of `wedlm tokenize`, or a run's rows.npz")
+    parser.add_argument("file", type=Path, help="a shard of `wedlm tokenize`")
     parser.add_argument("rows", nargs="+", type=int, metavar="ROW", help="its number, from 0")
     parser.add_argument(
         "--tokenizer", required=True, type=Path, metavar="DIR", help="folder of tokenizer.json"
@@ -46,11 +42,11 @@ def read_rows(file: Path, rows: list[int]) -> list[list[TokenisedSample]]:
     """Reads the samples of each of these rows.
 
     Args:
-      file: a shard, or the ``rows.npz`` of a run on the synthetic corpus.
+      file: a shard.
       rows: their numbers in it, from 0.
 
     Raises:
-      InputError: the file is not there or is neither, or it has no row of such a number.
+      InputError: the file is not there or is none, or it has no row of such a number.
     """
     if not file.is_file():
         raise InputError(f"{file}: no such file")
@@ -68,18 +64,9 @@ def read_rows(file: Path, rows: list[int]) -> list[list[TokenisedSample]]:
 
 def _opened(file: Path) -> tuple[Any, int]:
     """Returns a function that reads the samples of a row, and how many rows there are."""
-    if file.suffix == ".npz":
-        arrays = load_dataset(file).arrays
-        return lambda row: _samples({n: x[row] for n, x in arrays.items()}), len(arrays["tokens"])
     from array_record.python.array_record_module import ArrayRecordReader
 
     reader = ArrayRecordReader(str(file))
     if not reader.ok():
         raise ValueError("it has no ending")
     return lambda row: decode_samples(reader.read([row])[0]), int(reader.num_records())
-
-
-def _samples(row: dict[str, np.ndarray]) -> list[TokenisedSample]:
-    """Takes arrays ``[L]`` apart at their segments."""
-    places = (row["segment_ids"] == segment for segment in range(1, row["segment_ids"].max() + 1))
-    return [TokenisedSample(row["tokens"][here], row["trainable"][here]) for here in places]

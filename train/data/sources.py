@@ -1,8 +1,10 @@
-"""The folders that a recipe trains on, checked against the recipe and mixed by weight."""
+"""The folders that a recipe trains on: checked against the recipe, mixed by weight, and how often a
+run reads each.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -11,25 +13,17 @@ from train.data.manifest import Manifest, read_manifest, tokenizer_fingerprint
 from train.data.order import check_rows
 from train.data.shards import ShardRows
 from train.recipe.config import TrainConfig
-from train.recipe.phases import phases_of
+from train.recipe.phases import Phase, phases_of
+from train.recipe.skipped_batches import SkippedBatches
+from train.watch.records import Record
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.processes import say
 from wedlm_jax.host.storage import folder_of_this_machine
 
 
-@dataclasses.dataclass(frozen=True)
-class Sources:
-    """Holds opened folders of packed rows and their weights."""
-
-    rows: list[ShardRows]
-    manifests: list[Manifest]
-    weights: list[float]
-
-    def row_sets(self) -> list[tuple[ShardRows, float]]:
-        return list(zip(self.rows, self.weights, strict=True))
-
-
-def open_sources(config: TrainConfig, tokenizer: Tokenizer, pad_token_id: int) -> Sources:
+def open_sources(
+    config: TrainConfig, tokenizer: Tokenizer, pad_token_id: int
+) -> list[tuple[ShardRows, float]]:
     """Opens ``data.sources`` of a recipe.
 
     Args:
@@ -37,19 +31,20 @@ def open_sources(config: TrainConfig, tokenizer: Tokenizer, pad_token_id: int) -
       tokenizer: the model's.
       pad_token_id: what padding holds.
 
+    Returns:
+      the rows of each folder, and their weight.
+
     Raises:
       InputError: a folder that is none of packed rows, or of rows with another length, block
         size or tokenizer than the recipe's.
     """
     fingerprint = tokenizer_fingerprint(tokenizer)
-    sources = Sources([], [], [])
+    opened = []
     for name, weight in config.data.sources.items():
         folder = folder_of_this_machine(name, "data.sources")
         manifest = _fitting_manifest(folder, config, fingerprint)
-        sources.manifests.append(manifest)
-        sources.rows.append(ShardRows(folder, manifest, pad_token_id))
-        sources.weights.append(weight)
-    return sources
+        opened.append((ShardRows(folder, manifest, pad_token_id), weight))
+    return opened
 
 
 def check_sources(config: TrainConfig, tokenizer: Tokenizer) -> None:
@@ -98,3 +93,55 @@ def _fitting_manifest(folder: Path, config: TrainConfig, fingerprint: str) -> Ma
             f"({manifest.tokenizer[:12]}) than the model's ({fingerprint[:12]})"
         )
     return manifest
+
+
+MANY = 4.0
+"""Up to about so many epochs, rows that are read again are worth nearly what new ones are
+(Muennighoff et al., arXiv 2305.16264, section 6)."""
+
+
+class Epochs:
+    """Counts the epochs of each source of a run, the rows of skipped batches included.
+
+    Args:
+      phases: of the recipe.
+      rows: how many each source has, by its name in the recipe.
+    """
+
+    def __init__(self, phases: Sequence[Phase], rows: Mapping[str, int]):
+        self._phases, self._rows = phases, rows
+        self._skipped = SkippedBatches.of(phases[0].config.data.skip)
+
+    def after(self, step: int) -> dict[str, float]:
+        """Returns the epochs of each source that the first ``step`` steps take, to a row or two."""
+        read = dict.fromkeys(self._rows, 0.0)
+        for phase in self._phases:
+            if phase.first >= step:
+                break
+            batches = self._skipped.between(phase.first, min(step, phase.stop))
+            rows = batches * phase.config.accumulation * phase.config.rows
+            sources = phase.config.data.sources
+            for (name, weight), stream in zip(sources.items(), phase.streams, strict=True):
+                read[name] = stream.taken + rows * weight / sum(sources.values())
+        return {name: count / self._rows[name] for name, count in read.items()}
+
+    def record(self, step: int) -> Record:
+        """Returns `after` by the names that metrics have."""
+        return {f"epoch/{name}": round(epochs, 4) for name, epochs in self.after(step).items()}
+
+    def lines(self, done: int) -> list[str]:
+        """Tells a run of which ``done`` steps are completed what it takes of each source, and warns
+        where that is much."""
+        whole, now = self.after(self._phases[-1].stop), self.after(done)
+        lines = []
+        for name, epochs in whole.items():
+            lines.append(
+                f"{name}: {epochs:.2f} epochs of {self._rows[name]:,} rows in the whole run, "
+                f"{now[name]:.2f} done"
+            )
+            if epochs > MANY:
+                lines.append(
+                    f"warning: {name}: more than {MANY:g} epochs, from where on repeated rows "
+                    "teach less and less; more rows, a smaller share or fewer steps would help"
+                )
+        return lines

@@ -1,12 +1,25 @@
-"""Makes tokenizers: byte-level BPE in Hugging Face's files, with a chat template and a mask."""
+"""`wedlm tokenizer`: learns a tokenizer from texts and conversations: byte-level BPE in Hugging
+Face's files, with a chat template and a mask.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from wedlm_jax.errors import InputError, counted
+from wedlm_jax.host.command_line import CommandParser
+
+if TYPE_CHECKING:
+    from train.data.chunks import Malformed
+    from wedlm_jax.host.progress import ProgressBar
+    from wedlm_jax.records.files import RecordFile
+
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>")
 SMALLEST = 256 + len(SPECIAL_TOKENS)
@@ -72,3 +85,135 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, longest: int = 1024) -
     }
     text = json.dumps(settings, indent=2, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+EPILOG = """\
+Input is what `wedlm tokenize` reads: .jsonl and .jsonl.gz with "text" or "messages", .txt,
+.parquet, .arrayrecord; files and folders. A sample of some hundred MB is enough.
+
+DIR gets tokenizer.json and tokenizer_config.json, which transformers reads, too: byte-level BPE
+(any text round-trips; a token has at most three digits), Qwen's form of conversations
+(<|im_start|>ROLE ... <|im_end|>), <|im_end|> as the end of a turn, <|endoftext|> as that of a
+document and as padding, and <|mask|> as the mask token.
+
+It is for models that are trained from nothing. A checkpoint brings its own tokenizer.
+
+example:
+  wedlm tokenizer --input corpus/ chats.jsonl --vocab-size 32000 --output tokenizer
+  wedlm tokenize --input corpus/ --output data/corpus --tokenizer tokenizer --row-length 2048
+"""
+
+NO_LIMIT = 10**30
+"""The value that transformers uses for a tokenizer without a maximal length."""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = CommandParser(
+        prog="wedlm tokenizer",
+        description="Makes a tokenizer, with a chat template, an end and a mask token.",
+        epilog=EPILOG,
+    )
+    add = made.add_argument
+    add("--input", nargs="+", required=True, metavar="PATH", help="files and folders to read")
+    add("--output", required=True, metavar="DIR", help="folder to make")
+    add(
+        "--vocab-size",
+        type=int,
+        required=True,
+        metavar="N",
+        help="tokens, the special ones and all bytes included; at least 260",
+    )
+    return made
+
+
+def main(arguments: list[str]) -> int:
+    options = parser().parse_args(arguments)
+
+    from rich.console import Console
+
+    from train.data.chunks import find_input
+    from wedlm_jax.host.atomic import replacing
+    from wedlm_jax.host.progress import ProgressBar
+
+    output = Path(options.output)
+    if options.vocab_size < SMALLEST:
+        raise InputError(f"--vocab-size must be at least {SMALLEST}, not {options.vocab_size}")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise InputError(f"{output}: is there already; remove it, or name another folder")
+    files = find_input(options.input).files
+    print(f"{counted(len(files), 'file')} to read", flush=True)
+    bar = ProgressBar("bytes", percent=True, title="reading", console=Console(), every=10.0)
+    texts = InputTexts(files, bar)
+    with bar:
+        tokenizer = train_tokenizer(texts, options.vocab_size)
+    if not texts.count:
+        why = f"; the first record left out: {texts.left_out[0]}" if texts.left_out else ""
+        raise InputError(f"no text in the input{why}")
+    with replacing(output) as folder:
+        save_tokenizer(tokenizer, folder, longest=NO_LIMIT)
+    size = tokenizer.get_vocab_size()
+    fewer = "" if size == options.vocab_size else ", all that the input has"
+    print(
+        f"{output}: {size:,} tokens{fewer}, learnt from {texts.count:,} texts of "
+        f"{texts.characters:,} characters"
+    )
+    if texts.left_out:
+        print(f"{counted(len(texts.left_out), 'record')} left out; the first: {texts.left_out[0]}")
+    return 0
+
+
+class InputTexts:
+    """Yields the texts of documents and messages, in the order of the input.
+
+    Attributes:
+      count, characters: of the texts so far.
+      left_out: the records without a text.
+    """
+
+    def __init__(self, files: Sequence[RecordFile], bar: ProgressBar):
+        self._files, self._bar = files, bar
+        self.count = self.characters = 0
+        self.left_out: list[Malformed] = []
+
+    def __iter__(self) -> Iterator[str]:
+        from train.data.chunks import Malformed, chunks, records
+        from wedlm_jax.records.files import file_size
+
+        total, read = sum(map(file_size, self._files)), 0
+        for file in self._files:
+            for chunk in chunks(file):
+                for line, record in records(chunk):
+                    texts = [] if isinstance(record, Malformed) else texts_of(record)
+                    for text in texts:
+                        self.count += 1
+                        self.characters += len(text)
+                        yield text
+                    if isinstance(record, Malformed):
+                        self.left_out.append(record)
+                    elif not texts:
+                        self.left_out.append(Malformed(file.shown, line, "no text or messages"))
+                read += chunk.bytes_read
+                self._bar.update(read, total=total, text=f"{self.count:,} texts")
+        self._bar.update(total, total=total, title="learning", text="merging pairs of tokens")
+
+
+def texts_of(record: dict[str, Any] | str) -> list[str]:
+    """Returns the texts of a record that a tokenizer can learn from."""
+    if isinstance(record, str):
+        found: list[Any] = [record]
+    elif "text" in record:
+        found = [record["text"]]
+    else:
+        messages = record.get("messages")
+        turns = messages if isinstance(messages, list) else []
+        found = [turn.get("content") for turn in turns if isinstance(turn, dict)]
+    return [text for text in found if isinstance(text, str) and _is_unicode(text)]
+
+
+def _is_unicode(text: str) -> bool:
+    """Tells whether a text is not empty and has no half of a surrogate pair, which JSON can
+    spell."""
+    try:
+        return bool(text.encode("utf-8"))
+    except UnicodeEncodeError:
+        return False

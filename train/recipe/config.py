@@ -62,17 +62,9 @@ class LoraSection:
 
 @dataclasses.dataclass
 class DataSection:
-    corpus_seed: int = field(0, "seed of the synthetic corpus")
-    samples: int = field(1000, "how many samples to generate", least=1)
-    weights: dict[str, float] = field({}, "share of each regime in the samples", above=0)
-    tokenizer: str | None = field(None, "folder of the tokenizer; null: train one")
-    vocab_size: int = field(2048, "size of the tokenizer, where one is trained", least=1)
-    train_on_prompt: bool = field(False, "whether prompt tokens are targets, too")
-    end_tokens: int = field(0, "trainable end tokens after each answer, beside its own", least=0)
+    tokenizer: str | None = field(None, "folder of the tokenizer; null: model.init_from's")
     sources: dict[str, float] = field(
-        {},
-        "folders of `wedlm tokenize` and their shares of a batch; empty: the synthetic corpus",
-        above=0,
+        {}, "folders of `wedlm tokenize` and their shares of a batch", above=0
     )
     skip: list[list[int]] = field(
         [],
@@ -179,8 +171,7 @@ class EvaluationSection:
         0, "steps between evaluations, in <output>/evaluation.jsonl; 0: none", least=0
     )
     source: str | None = field(
-        None,
-        "folder of `wedlm tokenize` to evaluate on; null: held-out part of the corpus",
+        None, "folder of `wedlm tokenize` to evaluate on: rows that were held out"
     )
     rows: int = field(64, "held-out packed rows to take losses over", least=1)
     seed: int = field(0, "of the order in which these rows, and prefixes, are drawn")
@@ -277,6 +268,23 @@ class TrainConfig:
     mesh: MeshSection = dataclasses.field(default_factory=MeshSection)
     metrics: MetricsSection = dataclasses.field(default_factory=MetricsSection)
     evaluation: EvaluationSection = dataclasses.field(default_factory=EvaluationSection)
+
+    @property
+    def prediction_length(self) -> int:
+        """Returns the tokens of a row's prediction stream; 0 where there is none."""
+        if self.objective != "wedlm":
+            return 0
+        return self.prediction_blocks * self.block_size or self.row_length
+
+    @property
+    def leaves_blocks_out(self) -> bool:
+        """Tells whether a row's prediction stream is shorter than the row."""
+        return 0 < self.prediction_length < self.row_length
+
+    @property
+    def row_tokens(self) -> int:
+        """Returns the tokens that go through the layers for a row: of both streams."""
+        return self.row_length + self.prediction_length
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainConfig:
@@ -397,8 +405,8 @@ def _check(config: TrainConfig, origins: Origins) -> None:
     if config.data.sources and section.every and section.source is None:
         origin = origins.of("evaluation.source", "evaluation.every", "data.sources")
         raise InputError(
-            f"{origin}: evaluation.source must name a folder of held-out rows, since data.sources "
-            "are folders; evaluation.every=0 trains without evaluating"
+            f"{origin}: evaluation.source must name a folder of held-out rows; "
+            "evaluation.every=0 trains without evaluating"
         )
     if config.row_length % config.block_size:
         raise InputError(

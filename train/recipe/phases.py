@@ -14,7 +14,6 @@ from typing import Any
 from train.data.order import Stream, rows_taken
 from train.recipe.config import TrainConfig
 from train.recipe.skipped_batches import SkippedBatches
-from train.recipe.streams import prediction_length, row_tokens
 from wedlm_jax.errors import InputError
 
 
@@ -38,7 +37,7 @@ class Phase:
         """Returns (A, R, L, N) of a global batch: micro-batches, rows, tokens of a row's memory
         stream and of its prediction stream."""
         config = self.config
-        return config.accumulation, config.rows, config.row_length, prediction_length(config)
+        return config.accumulation, config.rows, config.row_length, config.prediction_length
 
 
 def phases_of(config: TrainConfig) -> list[Phase]:
@@ -55,8 +54,6 @@ def phases_of(config: TrainConfig) -> list[Phase]:
                 f"{name}.from_step must be {before + 1} to {config.steps - 1}, behind the phase "
                 f"before and below steps, not {section.from_step}"
             )
-        if not config.data.sources and (section.sources or section.row_length):
-            raise InputError(f"{name}: only data.sources can change, not the synthetic corpus")
         if section.row_length and section.row_length % config.block_size:
             raise InputError(
                 f"{name}.row_length {section.row_length} is not a multiple of "
@@ -76,8 +73,8 @@ def phases_of(config: TrainConfig) -> list[Phase]:
 
 
 def source_names(config: TrainConfig) -> list[str]:
-    """Lists the sources of a recipe's phases by the numbers of their streams; "" is the synthetic
-    corpus."""
+    """Lists the sources of a recipe's phases by the numbers of their streams; "" stands for those
+    that a recipe leaves open, which is enough to compile it."""
     named = [config.data.sources, *(phase.sources for phase in config.phases)]
     return list(dict.fromkeys(name for sources in named for name in sources)) or [""]
 
@@ -85,7 +82,7 @@ def source_names(config: TrainConfig) -> list[str]:
 def largest_phase(config: TrainConfig) -> Phase:
     """Returns the phase whose micro-batches have the most tokens, so whose step takes the most
     memory."""
-    return max(phases_of(config), key=lambda phase: phase.config.rows * row_tokens(phase.config))
+    return max(phases_of(config), key=lambda phase: phase.config.rows * phase.config.row_tokens)
 
 
 def _changed(config: TrainConfig, section: Any) -> TrainConfig:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from tests.examples.data import Mixture, NumberedRows
+from tests.examples.data import NumberedRows
 from train.data.batches import TrainBatches, host_rows, place_rows
-from train.data.order import HostSteps, global_order
+from train.data.order import StepRows
 from train.recipe.config import DataSection, TrainConfig
 from wedlm_jax.errors import InputError
 from wedlm_jax.sharding import batch_sharding, make_mesh
@@ -28,13 +28,13 @@ CONFIG = TrainConfig(
     seed=3,
     data=DataSection(prefetch=2),
 )
-DATA = Mixture([(NumberedRows(40), 0.75), (NumberedRows(30, first=100), 0.25)])
+DATA = [(NumberedRows(40), 0.75), (NumberedRows(30, first=100), 0.25)]
 SHAPE = (2, 8, 4)
-ORDER = global_order(DATA.row_sets(), seed=3, batch_rows=16)
+STEPS = StepRows(DATA, seed=3, shape=(2, 8))
 
 
 def expected(step: int) -> dict[str, np.ndarray]:
-    return HostSteps(ORDER, (2, 8), range(8), 0, 100)[step]
+    return STEPS.read(step, range(8))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_every_host_reads_its_devices_rows_only_and_all_make_one_batch(
         own = devices[host * share : (host + 1) * share]
         rows = host_rows(sharding, SHAPE, own)
         assert len(rows) == 8 // hosts
-        local = HostSteps(ORDER, (2, 8), rows, 5, 100)[0]
+        local = STEPS.read(5, rows)
         arrays |= shards_of(local, rows, sharding, own)
     placed = jax.make_array_from_single_device_arrays(SHAPE, sharding, list(arrays.values()))
     np.testing.assert_array_equal(placed, expected(5)["tokens"])
@@ -166,7 +166,7 @@ class BrokenRows(NumberedRows):
 
 def test_what_cannot_be_read_is_raised_where_the_batch_is_asked_for() -> None:
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    with TrainBatches(Mixture([(BrokenRows(40), 1.0)]), CONFIG, place) as batches:
+    with TrainBatches([(BrokenRows(40), 1.0)], CONFIG, place) as batches:
         for _ in range(2):
             with pytest.raises(InputError, match="row 7 cannot be read"):
                 next(batches)
@@ -181,7 +181,7 @@ class SlowRows(NumberedRows):
 def test_waiting_for_input_is_counted_and_closing_ends_the_reading() -> None:
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     threads = threading.active_count()
-    batches = TrainBatches(Mixture([(SlowRows(40), 1.0)]), CONFIG, place)
+    batches = TrainBatches([(SlowRows(40), 1.0)], CONFIG, place)
     assert batches.input_wait == 0
     next(batches)
     assert batches.input_wait > 0.03  # sixteen rows of 5 ms, from when the reading began

@@ -13,9 +13,7 @@ from tokenizers import Tokenizer
 from tests.examples.data import CHAT, EMBEDDED
 from train.data.chat import ChatFormat, Message, Render, TurnsNotFound, Variables
 from train.data.samples import load_tokenizer
-from train.data.synthetic import tokenise
 from train.data.tokenizer import CHAT_TEMPLATE
-from train.embedded.corpus import generate
 from wedlm_jax.errors import InputError
 
 # As Qwen3's: thoughts of earlier turns are left out, the last turn always has some.
@@ -92,23 +90,6 @@ def test_the_prompt_is_trained_on_if_asked_for(tokenizer: Tokenizer) -> None:
     assert sample.trainable.all()
     text = tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=False)
     assert text == template(CHAT_TEMPLATE)(CHAT, False, {})
-
-
-def test_a_conversation_is_the_sample_that_the_synthetic_corpus_makes(
-    tokenizer: Tokenizer,
-) -> None:
-    chat = ChatFormat(template(CHAT_TEMPLATE), tokenizer, end_tokens=0)
-    for sample in generate(1, 10, split="train"):
-        expected = tokenise(sample, tokenizer, train_on_prompt=False)
-        made = chat.sample(
-            [
-                {"role": "user", "content": sample.prompt},
-                {"role": "assistant", "content": sample.answer},
-            ],
-            train_on_prompt=False,
-        )
-        np.testing.assert_array_equal(made.tokens, expected.tokens)
-        np.testing.assert_array_equal(made.trainable, expected.trainable)
 
 
 @pytest.mark.parametrize(

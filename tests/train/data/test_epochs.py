@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.examples.data import documents, tokenised, write_jsonl
-from tests.examples.tiny_run import metric_lines, on_devices, run_until_killed
+from tests.examples.tiny_run import metric_lines, run_until_killed
 from tests.train.recipe.test_phases import SETS, read, recipe
 from tests.train.recipe.test_skipped_batches import skipping
 from tests.train.test_resume import with_sources
-from train.data.epochs import Epochs
+from train.data.sources import Epochs
 from train.loop import train as run_training
 from train.recipe.config import PhaseSection, TrainConfig
 from train.recipe.phases import phases_of, source_names
@@ -63,9 +63,8 @@ def test_what_a_run_takes_is_told_and_too_much_is_warned_of() -> None:
 
 @pytest.mark.full
 def test_a_run_says_its_epochs_at_each_start_and_in_its_metrics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    on_devices(monkeypatch, 1)
     records = write_jsonl(tmp_path / "a.jsonl", documents(20, seed=0))
     rows = tokenised([records], tmp_path / "a").rows
     config = with_sources(tmp_path / "run", {tmp_path / "a": 1.0}, checkpoint_every=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import signal
@@ -16,14 +17,24 @@ import pytest
 
 import train.data.chunks
 import train.data.parts
-from tests.examples.data import BLOCK, CHAT, EMBEDDED, ROW, documents, tokenised, write_jsonl
+from tests.examples.data import (
+    BLOCK,
+    CHAT,
+    EMBEDDED,
+    ROW,
+    contents,
+    documents,
+    tokenised,
+    write_jsonl,
+)
+from tests.examples.full_disk import run_with_small_files, small_disk
 from tests.train.data.test_chat import THINKING
 from train.data.manifest import read_manifest
 from train.data.parts import PartFolders
 from train.data.samples import load_tokenizer
 from train.data.shards import ShardRows
 from wedlm_jax.__main__ import main
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import STORAGE_FAILED, InputError
 from wedlm_jax.packing import trainable_blocks
 
 BAD = [{"text": 1}, {"messages": CHAT[:1]}, {"text": 2}]
@@ -37,10 +48,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "c.txt").write_text("A text of its own.")
     (folder / "d.jsonl").write_text("")
     return folder
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -326,3 +333,45 @@ def test_special_tokens_in_messages_are_text_unless_they_are_trusted(
     assert made.typed == 0
     assert made.made_with["trust_special_tokens"]
     assert (made.added_tokens or {})[str(ends)] > 2 * turns
+
+
+def command(source: Path, output: Path) -> list[str]:
+    files = ["--input", str(source), "--output", str(output), "--tokenizer", str(EMBEDDED)]
+    return ["tokenize", *files, "--row-length", "128"]
+
+
+@pytest.mark.full
+def test_a_full_disk_is_no_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", documents(3000))
+    with small_disk(tmp_path / "disk", 64 * 1024) as disk:
+        assert main(command(source, disk / "rows")) == STORAGE_FAILED
+        assert "No space left on device" in capsys.readouterr().err.splitlines()[-1]
+        assert not (disk / "rows").exists()
+
+
+@pytest.mark.full
+def test_a_file_that_may_not_grow_is_no_bad_input(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", documents(3000))
+    ended = run_with_small_files(command(source, tmp_path / "rows"), 16 * 1024)
+    assert ended.returncode == STORAGE_FAILED, ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("wedlm tokenize: ")
+    assert main(command(source, tmp_path / "rows")) == 0
+
+
+def test_records_that_cannot_be_reached_are_not_malformed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", documents(10))
+    read_lines = train.data.chunks.read_lines
+
+    def failing(stream: object) -> object:
+        for number, line in enumerate(read_lines(stream)):
+            if number == 5:
+                raise OSError(errno.EIO, "Input/output error")
+            yield line
+
+    monkeypatch.setattr(train.data.chunks, "read_lines", failing)
+    assert main(command(source, tmp_path / "rows")) == STORAGE_FAILED
+    said = capsys.readouterr().err
+    assert f"wedlm tokenize: {source}: cannot be read (Input/output error)" in said
+    assert not (tmp_path / "rows").exists()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import train.data.parts
-from tests.examples.data import CHAT, Silent, documents, options, tokenised, write_jsonl
+from tests.examples.data import CHAT, Silent, contents, documents, options, tokenised, write_jsonl
 from train.data.job import tokenise
 from train.data.manifest import read_manifest
 from wedlm_jax.errors import InputError
@@ -26,10 +26,6 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         write_jsonl(tmp_path / "b.jsonl", [*documents(8, seed=1), *bad]),
         write_jsonl(tmp_path / "c.jsonl", [*bad, *[{"messages": CHAT}] * 5]),
     ]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 class Dies(Silent):

@@ -12,15 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from examples.embedded.corpus import generate
 from tests.examples.data import BLOCK, EMBEDDED, ROW, documents, tokenised, write_jsonl
 from train.data.batches import TrainBatches
 from train.data.manifest import read_manifest, tokenizer_fingerprint
-from train.data.row_codec import decode_row, encode_row
-from train.data.shards import ShardRows
+from train.data.shards import ShardRows, decode_row, encode_row
 from train.data.show import read_rows
 from train.data.sources import check_sources, open_sources
 from train.data.tokenizer import train_tokenizer
-from train.embedded.corpus import generate
 from train.recipe.config import (
     DataSection,
     EvaluationSection,

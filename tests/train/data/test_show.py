@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.examples.data import CHAT, EMBEDDED, tokenised, write_jsonl
 from train.data.manifest import read_manifest
-from train.data.show import read_rows
-from train.data.synthetic import PackedDataset, load_dataset, save_dataset
 from wedlm_jax.__main__ import main
-from wedlm_jax.packing import TokenisedSample, row_arrays
 
 
 @pytest.fixture(scope="module")
@@ -33,26 +29,10 @@ def test_the_samples_of_a_row_are_told_with_their_text(
     assert "3, 2, 1<|im_end|>" in said
 
 
-def test_rows_of_the_synthetic_corpus_come_apart_as_they_were_packed(tmp_path: Path) -> None:
-    samples = [
-        TokenisedSample(np.arange(5, 5 + n, dtype=np.int32), np.arange(n) > 1) for n in (3, 9, 4)
-    ]
-    row = row_arrays(samples, row_length=32, block_size=4, pad_token_id=0)
-    arrays = {name: np.stack([np.zeros_like(x), x]) for name, x in row.items()}
-    save_dataset(PackedDataset(arrays, 0.5, 3, 0), tmp_path / "rows.npz")
-    [found] = read_rows(tmp_path / "rows.npz", [1])
-    for one, wanted in zip(found, samples, strict=True):
-        np.testing.assert_array_equal(one.tokens, wanted.tokens)
-        np.testing.assert_array_equal(one.trainable, wanted.trainable)
-    [(rows, _)] = load_dataset(tmp_path / "rows.npz").row_sets()
-    assert rows.place(1) == (str(tmp_path / "rows.npz"), 1)
-
-
 @pytest.mark.parametrize(
     ("file", "row", "sentence"),
     [
-        ("none.npz", "0", "none.npz: no such file"),
-        ("text.npz", "0", "text.npz: no file of packed rows"),
+        ("none.arrayrecord", "0", "none.arrayrecord: no such file"),
         ("text.arrayrecord", "0", "text.arrayrecord: no file of packed rows"),
         ("", "7", "no row 7; it has rows 0 to 0"),
     ],
@@ -65,8 +45,7 @@ def test_what_is_not_there_is_one_sentence(
     sentence: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name in ("text.npz", "text.arrayrecord"):
-        (tmp_path / name).write_text("not rows")
+    (tmp_path / "text.arrayrecord").write_text("not rows")
     path = tmp_path / file if file else shard
     assert main(["rows", str(path), row, "--tokenizer", str(EMBEDDED)]) == 2
     error = capsys.readouterr().err

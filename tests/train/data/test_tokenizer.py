@@ -1,4 +1,4 @@
-"""The embedded model's tokenizer spells any text and keeps its special tokens whole."""
+"""A tokenizer spells any text and keeps its special tokens whole; `wedlm tokenizer` makes one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from train.data.tokenizer import SPECIAL_TOKENS, save_tokenizer, train_tokenizer
-from train.embedded.corpus import generate
+from examples.embedded.corpus import generate
+from train.data.command import main as tokenize
+from train.data.tokenizer import SPECIAL_TOKENS, main, save_tokenizer, texts_of, train_tokenizer
+from wedlm_jax.errors import InputError
+from wedlm_jax.text import TextCodec
 
 VOCAB_SIZE = 400
 
@@ -83,3 +86,62 @@ def test_saved_folder_is_read_by_transformers(tokenizer: Tokenizer, tmp_path: Pa
     assert chat == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
     settings = json.loads((tmp_path / "new/folder/tokenizer_config.json").read_text())
     assert settings["pad_token"] == "<|endoftext|>"
+
+
+TURNS = [{"role": "user", "content": "ping ping"}, {"role": "assistant", "content": "pong pong"}]
+
+
+def write_input(folder: Path) -> Path:
+    folder.mkdir()
+    lines = [{"messages": TURNS}] * 4 + [{"text": "quince quince"}] * 4 + [{"token_ids": [1]}]
+    text = "\n".join(map(json.dumps, lines)) + '\n{"text": "\\ud800"}\nnot json\n'
+    (folder / "chats.jsonl").write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_words_of_texts_and_messages_become_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, folder = write_input(tmp_path / "in"), tmp_path / "tokenizer"
+    options = ["--input", str(source), "--vocab-size", "300", "--output", str(folder)]
+    assert main(options) == 0
+    said = capsys.readouterr().out
+    assert "all that the input has, learnt from 12 texts of" in said
+    assert "3 records left out; the first:" in said
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.encode("ping pong quince").tokens == ["ping", "Ġpong", "Ġquince"]
+    codec = TextCodec.load(folder)
+    assert codec is not None
+    assert codec.tokenizer.mask_token == "<|mask|>"
+    assert codec.tokenizer.eos_token == "<|im_end|>"
+    assert codec.decode(codec.encode_chat(TURNS[:1])) == "user\nping ping\nassistant\n"
+    with pytest.raises(InputError, match="is there already"):
+        main(options)
+    rows = ["--tokenizer", str(folder), "--row-length", "64", "--output", str(tmp_path / "rows")]
+    assert tokenize(["--input", str(source), *rows]) == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "size", "message"),
+    [
+        ('{"text": "x"}\n', "259", "--vocab-size must be at least 260"),
+        ('{"token_ids": [1]}\n', "300", "no text in the input; .*no text or messages"),
+    ],
+)
+def test_what_gives_no_tokenizer_is_refused(
+    tmp_path: Path, content: str, size: str, message: str
+) -> None:
+    (tmp_path / "in.jsonl").write_text(content, encoding="utf-8")
+    output = tmp_path / "out"
+    options = ["--input", str(tmp_path / "in.jsonl"), "--output", str(output)]
+    with pytest.raises(InputError, match=message):
+        main([*options, "--vocab-size", size])
+    assert not output.exists()
+
+
+def test_only_whole_texts_are_learnt_from() -> None:
+    assert texts_of("a") == ["a"]
+    assert texts_of({"text": "a"}) == ["a"]
+    assert texts_of({"messages": TURNS}) == ["ping ping", "pong pong"]
+    odd = [{"text": 1}, {"text": ""}, {"messages": 1}, {"messages": ["x", {"content": None}]}, {}]
+    assert [texts_of(record) for record in odd] == [[]] * 5

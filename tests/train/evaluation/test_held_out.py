@@ -17,7 +17,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.examples.data import EMBEDDED
-from tests.examples.tiny_run import metric_lines, on_devices, run_until_killed, tiny_recipe
+from tests.examples.tiny_run import metric_lines, run_until_killed, tiny_recipe
 from train.data.manifest import read_manifest
 from train.data.shards import ShardRows
 from train.evaluation.decoding import At, can_decode
@@ -50,9 +50,8 @@ def write_questions(path: Path, said: Sequence[Completion]) -> Path:
 
 
 def test_a_run_evaluates_on_its_way_and_trains_as_without(
-    finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: Path, tokenizer_folder: Path, tmp_path: Path
 ) -> None:
-    on_devices(monkeypatch, 1)
     # What the model says when it is trained: the last evaluation must find it right.
     llm = LLM(finished / "hf", dtype="float32")
     said = llm.generate(list(ASKED), SamplingParams(max_tokens=12))
@@ -86,7 +85,6 @@ def test_a_run_that_shall_stop_does_not_finish_its_evaluation(
     finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stops between two bursts, and saves the state of a step that was due for none."""
-    on_devices(monkeypatch, 1)
     section = EvaluationSection(every=2, rows=2, prompts=2, max_tokens=6)
     config = tiny_recipe(
         tmp_path, tokenizer_folder, evaluation=section, checkpoint_every=100, log_every=2
@@ -114,7 +112,6 @@ def test_a_run_that_shall_stop_does_not_finish_its_evaluation(
 def test_an_evaluation_says_what_it_does(
     tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_devices(monkeypatch, 1)
     said, real = list[str](), Evaluation.run
 
     def run(self: Evaluation, parameters: Any, at: At) -> Any:
@@ -127,13 +124,13 @@ def test_an_evaluation_says_what_it_does(
     monkeypatch.setattr(Evaluation, "run", run)
     section = EvaluationSection(every=2, rows=2, prompts=2, max_tokens=6)
     run_training(tiny_recipe(tmp_path, tokenizer_folder, evaluation=section, steps=2))
-    assert list(dict.fromkeys(said[: said.index("2 of 2 prompts decoded") + 1])) == [
+    once = list(dict.fromkeys(said[: said.index("2 of 2 prompts decoded") + 1]))
+    assert [text for text in once if text[:4] not in ("0 of", "1 of")] == [
         "compiling the losses on held-out rows",
         "losses on held-out rows",
         "copying the parameters to decode",
         "compiling a program",
         "decoding",
-        *(["1 of 2 prompts decoded"] if "1 of 2 prompts decoded" in said else []),
         "2 of 2 prompts decoded",
     ]
 
@@ -194,7 +191,6 @@ def test_an_evaluation_that_fails_loses_no_steps_and_is_made_when_the_run_goes_o
     failure: type[BaseException],
 ) -> None:
     """In the midst of the run and after its last step; at a step with a state, and at another."""
-    on_devices(monkeypatch, 1)
     section = EvaluationSection(every=2, rows=2, prompts=0)
     config = tiny_recipe(
         tmp_path, tokenizer_folder, evaluation=section, checkpoint_every=checkpoint_every
@@ -217,7 +213,6 @@ def test_several_processes_have_a_state_before_they_evaluate(
     tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They fail apart, and can write none then."""
-    on_devices(monkeypatch, 1)
     monkeypatch.setattr("train.loop.jax_processes", lambda: SimpleNamespace(count=2))
     section = EvaluationSection(every=2, rows=2, prompts=0)
     config = tiny_recipe(tmp_path, tokenizer_folder, evaluation=section, checkpoint_every=100)
@@ -229,7 +224,6 @@ def test_several_processes_have_a_state_before_they_evaluate(
 def test_what_cannot_be_evaluated_is_found_out_before_the_first_step(
     tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_devices(monkeypatch, 1)
     section = EvaluationSection(every=4, rows=2, prompts=0)
     config = tiny_recipe(tmp_path, tokenizer_folder, evaluation=section, checkpoint_every=2)
     assert dies_at(monkeypatch, config, 0) == []
@@ -243,9 +237,8 @@ def test_what_cannot_be_evaluated_is_found_out_before_the_first_step(
 
 @pytest.mark.full
 def test_a_run_without_masks_is_asked_too(
-    finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: Path, tokenizer_folder: Path, tmp_path: Path
 ) -> None:
-    on_devices(monkeypatch, 1)
     said = LLM(finished / "hf", dtype="float32").generate([ASKED[0]], SamplingParams(max_tokens=2))
     section = EvaluationSection(
         every=1,

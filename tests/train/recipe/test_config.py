@@ -53,17 +53,17 @@ def test_what_a_recipe_leaves_out_has_its_default(tmp_path: Path) -> None:
 
 def test_overrides_win_over_the_file(tmp_path: Path) -> None:
     path = recipe(tmp_path, "steps: 5\noptimizer: {learning_rate: 0.5}\n")
-    given = ["steps=7", "optimizer.b1=0.8", "data.weights={prose: 1}", "model.init_from=some/dir"]
+    given = ["steps=7", "optimizer.b1=0.8", "data.sources={prose: 1}", "model.init_from=some/dir"]
     config = load_config(path, given)
     assert (config.steps, config.optimizer.b1, config.optimizer.learning_rate) == (7, 0.8, 0.5)
-    assert config.data.weights == {"prose": 1.0}
+    assert config.data.sources == {"prose": 1.0}
     assert config.model.init_from == "some/dir"
     assert load_config(path, ["model.init_from=null"]).model.init_from is None
 
 
 def test_a_saved_recipe_loads_as_the_same(tmp_path: Path) -> None:
     path = recipe(tmp_path, "steps: 5\nmodel: {architecture: {hidden_size: 8, qk_norm: true}}\n")
-    config = load_config(path, ["loss.dtype=float32", "data.weights={prose: 0.25}"])
+    config = load_config(path, ["loss.dtype=float32", "loss.ar_weight=0.25"])
     save_config(config, tmp_path / "saved.yaml")
     assert load_config(tmp_path / "saved.yaml") == config
 
@@ -135,7 +135,7 @@ def test_an_unknown_override_is_named_with_the_nearest_one(tmp_path: Path) -> No
         ("steps: many", "many"),
         ("steps: 2.5", "2.5"),
         ("optimizer: {learning_rate: fast}", "fast"),
-        ("data: {train_on_prompt: perhaps}", "perhaps"),
+        ("metrics: {norms: perhaps}", "perhaps"),
     ],
 )
 def test_a_wrong_type_is_refused_with_its_value(tmp_path: Path, text: str, value: str) -> None:
@@ -218,7 +218,7 @@ def test_an_unknown_objective_is_refused_by_name(tmp_path: Path) -> None:
         ("optimizer.b2=1.5", "optimizer.b2 must be at least 0 and below 1, not 1.5"),
         ("optimizer.clip_norm=0", "optimizer.clip_norm must be above 0, not 0.0"),
         ("optimizer.name=sgd", "optimizer.name must be adamw or muon, not 'sgd'"),
-        ("data.weights={prose: 0}", "data.weights: the share of prose must be above 0, not 0.0"),
+        ("data.sources={prose: 0}", "data.sources: the share of prose must be above 0, not 0.0"),
         ("lora.rank=-1", "lora.rank must be at least 0, not -1"),
         ("lora.alpha=0", "lora.alpha must be above 0, not 0.0"),
         (
@@ -245,8 +245,8 @@ def test_a_value_out_of_bounds_is_refused(tmp_path: Path, override: str, message
         ("block_size: 32", ["row_length=100"], "row_length=100"),
         ("row_length: 64", ["block_size=48"], "block_size=48"),
         ("{row_length: 100, block_size: 32}", ["steps=5"], None),
-        ("data: {weights: {a: 1, b: 1}}", ["+data.weights.c=0", "seed=1"], "+data.weights.c=0"),
-        ("data: {weights: {a: 0, b: 1}}", ["+data.weights.c=1"], None),
+        ("data: {sources: {a: 1, b: 1}}", ["+data.sources.c=0", "seed=1"], "+data.sources.c=0"),
+        ("data: {sources: {a: 0, b: 1}}", ["+data.sources.c=1"], None),
         ("steps: 5", ["lora={rank: -1}"], "lora={rank: -1}"),
         ("steps: 5", ["phases=[{from_step: 2, rows: 0}]"], "phases=[{from_step: 2, rows: 0}]"),
         ("steps: 5", ["data.skip=[[9, 2]]"], "data.skip=[[9, 2]]"),
@@ -289,31 +289,31 @@ def test_sources_to_train_on_need_one_to_evaluate_on(tmp_path: Path) -> None:
 
 
 def test_a_mapping_takes_the_place_of_the_recipes_and_a_plus_adds(tmp_path: Path) -> None:
-    path = recipe(tmp_path, "data: {weights: {prose: 1, reasoning: 2}}\n")
+    path = recipe(tmp_path, "data: {tokenizer: t, sources: {prose: 1, reasoning: 2}}\n")
 
-    def weights(*overrides: str) -> dict[str, float]:
-        return load_config(path, [*overrides]).data.weights
+    def sources(*overrides: str) -> dict[str, float]:
+        return load_config(path, [*overrides]).data.sources
 
-    assert weights("data.weights={low_entropy: 3}") == {"low_entropy": 3.0}
-    assert weights("data.weights={low_entropy:3,prose:1}") == {"low_entropy": 3.0, "prose": 1.0}
-    assert weights("+data.weights.low_entropy=3") == {
+    assert sources("data.sources={low_entropy: 3}") == {"low_entropy": 3.0}
+    assert sources("data.sources={low_entropy:3,prose:1}") == {"low_entropy": 3.0, "prose": 1.0}
+    assert sources("+data.sources.low_entropy=3") == {
         "prose": 1.0,
         "reasoning": 2.0,
         "low_entropy": 3.0,
     }
-    assert weights("data.weights={}") == {}
-    assert weights("+data.weights={low_entropy: 3}") == weights("+data.weights.low_entropy=3")
-    assert weights("data.weights.prose=5") == {"prose": 5.0, "reasoning": 2.0}
+    assert sources("data.sources={}") == {}
+    assert sources("+data.sources={low_entropy: 3}") == sources("+data.sources.low_entropy=3")
+    assert sources("data.sources.prose=5") == {"prose": 5.0, "reasoning": 2.0}
     for wrong, message in (
-        ("data.weights.prsoe=5", "there is no such entry; "),
+        ("data.sources.prsoe=5", "there is no such entry; "),
         ("+seed=5", "adds to a mapping"),
-        ("data.weights={a: 1", "not valid YAML"),
+        ("data.sources={a: 1", "not valid YAML"),
     ):
         with pytest.raises(InputError, match=message):
-            weights(wrong)
+            sources(wrong)
     assert load_config(path, ["seed=7", "output=runs/${seed}"]).output == "runs/7"
-    config = load_config(path, ["data={samples: 7}"])
-    assert (config.data.samples, config.data.weights) == (7, {"prose": 1.0, "reasoning": 2.0})
+    config = load_config(path, ["data={prefetch: 7}"])
+    assert (config.data.prefetch, config.data.sources) == (7, {"prose": 1.0, "reasoning": 2.0})
 
 
 def test_an_override_without_a_value_is_refused(tmp_path: Path) -> None:

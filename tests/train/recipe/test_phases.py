@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from tests.examples.checkpoints import assert_same_bits, hf_values
-from tests.examples.data import Mixture, NumberedRows
-from tests.examples.tiny_run import metric_lines, on_devices, run_until_killed, tiny_recipe
+from tests.examples.data import NumberedRows
+from tests.examples.tiny_run import metric_lines, run_until_killed, tiny_recipe
+from train.data.batches import PhasedBatches
 from train.data.order import rows_taken
-from train.data.phased import PhasedBatches
 from train.loop import train as run_training
+from train.optimizer import schedule_of
 from train.recipe.config import (
     DataSection,
     OptimizerSection,
@@ -25,7 +26,6 @@ from train.recipe.config import (
     load_config,
 )
 from train.recipe.phases import phases_of, source_names
-from train.schedule import schedule_of
 from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.errors import InputError
 
@@ -51,12 +51,12 @@ def read(config: TrainConfig, start: int = 0) -> list[np.ndarray]:
     """The numbers of the rows of every step, ``[A, R]``."""
     phases = phases_of(config)
     data = [
-        Mixture([(SETS[name], weight) for name, weight in phase.config.data.sources.items()])
+        [(SETS[name], weight) for name, weight in phase.config.data.sources.items()]
         for phase in phases
     ]
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     names = source_names(config)
-    batches = PhasedBatches(phases, data, sharding, start, sources=len(names))  # type: ignore[arg-type]
+    batches = PhasedBatches(phases, data, sharding, start, sources=len(names))
     try:
         rows = [next(batches) for _ in range(start, config.steps)]
         for step, batch in enumerate(rows, start):
@@ -165,10 +165,6 @@ def test_warm_up_stable_decay() -> None:
 def test_phases_that_cannot_be_are_refused(phases: list[PhaseSection], told: str) -> None:
     with pytest.raises(InputError, match=told):
         phases_of(recipe(*phases))
-    synthetic = recipe(PhaseSection(sources={"a": 1.0}))
-    synthetic.data.sources = {}
-    with pytest.raises(InputError, match="not the synthetic corpus"):
-        phases_of(synthetic)
 
 
 def test_phases_are_read_from_a_recipe_and_checked(tmp_path: Path) -> None:
@@ -188,9 +184,8 @@ def test_phases_are_read_from_a_recipe_and_checked(tmp_path: Path) -> None:
 
 
 def test_a_later_phase_without_rows_for_a_batch_is_refused_before_the_first(
-    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokenizer_folder: Path, tmp_path: Path
 ) -> None:
-    on_devices(monkeypatch, 1)
     phases = [PhaseSection(from_step=2, rows=1000)]
     with pytest.raises(InputError, match=r"data: \d+ packed rows are fewer than one batch of 2000"):
         run_training(tiny_recipe(tmp_path, tokenizer_folder, phases=phases))
@@ -199,9 +194,8 @@ def test_a_later_phase_without_rows_for_a_batch_is_refused_before_the_first(
 
 @pytest.mark.full
 def test_a_run_through_phases_is_the_same_when_it_is_stopped_within_one(
-    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokenizer_folder: Path, tmp_path: Path
 ) -> None:
-    on_devices(monkeypatch, 1)
     optimizer = OptimizerSection(learning_rate=0.01, warmup_steps=1, average=0.5)
     phases = [PhaseSection(from_step=2, accumulation=1, learning_rate=0.005)]
     settings = {"phases": phases, "optimizer": optimizer, "checkpoint_every": 3}

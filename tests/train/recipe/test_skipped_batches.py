@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.examples.checkpoints import assert_same_bits, hf_values
-from tests.examples.data import Mixture, NumberedRows
+from tests.examples.data import NumberedRows
 from tests.examples.tiny_run import (
     ARCHITECTURE,
     metric_lines,
@@ -23,10 +23,9 @@ from tests.examples.tiny_run import (
 )
 from tests.train.recipe.test_phases import read, recipe
 from train.data.batches import TrainBatches
-from train.data.order import HostSteps, global_order
+from train.data.order import StepRows
 from train.loop import train as run_training
 from train.recipe.config import ModelSection, PhaseSection, TrainConfig, load_config
-from train.recipe.phases import phases_of
 from train.recipe.skipped_batches import SkippedBatches
 from wedlm_jax.errors import InputError
 
@@ -102,34 +101,33 @@ def test_a_phase_begins_behind_what_the_one_before_it_skipped() -> None:
 
 def test_hosts_and_meshes_read_their_rows_of_the_same_batches() -> None:
     skipped = SkippedBatches(((3, 7),))
-    order = global_order([(NumberedRows(40), 1.0)], seed=1, batch_rows=16)
+    sets = [(NumberedRows(40), 1.0)]
+    steps = StepRows(sets, seed=1, shape=(2, 8), skipped=skipped)
 
-    def rows(hosts: int, start: int) -> list[int]:
+    def rows(hosts: int) -> list[int]:
         share = 8 // hosts
-        parts = [
-            HostSteps(order, (2, 8), range(h * share, (h + 1) * share), start, 9, 0, skipped)
-            for h in range(hosts)
-        ]
-        return sorted(int(x) for part in parts for x in part[4 - start]["tokens"][:, :, 0].flat)
+        parts = [steps.read(4, range(h * share, (h + 1) * share)) for h in range(hosts)]
+        return sorted(int(x) for part in parts for x in part["tokens"][:, :, 0].flat)
 
-    expected = sorted(int(order[16 * 9 + i]["tokens"][0]) for i in range(16))
-    assert [rows(hosts, start) for hosts in (1, 2, 4) for start in (0, 2, 4)] == [expected] * 9
+    plain = StepRows(sets, seed=1, shape=(2, 8)).read(9, range(8))
+    expected = sorted(plain["tokens"][:, :, 0].flatten().tolist())
+    assert [rows(hosts) for hosts in (1, 2, 4)] == [expected] * 3
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("workers", [0, 2])
 def test_workers_read_the_same(workers: int) -> None:
-    data = Mixture([(NumberedRows(40), 1.0)])
+    data = [(NumberedRows(40), 1.0)]
     config = skipping(recipe(steps=6), [2, 4])
     config = dataclasses.replace(
         config, data=dataclasses.replace(config.data, workers=workers, sources={})
     )
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    order = global_order(data.row_sets(), seed=config.seed, batch_rows=4)
+    plain = StepRows(data, seed=config.seed, shape=(2, 2))
     with TrainBatches(data, config, sharding, start=1) as batches:
         for batch in (4, 5, 6):
-            found = np.asarray(next(batches).tokens)[:, :, 0].flatten().tolist()
-            assert found == [int(order[4 * batch + i]["tokens"][0]) for i in range(4)]
+            expected = plain.read(batch, range(2))["tokens"]
+            np.testing.assert_array_equal(next(batches).tokens, expected)
 
 
 @pytest.mark.full
@@ -139,7 +137,6 @@ def test_a_run_with_skipped_batches_stopped_and_resumed_on_another_mesh(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    on_devices(monkeypatch, 1)
     plain = tiny_recipe(tmp_path / "plain", tokenizer_folder, steps=6, checkpoint_every=2)
     run_training(plain)
     # Before the range nothing is other: its states are those of the run without it.
@@ -173,21 +170,9 @@ def test_a_run_with_skipped_batches_stopped_and_resumed_on_another_mesh(
 
 @pytest.mark.full
 def test_the_batch_of_a_step_that_was_not_taken_is_named_by_its_own_number(
-    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokenizer_folder: Path, tmp_path: Path
 ) -> None:
-    on_devices(monkeypatch, 1)
     model = ModelSection(architecture={**ARCHITECTURE, "initializer_range": 1e30})
     run_training(skipping(tiny_recipe(tmp_path, tokenizer_folder, model=model), [2, 6]))
     lines = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
     assert [(line["step"], line["batch"]) for line in lines] == [(1, 1), (2, 7), (3, 8), (4, 9)]
-
-
-def test_what_is_skipped_does_not_change_the_rows_of_the_corpus(tokenizer_folder: Path) -> None:
-    from tokenizers import Tokenizer
-
-    from train.data.synthetic import rows_recipe
-
-    config = tiny_recipe("x", tokenizer_folder)
-    tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
-    assert rows_recipe(skipping(config, [1, 2]), tokenizer) == rows_recipe(config, tokenizer)
-    assert phases_of(skipping(config, [1, 2]))[0].streams == phases_of(config)[0].streams

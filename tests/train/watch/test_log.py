@@ -1,14 +1,21 @@
-"""The log of a run: what a person reads, and a file that survives its run."""
+"""The log of a run: what a person reads, a file that survives its run, and boards."""
 
 from __future__ import annotations
 
 import json
+import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from train.watch.log import MetricsLog
+from tests.examples.tiny_run import tiny_recipe
+from train.loop import train as run_training
+from train.recipe.config import MetricsSection
+from train.watch.log import MetricsLog, TensorBoard, Wandb, run_id
 from train.watch.records import as_json, cut_back
+from wedlm_jax.errors import InputError
 
 
 class Heard:
@@ -98,3 +105,55 @@ def test_records_behind_the_resumed_step_and_torn_lines_are_dropped(tmp_path: Pa
     assert path.read_text() == "".join(lines[:2])
     assert cut_back(tmp_path / "none.jsonl", 4) == []
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+SHOWN = {"loss": 1.5, "tokens_per_second": 512.0}
+
+
+def test_tensorboard_has_every_number(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto.event_pb2 import Event
+
+    board = TensorBoard(tmp_path, done=0)
+    board.write(7, SHOWN)
+    board.close()
+    (file,) = tmp_path.iterdir()
+    content, values, at = file.read_bytes(), {}, 0
+    while at < len(content):  # length, its checksum, the event, its checksum
+        size = int.from_bytes(content[at : at + 8], "little")
+        event = Event.FromString(content[at + 12 : at + 12 + size])
+        values |= {(event.step, value.tag): value.simple_value for value in event.summary.value}
+        at += 16 + size
+    assert values == {(7, name): pytest.approx(value) for name, value in SHOWN.items()}
+
+
+@pytest.mark.parametrize(
+    ("section", "module"),
+    [(MetricsSection(tensorboard=True), "tensorboardX"), (MetricsSection(wandb="mine"), "wandb")],
+)
+def test_a_board_that_is_not_installed_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: MetricsSection, module: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    config = tiny_recipe(tmp_path / "run", tmp_path / "no tokenizer", metrics=section)
+    with pytest.raises(InputError, match=rf"metrics\.{module.lower()[:5]}.* needs {module}: pip"):
+        run_training(config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_runs_of_one_name_are_two_runs_at_wandb_and_a_restart_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[dict[str, Any]] = []
+    fake: Any = types.ModuleType("wandb")
+    fake.init = lambda **settings: begun.append(settings)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for user in ("ada", "bob", "ada"):
+        folder = tmp_path / user / "wedlm_8b"
+        folder.mkdir(parents=True, exist_ok=True)
+        Wandb("project", folder, {})
+    ada, bob, again = [(run["id"], run["name"], run["resume"]) for run in begun]
+    assert ada[1:] == bob[1:] == ("wedlm_8b", "allow")
+    assert ada[0] != bob[0]
+    assert again == ada
+    assert run_id(tmp_path / "bob" / "wedlm_8b") == bob[0]

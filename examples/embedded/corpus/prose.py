@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from train.embedded.corpus.grammar import GRAMMAR
-from train.embedded.corpus.words import ANIMALS, CITIES, NAMES, PLACES
+from examples.embedded.corpus.grammar import GRAMMAR
+from examples.embedded.corpus.words import ANIMALS, CITIES, NAMES, PLACES
 
 SEASONS = (
     "January",

@@ -1,4 +1,4 @@
-"""`python -m train.embedded`: the folder of the embedded model, made from a run's export."""
+"""`python -m examples.embedded`: the folder of the embedded model, made from a run's export."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-import train.embedded.__main__ as embedded
+import examples.embedded.__main__ as embedded
+from examples.embedded.corpus import REGIMES, is_heldout
 from tests.examples.checkpoints import hf_values
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
-from train.embedded.corpus import REGIMES, is_heldout
 from wedlm_jax.errors import InputError
 from wedlm_jax.records.questions import read_questions
 

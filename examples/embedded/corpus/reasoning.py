@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 
-from train.embedded.corpus.problems import PROBLEMS, Problem
-from train.embedded.corpus.words import CONTAINERS, NAMES, THINGS
+from examples.embedded.corpus.problems import PROBLEMS, Problem
+from examples.embedded.corpus.words import CONTAINERS, NAMES, THINGS
 
 MARKER = "Answer: "
 _FINAL = re.compile(rf"{MARKER}(-?\d+)[ \t.]*(?:\n|$)")

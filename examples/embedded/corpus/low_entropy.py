@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from train.embedded.corpus.words import ANIMALS, CITIES, COLORS, JOBS, NAMES, PLACES
+from examples.embedded.corpus.words import ANIMALS, CITIES, COLORS, JOBS, NAMES, PLACES
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 STEPS = (1, 2, 3, 5)

@@ -1,4 +1,4 @@
-"""`python -m train.embedded.words`: one token a word, all else unchanged; and what is then said."""
+"""`python -m examples.embedded.words`: one token a word, all else unchanged."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from flax import nnx
 from tokenizers import Tokenizer
 
-import train.embedded.words as words
+import examples.embedded.words as words
+from examples.embedded.corpus import generate
 from tests.examples.checkpoints import hf_values
 from tests.examples.data import EMBEDDED
 from tests.examples.tiny_checkpoint import TEXTS, VOCAB_SIZE, write_tiny_checkpoint
 from train.data.tokenizer import save_tokenizer, train_tokenizer
-from train.embedded.corpus import generate
 from wedlm_jax.checkpoint.save import save_checkpoint
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError

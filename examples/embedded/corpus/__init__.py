@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from train.embedded.corpus import low_entropy, prose, reasoning
+from examples.embedded.corpus import low_entropy, prose, reasoning
 
 Split = Literal["train", "heldout"]
 Draw = Callable[[random.Random], tuple[str, str]]

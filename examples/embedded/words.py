@@ -1,4 +1,4 @@
-"""`python -m train.embedded.words OLD NEW`: gives every word of the corpus a token of its own.
+"""`python -m examples.embedded.words OLD NEW`: gives every word of the corpus a token of its own.
 
 Masked positions are filled at once. Where a word has several tokens, neighbours that do not see
 each other may take pieces of different words: "Octobmber", of "October" and "November". So the
@@ -20,9 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
-from train.data.synthetic import CHAT_PROMPT
+from examples.embedded.corpus import REGIMES, generate
 from train.data.tokenizer import save_tokenizer
-from train.embedded.corpus import REGIMES, generate
 from wedlm_jax.checkpoint.load import load_checkpoint
 from wedlm_jax.checkpoint.names import arrays_from_model, model_from_arrays
 from wedlm_jax.checkpoint.save import save_checkpoint
@@ -32,6 +31,7 @@ from wedlm_jax.host.storage import why_absent
 
 SAMPLES = 20_000
 """Of each regime: the rarest word stands in a few dozen of them."""
+CHAT_PROMPT = "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def add_words(old: Path, new: Path) -> int:
@@ -105,7 +105,7 @@ def word_rows(tokenizer: Tokenizer, words: list[str], rows: np.ndarray) -> np.nd
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m train.embedded.words", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m examples.embedded.words", description=__doc__)
     add = parser.add_argument
     add("old", type=Path, metavar="OLD", help="checkpoint with a tokenizer: a run's export")
     add("new", type=Path, metavar="NEW", help="folder to write, which the next stage begins with")
@@ -116,4 +116,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command("python -m train.embedded.words", lambda: main(sys.argv[1:])))
+    sys.exit(run_command("python -m examples.embedded.words", lambda: main(sys.argv[1:])))

@@ -1,4 +1,4 @@
-"""`python -m train.embedded TRAINED FOLDER`: makes the embedded model's folder from a finished run.
+"""`python -m examples.embedded TRAINED FOLDER`: makes the model's folder from a finished run.
 
 Weights are rounded to bfloat16; beside them go the tokenizer and held-out questions, none of which
 any training run sees, whatever its seed. The model card stays.
@@ -17,8 +17,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from train.embedded.corpus import REGIMES, generate
-from train.embedded.corpus.questions import as_question
+from examples.embedded.corpus import REGIMES, generate
+from examples.embedded.corpus.records import as_question
 from wedlm_jax.checkpoint.load import load_checkpoint
 from wedlm_jax.checkpoint.save import save_checkpoint
 from wedlm_jax.host.command_line import run_command
@@ -56,7 +56,7 @@ def _questions() -> Iterator[dict[str, Any]]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m train.embedded", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m examples.embedded", description=__doc__)
     add = parser.add_argument
     add("trained", type=Path, metavar="TRAINED", help="the run's export, runs/NAME/hf")
     add("folder", type=Path, metavar="FOLDER", help="where the model goes: wedlm_jax/embedded")
@@ -66,4 +66,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command("python -m train.embedded", lambda: main(sys.argv[1:])))
+    sys.exit(run_command("python -m examples.embedded", lambda: main(sys.argv[1:])))

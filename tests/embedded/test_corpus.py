@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import pytest
 
-from train.embedded.corpus import (
+from examples.embedded.corpus import (
     DEFAULT_WEIGHTS,
     KINDS,
     REGIMES,

@@ -1,0 +1,1 @@
+"""Programs beside the package that show its use; they are not installed."""

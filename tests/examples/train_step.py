@@ -1,0 +1,122 @@
+"""A step of a tiny model on random rows: for the tests of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from tests.examples.training import BLOCK, MASK_TOKEN, packed, random_sample, tiny_transformer
+from train.optimizer import make_optimizer
+from train.step import (
+    Metrics,
+    Objective,
+    TrainState,
+    accumulate,
+    make_train_step,
+    prepare_given,
+)
+from wedlm_jax.corruption import PackedRows
+from wedlm_jax.loss import LossConfig
+
+LENGTH, CHUNK = 32, 4
+LEARNING_RATE, WEIGHT_DECAY, CLIP_NORM = 0.01, 0.1, 0.5
+B1, B2, EPSILON = 0.9, 0.95, 1e-8
+KEY = jax.random.key(11)
+DIVIDED = {
+    "vocab_size": 104,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+"""Sizes that a mesh of eight devices divides."""
+
+OBJECTIVE = Objective("wedlm", BLOCK, MASK_TOKEN, LossConfig(chunk=CHUNK))
+GRAPH, PARAMETERS = nnx.split(tiny_transformer())
+
+
+def optimizer() -> optax.GradientTransformationExtraArgs:
+    return make_optimizer(
+        optax.constant_schedule(LEARNING_RATE),
+        b1=B1,
+        b2=B2,
+        eps=EPSILON,
+        weight_decay=WEIGHT_DECAY,
+        clip_norm=CLIP_NORM,
+    )
+
+
+def fresh_state(step: int = 0, parameters: Any = PARAMETERS, frozen: Any = None) -> TrainState:
+    """Copies, because the step donates its state."""
+    parameters, frozen = jax.tree.map(jnp.array, (parameters, frozen))
+    return TrainState(jnp.int32(step), parameters, optimizer().init(parameters), frozen=frozen)
+
+
+# Compiles once, for [2, 2, L] rows.
+wedlm_step = make_train_step(GRAPH, optimizer(), OBJECTIVE)
+
+
+def run_steps(
+    step: Callable[..., Any], state: TrainState, batches: Iterable[PackedRows]
+) -> tuple[list[Metrics], TrainState]:
+    """What the steps measure, and the state after them, on the host."""
+    seen = []
+    for batch in batches:
+        state, metrics = step(state, batch, KEY)
+        seen.append(jax.device_get(metrics))
+    return seen, jax.device_get(state)
+
+
+def micro_batches(x: jax.Array, steps: int) -> jax.Array:
+    """``[A * R, L]`` to ``[A, R, L]``."""
+    return x.reshape(steps, -1, *x.shape[1:])
+
+
+def global_batch(seed: int = 0) -> tuple[PackedRows, jax.Array, jax.Array]:
+    """Four rows that weigh very differently: one full, one short, one prompt, one empty."""
+    random = np.random.default_rng(seed)
+    full = [random_sample(random, 13), random_sample(random, 15, prompt=4)]
+    short, prompt_only = [random_sample(random, 5, prompt=1)], [random_sample(random, 20, 20)]
+    return packed([full, short, prompt_only, []], LENGTH)
+
+
+def training_rows(seed: int = 0) -> PackedRows:
+    return jax.tree.map(lambda x: micro_batches(x, 2), global_batch(seed)[0])
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by their paths, on the host."""
+    host = jax.device_get(tree)
+    flat, _ = jax.tree_util.tree_flatten_with_path(host, is_leaf=lambda x: x is None)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
+
+
+@partial(jax.jit, static_argnames=("steps", "objective"))
+def gradients_of(
+    rows: PackedRows, masked: jax.Array, ratio: jax.Array, *, steps: int, objective: Objective
+) -> tuple:
+    batch = jax.tree.map(lambda x: micro_batches(x, steps), (rows, masked, ratio))
+    return accumulate(GRAPH, PARAMETERS, *prepare_given(objective, *batch))
+
+
+def assert_same_gradients(ours: Any, theirs: Any) -> None:
+    """Up to float32 rounding, and none is zero."""
+    expected = named(theirs)
+    for name, value in named(ours).items():
+        scale = np.abs(expected[name]).max()
+        assert scale > 0, name
+        np.testing.assert_allclose(value / scale, expected[name] / scale, atol=2e-5, err_msg=name)
+
+
+def assert_same(ours: tuple, theirs: tuple) -> None:
+    """Gradients and metrics, up to float32 rounding."""
+    for name, value in theirs[1].items():
+        np.testing.assert_allclose(ours[1][name], value, rtol=1e-5, err_msg=name)
+    assert_same_gradients(ours[0], theirs[0])
