@@ -304,7 +304,7 @@ class ScriptedEngine:
     A burst is one forward, so that a stop string is found when it comes.
     """
 
-    settings = SimpleNamespace(sequences=1)
+    settings = SimpleNamespace(sequences=1, window=0, lookup=0)
 
     def __init__(self, token_ids: list[int], step: int, finish_reason: str):
         self._ids, self._step, self._reason = token_ids, step, finish_reason
@@ -316,8 +316,7 @@ class ScriptedEngine:
         self,
         submitted: Sequence[Request] = (),
         aborted: Sequence[int] = (),
-        *,
-        max_forwards: int | None = None,
+        **_: object,
     ) -> list[Event]:
         for request in submitted:
             self._counts[request.number] = 0

@@ -191,14 +191,15 @@ class Scheduler:
         known. Not where places are wanted, since those that it frees would stay empty for a whole
         burst; nor where grammars or the pace of a long prompt depend on the result; nor where it
         probably finishes all there is."""
-        running = self._running
+        running, chunk = self._running, self._sizes.chunk_tokens
+        prompts = max(prefill_forwards(replica, chunk) for replica in self._replicas)
         places = sum(replica.num_free_indices for replica in self._replicas)
         return (
             len(self._waiting) <= places
             and not self._pages_are_short
             and not self._pace.is_paced
             and not any(one.request.params.grammar for one in running)
-            and any(one.outlasts_flight for one in running)
+            and any(one.outlasts_flight(prompts) for one in running)
         )
 
     def _lacks_pages(self) -> bool:

@@ -103,12 +103,15 @@ class SequenceState:
         the last, which an anchored window computes."""
         return self.num_computed < self.text_length_admitted - 1
 
-    @property
-    def outlasts_flight(self) -> bool:
-        """Whether it can go on after the burst in flight. An anchored sequence commits a token in
-        every forward; one in mode "paper" from its second forward on."""
+    def outlasts_flight(self, prefill_forwards: int) -> bool:
+        """Tells whether it may go on after the burst in flight. An anchored sequence commits a
+        token in every forward after its prompt; one in mode "paper" from its second on.
+
+        Args:
+          prefill_forwards: of the burst, that may be those of prompts only.
+        """
         left = self.request.params.max_tokens - self.num_output
-        return self.is_prefilling or left > self.forwards_in_flight
+        return left + prefill_forwards > self.forwards_in_flight
 
     @property
     def room_needed(self) -> int:
