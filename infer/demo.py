@@ -74,11 +74,11 @@ def main(arguments: list[str]) -> int:
     from infer.evaluate import EMBEDDED_QUESTIONS, decoders_at
     from wedlm_jax.records.questions import read_questions
 
-    decoders = decoders_at(None, [0.4], kinds=("ar", "paper", "verified"))
+    decoders = decoders_at(None, [0.4], window_size=None, kinds=("ar", "paper", "verified"))
     regimes = [
         questions[: options.samples] for questions in read_questions(EMBEDDED_QUESTIONS).values()
     ]
-    wedlm = decoders[1]
+    wedlm = decoders[-1]  # the default
     if picture:
         _draw(Path(picture), wedlm, [questions[0] for questions in regimes[:2]])
         console.print(f"wrote {picture}")
@@ -102,8 +102,7 @@ def _introduce(console: Console, decoder: Decoder) -> None:
     config, device = engine.config, jax.devices()[0]
     console.print(
         f"{engine.num_parameters / 1e6:.1f}M parameters, {config.num_hidden_layers} layers, "
-        f"vocabulary {config.vocab_size}; a window of {engine.window_size} masks, "
-        f"τ = {decoder.params.entropy_threshold}, λ = {decoder.params.position_penalty}; "
+        f"vocabulary {config.vocab_size}; mode {decoder.params.mode}, windows chosen by speed; "
         f"on {device.platform}. Compiling ..."
     )
     # So that what is watched is decoding alone.

@@ -241,7 +241,7 @@ def decoders_at(
     model: str | None,
     thresholds: Sequence[float],
     *,
-    window_size: int = 16,
+    window_size: int | None = 16,
     position_penalty: float = 0.02,
     batch_size: int = 1,
     max_tokens: int = MAX_TOKENS,
@@ -252,6 +252,7 @@ def decoders_at(
     decoding.
 
     Args:
+      window_size: W; None for the engine's default.
       kinds: which of these. A model that was not trained on masks has AR and verified decoding.
       others: options of `infer.generate.load`.
     """

@@ -19,7 +19,7 @@ from infer.serve.settings import FILE, PREFIX, TABLE, layered
 from wedlm_jax.errors import InputError
 from wedlm_jax.host import notices
 from wedlm_jax.host.command_line import CommandParser
-from wedlm_jax.host.progress import LOADING
+from wedlm_jax.host.progress import LOADING, NEXT_LINE_S, ticking
 from wedlm_jax.host.signals import StopRequest
 
 if TYPE_CHECKING:
@@ -191,11 +191,18 @@ def load_warm(options: dict[str, Any]) -> LLM:
 @contextlib.contextmanager
 def logged(what: str) -> Iterator[None]:
     """Logs what the server waits for, and how long that took."""
-    if what != LOADING:
-        LOG.info("%s", what)
-    started = time.monotonic()
-    yield
-    LOG.info("%s took %.1f s", what, time.monotonic() - started)
+    started = due = time.monotonic()
+
+    def tell(seconds: float) -> None:
+        nonlocal due
+        if started + seconds >= due:
+            due += NEXT_LINE_S
+            LOG.info("%s, %.0f s so far", what, seconds)
+
+    with contextlib.nullcontext() if what == LOADING else ticking(tell):
+        yield
+    if (took := time.monotonic() - started) >= 1 or what != LOADING:
+        LOG.info("%s took %.1f s", what, took)
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

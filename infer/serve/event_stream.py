@@ -12,12 +12,14 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from infer.serve.answer import Answer
-from infer.serve.errors import as_api_error
+from infer.serve.errors import ApiError, as_api_error
 from infer.serve.shapes import TextShape
 
 PATIENCE = 15.0
 """Seconds without news after which a comment is sent: what stands between might take the connection
 for dead."""
+
+DONE = b"data: [DONE]\n\n"
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Proxies are to pass on each event when it comes."""
@@ -41,6 +43,9 @@ class EventStream(StreamingResponse):
                 async for body in self._events:
                     await send({"type": "http.response.body", "body": body, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except asyncio.CancelledError:  # by uvicorn: it has taken longer than the grace
+            last = event(ApiError(503, "the server is ending").body) + DONE
+            await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             watch.cancel()
             self._answer.end()
@@ -63,7 +68,7 @@ async def events_of(
             chunks = shape.chunks(pieces)
             if answer.is_over:
                 chunks += shape.closing(answer.so_far)
-            done = b"data: [DONE]\n\n" if answer.is_over else b""
+            done = DONE if answer.is_over else b""
             yield b"".join(map(event, chunks)) + done or b": waiting\n\n"
     except Exception as error:
         answered = as_api_error(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -10,9 +11,12 @@ import uvicorn
 
 from infer.serve.app import make_app
 from infer.serve.connection import patient_protocol
+from wedlm_jax.errors import counted
 
 if TYPE_CHECKING:
     from infer.serve.app import Service
+
+LOG = logging.getLogger("wedlm.serve")
 
 
 def make_server(
@@ -47,6 +51,15 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]):
         super().__init__(config)
         self._on_ready = on_ready
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if under_way := len(self.server_state.tasks):
+            LOG.info(
+                "ending: %s under way, for at most %g s more",
+                counted(under_way, "answer"),
+                self.config.timeout_graceful_shutdown,
+            )
+        await super().shutdown(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

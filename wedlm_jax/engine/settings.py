@@ -189,8 +189,11 @@ def plan_engine(
     Raises:
       InputError: naming the option that does not fit.
     """
-    if window:
-        model.require_mask_token_id()
+    if window and not model.knows_masks and model.mask_token_id is None:
+        raise InputError(
+            f"window_size: expected 0, not {config.window_size!r}: this model was not trained on "
+            "masks; drafts are copied from its text"
+        )
     attention = check_ragged_backend(
         config.attention, platform, model, int8=config.kv_cache_dtype is not None
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import os
@@ -9,12 +10,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
 import pytest
+
+from infer.serve.event_stream import EventStream
 
 SLOW = {"prompt": "the cat", "max_tokens": 250, "ignore_eos": True, "mode": "ar"}
 
@@ -81,6 +85,35 @@ def test_sigterm_under_load_and_kill_and_restart(checkpoint: Path) -> None:
             ask(url)
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
+
+
+def test_a_stream_that_takes_longer_than_the_grace_ends_with_the_reason() -> None:
+    sent, ended = list[Any](), list[bool]()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"data: 1\n\n"
+        await asyncio.sleep(60)
+
+    async def nothing() -> Any:
+        await asyncio.sleep(60)
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body"))
+
+    async def cut_off() -> None:
+        stream = EventStream.__new__(EventStream)
+        stream._answer, stream._events = SimpleNamespace(end=lambda: ended.append(True)), events()
+        stream.raw_headers = []
+        task = asyncio.create_task(stream({}, nothing, send))
+        await asyncio.sleep(0.05)
+        task.cancel()  # as uvicorn does
+        await task
+
+    asyncio.run(cut_off())
+    assert sent[:2] == [None, b"data: 1\n\n"]
+    assert b"the server is ending" in sent[2]
+    assert sent[2].endswith(b"data: [DONE]\n\n")
+    assert ended
 
 
 @pytest.mark.full
