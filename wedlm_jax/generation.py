@@ -72,7 +72,7 @@ class Router:
         and if there are none, or it submits or aborts anything, those of a step of its own.
 
         Args:
-          seconds: that a step should take at most.
+          seconds: as for `Engine.step`.
 
         Raises:
           Exception: what the engine raised. It has begun anew then, and the requests of all other

@@ -47,8 +47,8 @@ from wedlm_jax.told_once import ToldOnce
 
 MESH_AXES = {"tensor_parallel_size": "tensor", "tp": "tensor", "data_parallel_size": "data"}
 """What other engines call the size of an axis of `LLM`'s mesh."""
-STREAM_SECONDS = 0.02
-"""Seconds between two chunks of a stream, about: readers notice no less."""
+STREAM_SECONDS = 0.04
+"""Seconds of two bursts of a stream, each of which may bring a chunk: readers notice no less."""
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -198,7 +198,7 @@ class EngineThread:
         events = engine.step(
             ready,
             turn.aborted,
-            seconds=self._burst_seconds / 2,  # the next burst is planned by then
+            seconds=self._burst_seconds,
             ahead=True,
             program=self._program,
         )

@@ -174,7 +174,8 @@ class Engine:
           max_forwards: of the burst, for callers that need an answer soon: it then also ends once a
             quarter of each replica's sequences have finished. Chosen by default. With 0, requests
             are admitted and nothing is run.
-          seconds: that the burst should take at most, which does the same.
+          seconds: after which a request that comes now should begin at the latest, which does the
+            same.
           ahead: submits the burst and returns what happened in the one before, so that the device
             runs while the caller deals with the events.
           program: from `compiled_for`; by default the least that serves all, compiled if need be.

@@ -149,7 +149,8 @@ class Scheduler:
           max_forwards: of the burst, for callers that need an answer soon: it then also ends once a
             quarter of each replica's sequences have finished. Chosen by default. With 0, requests
             are admitted and nothing is run.
-          seconds: that the burst should take at most, which does the same.
+          seconds: after which a request that comes now should begin at the latest, which does the
+            same.
           ahead: lets the burst run while the caller does what the events are for, so that the
             device does not wait for the host: a step submits a burst and returns the events of the
             one before. Without it, or where the next burst depends on this one's result, its own.
@@ -162,10 +163,12 @@ class Scheduler:
             self._abort(number)
         unwanted = set(aborted)
         events = [event for event in events if event.number not in unwanted]
-        if seconds is not None:
-            max_forwards = max(1, min(SOON_FORWARDS, int(seconds / self._forward_seconds(seconds))))
         if self._flight is not None and not (ahead and self._can_plan_ahead()):
             events += self._land()
+        if seconds is not None:
+            # A request that comes now waits for this burst, and for the one in flight.
+            seconds /= 2 if self._flight is not None else 1
+            max_forwards = max(1, min(SOON_FORWARDS, int(seconds / self._forward_seconds(seconds))))
         burst = self._plan(max_forwards, events)
         if burst is not None:
             before = self._flight
