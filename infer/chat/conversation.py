@@ -135,9 +135,7 @@ class Conversation:
             return None
         self._has_advised = True
         begin = "the answer ran to the end of the context; " if filled else ""
-        return (
-            f"{begin}if answers repeat themselves, try /temperature 0.7, and /reset to forget them"
-        )
+        return f"{begin}if answers repeat themselves, /reset and try /temperature 0.7"
 
     def _fitting(self, messages: list[Message]) -> tuple[list[Message], str, list[int]]:
         """Returns messages that leave room for an answer, their text, and its tokens. Where they

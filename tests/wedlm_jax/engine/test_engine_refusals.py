@@ -118,7 +118,7 @@ def test_without_a_mask_token_only_a_window_of_0_runs() -> None:
     model = Transformer(
         dataclasses.replace(TINY, mask_token_id=None, num_hidden_layers=1), rngs=nnx.Rngs(0)
     )
-    with pytest.raises(InputError, match="no mask_token_id"):
+    with pytest.raises(InputError, match="not trained on masks"):
         Engine(model, EngineConfig(window_size=4))
     engine = small_engine(model, [], window_size=0, deterministic=True)
     result = run(engine, [Case((3,), SamplingParams(max_tokens=3), 0)])[0]
