@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 RIVALS = ("transformers",)
 RIVAL = "transformers, AR"
 RIVAL_LOOKUP = "transformers, lookup"
-"""Names of its two ways of decoding in tables."""
+"""What tables call its plain decoding and its prompt lookup."""
 LOOKUP_TOKENS = 10
 """Drafts of its lookup, the number in its documentation."""
 PLACES = ("model.safetensors", "model.safetensors.index.json", "model-*.safetensors")

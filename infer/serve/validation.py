@@ -17,7 +17,7 @@ from wedlm_jax.errors import did_you_mean, shortened
 
 KNOWN_FIELDS = {**CompletionRequest.model_fields, **ChatRequest.model_fields}
 UNREAD = "There was an error parsing the body"
-"""What FastAPI says of any body that it cannot read, but for mistakes in JSON."""
+"""FastAPI's message for a body that it cannot read at all; mistakes in JSON have their own."""
 
 
 def add_error_answers(app: FastAPI) -> None:

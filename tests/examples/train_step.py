@@ -75,7 +75,7 @@ def run_steps(
 
 
 def micro_batches(x: jax.Array, steps: int) -> jax.Array:
-    """``[A * R, L]`` to ``[A, R, L]``."""
+    """Splits a batch into A accumulation steps: ``[A * R, L]`` to ``[A, R, L]``."""
     return x.reshape(steps, -1, *x.shape[1:])
 
 

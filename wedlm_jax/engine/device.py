@@ -227,10 +227,8 @@ class Device:
         self._num_collected = ticket.number
         num_run, sizes = int(counters.forwards.max()), np.array(ticket.sizes)
         self.counters += [num_run, counters.tokens.sum(), (counters.by_size * sizes).sum()]
-        traced = {}
-        if last is not None:
-            traced = window_forwards(last, ticket.traced, begun)
-        # What stands at an index that another sequence has entered since is of nobody.
+        traced = {} if last is None else window_forwards(last, ticket.traced, begun)
+        # Where another sequence has entered since, the result belongs to one that has left.
         here = self._entered <= ticket.number
         report = dataclasses.replace(
             self._report(ticket, numbers, logprobs, here),

@@ -105,7 +105,7 @@ def test_reading_ahead_keeps_the_order() -> None:
 
 
 def test_a_seed_gives_the_order_that_it_always_gave() -> None:
-    """Another one would change what each step of a run that goes on reads."""
+    """With another order, a resumed run would read other rows than it would have without a stop."""
     sets = ((NumberedRows(20), 0.7), (NumberedRows(9, first=100), 0.3))
     steps = steps_of(*sets)
     assert [numbers(steps, step).tolist() for step in (0, 9)] == [

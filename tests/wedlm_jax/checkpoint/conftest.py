@@ -1,4 +1,4 @@
-"""One checkpoint in both formats."""
+"""Fixtures: the same checkpoint in Hugging Face's format and in orbax's."""
 
 import shutil
 

@@ -76,7 +76,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def bytes_read(monkeypatch):
-    """The size of each read of values."""
+    """Returns the bytes of each read of tensor values."""
     sizes = []
     fill = SafetensorsFile._fill
 
