@@ -1,4 +1,4 @@
-"""Drives `Engine.step` for calls that decode prompts: submits them as there is room, and collects
+"""Calls that decode prompts: submit them to the engine's loop as there is room, and collect
 completions as they finish.
 
 Adds what the engine does not know: several samples of a prompt, stop strings, and progress.
@@ -6,18 +6,16 @@ Adds what the engine does not know: several samples of a prompt, stop strings, a
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import dataclasses
 import itertools
-import threading
+import queue
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.engine.burst import Request
-from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.events import Event, Failed, Finished, TokenDelta, Traced
+from wedlm_jax.engine.loop import Caller, EngineLoop
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.progress import Progress
 from wedlm_jax.params import SamplingParams, sample_seed
@@ -32,173 +30,30 @@ Prepared: TypeAlias = tuple[Sequence[int], SamplingParams]
 Windowed: TypeAlias = tuple[Sequence[int], SamplingParams, int | None]
 """A checked prompt with a window of its own, None for the engine's."""
 
+LOOK_SECONDS = 0.1
+"""How often a call that waits for events looks whether it is to stop."""
 
-class Router:
-    """Shares an engine between several callers, in any threads: each gets the events of its own
-    requests.
 
-    Whoever steps the engine advances the requests of all. Threads take turns, first come, first
-    served, and a turn is one step; so nobody waits longer than a step of each of the others, and a
-    caller that does not come back, such as a stream that is not read, holds up nobody.
+class Mailbox:
+    """Where a thread waits for the events of its requests.
 
     Args:
-      engine: used by this router only.
+      seconds: as of a `Caller`.
     """
 
-    def __init__(self, engine: Engine):
-        self.engine = engine
-        self._turns = Turns()
-        self._kept: dict[int, list[Event]] = {}
-        self._mine: dict[int, object] = {}
-        self._numbers = itertools.count()
-        self._left: collections.deque[tuple[object, Sequence[int]]] = collections.deque()
-        """Callers that have left, and their requests, still to be aborted."""
+    def __init__(self, *, seconds: float | None = None):
+        self._events: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+        self.caller = Caller(self._events.put, seconds=seconds)
 
-    def new_number(self, caller: object) -> int:
-        """Returns a number for a request of ``caller``."""
-        number = next(self._numbers)
-        self._mine[number] = caller
-        return number
-
-    def step(
-        self,
-        caller: object,
-        submitted: Sequence[Request] = (),
-        aborted: Sequence[int] = (),
-        *,
-        seconds: float | None = None,
-    ) -> list[Event]:
-        """Returns the caller's events: those that steps of others have brought since its last one,
-        and if there are none, or it submits or aborts anything, those of a step of its own.
-
-        Args:
-          seconds: as for `Engine.step`.
-
-        Raises:
-          Exception: what the engine raised. It has begun anew then, and the requests of all other
-            callers have failed.
-        """
-        with self.turn():
-            for number in aborted:
-                self._mine.pop(number, None)
-            own = self._kept.pop(id(caller), [])
-            if submitted or aborted or not own:
-                self._step(submitted, aborted, seconds=seconds)
-                own += self._kept.pop(id(caller), [])
-        return own
-
-    def leave(self, caller: object, numbers: Sequence[int]) -> None:
-        """Aborts the requests that a caller has left, and forgets the caller.
-
-        It waits for nothing, since a generator may be closed anywhere: when it is collected, even
-        within a step of its own thread. Whoever has the turn aborts them after it.
-        """
-        self._left.append((caller, numbers))
-        self._tidy()
-
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """Lets no other thread use the engine meanwhile."""
-        self._turns.take()
+    def take(self) -> list[Event]:
+        """Returns what has come; waits for it if there is nothing, but not for long."""
+        events: list[Event] = []
         try:
-            yield
-        finally:
-            self._turns.give()
-            self._tidy()
-
-    def _tidy(self) -> None:
-        """Aborts what callers have left, unless somebody has the turn, who does so after it."""
-        while self._left and self._turns.take_if_free():
-            try:
-                gone: list[int] = []
-                while self._left:
-                    caller, numbers = self._left.popleft()
-                    self._kept.pop(id(caller), None)
-                    for number in numbers:
-                        self._mine.pop(number, None)
-                    gone += numbers
-                if gone:
-                    self._step((), gone, max_forwards=0)
-            finally:
-                self._turns.give()
-
-    def _step(
-        self, submitted: Sequence[Request], aborted: Sequence[int], **length: float | None
-    ) -> None:
-        """Steps the engine and keeps the events for those whose they are."""
-        try:
-            events = self.engine.step(submitted, aborted, ahead=True, **length)  # type: ignore[arg-type]
-        except BaseException as error:
-            # The scheduler is of no further use, nor is what was under way. Those who submitted
-            # nothing now learn it from an event; they may be anybody, the caller among them.
-            self.engine.restart()
-            events = [
-                Failed(number, RuntimeError(f"the engine failed in another call ({error!r})"))
-                for number in list(self._mine)
-            ]
-            self._keep(events)
-            raise
-        self._keep(events)
-
-    def _keep(self, events: Sequence[Event]) -> None:
-        for event in events:
-            whose = self._mine.get(event.number)
-            if isinstance(event, Finished | Failed):
-                self._mine.pop(event.number, None)
-            if whose is not None:
-                self._kept.setdefault(id(whose), []).append(event)
-
-
-class Turns:
-    """A lock that threads get in the order in which they asked for it. With one of `threading` a
-    thread that takes it again at once can keep it from all others."""
-
-    def __init__(self) -> None:
-        self._guard = threading.Lock()
-        self._queue: collections.deque[threading.Lock] = collections.deque()
-        """A lock for each thread that has the turn, or waits for it: its own is held until then."""
-
-    def take(self) -> None:
-        """Waits for the turn."""
-        mine = threading.Lock()
-        mine.acquire()
-        try:
-            with self._guard:
-                self._queue.append(mine)
-                first = len(self._queue) == 1
-            if not first:
-                mine.acquire()
-        except BaseException:  # Ctrl-C: those behind must not wait for a thread that does not
-            self._withdraw(mine)
-            raise
-
-    def take_if_free(self) -> bool:
-        """Takes the turn if nobody has it, waiting for nothing; returns whether it did."""
-        if not self._guard.acquire(blocking=False):
-            return False
-        try:
-            if free := not self._queue:
-                self._queue.append(threading.Lock())
-            return free
-        finally:
-            self._guard.release()
-
-    def give(self) -> None:
-        """Passes the turn on."""
-        with self._guard:
-            self._queue.popleft()
-            if self._queue:
-                self._queue[0].release()
-
-    def _withdraw(self, mine: threading.Lock) -> None:
-        """Takes out a thread that waits no longer; it may have got the turn by now."""
-        with self._guard:
-            waits = mine in self._queue and self._queue[0] is not mine
-            if waits:
-                self._queue.remove(mine)
-            has_it = not waits and mine in self._queue
-        if has_it:
-            self.give()
+            events += self._events.get(timeout=LOOK_SECONDS)
+            while True:
+                events += self._events.get_nowait()
+        except queue.Empty:
+            return events
 
 
 @dataclasses.dataclass(eq=False)
@@ -224,14 +79,18 @@ class _UnderWay:
     """A sequence that is being decoded, one sample of a prompt.
 
     Attributes:
+      number: of its request.
       stream: of its text, if the prompt has stop strings.
+      is_over: whether nothing more is wanted of it.
       begun: whether it has committed anything.
       num_tokens, num_forwards, num_token_instances: its counts so far.
     """
 
     prompt: _Prompt
     sample: int
+    number: int
     stream: CompletionStream | None
+    is_over: bool = False
     begun: bool = False
     num_tokens: int = 0
     num_forwards: int = 0
@@ -242,7 +101,7 @@ class Generation:
     """One call that decodes prompts: an iterator over batches of completions.
 
     Args:
-      router: of the engine.
+      loop: of the engine.
       codec: the tokenizer; None if there is none.
       prompts: read as they are needed.
       total: how many, if known; for progress.
@@ -255,7 +114,7 @@ class Generation:
 
     def __init__(
         self,
-        router: Router,
+        loop: EngineLoop,
         codec: TextCodec | None,
         prompts: Iterable[Prepared | Windowed],
         *,
@@ -264,31 +123,27 @@ class Generation:
         stopping: Callable[[], bool] | None = None,
         on_failure: Callable[[int, InputError], None] | None = None,
     ):
-        self._router, self._codec, self._on_failure = router, codec, on_failure
+        self._loop, self._codec, self._on_failure = loop, codec, on_failure
+        self._mailbox = Mailbox()
         self._requests = self._as_requests(prompts)
         self._on_progress, self._stopping = on_progress, stopping or (lambda: False)
-        self._under_way: dict[int, _UnderWay] = {}
-        self._aborted: list[int] = []
+        self._under_way: set[_UnderWay] = set()
         self._progress = Progress(0, total, 0, 0, 0)
-        self._room = router.engine.settings.sequences + WAITING
+        self._room = loop.engine.settings.sequences + WAITING
 
     def __iter__(self) -> Iterator[list[tuple[int, Completion]]]:
         """Yields the indices of finished prompts, and their completions."""
         try:
             while True:
-                submitted = self._submit()
+                self._submit()
                 if not self._under_way:
                     return
-                aborted, self._aborted = self._aborted, []
-                events = self._router.step(self, submitted, aborted)
-                if done := self._take(events):
+                if done := self._take(self._mailbox.take()):
                     yield done
         finally:
-            self._router.leave(self, [*self._under_way, *self._aborted])
+            self._abort(list(self._under_way))
 
-    def _as_requests(
-        self, prompts: Iterable[Prepared | Windowed]
-    ) -> Iterator[tuple[Request, _UnderWay]]:
+    def _as_requests(self, prompts: Iterable[Prepared | Windowed]) -> Iterator[Request]:
         for place, prepared in enumerate(prompts):
             token_ids, params = prepared[:2]
             window = prepared[2] if len(prepared) == 3 else None
@@ -296,41 +151,50 @@ class Generation:
             for sample, own in enumerate(sample_params(params)):
                 if prompt.failed:
                     break
-                number = self._router.new_number(self)
+                number = self._loop.new_number()
                 stream = CompletionStream(self._codec, own) if own.stop else None
-                yield Request(number, token_ids, own, window), _UnderWay(prompt, sample, stream)
+                yield Request(
+                    number,
+                    token_ids,
+                    own,
+                    window,
+                    caller=self._mailbox.caller,
+                    owner=_UnderWay(prompt, sample, number, stream),
+                )
 
-    def _submit(self) -> list[Request]:
-        submitted: list[Request] = []
+    def _submit(self) -> None:
         if self._stopping():
             self._drop_what_is_not_finished()
-            return submitted
-        while len(self._under_way) < self._room:
-            following = next(self._requests, None)
-            if following is None:
-                break
-            request, under_way = following
-            self._under_way[request.number] = under_way
-            under_way.prompt.num_submitted += 1
-            submitted.append(request)
-        return submitted
+            return
+        submitted = list(itertools.islice(self._requests, self._room - len(self._under_way)))
+        for request in submitted:
+            self._under_way.add(request.owner)
+            request.owner.prompt.num_submitted += 1
+        if submitted:
+            self._loop.submit(submitted)
+
+    def _abort(self, gone: Sequence[_UnderWay]) -> None:
+        for one in gone:
+            one.is_over = True
+        self._under_way.difference_update(gone)
+        self._loop.abort([one.number for one in gone])
 
     def _drop_what_is_not_finished(self) -> None:
         """Aborts prompts without tokens, and those with samples that were never submitted: no more
         are started now, so these would never be complete."""
-        begun = {id(one.prompt) for one in self._under_way.values() if one.begun}
-        for number, one in list(self._under_way.items()):
-            prompt = one.prompt
-            has_tokens = id(prompt) in begun or prompt.samples
-            if not has_tokens or prompt.num_submitted < prompt.params.n:
-                del self._under_way[number]
-                self._aborted.append(number)
+        begun = {one.prompt for one in self._under_way if one.begun}
+
+        def never_complete(prompt: _Prompt) -> bool:
+            has_tokens = prompt in begun or prompt.samples
+            return not has_tokens or prompt.num_submitted < prompt.params.n
+
+        self._abort([one for one in self._under_way if never_complete(one.prompt)])
 
     def _take(self, events: Sequence[Event]) -> list[tuple[int, Completion]]:
         done: list[tuple[int, Completion]] = []
         for event in events:
-            one = self._under_way.get(event.number)
-            if one is None or isinstance(event, Traced):
+            one: _UnderWay = event.request.owner
+            if one.is_over or isinstance(event, Traced):
                 continue
             if isinstance(event, Failed):
                 self._fail(one.prompt, event.error)
@@ -341,10 +205,11 @@ class Generation:
                 completion = self._stopped_by_text(one, event)
                 if completion is None:
                     continue
-                self._aborted.append(event.number)
+                self._abort([one])
             else:
                 completion = complete(self._codec, event.result, one.prompt.params)
-            del self._under_way[event.number]
+                one.is_over = True
+                self._under_way.remove(one)
             # A stop string cuts off what the same forwards committed after it.
             self._count(
                 one,
@@ -362,10 +227,7 @@ class Generation:
         if self._on_failure is None or not isinstance(error, InputError):
             raise error
         prompt.failed = True
-        own = [number for number, one in self._under_way.items() if one.prompt is prompt]
-        for number in own:
-            del self._under_way[number]
-        self._aborted += own
+        self._abort([one for one in self._under_way if one.prompt is prompt])
         self._on_failure(prompt.place, error)
 
     def _stopped_by_text(self, one: _UnderWay, delta: TokenDelta) -> Completion | None:

@@ -23,9 +23,10 @@ from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.config import ENGINE_OPTIONS, EngineConfig
 from wedlm_jax.engine.engine import Engine, runs_apart
 from wedlm_jax.engine.events import Failed, Finished, Traced
+from wedlm_jax.engine.loop import EngineLoop
 from wedlm_jax.engine.scoring import score
 from wedlm_jax.errors import InputError, did_you_mean, nearest
-from wedlm_jax.generation import CompletionStream, Generation, Prepared, Router, Windowed
+from wedlm_jax.generation import CompletionStream, Generation, Mailbox, Prepared, Windowed
 from wedlm_jax.grammar.guidance import TokenizerGrammars
 from wedlm_jax.host.compiled_cache import ProgramStore, program_folder
 from wedlm_jax.host.progress import BusyNotice, Progress, saying, so_far
@@ -140,7 +141,7 @@ class LLM:
         )
         kept = folder if store is not None and store.is_writable else None
         self.engine.device.programs.while_busy = BusyNotice(kept)
-        self._router = Router(self.engine)
+        self._loop = EngineLoop(self.engine)
 
     def __repr__(self) -> str:
         engine = self.engine
@@ -174,7 +175,7 @@ class LLM:
         for one in given:
             self.check_draft(one)
             self._told_once.of_mode(one)
-        with self._router.turn():
+        with self._loop.paused():
             self.engine.expect([self._with_bad_words_as_ids(one) for one in given])
             self.engine.compile()
             if everything:
@@ -230,7 +231,7 @@ class LLM:
         total = len(prompts) if isinstance(prompts, Sized) else None
         return iter(
             Generation(
-                self._router,
+                self._loop,
                 self.codec,
                 prompts,
                 total=total,
@@ -323,7 +324,7 @@ class LLM:
                 if len(second):
                     self.engine.check(second, SamplingParams(max_tokens=len(first)))
                 texts.append((first, second))
-        return score(self.engine, texts, top, self._router.turn)
+        return score(self.engine, texts, top, self._loop.paused)
 
     @_with_hints
     def stream(
@@ -348,14 +349,14 @@ class LLM:
         token_ids, sampling = self.prepare([prompt], sampling_params)[0]
         if window is not None:
             self.engine.check_window(window)
-        caller = object()
-        number = self._router.new_number(caller)
-        traced = on_forward is not None
-        submitted = [Request(number, token_ids, sampling, window, traced=traced)]
+        mailbox = Mailbox(seconds=STREAM_SECONDS)
+        number, traced = self._loop.new_number(), on_forward is not None
+        request = Request(number, token_ids, sampling, window, traced=traced, caller=mailbox.caller)
         stream, running = CompletionStream(self.codec, sampling), True
+        self._loop.submit([request])
         try:
             while not (stream.finished or (stopping is not None and stopping())):
-                for event in self._router.step(caller, submitted, seconds=STREAM_SECONDS):
+                for event in mailbox.take():
                     running &= not isinstance(event, Failed | Finished)
                     if isinstance(event, Failed):
                         raise event.error
@@ -363,12 +364,12 @@ class LLM:
                         stream.take(event)
                     elif on_forward is not None:
                         on_forward(event)
-                submitted = []
                 chunk = stream.piece()
                 if chunk is not None:
                     yield chunk
         finally:
-            self._router.leave(caller, [number] if running else [])
+            if running:
+                self._loop.abort([number])
 
     def prepare(
         self,

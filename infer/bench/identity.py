@@ -17,7 +17,8 @@ from infer.bench.subject import Subject, forget_programs
 from infer.bench.windows import name_of
 from infer.bench.work import Regimes, Work
 from wedlm_jax.engine.config import MOST_LOOKUP
-from wedlm_jax.generation import Generation, Router
+from wedlm_jax.engine.loop import EngineLoop
+from wedlm_jax.generation import Generation
 from wedlm_jax.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -164,5 +165,7 @@ def _work(subject: Subject, questions: Sequence[Question], params: SamplingParam
 
 
 def _completions(subject: Subject, engine: Engine, work: Work) -> list[Completion]:
-    found = dict(item for some in Generation(Router(engine), subject.codec, work) for item in some)
+    found = dict(
+        item for some in Generation(EngineLoop(engine), subject.codec, work) for item in some
+    )
     return [found[number] for number in range(len(work))]

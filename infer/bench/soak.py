@@ -14,8 +14,9 @@ import numpy as np
 
 from infer.bench.subject import Subject
 from infer.bench.windows import name_of
+from wedlm_jax.engine.loop import EngineLoop
 from wedlm_jax.errors import InputError
-from wedlm_jax.generation import Generation, Prepared, Router
+from wedlm_jax.generation import Generation, Prepared
 from wedlm_jax.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def soak(
     )
     prompts = tokens = seen = 0
     minute = -1
-    for some in Generation(Router(engine), subject.codec, work):
+    for some in Generation(EngineLoop(engine), subject.codec, work):
         prompts += len(some)
         tokens += sum(len(completion.token_ids) for _, completion in some)
         now = (time.monotonic() - started) / 60

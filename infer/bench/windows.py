@@ -13,7 +13,8 @@ from infer.bench.work import MAX_TOKENS, Regimes, Work, questions_of
 from infer.speed import Speed
 from wedlm_jax.benchmark import Bar, by_turns
 from wedlm_jax.completion import Completion, Drafts, total_drafts
-from wedlm_jax.generation import Generation, Router
+from wedlm_jax.engine.loop import EngineLoop
+from wedlm_jax.generation import Generation
 
 if TYPE_CHECKING:
     from wedlm_jax.engine.engine import Engine
@@ -97,7 +98,7 @@ def decode(subject: Subject, engine: Engine, work: Work) -> Pass:
     engine.scheduler.forget_prefixes()
     done: list[Completion] = []
     compiled, started = engine.compile_seconds, time.perf_counter()
-    for some in Generation(Router(engine), subject.codec, work):
+    for some in Generation(EngineLoop(engine), subject.codec, work):
         done += [completion for _, completion in some]
     seconds = time.perf_counter() - started
     compiling = engine.compile_seconds - compiled

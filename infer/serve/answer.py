@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from infer.serve.capacity import Capacity
-from infer.serve.engine_thread import EngineThread
 from infer.serve.metrics import Metrics, SequenceTimes
+from infer.serve.served_engine import ServedEngine
 from infer.trace import SequenceTrace
 from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.events import Event, Failed, TokenDelta, Traced
+from wedlm_jax.engine.loop import Caller
 from wedlm_jax.generation import CompletionStream, Prepared, sample_params
 
 if TYPE_CHECKING:
@@ -62,13 +63,16 @@ class _Choice:
     Attributes:
       watched: whether its text is followed token by token, for a stream or a stop string.
       trace: where it is asked for.
+      is_over: whether nothing more comes of it.
     """
 
+    number: int
     index: int
     watched: bool
     stream: CompletionStream
     times: SequenceTimes
     trace: SequenceTrace | None
+    is_over: bool = False
 
     def news(self) -> Piece | None:
         """Returns what has come since the last time; None for nothing."""
@@ -84,21 +88,32 @@ class Answer:
 
     Args:
       codec: the tokenizer; None where there is none.
+      burst_seconds: of decoding between two looks at what came in, at most. Tokens of shorter
+        bursts are delivered together, twice in that time at most, except where a stop string may
+        stand in them or every forward is told.
     """
 
     def __init__(
         self,
         call: Call,
-        engine: EngineThread,
+        engine: ServedEngine,
         codec: TextCodec | None,
         capacity: Capacity,
         metrics: Metrics,
+        *,
+        burst_seconds: float,
     ):
         self._call, self._engine, self._codec = call, engine, codec
         self._capacity, self._metrics = capacity, metrics
         self._events: asyncio.Queue[list[Event]] = asyncio.Queue()
-        self._under_way: dict[int, _Choice] = {}
+        hurried = call.traced or any(params.stop for _, params in call.prompts)
+        self._caller = Caller(
+            self._events.put_nowait,
+            seconds=burst_seconds,
+            patience=0.0 if hurried else burst_seconds / 2,
+        )
         self._choices: list[_Choice] = []
+        self._num_under_way = 0
 
     def begin(self) -> None:
         """Submits all sequences to the engine.
@@ -111,10 +126,8 @@ class Answer:
         requests = []
         for token_ids, params in call.prompts:
             for own in sample_params(params):
-                number = self._engine.new_number()
-                request = Request(number, token_ids, own, call.window, traced=call.traced)
-                requests.append(request)
                 choice = _Choice(
+                    self._engine.new_number(),
                     len(self._choices),
                     call.streamed or bool(own.stop),
                     CompletionStream(self._codec, own),
@@ -122,21 +135,31 @@ class Answer:
                     self._trace(own, len(token_ids)) if call.traced else None,
                 )
                 self._choices.append(choice)
-                self._under_way[request.number] = choice
-        self._engine.submit(requests, self._events.put_nowait)
+                request = Request(
+                    choice.number,
+                    token_ids,
+                    own,
+                    call.window,
+                    traced=call.traced,
+                    caller=self._caller,
+                    owner=choice,
+                )
+                requests.append(request)
+        self._num_under_way = len(requests)
+        self._engine.submit(requests)
 
     @property
     def is_over(self) -> bool:
-        return not self._under_way
+        return self._num_under_way == 0
 
     def end(self) -> None:
         """Aborts what is still running and ends `pieces`; does nothing once all are finished."""
-        numbers = list(self._under_way)
-        if numbers:
-            self._metrics.aborted.inc(len(numbers))
-            self._engine.abort(numbers)
-            self._capacity.leave(len(numbers))
-            self._under_way.clear()
+        gone = [choice for choice in self._choices if not choice.is_over]
+        if gone:
+            self._metrics.aborted.inc(len(gone))
+            self._engine.abort([choice.number for choice in gone])
+            for choice in gone:
+                self._over(choice)
             self._events.put_nowait([])
 
     async def pieces(self, patience: float) -> AsyncIterator[list[Piece]]:
@@ -146,7 +169,7 @@ class Answer:
         Raises:
           Exception: what a sequence failed with.
         """
-        while self._under_way:
+        while not self.is_over:
             try:
                 async with asyncio.timeout(patience):
                     events = await self._events.get()
@@ -162,7 +185,7 @@ class Answer:
         Raises:
           Exception: what a sequence failed with.
         """
-        while self._under_way:
+        while not self.is_over:
             self._take(await self._events.get())
         pieces = []
         for choice in self._choices:
@@ -181,7 +204,8 @@ class Answer:
         return [choice.stream.completion for choice in self._choices]
 
     def _trace(self, params: SamplingParams, prompt_tokens: int) -> SequenceTrace:
-        window = self._engine.window_size if self._call.window is None else self._call.window
+        engine = self._engine.engine
+        window = engine.window_size if self._call.window is None else self._call.window
         return SequenceTrace(
             self._codec, params, prompt_tokens, window if isinstance(window, int) else None
         )
@@ -189,11 +213,11 @@ class Answer:
     def _take(self, events: Sequence[Event]) -> list[_Choice]:
         touched: dict[int, _Choice] = {}
         for event in events:
-            choice = self._under_way.get(event.number)
-            if choice is None:
+            choice: _Choice = event.request.owner
+            if choice.is_over:
                 continue
             if isinstance(event, Failed):
-                self._over(event.number)
+                self._over(choice)
                 raise event.error
             if isinstance(event, Traced):
                 if choice.trace is not None:
@@ -207,13 +231,14 @@ class Answer:
             choice.stream.take(event)
             touched[choice.index] = choice
             if choice.stream.finished:
-                self._over(event.number)
+                self._over(choice)
                 choice.times.end(choice.stream.completion)
                 if isinstance(event, TokenDelta):
                     # A stop string, of which the engine knows nothing.
                     self._engine.abort([event.number])
         return list(touched.values())
 
-    def _over(self, number: int) -> None:
-        del self._under_way[number]
+    def _over(self, choice: _Choice) -> None:
+        choice.is_over = True
+        self._num_under_way -= 1
         self._capacity.leave(1)

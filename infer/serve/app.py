@@ -17,7 +17,6 @@ from infer.serve import descriptions
 from infer.serve.answer import Answer, Call
 from infer.serve.calls import Calls
 from infer.serve.capacity import Capacity
-from infer.serve.engine_thread import EngineThread
 from infer.serve.errors import ApiError
 from infer.serve.event_stream import EventStream
 from infer.serve.fields import ChatRequest, CompletionRequest
@@ -25,6 +24,7 @@ from infer.serve.limits import BodyLimits, Decoded, KeyCheck, Outcomes
 from infer.serve.logprob_shapes import LogprobShapes
 from infer.serve.metrics import Metrics
 from infer.serve.page import document
+from infer.serve.served_engine import ServedEngine
 from infer.serve.shapes import ChatShape, TextShape
 from infer.serve.validation import add_error_answers
 from wedlm_jax import __version__
@@ -86,7 +86,7 @@ class Service:
 
     def __init__(self, llm: LLM, options: Options):
         self.options, self._codec = options, llm.codec
-        self.engine = EngineThread(llm.engine, burst_seconds=options.burst_seconds)
+        self.engine = ServedEngine(llm.engine)
         self.metrics = Metrics(lambda: self.engine.status)
         self._capacity = Capacity(llm.engine.settings.sequences, options.max_waiting)
         self.calls = Calls(llm, options.model, options.defaults, self._capacity, options.chat_limit)
@@ -106,7 +106,14 @@ class Service:
           Exception: what it failed with, where nothing was sent yet.
         """
         shape = kind(call, self.options.model, self._logprobs)
-        answer = Answer(call, self.engine, self._codec, self._capacity, self.metrics)
+        answer = Answer(
+            call,
+            self.engine,
+            self._codec,
+            self._capacity,
+            self.metrics,
+            burst_seconds=self.options.burst_seconds,
+        )
         answer.begin()
         request.state.decoded = Decoded(shape.id, answer)
         self.metrics.prompt_tokens.inc(answer.num_prompt_tokens)
@@ -129,7 +136,7 @@ class Service:
             yield
         finally:
             notes.cancel()
-            await self.engine.close()
+            await asyncio.to_thread(self.engine.close)
 
     async def _note_totals(self) -> None:
         while True:

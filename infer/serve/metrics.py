@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from infer.serve.engine_thread import Status
+from infer.serve.served_engine import Status
 from wedlm_jax.completion import Completion
 from wedlm_jax.engine.events import TokenDelta
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from wedlm_jax.decode.options import Traits
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.events import Failed
 
 LOG = logging.getLogger("wedlm.serve")
 
@@ -35,7 +36,7 @@ class Programs:
 
     def __init__(self, engine: Engine, on_change: Callable[[], None]):
         self._engine, self._on_change = engine, on_change
-        self._needed: tuple[Traits, int] | None = None
+        self._needed: tuple[Traits, Request] | None = None
         self._failed: dict[Traits, Exception] = {}
         self._made, self._had_to_wait = 0, False
         self.is_compiling = False
@@ -71,7 +72,7 @@ class Programs:
         engine = self._engine
         if held:
             needed = engine.traits_with([held[0]]).rounded
-            self._needed, self._had_to_wait = (needed, held[0].number), True
+            self._needed, self._had_to_wait = (needed, held[0]), True
             self._start(needed)
             return
         present = engine.compiled_for(under_way)
@@ -91,14 +92,14 @@ class Programs:
             self._made += 1
             self._start(better)
 
-    def failure(self) -> tuple[int, Exception] | None:
-        """Returns the number of the request whose program could not be compiled, and why, once: the
-        next request that needs it tries again."""
+    def failure(self) -> Failed | None:
+        """Returns the failure of the request whose program could not be compiled, once: the next
+        request that needs it tries again."""
         if self.is_compiling or self._needed is None:
             return None
-        (traits, number), self._needed = self._needed, None
+        (traits, request), self._needed = self._needed, None
         error = self._failed.pop(traits, None)
-        return None if error is None else (number, error)
+        return None if error is None else Failed(request, error)
 
     def _start(self, traits: Traits) -> None:
         self.is_compiling = True

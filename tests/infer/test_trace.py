@@ -13,7 +13,7 @@ import pytest
 from infer.trace import SequenceTrace, read_trace, write_trace
 from infer.trace_plot import EARLY, FILLED, REJECTED
 from wedlm_jax.__main__ import main
-from wedlm_jax.engine.burst import WindowForward
+from wedlm_jax.engine.burst import Request, WindowForward
 from wedlm_jax.engine.events import Traced
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
@@ -38,7 +38,7 @@ def forward(
 ) -> Traced:
     entropies: list[float | None] = [None if token else 0.51239 for token in [*held, 1]]
     seen = WindowForward(start, held, entropies, drafted, [*rejected], 0.25, 100.25 + start)
-    return Traced(0, seen, [*committed], 1, len(held))
+    return Traced(Request(0, (), SamplingParams()), seen, [*committed], 1, len(held))
 
 
 @pytest.fixture(scope="module")

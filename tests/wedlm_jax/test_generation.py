@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 
 from tests.wedlm_jax.test_text import TEXTS, byte_tokenizer, write_tokenizer
 from wedlm_jax.completion import Completion
+from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.events import Finished, TokenDelta
 from wedlm_jax.generation import CompletionStream, complete
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.text import SETTLED_BEHIND, GrowingText, TextCodec
+
+REQUEST = Request(0, (), SamplingParams())
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +41,7 @@ def deltas(result: Completion, cuts: list[int]) -> list[TokenDelta]:
         end = min(start + cuts[turn % len(cuts)], len(result.token_ids))
         part = slice(start, end)
         at = (result.forwards_at[part], result.instances_at[part], result.drafts_at[part])
-        found.append(TokenDelta(0, result.token_ids[part], None, end, end, end, *at, 7))
+        found.append(TokenDelta(REQUEST, result.token_ids[part], None, end, end, end, *at, 7))
         start, turn = end, turn + 1
     return found
 
@@ -103,7 +106,7 @@ def test_pieces_add_up_to_the_completion(
     for number, delta in enumerate(parts):
         stream.take(delta)
         if number == len(parts) - 1:
-            stream.take(Finished(0, result))
+            stream.take(Finished(REQUEST, result))
         piece = stream.piece()
         if piece is not None:
             pieces.append(piece)
@@ -124,7 +127,7 @@ def test_without_a_tokenizer_there_are_tokens_alone() -> None:
     assert piece is not None
     assert (piece.text, piece.token_ids) == ("", [3, 4])
     assert stream.piece() is None
-    stream.take(Finished(0, result))
+    stream.take(Finished(REQUEST, result))
     assert stream.completion == dataclasses.replace(stream.completion, text=None)
     piece = stream.piece()
     assert piece is not None

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from wedlm_jax.completion import Completion
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.events import Event, Finished, TokenDelta
+from wedlm_jax.engine.loop import EngineLoop
 from wedlm_jax.errors import InputError
-from wedlm_jax.generation import Router
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.text import StopStrings, TextCodec
@@ -309,8 +309,22 @@ class ScriptedEngine:
     def __init__(self, token_ids: list[int], step: int, finish_reason: str):
         self._ids, self._step, self._reason = token_ids, step, finish_reason
         self._counts: dict[int, int] = {}
+        self._requests: dict[int, Request] = {}
+        self.scheduler = self
 
     def check(self, prompt: object, params: object) -> None: ...
+
+    @property
+    def requests(self) -> list[Request]:
+        return [self._requests[number] for number in self._counts]
+
+    @property
+    def numbers(self) -> list[int]:
+        return list(self._counts)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._counts)
 
     def step(
         self,
@@ -319,7 +333,7 @@ class ScriptedEngine:
         **_: object,
     ) -> list[Event]:
         for request in submitted:
-            self._counts[request.number] = 0
+            self._counts[request.number], self._requests[request.number] = 0, request
         for number in aborted:
             self._counts.pop(number, None)
         return [event for number in list(self._counts) for event in self._forward(number)]
@@ -331,7 +345,7 @@ class ScriptedEngine:
         new = range(before, count)
         at = [i // self._step + 1 for i in range(count)]
         yield TokenDelta(
-            number,
+            self._requests[number],
             self._ids[before:count],
             None,
             count,
@@ -345,14 +359,14 @@ class ScriptedEngine:
             result = Completion(
                 None, self._ids, self._reason, at[-1], at[-1], forwards_at=at, instances_at=at
             )
-            yield Finished(number, result)
+            yield Finished(self._requests[number], result)
 
 
 def scripted_llm(codec: TextCodec, ids: list[int], step: int, finish_reason: str) -> LLM:
     llm = LLM.__new__(LLM)
     llm.codec, llm.folder = codec, Path("scripted")
     llm.engine = ScriptedEngine(ids, step, finish_reason)  # type: ignore[assignment]
-    llm._router, llm._told_once = Router(llm.engine), ToldOnce("", codec, None)
+    llm._loop, llm._told_once = EngineLoop(llm.engine), ToldOnce("", codec, None)
     llm.default_params = SamplingParams()
     return llm
 

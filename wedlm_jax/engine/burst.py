@@ -27,6 +27,9 @@ class Request:
       params: how it is decoded.
       window: W; None lets the engine choose.
       traced: whether each of its forwards is an event. Bursts are single forwards meanwhile.
+      caller: the `wedlm_jax.engine.loop.Caller` that its events are delivered to; None where
+        `Engine.step` returns them.
+      owner: whatever the caller keeps of it.
     """
 
     number: int
@@ -34,6 +37,8 @@ class Request:
     params: SamplingParams
     window: int | None = None
     traced: bool = False
+    caller: Any = dataclasses.field(default=None, compare=False, repr=False)
+    owner: Any = dataclasses.field(default=None, compare=False, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +60,24 @@ class Admission:
     num_cached: int
     resume: Any
     lookup: int = 0
+
+
+class Member(Protocol):
+    """A sequence that a burst runs.
+
+    Attributes:
+      request: what is decoded.
+      index: its place in the arrays then.
+      is_present: whether it still has this place: it may have finished in the burst before, or have
+        been aborted or preempted since.
+    """
+
+    @property
+    def request(self) -> Request: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def is_present(self) -> bool: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +102,7 @@ class Burst:
       max_forwards: the most forwards of each replica, at least 1.
       until_finished: int32 ``[R]``; a replica is done when so many of its sequences have finished.
         Replicas know nothing of each other during a burst, which ends when all of them are done.
+      members: the sequences.
     """
 
     released: list[int]
@@ -90,6 +114,7 @@ class Burst:
     chunk_tokens: int
     max_forwards: int
     until_finished: np.ndarray
+    members: Sequence[Member] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +208,7 @@ class ForwardRunner(Protocol):
     def collect(self, ticket: Any) -> Report:
         """Waits for the end of a burst and returns its report. Tickets are collected in order."""
 
-    def save(self, index: int) -> Any:
+    def save(self, index: int, request: Request) -> Any:
         """Returns what a sequence needs to resume elsewhere with the same tokens, besides its text
         and pages: its window and counts. During prefill that is what it was admitted with, or a
         window that has not opened yet. Called while no burst is in flight."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from wedlm_jax.decode.logprobs import Logprobs, as_list
 from wedlm_jax.decode.options import HostOptions, Traits
 from wedlm_jax.decode.spans import Allowance
 from wedlm_jax.decode.state import DecodeState
-from wedlm_jax.engine.burst import Admission, Burst, NewTokens, Report
+from wedlm_jax.engine.burst import Admission, Burst, Member, NewTokens, Report, Request
 from wedlm_jax.engine.entering import ENTRANTS_AT_ONCE, SavedWindow, make_entrants
 from wedlm_jax.engine.events import WindowView
 from wedlm_jax.engine.programs import CompiledPrograms, empty_state, slot_sizes
@@ -45,7 +46,7 @@ class Ticket:
       number: of the burst.
       fetched: what the host fetches of its results.
       sizes: of its program's forwards.
-      num_logprobs, traced: of its sequences, by index: others may enter before it is collected.
+      members: its sequences.
       started: when it was submitted.
       windowless: whether its program has no room for windows where others have.
       alone: whether no other burst was in flight then.
@@ -54,8 +55,7 @@ class Ticket:
     number: int
     fetched: tuple[Any, ...]
     sizes: tuple[int, ...]
-    num_logprobs: dict[int, int | None]
-    traced: frozenset[int]
+    members: Sequence[Member]
     started: float
     windowless: bool
     alone: bool
@@ -98,14 +98,9 @@ class Device:
         self._pages: Any = None
         self._options = HostOptions(settings.sequences, self.traits)
         self._windows = np.full(settings.sequences, -1, np.int32)
-        self._num_logprobs: dict[int, int | None] = {}
-        """As each request asks, whatever its program has."""
         self._grammars = GrammarMasks(grammars, settings.sequences, model.config.vocab_size)
         self._failed: list[int] = []
         """Sequences that the state has still, although the last report told of their error."""
-        self._traced: set[int] = set()
-        self._entered = np.zeros(settings.sequences, np.int64)
-        """The number of the burst with which the sequence at each index entered."""
         self._num_submitted = self._num_collected = 0
         self._ended, self._observed = 0.0, True
         """When the last burst that was collected ended, at the latest, and whether just then."""
@@ -185,7 +180,6 @@ class Device:
             self._forget(gone)
         for admission in burst.admissions:
             self._expect(admission, int(burst.windows[admission.index]))
-            self._entered[admission.index] = self._num_submitted
         self._make_room(self._traits_for(burst))
         self._enter(burst)
         changed = burst.windows != self._windows
@@ -209,8 +203,7 @@ class Device:
             self._num_submitted,
             fetched,
             self.settings.program(self._room).sizes.tokens,
-            dict(self._num_logprobs),
-            frozenset(self._traced),
+            burst.members,
             started,
             windowless=self._windows_vary and not self._room.window,
             alone=self._num_collected == self._num_submitted - 1,
@@ -227,11 +220,11 @@ class Device:
         self._num_collected = ticket.number
         num_run, sizes = int(counters.forwards.max()), np.array(ticket.sizes)
         self.counters += [num_run, counters.tokens.sum(), (counters.by_size * sizes).sum()]
-        traced = {} if last is None else window_forwards(last, ticket.traced, begun)
-        # Where another sequence has entered since, the result belongs to one that has left.
-        here = self._entered <= ticket.number
+        present = {one.index: one.request for one in ticket.members if one.is_present}
+        watched = [index for index, request in present.items() if request.traced]
+        traced = {} if last is None else window_forwards(last, watched, begun)
         report = dataclasses.replace(
-            self._report(ticket, numbers, logprobs, here),
+            self._report(present, numbers, logprobs),
             num_run=num_run,
             traced=traced,
             seconds=seconds,
@@ -240,15 +233,16 @@ class Device:
             by_size=counters.by_size[counters.forwards.argmax()],
             windowless=ticket.windowless,
         )
-        for index in [*np.flatnonzero(report.finished & here), *report.errors]:
-            self._forget(int(index))
+        finished = [index for index in present if report.finished[index]]
+        for index in [*finished, *report.errors]:
+            self._forget(index)
         self._failed = list(report.errors)
         return report
 
-    def save(self, index: int) -> SavedWindow:
+    def save(self, index: int, request: Request) -> SavedWindow:
         """Returns the window of a sequence that is preempted, for `Admission.resume`: what any
         program that can decode the sequence has room for, not what the present one has."""
-        state, asked = self._state, self._num_logprobs[index]
+        state, asked = self._state, request.params.logprobs
         assert state is not None
         row = jax.device_get(
             jax.tree.map(
@@ -306,8 +300,6 @@ class Device:
         index, params = admission.index, admission.request.params
         stops = self.settings.stop_ids(params)
         self._options.set(index, params, window=window, stops=stops, lookup=admission.lookup)
-        self._num_logprobs[index] = params.logprobs
-        (self._traced.add if admission.request.traced else self._traced.discard)(index)
         completion = admission.text[len(admission.request.prompt) :]
         self._grammars.enter(index, params, completion.tolist())
 
@@ -382,31 +374,33 @@ class Device:
 
     def _report(
         self,
-        ticket: Ticket,
+        present: Mapping[int, Request],
         numbers: np.ndarray,
         logprobs: Logprobs | None,
-        here: np.ndarray,
     ) -> Report:
         computed, output, running, stopped, forwards, instances, count = numbers[:, :7].T
         *emitted, drafts = np.split(numbers[:, 7:], 4, axis=1)
         drafts = drafts.view(np.uint32)
-        checked = drafts[(np.arange(drafts.shape[1]) < count[:, None]) & here[:, None]]
-        if checked.any():
-            self.drafts = self.drafts.plus(Drafts.read(checked))
         tokens: list[NewTokens | None] = [None] * len(numbers)
         errors: dict[int, Exception] = {}
-        for index in np.flatnonzero(count * here):
-            new = int(count[index])
-            own, asked = None, ticket.num_logprobs[int(index)]
+        for index, request in present.items():
+            if not (new := int(count[index])):
+                continue
+            own, asked = None, request.params.logprobs
             if asked is not None:
                 assert logprobs is not None, "the program has what its sequences ask for"
-                own = as_list(logprobs, int(index), new, asked)
+                own = as_list(logprobs, index, new, asked)
             ids, forwards_at, instances_at = (array[index, :new].tolist() for array in emitted)
             drafts_at = drafts[index, :new].tolist()
             tokens[index] = NewTokens(ids, forwards_at, instances_at, own, drafts_at)
-            error = self._grammars.commit(int(index), ids, stopped=bool(stopped[index]))
+            error = self._grammars.commit(index, ids, stopped=bool(stopped[index]))
             if error is not None:
-                errors[int(index)] = error
+                errors[index] = error
+        here = np.zeros((len(numbers), 1), bool)
+        here[list(present)] = True
+        checked = drafts[(np.arange(drafts.shape[1]) < count[:, None]) & here]
+        if checked.any():
+            self.drafts = self.drafts.plus(Drafts.read(checked))
         return Report(
             num_computed=computed,
             num_output=output,

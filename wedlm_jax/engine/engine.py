@@ -109,7 +109,6 @@ class Engine:
             )
         self.scheduler = self._new_scheduler()
         self._floor = Traits()
-        self._requests: dict[int, Traits] = {}
 
     # --- requests -----------------------------------------------------------------------
 
@@ -183,20 +182,12 @@ class Engine:
         Returns:
           new tokens, and finished and failed requests, by their numbers.
         """
-        for request in submitted:
-            self._requests[request.number] = self.traits_of(request)
-        for number in aborted:
-            self._requests.pop(number, None)
+        self.scheduler.submit(submitted)
+        self.scheduler.abort(aborted)
         with self._on_mesh():
-            if self._requests:
+            if self.scheduler.sequences:
                 self._prepare(program)
-            events = self.scheduler.step(
-                submitted, aborted, max_forwards=max_forwards, seconds=seconds, ahead=ahead
-            )
-        for event in events:
-            if isinstance(event, Finished | Failed):
-                self._requests.pop(event.number, None)
-        return events
+            return self.scheduler.step(max_forwards=max_forwards, seconds=seconds, ahead=ahead)
 
     def decode(
         self,
@@ -317,7 +308,6 @@ class Engine:
     def restart(self) -> None:
         """Forgets all requests and all that is cached: after an exception of `step`, which leaves
         the scheduler of no further use."""
-        self._requests.clear()
         self.device.forget_sequences()
         self.scheduler = self._new_scheduler()
 
@@ -362,7 +352,7 @@ class Engine:
         chosen = isinstance(self.windows, AutoWindows) and traits.holds(widest)
         copies = traits.lookup and not (self.settings.window or self.settings.deterministic)
         if (chosen or copies) and self.windows.costs is None:
-            if self.scheduler.has_work:  # measuring would write into pages of all
+            if self.scheduler.is_running:  # measuring would write into pages of all
                 sizes = self.settings.program(traits).sizes.tokens
                 self.windows.costs = self.device.costs = CostTable(sizes)
             else:
@@ -374,7 +364,11 @@ class Engine:
 
     def _traits(self) -> Traits:
         traits = self._floor
-        for one in set(self._requests.values()):
+        for sequence in self.scheduler.sequences:
+            if sequence.traits is None:
+                sequence.traits = self.traits_of(sequence.request)
+        for one in {sequence.traits for sequence in self.scheduler.sequences}:
+            assert one is not None
             traits = traits.union(one)
         return traits
 
@@ -382,7 +376,7 @@ class Engine:
         """Chooses the program for all that are under way: a compiled one while any is, so that what
         some of them needed is dropped with the last of these."""
         needed, present = self._traits(), self.device.traits
-        if needed == present or not self.scheduler.has_work:
+        if needed == present or not self.scheduler.is_running:
             return needed
         return self.compiled_for(needed) or needed.union(present)
 

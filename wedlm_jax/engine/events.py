@@ -7,18 +7,33 @@ import dataclasses
 from typing import TYPE_CHECKING, TypeAlias
 
 from wedlm_jax.completion import Completion
-from wedlm_jax.engine.burst import WindowForward
+from wedlm_jax.engine.burst import Request, WindowForward
 
 if TYPE_CHECKING:
     from wedlm_jax.decode.logprobs import TokenLogprob
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenDelta:
+class _OfRequest:
+    """What all events have.
+
+    Attributes:
+      request: whose event it is.
+    """
+
+    request: Request = dataclasses.field(repr=False)
+
+    @property
+    def number(self) -> int:
+        """The number of the request."""
+        return self.request.number
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenDelta(_OfRequest):
     """Tokens that a sequence has committed since the last step.
 
     Attributes:
-      number: of the request.
       token_ids: in the order of the text, a stop token included.
       logprobs: of each; None where they were not asked for.
       num_output: tokens of the completion so far, these included.
@@ -28,7 +43,6 @@ class TokenDelta:
       num_cached_tokens: tokens of the prompt that were in the cache before.
     """
 
-    number: int
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None
     num_output: int
@@ -55,33 +69,29 @@ class TokenDelta:
 
 
 @dataclasses.dataclass(frozen=True)
-class Finished:
+class Finished(_OfRequest):
     """A sequence is finished; the last event of its request."""
 
-    number: int
     result: Completion
 
 
 @dataclasses.dataclass(frozen=True)
-class Failed:
+class Failed(_OfRequest):
     """A request cannot be decoded, or not to its end; its last event."""
 
-    number: int
     error: Exception
 
 
 @dataclasses.dataclass(frozen=True)
-class Traced:
+class Traced(_OfRequest):
     """A forward of a traced request that ran its window; the event of its tokens follows.
 
     Attributes:
-      number: of the request.
       forward: what it saw and did.
       committed: the tokens that it added to the text.
       num_forwards, num_token_instances: counts of the sequence so far.
     """
 
-    number: int
     forward: WindowForward
     committed: list[int]
     num_forwards: int

@@ -152,8 +152,9 @@ def test_without_the_two_programs_the_first_waits_and_fails_alone(
     compiler.programs.compile(held, traits)
     assert compiler.programs.failure() is None, "not before it is known"
     compiler.finish()
-    number, error = compiler.programs.failure() or (None, None)
-    assert (number, str(error)) == (0, "too large")
+    failed = compiler.programs.failure()
+    assert failed is not None
+    assert (failed.number, str(failed.error)) == (0, "too large")
     assert compiler.programs.failure() is None
     # The next is tried with its own program; then everything, so that nobody waits again.
     compiler.error = None

@@ -33,8 +33,9 @@ from wedlm_jax.completion import Completion
 from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.events import Failed, Finished
+from wedlm_jax.engine.loop import EngineLoop
 from wedlm_jax.errors import InputError
-from wedlm_jax.generation import Generation, Router
+from wedlm_jax.generation import Generation
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.sharding import make_mesh, tree_shardings
@@ -167,19 +168,21 @@ def test_where_nothing_is_allowed_the_sequence_fails_and_no_other(
 def test_a_failure_ends_one_prompt_of_a_call_with_all_its_samples(engine: Engine) -> None:
     params = SamplingParams(mode="ar", max_tokens=12, regex="7", temperature=1.0, seed=1)
     prompts = [((3 + i, 9), params) for i in range(5)]
-    expected = dict(item for some in Generation(Router(engine), None, prompts) for item in some)
+    expected = dict(item for some in Generation(EngineLoop(engine), None, prompts) for item in some)
     prompts[2] = (4, 9), dataclasses.replace(params, regex="7 dead", n=3)
     failed: list[tuple[int, InputError]] = []
     note = lambda *told: failed.append(told)  # noqa: E731
-    done = Generation(Router(engine), None, prompts, on_failure=note)
+    done = Generation(EngineLoop(engine), None, prompts, on_failure=note)
     results = dict(item for some in done for item in some)
     assert [place for place, _ in failed] == [2]
     del expected[2]
     assert results.keys() == expected.keys()
     assert all(say_the_same(results[place], expected[place]) for place in expected)
     assert not engine.has_work
+    loop = EngineLoop(engine)
     with pytest.raises(InputError, match=r"^regex: the completion cannot be continued"):
-        list(Generation(Router(engine), None, prompts))
+        list(Generation(loop, None, prompts))
+    loop.close()
     assert not engine.has_work
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,16 +20,13 @@ from wedlm_jax.engine.scheduling.burst_plan import (
     prefill_forwards,
 )
 from wedlm_jax.engine.scheduling.replica import Replica
-from wedlm_jax.engine.scheduling.sequence import SequenceState, longest_room
+from wedlm_jax.engine.scheduling.sequence import Member, SequenceState, longest_room
 from wedlm_jax.engine.settings import SchedulerSizes
 from wedlm_jax.engine.windows.choice import WindowChoice
 from wedlm_jax.errors import InputError, counted
 
 SOON_FORWARDS = 64
 """The most forwards of a burst whose seconds are given."""
-
-Member: TypeAlias = tuple[SequenceState, int, int]
-"""A sequence in a burst, its index, and the number of its admission."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +83,7 @@ class Scheduler:
         self._admitter = Admitter(self._replicas, windows)
         self._waiting = ArrivalQueue()
         self._sequences: dict[int, SequenceState] = {}
+        self._refused: list[Event] = []
         self._arrivals = itertools.count()
         self._released: list[int] = []
         self._prefix_tokens = self._prompt_tokens = self._recomputed_tokens = 0
@@ -96,8 +94,18 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request waits or runs."""
-        return bool(self._sequences)
+        """Whether any request waits or runs, or was refused and its caller does not know yet."""
+        return bool(self._sequences or self._refused)
+
+    @property
+    def sequences(self) -> Collection[SequenceState]:
+        """All that wait or run: what is known of each request stands in its sequence."""
+        return self._sequences.values()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether any sequence has a place on the device."""
+        return any(replica.running for replica in self._replicas)
 
     def check(self, request: Request) -> None:
         """Refuses a request that could not be decoded even if it were alone.
@@ -158,11 +166,9 @@ class Scheduler:
         Raises:
           ValueError: a request of this number is running or waiting already.
         """
-        events: list[Event] = list(self._accept(submitted))
-        for number in aborted:
-            self._abort(number)
-        unwanted = set(aborted)
-        events = [event for event in events if event.number not in unwanted]
+        self.submit(submitted)
+        self.abort(aborted)
+        events, self._refused = self._refused, []
         if self._flight is not None and not (ahead and self._can_plan_ahead()):
             events += self._land()
         if seconds is not None:
@@ -186,7 +192,8 @@ class Scheduler:
         for sequence in running:
             sequence.forwards_in_flight = burst.max_forwards
             sequence.capacity_in_flight = int(burst.capacity[sequence.index])
-        members = [(one, one.index, one.num_admissions) for one in running]
+        members = [Member(one, one.index, one.num_admissions) for one in running]
+        burst = dataclasses.replace(burst, members=members)
         return _Flight(self._device.submit(burst), burst, members, planned_ahead)
 
     def _can_plan_ahead(self) -> bool:
@@ -219,7 +226,7 @@ class Scheduler:
 
     def _take_report(self, flight: _Flight) -> list[Event]:
         report, burst = self._device.collect(flight.ticket), flight.burst
-        running = [sequence for sequence, *_ in flight.members]
+        running = [member.sequence for member in flight.members]
         self._windows.observe(running, burst, report, report.seconds if report.timed else None)
         self._pace.observe(burst.chunk_tokens, report.num_run, report.seconds)
         if report.num_run:
@@ -246,27 +253,47 @@ class Scheduler:
 
     # --- requests in and out --------------------------------------------------------------
 
-    def _accept(self, submitted: Sequence[Request]) -> Iterator[Failed]:
-        for request in submitted:
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Takes requests in, in order of arrival; refused ones fail in the next step.
+
+        Raises:
+          ValueError: a request of this number is running or waiting already.
+        """
+        for request in requests:
             if request.number in self._sequences:
                 raise ValueError(f"request {request.number} is running or waiting already")
             try:
                 self.check(request)
             except InputError as error:
-                yield Failed(request.number, error)
+                self._refused.append(Failed(request, error))
                 continue
             sequence = SequenceState(request, next(self._arrivals))
             self._sequences[request.number] = sequence
             self._waiting.put(sequence)
 
-    def _abort(self, number: int) -> None:
-        sequence = self._sequences.pop(number, None)
-        if sequence is None:
+    def abort(self, numbers: Collection[int]) -> None:
+        """Ends requests; unknown ones are ignored."""
+        if not numbers:
             return
-        if sequence.index < 0:
-            self._waiting.remove(sequence)
-        else:
-            self._released.append(self._replica_of(sequence).remove(sequence))
+        self._refused = [event for event in self._refused if event.number not in numbers]
+        for number in numbers:
+            sequence = self._sequences.pop(number, None)
+            if sequence is None:
+                continue
+            if sequence.index < 0:
+                self._waiting.remove(sequence)
+            else:
+                self._released.append(self._replica_of(sequence).remove(sequence))
+
+    @property
+    def requests(self) -> list[Request]:
+        """Those of `sequences`."""
+        return [sequence.request for sequence in self._sequences.values()]
+
+    @property
+    def numbers(self) -> list[int]:
+        """Those of `requests`."""
+        return list(self._sequences)
 
     def index_of(self, number: int) -> int | None:
         """Returns the index of a running request; None for others."""
@@ -334,7 +361,7 @@ class Scheduler:
             if youngest in fresh:
                 fresh.remove(youngest)
             else:
-                youngest.resume = self._device.save(youngest.index)
+                youngest.resume = self._device.save(youngest.index, youngest.request)
                 self._released.append(youngest.index)
             replica.remove(youngest)
             self._waiting.put(youngest)
@@ -396,17 +423,18 @@ class Scheduler:
 
     def _collect(self, report: Report, members: Sequence[Member]) -> Iterator[Event]:
         self._progress = False
-        for sequence, index, admission in members:
-            if (sequence.index, sequence.num_admissions) != (index, admission):
+        for member in members:
+            sequence, index = member.sequence, member.index
+            if not member.is_present:
                 self._progress = True
-                continue  # it had finished before this burst, or was aborted meanwhile
+                continue
             before = (sequence.num_computed, sequence.num_forwards)
             replica = self._replica_of(sequence)
             error = report.errors.get(index)
             if error is not None:
                 self._progress = True
                 self._remove(sequence)
-                yield Failed(sequence.number, error)
+                yield Failed(sequence.request, error)
                 continue
             yield from self._take_in(sequence, report)
             replica.store(sequence)
@@ -415,7 +443,7 @@ class Scheduler:
                 self._progress = True
                 reason = "stop" if report.stopped[index] else "length"
                 self._remove(sequence)
-                yield Finished(sequence.number, sequence.result(reason))
+                yield Finished(sequence.request, sequence.result(reason))
 
     def _take_in(self, sequence: SequenceState, report: Report) -> Iterator[Event]:
         index, new = sequence.index, report.tokens[sequence.index]
@@ -424,11 +452,11 @@ class Scheduler:
         if index in report.traced:
             committed = [] if new is None else list(new.token_ids)
             counts = sequence.num_forwards, sequence.num_token_instances
-            yield Traced(sequence.number, report.traced[index], committed, *counts)
+            yield Traced(sequence.request, report.traced[index], committed, *counts)
         if new is not None and len(new.token_ids):
             sequence.append(new)
             yield TokenDelta(
-                sequence.number,
+                sequence.request,
                 list(new.token_ids),
                 None if new.logprobs is None else list(new.logprobs),
                 sequence.num_output,

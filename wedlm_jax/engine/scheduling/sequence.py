@@ -15,6 +15,7 @@ from wedlm_jax.engine.scheduling.pages import Node
 
 if TYPE_CHECKING:
     from wedlm_jax.decode.logprobs import TokenLogprob
+    from wedlm_jax.decode.options import Traits
 
 
 def widest_span(window: int, lookup: int) -> int:
@@ -54,6 +55,7 @@ class SequenceState:
       forwards_in_flight: the most forwards of the burst that the device runs right now and whose
         report is not here yet; 0 if there is none.
       capacity_in_flight: tokens that its pages hold in that burst.
+      traits: those that a program needs to decode it; None until the engine has looked.
     """
 
     request: Request
@@ -73,6 +75,7 @@ class SequenceState:
     num_cached_tokens: int = -1
     forwards_in_flight: int = 0
     capacity_in_flight: int = 0
+    traits: Traits | None = None
     num_forwards: int = 0
     num_token_instances: int = 0
     forwards_at: list[int] = dataclasses.field(default_factory=list)
@@ -160,3 +163,25 @@ class SequenceState:
             instances_at=list(self.instances_at),
             drafts_at=list(self.drafts_at),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A sequence in a burst; see `wedlm_jax.engine.burst.Member`.
+
+    Attributes:
+      admission: which of its admissions gave it the index.
+    """
+
+    sequence: SequenceState
+    index: int
+    admission: int
+
+    @property
+    def request(self) -> Request:
+        return self.sequence.request
+
+    @property
+    def is_present(self) -> bool:
+        now = self.sequence
+        return (now.index, now.num_admissions) == (self.index, self.admission)

@@ -157,7 +157,7 @@ class FakeDevice:
         assert self._tickets.pop(0) is ticket, "collected out of order"
         return ticket
 
-    def save(self, index: int) -> Any:
+    def save(self, index: int, request: Request) -> Any:
         assert not self._tickets, "saved while a burst runs"
         sequence = self.sequences[index]
         saved = (list(sequence.filled), sequence.num_forwards, sequence.num_instances)

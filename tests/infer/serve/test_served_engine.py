@@ -49,7 +49,7 @@ def ask(server: RunningServer, timeout: float = 60, **fields: Any) -> httpx2.Res
 
 def failing(monkeypatch: pytest.MonkeyPatch, server: RunningServer, times: int) -> list[int]:
     """Makes the device fail in its next steps, so many; returns how often it has."""
-    device, failed = server.service.engine._engine.device, []
+    device, failed = server.service.engine.engine.device, []
     collect = device.collect
 
     def fails(*ticket: Any) -> Any:
@@ -107,7 +107,7 @@ def test_others_go_on_while_a_program_is_compiled(
     own_server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One asks for what no program has yet."""
-    engine = own_server.service.engine._engine
+    engine = own_server.service.engine.engine
     begun, released = threading.Event(), threading.Event()
     compile_program = engine.compile_program
 
@@ -135,7 +135,7 @@ def test_others_go_on_while_a_program_is_compiled(
 def test_a_program_that_cannot_be_compiled_fails_those_alone_that_want_it(
     own_server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = own_server.service.engine._engine
+    engine = own_server.service.engine.engine
     compile_program, fails = engine.compile_program, [True]
 
     def once(traits: Any) -> None:
@@ -154,7 +154,7 @@ def test_a_program_that_cannot_be_compiled_fails_those_alone_that_want_it(
 def test_who_goes_while_a_program_is_compiled_leaves_nothing(
     own_server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = own_server.service.engine._engine
+    engine = own_server.service.engine.engine
     released = threading.Event()
     monkeypatch.setattr(engine, "compile_program", lambda traits: released.wait(30))
     with pytest.raises(httpx2.ReadTimeout):

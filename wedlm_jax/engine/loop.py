@@ -1,0 +1,287 @@
+"""The engine's loop: steps it in a thread of its own, for callers in any other threads.
+
+Requests and aborts come in at any time and join at the next step; events go out to the caller that
+each request names. The thread lives while there is work.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+from wedlm_jax.decode.options import Traits
+from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.events import Event, Failed, TokenDelta
+
+
+class Caller:
+    """Somebody who waits for events: of one request, or of many.
+
+    Args:
+      take: called with the events of a step, all of the caller's at once.
+      seconds: the longest that a burst should take, for a caller that reads tokens as they come;
+        None lets the engine choose.
+      patience: seconds during which new tokens may be held back, to be delivered together with
+        later ones: each delivery takes time. Whatever ends a request is delivered at once.
+    """
+
+    def __init__(
+        self,
+        take: Callable[[list[Event]], None],
+        *,
+        seconds: float | None = None,
+        patience: float = 0.0,
+    ):
+        self.take, self.seconds, self._patience = take, seconds, patience
+        self._events: list[Event] = []
+        self._deltas: dict[int, int] = {}
+        """Where the held tokens of each request stand among the events."""
+        self._is_urgent, self._last = False, -math.inf
+
+    def hold(self, event: Event) -> None:
+        """Keeps an event until `released`; tokens of one request become one event."""
+        place = self._deltas.get(event.number)
+        if not isinstance(event, TokenDelta):
+            self._deltas.pop(event.number, None)
+            self._is_urgent = True
+        elif place is not None:
+            earlier = self._events[place]
+            assert isinstance(earlier, TokenDelta)
+            self._events[place] = earlier.followed_by(event)
+            return
+        else:
+            self._deltas[event.number] = len(self._events)
+        self._events.append(event)
+
+    def released(self, now: float) -> list[Event]:
+        """Returns the events that are due at a time, as `time.perf_counter` tells it."""
+        if not (self._is_urgent or now - self._last >= self._patience):
+            return []
+        events, self._events, self._deltas = self._events, [], {}
+        self._is_urgent, self._last = False, now
+        return events
+
+
+Parcels: TypeAlias = list[tuple[Caller, list[Event]]]
+"""The events of a step, by whom they are for."""
+
+
+@dataclasses.dataclass
+class _Inbox:
+    submitted: list[Request] = dataclasses.field(default_factory=list)
+    aborted: list[int] = dataclasses.field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.submitted or self.aborted)
+
+
+class EngineLoop:
+    """Steps an engine for all its callers.
+
+    After an exception of a step everything that was under way fails with it, since nobody can tell
+    whose request was the cause, and the engine starts afresh.
+
+    Args:
+      engine: which nobody else steps, unless the loop is `paused`.
+
+    Attributes:
+      engine: that one.
+      restarts: how often the engine started afresh.
+      is_broken: whether that failed, too; every request fails from then on.
+    """
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.restarts, self.is_broken = 0, False
+        self._numbers = itertools.count()
+        # A generator may be closed by the garbage collector, in any thread at any line, and then
+        # aborts its requests: the lock of a condition may be taken again by its own thread.
+        self._changed = threading.Condition()
+        self._inbox = _Inbox()
+        self._thread: threading.Thread | None = None
+        self._is_stepping = self._is_closing = False
+        self._pauses, self._one_pause = 0, threading.Lock()
+        self._holding: set[Caller] = set()
+
+    # --- called in any thread -----------------------------------------------------------
+
+    def new_number(self) -> int:
+        """Returns a number for a request."""
+        return next(self._numbers)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Submits checked requests, which join at the next step."""
+        with self._changed:
+            self._inbox.submitted += requests
+            if self._thread is None:
+                # The interpreter must not end within a step: at its exit this waits for one.
+                atexit.register(self.close)
+                self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def abort(self, numbers: Sequence[int]) -> None:
+        """Ends requests at the next step, which frees their pages. Unknown ones are ignored; known
+        ones cause no more events, except those that are being delivered right now."""
+        with self._changed:
+            if len(numbers) and self._thread is not None:
+                self._inbox.aborted += numbers
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Lets nobody else use the engine in the block; requests wait."""
+        with self._one_pause:
+            with self._changed:
+                self._pauses += 1
+                self._changed.wait_for(lambda: not self._is_stepping)
+            try:
+                yield
+            finally:
+                with self._changed:
+                    self._pauses -= 1
+                    self._changed.notify_all()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is under way, or was submitted."""
+        with self._changed:
+            return self._thread is not None
+
+    def close(self) -> None:
+        """Ends after the present step, and aborts whatever is under way."""
+        with self._changed:
+            thread, self._is_closing = self._thread, True
+            self._changed.notify_all()
+        if thread is not None:
+            thread.join()
+        self._is_closing = False
+
+    # --- what a server does otherwise -----------------------------------------------------
+
+    def _admitted(self, waiting: list[Request]) -> tuple[list[Request], list[Event], Traits | None]:
+        """Decides who joins now: returns requests, the failures of others, and the program to run
+        (None for the least that serves all). The rest is offered again at the next step."""
+        return waiting, [], None
+
+    def _may_wait(self) -> bool:
+        """Whether requests that have not joined are to wait without a step."""
+        return False
+
+    def _hand_out(self, parcels: Parcels) -> None:
+        """Delivers events."""
+        for caller, events in parcels:
+            caller.take(events)
+
+    def _stepped(self) -> None:
+        """Called after every step."""
+
+    def _failed(self, error: Exception) -> None:
+        """Called with what a step, or a fresh start, has raised."""
+
+    # --- the thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        waiting: list[Request] = []
+        while (inbox := self._next_turn(waiting)) is not None:
+            gone = set(inbox.aborted)
+            waiting = [one for one in waiting + inbox.submitted if one.number not in gone]
+            try:
+                waiting, events = self._step(waiting, inbox.aborted)
+            except Exception as error:
+                events = self._start_afresh(error, waiting)
+                waiting = []
+            self._stepped()
+            parcels = self._parcels(events, gone)
+            # Whoever hears of the last event may use the engine otherwise.
+            is_over = self._ends_now(waiting)
+            if parcels:
+                self._hand_out(parcels)
+            if is_over:
+                return
+
+    def _next_turn(self, waiting: list[Request]) -> _Inbox | None:
+        """Returns what has come in since the last step, once there is something to do; None if the
+        loop was closed meanwhile."""
+
+        def may_go_on() -> bool:
+            idle = waiting and not self._has_work and self._may_wait()
+            return self._is_closing or not (self._pauses or idle)
+
+        with self._changed:
+            self._changed.wait_for(may_go_on)
+            if self._is_closing:
+                self._end()
+                return None
+            self._is_stepping = True
+            inbox, self._inbox = self._inbox, _Inbox()
+            return inbox
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._inbox) or (self.engine.has_work and not self.is_broken)
+
+    def _ends_now(self, waiting: list[Request]) -> bool:
+        """Ends a step, and the thread if nothing is left to do."""
+        with self._changed:
+            self._is_stepping = False
+            self._changed.notify_all()
+            if over := self._is_closing or not (waiting or self._has_work):
+                self._end()
+            return over
+
+    def _end(self) -> None:
+        if self.engine.has_work and not self.is_broken:
+            self.engine.step(aborted=self.engine.scheduler.numbers, max_forwards=0)
+            self._stepped()
+        self._inbox, self._thread = _Inbox(), None
+        self._holding.clear()
+        atexit.unregister(self.close)
+
+    def _step(
+        self, waiting: list[Request], aborted: Sequence[int]
+    ) -> tuple[list[Request], list[Event]]:
+        """Runs a step; returns the requests that have not joined yet, and what happened."""
+        engine = self.engine
+        if self.is_broken:
+            error = RuntimeError("the engine failed and could not be started afresh")
+            return [], [Failed(request, error) for request in waiting]
+        ready, failed, program = self._admitted(waiting)
+        over = {one.number for one in ready} | {event.number for event in failed}
+        callers = {request.caller for request in [*engine.scheduler.requests, *ready]}
+        limits = [one.seconds for one in callers if one is not None and one.seconds is not None]
+        events = engine.step(
+            ready, aborted, seconds=min(limits, default=None), ahead=True, program=program
+        )
+        return [one for one in waiting if one.number not in over], failed + events
+
+    def _start_afresh(self, error: Exception, waiting: list[Request]) -> list[Event]:
+        self._failed(error)
+        lost = {one.number: one for one in [*self.engine.scheduler.requests, *waiting]}
+        self.restarts += 1
+        try:
+            self.engine.restart()
+        except Exception as fault:  # whatever it is: every caller hears that the engine is broken
+            self._failed(fault)
+            self.is_broken = True
+        return [Failed(request, error) for request in lost.values()]
+
+    def _parcels(self, events: Sequence[Event], gone: set[int]) -> Parcels:
+        """Returns what is due now, these events included unless their requests were aborted."""
+        now = time.perf_counter()
+        for event in events:
+            caller = event.request.caller
+            if caller is not None and event.number not in gone:
+                caller.hold(event)
+                self._holding.add(caller)
+        parcels = [(caller, due) for caller in self._holding if (due := caller.released(now))]
+        self._holding.difference_update(caller for caller, _ in parcels)
+        return parcels
