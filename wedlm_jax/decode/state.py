@@ -218,8 +218,8 @@ class Entrants:
     Attributes:
       index: int32 ``[A]``, the index of each in the state; N for unused entries.
       text: int32 ``[A, S]``.
-      numbers: int32 ``[A, 8]``: text_length, prompt_length, prefill_length, num_computed, active,
-        num_forwards, num_token_instances, and how many drafts of the window were copied.
+      numbers: int32 ``[A, 7]``: text_length, prompt_length, prefill_length, num_computed, active,
+        num_forwards, num_token_instances.
       tokens: int32 ``[A, P]``, of the window's slots.
       filled: bool ``[A, P]``.
       logprobs: of the filled slots; None where no sequence asks for them.
@@ -272,7 +272,7 @@ def _entered(lookup: Lookup | None, entrants: Entrants) -> Lookup | None:
     return dataclasses.replace(
         lookup,
         match=lookup.match.at[at].set(0, mode="drop"),
-        copied=lookup.copied.at[at].set(entrants.numbers[:, 7], mode="drop"),
+        copied=lookup.copied.at[at].set(0, mode="drop"),
     )
 
 

@@ -50,16 +50,20 @@ class Admission:
       request: what is decoded.
       text: int32 ``[L]``, the prompt and what was committed before preemption.
       num_cached: tokens of the text whose keys and values are in its pages already; fewer than L.
-      resume: what `ForwardRunner.save` returned at preemption; None for a new request.
+      resume: what `ForwardRunner.save` returned at preemption; None for a new request, and
+        wherever tokens do not depend on the window.
       lookup: the most drafts that are copied from its text.
+      num_forwards, num_token_instances: counts of the sequence so far.
     """
 
     index: int
     request: Request
     text: np.ndarray
     num_cached: int
-    resume: Any
+    resume: Any = None
     lookup: int = 0
+    num_forwards: int = 0
+    num_token_instances: int = 0
 
 
 class Member(Protocol):
@@ -209,6 +213,6 @@ class ForwardRunner(Protocol):
         """Waits for the end of a burst and returns its report. Tickets are collected in order."""
 
     def save(self, index: int, request: Request) -> Any:
-        """Returns what a sequence needs to resume elsewhere with the same tokens, besides its text
-        and pages: its window and counts. During prefill that is what it was admitted with, or a
-        window that has not opened yet. Called while no burst is in flight."""
+        """Returns the window of a sequence in mode "paper", whose tokens depend on it, for
+        `Admission.resume`. During prefill that is what it was admitted with, or a window that has
+        not opened yet. Called while no burst is in flight."""

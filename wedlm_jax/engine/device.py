@@ -240,34 +240,19 @@ class Device:
         return report
 
     def save(self, index: int, request: Request) -> SavedWindow:
-        """Returns the window of a sequence that is preempted, for `Admission.resume`: what any
-        program that can decode the sequence has room for, not what the present one has."""
+        """Returns the window of a sequence in mode "paper" that is preempted, for
+        `Admission.resume`: what any program that can decode it has room for, not what the present
+        one has."""
         state, asked = self._state, request.params.logprobs
         assert state is not None
-        row = jax.device_get(
-            jax.tree.map(
-                lambda x: x[index],
-                (
-                    state.tokens,
-                    state.filled,
-                    None if asked is None else state.logprobs,
-                    state.active,
-                    state.num_forwards,
-                    state.num_token_instances,
-                    state.active * 0 if state.lookup is None else state.lookup.copied,
-                ),
-            )
-        )
-        tokens, filled, logprobs, *counts = row
-        active, num_forwards, instances, copied = map(int, counts)
-        window = int(self._windows[index])
+        logprobs = None if asked is None else state.logprobs
+        row = state.tokens, state.filled, logprobs, state.active
+        tokens, filled, logprobs, active = jax.device_get(jax.tree.map(lambda x: x[index], row))
         tokens, filled, logprobs = jax.tree.map(
             lambda x: x[:active] if x.ndim == 1 else x[:active, :asked],
             (tokens, filled, logprobs),
         )
-        return SavedWindow(
-            tokens, filled, logprobs, active, num_forwards, instances, copied, window
-        )
+        return SavedWindow(tokens, filled, logprobs, int(self._windows[index]))
 
     def window(self, index: int) -> WindowView:
         """Returns the window of a sequence as its next forward will see it."""

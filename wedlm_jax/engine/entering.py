@@ -21,24 +21,18 @@ ENTRANTS_AT_ONCE = 16
 
 @dataclasses.dataclass(frozen=True)
 class SavedWindow:
-    """The window of a preempted sequence, and its counts.
+    """The window of a preempted sequence.
 
     Attributes:
       tokens, filled: of its active slots, ``[active]``.
       logprobs: of the filled ones, ``[active]``, with as many alternatives as the request asks
         for; None where it asks for none.
-      active, num_forwards, num_token_instances: as in `wedlm_jax.decode.state.DecodeState`.
-      copied: as in `wedlm_jax.decode.lookup.Lookup`; 0 where there is none.
       window: W.
     """
 
     tokens: np.ndarray
     filled: np.ndarray
     logprobs: Logprobs | None
-    active: int
-    num_forwards: int
-    num_token_instances: int
-    copied: int
     window: int
 
 
@@ -57,7 +51,7 @@ def make_entrants(
     count = min(ENTRANTS_AT_ONCE, settings.sequences)
     index = np.full(count, settings.sequences, np.int32)
     text = np.zeros((count, settings.max_text), np.int32)
-    numbers = np.zeros((count, 8), np.int32)
+    numbers = np.zeros((count, 7), np.int32)
     tokens, filled = np.zeros((count, slots), np.int32), np.zeros((count, slots), bool)
     logprobs = None
     if traits.logprobs:
@@ -88,17 +82,14 @@ def _window_of(
     prefill = length - anchored
     computed = min(admission.num_cached, prefill)
     saved: SavedWindow | None = admission.resume
-    counts = [0, 0, 0]
     if saved is not None:
-        counts = [saved.num_forwards, saved.num_token_instances, saved.copied]
-    if saved is not None:
-        tokens, filled, active = saved.tokens, saved.filled, saved.active
+        tokens, filled, active = saved.tokens, saved.filled, len(saved.tokens)
     elif anchored:
         tokens, filled, active = admission.text[-1:], np.ones(1, bool), 1 + window
     else:
         tokens, filled, active = np.zeros(0, np.int32), np.zeros(0, bool), window
-    numbers = [length, prompt, prefill, computed, active, *counts]
-    return numbers, np.asarray(tokens), filled
+    counts = admission.num_forwards, admission.num_token_instances
+    return [length, prompt, prefill, computed, active, *counts], np.asarray(tokens), filled
 
 
 def _put(logprobs: Logprobs, index: int, saved: Logprobs | None) -> None:

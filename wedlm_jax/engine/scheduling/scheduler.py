@@ -361,7 +361,8 @@ class Scheduler:
             if youngest in fresh:
                 fresh.remove(youngest)
             else:
-                youngest.resume = self._device.save(youngest.index, youngest.request)
+                if youngest.request.params.mode == "paper":
+                    youngest.resume = self._device.save(youngest.index, youngest.request)
                 self._released.append(youngest.index)
             replica.remove(youngest)
             self._waiting.put(youngest)
@@ -377,7 +378,16 @@ class Scheduler:
             self._recomputed_tokens += len(text) - cached
         self._prefix_tokens += cached
         resume, sequence.resume = sequence.resume, None
-        return Admission(sequence.index, sequence.request, text, cached, resume, sequence.lookup)
+        return Admission(
+            sequence.index,
+            sequence.request,
+            text,
+            cached,
+            resume,
+            sequence.lookup,
+            sequence.num_forwards,
+            sequence.num_token_instances,
+        )
 
     def _burst(
         self, turn: AdmissionRound, admissions: list[Admission], max_forwards: int | None

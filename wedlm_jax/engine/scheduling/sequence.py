@@ -46,7 +46,7 @@ class SequenceState:
       window: W as last chosen.
       lookup: the most drafts that are copied from its text.
       evidence: what a `WindowChoice` keeps of the sequence.
-      resume: what the device saved when the sequence was preempted.
+      resume: the window that the device saved when the sequence was preempted, in mode "paper".
       num_admissions: how often it was admitted.
       waited_for: numbers of the requests whose prefill it has waited for, and which of their
         admissions that was.

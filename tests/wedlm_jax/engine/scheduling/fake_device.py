@@ -132,7 +132,8 @@ class FakeDevice:
             (sizes.num_replicas, sizes.num_pages, sizes.page_size), NOT_FINAL, np.int64
         )
         self._random = None if seed is None else random.Random(seed)
-        self._saved: dict[int, tuple[Any, list[int]]] = {}
+        self._left: dict[int, tuple[list[int], list[int], int, int]] = {}
+        """How each released sequence stood, should it come back."""
         self._tickets: list[Report] = []
 
     def submit(self, burst: Burst) -> Report:
@@ -140,7 +141,10 @@ class FakeDevice:
         assert len(self._tickets) < 2, "more than one burst ahead"
         self.bursts.append(burst)
         for index in burst.released:
-            self.sequences.pop(index, None)
+            gone = self.sequences.pop(index, None)
+            if gone is not None:
+                stood = (list(gone.filled), list(gone.text), gone.num_forwards, gone.num_instances)
+                self._left[gone.request.number] = stood
         for admission in burst.admissions:
             self._admit(admission, int(burst.windows[admission.index]))
         for index, sequence in self.sequences.items():
@@ -160,24 +164,25 @@ class FakeDevice:
     def save(self, index: int, request: Request) -> Any:
         assert not self._tickets, "saved while a burst runs"
         sequence = self.sequences[index]
-        saved = (list(sequence.filled), sequence.num_forwards, sequence.num_instances)
-        self._saved[sequence.request.number] = (saved, list(sequence.text))
-        return saved
+        assert request is sequence.request
+        assert request.params.mode == "paper"
+        return list(sequence.filled)
 
     def _admit(self, admission: Admission, window: int) -> None:
         request, text = admission.request, admission.text.tolist()
         assert admission.index not in self.sequences
         assert 0 <= admission.num_cached < len(text)
         sequence = FakeSequence(request, window, text, n=admission.num_cached)
-        saved = self._saved.pop(request.number, None)
-        if saved is None:
-            assert admission.resume is None
-            assert text == list(request.prompt)
-            self.admitted.append(request.number)
+        counts = (admission.num_forwards, admission.num_token_instances)
+        filled, *before = self._left.pop(request.number, ([], []))
+        if [text, *counts] == before:
+            assert admission.resume == (filled if request.params.mode == "paper" else None)
+            sequence.filled = admission.resume or []
+            sequence.num_forwards, sequence.num_instances = counts
         else:
-            assert admission.resume is saved[0]
-            assert text == saved[1]
-            sequence.filled, sequence.num_forwards, sequence.num_instances = saved[0]
+            assert admission.resume is None
+            assert (text, counts) == (list(request.prompt), (0, 0))
+            self.admitted.append(request.number)
         self.sequences[admission.index] = sequence
 
     def _check(self, burst: Burst) -> None:
