@@ -164,14 +164,17 @@ def _result(question: Question, last: View, text: str) -> str:
     return took + verdicts[question.is_right(text)]
 
 
-def _views(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Iterator[View]:
-    """Decodes a prompt forward by forward; yields before the first and after each."""
+def _views(
+    engine: Engine, prompt: Sequence[int], params: SamplingParams, window: int | None = None
+) -> Iterator[View]:
+    """Decodes a prompt forward by forward, with a window of its own if one is given; yields before
+    the first and after each."""
     from wedlm_jax.engine.burst import Request
     from wedlm_jax.engine.events import Failed, Finished, TokenDelta
 
     committed: list[int] = []
     num_forwards = 0
-    events = engine.step([Request(0, prompt, params)], max_forwards=0)
+    events = engine.step([Request(0, prompt, params, window)], max_forwards=0)
     while True:
         for event in events:
             if isinstance(event, Failed):
@@ -181,7 +184,11 @@ def _views(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Ite
                 return
             if isinstance(event, TokenDelta):
                 committed, num_forwards = committed + event.token_ids, event.num_forwards
-        yield View(committed, engine.window(0), num_forwards)
+        seen = engine.window(0)
+        if seen is not None:  # an anchored one begins with the last token of the text
+            known = len(prompt) + len(committed) - seen.start
+            seen = dataclasses.replace(seen, tokens=seen.tokens[known:])
+        yield View(committed, seen, num_forwards)
         events = engine.step(max_forwards=1)
 
 
@@ -206,7 +213,10 @@ def _draw(file: Path, decoder: Decoder, questions: Sequence[Question]) -> None:
     console.print(LEGEND)
     for question in questions:
         console.print(f"\n> {question.prompt}", style="bold", markup=False)
-        views = list(_views(decoder.llm.engine, question.encode(codec), decoder.params))
+        # Chosen windows would depend on this machine, and the same answers are to give the same
+        # file.
+        engine = decoder.llm.engine
+        views = list(_views(engine, question.encode(codec), decoder.params, engine.settings.window))
         table = Table.grid(padding=(0, 2))
         for number, view in enumerate(views[1:], 1):
             table.add_row(f"[dim]forward {number}[/]", styled(codec, view.token_ids, view.window))
