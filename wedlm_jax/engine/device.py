@@ -305,15 +305,11 @@ class Device:
 
     def _traits_for(self, burst: Burst) -> Traits:
         """Returns the traits of the program for a burst: the one without windows if no sequence has
-        a window, nor had one that would have to be closed."""
+        a window, nor comes with one. Whatever windows held until now is dropped then."""
         if not (self._windows_vary and self.traits.window):
             return self.traits
-        held = self._windows.copy()
-        for admission in burst.admissions:
-            saved: SavedWindow | None = admission.resume
-            held[admission.index] = 0 if saved is None else saved.window
-        here = burst.capacity > 0
-        windowless = not (burst.windows[here].any() or held[here].any())
+        resumed = any(one.resume is not None and one.resume.window for one in burst.admissions)
+        windowless = not (burst.windows[burst.capacity > 0].any() or resumed)
         return self.traits.without_windows if windowless else self.traits
 
     def _make_room(self, traits: Traits) -> None:

@@ -162,8 +162,7 @@ class Simulation:
             run += 1
             if all(one.finished for one in running):
                 break
-        # Windows of the burst before are closed by the program that has room for them.
-        windowless, self._held = not (windows.any() or self._held), bool(windows.any())
+        windowless = not windows.any()
         ratio = self._windowless if windowless else 1.0
         seconds = OVERHEAD + ratio * float(by_size @ self._costs)
         self.seconds += seconds

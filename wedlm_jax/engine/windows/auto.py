@@ -36,8 +36,9 @@ GAIN = 1.03
 """How many times as fast windows must promise to be: what they promise is uncertain."""
 DOUBT = 1.3
 """How many times as fast as promised they may be: the table may be so wrong."""
-TRIALS = 0.008
-"""The share of the time that trials of windows may cost."""
+TRIALS, TRIED = 0.008, 0.04
+"""The share of the time that trials of windows may cost by the table, and that they may take: the
+table, which may be wrong, is not believed that they cost nothing."""
 FADING = 0.999
 """The share of the account of trials that is kept from burst to burst."""
 ENOUGH = 12.0
@@ -126,7 +127,7 @@ class AutoWindows(FixedWindows):
         self._hope = float((HOPE ** np.arange(widest)).sum())
         self._kinds: dict[tuple[str, bool], _Kind] = {}
         self._drafts = self._accepted = 20.0
-        self._lost = self._total = 0.0
+        self._lost = self._tried = self._total = 0.0
         self._burst = 16.0
         self._unchecked, self._check = 0.0, FIRST_CHECK
         self._wait: dict[tuple[int, int], float] = {}
@@ -164,7 +165,6 @@ class AutoWindows(FixedWindows):
         self._account(here, burst, report)
         windows = burst.windows
         if report.windowless:
-            # The first burst without windows still runs the program that closes the last ones.
             if self._unchecked:
                 self._unchecked, self._check = 0.0, max(0.8 * self._check, CHECKS)
             for kind in self._kinds.values():
@@ -241,8 +241,7 @@ class AutoWindows(FixedWindows):
         if not known:
             best = best if seconds[best] < HARMLESS * seconds[0] else len(rates) - 1
         elif gain > GAIN:
-            # Two bursts: the first closes windows, with the program that has room for them.
-            due = self._unchecked * self._check >= 2 * (gain - 1) * took
+            due = self._unchecked * self._check >= (gain - 1) * took
             best = 0 if due and gain < CERTAIN else best
         else:
             # Worth a trial of all where the table may be wrong, which may be so either way.
@@ -251,8 +250,10 @@ class AutoWindows(FixedWindows):
                 best = len(rates) - 1
                 worst = rates[best] / rates[0]
             loss = max(1 - worst, 0) * self._burst * seconds[best] / costs.level
-            if self._lost + loss > TRIALS * self._total:
+            if self._lost + loss > TRIALS * self._total or self._tried + took > TRIED * self._total:
                 best, self._wait[key] = 0, self._total + min(loss / TRIALS, WAIT * took)
+            else:
+                self._tried += took
         return widths[picks[best]].tolist()  # type: ignore[no-any-return]
 
     # --- learning ---------------------------------------------------------------------------
@@ -265,7 +266,8 @@ class AutoWindows(FixedWindows):
             return
         took = costs.of_sizes(report.sizes, windowless=report.windowless) @ report.by_size
         took = float(took) / costs.level
-        self._lost, self._total = self._lost * FADING, self._total * FADING + took
+        self._lost, self._tried = self._lost * FADING, self._tried * FADING
+        self._total = self._total * FADING + took
         if report.windowless:
             return
         self._unchecked += took
