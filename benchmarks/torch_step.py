@@ -76,7 +76,7 @@ def check_torch() -> None:
     Raises:
       InputError: PyTorch is not installed.
     """
-    require_extra("the comparison of steps", "rival", "torch")
+    require_extra("a step in PyTorch", "rival", "torch")
 
 
 class TorchStep:
@@ -87,6 +87,7 @@ class TorchStep:
       parameters: by the dotted paths of `wedlm_jax.checkpoint.names.arrays_from_model`, layers
         stacked.
       inputs: the batch.
+      flops: of the step.
       compiled: whether `torch.compile` makes the forward and the backward pass of it.
       threads: that PyTorch uses on a CPU.
     """
@@ -97,11 +98,13 @@ class TorchStep:
         parameters: Mapping[str, np.ndarray],
         inputs: StepInputs,
         *,
+        flops: float = 0.0,
         compiled: bool = False,
         threads: int | None = None,
     ):
         import torch
 
+        self.flops = flops
         if threads is not None:
             torch.set_num_threads(threads)
         device = "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
