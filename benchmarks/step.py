@@ -23,8 +23,8 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.options import add_numbers, new_parser
-from benchmarks.torch_step import TorchStep, check_torch, step_inputs
-from infer.bench.measure import Report, by_turns, num_cores, table
+from benchmarks.torch_step import TorchStep, check_torch
+from infer.bench.measure import Report, by_turns, table
 from train.step import LossFn, Objective, accumulate, prepare
 from train.step_cost import forward_flops
 from wedlm_jax.attention import IMPLEMENTATIONS
@@ -99,27 +99,17 @@ def main(arguments: Sequence[str]) -> int:
     if share is not None and not 0 < share < 1:
         raise InputError("--prompt-share: expected a number between 0 and 1")
     rivals = getattr(options, "rival", RIVALS if share is None else ())
-    if share is not None and rivals:
-        raise InputError("--rival and --prompt-share: PyTorch computes all blocks")
     if rivals:
         check_torch()
     report, transformer = Report(options.output), Transformer(SHAPE, rngs=nnx.Rngs(0))
     for length in options.lengths:
-        measured = (
-            steps_of(
-                transformer,
-                random_rows(SHAPE, options.rows, length),
-                options.attention,
-                rivals,
-                unroll=options.unroll,
-            )
-            if share is None
-            else conversation_steps(
-                transformer, options.rows, length, share, options.attention, unroll=options.unroll
-            )
-        )
+        if share is None:
+            packed = {"jax": random_rows(SHAPE, options.rows, length)}
+        else:
+            packed = conversations(SHAPE, options.rows, length, share)
+        steps = steps_of(transformer, packed, options.attention, rivals, unroll=options.unroll)
         try:
-            rows = timed_by_turns(measured, options.passes, f"L = {length:,}")
+            rows = timed_by_turns(steps, options.passes, f"L = {length:,}")
         except StepsDiffer as differ:
             print(f"{parser.prog}: {differ}; nothing was timed", file=sys.stderr)
             return 1
@@ -203,52 +193,32 @@ class JaxStep:
 
 def steps_of(
     model: Transformer,
-    rows: PackedRows,
+    packed: Mapping[str, PackedRows],
     backends: Sequence[str],
     rivals: Sequence[str],
     *,
     unroll: int,
 ) -> dict[str, Step]:
-    """Returns the step by every backend here and by every rival, by name."""
+    """Returns the step on each of several forms of the same rows by every backend here, and on the
+    first, of all blocks, by every rival."""
     steps: dict[str, Step] = {
-        f"jax, {name}": JaxStep(model, rows, LossConfig(attention=name, unroll=unroll))
-        for name in backends
+        f"{form}, {backend}": JaxStep(model, rows, LossConfig(attention=backend, unroll=unroll))
+        for backend in backends
+        for form, rows in packed.items()
     }
-    if rivals:
-        loss = LossConfig()
-        batches, denominators, _ = _prepared(model.config, rows, loss)
-        batch = jax.tree.map(lambda x: x[0], batches)
-        inputs = step_inputs(model.config, batch, denominators, loss)
-        values = {name: np.asarray(value) for name, value in arrays_from_model(model).items()}
     for rival in rivals:
+        rows, loss = next(iter(packed.values())), LossConfig()
+        batches, denominators, _ = _prepared(model.config, rows, loss)
         steps[rival] = TorchStep(
             model.config,
-            values,
-            inputs,
+            {name: np.asarray(value) for name, value in arrays_from_model(model).items()},
+            jax.tree.map(lambda x: x[0], batches),
+            denominators,
+            loss,
             flops=_flops(model.config, rows),
             compiled=rival == "torch-compiled",
-            threads=num_cores(),
         )
     return steps
-
-
-def conversation_steps(
-    model: Transformer,
-    rows: int,
-    length: int,
-    share: float,
-    backends: Sequence[str],
-    *,
-    unroll: int,
-) -> dict[str, Step]:
-    """Returns the step by every backend on the same conversations, with all blocks in the
-    prediction stream and without those of prompts, which are ``share`` of all."""
-    whole, few = conversations(model.config, rows, length, share)
-    return {
-        f"{backend}, {way}": JaxStep(model, packed, LossConfig(attention=backend, unroll=unroll))
-        for backend in backends
-        for way, packed in {"all blocks": whole, "prompts left out": few}.items()
-    }
 
 
 def _flops(model: ModelConfig, rows: PackedRows) -> float:
@@ -282,9 +252,9 @@ def random_rows(model: ModelConfig, rows: int, length: int) -> PackedRows:
 
 def conversations(
     model: ModelConfig, rows: int, length: int, share: float
-) -> tuple[PackedRows, PackedRows]:
+) -> dict[str, PackedRows]:
     """Makes rows of `SAMPLES` conversations of random tokens, once with all blocks in the
-    prediction stream, and once without those of prompts."""
+    prediction stream, and once without those of prompts, which are ``share`` of all."""
     blocks = length // BLOCK_SIZE // SAMPLES
     answer = max(blocks - round(share * blocks), 1)
     random = np.random.default_rng(0)
@@ -301,7 +271,8 @@ def conversations(
     arrays = {name: jnp.asarray(np.stack([row[name] for row in made])) for name in made[0]}
     places = [prediction_blocks(row["trainable"], BLOCK_SIZE, answer * SAMPLES) for row in made]
     whole = PackedRows(**arrays)
-    return whole, dataclasses.replace(whole, prediction_blocks=jnp.asarray(np.stack(places)))
+    few = dataclasses.replace(whole, prediction_blocks=jnp.asarray(np.stack(places)))
+    return {"all blocks": whole, "prompts left out": few}
 
 
 def check_agreement(steps: Mapping[str, Step]) -> None:

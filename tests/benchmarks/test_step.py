@@ -14,7 +14,6 @@ from benchmarks.step import (
     SAMPLES,
     StepsDiffer,
     check_agreement,
-    conversation_steps,
     conversations,
     main,
     random_rows,
@@ -45,7 +44,9 @@ def test_both_find_the_same_loss_and_gradients(
     pytest.importorskip("torch")
     monkeypatch.setattr(step, "BLOCK_SIZE", BLOCK)
     rivals = ["torch"]
-    steps = steps_of(tiny_transformer(**changes), some_rows(), ["streams"], rivals, unroll=1)
+    steps = steps_of(
+        tiny_transformer(**changes), {"jax": some_rows()}, ["streams"], rivals, unroll=1
+    )
     ours, theirs = steps["jax, streams"], steps["torch"]
     assert theirs.run() == pytest.approx(ours.run(), rel=1e-5)
     expected, found = ours.gradients(), theirs.gradients()
@@ -92,7 +93,9 @@ def test_backends_take_turns_on_the_same_rows() -> None:
     model = tiny_transformer(num_hidden_layers=1)
     rows = random_rows(model.config, 2, 64)
     assert rows.trainable.all()
-    costs = timed_by_turns(steps_of(model, rows, ["streams", "dense"], [], unroll=1), 2, "")
+    costs = timed_by_turns(
+        steps_of(model, {"jax": rows}, ["streams", "dense"], [], unroll=1), 2, ""
+    )
     assert [cost["way"] for cost in costs] == ["jax, streams", "jax, dense"]
     assert all(len(cost["ms"]) == 2 and min(cost["ms"]) > 0 for cost in costs)
     assert float(costs[0]["loss"]) == pytest.approx(float(costs[1]["loss"]), rel=1e-5)
@@ -101,7 +104,7 @@ def test_backends_take_turns_on_the_same_rows() -> None:
 
 def test_half_of_the_rows_blocks_are_left_out() -> None:
     length = SAMPLES * 2 * BLOCK_SIZE
-    whole, few = conversations(TINY, rows=2, length=length, share=0.5)
+    whole, few = conversations(TINY, rows=2, length=length, share=0.5).values()
     assert whole.prediction_blocks is None
     assert np.asarray(few.prediction_blocks).tolist() == [[1, 3, 5, 7]] * 2
     assert np.asarray(few.trainable).sum() == length
@@ -111,10 +114,10 @@ def test_half_of_the_rows_blocks_are_left_out() -> None:
 @pytest.mark.full
 def test_with_and_without_prompts_agree_and_are_measured() -> None:
     length = SAMPLES * 2 * BLOCK_SIZE
-    whole, few = timed_by_turns(
-        conversation_steps(tiny_transformer(), 1, length, 0.5, ["streams"], unroll=1), 2, ""
-    )
-    assert (whole["way"], few["way"]) == ("streams, all blocks", "streams, prompts left out")
+    packed = conversations(TINY, 1, length, 0.5)
+    steps = steps_of(tiny_transformer(), packed, ["streams"], [], unroll=1)
+    whole, few = timed_by_turns(steps, 2, "")
+    assert (whole["way"], few["way"]) == ("all blocks, streams", "prompts left out, streams")
     assert float(whole["loss"]) == pytest.approx(float(few["loss"]), rel=1e-5)
     assert len(whole["ms"]) == len(few["ms"]) == 2
     assert few["GFLOP"] < whole["GFLOP"]
@@ -131,7 +134,9 @@ def test_a_compiled_rival_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     pytest.importorskip("torch")
     monkeypatch.setattr(step, "BLOCK_SIZE", BLOCK)
     check_agreement(
-        steps_of(tiny_transformer(), some_rows(), ["streams"], ["torch-compiled"], unroll=1)
+        steps_of(
+            tiny_transformer(), {"jax": some_rows()}, ["streams"], ["torch-compiled"], unroll=1
+        )
     )
 
 
@@ -140,7 +145,6 @@ def test_a_compiled_rival_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         ("--lengths 512 100", "multiples of 32, not 100"),
         ("--prompt-share 1.5", "between 0 and 1"),
-        ("--prompt-share 0.5 --rival torch", "PyTorch computes all blocks"),
     ],
 )
 def test_bad_options_are_refused(arguments: str, says: str) -> None:
