@@ -12,13 +12,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,44 +37,9 @@ from wedlm_jax.records.questions import read_questions
 
 LONGEST_PROMPT, LONGEST_ANSWER = 400, 160
 """Tokens. Lengths are drawn so that their logarithms are uniform."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Load:
-    """Holds what so many clients at a time got.
-
-    Attributes:
-      tokens_per_second: of all answers together.
-      offline: the same of a job over the same prompts.
-      offline_as_wide: of a job that decodes at most as many at a time as there are clients.
-      client_share: of the CPU seconds of both processes.
-      first, between: seconds to the first token, and between tokens: medians and 95th percentiles.
-    """
-
-    clients: int
-    requests: int
-    tokens_per_second: float
-    offline: float
-    offline_as_wide: float
-    client_share: float
-    first: list[float]
-    between: list[float]
-
-    def row(self) -> dict[str, Any]:
-        """Returns the row of a table."""
-        times = {"to the first token, ms": self.first, "between tokens, ms": self.between}
-        return {
-            "clients": self.clients,
-            "requests": self.requests,
-            "tokens/s": self.tokens_per_second,
-            "of the job's": self.tokens_per_second / self.offline,
-            "of one as wide": self.tokens_per_second / self.offline_as_wide,
-            "client's CPU": f"{self.client_share:.1%}",
-            **{
-                what: f"{1000 * median:.1f} (95 %: {1000 * late:.1f})"
-                for what, (median, late) in times.items()
-            },
-        }
+FIRST, BETWEEN = "to the first token", "between tokens"
+QUANTILES = {"ms": 0.5, "95 %": 0.95}
+"""Of the times, milliseconds: by the end of a column's head."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -95,19 +59,19 @@ def main(arguments: Sequence[str]) -> int:
         check_plot(options.plot)
     report = Report(options.output)
     loads = compare(options)
-    report.add("loads", loads, table("wedlm serve on the loopback", [load.row() for load in loads]))
+    report.add("loads", loads, table("wedlm serve on the loopback", loads))
     if options.plot is not None:
         draw_loads(loads, Path(options.plot))
     return 0
 
 
-def compare(options: argparse.Namespace) -> list[Load]:
+def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measures everything. Numbers of clients below the most get fewer requests: they take longer
     for each, and prompts of their own, so that none is in the cache. Job and server take turns:
     the speed of a shared machine changes within minutes."""
     most = max(options.clients)
     rng = np.random.default_rng(options.seed)
-    loads = []
+    loads: list[dict[str, Any]] = []
     with _offline(options, options.batch_size) as llm, _serving(options) as (pid, port):
         for clients in sorted(options.clients):
             share = options.requests * clients // most
@@ -197,15 +161,31 @@ def load_of(
     seconds: float,
     offline: tuple[float, float],
     client_share: float,
-) -> Load:
+) -> dict[str, Any]:
+    """Returns what so many clients at a time got.
+
+    Args:
+      offline: tokens a second of a job, and of one that decodes no more at a time than there are
+        clients.
+      client_share: of the CPU seconds of both processes.
+    """
     if errors := [one.error for one in heard if one.error is not None]:
         raise InputError(f"{len(errors)} calls failed; the first: {errors[0]}")
-    tokens = sum(len(one.token_ids) for one in heard)
-    between = [gap for one in heard for gap in one.gaps] or [0.0]
-    times = (
-        np.quantile(values, (0.5, 0.95)).tolist() for values in ([o.first for o in heard], between)
-    )
-    return Load(clients, len(heard), tokens / seconds, *offline, client_share, *times)
+    speed = sum(len(one.token_ids) for one in heard) / seconds
+    times = {FIRST: [one.first for one in heard], BETWEEN: [g for one in heard for g in one.gaps]}
+    return {
+        "clients": clients,
+        "requests": len(heard),
+        "tokens/s": speed,
+        "of the job's": speed / offline[0],
+        "of one as wide": speed / offline[1],
+        "client's CPU": client_share,
+        **{
+            f"{what}, {name}": 1e3 * float(np.quantile(values or [0.0], share))
+            for what, values in times.items()
+            for name, share in QUANTILES.items()
+        },
+    }
 
 
 def _cpu_seconds(pid: int) -> float:
@@ -214,19 +194,13 @@ def _cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def draw_loads(loads: Sequence[Load], path: Path) -> None:
+def draw_loads(loads: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draws the times against the number of clients: medians, and 95th percentiles above."""
     figure = new_figure(10, 4)
-    clients = [load.clients for load in loads]
-    for axes, name, what in zip(
-        figure.subplots(1, 2),
-        ("first", "between"),
-        ("to the first token", "between tokens"),
-        strict=True,
-    ):
-        for place, label in enumerate(("median", "95 %")):
-            values = [1000 * getattr(load, name)[place] for load in loads]
-            axes.plot(clients, values, "-o" if not place else "--o", label=label)
+    clients = [load["clients"] for load in loads]
+    for axes, what in zip(figure.subplots(1, 2), (FIRST, BETWEEN), strict=True):
+        for name, line in zip(QUANTILES, ("-o", "--o"), strict=True):
+            axes.plot(clients, [load[f"{what}, {name}"] for load in loads], line, label=name)
         axes.set(xscale="log", yscale="log", xlabel="clients at a time", ylabel=f"ms {what}")
         axes.set_xticks(clients, [str(one) for one in clients])
         axes.minorticks_off()

@@ -29,6 +29,7 @@ class Comparison(NamedTuple):
     options: Mapping[str, Any]
 
 
+_SPEEDS = {"rival": None, "prompts": None, "max_tokens": 160, "passes": 3}
 COMPARISONS = {
     "windows": Comparison(
         "speeds:compare_windows",
@@ -38,24 +39,14 @@ COMPARISONS = {
             "batch_size": [1, 8, 32, 128],
             "window_size": [0, 4, 8, 16, "auto"],
             "mode": ["paper", "verified"],
-            "rival": None,
-            "prompts": None,
-            "max_tokens": 160,
-            "passes": 3,
             "plot": None,
+            **_SPEEDS,
         },
     ),
     "drafts": Comparison(
         "speeds:compare_drafts",
         "the same by where the drafts of mode verified come from",
-        {
-            "batch_size": [1, 8, 32],
-            "draft": ["masks", "lookup", "auto"],
-            "rival": None,
-            "prompts": None,
-            "max_tokens": 160,
-            "passes": 3,
-        },
+        {"batch_size": [1, 8, 32], "draft": ["masks", "lookup", "auto"], **_SPEEDS},
     ),
     "identity": Comparison(
         "identity:compare_identity",
