@@ -60,7 +60,7 @@ def offline_answers(llm: LLM, asks: Sequence[Ask]) -> list[list[int]]:
     return [one.token_ids for one in done]
 
 
-@pytest.mark.parametrize("requests", [60, pytest.param(2000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("requests", [60, pytest.param(1000, marks=pytest.mark.full)])
 def test_soak(requests: int, offline: LLM) -> None:
     engine = offline.engine
     asks = random_asks(requests, engine.config.vocab_size)
