@@ -25,12 +25,19 @@ from wedlm_jax.option_values import options_of
 PAGE = Path(__file__).with_name("reference.md")
 
 MODULES = (
-    "train.bench",
+    "benchmarks.attention",
+    "benchmarks.chunks",
+    "benchmarks.floor",
+    "benchmarks.gaps",
+    "benchmarks.pages",
+    "benchmarks.pods",
+    "benchmarks.serve_load",
+    "benchmarks.step",
     "examples.embedded",
     "examples.embedded.corpus",
     "examples.embedded.words",
 )
-"""What `python -m` runs beside the subcommands."""
+"""What `python -m` runs beside the subcommands, in a checkout."""
 
 CLASSES = {
     "wedlm_jax": ("LLM", "Completion", "Chunk"),

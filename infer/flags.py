@@ -55,19 +55,23 @@ def add_sampling_options(group: Any, instead: Mapping[str, str] | None = None) -
             add_flag(group, flag(name), option, default, help_text)
 
 
-def add_engine_options(group: Any, *, batch_size: str = "16") -> None:
+def add_engine_options(
+    group: Any, *, batch_size: str = "16", names: Sequence[str] = ("model", *ENGINE_FLAGS)
+) -> None:
     """Adds the flags of the model and of its engine, all but the window's.
 
     Args:
       batch_size: the default of ``--batch-size``, for the help.
+      names: of what has a flag.
     """
-    group.add_argument(
-        "--model",
-        metavar="DIR",
-        help="folder in Hugging Face format, a hub id or smollm2 [the embedded model]",
-    )
-    for name in ENGINE_FLAGS:
-        if name != "window_size":
+    for name in names:
+        if name == "model":
+            group.add_argument(
+                "--model",
+                metavar="DIR",
+                help="folder in Hugging Face format, a hub id or smollm2 [the embedded model]",
+            )
+        elif name != "window_size":
             _add_engine_flag(group, name, batch_size if name == "max_batch_size" else None)
 
 

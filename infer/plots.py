@@ -1,8 +1,8 @@
-"""Figures of measured scores and speeds; matplotlib is imported only to draw them."""
+"""Figures of what was measured; matplotlib is imported only to draw them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,6 @@ from wedlm_jax.host.atomic import check_writable
 
 if TYPE_CHECKING:
     from infer.score import Score
-    from infer.speed import Speed
 
 FORMATS = (".svg", ".png", ".pdf")
 
@@ -81,30 +80,3 @@ def draw_scores(scores: Sequence[Score], path: Path) -> None:
 
 def _kind(score: Score) -> str:
     return score.decoder.partition(" τ")[0]
-
-
-def draw_speeds(speeds: Iterable[Speed], path: str | Path) -> None:
-    """Draws tokens a second by sequences that decode together, a line each, a panel a regime."""
-    every = list(speeds)
-    regimes = list(dict.fromkeys(speed.regime for speed in every))
-    figure = new_figure(5.5 * len(regimes), 4.5)
-    ticks = sorted({speed.sequences for speed in every})
-    panels = figure.subplots(1, len(regimes), squeeze=False)[0]
-    for axes, regime in zip(panels, regimes, strict=True):
-        some = [speed for speed in every if speed.regime == regime]
-        for way in dict.fromkeys(speed.way for speed in some):
-            points = [(s.sequences, s.tokens_per_second) for s in some if s.way == way]
-            style = "--" if "verified" in way else ":" if "transformers" in way else "-"
-            axes.plot(*zip(*points, strict=True), style, marker="o", label=way)
-        axes.set(
-            xscale="log",
-            xlabel="sequences at a time",
-            ylabel="tokens a second",
-            ylim=(0, None),
-            title=regime.replace("_", " "),
-        )
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    save_figure(figure, Path(path))

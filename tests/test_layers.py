@@ -12,6 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("wedlm_jax", "train", "infer")
+"""What the wheel has."""
+FOLDERS = (*PACKAGES, "benchmarks")
 COMMAND = ROOT / "wedlm_jax" / "__main__.py"
 """The one file that knows all."""
 
@@ -27,7 +29,11 @@ def imported(file: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("package", "others"),
-    [("wedlm_jax", {"train", "infer"}), ("train", {"infer"}), ("infer", {"train"})],
+    [
+        ("wedlm_jax", {"train", "infer", "benchmarks"}),
+        ("train", {"infer", "benchmarks"}),
+        ("infer", {"train", "benchmarks"}),
+    ],
 )
 def test_packages_do_not_import_each_other(package: str, others: set[str]) -> None:
     files = [file for file in (ROOT / package).rglob("*.py") if file != COMMAND]
@@ -52,7 +58,7 @@ def imported_files(file: Path) -> Iterator[Path]:
 
 def test_no_circle_of_imports() -> None:
     """Counts imports under `TYPE_CHECKING` and inside functions, too."""
-    files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
+    files = [file for package in FOLDERS for file in (ROOT / package).rglob("*.py")]
     graph = {file: set(imported_files(file)) for file in files}
 
     def reached(start: Path) -> set[Path]:
@@ -76,7 +82,7 @@ def test_what_a_forward_does_knows_nothing_of_who_decodes_when() -> None:
 
 
 def test_files_are_small() -> None:
-    files = [file for name in (*PACKAGES, "tests") for file in (ROOT / name).rglob("*.py")]
+    files = [file for name in (*FOLDERS, "tests") for file in (ROOT / name).rglob("*.py")]
     long = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in files}
     assert {str(file.relative_to(ROOT)): n for file, n in long.items() if n > 600} == {}
 
@@ -84,7 +90,7 @@ def test_files_are_small() -> None:
 def test_every_module_has_tests() -> None:
     """One of its name, one that imports it or what it is a part of in its folder, or one that its
     docstring names."""
-    files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
+    files = [file for package in FOLDERS for file in (ROOT / package).rglob("*.py")]
     modules = {file for file in files if file.name != "__init__.py" and file != COMMAND}
     tests = ROOT / "tests"
     found = {file for test in tests.rglob("*.py") for file in imported_files(test)}

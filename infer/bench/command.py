@@ -1,245 +1,212 @@
-"""`wedlm bench`: the command. What is compared is in a file each beside this one."""
+"""`wedlm bench`: the speed of ways to decode a checkpoint on this machine."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from infer.bench.options import (
-    BATCH_SIZES,
-    DRAFTS,
-    LONG_PROMPT,
-    MINUTES,
-    MODES,
-    PASSES,
-    WINDOWS,
-    parse,
-    regimes_of,
-)
-from wedlm_jax.benchmark import Bar, Outcome, report
+from infer.bench.rival import RIVALS, check_rival
+from infer.flags import add_engine_options, flag
+from infer.harness.human_eval import HUMAN_EVAL
+from infer.plots import check_plot
+from wedlm_jax.errors import InputError
+from wedlm_jax.host.command_line import CommandParser, at_least_1
 
-if TYPE_CHECKING:
-    from infer.bench.rival import Rival
-    from infer.bench.subject import Subject
-    from infer.bench.work import Regimes
+
+class Comparison(NamedTuple):
+    """What can be compared.
+
+    Attributes:
+      function: of `infer.bench` that measures and reports: takes subject, regimes, options, report.
+      meaning: for the help.
+      options: those of `OPTIONS` that it takes, with their defaults.
+    """
+
+    function: str
+    meaning: str
+    options: Mapping[str, Any]
+
+
+_SPEEDS = {"rival": None, "prompts": None, "max_tokens": 160, "passes": 3}
+COMPARISONS = {
+    "windows": Comparison(
+        "speeds:compare_windows",
+        "tokens a second of the held-out questions, by window and by sequences that\n"
+        "decode together, against AR; with --rival, against another library",
+        {
+            "batch_size": [1, 8, 32, 128],
+            "window_size": [0, 4, 8, 16, "auto"],
+            "mode": ["paper", "verified"],
+            "plot": None,
+            **_SPEEDS,
+        },
+    ),
+    "drafts": Comparison(
+        "speeds:compare_drafts",
+        "the same by where the drafts of mode verified come from",
+        {"batch_size": [1, 8, 32], "draft": ["masks", "lookup", "auto"], **_SPEEDS},
+    ),
+    "identity": Comparison(
+        "identity:compare_identity",
+        "completions of mode verified against AR's: how many are not the same, and\n"
+        "how close AR's two best tokens were where they first differ",
+        {
+            "batch_size": [64],
+            "window_size": [1, 2, 4, 8, 16, 32],
+            "draft": None,
+            "prompts": None,
+            "temperature": 0.0,
+            "max_tokens": 160,
+        },
+    ),
+}
+
+
+def _window(text: str) -> int | str:
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected integers of at least 0 or 'auto', not {text!r}")
+    return text if text == "auto" else int(text)
+
+
+def _temperature(text: str) -> float:
+    if not float(text) >= 0:
+        raise argparse.ArgumentTypeError(f"expected at least 0, not {text}")
+    return float(text)
+
+
+_COUNT: dict[str, Any] = {"type": at_least_1, "metavar": "N"}
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "batch_size": ("sequences that decode together, one or more", _COUNT | {"nargs": "+"}),
+    "window_size": (
+        "masks in a window, one or more; 0 is AR",
+        {"type": _window, "nargs": "+", "metavar": "W"},
+    ),
+    "mode": (
+        "how windows are decoded, one or more",
+        {"nargs": "+", "choices": ("paper", "verified")},
+    ),
+    "draft": (
+        "where drafts come from, one or more, beside AR; identity without it: masks, or lookup and "
+        "auto for a model that was not trained on masks",
+        {"nargs": "+", "choices": ("masks", "lookup", "auto")},
+    ),
+    "rival": (
+        "another library's AR on the same weights; in drafts its prompt lookup, too, one at a time",
+        {"choices": RIVALS},
+    ),
+    "prompts": (
+        "how many prompts: of each regime in windows and drafts, without it 2 for each sequence "
+        "and at least 24; in identity of all together, without it all",
+        _COUNT,
+    ),
+    "temperature": ("0 is greedy", {"type": _temperature, "metavar": "X"}),
+    "max_tokens": ("the most tokens of a completion", _COUNT),
+    "passes": ("timed passes", _COUNT),
+    "plot": ("also draw the speeds (.svg, .png or .pdf; needs matplotlib)", {"metavar": "FILE"}),
+}
+"""What comparisons may take: what it means, and how it is parsed."""
+
+EXAMPLES = """\
+examples:
+  wedlm bench --batch-size 1 32 --window-size 0 16 auto --plot speeds.svg
+  wedlm bench --model DIR --questions FILE --window-size 0 auto --rival transformers
+  wedlm bench --compare drafts --model smollm2 --questions FILE human-eval --batch-size 1 8
+  wedlm bench --compare identity --dtype bfloat16 --window-size 4 16 --deterministic"""
+
+
+def add_subject_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that say which model decodes which questions, and how it is held; one that
+    is not given is to be absent from what is parsed."""
+    held = ("dtype", "quantization", "kv_cache_dtype", "deterministic")
+    add_engine_options(parser, names=("model", *held))
+    questions = (
+        f"JSONL, one or more; {HUMAN_EVAL} for the prompts of the package human-eval "
+        "[those of the embedded model]"
+    )
+    parser.add_argument("--questions", nargs="+", metavar="FILE", help=questions)
+    regimes = "kinds of questions, one or more [all]"
+    parser.add_argument("--regime", nargs="+", metavar="N", help=regimes)
+
+
+def _parser() -> CommandParser:
+    meanings = "".join(
+        f"  {name:<10}" + one.meaning.replace("\n", f"\n{'':12}") + "\n"
+        for name, one in COMPARISONS.items()
+    )
+    parser = CommandParser(
+        prog="wedlm bench",
+        description="Measures on this machine, all that is compared in one process and by turns:"
+        f"\n\n{meanings}\nEverything runs once untimed, which compiles; figures are medians over "
+        "the passes.",
+        epilog=EXAMPLES,
+        argument_default=argparse.SUPPRESS,
+    )
+    add = parser.add_argument
+    what = "one or more of the above [windows]"
+    add("--compare", nargs="+", choices=tuple(COMPARISONS), metavar="WHAT", help=what)
+    add("--output", metavar="FILE", help="also write all figures as JSON")
+    add_subject_options(parser)
+    for name, (meaning, settings) in OPTIONS.items():
+        of = {c: one.options[name] for c, one in COMPARISONS.items() if name in one.options}
+        others = "" if len(of) == len(COMPARISONS) else f"{', '.join(of)}: "
+        add(flag(name), help=others + meaning + _defaults(of), **settings)
+    return parser
+
+
+def _defaults(of: Mapping[str, Any]) -> str:
+    """Returns the default of each comparison, or the one that all share, as help says it."""
+    texts = {
+        name: " ".join(map(str, value)) if isinstance(value, list) else f"{value:g}"
+        for name, value in of.items()
+        if value is not None
+    }
+    if not texts:
+        return ""
+    same = len(texts) == len(of) and len(set(texts.values())) == 1
+    named = (f"{name} {text}" for name, text in texts.items())
+    return f" [{next(iter(texts.values())) if same else ', '.join(named)}]"
+
+
+def _check(options: Mapping[str, Any], chosen: Sequence[str]) -> None:
+    """Refuses options that cannot be, before anything is loaded."""
+    for name in OPTIONS.keys() & options.keys():
+        of = [c for c, one in COMPARISONS.items() if name in one.options]
+        if not set(of) & set(chosen):
+            raise InputError(
+                f"{flag(name)} is an option of {' and '.join(of)}, not of {' and '.join(chosen)}"
+            )
+    if "identity" in chosen and options.get("window_size") == [0]:
+        raise InputError("--window-size 0 is AR, which identity compares others with: name one")
+    if "rival" in options:
+        if "quantization" in options:
+            raise InputError(
+                "--rival and --quantization: the other library's weights are not rounded"
+            )
+        check_rival()
+    if "plot" in options:
+        check_plot(options["plot"])
 
 
 def main(arguments: list[str]) -> int:
-    from infer.bench.rival import check_rival
+    options = vars(_parser().parse_args(arguments))
+    chosen = options.get("compare", ["windows"])
+    _check(options, chosen)
 
-    options = parse(arguments)
-    if options.rival is not None:
-        check_rival()
-    regimes = None if options.shape is not None else regimes_of(options)
-
-    return report(lambda bar: _compare(options, regimes, bar), options.output)
-
-
-def _compare(options: argparse.Namespace, regimes: Regimes | None, bar: Bar) -> Iterator[Outcome]:
+    from infer.bench.measure import Report
     from infer.bench.rival import Rival
+    from infer.bench.subject import load_subject, regimes_of
 
-    subject = rival = None
-    if set(options.compare) - {"chunks"}:
-        subject = _subject(options)
-        if options.rival is not None:
-            rival = Rival(subject)
-    for name in options.compare:
-        if name == "chunks" or subject is None:
-            yield _chunks(options, bar)
-        elif name == "soak":
-            yield from _soak(options, subject, bar)
-        elif name == "floor":
-            yield from _floor(options, subject, regimes, rival, bar)
-        elif regimes is not None:
-            compare = {
-                "windows": _windows,
-                "drafts": _drafts,
-                "gaps": _gaps,
-                "pages": _pages,
-                "identity": _identity,
-            }[name]
-            yield from compare(options, subject, regimes, rival, bar)
-
-
-def _subject(options: argparse.Namespace) -> Subject:
-    from infer.bench.subject import SHAPES, load_subject, random_subject
-
-    held = {
-        "quantization": options.quantization,
-        "kv_cache_dtype": options.kv_cache_dtype,
-        "deterministic": options.deterministic,
-    }
-    if options.shape is None:
-        return load_subject(options.model, options.dtype, **held)
-    return random_subject(SHAPES[options.shape], options.dtype, **held)
-
-
-def _windows(
-    options: argparse.Namespace, subject: Subject, regimes: Regimes, rival: Rival | None, bar: Bar
-) -> Iterator[Outcome]:
-    from infer.bench.windows import compare_windows
-    from infer.plots import draw_speeds
-    from infer.speed import Speed, speed_table
-
-    measured: list[Speed] = []
-    for speeds in compare_windows(
-        subject,
-        regimes,
-        batch_sizes=options.batch_size or BATCH_SIZES["windows"],
-        windows=options.window_size or WINDOWS["windows"],
-        modes=options.mode or MODES["windows"],
-        prompts=options.prompts,
-        passes=options.passes or PASSES,
-        rival=rival,
-        bar=bar,
-    ):
-        measured += speeds
-        if options.plot is not None:
-            draw_speeds(measured, options.plot)
-        yield Outcome("windows", speeds, speed_table(speeds))
-
-
-def _drafts(
-    options: argparse.Namespace, subject: Subject, regimes: Regimes, rival: Rival | None, bar: Bar
-) -> Iterator[Outcome]:
-    from infer.bench.drafts import compare_drafts
-    from infer.speed import speed_table
-
-    for speeds in compare_drafts(
-        subject,
-        regimes,
-        batch_sizes=options.batch_size or BATCH_SIZES["drafts"],
-        drafts=options.draft or DRAFTS,
-        prompts=options.prompts,
-        passes=options.passes or PASSES,
-        rival=rival,
-        bar=bar,
-    ):
-        yield Outcome("drafts", speeds, speed_table(speeds))
-
-
-def _gaps(
-    options: argparse.Namespace, subject: Subject, regimes: Regimes, _: Rival | None, bar: Bar
-) -> Iterator[Outcome]:
-    from infer.bench.gaps import compare_gaps
-    from infer.bench.tables import gap_table
-
-    for gaps in compare_gaps(
-        subject,
-        regimes,
-        batch_sizes=options.batch_size or BATCH_SIZES["gaps"],
-        windows=_fixed(options, "gaps"),
-        modes=options.mode or MODES["gaps"],
-        passes=options.passes or PASSES,
-        bar=bar,
-    ):
-        yield Outcome("gaps", gaps, gap_table(gaps))
-
-
-def _pages(
-    options: argparse.Namespace, subject: Subject, regimes: Regimes, _: Rival | None, bar: Bar
-) -> Iterator[Outcome]:
-    from infer.bench.pages import compare_pages
-    from infer.bench.tables import page_table
-
-    for uses in compare_pages(
-        subject,
-        regimes,
-        batch_sizes=options.batch_size or BATCH_SIZES["pages"],
-        windows=_fixed(options, "pages"),
-        modes=options.mode or MODES["pages"],
-        bar=bar,
-    ):
-        yield Outcome("pages", uses, page_table(uses))
-
-
-def _identity(
-    options: argparse.Namespace, subject: Subject, regimes: Regimes, _: Rival | None, bar: Bar
-) -> Iterator[Outcome]:
-    from infer.bench.identity import compare_identity
-    from infer.bench.tables import identity_table
-    from infer.bench.work import MAX_TOKENS
-
-    for batch_size in options.batch_size or BATCH_SIZES["identity"]:
-        agreements = []
-        for agreement in compare_identity(
-            subject,
-            regimes,
-            batch_size=batch_size,
-            windows=[w for w in options.window_size or WINDOWS["identity"] if w],
-            drafts=options.draft,
-            prompts=options.prompts,
-            temperature=options.temperature or 0.0,
-            max_tokens=options.max_tokens or MAX_TOKENS,
-            bar=bar,
-        ):
-            agreements.append(agreement)
-            yield Outcome("identity", [agreement])
-        yield Outcome("identity", [], identity_table(agreements))
-
-
-def _soak(options: argparse.Namespace, subject: Subject, bar: Bar) -> Iterator[Outcome]:
-    from infer.bench.soak import failure_of, soak
-    from infer.bench.tables import soak_table
-    from infer.bench.windows import ways_of
-
-    windows, modes = options.window_size or WINDOWS["soak"], options.mode or MODES["soak"]
-    for batch_size in options.batch_size or BATCH_SIZES["soak"]:
-        for window, mode in ways_of(windows, modes):
-            samples = []
-            minutes = MINUTES if options.minutes is None else options.minutes
-            for sample in soak(
-                subject, window, mode, batch_size=batch_size, minutes=minutes, bar=bar
-            ):
-                samples.append(sample)
-                yield Outcome("soak", [sample])
-            yield Outcome("soak", [], soak_table(samples), failure_of(samples))
-
-
-def _floor(
-    options: argparse.Namespace,
-    subject: Subject,
-    regimes: Regimes | None,
-    rival: Rival | None,
-    bar: Bar,
-) -> Iterator[Outcome]:
-    from infer.bench.floor import ForwardCost, compare_floor
-    from infer.bench.tables import forward_table, prompt_table
-
-    for costs in compare_floor(
-        subject,
-        regimes,
-        batch_sizes=options.batch_size or ([1] if regimes is None else BATCH_SIZES["floor"]),
-        windows=_fixed(options, "floor"),
-        modes=options.mode or MODES["floor"],
-        passes=options.passes or PASSES,
-        rival=rival,
-        bar=bar,
-    ):
-        if isinstance(costs[0], ForwardCost):
-            forwards = [cost for cost in costs if isinstance(cost, ForwardCost)]
-            yield Outcome("floor", forwards, forward_table(forwards))
-        else:
-            prompts = [cost for cost in costs if not isinstance(cost, ForwardCost)]
-            yield Outcome("prompts", prompts, prompt_table(prompts))
-
-
-def _fixed(options: argparse.Namespace, name: str) -> list[int]:
-    """Returns the windows that are numbers."""
-    windows = options.window_size or WINDOWS[name]
-    return [window for window in windows if isinstance(window, int)]
-
-
-def _chunks(options: argparse.Namespace, bar: Bar) -> Outcome:
-    from infer.bench.chunks import compare_chunks
-    from infer.bench.tables import chunk_table
-
-    cost = compare_chunks(
-        options.shape or "embedded",
-        tokens=LONG_PROMPT if options.prompt_tokens is None else options.prompt_tokens,
-        dtype=options.dtype,
-        passes=options.passes or PASSES,
-        bar=bar,
-    )
-    return Outcome("chunks", [cost], chunk_table(cost))
+    report, regimes = Report(options.get("output")), regimes_of(options)
+    subject = load_subject(options)
+    if "rival" in options:
+        options["rival"] = Rival(subject)
+    for name in chosen:
+        module, _, function = COMPARISONS[name].function.partition(":")
+        compare = getattr(importlib.import_module(f"infer.bench.{module}"), function)
+        defaults = COMPARISONS[name].options
+        compare(
+            subject, regimes, {key: options.get(key, defaults[key]) for key in defaults}, report
+        )
+    return 0

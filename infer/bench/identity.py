@@ -9,23 +9,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from infer.bench.drafts import NAMES
-from infer.bench.subject import Subject, forget_programs
-from infer.bench.windows import name_of
-from infer.bench.work import Regimes, Work
-from wedlm_jax.engine.config import MOST_LOOKUP
-from wedlm_jax.engine.loop import EngineLoop
-from wedlm_jax.generation import Generation
+from rich.table import Table
+
+from infer.bench.measure import Report, status, table
+from infer.bench.speeds import AR, Way, completions_of, draft_ways, window_ways
+from infer.bench.subject import Regimes, Subject, forget_programs
+from wedlm_jax.completion import Completion
+from wedlm_jax.errors import InputError
 from wedlm_jax.params import SamplingParams
-
-if TYPE_CHECKING:
-    from wedlm_jax.benchmark import Bar
-    from wedlm_jax.completion import Completion
-    from wedlm_jax.engine.engine import Engine
-    from wedlm_jax.records.questions import Question
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,61 +47,70 @@ class Agreement:
 
 
 def compare_identity(
-    subject: Subject,
-    regimes: Regimes,
-    *,
-    batch_size: int,
-    windows: Sequence[int | str],
-    drafts: Sequence[str] | None,
-    prompts: int | None,
-    temperature: float,
-    max_tokens: int,
-    bar: Bar,
-) -> Iterator[Agreement]:
-    """Decodes the same prompts by AR, then with each window and with drafts from the text; yields
-    AR's own figures first. A deterministic engine is compared with itself: AR is decoded anew in
-    the engine of each way.
+    subject: Subject, regimes: Regimes, options: Mapping[str, Any], report: Report
+) -> None:
+    """Decodes the same prompts by AR, then with each window of masks and with drafts from the text;
+    reports AR's own figures first.
 
     Args:
-      batch_size: sequences that decode together.
-      windows: of masks.
-      drafts: values of ``SamplingParams.draft``: "masks" stands for the windows, the others for
-        drafts from the text; None for what the model knows.
-      prompts: of all regimes by turns; all by default.
-      temperature: 0 is greedy; above it, each prompt has a seed of its own, the same every time.
-      max_tokens: of a completion.
-    """
+      options: of these, ``draft`` "masks" stands for the windows, the others for drafts from the
+        text, and None for what the model knows; ``prompts`` counts those of all regimes by turns.
 
-    def decode(name: str, window: int | str, lookup: int, draft: str) -> list[Completion]:
-        engine = subject.engine(window, batch_size, lookup=lookup)
-        bar.begin(name)
-        work = _work(subject, asked, SamplingParams(draft=draft, logprobs=2, **sampling))
-        completions = _completions(subject, engine, work)
+    Raises:
+      InputError: the model has no such drafts.
+    """
+    ways = _ways(options["window_size"], options["draft"], masks=subject.config.knows_masks)
+    if not ways:
+        raise InputError("--draft masks: the model was not trained on masks")
+    by_turns = (one for some in itertools.zip_longest(*regimes.values()) for one in some if one)
+    asked = [subject.ask(one) for one in itertools.islice(by_turns, options["prompts"])]
+    params = SamplingParams(
+        temperature=options["temperature"], max_tokens=options["max_tokens"], logprobs=2
+    )
+    for batch_size in options["batch_size"]:
+        agreements = []
+        for agreement in _agreements(subject, asked, params, ways, batch_size):
+            agreements.append(agreement)
+            report.add("identity", [agreement])
+        report.add("identity", [], identity_table(agreements))
+
+
+def _agreements(
+    subject: Subject,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    ways: Sequence[Way],
+    batch_size: int,
+) -> Iterator[Agreement]:
+    """Yields AR's figures and those of every way. A deterministic engine is compared with itself:
+    its shape follows from its window, so AR is decoded anew in the engine of each way."""
+
+    def decode(way: Way, engine_of: Way) -> list[Completion]:
+        engine = subject.engine(engine_of.window, batch_size, lookup=engine_of.lookup)
+        with status(f"{batch_size} sequences · {way.name}"):
+            completions = completions_of(subject, engine, way.work(prompts, params))
         del engine
         forget_programs()
         return completions
 
-    asked = list(itertools.islice(_all_by_turns(regimes), prompts))
-    sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens}
-    # The shape of a deterministic engine follows from its window: only within one are both alike.
-    alike = bool(subject.engine_options.get("deterministic"))
-    masks = subject.config.knows_masks
-    drafts = (["masks"] if masks else ["lookup", "auto"]) if drafts is None else drafts
-    ways: list[tuple[str, int | str, int, str]] = []
-    if masks and "masks" in drafts:
-        ways += [(name_of(window, "verified"), window, 0, "masks") for window in windows]
-    ways += [(NAMES[one], 0, MOST_LOOKUP, one) for one in drafts if one != "masks"]
-    bar.expect(1 + len(ways) * (1 + alike))
-    expected = decode(name_of(0, "ar"), 0, 0, "none")
+    expected = decode(AR, AR)
     margins = [_margin(one, place) for one in expected for place in range(len(one.token_ids))]
-    yield _agreement(name_of(0, "ar"), subject.dtype, expected, 0, margins)
-    for name, window, lookup, draft in ways:
-        if alike:
-            expected = decode(name_of(0, "ar"), window, lookup, "none")
-        found = decode(name, window, lookup, draft)
+    yield _agreement(AR, subject, expected, 0, margins)
+    for way in ways:
+        if subject.options.get("deterministic"):
+            expected = decode(AR, way)
+        found = decode(way, way)
         places = first_differences(expected, found)
         margins = [_margin(expected[number], place) for number, place in places.items()]
-        yield _agreement(name, subject.dtype, found, len(places), margins)
+        yield _agreement(way, subject, found, len(places), margins)
+
+
+def _ways(windows: Sequence[int | str], drafts: Sequence[str] | None, *, masks: bool) -> list[Way]:
+    drafts = (["masks"] if masks else ["lookup", "auto"]) if drafts is None else drafts
+    drafting = window_ways([window for window in windows if window], ["verified"])
+    ways = [way._replace(draft="masks") for way in drafting if masks and "masks" in drafts]
+    # Without windows: what is copied alone.
+    return ways + draft_ways([draft for draft in drafts if draft != "masks"], masks=False)[1:]
 
 
 def first_differences(
@@ -131,16 +134,16 @@ def _margin(completion: Completion, place: int) -> float:
 
 
 def _agreement(
-    way: str,
-    dtype: str,
+    way: Way,
+    subject: Subject,
     completions: Sequence[Completion],
     differ: int,
     margins: Sequence[float],
 ) -> Agreement:
     tokens = sum(len(one.token_ids) for one in completions)
     return Agreement(
-        way,
-        dtype,
+        way.name,
+        subject.dtype,
         prompts=len(completions),
         tokens=tokens,
         tokens_per_forward=tokens / max(sum(one.num_forwards for one in completions), 1),
@@ -150,22 +153,21 @@ def _agreement(
     )
 
 
-def _all_by_turns(regimes: Regimes) -> Iterator[Question]:
-    """Lists the first question of every regime, then the second of every one, and so on; none
-    twice."""
-    for some in itertools.zip_longest(*regimes.values()):
-        yield from (question for question in some if question is not None)
-
-
-def _work(subject: Subject, questions: Sequence[Question], params: SamplingParams) -> Work:
-    return [
-        (subject.chat_prompt(question.prompt), dataclasses.replace(params, seed=number))
-        for number, question in enumerate(questions)
+def identity_table(agreements: Sequence[Agreement]) -> Table:
+    """Makes the table of ways to decode; AR itself comes first."""
+    ar, *others = agreements
+    rows = [
+        {
+            "way": one.way,
+            "that differ": f"{one.differ} ({one.differ / one.prompts:.1%})" if one.differ else "0",
+            "nats there, median": one.median_margin,
+            "at most": one.largest_margin,
+            "tokens / forward": f"{one.tokens_per_forward:.2f}",
+        }
+        for one in others
     ]
-
-
-def _completions(subject: Subject, engine: Engine, work: Work) -> list[Completion]:
-    found = dict(
-        item for some in Generation(EngineLoop(engine), subject.codec, work) for item in some
+    return table(
+        f"{ar.prompts:,} completions, {ar.tokens:,} tokens by AR, {ar.dtype}",
+        rows,
+        f"between AR's two best tokens: {ar.median_margin or 0:.3g} nats, the median of all places",
     )
-    return [found[number] for number in range(len(work))]

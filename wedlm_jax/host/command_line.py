@@ -68,3 +68,10 @@ class CommandParser(argparse.ArgumentParser):
             if near := nearest(str(value), map(str, action.choices or ())):
                 error.message += f"; did you mean {near!r}?"
             raise
+
+
+def at_least_1(text: str) -> int:
+    """Reads a count for argparse."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, not {text!r}")
+    return int(text)

@@ -12,7 +12,7 @@ import pytest
 
 from infer.bench.command import main
 from infer.bench.identity import first_differences
-from infer.bench.options import EMBEDDED_QUESTIONS
+from infer.evaluate import EMBEDDED_QUESTIONS
 from wedlm_jax.completion import Completion
 
 ONE = Completion("", [0, 1, 2], "length", 2, 8)

@@ -1,22 +1,14 @@
-"""Prompts of the corpus as work to be decoded, the same every time."""
+"""Questions as work to be decoded, the same every time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
-from typing import TypeAlias
 
 import numpy as np
 
-from infer.bench.subject import Subject
+from infer.bench.subject import Regimes, Subject, Work
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.records.questions import Question
-
-Work: TypeAlias = list[tuple[list[int], SamplingParams]]
-"""Prompts, and how each is decoded."""
-
-Regimes: TypeAlias = Mapping[str, Sequence[Question]]
-"""Questions by regime."""
 
 MAX_TOKENS = 160
 """Longer than any answer of the corpus."""
@@ -28,13 +20,6 @@ LONG_ONE_IN = 8
 """Of mixed prompts, one in so many stands after answered questions, different ones each time."""
 
 
-def questions_of(subject: Subject, questions: Sequence[Question], count: int, mode: str) -> Work:
-    """Returns questions of a regime, answered to their ends; none twice, so at most as many as
-    there are."""
-    params = SamplingParams(mode=mode, max_tokens=MAX_TOKENS)
-    return [(subject.chat_prompt(question.prompt), params) for question in questions[:count]]
-
-
 def long_answers(subject: Subject, regimes: Regimes, count: int, mode: str) -> Work:
     """Returns those questions of each regime with the longest answers, by turns, answered to their
     ends: what a model says after its end is no text, and would not cost what text costs."""
@@ -43,23 +28,20 @@ def long_answers(subject: Subject, regimes: Regimes, count: int, mode: str) -> W
         for regime, questions in regimes.items()
     }
     params = SamplingParams(mode=mode, max_tokens=MAX_TOKENS)
-    return [(subject.chat_prompt(one.prompt), params) for one in _by_turns(longest, count)]
+    return [(subject.ask(one), params) for one in _by_turns(longest, count)]
 
 
 def mixed(subject: Subject, regimes: Regimes, count: int, mode: str) -> Work:
     """Returns questions of all regimes by turns, short and long, each with its own limit."""
     rng = np.random.default_rng(0)
-    asked = list(_by_turns(regimes, count))
+    asked = _by_turns(regimes, count)
     shots = cycle(_by_turns(regimes, max(SHOTS * (1 + count // LONG_ONE_IN), len(asked))))
     work: Work = []
     for number, question in enumerate(asked):
         limit = round(float(np.exp(rng.uniform(*np.log(LENGTHS)))))
-        said = [question.prompt]
-        if number % LONG_ONE_IN == 0:
-            before = islice(shots, SHOTS)
-            said = [text for shot in before for text in (shot.prompt, shot.answer)] + said
+        before = islice(shots, 0 if number % LONG_ONE_IN else SHOTS)
         params = SamplingParams(mode=mode, max_tokens=limit, ignore_eos=True)
-        work.append((subject.chat_prompt(*said), params))
+        work.append((subject.ask(question, *before), params))
     return work
 
 

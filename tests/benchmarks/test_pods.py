@@ -7,16 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import pods
+from benchmarks.pods import PodStep, compare_pods, pod_table
 from tests.train.test_compile_only import STEP
-from train.bench import pods
-from train.bench.pods import PodStep, compare_pods
-from train.bench.tables import pod_table
 from train.compile_only import CompiledStep
 from train.recipe.config import TrainConfig, load_config
-from wedlm_jax.benchmark import Bar
 from wedlm_jax.errors import InputError
 
-RECIPE = str(Path(__file__).parents[3] / "configs" / "wedlm_8b.yaml")
+RECIPE = str(Path(__file__).parents[2] / "configs" / "wedlm_8b.yaml")
 
 
 def test_every_pod_takes_as_many_tokens_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +29,7 @@ def test_every_pod_takes_as_many_tokens_a_slice(monkeypatch: pytest.MonkeyPatch)
         return dataclasses.replace(STEP, rows=config.rows // 2, accumulation=2)
 
     monkeypatch.setattr(pods, "compile_step", compile_step)
-    found = list(compare_pods([RECIPE], ["v5p:4x4x4", "v5p:8x8x8*2"], [4096, 8192], bar=Bar()))
+    found = list(compare_pods([RECIPE], ["v5p:4x4x4", "v5p:8x8x8*2"], [4096, 8192], {}))
     assert compiled == [
         ("v5p:4x4x4", 4096, 512, 1, 1),
         ("v5p:4x4x4", 8192, 256, 1, 1),
@@ -56,7 +54,7 @@ def test_chips_may_share_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
         return STEP
 
     monkeypatch.setattr(pods, "compile_step", compile_step)
-    list(compare_pods([RECIPE], ["v5e:16x16"], [4096], tensor=2, sequence=2, bar=Bar()))
+    list(compare_pods([RECIPE], ["v5e:16x16"], [4096], {"mesh.tensor": 2, "mesh.sequence": 2}))
     [config] = compiled
     assert dataclasses.astuple(config.mesh) == (1, -1, 2, 2)
 
@@ -70,7 +68,7 @@ def test_nothing_is_compiled_where_one_cannot_be(
 ) -> None:
     monkeypatch.setattr(pods, "compile_step", lambda *_: pytest.fail("compiled"))
     with pytest.raises(InputError, match=says):
-        list(compare_pods([RECIPE, recipe], ["v5p:4x4x4", topology], [4096], bar=Bar()))
+        list(compare_pods([RECIPE, recipe], ["v5p:4x4x4", topology], [4096], {}))
 
 
 def test_the_table_is_markdown() -> None:
@@ -98,7 +96,7 @@ def test_the_table_is_markdown() -> None:
 
 
 def test_the_recipe_says_what_the_table_says_of_its_pod() -> None:
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[2]
     table = (root / "docs" / "pods.md").read_text(encoding="utf-8")
     [line] = [x for x in table.splitlines() if x.startswith("| wedlm_8b | v5p:4x4x8 |")]
     cells = [cell.strip() for cell in line.strip("|").split("|")]

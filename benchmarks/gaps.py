@@ -7,93 +7,81 @@ the host. The last two differ by what planning ahead hides.
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from infer.bench.subject import Subject
-from infer.bench.windows import name_of, ways_of
-from infer.bench.work import Regimes, Work, long_answers
-from wedlm_jax.benchmark import Bar, by_turns
-from wedlm_jax.engine.burst import Burst, Report, Request
+from benchmarks.options import add_decoding, new_parser
+from benchmarks.work import long_answers
+from infer.bench.measure import Report, by_turns, table
+from infer.bench.speeds import window_ways
+from infer.bench.subject import Work, load_subject, regimes_of
+from wedlm_jax.engine.burst import Burst, Request
+from wedlm_jax.engine.burst import Report as BurstReport
+from wedlm_jax.engine.engine import Engine
+from wedlm_jax.host.command_line import run_command
 from wedlm_jax.llm import STREAM_SECONDS
 
-if TYPE_CHECKING:
-    from wedlm_jax.engine.engine import Engine
-
-LONG, AHEAD, BY_TURNS = "long bursts", "short, ahead", "short, by turns"
 SHORTEST = 3e-3
 """Seconds of a burst whose gap counts: nobody can hide the host behind shorter ones."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Gap:
-    """The time between bursts of one way to decode.
-
-    Attributes:
-      way: AR or a window, and how bursts follow one another.
-      sequences: that decode together.
-      seconds: of all prompts, pass by pass.
-      bursts: per pass.
-      waits: milliseconds that the device waits for the host after a burst, at most: median of all
-        passes.
-    """
-
-    way: str
-    sequences: int
-    seconds: list[float]
-    bursts: float
-    waits: float
-
-
-def compare_gaps(
-    subject: Subject,
-    regimes: Regimes,
-    *,
-    batch_sizes: Sequence[int],
-    windows: Sequence[int | str],
-    modes: Sequence[str],
-    passes: int,
-    bar: Bar,
-) -> Iterator[list[Gap]]:
-    """Measures one number of sequences after another."""
+def main(arguments: Sequence[str]) -> int:
+    parser = new_parser("gaps", __doc__)
+    add_decoding(parser, batch_size=[1, 8, 32], mode=["verified"])
+    options = parser.parse_args(arguments)
+    report, regimes = Report(options.output), regimes_of(vars(options))
+    subject = load_subject(vars(options))
     bursts: dict[str, dict[str, Any]] = {
-        LONG: {"ahead": True},
-        AHEAD: {"ahead": True, "seconds": STREAM_SECONDS},
-        BY_TURNS: {"seconds": STREAM_SECONDS},
+        "long bursts": {"ahead": True},
+        "short, ahead": {"ahead": True, "seconds": STREAM_SECONDS},
+        "short, by turns": {"seconds": STREAM_SECONDS},
     }
-    for sequences in batch_sizes:
-        ways = {}
-        engines = {window: subject.engine(window, sequences) for window in windows}
-        for window, mode in ways_of(list(engines), modes):
-            work = long_answers(subject, regimes, sequences, mode)
-            for name, options in bursts.items():
-                way = f"{name_of(window, mode)}, {name}"
-                ways[way] = partial(_decode, engines[window], work, options)
-        made = by_turns(ways, passes, bar, f"{sequences} sequences")
-        yield [_gap(way, sequences, some[1:]) for way, some in made.items()]
+    for sequences in options.batch_size:
+        engines = {window: subject.engine(window, sequences) for window in options.window_size}
+        rows: list[dict[str, Any]] = []
+        for way in window_ways(options.window_size, options.mode):
+            work = long_answers(subject, regimes, sequences, way.mode)
+            runs = {
+                f"{way.name}, {name}": partial(decode, engines[way.window], work, how)
+                for name, how in bursts.items()
+            }
+            made = by_turns(runs, options.passes, f"{sequences} sequences")
+            own = [_row(name, sequences, some[1:]) for name, some in made.items()]
+            long = statistics.median(own[0]["ms"])
+            rows += [row | {"× long bursts": statistics.median(row["ms"]) / long} for row in own]
+        report.add("gaps", rows, table("bursts", rows))
+    return 0
 
 
-def _gap(way: str, sequences: int, passes: Sequence[tuple[float, int, list[float]]]) -> Gap:
+def _row(
+    way: str, sequences: int, passes: Sequence[tuple[float, int, Sequence[float]]]
+) -> dict[str, Any]:
     seconds, bursts, waits = zip(*passes, strict=True)
-    every = [wait for some in waits for wait in some]
-    median = statistics.median(every) * 1e3 if every else float("nan")
-    return Gap(way, sequences, list(seconds), statistics.fmean(bursts), median)
+    return {
+        "way": way,
+        "sequences": sequences,
+        "ms": [one * 1e3 for one in seconds],
+        "bursts": statistics.fmean(bursts),
+        "the device waits, ms": [wait * 1e3 for some in waits for wait in some],
+    }
 
 
-def _decode(engine: Engine, work: Work, options: dict[str, Any]) -> tuple[float, int, list[float]]:
+def decode(
+    engine: Engine, work: Work, how: Mapping[str, Any]
+) -> tuple[float, int, Sequence[float]]:
     """Returns the seconds of all prompts, the bursts, and the gaps after bursts that were not too
     short."""
     engine.scheduler.forget_prefixes()
     requests = [Request(number, prompt, params) for number, (prompt, params) in enumerate(work)]
     with _Watch(engine) as watch:
         started = time.perf_counter()
-        engine.step(requests, **options)
+        engine.step(requests, **how)
         while engine.has_work:
-            engine.step(**options)
+            engine.step(**how)
         seconds = time.perf_counter() - started
     return seconds, watch.bursts, watch.waits
 
@@ -135,7 +123,7 @@ class _Watch:
         self.bursts, self._last, self._seen_running = self.bursts + 1, ticket, now
         return ticket
 
-    def collect(self, ticket: Any) -> Report:
+    def collect(self, ticket: Any) -> BurstReport:
         self._look(ticket)
         running = not ticket.fetched[0].is_ready()
         report = self._collect(ticket)
@@ -147,3 +135,7 @@ class _Watch:
     def _look(self, ticket: Any) -> None:
         if ticket is not None and ticket is self._last and not ticket.fetched[0].is_ready():
             self._seen_running = time.perf_counter()
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("python -m benchmarks.gaps", lambda: main(sys.argv[1:])))

@@ -1,27 +1,30 @@
-"""A long prompt among others: what its first and last chunks cost, and how long others wait."""
+"""A long prompt among others: what its last chunk costs against its first, and how long others
+wait for their tokens meanwhile. Weights are random."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 
-from infer.bench.subject import SHAPES, Subject, random_prompts, random_subject
-from wedlm_jax.benchmark import Bar
+from benchmarks.options import SHAPES, add_numbers, new_parser, random_prompts, random_subject
+from infer.bench.measure import Report, status, table
+from infer.bench.subject import Subject
+from infer.flags import add_engine_options
+from wedlm_jax.config import ModelConfig
 from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.events import TokenDelta
 from wedlm_jax.engine.settings import PAGE_SIZES
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.command_line import run_command
 from wedlm_jax.params import SamplingParams
-
-if TYPE_CHECKING:
-    from wedlm_jax.config import ModelConfig
-    from wedlm_jax.engine.engine import Engine
 
 CHUNK = 1024
 """Compares the first so many tokens of the prompt with the last; a forward computes fewer."""
@@ -33,101 +36,71 @@ QUIET_FORWARDS = 64
 """Forwards of a burst in which they are alone."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ChunkCost:
-    """A prompt of many tokens, among a few sequences that decode; medians over the passes.
-
-    Attributes:
-      shape: whose random weights.
-      tokens: of the prompt.
-      first, last: milliseconds of its first and last `CHUNK` tokens, alone.
-      products: how many times the products of the first chunk the last one has, by counting those
-        of visible places alone.
-      forward_tokens: tokens of it that a forward beside others computes, on average of those with
-        any.
-      quiet, busy: milliseconds from token to token of the others, without it and meanwhile, on
-        average over the same tokens.
-      longest: the longest such time meanwhile, averaged over a burst.
-      stalled: bursts meanwhile in which one of them got no token.
-      alone: seconds that the prompt takes where nobody else decodes.
-      among: seconds that it takes beside the others.
-    """
-
-    shape: str
-    tokens: int
-    first: float
-    last: float
-    products: float
-    forward_tokens: float
-    quiet: float
-    busy: float
-    longest: float
-    stalled: int
-    alone: float
-    among: float
-
-    @property
-    def against_products(self) -> float:
-        """Compares the last chunk's time with the first's: 1 where it grew as its matrix products
-        did."""
-        return self.last / self.first / self.products
-
-    @property
-    def slowdown(self) -> float:
-        return self.busy / self.quiet
-
-
-def compare_chunks(
-    shape: str, *, tokens: int, dtype: str | None, passes: int, bar: Bar
-) -> ChunkCost:
-    """Computes a long prompt while other sequences decode.
-
-    Raises:
-      InputError: the shape's context is too short for it.
-    """
-    config = SHAPES[shape]
-    if not 2 * CHUNK <= tokens < config.max_position_embeddings:
-        raise InputError(
-            f"--prompt-tokens: expected {2 * CHUNK} to {config.max_position_embeddings - 1}, "
-            f"not {tokens}"
-        )
-    subject = random_subject(config, dtype)
-    longest = min(2 * tokens, config.max_position_embeddings)
+def main(arguments: Sequence[str]) -> int:
+    parser = new_parser("chunks", __doc__)
+    add_numbers(parser, "--prompt-tokens", 16_384, "tokens of the long prompt")
+    shape = "whose weights are random [embedded, with a long context]"
+    parser.add_argument("--shape", default="embedded", choices=tuple(SHAPES), help=shape)
+    add_engine_options(parser, names=("dtype",))
+    options = parser.parse_args(arguments)
+    tokens, longest = options.prompt_tokens, SHAPES[options.shape].max_position_embeddings
+    if not 2 * CHUNK <= tokens < longest:
+        raise InputError(f"--prompt-tokens: expected {2 * CHUNK} to {longest - 1}, not {tokens}")
+    report = Report(options.output)
+    subject = random_subject(options.shape, vars(options))
     room = tokens + OTHERS * tokens // 4  # the others have a token for several of the prompt
     page_size = PAGE_SIZES.get(jax.default_backend(), PAGE_SIZES["gpu"])
     engine = subject.engine(
         0,
         OTHERS + 1,
-        max_model_len=longest,
+        max_model_len=min(2 * tokens, longest),
         page_size=page_size,
         num_pages=(room + (OTHERS + 1) * CHUNK) // page_size,
     )
-    bar.expect(passes + 1)
     made = []
-    for number in range(passes + 1):
-        bar.begin("a long prompt" if number else "a long prompt, compiling")
-        made.append(_long_prompt(engine, subject, tokens))
-    passed = made[1:]
+    with status("a long prompt") as shown:
+        for number in range(options.passes + 1):
+            shown.update(f"a long prompt · pass {number} of {options.passes}")
+            made.append(_long_prompt(engine, subject, tokens))
+    figures = _figures(subject.config, tokens, made[1:])
+    rows = [{"": name, "median": value} for name, value in figures.items()]
+    report.add("chunks", [figures], table(f"a prompt of {tokens:,} tokens", rows))
+    return 0
 
-    def median(value: Callable[[_ChunkPass], float]) -> float:
-        return statistics.median(value(one) for one in passed)
 
-    return ChunkCost(
-        shape,
-        tokens,
-        first=median(lambda one: one.chunk_seconds(0) * 1e3),
-        last=median(lambda one: one.chunk_seconds(tokens - CHUNK) * 1e3),
-        products=products_of(config, tokens - CHUNK) / products_of(config, 0),
-        forward_tokens=median(
+def _figures(config: ModelConfig, tokens: int, passes: Sequence[_Pass]) -> dict[str, float]:
+    """Returns medians over the passes, by what they are. The products of the last chunk against
+    those of the first are counted, those of visible places alone."""
+
+    def median(value: Callable[[_Pass], float]) -> float:
+        return statistics.median(value(one) for one in passes)
+
+    first = median(lambda one: one.chunk_seconds(0) * 1e3)
+    last = median(lambda one: one.chunk_seconds(tokens - CHUNK) * 1e3)
+    products = products_of(config, tokens - CHUNK) / products_of(config, 0)
+    quiet = median(lambda one: _seconds_a_forward(one.others) * 1e3)
+    busy = median(lambda one: _seconds_a_forward(one.among) * 1e3)
+    return {
+        "tokens a forward beside others": median(
             lambda one: tokens / sum(burst.forwards for burst in one.among if burst.computed)
         ),
-        quiet=median(lambda one: _seconds_a_forward(one.others) * 1e3),
-        busy=median(lambda one: _seconds_a_forward(one.among) * 1e3),
-        longest=median(lambda one: max(b.seconds / b.forwards for b in one.among)) * 1e3,
-        stalled=max(sum(b.served < OTHERS for b in one.among) for one in passed),
-        alone=median(lambda one: _total(one.alone)),
-        among=median(lambda one: _total(one.among)),
-    )
+        f"its first {CHUNK:,} tokens, alone, ms": first,
+        f"its last {CHUNK:,} tokens, alone, ms": last,
+        "the last against the first": last / first,
+        "what visible products say": products,
+        "one against the other": last / first / products,
+        "others, token to token, alone, ms": quiet,
+        "others, token to token, meanwhile, on average, ms": busy,
+        "meanwhile against alone": busy / quiet,
+        "the longest meanwhile, ms": median(
+            lambda one: max(b.seconds / b.forwards for b in one.among) * 1e3
+        ),
+        "bursts without a token for one of them": max(
+            sum(b.served < OTHERS for b in one.among) for one in passes
+        ),
+        "the prompt, among them, s": median(lambda one: _total(one.among)),
+        "the prompt, alone, s": median(lambda one: _total(one.alone)),
+    }
 
 
 def products_of(config: ModelConfig, before: int) -> float:
@@ -138,7 +111,7 @@ def products_of(config: ModelConfig, before: int) -> float:
     return linear + config.attention_per_place * seen
 
 
-class _TimedBurst(NamedTuple):
+class _Burst(NamedTuple):
     """Seconds and forwards, the prompt's tokens that were computed, and how many of the others got
     a token."""
 
@@ -149,12 +122,12 @@ class _TimedBurst(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _ChunkPass:
+class _Pass:
     """Bursts of the prompt alone, a forward each; of all together; and of the others alone."""
 
-    alone: list[_TimedBurst]
-    among: list[_TimedBurst]
-    others: list[_TimedBurst]
+    alone: list[_Burst]
+    among: list[_Burst]
+    others: list[_Burst]
 
     def chunk_seconds(self, start: int) -> float:
         """Returns how long a chunk of `CHUNK` tokens takes that starts at token ``start`` of the
@@ -168,15 +141,15 @@ class _ChunkPass:
         return spent
 
 
-def _seconds_a_forward(bursts: Sequence[_TimedBurst]) -> float:
+def _seconds_a_forward(bursts: Sequence[_Burst]) -> float:
     return _total(bursts) / sum(burst.forwards for burst in bursts)
 
 
-def _total(bursts: Sequence[_TimedBurst]) -> float:
+def _total(bursts: Sequence[_Burst]) -> float:
     return sum(burst.seconds for burst in bursts)
 
 
-def _long_prompt(engine: Engine, subject: Subject, tokens: int) -> _ChunkPass:
+def _long_prompt(engine: Engine, subject: Subject, tokens: int) -> _Pass:
     prompt = random_prompts(subject.config, 1, tokens, seed=1)[0]
     prompt[0] = subject.config.vocab_size - 1  # unlike those of the others
     long = Request(OTHERS, prompt, SamplingParams(max_tokens=1))
@@ -188,23 +161,23 @@ def _long_prompt(engine: Engine, subject: Subject, tokens: int) -> _ChunkPass:
     among = _until_computed(engine, tokens, at_once=None)
     # The others alone, as far as they came: with every token a forward takes a little longer.
     _submit_others(engine, subject)
-    others: list[_TimedBurst] = []
+    others: list[_Burst] = []
     left = sum(burst.forwards for burst in among)
     while left > 0:
         others.append(_burst(engine, 0, min(left, QUIET_FORWARDS)))
         left -= others[-1].forwards
     engine.step(aborted=range(OTHERS + 1), max_forwards=0)
-    return _ChunkPass(alone, among, others)
+    return _Pass(alone, among, others)
 
 
-def _until_computed(engine: Engine, tokens: int, at_once: int | None) -> list[_TimedBurst]:
+def _until_computed(engine: Engine, tokens: int, at_once: int | None) -> list[_Burst]:
     """Runs bursts until the long prompt is computed.
 
     Args:
       at_once: forwards of a burst; by default no further than the prompt probably goes, since
         forwards after it are of no interest.
     """
-    bursts: list[_TimedBurst] = []
+    bursts: list[_Burst] = []
     computed, each = 0, 1.0
     while computed < tokens:
         forwards = math.ceil((tokens - computed) / each) if at_once is None else at_once
@@ -224,7 +197,7 @@ def _submit_others(engine: Engine, subject: Subject) -> None:
     engine.step(others, max_forwards=OTHERS)
 
 
-def _burst(engine: Engine, left: int, forwards: int | None = None) -> _TimedBurst:
+def _burst(engine: Engine, left: int, forwards: int) -> _Burst:
     """Runs a burst.
 
     Args:
@@ -236,4 +209,8 @@ def _burst(engine: Engine, left: int, forwards: int | None = None) -> _TimedBurs
     ran = max(int(engine.device.counters[0]) - before, 1)
     served = {event.number for event in events if isinstance(event, TokenDelta)}
     remaining = engine.scheduler.prompt_left(OTHERS)
-    return _TimedBurst(seconds, ran, left - remaining, len(served - {OTHERS}))
+    return _Burst(seconds, ran, left - remaining, len(served - {OTHERS}))
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("python -m benchmarks.chunks", lambda: main(sys.argv[1:])))

@@ -8,11 +8,19 @@ import sys
 import numpy as np
 import pytest
 
+from benchmarks import step
+from benchmarks.step import (
+    BLOCK_SIZE,
+    SAMPLES,
+    StepsDiffer,
+    check_agreement,
+    conversations,
+    main,
+    random_rows,
+    steps_of,
+    timed_by_turns,
+)
 from tests.examples.training import BLOCK, TINY, packed, random_sample, tiny_transformer
-from train.bench import step
-from train.bench.__main__ import main
-from train.bench.step import StepsDiffer, check_agreement, compare_step, random_rows, steps_of
-from wedlm_jax.benchmark import Bar
 from wedlm_jax.corruption import PackedRows
 from wedlm_jax.errors import InputError
 
@@ -36,7 +44,9 @@ def test_both_find_the_same_loss_and_gradients(
     pytest.importorskip("torch")
     monkeypatch.setattr(step, "BLOCK_SIZE", BLOCK)
     rivals = ["torch"]
-    steps = steps_of(tiny_transformer(**changes), some_rows(), ["streams"], rivals, unroll=1)
+    steps = steps_of(
+        tiny_transformer(**changes), {"jax": some_rows()}, ["streams"], rivals, unroll=1
+    )
     ours, theirs = steps["jax, streams"], steps["torch"]
     assert theirs.run() == pytest.approx(ours.run(), rel=1e-5)
     expected, found = ours.gradients(), theirs.gradients()
@@ -54,6 +64,7 @@ class Found:
 
     loss: float
     gradient: float
+    flops: float = 1.0
 
     def run(self) -> float:
         return self.loss
@@ -79,30 +90,43 @@ def test_what_differs_is_not_timed(other: Found, says: str) -> None:
 
 @pytest.mark.full
 def test_backends_take_turns_on_the_same_rows() -> None:
-    model = dataclasses.replace(TINY, num_hidden_layers=1)
-    [costs] = compare_step(
-        [64],
-        rows=2,
-        backends=["streams", "dense"],
-        rivals=[],
-        unroll=1,
-        passes=2,
-        bar=Bar(),
-        model=model,
-    )
-    assert [cost.way for cost in costs] == ["jax, streams", "jax, dense"]
-    assert all(len(cost.milliseconds) == 2 and min(cost.milliseconds) > 0 for cost in costs)
-    assert costs[0].loss == pytest.approx(costs[1].loss, rel=1e-5)
-    assert costs[0].flops == costs[1].flops > 0
-    rows = random_rows(model, 2, 64)
-    assert rows.tokens.shape == (2, 64)
+    model = tiny_transformer(num_hidden_layers=1)
+    rows = random_rows(model.config, 2, 64)
     assert rows.trainable.all()
+    costs = timed_by_turns(
+        steps_of(model, {"jax": rows}, ["streams", "dense"], [], unroll=1), 2, ""
+    )
+    assert [cost["way"] for cost in costs] == ["jax, streams", "jax, dense"]
+    assert all(len(cost["ms"]) == 2 and min(cost["ms"]) > 0 for cost in costs)
+    assert float(costs[0]["loss"]) == pytest.approx(float(costs[1]["loss"]), rel=1e-5)
+    assert costs[0]["GFLOP"] == costs[1]["GFLOP"] > 0
+
+
+def test_half_of_the_rows_blocks_are_left_out() -> None:
+    length = SAMPLES * 2 * BLOCK_SIZE
+    whole, few = conversations(TINY, rows=2, length=length, share=0.5).values()
+    assert whole.prediction_blocks is None
+    assert np.asarray(few.prediction_blocks).tolist() == [[1, 3, 5, 7]] * 2
+    assert np.asarray(few.trainable).sum() == length
+    np.testing.assert_array_equal(few.tokens, whole.tokens)
+
+
+@pytest.mark.full
+def test_with_and_without_prompts_agree_and_are_measured() -> None:
+    length = SAMPLES * 2 * BLOCK_SIZE
+    packed = conversations(TINY, 1, length, 0.5)
+    steps = steps_of(tiny_transformer(), packed, ["streams"], [], unroll=1)
+    whole, few = timed_by_turns(steps, 2, "")
+    assert (whole["way"], few["way"]) == ("all blocks, streams", "prompts left out, streams")
+    assert float(whole["loss"]) == pytest.approx(float(few["loss"]), rel=1e-5)
+    assert len(whole["ms"]) == len(few["ms"]) == 2
+    assert few["GFLOP"] < whole["GFLOP"]
 
 
 def test_without_pytorch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(InputError, match=r"wedlm-jax\[rival\]"):
-        main(["--compare", "step"])
+        main([])
 
 
 @pytest.mark.full
@@ -110,5 +134,29 @@ def test_a_compiled_rival_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     pytest.importorskip("torch")
     monkeypatch.setattr(step, "BLOCK_SIZE", BLOCK)
     check_agreement(
-        steps_of(tiny_transformer(), some_rows(), ["streams"], ["torch-compiled"], unroll=1)
+        steps_of(
+            tiny_transformer(), {"jax": some_rows()}, ["streams"], ["torch-compiled"], unroll=1
+        )
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--lengths 512 100", "multiples of 32, not 100"),
+        ("--prompt-share 1.5", "between 0 and 1"),
+    ],
+)
+def test_bad_options_are_refused(arguments: str, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        main(arguments.split())
+
+
+def test_steps_that_differ_end_with_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = {"a": Found(2.0, 4.0), "b": Found(2.0, 4.1)}
+    monkeypatch.setattr(step, "steps_of", lambda *_, **__: steps)
+    monkeypatch.setattr(step, "SHAPE", TINY)
+    assert main(["--lengths", "32", "--rival"]) == 1
+    assert capsys.readouterr().err.endswith("away from that by a; nothing was timed\n")

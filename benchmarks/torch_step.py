@@ -1,19 +1,18 @@
 """The dual-stream step in PyTorch, as one would write it there at its best: fused norms, a mask
 of all pairs made once, `scaled_dot_product_attention`.
 
-It computes what `train.step` does from the same weights and the same batch; `StepInputs` has what
-both need, made beforehand.
+It computes what `train.step` does from the same weights and the same batch.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from infer.bench.measure import num_cores
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.corruption import DualStreamBatch
 from wedlm_jax.errors import InputError, require_extra
@@ -24,59 +23,13 @@ STACKED = "layers."
 """How the paths of stacked parameters begin."""
 
 
-@dataclasses.dataclass(frozen=True)
-class StepInputs:
-    """Holds R dual-stream rows in NumPy: memory stream, then prediction stream.
-
-    Attributes:
-      tokens, targets: int ``[R, 2L]``: the input, and what each row is to say.
-      weights: float32 ``[R, 2L]``: the loss is the sum of weights times cross entropy.
-      visible: bool ``[R, 2L, 2L]``: who sees whom; padding sees itself, or it would see nobody.
-      cos, sin: float32 ``[R, 2L, head_dim]``.
-    """
-
-    tokens: np.ndarray
-    targets: np.ndarray
-    weights: np.ndarray
-    visible: np.ndarray
-    cos: np.ndarray
-    sin: np.ndarray
-
-
-def step_inputs(
-    config: ModelConfig,
-    batch: DualStreamBatch,
-    denominators: Mapping[str, jax.Array],
-    loss: LossConfig,
-) -> StepInputs:
-    """Returns what a batch and its loss give, prepared so that the step does no other work."""
-    share = 1 / (1 + loss.ar_weight)
-    mlm = masked_weights(batch.masked, batch.mask_ratio, loss.weighting)
-    weights = [
-        batch.next_valid * (loss.ar_weight * share / denominators["ar"]),
-        mlm * (share / denominators["mlm"]),
-    ]
-    visible = np.array(batch.mask.dense())
-    visible |= np.eye(visible.shape[-1], dtype=bool)
-    tables = rope_tables(config, batch.positions)
-    cos, sin = (np.concatenate([table, table], axis=-1) for table in tables)
-    return StepInputs(
-        tokens=np.asarray(batch.token_ids),
-        targets=np.concatenate([batch.next_targets, batch.targets], axis=1),
-        weights=np.concatenate(weights, axis=1).astype(np.float32),
-        visible=visible,
-        cos=cos,
-        sin=sin,
-    )
-
-
 def check_torch() -> None:
     """Refuses a comparison that cannot be made, before anything is measured.
 
     Raises:
       InputError: PyTorch is not installed.
     """
-    require_extra("the comparison of steps", "rival", "torch")
+    require_extra("a step in PyTorch", "rival", "torch")
 
 
 class TorchStep:
@@ -86,24 +39,26 @@ class TorchStep:
       config: any; a tied head or one of its own.
       parameters: by the dotted paths of `wedlm_jax.checkpoint.names.arrays_from_model`, layers
         stacked.
-      inputs: the batch.
+      batch, denominators, loss: what `train.step` computes, ``[R, ...]``.
+      flops: of the step.
       compiled: whether `torch.compile` makes the forward and the backward pass of it.
-      threads: that PyTorch uses on a CPU.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         parameters: Mapping[str, np.ndarray],
-        inputs: StepInputs,
+        batch: DualStreamBatch,
+        denominators: Mapping[str, jax.Array],
+        loss: LossConfig,
         *,
-        compiled: bool = False,
-        threads: int | None = None,
+        flops: float,
+        compiled: bool,
     ):
         import torch
 
-        if threads is not None:
-            torch.set_num_threads(threads)
+        self.flops = flops
+        torch.set_num_threads(num_cores())
         device = "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
         self._device = device
 
@@ -118,16 +73,25 @@ class TorchStep:
                     layer[name.removeprefix(STACKED)] = leaf(name, own)
             else:
                 self._others[name] = leaf(name, value)
-        visible = torch.tensor(inputs.visible, device=device)
+        # All that follows from the batch is made beforehand, so that the step does no other work.
+        share = 1 / (1 + loss.ar_weight)
+        mlm = masked_weights(batch.masked, batch.mask_ratio, loss.weighting)
+        weights = [
+            batch.next_valid * (loss.ar_weight * share / denominators["ar"]),
+            mlm * (share / denominators["mlm"]),
+        ]
+        visible = np.array(batch.mask.dense())
+        visible |= np.eye(visible.shape[-1], dtype=bool)  # padding sees itself, or it sees nobody
         # SDPA would make floats of booleans in every layer.
-        added = torch.zeros(visible.shape, device=device).masked_fill(~visible, -torch.inf)
+        added = np.where(visible, 0, -np.inf)[:, None].astype(np.float32)
+        tables = rope_tables(config, batch.positions)
+        cos, sin = (np.concatenate([table, table], axis=-1)[:, :, None] for table in tables)
+        targets = np.concatenate([batch.next_targets, batch.targets], axis=1)
         self._arguments = (
-            torch.tensor(inputs.tokens, device=device).long(),
-            torch.tensor(inputs.cos, device=device)[:, :, None],
-            torch.tensor(inputs.sin, device=device)[:, :, None],
-            added[:, None],
-            torch.tensor(inputs.targets, device=device).long().flatten(),
-            torch.tensor(inputs.weights, device=device).flatten(),
+            torch.tensor(np.asarray(batch.token_ids), device=device).long(),
+            *(torch.tensor(x, device=device) for x in (cos, sin, added)),
+            torch.tensor(targets, device=device).long().flatten(),
+            torch.tensor(np.concatenate(weights, axis=1), device=device).float().flatten(),
         )
         self._loss: Callable[..., Any] = _loss_of(config)
         if compiled:

@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any
 
-from infer.bench.load_client import Ask, Heard, ask_all
+from benchmarks.load_client import Ask, Heard, ask_all
 
 REFUSAL = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"
 

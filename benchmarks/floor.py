@@ -1,0 +1,248 @@
+"""Milliseconds of a forward against its linear layers and head alone at the same number of real
+tokens, and what a prompt costs beside its forwards."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from benchmarks.options import SHAPES, add_decoding, new_parser, random_prompts, random_subject
+from benchmarks.work import long_answers
+from infer.bench.measure import Report, by_turns, milliseconds, table
+from infer.bench.rival import RIVAL, RIVALS, Rival, check_rival
+from infer.bench.speeds import Way, window_ways
+from infer.bench.subject import Regimes, Subject, Work, load_subject, regimes_of
+from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.events import Finished
+from wedlm_jax.errors import InputError
+from wedlm_jax.host.command_line import run_command
+from wedlm_jax.model import Transformer
+from wedlm_jax.model.layer_layout import are_stacked, is_on_columns
+from wedlm_jax.model.layers import DecoderLayer
+from wedlm_jax.params import SamplingParams
+
+FORWARDS_OF_ONE, FORWARDS_OF_MANY = 64, 8
+"""Forwards of a timed burst: with one sequence, and with several that decode autoregressively.
+Several windows are timed one forward at a time, since their answers end after a few."""
+PROMPT_ROOM = 64
+"""Tokens of a prompt among many, at most."""
+ANSWERS = 6
+"""Answers in the midst of which forwards are timed, at least."""
+SECONDS = 2.0
+"""No burst is timed after so many in a pass."""
+PROMPT_TOKENS, RANDOM_TOKENS, RANDOM_CONTEXT = 32, 160, 1024
+"""Of random prompts, after each, and the context of random weights."""
+RIVAL_TOKENS = 16
+PROMPTS = 16
+"""Requests whose prompts are timed, one after another."""
+TURNS = 16
+"""Products are computed so often in one call, so that the call itself counts for little."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = new_parser("floor", __doc__)
+    add_decoding(parser, batch_size=[1, 8, 32], mode=["paper", "verified"])
+    add = parser.add_argument
+    meaning = "random weights of this shape and random prompts instead"
+    add("--shape", default=None, choices=tuple(SHAPES), help=meaning)
+    add("--rival", default=None, choices=RIVALS, help="another library's AR on the same weights")
+    options = parser.parse_args(arguments)
+    if options.rival is not None:
+        check_rival()
+    report, given = Report(options.output), vars(options)
+    regimes: Regimes | None = None
+    if options.shape is not None:
+        if "model" in options or "questions" in options:
+            raise InputError("--shape has random weights and prompts: without --model, --questions")
+        subject = random_subject(options.shape, given)
+    else:
+        regimes = regimes_of(given)
+        subject = load_subject(given)
+    measure(options, subject, regimes, report)
+    return 0
+
+
+def measure(
+    options: argparse.Namespace, subject: Subject, regimes: Regimes | None, report: Report
+) -> None:
+    """Measures forwards, one number of sequences after another; prompts beside one sequence."""
+    rival = None if options.rival is None else Rival(subject)
+    ways = window_ways(options.window_size, options.mode)
+    own = {} if regimes is not None else {"max_model_len": RANDOM_CONTEXT}
+    for sequences in options.batch_size:
+        # Many prompts pass at once: else the first answers would end before the last begin.
+        chunk = PROMPT_ROOM * sequences if sequences > 1 else None
+        engines = {
+            window: subject.engine(window, sequences, chunk_tokens=chunk, **own)
+            for window in options.window_size
+        }
+
+        def work(way: Way, count: int) -> Work:
+            return _work(subject, regimes, count, way.mode)
+
+        runs: dict[str, Callable[[], Mapping[str, float]]] = {
+            way.name: partial(
+                _forward, engines[way.window], work(way, max(sequences, ANSWERS)), sequences
+            )
+            for way in ways
+        }
+        if rival is not None:
+            asked = [prompt for prompt, _ in work(ways[0], sequences)]
+            runs[RIVAL] = partial(_rival_forward, rival, asked)
+        forwards = _rows(runs, options.passes, f"{sequences} sequences", sequences=sequences)
+        for row in forwards:
+            if floor := row.get("products alone, ms"):
+                row["×"] = statistics.median(row["ms"]) / statistics.median(floor)
+        report.add("floor", forwards, table("a forward", forwards))
+        if sequences == 1:
+            requests = {
+                way.name: partial(_request, engines[way.window], work(way, PROMPTS)) for way in ways
+            }
+            prompts = _rows(requests, options.passes, "prompts")
+            for row, forward in zip(prompts, forwards, strict=False):
+                row["less a decode forward"] = statistics.median(row["ms"]) - statistics.median(
+                    forward["ms"]
+                )
+            report.add("prompts", prompts, table("a request for one token", prompts))
+
+
+def _rows(
+    runs: Mapping[str, Callable[[], Mapping[str, float]]], passes: int, title: str, **more: Any
+) -> list[dict[str, Any]]:
+    """Runs by turns; returns a row for each way, with lists of what its passes returned."""
+    return [
+        {"way": name, **more, **{key: [one[key] for one in made[1:]] for key in made[0]}}
+        for name, made in by_turns(runs, passes, title).items()
+    ]
+
+
+def _work(subject: Subject, regimes: Regimes | None, count: int, mode: str) -> Work:
+    if regimes is not None:
+        return long_answers(subject, regimes, count, mode)
+    params = SamplingParams(mode=mode, max_tokens=RANDOM_TOKENS, ignore_eos=True)
+    return [(prompt, params) for prompt in random_prompts(subject.config, count, PROMPT_TOKENS)]
+
+
+def _rival_forward(rival: Rival, prompts: Sequence[list[int]]) -> Mapping[str, Any]:
+    return {"ms": rival.milliseconds_a_token(prompts, RIVAL_TOKENS)}
+
+
+def _forward(engine: Engine, work: Work, sequences: int) -> Mapping[str, float]:
+    """Measures a forward of sequences that are all in the midst of their completions, the host's
+    share in bursts included, and its floor."""
+    engine.scheduler.forget_prefixes()
+    seconds, counted = 0.0, np.zeros(3, np.int64)
+    for start in range(0, len(work), sequences):
+        some = work[start : start + sequences]
+        if seconds < SECONDS and len(some) == sequences:
+            more, counts = _forwards_amid(engine, some)
+            seconds, counted = seconds + more, counted + counts
+    if not counted[0]:
+        raise InputError("the completions end before a forward can be timed")
+    forwards, tokens, computed = counted.tolist()
+    return {
+        "ms": seconds / forwards * 1e3,
+        "products alone, ms": milliseconds_of_products(engine, max(round(tokens / forwards), 1)),
+        "tokens": tokens / forwards,
+        "computed": computed / forwards,
+    }
+
+
+def _forwards_amid(engine: Engine, work: Work) -> tuple[float, np.ndarray]:
+    """Returns seconds of bursts in which all sequences decode, and what was counted in these."""
+    submitted = [Request(number, prompt, params) for number, (prompt, params) in enumerate(work)]
+    prompts = math.ceil(sum(len(prompt) for prompt, _ in work) / engine.settings.chunk_tokens)
+    events = engine.step(submitted, max_forwards=prompts)
+    ended = any(isinstance(event, Finished) for event in events)
+    many = 1 if engine.window_size else FORWARDS_OF_MANY
+    forwards = FORWARDS_OF_ONE if len(work) == 1 else many
+    seconds, counted = 0.0, np.zeros(3, np.int64)
+    while not ended and seconds < SECONDS:
+        before, started = engine.device.counters.copy(), time.perf_counter()
+        events = engine.step(max_forwards=forwards)
+        passed = time.perf_counter() - started
+        ended = any(isinstance(event, Finished) for event in events)
+        # Where one of several has finished, the forwards after that had fewer sequences.
+        if not ended or len(work) == 1 or forwards == 1:
+            seconds, counted = seconds + passed, counted + engine.device.counters - before
+    engine.step(aborted=range(len(work)), max_forwards=0)
+    return seconds, counted
+
+
+def _request(engine: Engine, work: Work) -> Mapping[str, float]:
+    """Measures a request for one token, alone, nothing of its prompt known: what it takes beyond a
+    decode forward is the fixed cost of a prompt, since its only forward also says that token."""
+    times = []
+    for number, (prompt, params) in enumerate(work):
+        one = Request(number, prompt, dataclasses.replace(params, max_tokens=1))
+        engine.decode([one])  # whatever is not compiled yet is so now
+        engine.scheduler.forget_prefixes()
+        times.append(milliseconds(partial(engine.decode, [one])))
+    tokens = statistics.fmean(len(prompt) for prompt, _ in work)
+    return {"tokens": tokens, "ms": statistics.median(times)}
+
+
+def milliseconds_of_products(engine: Engine, tokens: int) -> float:
+    """Times the matrix products of one forward over so many flat tokens, the head included, and
+    nothing else: no attention, norms, RoPE or sampling. Compiling is not counted."""
+    dtype = jax.tree.leaves(engine.device.parameters)[0].dtype
+    x = jnp.ones((tokens, engine.config.hidden_size), dtype)
+    logits = jnp.zeros((tokens, engine.config.vocab_size), jnp.float32)
+    compiled = engine.compile_seconds
+    passed = milliseconds(partial(engine.run_model, products, x, logits, jnp.int32(TURNS)))
+    return (passed - (engine.compile_seconds - compiled) * 1e3) / TURNS
+
+
+@partial(jax.jit, static_argnums=0)
+def products(
+    graph: nnx.GraphDef[Transformer], parameters: nnx.State, x: Array, logits: Array, turns: Array
+) -> Array:
+    """Computes the products so many times; returns the last logits."""
+    model = nnx.merge(graph, parameters)
+
+    def turn(_: Array, logits: Array) -> Array:
+        # Each turn needs the one before it, or the compiler would run only one.
+        own = x + (logits[:1, :1] * 1e-9).astype(x.dtype)
+        return model.logits(_through_layers(model, own))
+
+    return jax.lax.fori_loop(0, turns, turn, logits)
+
+
+def _through_layers(model: Transformer, x: Array) -> Array:
+    if not are_stacked(model):
+        x = x.T if is_on_columns(model) else x
+        for layer in model.layers:
+            x = _layer(layer, x)
+        return x.T if is_on_columns(model) else x
+    graph, parameters = nnx.split(model.layers)
+
+    def turn(x: Array, own: nnx.State) -> tuple[Array, None]:
+        return _layer(nnx.merge(graph, own), x), None
+
+    return jax.lax.scan(turn, x, parameters)[0]
+
+
+def _layer(layer: DecoderLayer, x: Array) -> Array:
+    attention = layer.self_attn
+    q, k, v = attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)
+    mixed = q + jnp.concatenate([k + v] * (q.size // k.size), attention.axis)
+    x = x + attention.o_proj(mixed)
+    return x + layer.mlp(x)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("python -m benchmarks.floor", lambda: main(sys.argv[1:])))

@@ -1,0 +1,128 @@
+"""The options that benchmarks share, and the models that they measure."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from infer.bench.command import add_subject_options
+from infer.bench.subject import Subject, held_as
+from wedlm_jax.config import ModelConfig, RopeConfig
+from wedlm_jax.engine.engine import runs_apart
+from wedlm_jax.host.command_line import CommandParser, at_least_1
+from wedlm_jax.model import Transformer
+from wedlm_jax.model.quantization import quantize_weights
+
+_EMBEDDED = ModelConfig(
+    vocab_size=1536,
+    hidden_size=128,
+    intermediate_size=384,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    qk_norm=True,
+    tie_word_embeddings=True,
+    max_position_embeddings=32_768,
+    mask_token_id=3,
+    model_type="qwen3",
+)
+_QWEN3 = dataclasses.replace(
+    _EMBEDDED,
+    vocab_size=151_936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    rope=RopeConfig(1e6),
+    max_position_embeddings=40_960,
+    mask_token_id=151_665,
+)
+SHAPES = {"embedded": _EMBEDDED, "qwen3-0.6b": _QWEN3}
+"""That of the embedded model, with a long context, and that of a published one."""
+
+
+def new_parser(name: str, description: str | None, *, passes: int | None = 3) -> CommandParser:
+    """Returns the parser of a benchmark. Options without a default are absent where not given.
+
+    Args:
+      passes: the default of ``--passes``; None without that option.
+    """
+    parser = CommandParser(
+        prog=f"python -m benchmarks.{name}",
+        description=description,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument(
+        "--output", default=None, metavar="FILE", help="also write all figures as JSON"
+    )
+    if passes is not None:
+        add_numbers(parser, "--passes", passes, "timed passes, after one that compiles")
+    return parser
+
+
+def add_numbers(
+    parser: argparse.ArgumentParser, flag: str, default: int | Sequence[int], meaning: str
+) -> None:
+    """Adds a count, or several where the default is a sequence."""
+    several = {} if isinstance(default, int) else {"nargs": "+"}
+    values = [default] if isinstance(default, int) else default
+    parser.add_argument(
+        flag,
+        type=at_least_1,
+        default=default,
+        metavar="N",
+        help=f"{meaning} [{' '.join(map(str, values))}]",
+        **several,  # type: ignore[arg-type]
+    )
+
+
+def add_decoding(
+    parser: argparse.ArgumentParser, *, batch_size: Sequence[int], mode: Sequence[str]
+) -> None:
+    """Adds what is decoded, and how: checkpoint, questions, numbers of sequences, windows."""
+    add_subject_options(parser)
+    add_numbers(parser, "--batch-size", batch_size, "sequences that decode together")
+    parser.add_argument(
+        "--window-size",
+        type=int,
+        nargs="+",
+        default=[0, 16],
+        metavar="W",
+        help="masks in a window, one or more; 0 is AR [0 16]",
+    )
+    parser.add_argument(
+        "--mode",
+        nargs="+",
+        choices=("paper", "verified"),
+        default=mode,
+        help=f"how windows are decoded, one or more [{' '.join(mode)}]",
+    )
+
+
+def random_subject(shape: str, options: Mapping[str, Any]) -> Subject:
+    """Makes random weights, held as parsed options say: what a forward costs does not depend on
+    what it says."""
+    dtype, own = held_as(options)
+    model = Transformer(
+        SHAPES[shape], rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype), stacked=not runs_apart()
+    )
+    if own.get("quantization") is not None:
+        model = quantize_weights(model)
+    return Subject(model, None, None, dtype, own)
+
+
+def random_prompts(config: ModelConfig, count: int, length: int, seed: int = 0) -> list[list[int]]:
+    """Returns prompts of random tokens, no two of which begin alike."""
+    ids = np.random.default_rng(seed).integers(4, config.vocab_size, (count, length))
+    ids[:, 0] = 4 + np.arange(count) % (config.vocab_size - 4)
+    prompts: list[list[int]] = ids.tolist()
+    return prompts

@@ -1,0 +1,213 @@
+"""`wedlm serve` under load, and a job over the same prompts.
+
+A server process answers clients of another process on the loopback, as many prompts at a time as
+there are clients: tokens a second against decoding the same prompts offline, once as many at a time
+as the server may and once as many as there are clients; the client's share of the processors' time;
+and the times to the first token and between tokens, medians and 95th percentiles. That answers are
+the job's, and what remains of clients that go away, is tested: tests/infer/serve/test_soak.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.load_client import Ask, Heard, ask_all
+from benchmarks.options import add_numbers, new_parser
+from infer.bench.measure import Report, table
+from infer.evaluate import EMBEDDED_QUESTIONS
+from infer.flags import add_engine_options
+from infer.plots import check_plot, new_figure, save_figure
+from wedlm_jax.errors import InputError
+from wedlm_jax.host.command_line import run_command
+from wedlm_jax.llm import LLM
+from wedlm_jax.params import SamplingParams
+from wedlm_jax.records.questions import read_questions
+
+LONGEST_PROMPT, LONGEST_ANSWER = 400, 160
+"""Tokens. Lengths are drawn so that their logarithms are uniform."""
+FIRST, BETWEEN = "to the first token", "between tokens"
+QUANTILES = {"ms": 0.5, "95 %": 0.95}
+"""Of the times, milliseconds: by the end of a column's head."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = new_parser("serve_load", __doc__, passes=None)
+    add = parser.add_argument
+    add_engine_options(parser, names=("model",))
+    add_numbers(parser, "--requests", 2000, "prompts of the most clients; others get fewer")
+    add_numbers(parser, "--clients", [1, 4, 16, 64], "clients at a time")
+    add_numbers(parser, "--batch-size", 16, "sequences that decode together, of server and job")
+    modes = ("paper", "verified", "ar")
+    add("--mode", choices=modes, default="verified", help="how they are decoded [verified]")
+    add("--seed", type=int, default=0, metavar="N", help="of prompts and lengths [0]")
+    plot = "also draw the times (.svg, .png or .pdf)"
+    add("--plot", default=None, metavar="FILE", help=plot)
+    options = parser.parse_args(arguments)
+    if options.plot is not None:
+        check_plot(options.plot)
+    report = Report(options.output)
+    loads = compare(options)
+    report.add("loads", loads, table("wedlm serve on the loopback", loads))
+    if options.plot is not None:
+        draw_loads(loads, Path(options.plot))
+    return 0
+
+
+def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measures everything. Numbers of clients below the most get fewer requests: they take longer
+    for each, and prompts of their own, so that none is in the cache. Job and server take turns:
+    the speed of a shared machine changes within minutes."""
+    most = max(options.clients)
+    rng = np.random.default_rng(options.seed)
+    loads: list[dict[str, Any]] = []
+    with _offline(options, options.batch_size) as llm, _serving(options) as (pid, port):
+        for clients in sorted(options.clients):
+            share = options.requests * clients // most
+            count = max(share, options.requests // 20, 2 * clients)
+            asks = _asks(llm, rng, count, options.mode)
+            speed = as_wide = _tokens_per_second(llm, asks)
+            if clients < options.batch_size:
+                with _offline(options, clients) as narrow:
+                    as_wide = _tokens_per_second(narrow, asks)
+            own, server = time.process_time(), _cpu_seconds(pid)
+            heard, seconds = asyncio.run(ask_all(port, asks, clients))
+            own, server = time.process_time() - own, _cpu_seconds(pid) - server
+            loads.append(load_of(clients, heard, seconds, (speed, as_wide), own / (own + server)))
+    return loads
+
+
+def _asks(llm: LLM, rng: np.random.Generator, count: int, mode: str) -> list[Ask]:
+    """Calls with texts of the held-out questions, cut anywhere; each fourth one draws."""
+    questions = [q for some in read_questions(Path(EMBEDDED_QUESTIONS)).values() for q in some]
+    longest = min(LONGEST_PROMPT, llm.engine.max_model_len - LONGEST_ANSWER)
+
+    def length(most: int) -> int:
+        return round(float(np.exp(rng.uniform(0, np.log(most)))))
+
+    asks = []
+    for number in range(count):
+        ids: list[int] = []
+        wanted = length(longest)
+        while len(ids) < wanted:
+            question = questions[int(rng.integers(len(questions)))]
+            ids += llm.as_ids(f"{question.prompt} {question.answer}\n")
+        fields: dict[str, Any] = {
+            "prompt": ids[:wanted],
+            "max_tokens": length(LONGEST_ANSWER),
+            "mode": mode,
+            "ignore_eos": True,
+            "seed": int(rng.integers(2**32)),
+            "temperature": 0.7 if number % 4 == 0 else 0.0,
+        }
+        asks.append(Ask(fields))
+    return asks
+
+
+@contextlib.contextmanager
+def _offline(options: argparse.Namespace, at_once: int) -> Iterator[LLM]:
+    llm = LLM(getattr(options, "model", None), max_batch_size=at_once)
+    llm.warm_up(SamplingParams(mode=options.mode, temperature=0.7))
+    yield llm
+    llm.engine.release()
+
+
+def _tokens_per_second(llm: LLM, asks: Sequence[Ask]) -> float:
+    """Decodes the same prompts as a job."""
+    params = [{name: ask.fields[name] for name in ask.fields if name != "prompt"} for ask in asks]
+    started = time.perf_counter()
+    done = llm.generate(
+        [ask.fields["prompt"] for ask in asks], [SamplingParams(**one) for one in params]
+    )
+    return sum(len(one.token_ids) for one in done) / (time.perf_counter() - started)
+
+
+@contextlib.contextmanager
+def _serving(options: argparse.Namespace) -> Iterator[tuple[int, int]]:
+    """Starts a server process; yields its id and its port."""
+    command = [sys.executable, "-m", "wedlm_jax", "serve", "--port", "0"]
+    command += ["--batch-size", str(options.batch_size), "--mode", options.mode]
+    command += ["--temperature", "0.7"]  # the program that draws, as offline
+    if "model" in options:
+        command += ["--model", options.model]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("WEDLM_")}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        found = re.search(r":(\d+)/v1$", line.strip())
+        if found is None:
+            raise InputError(f"the server did not begin: {line.strip()!r}")
+        yield process.pid, int(found[1])
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def load_of(
+    clients: int,
+    heard: Sequence[Heard],
+    seconds: float,
+    offline: tuple[float, float],
+    client_share: float,
+) -> dict[str, Any]:
+    """Returns what so many clients at a time got.
+
+    Args:
+      offline: tokens a second of a job, and of one that decodes no more at a time than there are
+        clients.
+      client_share: of the CPU seconds of both processes.
+    """
+    if errors := [one.error for one in heard if one.error is not None]:
+        raise InputError(f"{len(errors)} calls failed; the first: {errors[0]}")
+    speed = sum(len(one.token_ids) for one in heard) / seconds
+    times = {FIRST: [one.first for one in heard], BETWEEN: [g for one in heard for g in one.gaps]}
+    return {
+        "clients": clients,
+        "requests": len(heard),
+        "tokens/s": speed,
+        "of the job's": speed / offline[0],
+        "of one as wide": speed / offline[1],
+        "client's CPU": client_share,
+        **{
+            f"{what}, {name}": 1e3 * float(np.quantile(values or [0.0], share))
+            for what, values in times.items()
+            for name, share in QUANTILES.items()
+        },
+    }
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Returns the processors' time that a process has had; Linux only."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def draw_loads(loads: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draws the times against the number of clients: medians, and 95th percentiles above."""
+    figure = new_figure(10, 4)
+    clients = [load["clients"] for load in loads]
+    for axes, what in zip(figure.subplots(1, 2), (FIRST, BETWEEN), strict=True):
+        for name, line in zip(QUANTILES, ("-o", "--o"), strict=True):
+            axes.plot(clients, [load[f"{what}, {name}"] for load in loads], line, label=name)
+        axes.set(xscale="log", yscale="log", xlabel="clients at a time", ylabel=f"ms {what}")
+        axes.set_xticks(clients, [str(one) for one in clients])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend()
+    save_figure(figure, path)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("python -m benchmarks.serve_load", lambda: main(sys.argv[1:])))

@@ -1,0 +1,255 @@
+"""Tokens a second of a regime's questions, by how and with how many others they are decoded."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from infer.bench.measure import Report, by_turns, table
+from infer.bench.rival import RIVAL, RIVAL_LOOKUP, Rival
+from infer.bench.subject import Regimes, Subject, Work, forget_programs
+from infer.plots import new_figure, save_figure
+from wedlm_jax.completion import Completion, Drafts, total_drafts
+from wedlm_jax.engine.config import MOST_LOOKUP
+from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.loop import EngineLoop
+from wedlm_jax.generation import Generation
+from wedlm_jax.params import SamplingParams
+
+
+class Way(NamedTuple):
+    """A way to decode: its name, the window and the most copied drafts of its engine, and the
+    mode and the drafts that are asked for."""
+
+    name: str
+    window: int | str
+    lookup: int = 0
+    mode: str = "verified"
+    draft: str = "auto"
+
+    def work(self, prompts: Sequence[list[int]], params: SamplingParams) -> Work:
+        """Returns the prompts as work; each draws with a seed of its own."""
+        params = dataclasses.replace(params, mode=self.mode, draft=self.draft)
+        return [(ids, dataclasses.replace(params, seed=n)) for n, ids in enumerate(prompts)]
+
+
+AR = Way("AR", 0, draft="none")
+
+
+def window_ways(windows: Sequence[int | str], modes: Sequence[str]) -> list[Way]:
+    """Lists each window in each mode; AR, which knows no modes, once and first."""
+    every = [(window, mode) for mode in modes for window in windows if window != 0]
+    ways = [Way(f"W = {window}, {mode}", window, mode=mode) for window, mode in every]
+    return [AR, *ways] if 0 in windows else ways
+
+
+def draft_ways(drafts: Sequence[str], *, masks: bool) -> list[Way]:
+    """Lists AR and mode verified with drafts from each origin, values of ``SamplingParams.draft``.
+
+    Args:
+      masks: whether the model was trained on them; one that was not has none that draft.
+    """
+    names = {"masks": "masks", "lookup": "lookup, always", "auto": "auto"}
+    window = "auto" if masks else 0
+    chosen = [draft for draft in drafts if masks or draft != "masks"]
+    return [AR] + [Way(names[draft], window, MOST_LOOKUP, draft=draft) for draft in chosen]
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """One way to decode a set of prompts.
+
+    Attributes:
+      way, regime: names.
+      sequences: that decode together.
+      prompts, tokens, forwards: of one pass, over all prompts.
+      seconds: wall-clock of each timed pass, prompts included, compiling not.
+      compile_seconds: spent on compiling, less what was kept from earlier runs.
+      drafts: checked and accepted in one pass, by where they came from.
+    """
+
+    way: str
+    regime: str
+    sequences: int
+    prompts: int
+    tokens: int
+    forwards: int
+    seconds: list[float]
+    compile_seconds: float
+    drafts: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / max(statistics.median(self.seconds), 1e-9)
+
+
+class _Pass(NamedTuple):
+    """All prompts decoded once."""
+
+    tokens: int
+    forwards: int
+    seconds: float
+    compile_seconds: float = 0.0
+    drafts: Drafts = Drafts()
+
+
+def compare_windows(
+    subject: Subject, regimes: Regimes, options: Mapping[str, Any], report: Report
+) -> None:
+    """Measures AR and windows; reports one regime at one number of sequences at a time."""
+    measured: list[Speed] = []
+    ways = window_ways(options["window_size"], options["mode"])
+    for speeds in _speeds(subject, regimes, ways, options):
+        measured += speeds
+        if options["plot"] is not None:
+            draw_speeds(measured, Path(options["plot"]))
+        report.add("windows", speeds, speed_table(speeds))
+
+
+def compare_drafts(
+    subject: Subject, regimes: Regimes, options: Mapping[str, Any], report: Report
+) -> None:
+    """Measures AR and drafts from each origin, in the same way."""
+    ways = draft_ways(options["draft"], masks=subject.config.knows_masks)
+    for speeds in _speeds(subject, regimes, ways, options):
+        report.add("drafts", speeds, speed_table(speeds))
+
+
+def _speeds(
+    subject: Subject, regimes: Regimes, ways: Sequence[Way], options: Mapping[str, Any]
+) -> Iterator[list[Speed]]:
+    """Yields the speeds of all ways, and of a rival's: its lookup, too, where a way copies drafts,
+    which it can do for one sequence at a time."""
+    rival, passes = options["rival"], options["passes"]
+    for sequences in options["batch_size"]:
+        kinds = dict.fromkeys((way.window, way.lookup) for way in ways)
+        engines = {kind: subject.engine(kind[0], sequences, lookup=kind[1]) for kind in kinds}
+        most = options["prompts"] or max(2 * sequences, 24)
+        for regime, questions in regimes.items():
+            asked = [subject.ask(question) for question in questions[:most]]
+            params = SamplingParams(max_tokens=options["max_tokens"])
+            runs: dict[str, Callable[[], _Pass]] = {
+                way.name: partial(
+                    _decode, subject, engines[way.window, way.lookup], way.work(asked, params)
+                )
+                for way in ways
+            }
+            if rival is not None:
+                elsewhere = partial(_decode_elsewhere, rival, asked, sequences, params.max_tokens)
+                runs[RIVAL] = elsewhere
+                if sequences == 1 and any(way.lookup for way in ways):
+                    runs[RIVAL_LOOKUP] = partial(elsewhere, lookup=True)
+            made = by_turns(runs, passes, f"{sequences} sequences, {regime}")
+            yield [_speed(way, regime, sequences, len(asked), made[way]) for way in runs]
+            runs.clear()
+        engines.clear()
+        forget_programs()
+
+
+def _speed(way: str, regime: str, sequences: int, prompts: int, passes: Sequence[_Pass]) -> Speed:
+    """Returns the speed of the timed passes: of all but the first, which compiled."""
+    last = passes[-1]
+    return Speed(
+        way,
+        regime,
+        sequences,
+        prompts,
+        last.tokens,
+        last.forwards,
+        seconds=[one.seconds for one in passes[1:]],
+        compile_seconds=sum(one.compile_seconds for one in passes),
+        drafts=last.drafts._asdict(),
+    )
+
+
+def completions_of(subject: Subject, engine: Engine, work: Work) -> list[Completion]:
+    """Decodes prompts as `LLM.generate` does; returns their completions in order."""
+    generation = Generation(EngineLoop(engine), subject.codec, work)
+    found = dict(item for some in generation for item in some)
+    return [found[number] for number in range(len(work))]
+
+
+def _decode(subject: Subject, engine: Engine, work: Work) -> _Pass:
+    """Decodes all prompts, none of whose prefixes is cached. Compiling is not counted."""
+    engine.scheduler.forget_prefixes()
+    compiled, started = engine.compile_seconds, time.perf_counter()
+    done = completions_of(subject, engine, work)
+    seconds = time.perf_counter() - started
+    compiling = engine.compile_seconds - compiled
+    tokens = sum(len(one.token_ids) for one in done)
+    forwards = sum(one.num_forwards for one in done)
+    return _Pass(tokens, forwards, seconds - compiling, compiling, total_drafts(done))
+
+
+def _decode_elsewhere(
+    rival: Rival,
+    prompts: Sequence[list[int]],
+    sequences: int,
+    max_tokens: int,
+    *,
+    lookup: bool = False,
+) -> _Pass:
+    before, started = rival.forwards, time.perf_counter()
+    answers = rival.decode(prompts, max_tokens=max_tokens, sequences=sequences, lookup=lookup)
+    seconds = time.perf_counter() - started
+    tokens = sum(len(answer) for answer in answers)
+    # A forward of a batch is one of each sequence that has not ended.
+    return _Pass(tokens, rival.forwards - before if lookup else tokens, seconds)
+
+
+def speed_table(speeds: Sequence[Speed]) -> Table:
+    """Makes a table of the speeds of one comparison, beside the first of them."""
+    first = speeds[0]
+    rows = [
+        {
+            "way": speed.way,
+            "tokens/s": f"{speed.tokens_per_second:,.0f}",
+            f"against {first.way}": f"{speed.tokens_per_second / first.tokens_per_second:.2f}×",
+            "tokens / forward": f"{speed.tokens / max(speed.forwards, 1):.2f}",
+            "drafts right": ", ".join(_right(speed.drafts)),
+            "compiling, s": f"{speed.compile_seconds:.0f}" if speed.compile_seconds else "",
+        }
+        for speed in speeds
+    ]
+    regime = first.regime.replace("_", " ")
+    return table(f"{regime}, {first.sequences} at a time, {first.prompts} prompts", rows)
+
+
+def _right(drafts: Mapping[str, int]) -> Iterator[str]:
+    for source in ("masks", "lookup"):
+        if drafts.get(source):
+            share = drafts[f"{source}_accepted"] / drafts[source]
+            yield f"{source} {share:.0%} of {drafts[source]:,}"
+
+
+def draw_speeds(speeds: Sequence[Speed], path: Path) -> None:
+    """Draws tokens a second by sequences that decode together, a line each, a panel a regime."""
+    regimes = list(dict.fromkeys(speed.regime for speed in speeds))
+    figure = new_figure(5.5 * len(regimes), 4.5)
+    ticks = sorted({speed.sequences for speed in speeds})
+    panels = figure.subplots(1, len(regimes), squeeze=False)[0]
+    for axes, regime in zip(panels, regimes, strict=True):
+        some = [speed for speed in speeds if speed.regime == regime]
+        for way in dict.fromkeys(speed.way for speed in some):
+            points = [(s.sequences, s.tokens_per_second) for s in some if s.way == way]
+            style = "--" if "verified" in way else ":" if "transformers" in way else "-"
+            axes.plot(*zip(*points, strict=True), style, marker="o", label=way)
+        axes.set(
+            xscale="log",
+            xlabel="sequences at a time",
+            ylabel="tokens a second",
+            ylim=(0, None),
+            title=regime.replace("_", " "),
+        )
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    save_figure(figure, path)

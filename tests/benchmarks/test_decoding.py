@@ -1,0 +1,209 @@
+"""What is measured of decoding, on a tiny checkpoint: what is compared decodes the same work, and
+what is counted is there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import benchmarks.chunks
+import benchmarks.floor
+import benchmarks.gaps
+import benchmarks.pages
+import wedlm_jax.engine.settings
+from benchmarks.chunks import CHUNK, products_of
+from benchmarks.options import SHAPES
+from benchmarks.work import mixed
+from infer.bench.subject import Subject, load_subject
+from wedlm_jax.errors import InputError
+from wedlm_jax.records.questions import read_questions
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("questions") / "heldout.jsonl"
+    rows = [
+        {"regime": regime, "kind": "k", "prompt": f"{i} +", "answer": "2", "match": match}
+        for regime, match in (("prose", None), ("reasoning", "contains"))
+        for i in range(8)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def subject(checkpoint: Path) -> Subject:
+    return load_subject({"model": str(checkpoint), "dtype": "float32"})
+
+
+def figures(path: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    assert result.pop("machine")["jax"] == jax.__version__
+    return result
+
+
+def test_the_work_is_the_same_every_time(subject: Subject, questions: Path) -> None:
+    regimes = read_questions(questions)
+    work = mixed(subject, regimes, 24, "verified")
+    assert work == mixed(subject, regimes, 24, "verified")
+    limits = {params.max_tokens for _, params in work}
+    assert 4 <= min(limits) < 20 < max(limits) <= 160
+    long = [tuple(prompt) for prompt, _ in work[::8]]
+    assert min(map(len, long)) > 2 * max(len(prompt) for prompt, _ in work[1:8])
+    assert len({prompt[:20] for prompt in long}) == len(long), "no two have the same shots"
+
+
+@pytest.mark.full
+def test_a_forward_is_compared_with_its_products(
+    checkpoint: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmarks.floor, "FORWARDS_OF_ONE", 4)
+    monkeypatch.setattr(benchmarks.floor, "FORWARDS_OF_MANY", 2)
+    monkeypatch.setattr(benchmarks.floor, "PROMPTS", 2)
+    output = tmp_path / "floor.json"
+    arguments = f"--model {checkpoint} --questions {questions} --batch-size 1 2 "
+    arguments += f"--window-size 0 2 --mode verified --passes 2 --output {output}"
+    assert benchmarks.floor.main(arguments.split()) == 0
+    read = figures(output)
+    costs = read["floor"]
+    assert [(cost["way"], cost["sequences"]) for cost in costs] == [
+        ("AR", 1),
+        ("W = 2, verified", 1),
+        ("AR", 2),
+        ("W = 2, verified", 2),
+    ]
+    # In the midst of completions, a forward has a token of each, or a window and its anchor.
+    assert [cost["tokens"] for cost in costs[::2]] == [[1, 1], [2, 2]]
+    for cost in costs:
+        floor, slots = cost["products alone, ms"], 5 * cost["sequences"]
+        assert all(
+            3 / 5 * slots <= tokens <= slots for tokens in cost["tokens"] if cost["way"] != "AR"
+        )
+        assert all(a >= b for a, b in zip(cost["computed"], cost["tokens"], strict=True))
+        assert len(floor) == 2
+        assert cost["×"] == pytest.approx(sum(cost["ms"]) / sum(floor))
+    for request, forward in zip(read["prompts"], costs[:2], strict=True):
+        assert request["way"] == forward["way"]
+        ms = sum(request["ms"]) / 2 - sum(forward["ms"]) / 2
+        assert request["less a decode forward"] == pytest.approx(ms)
+
+
+def test_the_products_are_those_of_the_layers(subject: Subject) -> None:
+    """One turn against the same products in NumPy."""
+    engine = subject.engine(0, 1)
+    x = np.linspace(-1, 1, 3 * 32, dtype=np.float32).reshape(3, 32)
+    layer, head = subject.model.layers[0], subject.model.head_matrix()
+    a, mlp = layer.self_attn, layer.mlp
+
+    def through(x: np.ndarray, *linears: Any) -> list[np.ndarray]:
+        return [x @ np.asarray(linear.kernel[...]) for linear in linears]
+
+    q, k, v = through(x, a.q_proj, a.k_proj, a.v_proj)
+    y = x + through(q + np.tile(k + v, (1, 2)), a.o_proj)[0]
+    gate, up = through(y, mlp.gate_proj, mlp.up_proj)
+    y = y + through(gate / (1 + np.exp(-gate)) * up, mlp.down_proj)[0]
+    zeros = jnp.zeros((3, subject.config.vocab_size))
+    logits = engine.run_model(benchmarks.floor.products, jnp.asarray(x), zeros, jnp.int32(1))
+    np.testing.assert_allclose(logits, y @ np.asarray(head), rtol=2e-4, atol=2e-4)
+
+
+def test_gaps_between_bursts(
+    checkpoint: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmarks.gaps, "SHORTEST", 0.0)
+    monkeypatch.setattr(benchmarks.gaps, "STREAM_SECONDS", 1e-9)  # a forward a burst
+    output = tmp_path / "gaps.json"
+    arguments = f"--model {checkpoint} --questions {questions} --batch-size 2 "
+    arguments += f"--window-size 0 --passes 1 --output {output}"
+    assert benchmarks.gaps.main(arguments.split()) == 0
+    long, ahead, by_turns = figures(output)["gaps"]
+    assert [gap["way"] for gap in (long, ahead, by_turns)] == [
+        f"AR, {name}" for name in ("long bursts", "short, ahead", "short, by turns")
+    ]
+    assert by_turns["bursts"] > 4 * long["bursts"]
+    assert ahead["bursts"] > 4 * long["bursts"]
+    waits = "the device waits, ms"
+    # By turns the host reads a result before it plans the next burst.
+    assert min(by_turns[waits]) > 0
+    assert min(ahead[waits]) >= 0
+    assert by_turns["× long bursts"] == pytest.approx(by_turns["ms"][0] / long["ms"][0])
+
+
+@pytest.mark.full
+def test_pages_and_memory(checkpoint: Path, questions: Path, tmp_path: Path) -> None:
+    output = tmp_path / "pages.json"
+    arguments = f"--model {checkpoint} --questions {questions} --batch-size 4 "
+    arguments += f"--window-size 0 --output {output}"
+    assert benchmarks.pages.main(arguments.split()) == 0
+    (use,) = figures(output)["pages"]
+    assert use["rectangles"] == 1
+    assert 0 < use["held"] <= use["with spans"] <= 1
+    assert 0 < use["useful"] <= 1
+    assert 1 < use["fitting"] <= 4, "mixed lengths: more than one has room for the longest"
+
+
+@pytest.mark.full
+def test_a_long_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(wedlm_jax.engine.settings.CHUNK_TOKENS, "cpu", 128)
+    small = dataclasses.replace(SHAPES["embedded"], num_hidden_layers=1, vocab_size=64)
+    monkeypatch.setitem(SHAPES, "embedded", small)
+    monkeypatch.setattr(benchmarks.chunks, "QUIET_FORWARDS", 4)
+    output = tmp_path / "chunks.json"
+    arguments = f"--prompt-tokens 3072 --passes 1 --output {output}"
+    assert benchmarks.chunks.main(arguments.split()) == 0
+    (cost,) = figures(output)["chunks"]
+    assert cost["its first 1,024 tokens, alone, ms"] > 0
+    assert cost["bursts without a token for one of them"] == 0
+    assert cost["tokens a forward beside others"] <= 32
+    quiet = cost["others, token to token, alone, ms"]
+    busy = cost["others, token to token, meanwhile, on average, ms"]
+    assert quiet < busy <= cost["the longest meanwhile, ms"]
+
+
+def test_products_of_a_chunk_by_counting() -> None:
+    config = dataclasses.replace(SHAPES["embedded"], num_hidden_layers=1)
+    seen = sum(100 + place + 1 for place in range(CHUNK))
+    attention = seen * 4 * 32 * 2  # scores, and values weighed by them
+    linear = CHUNK * config.num_parameters(embeddings=False)
+    assert products_of(config, 100) == attention + linear
+
+
+@pytest.mark.full
+def test_a_shape_without_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = dataclasses.replace(
+        SHAPES["qwen3-0.6b"],
+        num_hidden_layers=1,
+        hidden_size=32,
+        intermediate_size=48,
+        vocab_size=64,
+        mask_token_id=3,
+    )
+    monkeypatch.setitem(SHAPES, "qwen3-0.6b", small)
+    monkeypatch.setattr(benchmarks.floor, "RANDOM_CONTEXT", 128)
+    monkeypatch.setattr(benchmarks.floor, "RANDOM_TOKENS", 16)
+    monkeypatch.setattr(benchmarks.floor, "PROMPTS", 1)
+    output = tmp_path / "shape.json"
+    arguments = f"--shape qwen3-0.6b --batch-size 1 --window-size 0 --passes 1 --output {output}"
+    assert benchmarks.floor.main(arguments.split()) == 0
+    assert [cost["tokens"] for cost in figures(output)["floor"]] == [[1.0]]
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "says"),
+    [
+        (benchmarks.floor.main, "--shape qwen3-0.6b --model here", "without --model"),
+        (benchmarks.chunks.main, "--prompt-tokens 40000", "--prompt-tokens: expected 2048 to"),
+        (benchmarks.gaps.main, "--questions nowhere.jsonl", "nowhere.jsonl"),
+        (benchmarks.pages.main, "--output /no/such/pages.json", "no such folder"),
+    ],
+)
+def test_bad_options_are_refused(main: Any, arguments: str, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        main(arguments.split())

@@ -1,0 +1,63 @@
+"""The frame of benchmarks: their turns, their tables, and what they write."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import pytest
+
+from infer.bench.measure import Report, by_turns, table
+from wedlm_jax.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Length:
+    metres: float
+
+
+def test_by_turns_goes_round() -> None:
+    calls: list[str] = []
+    ways = {name: lambda name=name: calls.append(name) or len(calls) for name in "ab"}  # type: ignore[misc]
+    assert by_turns(ways, 2, "") == {"a": [1, 3, 5], "b": [2, 4, 6]}
+    assert calls == list("ababab")
+
+
+def test_figures_are_written_as_they_come(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "figures.json"
+    report = Report(str(output))
+    report.add("length", [Length(1.5)])
+    assert json.loads(output.read_text(encoding="utf-8"))["length"] == [{"metres": 1.5}]
+    report.add("length", [{"metres": 2.5}], table("of it", [{"way": "a way"}]))
+    report.add("length", [], "| [wide] |" * 30)
+    written = json.loads(output.read_text(encoding="utf-8"))
+    assert written["length"] == [{"metres": 1.5}, {"metres": 2.5}]
+    assert written["machine"]["jax"] == jax.__version__
+    assert written["machine"]["cores"] >= 1
+    printed = capsys.readouterr().out
+    assert "of it" in printed
+    assert "a way" in printed
+    assert "| [wide] |" * 30 in printed, "neither wrapped nor taken for markup"
+    with pytest.raises(InputError, match="no such folder"):
+        Report("/no/such/figures.json")
+
+
+def test_a_table_shows_medians_and_leaves_out_what_is_not_there() -> None:
+    rows = [
+        {"way": "a", "ms": [3.0, 1.0, 2.0], "×": 1234.5, "n": 1234, "none": None},
+        {"way": "b", "ms": [], "×": float("nan")},
+        {"way": "c", "ms": [0.0123], "×": 0.0, "n": "text"},
+    ]
+    made = table("of three", rows)
+    assert [column.header for column in made.columns] == ["", "ms", "×", "n", "none"]
+    assert [list(column.cells) for column in made.columns] == [
+        ["a", "b", "c"],
+        ["2.00", "", "0.0123"],
+        ["1,234", "", "0"],
+        ["1,234", "", "text"],
+        ["", "", ""],
+    ]
