@@ -39,7 +39,7 @@ REMEMBERED = "remat.json"
 
 LEAST_TOKENS = 4096
 """Of a device in a micro-batch, both streams together: with fewer, gathers of weights would take
-longer than the products that they are for, by the bounds of docs/pods.md for v6e."""
+longer than the products that they are for, by the bounds of docs/compile-report.md for v6e."""
 
 PeakOf = Callable[[TrainConfig], int | None]
 """The compiler's peak in bytes on one device of a recipe's `largest_phase`; None if it does not
