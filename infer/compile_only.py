@@ -266,9 +266,9 @@ def describe(decoder: CompiledDecoder) -> str:
         f"{decoder.compile_seconds:.0f} s",
         f"engine               {sizes.sequences:,} sequences of {sizes.model_len:,} tokens at "
         f"most; {drafts}; pages of {settings.page_size}; {settings.attention} attention",
-        f"weights a chip       {decoder.weight_bytes / GIB:.2f} GiB (bfloat16)",
-        f"pages a chip         {decoder.page_bytes / GIB:.2f} GiB",
-        f"peak of HBM a chip   {decoder.peak_bytes / GIB:.2f} of {limit / GIB:.0f} GiB, "
+        f"weights per chip     {decoder.weight_bytes / GIB:.2f} GiB (bfloat16)",
+        f"pages per chip       {decoder.page_bytes / GIB:.2f} GiB",
+        f"peak HBM per chip    {decoder.peak_bytes / GIB:.2f} of {limit / GIB:.0f} GiB, "
         f"{1 - decoder.peak_bytes / limit:.0%} to spare; {decoder.temporary_bytes / GIB:.2f} GiB "
         "of it temporary",
         f"one forward          {forward.tokens:,} tokens of a replica after full texts; on each "
@@ -281,7 +281,7 @@ def describe(decoder: CompiledDecoder) -> str:
         f"{1e3 * bound.network:.2f} ms",
         f"expected             {1e3 * forward.expected:.2f} ms, if products reach "
         f"{PRODUCTS:.0%} and memory {BANDWIDTH:.0%} of their peaks and sending waits",
-        f"tokens a second      {sizes.sequences / forward.expected:,.0f} for each token that a "
+        f"tokens per second    {sizes.sequences / forward.expected:,.0f} for each token that a "
         "sequence commits in a forward",
     ]
     return "\n".join(lines)

@@ -51,7 +51,7 @@ def draw_scores(scores: Sequence[Score], path: Path) -> None:
     for column, regime in enumerate(regimes):
         some = [score for score in scores if score.regime == regime]
         checked = some[0].accuracy is not None
-        for row, name in enumerate(("tokens a forward", "speed-up against AR, wall-clock")):
+        for row, name in enumerate(("tokens per forward", "speed-up against AR, wall-clock")):
             axes = panels[row][column]
             for kind in dict.fromkeys(_kind(score) for score in some):
                 members = [score for score in some if _kind(score) == kind]
@@ -84,7 +84,7 @@ def _kind(score: Score) -> str:
 
 
 def draw_speeds(speeds: Iterable[Speed], path: str | Path) -> None:
-    """Draws tokens a second by sequences that decode together, a line each, a panel a regime."""
+    """Draws tokens per second by sequences that decode together, a line each, a panel a regime."""
     every = list(speeds)
     regimes = list(dict.fromkeys(speed.regime for speed in every))
     figure = new_figure(5.5 * len(regimes), 4.5)
@@ -99,7 +99,7 @@ def draw_speeds(speeds: Iterable[Speed], path: str | Path) -> None:
         axes.set(
             xscale="log",
             xlabel="sequences at a time",
-            ylabel="tokens a second",
+            ylabel="tokens per second",
             ylim=(0, None),
             title=regime.replace("_", " "),
         )

@@ -232,26 +232,26 @@ def describe(step: CompiledStep) -> str:
         f"{step.topology}: {step.devices:,} chips as {axes or 'one'}; "
         f"compiled in {step.compile_seconds:.0f} s",
         f"parameters           {step.parameters / 1e9:.2f} B",
-        f"tokens a step        {step.tokens:,}; {step.computed_tokens:,} of both streams",
+        f"tokens per step      {step.tokens:,}; {step.computed_tokens:,} of both streams",
         f"micro-batches        {step.accumulation}, of {step.rows:,} rows each",
-        f"state a chip         {step.state_bytes / gib:.2f} GiB (parameters, moments)",
-        f"peak of HBM a chip   {step.peak_bytes / gib:.2f} of {step.hbm_limit / gib:.0f} GiB, "
+        f"state per chip       {step.state_bytes / gib:.2f} GiB (parameters, moments)",
+        f"peak HBM per chip    {step.peak_bytes / gib:.2f} of {step.hbm_limit / gib:.0f} GiB, "
         f"{step.headroom:.0%} to spare",
-        f"products a step      {step.model_flops:.3g} FLOP (forward and backward, none twice)",
-        f"computed anew        as loss.remat: {step.remat} says",
-        f"products a chip      {step.device_flops.total:.3g} FLOP, what is computed anew included; "
+        f"products per step    {step.model_flops:.3g} FLOP (forward and backward, none twice)",
+        f"recomputed           as loss.remat: {step.remat} says",
+        f"products per chip    {step.device_flops.total:.3g} FLOP, recomputation included; "
         f"attention {step.device_flops.attention / step.device_flops.total:.0%}",
         "attention computes   "
         + ", ".join(
             f"{share:.2f} times the pairs that are seen with {samples} in a row"
             for samples, share in step.attention_share.items()
         ),
-        f"HBM traffic a chip   {cost.hbm_bytes / gib:.0f} GiB",
+        f"HBM traffic per chip {cost.hbm_bytes / gib:.0f} GiB",
         f"sent by a chip       {cost.sent_bytes / gib:.2f} GiB to its slice, "
         f"{cost.slice_bytes / gib:.2f} GiB to others",
     ]
     lines += [
-        f"  {kind:<19}{cost.collective_count[kind]:,} times, {size / gib:.2f} GiB a chip"
+        f"  {kind:<19}{cost.collective_count[kind]:,} times, {size / gib:.2f} GiB per chip"
         for kind, size in sorted(cost.collective_bytes.items())
     ]
     lines += [

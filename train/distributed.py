@@ -34,7 +34,7 @@ EXAMPLE = "--coordinator HOST:PORT --num-processes N --process-id I"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "several hosts", "one process a host, each started with the same command"
+        "several hosts", "one process per host, each started with the same command"
     )
     group.add_argument(
         "--distributed",

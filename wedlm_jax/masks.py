@@ -24,7 +24,7 @@ PAD_SEGMENT = 0
 class CausalMask:
     """A token sees itself and the tokens before it, within its own segment.
 
-    Without segment ids (one text a row), for four tokens::
+    Without segment ids (one text per row), for four tokens::
 
         1 . . .
         1 1 . .

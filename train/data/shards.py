@@ -72,7 +72,7 @@ def decode_samples(record: bytes) -> list[TokenisedSample]:
 
 
 WRITER_OPTIONS = "group_size:1,zstd:1"
-"""One row a group: rows are read one by one, in no order of the file's."""
+"""One row per group: rows are read one by one, in no order of the file's."""
 
 
 class ShardWriter:

@@ -93,7 +93,7 @@ class OptimizerSection:
     b2: float = field(0.95, "AdamW's second moment decay", least=0, below=1)
     first_moment_dtype: str = field(
         "float32",
-        "of first moments: float32, or bfloat16 for 2 bytes a parameter less",
+        "of first moments: float32, or bfloat16 for 2 bytes per parameter less",
         choices=("float32", "bfloat16"),
     )
     average: float = field(

@@ -144,7 +144,7 @@ def predict(
     """Runs the head on the rows that predict a slot, as many at once as a size holds.
 
     Logits of all slots at once would be the largest array of a forward by far: a vocabulary of
-    150k tokens in float32 takes 0.6 MB a row.
+    150k tokens in float32 takes 0.6 MB per row.
     """
     has_row = predicted_slots(state, plan, options, program.traits)
     sequences, slots = has_row.shape

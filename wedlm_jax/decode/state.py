@@ -34,7 +34,7 @@ from wedlm_jax.params import MOST_LOGPROBS
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Emitted:
-    """Holds what was committed since the host last fetched it, at most E tokens a sequence.
+    """Holds what was committed since the host last fetched it, at most E tokens per sequence.
 
     Attributes:
       tokens: int32 ``[N, E]``.
