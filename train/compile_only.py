@@ -45,23 +45,23 @@ from wedlm_jax.sharding import make_mesh
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStep:
-    """Holds what the compiler and the chip's figures say of one step.
+    """The compiler's report on one step.
 
     Attributes:
       topology, devices, mesh: what it was compiled for.
-      parameters: of the model.
-      tokens: of a step, L a row.
+      parameters: parameters of the model.
+      tokens: tokens per step, L per row.
       computed_tokens: that go through the layers, those of both streams.
       state_bytes: parameters and moments on one device.
       peak_bytes: the compiler's peak of HBM on one device.
       hbm_limit: what the chip has.
-      model_flops: of the whole step, nothing computed anew (`train.step_cost.model_flops`).
-      device_flops: of one device, with what is computed anew in the backward pass.
+      model_flops: FLOP of the whole step, without recomputation (`train.step_cost.model_flops`).
+      device_flops: FLOP of one device, recomputation in the backward pass included.
       remat: the policy, chosen or given.
       rows, accumulation: of the step, likewise: rows of a micro-batch, and micro-batches.
       attention_share: by samples in a row, visited pairs of a query and a key over those seen.
       options: XLA's flags.
-      cost: of one device: HBM traffic, collectives, and what leaves it.
+      cost: cost of one device: HBM traffic, collectives, and what leaves it.
       roofline: lower bounds of the step's time.
       mfu_bound: model_flops over what the chips could do in the step's shortest time.
       expected: seconds of a step, under `EXPECTED_ASSUMPTIONS`.

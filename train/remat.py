@@ -1,4 +1,4 @@
-"""`loss.remat: auto`: the policy that computes least anew and fits, and micro-batches small enough
+"""`loss.remat: auto`: the policy that recomputes least and fits, and micro-batches small enough
 for it, found by compiling.
 
 How much a step holds is the compiler's to say. Each policy holds less than the one before it, so
@@ -52,7 +52,7 @@ def first_that_fits(peaks: Sequence[Callable[[], int | None]], capacity: int, st
 
     Args:
       peaks: each compiles a program.
-      capacity: of one device.
+      capacity: capacity of one device.
       start: the index to begin with; then what is left is halved.
 
     Raises:

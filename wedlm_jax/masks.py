@@ -129,7 +129,7 @@ def copied_blocks(x: Array, blocks: Array, block_size: int) -> Array:
 
     Args:
       x: any values.
-      blocks: int32 ``[R, P]``; behind the last block, that is the last block.
+      blocks: int32 ``[R, P]``; after the last block, that is the last block.
       block_size: divides L.
     """
     rows = x.shape[0]

@@ -35,15 +35,15 @@ class EngineFailure(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """Says where the engine stands after a step.
+    """The engine's state after a step.
 
     Attributes:
-      counters: of the scheduler.
-      forwards: of the device so far.
+      counters: counters of the scheduler.
+      forwards: forwards so far.
       drafts: that rows have checked so far, and those they agreed with.
       compile_seconds: so far.
       held: requests that wait for a program to be compiled.
-      restarts: how often the engine began anew after an exception.
+      restarts: how often the engine restarted after an exception.
       broken: whether it could not.
     """
 
@@ -58,7 +58,7 @@ class Status:
 
 @dataclasses.dataclass
 class _Turn:
-    """Holds what came in since the last step."""
+    """Requests and aborts since the last step."""
 
     submitted: list[tuple[Request, Deliver]] = dataclasses.field(default_factory=list)
     aborted: list[int] = dataclasses.field(default_factory=list)
@@ -66,7 +66,7 @@ class _Turn:
 
 @dataclasses.dataclass
 class _Caller:
-    """Says who waits for the events of a request.
+    """The receiver of a request's events.
 
     Attributes:
       hurried: whether they are all wanted at once: a stop string may stand in them, or they are
@@ -88,7 +88,7 @@ class EngineThread:
 
     Args:
       engine: which nobody else steps.
-      burst_seconds: of decoding between two looks at what came in, at most. Tokens of shorter
+      burst_seconds: most seconds of decoding between two looks at new requests. Tokens of shorter
         bursts are delivered together, twice in that time at most: each delivery costs time.
     """
 
@@ -158,7 +158,7 @@ class EngineThread:
             try:
                 events = self._step(turn)
             except Exception as error:
-                LOG.exception("the engine failed; it begins anew without what was under way")
+                LOG.exception("the engine failed; it restarts and drops the requests in progress")
                 events = self._begin_anew(error)
             self._send(events)
 
@@ -188,7 +188,7 @@ class EngineThread:
             hurried = request.traced or bool(request.params.stop)
             self._callers[request.number] = _Caller(deliver, hurried)
         if self._broken:
-            error = EngineFailure("the engine could not be started anew")
+            error = EngineFailure("the engine could not be restarted")
             return [Failed(number, error) for number in self._callers]
         for number in turn.aborted:
             self._callers.pop(number, None)
@@ -237,7 +237,7 @@ class EngineThread:
         try:
             self._engine.restart()
         except Exception:  # whatever it is: the server lives on, and says that it is broken
-            LOG.exception("the engine cannot be started anew")
+            LOG.exception("the engine cannot be restarted")
             self._broken = True
         self._note()
         failure = EngineFailure(f"the engine failed ({type(error).__name__})")

@@ -33,10 +33,10 @@ OPEN_PATHS = ("/", "/health")
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """Holds what a request's line tells of its decoding.
+    """What a request's log line reports of its decoding.
 
     Attributes:
-      id: of the answer.
+      id: ID of the answer.
       answer: whose tokens are counted.
     """
 
@@ -52,7 +52,7 @@ class Outcomes:
     """Counts answers by status, logs them, and turns any exception into an answer.
 
     Args:
-      paths: of the routes; calls of others are counted together.
+      paths: the routes' paths; calls of others are counted together.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, paths: tuple[str, ...]):

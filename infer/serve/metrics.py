@@ -164,7 +164,7 @@ class Recent:
 
 
 class _Engine(Collector):
-    """Says where the engine stands, when somebody asks."""
+    """Reports the engine's state on demand."""
 
     def __init__(self, status: Callable[[], Status], recent: Recent):
         self._status, self._recent = status, recent

@@ -225,8 +225,8 @@ def _blocks(made: Manifest) -> str | None:
     if most is None or total is None or most == count:
         return None
     return (
-        f"at most {most} of a row's {count} blocks have tokens to train on, {total / made.rows:.1f} "
-        f"on average; training computes {most} per row twice"
+        f"at most {most} of a row's {count} blocks have tokens to train on, on average "
+        f"{total / made.rows:.1f}; training computes {most} per row twice"
     )
 
 

@@ -136,7 +136,7 @@ class ShardRows:
     """Gives the rows of a folder by number; opened when first read, in whatever process that is.
 
     Args:
-      folder: of the shards.
+      folder: folder of the shards.
       manifest: the folder's.
       pad_token_id: what padding holds.
 

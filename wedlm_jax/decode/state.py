@@ -222,7 +222,7 @@ class Entrants:
         num_forwards, num_token_instances, and how many drafts of the window were copied.
       tokens: int32 ``[A, P]``, of the window's slots.
       filled: bool ``[A, P]``.
-      logprobs: of the filled slots; None where no sequence asks for them.
+      logprobs: log-probabilities of the filled slots; None where no sequence asks for them.
     """
 
     index: Array
