@@ -84,7 +84,7 @@ def _kind(score: Score) -> str:
 
 
 def draw_speeds(speeds: Iterable[Speed], path: str | Path) -> None:
-    """Draws tokens per second by sequences that decode together, a line each, a panel a regime."""
+    """Draws tokens per second by batch size, one line per decoder, one panel per regime."""
     every = list(speeds)
     regimes = list(dict.fromkeys(speed.regime for speed in every))
     figure = new_figure(5.5 * len(regimes), 4.5)

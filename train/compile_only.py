@@ -1,6 +1,6 @@
 """`wedlm train --compile-only`: the true train step, compiled for TPUs that are not here.
 
-What comes out is the program that the pod would run: its memory a chip as the compiler counts
+What comes out is the program that the pod would run: its memory per chip as the compiler counts
 it, its collectives, and from these and the chip's figures the shortest time a step can take.
 """
 

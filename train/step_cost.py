@@ -61,7 +61,7 @@ def forward_flops(
     target.
 
     Each stream passes through every layer. A query of either stream sees half the row on average
-    (both its own block and the memory are triangles), hence L²/2 pairs a row and stream.
+    (both its own block and the memory are triangles), hence L²/2 pairs per row and stream.
 
     Args:
       model: its shape.

@@ -25,7 +25,7 @@ LONGEST_PATH = 200
 """The longest path, in characters, that a log line shows."""
 
 PROBED_PATHS = ("/health", "/metrics")
-"""Are asked every few seconds: only what goes wrong there is worth a line."""
+"""Polled every few seconds: only failures are worth a log line."""
 
 OPEN_PATHS = ("/", "/health")
 """Need no key: probes have none, and the page asks for it."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 input, by ending; folders are searched, several may be given:
-  .jsonl, .jsonl.gz,  a JSON object a line, with one of
+  .jsonl, .jsonl.gz,  one JSON object per line, with one of
   .jsonl.zst          (zstd: pip install 'wedlm-jax[data]')
                         "text": a document
                         "messages": [{"role": ..., "content": ...}, ...], a conversation
