@@ -54,7 +54,7 @@ class BenchmarkParser(CommandParser):
         ]
         super().__init__(
             prog=prog,
-            description="Measures on this machine, all that is compared in one process and by "
+            description="Measures on this machine; what is compared runs in one process and takes "
             "turns:\n\n" + "\n".join(lines) + "\n\n" + closing,
             epilog="\n".join(["examples:", *(f"  {line}" for line in examples)]),
         )

@@ -17,21 +17,21 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.records.questions import Question, read_questions
 
 COMPARISONS = {
-    "windows": "tokens a second of the held-out questions, by window and by sequences that\n"
-    "decode together, against AR; with --rival, against another library",
-    "drafts": "the same by where the drafts of mode verified come from",
-    "floor": "milliseconds of a forward against its linear layers and head alone at the\n"
-    "same number of real tokens, and what a prompt costs beside its forwards",
-    "gaps": "what the device waits for the host between bursts, and the speed of short bursts,\n"
-    "as streams have them, against long ones",
-    "pages": "with lengths mixed: real tokens among those computed, places in use in\n"
-    "allocated pages, sequences that fit where rectangles of the longest would",
-    "chunks": "a prompt of 16k tokens: its last chunk against its first, and the time\n"
-    "between the tokens of others meanwhile",
-    "identity": "completions of mode verified against AR's: how many are not the same, and\n"
-    "how close AR's two best tokens were where they first differ",
-    "soak": "prompts of random lengths for an hour: fails where a program is compiled on\n"
-    "the way, or memory grows after the first quarter",
+    "windows": "tokens/s on the held-out questions, by window size and batch size, against\n"
+    "AR; with --rival, against another library too",
+    "drafts": "tokens/s by the source of drafts in mode verified",
+    "floor": "the time of a forward against its matrix products alone on the same number of\n"
+    "tokens, and the time that a prompt adds",
+    "gaps": "how long the device waits for the host between bursts, and the speed of short\n"
+    "bursts, which streams use, against long ones",
+    "pages": "prompts of mixed lengths: the share of computed tokens that are real, the share\n"
+    "of allocated cache in use, and how many sequences fit in the same memory",
+    "chunks": "a prompt of 16k tokens: its last chunk against its first, and how long other\n"
+    "sequences wait for a token meanwhile",
+    "identity": "mode verified against AR: how many completions differ, and how close AR's\n"
+    "two best tokens were at the first difference",
+    "soak": "random prompts for an hour: fails if a program is compiled on the way, or\n"
+    "memory grows after the first quarter",
 }
 ON_QUESTIONS = ("windows", "drafts", "gaps", "pages", "identity")
 """Cannot be measured with random weights."""
