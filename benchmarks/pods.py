@@ -1,5 +1,5 @@
 """Recipes compiled for TPU pods: the compiler's peak of memory, and the shortest time that a step
-can take. The tables of docs/pods.md are made of this."""
+can take. The tables of docs/compile-report.md are made of this."""
 
 from __future__ import annotations
 

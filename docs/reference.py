@@ -185,7 +185,7 @@ def sampling_section() -> str:
     head = (
         "`SamplingParams(...)` in Python, a flag of `wedlm generate`, or a key of "
         "`sampling` in a record of a [batch job](batch.md). What they mean where masks are filled "
-        "out of order is in [How it works](how-it-works.md#sampling-options). None is refused "
+        "out of order is in [How it works](sampling.md). None is refused "
         "where nothing is said of it.\n\n"
     )
     return head + option_table(SamplingParams)

@@ -62,7 +62,13 @@ def _as_page(path: str) -> str:
     """A file as a page: Markdown as it stands, anything else as a block of code."""
     text = (ROOT / path).read_text(encoding="utf-8")
     if path.endswith(".md"):
-        return text
+        return _links_to_pages(text, path)
     fence = "`" * (1 + max([2, *(len(run) for run in re.findall("`+", text))]))
     language = LANGUAGES.get(Path(path).suffix, "text")
     return f"# {path}\n\n{fence}{language}\n{text}{fence}\n"
+
+
+def _links_to_pages(text: str, path: str) -> str:
+    """Leads links from a page outside of docs/ to those of docs/, as they lie on the site."""
+    up = "../" * path.count("/")
+    return text.replace(f"]({up}docs/", f"]({up}../")

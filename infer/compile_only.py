@@ -47,10 +47,10 @@ PRODUCTS, BANDWIDTH = 0.6, 0.8
 
 @dataclasses.dataclass(frozen=True)
 class DecodeSizes:
-    """Holds what decodes together.
+    """Sizes of what decodes together.
 
     Attributes:
-      sequences: of all replicas.
+      sequences: number of sequences in all replicas.
       model_len: tokens of a prompt and its completion, at most.
       window: W; 0 for a model that does not know masks.
       lookup: the most drafts that are copied from a text.
@@ -74,11 +74,11 @@ class DecodeSizes:
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """Holds what one forward of full windows needs on a chip.
+    """What one forward of full windows needs on a chip.
 
     Attributes:
       tokens: that pass the layers of a replica.
-      flops: of products.
+      flops: FLOP of products.
       least_bytes: read from HBM: the weights and all keys and values, once.
       sent_bytes: to other chips: the sums after attention and MLP of each layer.
       bound: no time is shorter.
@@ -95,15 +95,15 @@ class Forward:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledDecoder:
-    """Holds what the compiler and the chip's figures say of an engine.
+    """The compiler's report on an engine.
 
     Attributes:
       topology, devices, mesh, sizes: what it was compiled for.
-      settings: of the engine.
+      settings: settings of the engine.
       weight_bytes, page_bytes: on one device.
       peak_bytes, temporary_bytes: of HBM on one device, by the compiler.
       hbm_limit: what the chip has.
-      forward: of the largest number of sequences, all in their windows.
+      forward: forward of the largest number of sequences, all in their windows.
       compile_seconds: on this machine.
     """
 
@@ -234,7 +234,7 @@ def forward_of(
     and W masks, or as many drafts as may be copied, after texts of full length.
 
     Args:
-      sequences: of the replica.
+      sequences: number of sequences per replica.
       tensor: chips that share it.
       weights, bytes_per_token: of parameters, and of a token's keys and values, on a chip.
     """
@@ -266,9 +266,9 @@ def describe(decoder: CompiledDecoder) -> str:
         f"{decoder.compile_seconds:.0f} s",
         f"engine               {sizes.sequences:,} sequences of {sizes.model_len:,} tokens at "
         f"most; {drafts}; pages of {settings.page_size}; {settings.attention} attention",
-        f"weights a chip       {decoder.weight_bytes / GIB:.2f} GiB (bfloat16)",
-        f"pages a chip         {decoder.page_bytes / GIB:.2f} GiB",
-        f"peak of HBM a chip   {decoder.peak_bytes / GIB:.2f} of {limit / GIB:.0f} GiB, "
+        f"weights per chip     {decoder.weight_bytes / GIB:.2f} GiB (bfloat16)",
+        f"pages per chip       {decoder.page_bytes / GIB:.2f} GiB",
+        f"peak HBM per chip    {decoder.peak_bytes / GIB:.2f} of {limit / GIB:.0f} GiB, "
         f"{1 - decoder.peak_bytes / limit:.0%} to spare; {decoder.temporary_bytes / GIB:.2f} GiB "
         "of it temporary",
         f"one forward          {forward.tokens:,} tokens of a replica after full texts; on each "
@@ -281,7 +281,7 @@ def describe(decoder: CompiledDecoder) -> str:
         f"{1e3 * bound.network:.2f} ms",
         f"expected             {1e3 * forward.expected:.2f} ms, if products reach "
         f"{PRODUCTS:.0%} and memory {BANDWIDTH:.0%} of their peaks and sending waits",
-        f"tokens a second      {sizes.sequences / forward.expected:,.0f} for each token that a "
+        f"tokens per second    {sizes.sequences / forward.expected:,.0f} for each token that a "
         "sequence commits in a forward",
     ]
     return "\n".join(lines)

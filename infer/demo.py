@@ -157,7 +157,7 @@ def _show(
 
 
 def _result(question: Question, last: View, text: str) -> str:
-    """Says what a prompt took, and whether its answer is right."""
+    """Returns the forwards that a prompt took, and whether its answer is right."""
     tokens, forwards = len(last.token_ids), last.num_forwards
     took = f"{counted(tokens, 'token')} in {counted(forwards, 'forward')} (AR: {tokens})"
     verdicts = {True: "; right answer", False: f"; wrong: expected {question.expected!r}", None: ""}
@@ -236,6 +236,10 @@ def _measure(console: Console, decoders: list[Decoder], regimes: list[list[Quest
     from infer.score import legend, score_table
 
     console.rule("[bold]measured")
+    console.print(
+        f"{sum(map(len, regimes))} questions, {len(decoders)} decoders, {PASSES + 1} rounds, of "
+        "which the first compiles and is not timed:"
+    )
     scores = evaluate_all(decoders, regimes, passes=PASSES, console=console)
     console.print(score_table(scores))
     engines = {id(decoder.llm): decoder.llm.engine for decoder in decoders}
@@ -243,7 +247,7 @@ def _measure(console: Console, decoders: list[Decoder], regimes: list[list[Quest
     console.print()
     console.print(legend(scores))
     console.print(
-        f"\n{len(regimes[0])} held-out questions of each kind, one at a time, by turns; times are "
-        f"with the prompt and without compiling ({compiling:.0f} s in all). Mode paper commits "
-        "what masks were filled with; verified commits only what AR would choose."
+        f"\n{len(regimes[0])} held-out questions of each kind, one at a time; the decoders take "
+        f"turns. Times include the prompt, not compiling ({compiling:.0f} s in all). Mode paper "
+        "commits masks as filled; mode verified commits only what AR would choose."
     )

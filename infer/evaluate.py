@@ -347,7 +347,7 @@ def as_answer(decoder: str, question: Question, completion: Completion) -> dict[
 
 
 def _tell_slower(scores: Sequence[Score]) -> None:
-    """Says where the default mode took longer than AR, and what to do about it."""
+    """Warns where the default mode took longer than AR, with what to do about it."""
     of_ar = {score.regime: score.seconds for score in scores if score.decoder == "AR"}
     slower = [
         f"{of_ar[score.regime] / score.seconds:.2f}x in {score.regime.replace('_', ' ')}"

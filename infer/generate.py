@@ -293,7 +293,7 @@ def load(options: dict[str, Any]) -> LLM:
 
 
 def _tell_advice(llm: LLM, options: dict[str, Any]) -> None:
-    """Says that decoding is greedy, where the makers advise otherwise and nobody chose it."""
+    """Notes that decoding is greedy, where the makers advise otherwise and nobody chose it."""
     found = llm.generation_config
     if found.samples and "generation_config" not in options and "temperature" not in options:
         advised = ", ".join(f"{name} {value}" for name, value in found.advised.items())

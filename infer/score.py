@@ -12,7 +12,7 @@ from rich.table import Table
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Holds how one decoder did on the prompts of one regime.
+    """Results of one decoder on the prompts of one regime.
 
     Attributes:
       decoder, regime: names.

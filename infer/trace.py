@@ -53,8 +53,8 @@ class SequenceTrace:
 
     Args:
       codec: the tokenizer; None where there is none.
-      params: of the sequence.
-      prompt_tokens: of its prompt.
+      params: the sequence's sampling parameters.
+      prompt_tokens: length of its prompt.
       window_size: W; None where the engine chooses.
       known: what else a file is to say of it: the model's name, the prompt's text.
     """

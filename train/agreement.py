@@ -3,7 +3,7 @@ versions of what computes it, and the states that it goes on from.
 
 Hosts that differ would train on without a word, each with its own learning rate; or stand still,
 because what they compute together is not one program. So each makes one digest of all that, and
-where the digests differ all hosts are told what differs, and end. No device is asked for it: with
+where the digests differ all hosts learn what differs, and end. No device is asked for it: with
 other versions it might not answer.
 """
 
@@ -109,7 +109,7 @@ def described(config: TrainConfig) -> dict[str, str]:
 
 
 def differences(first: Mapping[str, str], others: Sequence[Mapping[str, str]]) -> str:
-    """Says what differs between hosts, and how.
+    """Describes what differs between hosts.
 
     Args:
       first: what host 0 runs, by name.

@@ -73,7 +73,7 @@ class Checkpoints:
         return self._folders.steps()
 
     def kept(self, every: int) -> str:
-        """Says which states stay, of a run that writes one after so many steps."""
+        """Returns which states stay of a run that writes one at these intervals."""
         said = f"a state every {every:,} steps, of which the newest {self._keep} stay"
         if not self._keep_every:
             return said
@@ -98,7 +98,7 @@ class Checkpoints:
             self._start(state)
 
     def failed(self) -> bool:
-        """Tells whether the state under way could not be written by a process, so that another
+        """Returns whether the state under way could not be written by a process, so that another
         should be. All processes ask after the same step.
 
         Raises:
@@ -139,8 +139,8 @@ class Checkpoints:
 
     def restore(self, like: TrainState, say: Callable[[str], None] = print) -> TrainState | None:
         """Returns the newest state that is whole, shaped and placed like ``like`` but for what is
-        frozen, which it is without; None where there were never any. Damaged ones are told through
-        ``say`` and set aside.
+        frozen, which it is without; None where there were never any. Damaged ones are reported
+        through ``say`` and set aside.
 
         Args:
           like: arrays, or only their shapes and shardings.
@@ -169,7 +169,7 @@ class Checkpoints:
         if steps or self._folders.any_set_aside():
             raise InputError(
                 f"{self._folder}: every state is damaged; nothing can be resumed, and a run that "
-                "shall begin anew needs another output"
+                "is to start over needs another output"
             )
         return None
 

@@ -16,7 +16,7 @@ from wedlm_jax.host.storage import as_path
 
 
 class _RecipeParser(CommandParser):
-    """Says how a field of the recipe is given, where it comes as an option."""
+    """How a field of the recipe is given, where it comes as an option."""
 
     def error(self, message: str) -> NoReturn:
         option = message.partition("unrecognized arguments: --")[2].partition(" ")[0]

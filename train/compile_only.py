@@ -1,6 +1,6 @@
 """`wedlm train --compile-only`: the true train step, compiled for TPUs that are not here.
 
-What comes out is the program that the pod would run: its memory a chip as the compiler counts
+What comes out is the program that the pod would run: its memory per chip as the compiler counts
 it, its collectives, and from these and the chip's figures the shortest time a step can take.
 """
 
@@ -45,23 +45,23 @@ from wedlm_jax.sharding import make_mesh
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStep:
-    """Holds what the compiler and the chip's figures say of one step.
+    """The compiler's report on one step.
 
     Attributes:
       topology, devices, mesh: what it was compiled for.
-      parameters: of the model.
-      tokens: of a step, L a row.
+      parameters: parameters of the model.
+      tokens: tokens per step, L per row.
       computed_tokens: that go through the layers, those of both streams.
       state_bytes: parameters and moments on one device.
       peak_bytes: the compiler's peak of HBM on one device.
       hbm_limit: what the chip has.
-      model_flops: of the whole step, nothing computed anew (`train.step_cost.model_flops`).
-      device_flops: of one device, with what is computed anew in the backward pass.
+      model_flops: FLOP of the whole step, without recomputation (`train.step_cost.model_flops`).
+      device_flops: FLOP of one device, recomputation in the backward pass included.
       remat: the policy, chosen or given.
       rows, accumulation: of the step, likewise: rows of a micro-batch, and micro-batches.
       attention_share: by samples in a row, visited pairs of a query and a key over those seen.
       options: XLA's flags.
-      cost: of one device: HBM traffic, collectives, and what leaves it.
+      cost: cost of one device: HBM traffic, collectives, and what leaves it.
       roofline: lower bounds of the step's time.
       mfu_bound: model_flops over what the chips could do in the step's shortest time.
       expected: seconds of a step, under `EXPECTED_ASSUMPTIONS`.
@@ -232,26 +232,26 @@ def describe(step: CompiledStep) -> str:
         f"{step.topology}: {step.devices:,} chips as {axes or 'one'}; "
         f"compiled in {step.compile_seconds:.0f} s",
         f"parameters           {step.parameters / 1e9:.2f} B",
-        f"tokens a step        {step.tokens:,}; {step.computed_tokens:,} of both streams",
+        f"tokens per step      {step.tokens:,}; {step.computed_tokens:,} of both streams",
         f"micro-batches        {step.accumulation}, of {step.rows:,} rows each",
-        f"state a chip         {step.state_bytes / gib:.2f} GiB (parameters, moments)",
-        f"peak of HBM a chip   {step.peak_bytes / gib:.2f} of {step.hbm_limit / gib:.0f} GiB, "
+        f"state per chip       {step.state_bytes / gib:.2f} GiB (parameters, moments)",
+        f"peak HBM per chip    {step.peak_bytes / gib:.2f} of {step.hbm_limit / gib:.0f} GiB, "
         f"{step.headroom:.0%} to spare",
-        f"products a step      {step.model_flops:.3g} FLOP (forward and backward, none twice)",
-        f"computed anew        as loss.remat: {step.remat} says",
-        f"products a chip      {step.device_flops.total:.3g} FLOP, what is computed anew included; "
+        f"products per step    {step.model_flops:.3g} FLOP (forward and backward, none twice)",
+        f"recomputed           as loss.remat: {step.remat} says",
+        f"products per chip    {step.device_flops.total:.3g} FLOP, recomputation included; "
         f"attention {step.device_flops.attention / step.device_flops.total:.0%}",
         "attention computes   "
         + ", ".join(
             f"{share:.2f} times the pairs that are seen with {samples} in a row"
             for samples, share in step.attention_share.items()
         ),
-        f"HBM traffic a chip   {cost.hbm_bytes / gib:.0f} GiB",
+        f"HBM traffic per chip {cost.hbm_bytes / gib:.0f} GiB",
         f"sent by a chip       {cost.sent_bytes / gib:.2f} GiB to its slice, "
         f"{cost.slice_bytes / gib:.2f} GiB to others",
     ]
     lines += [
-        f"  {kind:<19}{cost.collective_count[kind]:,} times, {size / gib:.2f} GiB a chip"
+        f"  {kind:<19}{cost.collective_count[kind]:,} times, {size / gib:.2f} GiB per chip"
         for kind, size in sorted(cost.collective_bytes.items())
     ]
     lines += [

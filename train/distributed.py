@@ -34,7 +34,7 @@ EXAMPLE = "--coordinator HOST:PORT --num-processes N --process-id I"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "several hosts", "one process a host, each started with the same command"
+        "several hosts", "one process per host, each started with the same command"
     )
     group.add_argument(
         "--distributed",
@@ -91,7 +91,7 @@ class AgreedStop(StopRequest):
     """Stops all processes of a run after the same step, when SIGTERM or Ctrl-C has come to one of
     them.
 
-    They agree through the coordinator that `jax.distributed` started. What becomes of a signal is
+    They agree through the coordinator that `jax.distributed` started. How a signal is handled is
     said at once. A process alone ends within `AT_ONCE_S` of a second Ctrl-C, whatever it computes.
     """
 
@@ -154,7 +154,7 @@ class EndTogether:
 
     The others may be computing together, and would wait on their devices for one that does not
     come. So a thread of each asks the coordinator now and then whether another has failed; then it
-    says why, and ends this process with the same status. What all of them are told together ends
+    says why, and ends this process with the same status. An error that all of them see ends
     each of them by itself, within `GRACE_S`.
 
     Args:

@@ -56,7 +56,7 @@ from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh
 
 
 class RunStopped(Exception):
-    """Says that the run ended on request, with its state saved.
+    """Raised when the run ended on request, with its state saved.
 
     Attributes:
       step: completed steps.
@@ -164,8 +164,8 @@ class TrainingRun:
     """Makes one attempt at a run: from its newest checkpoint to its last step.
 
     Args:
-      program: of the recipe; its mesh is already set.
-      tokenizer: of the rows.
+      program: program of the recipe; its mesh is already set.
+      tokenizer: tokenizer that made the rows.
       output: the run's folder.
       files: where its logs are written.
       time: the clock of this attempt.
@@ -271,7 +271,7 @@ class TrainingRun:
                         if saves:
                             pending.keep(step)
                     except TooManySkipped:
-                        # From there a restart goes on behind them, and does not count them.
+                        # From there a restart continues after them, and does not count them.
                         self._save(checkpoints, forgiven(state), log, whole=True)
                         raise
                     if saves:
@@ -324,7 +324,7 @@ class TrainingRun:
             checkpoints.save(state, whole=whole)
 
     def _compile(self, done: int) -> dict[tuple[int, ...], Any]:
-        """Compiles the step for every shape of a batch that comes behind step ``done``, before a
+        """Compiles the step for every shape of a batch that comes after step ``done``, before a
         weight is read, and says what it takes of the memory."""
         compiled = dict[tuple[int, ...], Any]()
         for phase in self._phases:
@@ -347,7 +347,7 @@ class TrainingRun:
         if not is_first():
             return None
         config = self._config
-        cut_back(self._output / SKIPPED, done)  # what is done again is told again
+        cut_back(self._output / SKIPPED, done)  # what is done again is reported again
         boards = open_boards(config, self._output, done)
         return MetricsLog(self._output, config.steps, done, config.objective, boards)
 
@@ -364,8 +364,8 @@ class TrainingRun:
             log.write(step, record | speed)
 
     def _is_due(self, step: int) -> bool:
-        """Tells whether the run evaluates after so many steps: before the first, at each multiple
-        and after the last."""
+        """Returns whether the run evaluates after this many steps: before the first, at each
+        multiple and after the last."""
         every = self._config.evaluation.every
         return bool(every) and (step % every == 0 or step == self._config.steps)
 
@@ -412,7 +412,7 @@ class TrainingRun:
                     log.close()
 
     def _is_evaluated(self, step: int) -> bool:
-        """Tells whether process 0 has an evaluation of a step in the log."""
+        """Returns whether process 0 has an evaluation of a step in the log."""
         found = is_first() and step in evaluated_steps(self._output)
         return bool(text_of_first("yes" if found else ""))
 

@@ -93,7 +93,7 @@ def make_optimizer(
         0.95, Nesterov), AdamW for embeddings, head, norms and biases.
       b1: AdamW's first moment decay.
       b2: AdamW's second moment decay.
-      eps: of AdamW and of Muon.
+      eps: epsilon of AdamW and of Muon.
       weight_decay: on matrices only; with "muon", on those that Muon updates.
       clip_norm: the global gradient norm is clipped to this.
       first_moment_dtype: that moments are kept in; they are computed in float32.
@@ -139,7 +139,7 @@ def scale_by_step(schedule: optax.Schedule) -> optax.GradientTransformationExtra
 
 
 class ParameterAverage(NamedTuple):
-    """Holds the state of `average_parameters`.
+    """State of `average_parameters`.
 
     Attributes:
       updates: int32 scalar, how many there were.

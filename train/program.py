@@ -87,7 +87,7 @@ def abstract_state(
 
 
 def abstract_rows(config: TrainConfig, mesh: Mesh, sources: int = 1) -> PackedRows:
-    """Returns shapes, dtypes and places of a global batch ``[A, R, L]`` of a run with so many
+    """Returns shapes, dtypes and places of a global batch ``[A, R, L]`` of a run with this many
     sources."""
     place = batch_sharding(mesh)
 
@@ -106,14 +106,14 @@ def abstract_rows(config: TrainConfig, mesh: Mesh, sources: int = 1) -> PackedRo
 
 @dataclasses.dataclass(frozen=True)
 class TrainProgram:
-    """Holds what a recipe runs on a mesh.
+    """What a recipe runs on a mesh.
 
     Attributes:
       config: the recipe.
       model: the architecture that it trains.
       lora: the adapters that it trains beside frozen parameters; None where it trains all.
       mesh: where.
-      graph: of the model.
+      graph: graph definition of the model.
       optimizer: under its schedule.
       objective: what is learned.
       step: jitted; see `train.step.make_train_step`.
@@ -186,7 +186,7 @@ def make_program(
       config: the recipe.
       model: the architecture; see `train.start.recipe_model`.
       mesh: from `wedlm_jax.sharding.make_mesh`, of devices that are here or absent.
-      sources: of the whole run, where the recipe is that of a phase; by default the recipe's.
+      sources: those of the whole run, where the recipe is a phase's; by default the recipe's.
 
     Raises:
       InputError: sizes that the mesh does not divide, an attention kernel that is not for these

@@ -1,4 +1,4 @@
-"""`loss.remat: auto`: the policy that computes least anew and fits, and micro-batches small enough
+"""`loss.remat: auto`: the policy that recomputes least and fits, and micro-batches small enough
 for it, found by compiling.
 
 How much a step holds is the compiler's to say. Each policy holds less than the one before it, so
@@ -39,7 +39,7 @@ REMEMBERED = "remat.json"
 
 LEAST_TOKENS = 4096
 """Of a device in a micro-batch, both streams together: with fewer, gathers of weights would take
-longer than the products that they are for, by the bounds of docs/pods.md for v6e."""
+longer than the products that they are for, by the bounds of docs/compile-report.md for v6e."""
 
 PeakOf = Callable[[TrainConfig], int | None]
 """The compiler's peak in bytes on one device of a recipe's `largest_phase`; None if it does not
@@ -52,7 +52,7 @@ def first_that_fits(peaks: Sequence[Callable[[], int | None]], capacity: int, st
 
     Args:
       peaks: each compiles a program.
-      capacity: of one device.
+      capacity: capacity of one device.
       start: the index to begin with; then what is left is halved.
 
     Raises:

@@ -1,10 +1,10 @@
 """What a run goes on from: its own states, under a recipe that may have changed since, or a state
 of another run, `branch_from`.
 
-A change of the recipe is told. It is harmless where the steps that the run has done would have come
-out as they did, but for rounding: how often it saves, on how many devices it runs, what it does
-from a later step on. All else is refused without ``--allow-changed``: the states would be of one
-recipe and the steps behind them of another.
+A change of the recipe is reported. It is harmless where the steps that the run has done would have
+come out as they did, but for rounding: how often it saves, on how many devices it runs, what it
+does from a later step on. All else is refused without ``--allow-changed``: the states would be of
+one recipe and the steps after them of another.
 
 Step s of a run reads what `RowOrder` decides. The states of a run do not say on what rows they
 were trained, so the run says it beside them, in `order.json`.
@@ -60,7 +60,7 @@ class Origin:
 
     Attributes:
       run: that run's folder.
-      step: of the state.
+      step: step of the state.
     """
 
     run: Path
@@ -204,10 +204,10 @@ REMARKS = {
 
 @dataclasses.dataclass(frozen=True)
 class RowOrder:
-    """Holds all that decides which rows a step reads.
+    """All that decides which rows a step reads.
 
     Attributes:
-      seed: of the order, and of the masks.
+      seed: seed of the order, and of the masks.
       batch_rows: rows x accumulation.
       row_length, block_size: of the rows.
       sources: content and weight of each set of rows, in the recipe's order. Where it lies does
@@ -298,7 +298,7 @@ def begin_or_resume(
     logs: Path | None = None,
     origin: Origin | None = None,
 ) -> None:
-    """Tells what has changed since a run's states were written, and writes down the recipe.
+    """Reports what has changed since a run's states were written, and writes down the recipe.
 
     Every process of the run calls this; process 0 reads, decides and writes.
 
@@ -346,7 +346,7 @@ def _begin_or_resume(
             begun = f"branch_from: {origin} began" if origin else f"{output}: this run began"
             raise InputError(
                 f"{begun} with another recipe: {'; '.join(refused)}; {ALLOW} goes on with this one "
-                f"from step {done}" + ("" if origin else ", and another output begins anew")
+                f"from step {done}" + ("" if origin else ", and another output starts over")
             )
         if before is None:
             say(f"{run / ORDER} is not there: whether the data is as before is not known")
@@ -410,7 +410,7 @@ def _changed_fields(config: TrainConfig, run: Path, done: int, *, known: bool) -
 
 
 def _same_rates(config: TrainConfig, saved: Any, done: int) -> bool:
-    """Tells whether the first ``done`` steps have the learning rates of the saved recipe."""
+    """Returns whether the first ``done`` steps have the learning rates of the saved recipe."""
     recipe = OmegaConf.structured(config)
     try:
         for name, _, _ in describe():

@@ -75,7 +75,7 @@ def open_output(name: str) -> Path:
 
 
 def _comes(there: Callable[[], bool]) -> bool:
-    """Tells whether something is so within `SEEN_WITHIN_S`."""
+    """Returns whether something is so within `SEEN_WITHIN_S`."""
     deadline = time.monotonic() + SEEN_WITHIN_S
     while True:
         with contextlib.suppress(OSError):
@@ -157,7 +157,7 @@ class RunFiles:
                 self.abandon()
 
     def abandon(self) -> None:
-        """Removes the copies of this machine; what was not published is written anew by the next
+        """Removes the copies of this machine; what was not published is rewritten by the next
         attempt at the run."""
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)

@@ -42,7 +42,7 @@ NORM_DECAY = 0.98
 
 @dataclasses.dataclass(frozen=True)
 class Guard:
-    """Says when a step is skipped.
+    """When a step is skipped.
 
     Attributes:
       spike_factor: skip where the gradient norm exceeds this many times its running mean; 0
@@ -57,7 +57,7 @@ class Guard:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GuardState:
-    """Holds what the guard remembers.
+    """The guard's memory.
 
     Attributes:
       mean_norm: float32 scalar, running mean of the gradient norms of the steps taken.
@@ -118,7 +118,7 @@ Metrics = dict[str, Any]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Holds all that a step reads and writes.
+    """All that a step reads and writes.
 
     Attributes:
       step: int32 scalar, completed steps.
@@ -143,7 +143,7 @@ def forgiven(state: TrainState) -> TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """Says what is learned.
+    """What is learned.
 
     Attributes:
       kind: "wedlm" (MLM + AR over dual streams) or "ar" (next token only).
@@ -183,7 +183,7 @@ def make_train_step(
     runs on that mesh, laid out by the rules of `wedlm_jax.sharding`.
 
     Args:
-      graph: of the model.
+      graph: graph definition of the model.
       optimizer: as from `make_optimizer`.
       objective: what is learned.
       schedule: the optimizer's, to report the learning rate.

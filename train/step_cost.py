@@ -42,8 +42,8 @@ class StepFlops:
     """Counts the products of a step by what computes them.
 
     Attributes:
-      products: of matrices with parameters.
-      attention: of queries, keys and values.
+      products: products of matrices with parameters.
+      attention: attention of queries, keys and values.
     """
 
     products: float
@@ -61,7 +61,7 @@ def forward_flops(
     target.
 
     Each stream passes through every layer. A query of either stream sees half the row on average
-    (both its own block and the memory are triangles), hence L²/2 pairs a row and stream.
+    (both its own block and the memory are triangles), hence L²/2 pairs per row and stream.
 
     Args:
       model: its shape.
@@ -78,7 +78,7 @@ def forward_flops(
 
 
 def model_flops(config: TrainConfig, model: ModelConfig) -> float:
-    """Counts the products of a step, forward and backward, nothing computed anew: what MFU is
+    """Counts the products of a step, forward and backward, without recomputation: what MFU is
     relative to."""
     rows = config.rows * config.accumulation
     forward = forward_flops(model, rows, config.row_length, config.prediction_length)
@@ -92,10 +92,10 @@ def model_flops(config: TrainConfig, model: ModelConfig) -> float:
 
 def program_flops(config: TrainConfig, model: ModelConfig, rows: int, kind: str = "") -> StepFlops:
     """Counts the products that the step's program does for ``rows`` packed rows: what the backward
-    pass computes anew counts, and tiles of attention count whole.
+    pass recomputes counts, and tiles of attention count whole.
 
     Args:
-      kind: of the device, which decides the size of tiles.
+      kind: kind of device, which decides the size of tiles.
     """
     tokens = rows * config.row_tokens
     kept = KEPT.get(config.loss.remat)
@@ -114,10 +114,10 @@ def visited_pairs(config: TrainConfig, kind: str = "", samples: int = 1) -> int:
     """Counts pairs of a query and a key in the tiles that are visited, of one row.
 
     Args:
-      kind: of the device.
-      samples: of equal length in the row. Tiles whose queries and keys are of other samples are
-        left out by the splash kernel, and where the prediction stream is shorter than the row.
-    """
+      kind: kind of device.
+      samples: number of equally long samples in the row. Tiles whose queries and keys are of other
+        samples are left out by the splash kernel, and where the prediction stream is shorter than
+    the row."""
     length, prediction = config.row_length, config.prediction_length
     splash = config.loss.attention == "splash"
     tile = tile_side(length, config.loss.tile, kind) if splash else min(DEFAULT_TILE, length)
@@ -133,7 +133,7 @@ def visited_pairs(config: TrainConfig, kind: str = "", samples: int = 1) -> int:
         first, last = (x * samples // length for x in _ends(tile, index, before + within))
         query, key = tiles.T
         seen = (first[query] <= last[key]) & (first[key] <= last[query])
-        # No query sees a tile of the memory that begins behind what it may see.
+        # No query sees a tile of the memory that begins after what it may see.
         reach = _ends(tile, index + 1, before)[1]
         tiles = tiles[seen & ((key * tile < reach[query]) | (key * tile >= grid.memory))]
     return len(tiles) * tile**2
@@ -184,7 +184,7 @@ def _adapter_parameters(config: TrainConfig, model: ModelConfig) -> int:
 
 
 def _parameters_anew(model: ModelConfig, kept: tuple[str, ...]) -> int:
-    """Counts parameters whose products the backward pass computes anew. No gradient needs a layer's
+    """Counts parameters whose products the backward pass recomputes. No gradient needs a layer's
     last product, the MLP's, so it never is."""
     d, mlp = model.hidden_size, model.hidden_size * model.intermediate_size
     queries = model.num_attention_heads * model.head_dim
@@ -211,7 +211,7 @@ def peak_flops(device: jax.Device) -> float | None:
 
 
 def describe_budget(state: TrainState, compiled: jax.stages.Compiled) -> str:
-    """Says in a line what parameters, optimizer and the compiler's peak take of one device."""
+    """Returns a line: what parameters, optimizer and the compiler's peak take of one device."""
     device = jax.local_devices()[0]
     parameters, optimizer = local_bytes(state.parameters), local_bytes(state.optimizer)
     parts = [f"parameters {_gib(parameters)}", f"optimizer {_gib(optimizer)}"]

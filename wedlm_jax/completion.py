@@ -1,4 +1,4 @@
-"""What became of a prompt: from the engine without its text, from `wedlm_jax.llm.LLM` with it."""
+"""The result of a prompt: from the engine without its text, from `wedlm_jax.llm.LLM` with it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def total_drafts(completions: Iterable[Completion]) -> Drafts:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """Holds what became of one prompt.
+    """The result of one prompt.
 
     Attributes:
       text: the completion without stop token and stop string; None without a tokenizer, and from
@@ -66,7 +66,7 @@ class Completion:
         the first computes the prompt's last token; forwards of nothing but prompt before it are
         not counted.
       num_token_instances: active window slots over those forwards; AR has one a forward.
-      logprobs: of each of ``token_ids``; None where ``SamplingParams.logprobs`` is.
+      logprobs: log-probabilities of ``token_ids``; None where ``SamplingParams.logprobs`` is.
       further: with ``SamplingParams.n`` above 1, the prompt's other samples. This is the first.
       num_cached_tokens: tokens of the prompt whose keys and values were in the cache before.
       forwards_at, instances_at: ``num_forwards`` and ``num_token_instances`` when each of
@@ -89,7 +89,7 @@ class Completion:
     if not TYPE_CHECKING:  # for which an unknown attribute is to stay unknown
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Says of an unknown attribute what was probably meant."""
+            """Suggests what was probably meant by an unknown attribute."""
             if name.startswith("_"):
                 raise AttributeError(f"a Completion has no {name!r}")
             known = [one for one in dir(self) if not one.startswith("_")]

@@ -1,7 +1,7 @@
 """Builds the dual-stream training batch on the device, from packed clean examples.
 
 Pure functions on static shapes, which run inside the jitted training step: the host sends clean
-tokens only, and every step masks them anew. Source: WeDLM section 4.
+tokens only, and every step masks them again. Source: WeDLM section 4.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PackedRows:
       source: bool ``[R, S]``, which of S sources of data an example is of; None where losses are
         not told apart by source.
       prediction_blocks: int32 ``[R, P]``, the blocks that are in the prediction stream, ascending,
-        all with a trainable token among them; L / B behind the last. None: all blocks are.
+        all with a trainable token among them; L / B after the last. None: all blocks are.
     """
 
     tokens: Array
@@ -48,7 +48,7 @@ class DualStreamBatch:
 
     Attributes:
       token_ids, positions: int32 ``[R, L + N]``, memory stream then prediction stream.
-      mask: of attention.
+      mask: attention mask.
       targets: int32 ``[R, N]``, the clean tokens in the prediction stream's physical order.
       masked: bool ``[R, N]``, which prediction tokens are masked, in physical order.
       mask_ratio: float32 ``[R, N]``, γ of each prediction token's block.

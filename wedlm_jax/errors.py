@@ -71,7 +71,7 @@ EDQUOT, EIO, ESTALE, ETIMEDOUT, ...) is of its own state, which passes."""
 
 
 def is_passing(error: OSError) -> bool:
-    """Tells whether the same call may succeed later: a full disk, as against a wrong name."""
+    """Returns whether the same call may succeed later: a full disk, as against a wrong name."""
     return error.errno is not None and error.errno not in CALLER_ERRORS
 
 
@@ -79,9 +79,9 @@ def file_error(path: object, what: str, error: OSError) -> InputError | StorageF
     """Returns the error to raise for a file system's refusal.
 
     Args:
-      path: of the file or folder.
+      path: path of the file or folder.
       what: was refused: "cannot be written".
-      error: of the file system.
+      error: the file system's error.
 
     Returns:
       `StorageFailure` where the refusal may pass, else `InputError`.
@@ -253,7 +253,7 @@ def nearest(name: str, known: Iterable[str], alike: float = ALIKE) -> str | None
 
     Args:
       name: a name, a flag (``--max-new-tokens``), or a field with its section (``optimizer.lr``).
-      known: of the same kind.
+      known: known names of the same kind.
       alike: how much they must have in common, as `ALIKE`.
     """
     section, _, own = _plain(name).rpartition(".")
@@ -305,7 +305,7 @@ def require_extra(what: str, extra: str, *packages: str) -> None:
 
     Args:
       what: needs them; begins the sentence.
-      extra: of this package, which brings them.
+      extra: extra of this package that installs them.
       packages: the names under which they are imported.
 
     Raises:

@@ -33,7 +33,7 @@ WEIGHTINGS = ("inverse_ratio", "uniform")
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-    """Says which loss, and how it is computed.
+    """Which loss, and how it is computed.
 
     Attributes:
       weighting: "inverse_ratio" weighs a masked token by 1 / (γ + ε), "uniform" by 1.
@@ -150,7 +150,7 @@ def wedlm_loss(
     Args:
       model: the transformer.
       batch: R dual-stream examples.
-      denominators: of the global batch, from `wedlm_denominators`.
+      denominators: denominators of the global batch, from `wedlm_denominators`.
       config: see `LossConfig`.
 
     Returns:

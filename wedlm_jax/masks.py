@@ -24,7 +24,7 @@ PAD_SEGMENT = 0
 class CausalMask:
     """A token sees itself and the tokens before it, within its own segment.
 
-    Without segment ids (one text a row), for four tokens::
+    Without segment ids (one text per row), for four tokens::
 
         1 . . .
         1 1 . .
@@ -129,7 +129,7 @@ def copied_blocks(x: Array, blocks: Array, block_size: int) -> Array:
 
     Args:
       x: any values.
-      blocks: int32 ``[R, P]``; behind the last block, that is the last block.
+      blocks: int32 ``[R, P]``; after the last block, that is the last block.
       block_size: divides L.
     """
     rows = x.shape[0]

@@ -70,8 +70,8 @@ def template_variables(tools: Any = None, kwargs: Any = None) -> dict[str, Any]:
     """Returns the variables that a chat template is given besides the messages.
 
     Args:
-      tools: of a request or record: a list of objects; in a record also its JSON, since a column
-        of a table has one type.
+      tools: tools of a request or record: a list of objects; in a record also its JSON, since a
+        column of a table has one type.
       kwargs: ``chat_template_kwargs``, such as ``{"enable_thinking": False}``; or its JSON.
 
     Raises:

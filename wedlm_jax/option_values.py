@@ -89,7 +89,7 @@ def options_of(kind: type) -> dict[str, Option]:
 
 
 def is_token_id(value: object) -> bool:
-    """Tells whether a value can be the id of a token."""
+    """Returns whether a value can be the id of a token."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 

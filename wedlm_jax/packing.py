@@ -85,7 +85,7 @@ def row_arrays(
         size = len(sample.tokens)
         here = slice(start, start + size)
         row["tokens"][here] = sample.tokens
-        # Positions begin anew: a sample is trained as if it were alone.
+        # Positions start from 0: a sample is trained as if it were alone.
         row["positions"][here] = np.arange(size)
         row["segment_ids"][here] = segment
         row["trainable"][here] = sample.trainable
@@ -94,7 +94,7 @@ def row_arrays(
 
 
 def trainable_blocks(trainable: np.ndarray, block_size: int) -> np.ndarray:
-    """Tells which blocks have a token to mask: bool ``[..., L / B]`` of flags ``[..., L]``."""
+    """Returns which blocks have a token to mask: bool ``[..., L / B]`` of flags ``[..., L]``."""
     blocks = trainable.reshape(*trainable.shape[:-1], -1, block_size)
     return np.asarray(blocks.any(-1))
 

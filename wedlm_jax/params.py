@@ -31,9 +31,9 @@ DRAFTS = ("auto", "lookup", "masks", "none")
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """Says how one prompt is decoded.
+    """How one prompt is decoded.
 
-    The meaning of a field is stated beside it; docs/how-it-works.md says what it means when
+    The meaning of a field is stated beside it; docs/sampling.md says what it means when
     several masks are filled at a time.
 
     Raises:

@@ -179,7 +179,7 @@ _INPUT = {"kernel": 0, "lm_head": 0, "weight": 1, "head_weight": 1}
 
 
 def _are_stacked(parts: Sequence[str]) -> bool:
-    """Tells whether a path names a parameter of all layers, not that of a numbered one."""
+    """Returns whether a path names a parameter of all layers, not that of a numbered one."""
     return "layers" in parts and not parts[parts.index("layers") + 1].isdigit()
 
 
@@ -287,9 +287,9 @@ def check_fits(mesh: Mesh, config: ModelConfig, *, rows: int = 0, row_tokens: in
 
     Args:
       mesh: from `make_mesh`.
-      config: of the model.
+      config: config of the model.
       rows: packed examples in a micro-batch, over all devices; 0 if there are none.
-      row_tokens: of one of them, in all of its streams.
+      row_tokens: tokens of one row, all streams included.
 
     Raises:
       InputError: naming the size and the mesh axes.

@@ -59,8 +59,8 @@ class TextCodec:
     """A checkpoint's tokenizer and chat template.
 
     Attributes:
-      tokenizer: of `transformers`.
-      variables: of the chat template, for conversations that do not set them.
+      tokenizer: a tokenizer of `transformers`.
+      variables: variables of the chat template, for conversations that do not set them.
       trust_special_tokens: whether special tokens that stand in messages are what they spell, not
         text (`wedlm_jax.typed_tokens`).
     """
@@ -359,7 +359,7 @@ class StopStrings:
         return low, text[: min(self._places(text, early))]
 
     def stands_in(self, text: str, start: int) -> bool:
-        """Says whether any stop string ends after character ``start`` of ``text``."""
+        """Returns whether any stop string ends after character ``start`` of ``text``."""
         return any(text.find(stop, max(start - len(stop) + 1, 0)) >= 0 for stop in self._stop)
 
     def _places(self, text: str, early: int) -> list[int]:

@@ -11,7 +11,7 @@ class ToldOnce:
     """Warns of behaviour that a caller may not expect, each kind once.
 
     Args:
-      name: of the model.
+      name: name of the model.
       codec: its tokenizer; None if it has none.
       replaces_modes: the ``model_type`` of a model that decodes autoregressively for want of masks,
         without being asked to; None for others.

@@ -25,7 +25,7 @@ class TypedTokens:
     """Marks special tokens in messages, and encodes texts that have such marks.
 
     Args:
-      tokenizer: of `transformers`.
+      tokenizer: a tokenizer of `transformers`.
     """
 
     def __init__(self, tokenizer: Any):

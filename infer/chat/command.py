@@ -122,7 +122,7 @@ def converse(read: Callable[[], str], conversation: Conversation, llm: LLM) -> N
 
 
 def _answer(message: str | None, conversation: Conversation, llm: LLM) -> None:
-    """Prints an answer as it comes, then what it took; None answers the last message anew."""
+    """Prints an answer as it comes, then what it took; None answers the last message again."""
     engine, completion = llm.engine, None
     answer = conversation.retry if message is None else partial(conversation.answer, message)
     compiled, started = engine.compile_seconds, time.monotonic()

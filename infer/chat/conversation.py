@@ -19,10 +19,10 @@ Message = dict[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class _Past:
-    """Holds the tokens of the conversation that the prefix cache may have.
+    """The tokens of a conversation that the prefix cache may have.
 
     Attributes:
-      token_ids: of prompt and answer, as the model saw and chose them.
+      token_ids: token ids of prompt and answer, as the model saw and chose them.
       text: the same, as the chat template has it, up to the end of the answer.
     """
 
@@ -34,10 +34,10 @@ class Conversation:
     """Messages and answers, one after the other.
 
     Args:
-      params: of all answers. Their ``max_tokens`` count only where ``limited``.
+      params: sampling parameters of all answers. Their ``max_tokens`` count only where ``limited``.
       limited: whether an answer may be no longer than that; else it may fill the context.
       system: the system's message; empty for none.
-      tell: is told once, in a sentence, that the oldest messages leave a full context.
+      tell: called once, with a sentence, when the oldest messages leave a full context.
 
     Attributes:
       window: W of the next answer; None is the engine's.
@@ -81,7 +81,7 @@ class Conversation:
         self._messages, self._past, self._last = [], None, None
 
     def retry(self, stopping: Callable[[], bool] | None = None) -> Iterator[Chunk]:
-        """Answers the last message anew, with another seed, in place of its answer; if nothing
+        """Answers the last message again, with another seed, in place of its answer; if nothing
         comes, that answer stays.
 
         Raises:
@@ -140,7 +140,7 @@ class Conversation:
     def _fitting(self, messages: list[Message]) -> tuple[list[Message], str, list[int]]:
         """Returns messages that leave room for an answer, their text, and its tokens. Where they
         do not, the oldest turns leave, as many as make a quarter of the context free: not one at
-        every message, as each time all that stays is computed anew."""
+        every message, as each time all that stays is recomputed."""
         whole = self._llm.engine.max_model_len
         room, asked = min(self.params.max_tokens, whole // 4), messages
         while True:
@@ -181,7 +181,7 @@ class Conversation:
 
     def _encoded(self, text: str) -> list[int]:
         """Encodes a prompt, but keeps the tokens of the past as they were, so that the prefix cache
-        has them: encoding the text of an answer anew may give other tokens than the model chose."""
+        has them: re-encoding the text of an answer may give other tokens than the model chose."""
         past = self._past
         if past is None or not text.startswith(past.text):
             return self._codec.encode_rendered(text)

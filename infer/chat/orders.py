@@ -30,12 +30,12 @@ ORDERS = {
 
 
 def is_order(line: str) -> bool:
-    """Tells whether a line is a command: it begins with a slash, and has no space before it."""
+    """Returns whether a line is a command: it begins with a slash, and has no space before it."""
     return line.startswith("/")
 
 
 def is_retry(line: str) -> bool:
-    """Tells whether a line asks for another answer to the last message."""
+    """Returns whether a line asks for another answer to the last message."""
     return line.strip() == "/retry" and is_order(line)
 
 
@@ -65,7 +65,7 @@ def follow(line: str, conversation: Conversation, llm: LLM) -> str:
         conversation.system = given
         return "the system's message is set" if given else "no system's message"
     if name == "/retry":
-        raise InputError(f"/retry: expected nothing behind it, not {given!r}")
+        raise InputError(f"/retry: expected nothing after it, not {given!r}")
     if name == "/save":
         return _save(given, conversation)
     if name == "/mode":

@@ -74,7 +74,7 @@ def _tasks(options: Mapping[str, Any]) -> tuple[Any, list[str]]:
     from lm_eval.tasks import TaskManager
 
     class Tasks(TaskManager):  # type: ignore[misc]
-        """Says what task cannot be had, instead of what its data's library says of it."""
+        """Names the task that cannot be had, instead of what its data's library says of it."""
 
         def load(self, task_list: Any) -> Any:
             try:

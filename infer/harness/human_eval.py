@@ -55,7 +55,7 @@ def judge(problem: Mapping[str, Any], completions: Sequence[str]) -> dict[str, f
 
     Args:
       problem: a record of `problems`.
-      completions: of it, as the harness hands them over: one.
+      completions: its completions, as the harness hands them over: one.
     """
     (completion,) = completions
     parses = _parses(problem["prompt"] + completion)

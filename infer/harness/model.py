@@ -54,7 +54,7 @@ class HarnessModel(TemplateLM):
       pretrained: a folder, a hub id, or an `LLM`; the embedded model by default.
       batch_size: sequences that decode together, at most; "auto" is the default of `LLM`.
       device: not used; JAX decodes on what it finds.
-      options: of `LLM` and `SamplingParams`, by their names, such as ``mode="paper"``;
+      options: options of `LLM` and `SamplingParams`, by their names, such as ``mode="paper"``;
         ``tensor_parallel_size`` and ``data_parallel_size`` make its mesh, and ``max_gen_toks``
         bounds answers of tasks that do not say.
 
@@ -278,7 +278,7 @@ class HarnessModel(TemplateLM):
         """Returns how a request is decoded.
 
         Args:
-          arguments: of the task, in the harness's words.
+          arguments: arguments of the task, in the harness's words.
           repeat: how many equal requests came before.
         """
         given: dict[str, Any] = dict(normalize_gen_kwargs(arguments, self.params.max_tokens))
@@ -308,7 +308,7 @@ def _loaded(pretrained: str | Path | None, options: dict[str, Any]) -> LLM:
 
 
 def _sequences(batch_size: int | str | None, most: int | None) -> dict[str, int]:
-    """Returns the argument of `LLM` for so many at a time; none for what it thinks best."""
+    """Returns the argument of `LLM` for this many at a time; none for its own choice."""
     if batch_size is None or str(batch_size).startswith("auto"):
         return {} if most is None else {"max_batch_size": most}
     if not str(batch_size).isdecimal() or int(batch_size) < 1:

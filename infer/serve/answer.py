@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Holds what a call of the API asks for, all checked.
+    """A checked API call.
 
     Attributes:
       prompts: token ids and sampling of each, of which ``n`` samples are wanted.
@@ -32,7 +32,7 @@ class Call:
       streamed: whether pieces are wanted as they come.
       with_usage: whether a stream ends with its usage.
       with_token_ids: whether ids are sent beside texts.
-      traced: whether every forward is told.
+      traced: whether every forward is reported.
     """
 
     prompts: Sequence[Prepared]
@@ -49,7 +49,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Holds what has come of one choice: its place among all, the news, and those of its trace."""
+    """News of one choice: its index, the new tokens, and those of its trace."""
 
     index: int
     chunk: Chunk
@@ -164,7 +164,7 @@ class Answer:
 
     async def pieces(self, patience: float) -> AsyncIterator[list[Piece]]:
         """Yields what has come, once for every step of the engine that brought something; nothing
-        at all after so many seconds without.
+        at all after this many seconds without.
 
         Raises:
           Exception: what a sequence failed with.

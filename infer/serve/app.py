@@ -52,18 +52,18 @@ CLIENT_GONE = 499
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Holds what a server is made with.
+    """Settings of a server.
 
     Attributes:
       model: the name that requests know it by.
-      defaults: of sampling.
+      defaults: default sampling options.
       chat_limit: completion tokens of a chat that says nothing of them; None for the context.
       api_key: that callers must have; None for none.
-      cors_origins: of pages that may call; none by default.
-      max_waiting: sequences that wait behind those that decode, at most.
+      cors_origins: origins whose pages may call; none by default.
+      max_waiting: most sequences that wait while others decode.
       max_body: bytes of a request.
       body_seconds: until all of a request's body is there.
-      burst_seconds: of decoding between two looks at what came in.
+      burst_seconds: seconds of decoding between two looks at new requests.
     """
 
     model: str
@@ -215,14 +215,14 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/health", responses=descriptions.HEALTH)
     async def health() -> Response:
-        """Says whether the engine can decode."""
+        """Returns whether the engine can decode."""
         if service.engine.status.broken:
-            raise ApiError(503, "the engine failed and could not be started anew")
+            raise ApiError(503, "the engine failed and could not be restarted")
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics", response_class=Response, responses=descriptions.METRICS)
     async def metrics() -> Response:
-        """Says how the server is doing, for Prometheus."""
+        """Returns the server's metrics, for Prometheus."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     html, policy = document()

@@ -36,7 +36,7 @@ class Calls:
 
     Args:
       model: the name that requests know it by.
-      defaults: of sampling.
+      defaults: default sampling options.
       chat_limit: completion tokens of a chat that says nothing of them; None for all that its
         prompt leaves of the context.
     """

@@ -1,4 +1,4 @@
-"""How many sequences may be under way: those that decode, and a bounded queue behind them."""
+"""How many sequences may be under way: those that decode, and a bounded queue of waiting ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Capacity:
 
     Args:
       running: sequences that decode together.
-      queued: that wait behind them, at most.
+      queued: how many more may wait.
     """
 
     def __init__(self, running: int, queued: int):
@@ -63,7 +63,7 @@ class Capacity:
         self._ends.extend([time.monotonic()] * count)
 
     def _seconds_until(self, excess: int) -> int:
-        """Estimates the seconds until so many sequences will have finished, from the rate of the
+        """Estimates the seconds until this many sequences will have finished, from the rate of the
         last ones."""
         if len(self._ends) < 2:
             return 1

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 API = """Causal diffusion language models behind OpenAI's API. Sampling fields mean what
-docs/how-it-works.md of wedlm-jax says."""
+docs/sampling.md of wedlm-jax says."""
 
 
 class ErrorDetail(BaseModel):

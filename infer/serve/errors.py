@@ -26,7 +26,7 @@ class ApiError(Exception):
     """Ends a request with an error status.
 
     Attributes:
-      status: of HTTP.
+      status: HTTP status.
       message: one sentence for the caller.
       param: the field that is wrong, where it is one.
       code: the API's own name of the fault, where it has one.

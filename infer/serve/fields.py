@@ -180,7 +180,7 @@ ChatRequest = make_model(
     ),
     max_completion_tokens=_optional(StrictInt, "OpenAI's newer name of max_tokens"),
     logprobs=_optional(StrictBool, "each token's log-probability"),
-    top_logprobs=_optional(StrictInt, "so many of the most probable tokens in its place"),
+    top_logprobs=_optional(StrictInt, "how many of the most probable tokens in its place"),
     **_sampling_fields("logprobs"),
     **_shared_fields(),
 )

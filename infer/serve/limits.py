@@ -25,7 +25,7 @@ LONGEST_PATH = 200
 """The longest path, in characters, that a log line shows."""
 
 PROBED_PATHS = ("/health", "/metrics")
-"""Are asked every few seconds: only what goes wrong there is worth a line."""
+"""Polled every few seconds: only failures are worth a log line."""
 
 OPEN_PATHS = ("/", "/health")
 """Need no key: probes have none, and the page asks for it."""
@@ -33,10 +33,10 @@ OPEN_PATHS = ("/", "/health")
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """Holds what a request's line tells of its decoding.
+    """What a request's log line reports of its decoding.
 
     Attributes:
-      id: of the answer.
+      id: ID of the answer.
       answer: whose tokens are counted.
     """
 
@@ -52,7 +52,7 @@ class Outcomes:
     """Counts answers by status, logs them, and turns any exception into an answer.
 
     Args:
-      paths: of the routes; calls of others are counted together.
+      paths: the routes' paths; calls of others are counted together.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, paths: tuple[str, ...]):

@@ -22,7 +22,7 @@ WHOLE = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 RECENT_SECONDS = 60.0
 RECENT = {
-    "tokens_per_second": "Tokens of completions a second",
+    "tokens_per_second": "Completion tokens per second",
     "tokens_per_forward": "Tokens over decode forwards of their sequences",
     "p_cache": "Tokens over window slots that were run",
     "draft_acceptance": "Drafts committed over drafts checked",
@@ -164,7 +164,7 @@ class Recent:
 
 
 class _Engine(Collector):
-    """Says where the engine stands, when somebody asks."""
+    """Reports the engine's state on demand."""
 
     def __init__(self, status: Callable[[], Status], recent: Recent):
         self._status, self._recent = status, recent

@@ -26,8 +26,8 @@ def layered(
     """Merges flags, environment and file.
 
     Args:
-      parser: of the flags, which leaves out what is not given. ``--config`` names the file.
-      arguments: of the command line.
+      parser: parser of the flags, which leaves out what is not given. ``--config`` names the file.
+      arguments: arguments of the command line.
       environment: where ``WEDLM_PORT`` is ``--port``.
 
     Raises:

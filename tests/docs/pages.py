@@ -12,6 +12,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",
     ROOT / "wedlm_jax" / "embedded" / "README.md",
+    ROOT / "benchmarks" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 LANGUAGES = ("bash", "python", "yaml", "json", "toml", "text")

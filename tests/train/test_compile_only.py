@@ -150,7 +150,7 @@ def test_the_report_says_memory_collectives_and_time() -> None:
     assert "4,096; 6,144 of both streams" in text
     assert "micro-batches        8, of 64 rows each" in text
     assert "90.00 of 100 GiB, 10% to spare" in text
-    assert "all-gather         72 times, 2.00 GiB a chip" in text
+    assert "all-gather         72 times, 2.00 GiB per chip" in text
     assert "2.00 GiB to its slice, 1.00 GiB to others" in text
     assert "shortest step        2.000 s, by compute" in text
     assert "2,048 tokens/s, 75%" in text

@@ -80,7 +80,7 @@ def test_a_run_goes_on_with_a_changed_recipe_when_that_is_allowed(
         run_training(other)
     assert str(refused.value) == (
         f"{tmp_path}: this run began with another recipe: optimizer.learning_rate was 0.01, is "
-        "0.02; --allow-changed goes on with this one from step 2, and another output begins anew"
+        "0.02; --allow-changed goes on with this one from step 2, and another output starts over"
     )
     assert load_config(tmp_path / "config.yaml").optimizer.learning_rate == 0.01
     assert not (tmp_path / "changes.jsonl").exists()

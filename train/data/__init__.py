@@ -16,6 +16,6 @@ and in every run, by `wedlm train`:
     order       step s reads these rows: shuffled and mixed by seed and weights
     batches     each host reads its own rows ahead of the step, and places them on its devices
 
-What then becomes of rows on the devices is `wedlm_jax.corruption`'s. `show` prints rows as text,
+On the devices, `wedlm_jax.corruption` masks the rows. `show` prints rows as text,
 `tokenizer` makes a tokenizer.
 """

@@ -35,8 +35,8 @@ class TrainBatches:
 
     Args:
       data: the rows to read.
-      config: of the run: shape of a batch, seed, last step, and how to read ahead.
-      sharding: of the arrays ``[A, R, L]``.
+      config: recipe of the run: shape of a batch, seed, last step, and how to read ahead.
+      sharding: sharding of the arrays ``[A, R, L]``.
       start: the first step.
       stop: the step after the last; default: the run's.
       first: the step with which the order of the rows begins.
@@ -105,8 +105,8 @@ class TrainBatches:
         return item
 
     def read_from(self, step: int) -> list[dict[str, list[int]]]:
-        """Tells where the rows of a step's global batch stand: of each process of the run, the
-        files that it reads, and the numbers of its rows in each, from 0.
+        """Returns where the rows of a step's global batch are stored: of each process of the run,
+        the files that it reads, and the numbers of its rows in each, from 0.
 
         Nothing is read, and no process has to ask another.
         """
@@ -152,7 +152,7 @@ class TrainBatches:
         self._offer(last)
 
     def _offer(self, item: Any) -> bool:
-        """Tells whether there was room for it before the batches were closed."""
+        """Returns whether there was room for it before the batches were closed."""
         while not self._closed.is_set():
             with contextlib.suppress(queue.Full):
                 self._ready.put(item, timeout=0.05)
@@ -165,9 +165,9 @@ class PhasedBatches:
     batches are skipped.
 
     Args:
-      phases: of the recipe.
+      phases: phases of the recipe.
       data: the rows of each.
-      sharding: of the arrays ``[A, R, L]``, whose sizes the phases may change.
+      sharding: sharding of the arrays ``[A, R, L]``, whose sizes the phases may change.
       start: the first step.
       sources: as in `TrainBatches`.
     """
@@ -212,7 +212,7 @@ class PhasedBatches:
         return next(self._batches)
 
     def read_from(self, step: int) -> list[dict[str, list[int]]]:
-        """Tells what `TrainBatches.read_from` does, of any step since the first."""
+        """Returns what `TrainBatches.read_from` does, of any step since the first."""
         for stop, read_from in self._earlier:
             if step < stop:
                 return read_from(step)
@@ -229,7 +229,7 @@ def host_rows(
     """Finds which of the R rows of an array ``[A, R, L]`` are on these devices, ascending.
 
     Args:
-      sharding: of the array.
+      sharding: sharding of the array.
       shape: (A, R, L).
       devices: default: those of this host.
     """
@@ -248,7 +248,7 @@ def place_rows(
         ``[..., S]`` of the rows' sources.
       rows: which of the R rows these are, ascending.
       shape: (A, R, L), the global one; the last may be another.
-      sharding: of the global arrays.
+      sharding: sharding of the global arrays.
     """
     place = {row: number for number, row in enumerate(rows)}
 

@@ -39,17 +39,17 @@ SHAREGPT_KEYS = ("from", "value", "weight")
 
 
 class Wrong(Exception):
-    """Holds the reason and detail for which a record is left out, where file and line are not
+    """The reason and detail for which a record is left out, where file and line are not
     known."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """Holds what a chat template is given.
+    """Input of a chat template.
 
     Attributes:
       messages: with ``role`` and ``content``, which are texts, and whatever else they have.
-      variables: of the template, by name: ``tools`` and a record's ``chat_template_kwargs``.
+      variables: variables of the template, ``tools`` and a record's ``chat_template_kwargs``.
       unread: keys of turns that nothing reads.
     """
 
@@ -114,8 +114,8 @@ def pair_of(record: Mapping[str, Any], key: str) -> tuple[str, str]:
     """Returns the prompt of a record, and the completion that is to follow it.
 
     Args:
-      key: of `PAIRS`, which it has. An ``instruction`` may have an ``input``, which follows it
-        after an empty line.
+      key: the key of `PAIRS` that it has. An ``instruction`` may have an ``input``, which follows
+        it after an empty line.
 
     Raises:
       Wrong: it is malformed.
@@ -185,11 +185,11 @@ _PROBE = [
 
 
 class TurnsNotFound(ValueError):
-    """Says that the template does not show where an assistant's turn begins or ends."""
+    """Raised when the template does not show where an assistant's turn begins or ends."""
 
 
 class ToolsNotFound(ValueError):
-    """Says that the template writes nothing of a conversation's tools."""
+    """Raised when the template writes nothing of a conversation's tools."""
 
 
 class ChatFormat:

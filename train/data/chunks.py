@@ -58,7 +58,7 @@ class Malformed:
     Attributes:
       file: as the caller named it.
       line: its line or row, from 1; 0 is the file as a whole.
-      reason: of a small set, to count by.
+      reason: one of a small set, to count by.
       detail: what is particular to this record; may be empty.
     """
 
@@ -74,7 +74,7 @@ class Malformed:
 
 @dataclasses.dataclass(frozen=True)
 class RecordChunk:
-    """Holds some records of one file.
+    """Some records of one file.
 
     Attributes:
       file: which.
@@ -83,7 +83,7 @@ class RecordChunk:
       count: rows of this chunk there.
       unread: columns of a table that are not read.
       problem: reason and detail, if the file can be read no further than this.
-      bytes_read: of the file on disk since the chunk before, for a progress bar.
+      bytes_read: bytes read of the file on disk since the chunk before, for a progress bar.
     """
 
     file: RecordFile

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 input, by ending; folders are searched, several may be given:
-  .jsonl, .jsonl.gz,  a JSON object a line, with one of
+  .jsonl, .jsonl.gz,  one JSON object per line, with one of
   .jsonl.zst          (zstd: pip install 'wedlm-jax[data]')
                         "text": a document
                         "messages": [{"role": ..., "content": ...}, ...], a conversation
@@ -225,8 +225,8 @@ def _blocks(made: Manifest) -> str | None:
     if most is None or total is None or most == count:
         return None
     return (
-        f"the prediction stream needs room for {most} of a row's {count} blocks; "
-        f"{total / made.rows:.1f} have tokens to train on, on average"
+        f"at most {most} of a row's {count} blocks have tokens to train on, on average "
+        f"{total / made.rows:.1f}; training computes {most} per row twice"
     )
 
 

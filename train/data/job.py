@@ -50,7 +50,7 @@ OPEN_ROWS = 512
 
 @dataclasses.dataclass(frozen=True)
 class TokeniseOptions:
-    """Says what to make of what.
+    """Input, output and options of a tokenising job.
 
     Attributes:
       inputs: files and folders.
@@ -80,10 +80,10 @@ class Watcher(Protocol):
 
 
 class Progress:
-    """Tells how far this host is, over all of its parts.
+    """Reports how far this host is, over all of its parts.
 
     Args:
-      watcher: is told.
+      watcher: informed of progress.
       total: bytes of the parts.
     """
 
@@ -139,7 +139,7 @@ def tokenise(options: TokeniseOptions, watcher: Watcher) -> Manifest | None:
 
 
 class NoRows(InputError):
-    """Says that the input has no usable record."""
+    """Raised when the input has no usable record."""
 
 
 def _make_part(

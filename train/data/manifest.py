@@ -34,7 +34,7 @@ class DataShard:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """Holds the content of a `dataset.json`.
+    """The content of a `dataset.json`.
 
     Attributes:
       row_length, block_size: L and B of the packed rows.
@@ -140,7 +140,7 @@ def mask_token_in(manifest: Manifest, folder: str, token_id: int) -> str | None:
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
-    """Tells tokenizers apart by all that decides the ids of a text.
+    """Distinguishes tokenizers by all that decides the ids of a text.
 
     Two files that differ in layout, or in what is done with ids afterwards, have the same one.
     """

@@ -81,7 +81,7 @@ def global_order(
     batch_rows: int,
     streams: Sequence[Stream] | None = None,
 ) -> grain.MapDataset:
-    """Yields all rows, each set shuffled anew every epoch of its own, mixed by weight, without end:
+    """Yields all rows, each set reshuffled in every epoch of its own, mixed by weight, without end:
     the number of a row's set here, and its own in the set.
 
     Args:
@@ -110,7 +110,7 @@ def _of_set(number: int, row: int) -> tuple[int, int]:
 
 
 class StepRows:
-    """Tells what the steps of a phase read: the rows themselves, and where they stand.
+    """The rows that the steps of a phase read, and where they are stored.
 
     Args:
       row_sets: as in `global_order`.

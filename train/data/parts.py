@@ -58,7 +58,7 @@ class PartCounts:
     typed: int = 0
 
     def note_row(self, blocks: int) -> None:
-        """Counts a row with so many blocks that have a trainable token."""
+        """Counts a row with this many blocks that have a trainable token."""
         self.rows += 1
         self.trainable_blocks += blocks
         self.most_trainable_blocks = max(self.most_trainable_blocks, blocks)
@@ -115,7 +115,7 @@ class PartFolders:
       output: the folder to make.
       plan: all that decides the parts, as JSON has it; hosts and later attempts must have the
         same one.
-      count: of the parts.
+      count: number of parts.
 
     Raises:
       InputError: another job with the same output was begun and is not finished.
@@ -136,7 +136,7 @@ class PartFolders:
         if found != plan:
             raise InputError(
                 f"{self.folder}: was begun by a job of other settings or other input; if it is not "
-                "running any more, remove the folder to begin anew"
+                "running any more, remove the folder to start over"
             )
 
     def part(self, number: int) -> Path:

@@ -45,16 +45,16 @@ BESIDE_OF = {"text": (), "chat": BESIDE, "pairs": BESIDE, "tokens": ("trainable"
 END_OF_TEXT = "<|endoftext|>"
 
 SHOWN = 120
-"""Characters that are told of a turn that the template changed."""
+"""Characters shown of a turn that the template changed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleOptions:
-    """Holds what decides the samples of a record.
+    """What decides the samples of a record.
 
     Attributes:
       tokenizer: folder.
-      row_length: of packed rows; no sample is longer.
+      row_length: tokens per packed row; no sample is longer.
       format: "text", "chat", "pairs" or "tokens", or "auto": by the key that a record has.
       train_on_prompt: whether all of a conversation is trainable.
       end_tokens: further end tokens after each assistant's turn.
@@ -73,7 +73,7 @@ class SampleOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkSamples:
-    """Holds what became of a chunk, in its order.
+    """The samples of a chunk, in its order.
 
     Attributes:
       unread: how many of the records that were used have a key that nothing reads, by its name.
@@ -301,7 +301,7 @@ class SampleMaker:
 
 
 def _has(record: Mapping[str, Any], key: str) -> bool:
-    """Tells whether a record holds what a key says: a prompt alone, as beside messages, is not a
+    """Returns whether a record holds what a key says: a prompt alone, as beside messages, is not a
     pair."""
     return key in record and (key not in PAIRS or PAIRS[key][0] in record)
 

@@ -72,7 +72,7 @@ def decode_samples(record: bytes) -> list[TokenisedSample]:
 
 
 WRITER_OPTIONS = "group_size:1,zstd:1"
-"""One row a group: rows are read one by one, in no order of the file's."""
+"""One row per group: rows are read one by one, in no order of the file's."""
 
 
 class ShardWriter:
@@ -136,7 +136,7 @@ class ShardRows:
     """Gives the rows of a folder by number; opened when first read, in whatever process that is.
 
     Args:
-      folder: of the shards.
+      folder: folder of the shards.
       manifest: the folder's.
       pad_token_id: what padding holds.
 

@@ -96,7 +96,7 @@ def _fitting_manifest(folder: Path, config: TrainConfig, fingerprint: str) -> Ma
 
 
 MANY = 4.0
-"""Up to about so many epochs, rows that are read again are worth nearly what new ones are
+"""Up to about this many epochs, rows that are read again are worth nearly what new ones are
 (Muennighoff et al., arXiv 2305.16264, section 6)."""
 
 
@@ -104,7 +104,7 @@ class Epochs:
     """Counts the epochs of each source of a run, the rows of skipped batches included.
 
     Args:
-      phases: of the recipe.
+      phases: phases of the recipe.
       rows: how many each source has, by its name in the recipe.
     """
 
@@ -130,7 +130,7 @@ class Epochs:
         return {f"epoch/{name}": round(epochs, 4) for name, epochs in self.after(step).items()}
 
     def lines(self, done: int) -> list[str]:
-        """Tells a run of which ``done`` steps are completed what it takes of each source, and warns
+        """Reports to a run with ``done`` completed steps what it takes of each source, and warns
         where that is much."""
         whole, now = self.after(self._phases[-1].stop), self.after(done)
         lines = []

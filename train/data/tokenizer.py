@@ -211,7 +211,7 @@ def texts_of(record: dict[str, Any] | str) -> list[str]:
 
 
 def _is_unicode(text: str) -> bool:
-    """Tells whether a text is not empty and has no half of a surrogate pair, which JSON can
+    """Returns whether a text is not empty and has no half of a surrogate pair, which JSON can
     spell."""
     try:
         return bool(text.encode("utf-8"))

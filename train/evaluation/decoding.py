@@ -32,9 +32,9 @@ class OwnEngine:
     """Lends the engine of a process the run's parameters while it decodes, and nothing between.
 
     Args:
-      mesh: of the run; see `can_decode`.
-      graph: of the model.
-      dtype: of its parameters in decoding.
+      mesh: mesh of the run; see `can_decode`.
+      graph: graph definition of the model.
+      dtype: dtype of its parameters in decoding.
       window: W; 0 decodes autoregressively.
       prompts: the most that this process decodes together.
       longest: the most tokens of a prompt and its completion.
@@ -61,7 +61,7 @@ class OwnEngine:
     @contextlib.contextmanager
     def having(self, parameters: nnx.State, at: At) -> Iterator[Engine]:
         """Gives the engine these parameters within the block. All processes of a run call this
-        together (`train.distributed.own_copy`); within, each decodes what it has. ``at`` is told
+        together (`train.distributed.own_copy`); within, each decodes what it has. ``at`` is called
         what it waits for, such as a program that is compiled."""
 
         @contextlib.contextmanager
@@ -118,7 +118,7 @@ def decode_all(
 
 
 def can_decode(mesh: Mesh, hidden_size: int) -> bool:
-    """Tells whether each process of a run can cut a copy of the parameters over its own devices;
+    """Returns whether each process of a run can cut a copy of the parameters over its own devices;
     says so where it cannot."""
     devices = mesh_of_processes(mesh).local_mesh.shape["fsdp"]
     if hidden_size % devices:

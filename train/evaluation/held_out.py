@@ -37,9 +37,9 @@ class Evaluation:
 
     Args:
       config: the recipe.
-      mesh: of the run.
+      mesh: mesh of the run.
       graph, model: of the model.
-      objective: of the run.
+      objective: objective of the run.
       rows: held-out packed rows, arrays ``[N, L]``; the last are left out where N is no
         multiple of the recipe's rows.
       questions: that the model is asked, if any.

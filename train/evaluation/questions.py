@@ -42,11 +42,11 @@ def drawn_questions(section: EvaluationSection) -> list[Question]:
 
 
 class AskedQuestions:
-    """Holds questions as token ids, and how they are answered.
+    """Questions as token ids, and how they are answered.
 
     Args:
       questions: at least one.
-      codec: of the model.
+      codec: text codec of the model.
       params: how each is answered.
       room: the most tokens of a prompt and its answer.
 
@@ -96,7 +96,7 @@ class AskedQuestions:
         return np.array(counts, np.int64)
 
     def record(self, counts: np.ndarray) -> Record:
-        """Says what the sum of all processes' `answer` comes to."""
+        """Returns the scores for the sum of all processes' `answer`."""
         by_regime = [Tally(*row) for row in counts.tolist()]
         whole = Tally(*counts.sum(axis=0).tolist())
         record: Record = {}
@@ -119,7 +119,7 @@ def asked_questions(
     """Prepares `drawn_questions` for a recipe's model; None where there are none.
 
     Args:
-      folder: of the tokenizer.
+      folder: folder of the tokenizer.
       context: the model's.
 
     Raises:

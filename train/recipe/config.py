@@ -85,7 +85,7 @@ class OptimizerSection:
     warmup_steps: int = field(100, "linear warm-up from 0", least=0)
     schedule: str = field(
         "cosine",
-        "behind the warm-up: cosine, or wsd (the peak, then a linear decay)",
+        "after the warm-up: cosine, or wsd (the peak, then a linear decay)",
         choices=("cosine", "wsd"),
     )
     decay_steps: int = field(0, "with wsd: the last steps, which decay", least=0)
@@ -93,7 +93,7 @@ class OptimizerSection:
     b2: float = field(0.95, "AdamW's second moment decay", least=0, below=1)
     first_moment_dtype: str = field(
         "float32",
-        "of first moments: float32, or bfloat16 for 2 bytes a parameter less",
+        "of first moments: float32, or bfloat16 for 2 bytes per parameter less",
         choices=("float32", "bfloat16"),
     )
     average: float = field(
@@ -107,7 +107,7 @@ class OptimizerSection:
     clip_norm: float = field(1.0, "global gradient norm is clipped to this", above=0)
     spike_factor: float = field(
         10.0,
-        "skip a step whose gradient norm is so many times the running mean; 0: never",
+        "skip a step whose gradient norm is this many times the running mean; 0: never",
         least=0,
     )
     max_skipped: int = field(20, "steps skipped in a row at which the run stops", least=1)
@@ -127,7 +127,7 @@ class LossSection:
     )
     remat: str = field(
         AUTO,
-        "what the backward pass computes anew, from none to full (and offload: layers' inputs wait "
+        "what the backward pass recomputes, from none to full (and offload: layers' inputs wait "
         "in the host's memory); auto: the least that leaves 10% of a device's memory, in "
         "micro-batches as small as that takes",
         choices=(AUTO, *POLICIES),
@@ -161,7 +161,7 @@ class MetricsSection:
     profile_steps: int = field(0, "steps profiled; 0: no profile", least=0)
     norms: bool = field(True, "measure norms of parameters and updates, by group")
     stall_factor: float = field(
-        10.0, "write all stacks when a step takes so many times the median; 0: never", least=0
+        10.0, "write all stacks when a step takes this many times the median; 0: never", least=0
     )
 
 
@@ -278,7 +278,7 @@ class TrainConfig:
 
     @property
     def leaves_blocks_out(self) -> bool:
-        """Tells whether a row's prediction stream is shorter than the row."""
+        """Returns whether a row's prediction stream is shorter than the row."""
         return 0 < self.prediction_length < self.row_length
 
     @property
@@ -368,7 +368,7 @@ NAMES = {int: "an integer", float: "a number", str: "a text", bool: "true or fal
 
 
 def _expected(key: str) -> str:
-    """Says what a field of the wrong type was to be."""
+    """Describes what a field of the wrong type should be."""
     kind: Any = TrainConfig
     for name in re.sub(r"(\[\d+\])+$", "", key).split("."):
         kind = get_type_hints(kind).get(name) if dataclasses.is_dataclass(kind) else None

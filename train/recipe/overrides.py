@@ -12,11 +12,11 @@ from wedlm_jax.errors import InputError
 
 
 class Origins:
-    """Says where the value of a field comes from.
+    """The source of each field's value.
 
     Args:
-      path: of the recipe.
-      overrides: of its fields, the last of which counts.
+      path: path of the recipe.
+      overrides: overrides of its fields; the last one counts.
     """
 
     def __init__(self, path: str | Path, overrides: Sequence[str]):
@@ -34,7 +34,7 @@ class Origins:
 
 
 def _is_in(name: str, whole: str) -> bool:
-    """Tells whether a field is a part of another: ``data.weights.prose`` of ``data.weights``."""
+    """Returns whether a field is a part of another: ``data.weights.prose`` of ``data.weights``."""
     return name.startswith((f"{whole}.", f"{whole}["))
 
 
@@ -60,7 +60,7 @@ def apply_override(config: Any, item: str) -> None:
 
 
 def _is_mapping(node: Any) -> bool:
-    """Tells whether a node of the configuration has keys that the user chooses."""
+    """Returns whether a node of the configuration has keys that the user chooses."""
     return OmegaConf.is_dict(node) and OmegaConf.get_type(node) is dict
 
 

@@ -51,7 +51,7 @@ def phases_of(config: TrainConfig) -> list[Phase]:
         name, (before, whole) = f"phases[{number}]", configs[-1]
         if not before < section.from_step < config.steps:
             raise InputError(
-                f"{name}.from_step must be {before + 1} to {config.steps - 1}, behind the phase "
+                f"{name}.from_step must be {before + 1} to {config.steps - 1}, after the phase "
                 f"before and below steps, not {section.from_step}"
             )
         if section.row_length and section.row_length % config.block_size:
@@ -102,8 +102,8 @@ def _changed(config: TrainConfig, section: Any) -> TrainConfig:
 def _streams(
     phases: Sequence[tuple[TrainConfig, int]], names: Sequence[str]
 ) -> list[tuple[Stream, ...]]:
-    """Tells where the sources of each phase go on, given its recipe and how many batches it has,
-    skipped ones too."""
+    """Returns where the sources of each phase continue, given its recipe and how many batches it
+    has, skipped ones too."""
     taken: dict[str, int] = {}
     found = []
     for config, batches in phases:

@@ -11,7 +11,7 @@ from wedlm_jax.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class SkippedBatches:
-    """Tells which batch a step reads.
+    """Maps steps to the batches that they read.
 
     Batches are numbered from 1 in the order of the data, whatever is skipped: batch N is the one
     that step N reads where nothing is. A step that would read a skipped one reads the next that
@@ -63,8 +63,8 @@ class SkippedBatches:
         return self.passed(step)[len(self.passed(step - 1)) :]
 
     def between(self, first: int, step: int) -> int:
-        """Counts the batches, skipped ones too, from behind that of step ``first`` to that of
-        ``step``: where the latter stands in an order that begins behind step ``first``."""
+        """Counts the batches, skipped ones too, from after that of step ``first`` to that of
+        ``step``: where the latter stands in an order that begins after step ``first``."""
         return self.batch(step) - self.batch(first)
 
 

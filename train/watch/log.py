@@ -57,7 +57,7 @@ def _needed(module: str, field: str, package: str) -> Any:
 
 
 def open_boards(config: TrainConfig, output: Path, done: int) -> list[Sink]:
-    """Opens the boards that a recipe asks for, going on behind ``done`` completed steps."""
+    """Opens the boards that a recipe asks for, continuing after ``done`` completed steps."""
     boards: list[Sink] = []
     if config.metrics.tensorboard:
         boards.append(TensorBoard(output / "tensorboard", done))
@@ -72,7 +72,7 @@ class TensorBoard:
     def __init__(self, folder: Path, done: int):
         from tensorboardX import SummaryWriter
 
-        # What an earlier attempt wrote behind the step that the run goes on from is purged.
+        # What an earlier attempt wrote after the step that the run resumes from is purged.
         self._writer = SummaryWriter(str(folder), purge_step=done + 1)
 
     def write(self, step: int, record: Record) -> None:
@@ -130,10 +130,10 @@ class MetricsLog:
     """Writes what a run measures: to a progress bar, to its files, and to boards.
 
     Args:
-      folder: of the run.
-      total_steps: of the run.
+      folder: folder of the run.
+      total_steps: steps of the whole run.
       done: completed steps; later records in the files are dropped.
-      title: of the bar.
+      title: title of the bar.
       sinks: where records go, too.
     """
 
@@ -173,7 +173,7 @@ class MetricsLog:
         self._bar.move(step)
 
     def expect(self, step: int) -> None:
-        """Says how far the steps are until the first record, which comes after ``step``."""
+        """Shows how far the steps are until the first record, which comes after ``step``."""
 
         def text(seconds: float) -> str:
             return f"losses come after step {step}, {seconds:.0f} s so far"
@@ -181,7 +181,7 @@ class MetricsLog:
         self._expecting.enter_context(self._bar.saying(text))
 
     def saying(self, text: Callable[[float], str]) -> AbstractContextManager[None]:
-        """Says what goes on in the block after so many seconds (`ProgressBar.saying`)."""
+        """Shows what the block does once it takes this many seconds (`ProgressBar.saying`)."""
         self._expecting.close()
         return self._bar.saying(text)
 

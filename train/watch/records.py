@@ -41,7 +41,7 @@ class Interval:
     """Means over the steps since the last record.
 
     A loss or an accuracy is weighted by what it was divided by in its step, so that the mean is
-    that of all tokens of the interval; ``loss`` is put together anew from them. Other numbers
+    that of all tokens of the interval; ``loss`` is recomputed from them. Other numbers
     are means over the steps. Steps that were skipped count in ``skipped`` and in nothing else.
 
     A loss by source becomes a number for each, ``mlm_loss/NAME``, and ``tokens/NAME`` counts the
@@ -105,7 +105,7 @@ class Interval:
         return zip(self._sources, map(np.float64, values), strict=False)
 
     def record(self) -> Record:
-        """Returns the means, and begins the interval anew."""
+        """Returns the means, and starts a new interval."""
         tiny = np.finfo(np.float64).tiny
         record = flatten(
             {name: x / np.maximum(self._weights[name], tiny) for name, x in self._sums.items()}
@@ -156,14 +156,14 @@ def flatten(metrics: Mapping[str, Any]) -> Record:
 def as_json(step: int, record: Mapping[str, float], **more: Any) -> str:
     """Returns a line of a JSONL file. JSON has no word for what is not finite: it becomes null.
 
-    ``more`` stands behind the numbers as it is.
+    ``more`` follows the numbers as it is.
     """
     known = {name: x if math.isfinite(x) else None for name, x in record.items()}
     return json.dumps({"step": step, **known, **more}, ensure_ascii=False) + "\n"
 
 
 def cut_back(path: Path, step: int) -> list[dict[str, Any]]:
-    """Drops the records behind ``step``, and what a crash left of a line; returns the rest."""
+    """Drops the records after ``step``, and what a crash left of a line; returns the rest."""
     if not path.exists():
         return []
     kept, records = [], []
@@ -187,7 +187,7 @@ from there logs the same means."""
 
 
 class TooManySkipped(InputError):
-    """Says that as many steps in a row were skipped as the recipe allows."""
+    """Raised when as many steps in a row were skipped as the recipe allows."""
 
 
 class PendingMetrics:
@@ -264,7 +264,7 @@ class PendingMetrics:
             raise TooManySkipped(
                 f"step {refused[0]}: {refused[1]} steps in a row were skipped, which is as "
                 f"many as optimizer.max_skipped allows; {SKIPPED} in the run's folder names their "
-                "batches and rows; the same command goes on behind them"
+                "batches and rows; the same command continues after them"
             )
 
     def _note(self, step: int, metrics: Mapping[str, Any]) -> None:

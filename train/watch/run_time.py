@@ -118,8 +118,8 @@ class RunTime:
         self._read, self._at_reading = self._now(), dict(attempt.seconds)
 
     def step(self, step: int, tokens: int, flops: float = 0.0) -> None:
-        """Notes that ``step`` steps are completed, or on their way; the newest has so many tokens,
-        and so many products of the model."""
+        """Notes that ``step`` steps are completed, or on their way; the newest has this many tokens
+        and products of the model."""
         self._steps, self._tokens, self._flops = (
             self._steps + 1,
             self._tokens + tokens,

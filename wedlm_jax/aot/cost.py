@@ -28,7 +28,7 @@ class ProgramCost:
     """Totals of one run of a program, per device.
 
     Attributes:
-      dot_flops: of matrix products; a multiply-add is two. Programs for TPUs write them as
+      dot_flops: FLOP of matrix products; a multiply-add is two. Programs for TPUs write them as
         convolutions, and kernels hide them: neither is counted.
       hbm_bytes: read and written in main memory, as `wedlm_jax.aot.traffic` counts them.
       collective_bytes: by kind, the bytes that its results take; collectives between slices
@@ -56,7 +56,7 @@ def program_cost(
 
     Args:
       hlo: the text.
-      devices: of a slice, for collectives that name no groups.
+      devices: devices of a slice, for collectives that name no groups.
       slices: that run the program together.
       unknown_trips: how often a loop runs whose trip count is not known.
 
@@ -148,8 +148,8 @@ class _Counter:
 
 
 def _is_seen(own: Instruction, seen: set[str]) -> bool:
-    """Tells whether this collective is counted already: a TPU may spread one over several fusions,
-    which compute meanwhile."""
+    """Returns whether this collective is counted already: a TPU may spread one over several
+    fusions, which compute meanwhile."""
     channel = _CHANNEL.search(own.attributes)
     known = channel is not None and channel.group(1) in seen
     seen.update(channel.groups() if channel else ())

@@ -38,7 +38,7 @@ class Instruction:
     """``name = shape opcode(operands), attributes``.
 
     Attributes:
-      arrays: of its shape, tuples flattened.
+      arrays: arrays of its shape, tuples flattened.
       operands: names, in order.
       number: which parameter this is, or what an integer constant is; None for others.
       attributes: the text after the operands.

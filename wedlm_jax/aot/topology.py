@@ -47,7 +47,7 @@ class Chip:
         """Returns the shortest times for what the chip does.
 
         Args:
-          flops: of products.
+          flops: FLOP of products.
           hbm_bytes: read and written.
           sent_bytes: that leave the chip for others of its slice.
           slice_bytes: that leave it for other slices.
@@ -142,7 +142,7 @@ class Topology:
     Attributes:
       name: as given, such as ``v5p:4x4x4`` or ``v5p:8x8x8*2`` for two slices.
       chip: figures of each device.
-      devices: of the compiler, in the order of the topology.
+      devices: devices of the compiler, in the order of the topology.
       slices: pods that only a data-centre network joins.
     """
 

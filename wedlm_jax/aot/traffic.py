@@ -90,7 +90,7 @@ def _used(own: Instruction, body: Computation, program: HloProgram) -> int:
 
 
 def _is_under_way(own: Instruction) -> bool:
-    """Tells whether an instruction is a collective in progress, or passes one on."""
+    """Returns whether an instruction is a collective in progress, or passes one on."""
     asynchronous = own.opcode == "custom-call" and "AsyncCollective" in own.attributes
     return own.opcode in COLLECTIVES or asynchronous
 

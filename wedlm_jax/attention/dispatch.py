@@ -34,7 +34,7 @@ def check_runs_on(implementation: str, platform: str) -> None:
 
     Args:
       implementation: a name in `IMPLEMENTATIONS`.
-      platform: of a device, as JAX names it.
+      platform: platform of a device, as JAX names it.
 
     Raises:
       InputError: naming both.

@@ -72,10 +72,10 @@ def allocate_pages(
     """Allocates a pool, on a mesh sharded by replicas and heads.
 
     Args:
-      config: of the model.
-      num_pages: of each layer and replica, the trash page included.
+      config: config of the model.
+      num_pages: number of pages of each layer and replica, the trash page included.
       page_size: tokens of a page.
-      dtype: of the numbers; int8 for `Int8Rows`.
+      dtype: dtype of the values; int8 for `Int8Rows`.
       replicas: pools that follow each other in the first axis.
     """
     shape = (
@@ -104,7 +104,7 @@ def token_places(spans: Spans, size: int, page_size: int) -> Array:
     """Returns where the keys and values of T flat tokens go in the pages of layer 0.
 
     Args:
-      spans: of this forward.
+      spans: spans of this forward.
       size: T.
       page_size: tokens of a page.
 
@@ -127,7 +127,7 @@ def write_pages(
       keys, values: ``[T, K, head_dim]``.
       places: int32 ``[T]``, from `token_places`.
       layer: its number, from 0.
-      num_pages: of each layer.
+      num_pages: number of pages of each layer.
     """
     size, kv_heads, head_dim = keys.shape
     new = jnp.stack([keys, values], axis=2).reshape(size, 2 * kv_heads, head_dim)

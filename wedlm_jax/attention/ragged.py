@@ -55,8 +55,8 @@ def check_ragged_backend(
 
     Args:
       name: in `RAGGED_BACKENDS`; None for the platform's own.
-      platform: of the devices, as JAX names it.
-      config: of the model.
+      platform: platform of the devices, as JAX names it.
+      config: config of the model.
       int8: whether the pages hold 8-bit integers.
 
     Raises:
@@ -92,7 +92,7 @@ def attention_plan(
     """Returns what attention of T flat tokens computes once for all layers.
 
     Args:
-      spans: of this forward.
+      spans: spans of this forward.
       num_tokens: T.
       page_size: tokens of a page.
       implementation: a name in `RAGGED_BACKENDS`.
@@ -122,7 +122,7 @@ def write_pages(
       keys, values: ``[T, K, head_dim]``.
       places: int32 ``[T]``, from `token_places`.
       layer: its number, from 0.
-      num_pages: of each layer.
+      num_pages: number of pages of each layer.
     """
 
     def own(pages: Pages, keys: Array, values: Array, places: Array, layer: Array) -> Pages:
@@ -152,8 +152,8 @@ def attend_pages(
       pages: the pool of one replica, into which these tokens are written.
       plan: from `attention_plan`; it chooses the backend.
       layer: its number, from 0.
-      num_pages: of each layer.
-      scale: of the scores; ``head_dim ** -0.5`` by default.
+      num_pages: number of pages of each layer.
+      scale: scale of the scores; ``head_dim ** -0.5`` by default.
 
     Returns:
       ``[T, H, head_dim]`` in the dtype of ``queries``; arbitrary finite numbers for padding.

@@ -30,7 +30,7 @@ class LiveSpans:
     """The spans of a forward, those with tokens first.
 
     Attributes:
-      spans: of N sequences; behind the first ``count`` they have no tokens.
+      spans: spans of N sequences; after the first ``count`` they have no tokens.
       count: int32 ``[1]``, how many have tokens.
     """
 
@@ -66,8 +66,8 @@ def attend_tpu(
       pages: the pool of one replica.
       live: from `live_first`; at least one span has tokens.
       layer: its number, from 0.
-      num_pages: of each layer.
-      scale: of the scores.
+      num_pages: number of pages of each layer.
+      scale: scale of the scores.
 
     Returns:
       ``[T, H, head_dim]``; zeros for padding, for which the kernel returns what its memory happened

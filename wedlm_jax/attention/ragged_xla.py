@@ -93,7 +93,7 @@ def make_tiles(
     """Returns the tiles of T flat tokens.
 
     Args:
-      spans: of this forward.
+      spans: spans of this forward.
       num_tokens: T.
       page_size: tokens of a page.
       tile: tokens of a tile.
@@ -166,8 +166,8 @@ def attend_xla(
       pages: the pool, with keys and values of these tokens.
       tiles: from `make_tiles`.
       layer: its number, from 0.
-      num_pages: of each layer.
-      scale: of the scores.
+      num_pages: number of pages of each layer.
+      scale: scale of the scores.
     """
     reader = _Reader(pages, tiles.table, layer * num_pages, tiles.pages_per_block, scale)
     out = None

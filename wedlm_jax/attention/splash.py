@@ -229,7 +229,7 @@ def _kernel(grid: TileGrid, heads: int, interpret: bool) -> SplashAttentionKerne
     """Makes the kernel for these static sizes; its mask is the same for every head.
 
     One kernel makes all gradients: apart, those of queries and of keys would each compute the
-    scores and their gradients, seven products a tile instead of five.
+    scores and their gradients, seven products per tile instead of five.
     """
     tile = grid.tile
     sizes = splash.BlockSizes(

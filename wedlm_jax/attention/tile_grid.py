@@ -48,8 +48,8 @@ class TileGrid:
 
         Args:
           query_tile, key_tile: their numbers.
-          limits: of a grid with ``placed`` blocks, int32 ``[B, tile]``: how many tokens of the
-            memory stand before the block of each query of the prediction stream.
+          limits: limits of a grid with ``placed`` blocks, int32 ``[B, tile]``: how many tokens of
+            the memory stand before the block of each query of the prediction stream.
 
         Returns:
           bool ``[tile, tile]``, or with limits ``[B, tile, tile]``.

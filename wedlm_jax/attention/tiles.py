@@ -29,7 +29,7 @@ def tile_side(length: int, given: int = 0, kind: str | None = None) -> int:
 
     Args:
       given: what the recipe says; 0: by the device.
-      kind: of the device; by default that of the current mesh.
+      kind: kind of the device; by default that of the current mesh.
     """
     side = given or TILES.get(_kind_of_mesh() if kind is None else kind, UNKNOWN)
     return min(side, -(-length // LANES) * LANES)
@@ -49,9 +49,9 @@ def grid_seconds(length: int, side: int, peak_flops: float, head_dim: int = 128)
 
     Args:
       length: L of one stream.
-      side: of a tile.
-      peak_flops: of the chip.
-      head_dim: of a head.
+      side: side of a tile.
+      peak_flops: peak flops of the chip.
+      head_dim: size of a head.
     """
     count = -(-length // side)
     visited = count * (count + 1) + count

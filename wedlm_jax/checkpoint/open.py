@@ -169,10 +169,10 @@ def find_model(model: str | Path | None, *, download: bool = True) -> Path:
     if kind == RUN:
         exported = folder / "hf"
         if (exported / "config.json").exists():
-            raise InputError(f"{folder}: the folder of a training run; its model is {exported}")
+            raise InputError(f"{folder}: a training run, not a model; its model is {exported}")
         raise InputError(
-            f"{folder}: the state of a training run, not a model; `wedlm convert RUN DIR` writes "
-            "the model of its newest state"
+            f"{folder}: a training run without an exported model; `wedlm convert RUN DIR` exports "
+            "its newest state"
         )
     return folder
 

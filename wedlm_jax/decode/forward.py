@@ -44,7 +44,7 @@ class Program:
     """Holds what a burst is compiled for; static.
 
     Attributes:
-      sizes: of the forwards.
+      sizes: sizes of the forwards.
       traits: the sampling options that its sequences may use.
       attention: a name in `wedlm_jax.attention.RAGGED_BACKENDS`.
       vocabulary: the tokens that may be chosen.
@@ -64,7 +64,7 @@ class Predictions(NamedTuple):
     Attributes:
       tokens: int32.
       entropies: float32, nats.
-      logprobs: of the tokens; None where no sequence asks for them.
+      logprobs: log-probabilities of the tokens; None where no sequence asks for them.
     """
 
     tokens: Array
@@ -144,7 +144,7 @@ def predict(
     """Runs the head on the rows that predict a slot, as many at once as a size holds.
 
     Logits of all slots at once would be the largest array of a forward by far: a vocabulary of
-    150k tokens in float32 takes 0.6 MB a row.
+    150k tokens in float32 takes 0.6 MB per row.
     """
     has_row = predicted_slots(state, plan, options, program.traits)
     sequences, slots = has_row.shape

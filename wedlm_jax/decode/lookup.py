@@ -9,9 +9,9 @@ makes of them what it makes of the drafts of masks::
                            ^^^^^^^^^^^^^^                     drafts
 
 A draft costs a token of a forward, right or wrong, so how many are taken is decided before each
-forward, for all sequences together: as many as commit the most tokens a second. How likely a copied
-token is right is learnt from every token that is committed, whether it was drafted or not, by the
-length of the repeated ending; what a forward costs comes from the engine's measurements.
+forward, for all sequences together: as many as commit the most tokens per second. How likely a
+copied token is right is learnt from every token that is committed, whether it was drafted or not,
+by the length of the repeated ending; what a forward costs comes from the engine's measurements.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MEMORY = 40.0
 MASKS_RATE = 0.1
 """How fast the running mean of masks' drafts follows."""
 GAIN = 1.02
-"""How many times as many tokens a second drafts must promise: what they promise is uncertain."""
+"""How many times as many tokens per second drafts must promise: what they promise is uncertain."""
 
 
 @jax.tree_util.register_dataclass
@@ -205,7 +205,7 @@ def paying_drafts(gains: Array, tokens: Array, committed: Array, costs: ForwardC
       gains: float32 ``[N, L]``, from `gains`; 0 for none.
       tokens: int32, of the forward without drafts.
       committed: float32, tokens that it commits on average.
-      costs: of forwards.
+      costs: costs of forwards.
     """
     flat = gains.reshape(-1)
     # Of equal gains the sequence's earlier drafts come first, since the sort is stable.

@@ -269,7 +269,7 @@ def _record_forward(
 def _count_forward(state: DecodeState, plan: SpanPlan) -> DecodeState:
     """Counts the forward for each sequence whose window it runs. An anchored window's first slot
     may be the prompt's last token: its row chooses the first token of the completion, so AR takes
-    exactly one forward a token."""
+    exactly one forward per token."""
     return dataclasses.replace(
         state,
         num_forwards=state.num_forwards + plan.window,

@@ -141,7 +141,7 @@ class Traits:
         return Traits(**{name: max(getattr(self, name), getattr(other, name)) for name in names})
 
     def holds(self, other: Traits) -> bool:
-        """Tells whether a program with these traits can decode sequences with ``other``."""
+        """Returns whether a program with these traits can decode sequences with ``other``."""
         return self.union(other) == self
 
 
@@ -206,7 +206,7 @@ class HostOptions:
 
     Args:
       sequences: N.
-      traits: of all sequences together.
+      traits: traits of all sequences together.
     """
 
     def __init__(self, sequences: int, traits: Traits):

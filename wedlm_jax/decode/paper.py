@@ -42,7 +42,7 @@ def filled_by(state: DecodeState, options: Options, tokens: Array, entropies: Ar
     adjusted = entropies + options.position_penalty[:, None] * distance
     # What is no mask must win neither of the two choices below.
     adjusted = jnp.where(masks, adjusted, jnp.inf)
-    # τ = None is stored as -inf: nothing is below it, and one mask a forward is filled.
+    # τ = None is stored as -inf: nothing is below it, and one mask per forward is filled.
     below = adjusted < options.entropy_threshold[:, None]
     smallest = slot == jnp.argmin(adjusted, axis=1)[:, None]
     chosen = jnp.where(below.any(axis=1, keepdims=True), below, smallest & masks)

@@ -134,7 +134,7 @@ def truncate(logits: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
 
     Args:
       logits: float32, already divided by the temperature.
-      top_k: int32 ``[R]``, 0 for all. Exactly so many stay; of equal logits the lower ids.
+      top_k: int32 ``[R]``, 0 for all. Exactly this many stay; of equal logits the lower ids.
       top_p: float32 ``[R]`` in (0, 1]. A token stays if those more likely do not reach it yet.
       min_p: float32 ``[R]`` in [0, 1], a share of the largest probability.
     """

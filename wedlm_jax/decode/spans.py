@@ -122,7 +122,7 @@ def plan_spans(state: DecodeState, allowance: Allowance, sizes: ForwardSizes) ->
 
 
 def has_room(state: DecodeState, allowance: Allowance) -> Array:
-    """Tells whether the pages of each sequence hold its prompt and its next window, bool
+    """Returns whether the pages of each sequence hold its prompt and its next window, bool
     ``[N]``."""
     return state.window_start + state.active <= allowance.capacity
 

@@ -34,7 +34,7 @@ from wedlm_jax.params import MOST_LOGPROBS
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Emitted:
-    """Holds what was committed since the host last fetched it, at most E tokens a sequence.
+    """Holds what was committed since the host last fetched it, at most E tokens per sequence.
 
     Attributes:
       tokens: int32 ``[N, E]``.
@@ -222,7 +222,7 @@ class Entrants:
         num_forwards, num_token_instances.
       tokens: int32 ``[A, P]``, of the window's slots.
       filled: bool ``[A, P]``.
-      logprobs: of the filled slots; None where no sequence asks for them.
+      logprobs: log-probabilities of the filled slots; None where no sequence asks for them.
     """
 
     index: Array

@@ -35,9 +35,9 @@ class TokenizerGrammars:
     """Makes matchers for a tokenizer; nothing is loaded before the first grammar comes.
 
     Args:
-      tokenizer: of `transformers`.
-      vocab_size: of the model.
-      eos_token_ids: of the model: what ends a completion.
+      tokenizer: a tokenizer of `transformers`.
+      vocab_size: vocabulary size of the model.
+      eos_token_ids: the model's ids that end a completion.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]):

@@ -18,7 +18,7 @@ class Matcher(Protocol):
         has grown beyond its limits. The matcher is of no use then."""
 
     def is_accepting(self) -> bool:
-        """Tells whether the completion may end here."""
+        """Returns whether the completion may end here."""
 
     def get_error(self) -> str:
         """Returns why the matcher is of no use; empty if it is."""

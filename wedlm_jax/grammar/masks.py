@@ -92,8 +92,8 @@ class GrammarMasks:
 
 
 def _may_end(matcher: Matcher, token: int, params: SamplingParams) -> bool:
-    """Tells whether a completion may end with a token: where its text is whole, or where the token
-    is one of ``stop_token_ids`` that the grammar allows there."""
+    """Returns whether a completion may end with a token: where its text is whole, or where the
+    token is one of ``stop_token_ids`` that the grammar allows there."""
     if matcher.is_accepting():
         return True
     return token in params.stop_token_ids and matcher.consume_tokens([token])

@@ -42,7 +42,7 @@ def keep_compiled(folder: Path) -> None:
 def program_folder() -> Path | None:
     """Returns the folder of a `ProgramStore`, ``wedlm-jax/programs`` in the user's cache folder.
 
-    None where JAX is told to keep nothing (``JAX_ENABLE_COMPILATION_CACHE=false``), or has a cache
+    None where JAX is set to keep nothing (``JAX_ENABLE_COMPILATION_CACHE=false``), or has a cache
     of its own, which then keeps everything: XLA cannot write an executable that came out of it (on
     a CPU, jaxlib 0.10 and 0.12, it would lack the functions that it calls).
     """

@@ -21,8 +21,8 @@ def log(form: str | None = None) -> logging.Logger:
     """Returns the logger of notices, with a handler.
 
     Args:
-      form: of its lines from now on, as `logging.Formatter` takes it; a notice is its sentence
-        alone until one is given.
+      form: format of its lines from now on, as `logging.Formatter` takes it; a notice is its
+        sentence alone until one is given.
     """
     if not _LOGGER.handlers:
         _LOGGER.addHandler(_StandardError())
@@ -34,7 +34,7 @@ def log(form: str | None = None) -> logging.Logger:
 
 
 def notice(sentence: str, *values: object) -> None:
-    """Tells something that a caller may not expect.
+    """Logs something that a caller may not expect.
 
     Args:
       sentence: with a ``%s`` for each of ``values``.

@@ -169,7 +169,7 @@ def jax_processes() -> Processes:
 
 
 def is_first() -> bool:
-    """Tells whether this process is the one that speaks and does what is done once."""
+    """Returns whether this process is the one that speaks and does what is done once."""
     import jax
 
     return jax.process_index() == 0
@@ -214,7 +214,7 @@ def fail_together(failure: str, kind: type[Exception] = StorageFailure) -> None:
 
     Args:
       failure: a sentence; empty where there was none.
-      kind: of the exception, whose message has the sentences of all that failed.
+      kind: class of the exception, whose message has the sentences of all that failed.
     """
     texts = texts_of_all(failure)
     if len(set(texts)) > 1:

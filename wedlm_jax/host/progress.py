@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Says where a call that decodes many prompts stands, over finished and running sequences.
+    """Shows the progress of a call that decodes many prompts, over finished and running sequences.
 
     Attributes:
       finished: prompts.
@@ -109,7 +109,7 @@ class ProgressBar:
         title: str | None = None,
         seconds_left: float | None = None,
     ) -> None:
-        """Says where the work stands, as often as one likes.
+        """Reports progress; may be called as often as one likes.
 
         Args:
           done: so far, what was done before included.
@@ -136,12 +136,12 @@ class ProgressBar:
         self._rich.update(self._task, completed=done, line=self.line(*self._shown))
 
     def advance(self, *, title: str | None = None) -> None:
-        """Says that one more is done."""
+        """Counts one more as done."""
         self.update(self._done + 1, title=title)
 
     @contextlib.contextmanager
     def saying(self, text: Callable[[float], str]) -> Iterator[None]:
-        """Says what goes on in the block after so many seconds, behind the count: in the bar, or
+        """Says what the block does once it takes this many seconds, after the count: in the bar, or
         where there is none as `saying` does."""
 
         def line(seconds: float) -> str:
@@ -157,7 +157,7 @@ class ProgressBar:
 
     @contextlib.contextmanager
     def while_busy(self, what: str) -> Iterator[None]:
-        """Says what the work waits for, with the time so far: in the bar, or where there is none
+        """Shows what the work waits for, with the time so far: in the bar, or where there is none
         as `BusyNotice` does."""
         noted = BusyNotice(console=self._console)(what)
         with noted if self._rich.disable else self.saying(so_far(what)):
@@ -191,11 +191,11 @@ FIRST_LINE_S, NEXT_LINE_S = 2.0, 8.0
 def saying(
     text: Callable[[float], str], console: Console | None = None
 ) -> Iterator[Callable[[], bool]]:
-    """Says what goes on in the block where it takes long: a line that counts the seconds in a
+    """Shows what the block does where it takes long: a line that counts the seconds in a
     terminal; elsewhere a line after a few seconds, and one now and then.
 
     Args:
-      text: what is said after so many seconds.
+      text: what is said after this many seconds.
       console: where it is said; by default on standard error.
 
     Yields:
@@ -223,7 +223,7 @@ def saying(
 
 
 def saying_once(what: str) -> AbstractContextManager[object]:
-    """Says ``what`` goes on in the block, as `saying` does, once in a job of several processes."""
+    """Shows ``what`` the block does, as `saying` does, once in a job of several processes."""
     if not is_first():
         return contextlib.nullcontext()
     return saying(so_far(what))
@@ -235,9 +235,9 @@ MEASURING = "measuring what forwards cost"
 
 
 class BusyNotice:
-    """Says on standard error what work waits for, such as a program that is compiled: a line that
-    counts the seconds in a terminal; elsewhere a line after a few seconds, and one now and then.
-    After compiling there is one more.
+    """Reports on standard error what work waits for, such as a program that is compiled: a line
+    that counts the seconds in a terminal; elsewhere a line after a few seconds, and one now and
+    then. After compiling there is one more.
 
     Args:
       kept: where programs are kept for the next time; None if nowhere.

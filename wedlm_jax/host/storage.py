@@ -56,7 +56,7 @@ def as_path(name: str | os.PathLike[str]) -> Path:
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Tells whether a path from `as_path` is in a bucket."""
+    """Returns whether a path from `as_path` is in a bucket."""
     return os.fspath(path).startswith(f"{REMOTE}:/")
 
 
@@ -84,7 +84,7 @@ def folder_of_this_machine(name: str | os.PathLike[str], what: str) -> Path:
 
 
 def why_absent(folder: Path, name: str) -> str:
-    """Says that ``folder`` lacks the file ``name``, or that there is no such folder."""
+    """Raised when ``folder`` lacks the file ``name``, or that there is no such folder."""
     return f"{folder}: no {name} in this folder" if folder.exists() else f"{folder}: no such folder"
 
 

@@ -22,7 +22,7 @@ MOST_COLUMNS = 1000
 
 
 class Mixed(Exception):
-    """Says which two kinds of values no column can have together."""
+    """Describes which two kinds of values no column can have together."""
 
 
 class Columns:
@@ -203,7 +203,7 @@ def write_rows(
     Args:
       sink: takes its bytes, in order.
       groups: rows of each row group; what a row lacks is null.
-      types: of the columns, in order; storable.
+      types: types of the columns, in order; storable.
     """
     import pyarrow as pa
 

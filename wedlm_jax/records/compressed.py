@@ -23,7 +23,7 @@ DAMAGE = (EOFError, zlib.error, OSError)
 
 
 def is_compressed(path: Path) -> bool:
-    """Tells by its ending whether a file is one that `unpacked` unpacks."""
+    """Returns, by its ending, whether a file is one that `unpacked` unpacks."""
     return path.suffix.lower() in (GZIP, ZSTD)
 
 
@@ -32,7 +32,7 @@ def unpacked(raw: IO[bytes], path: Path) -> IO[bytes]:
 
     Args:
       raw: the file, open.
-      path: of the file, whose ending says how it is compressed.
+      path: path of the file, whose ending says how it is compressed.
 
     Raises:
       InputError: pyarrow, which unpacks zstd, is not installed.
@@ -65,7 +65,7 @@ def naming_damage(shown: str) -> Iterator[None]:
 
 
 def skip(stream: IO[bytes], size: int) -> None:
-    """Reads past so many bytes: what is compressed has to be unpacked to find a place in it."""
+    """Reads past this many bytes: what is compressed has to be unpacked to find a place in it."""
     while size > 0 and (block := stream.read(min(size, BLOCK))):
         size -= len(block)
 

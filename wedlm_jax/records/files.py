@@ -1,4 +1,4 @@
-"""Files of records, found in folders in a fixed order; their kind is told by their ending."""
+"""Files of records, found in folders in a fixed order; their ending gives their kind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RecordFile:
 
 @dataclasses.dataclass(frozen=True)
 class FoundFiles:
-    """Holds what was found where the user said.
+    """The files found where the user said.
 
     Attributes:
       files: in the order of their records.

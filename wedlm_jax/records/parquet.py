@@ -69,11 +69,11 @@ def read_rows(
     fields, so a null cannot be told from what is not there.
 
     Args:
-      path: of the file.
+      path: path of the file.
       shown: what messages call it.
       columns: to read; of these, those that the file has. None for all.
       start: number of the first row, from 0.
-      count: of rows; None for all from there on.
+      count: number of rows; None for all from there on.
       optional: columns whose nulls are left out; others keep them. None for all.
 
     Raises:

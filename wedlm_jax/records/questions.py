@@ -65,7 +65,7 @@ class Question:
         return self._compared(self.answer)
 
     def is_right(self, text: str) -> bool | None:
-        """Tells whether a completion is right; None where there is no right answer."""
+        """Returns whether a completion is right; None where there is no right answer."""
         if self.match is None:
             return None
         if self.match == "contains":
@@ -104,7 +104,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Tally:
-    """Holds what completions of questions come to.
+    """Scores of completions of questions.
 
     Attributes:
       questions: how many.
@@ -156,7 +156,7 @@ def read_questions(
 
     Args:
       path: a JSONL file; its name without the ending is the regime of records that name none.
-      match: of records that do not say how they are judged.
+      match: how records are judged that do not say.
       chat: whether a ``prompt`` is a user's message, for the chat template.
 
     Raises:

@@ -295,7 +295,7 @@ def test_windows_that_are_no_number(
         ("/temperature -1", "temperature: expected a number from 0"),
         ("/temp 1", "no command '/temp'; did you mean '/temperature'"),
         ("/exit", "no command '/exit'; did you mean '/quit'"),
-        ("/retry it", "/retry: expected nothing behind it, not 'it'"),
+        ("/retry it", "/retry: expected nothing after it, not 'it'"),
         ("/save", "/save: expected the name of a file"),
         ("/rest", "no command '/rest'; did you mean '/reset'"),
         ("/nonsense", "no command '/nonsense'; /help lists them"),

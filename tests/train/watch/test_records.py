@@ -146,7 +146,7 @@ def test_all_skipped_steps_are_named_before_the_run_is_stopped(tmp_path: Path) -
     found = pending(tmp_path)
     for step, skipped in enumerate([0, 1, 2, 3], 1):
         found.add(step, metrics(float("nan") if skipped else 1.0, skipped))
-    with pytest.raises(TooManySkipped, match=r"step 3: 2 steps in a row.*goes on behind them"):
+    with pytest.raises(TooManySkipped, match=r"step 3: 2 steps in a row.*continues after them"):
         found.record()
     lines = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
     assert [(line["step"], line["batch"]) for line in lines] == [(2, 2), (3, 3), (4, 4)]

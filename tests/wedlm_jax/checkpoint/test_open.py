@@ -77,9 +77,9 @@ def test_an_orbax_folder_decodes(tmp_path):
         ({"x/m.gguf": ""}, "m.gguf: is a GGUF file; `wedlm convert "),
         ({"x/pytorch_model-00001-of-2.bin": ""}, "only safetensors files are read"),
         ({"x/model.safetensors": "", "x/orbax/": ""}, "holds both safetensors and orbax/"),
-        ({"x/9/_CHECKPOINT_METADATA": ""}, "the state of a training run, not a model"),
+        ({"x/9/_CHECKPOINT_METADATA": ""}, "a training run without an exported model"),
         ({"x/9/_CHECKPOINT_METADATA": "", "x/hf/config.json": "{}"}, "its model is "),
-        ({"x/checkpoints/": "", "x/model/config.json": "{}"}, "the state of a training run, not"),
+        ({"x/checkpoints/": "", "x/model/config.json": "{}"}, "a training run without an exported"),
     ],
     ids=lambda value: str(list(value)) if isinstance(value, dict) else "",
 )
