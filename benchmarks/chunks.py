@@ -18,9 +18,8 @@ from infer.bench.measure import Report, status, table
 from infer.bench.subject import Subject
 from infer.flags import add_engine_options
 from wedlm_jax.config import ModelConfig
-from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.events import TokenDelta
+from wedlm_jax.engine.interface import Request, TokenDelta
 from wedlm_jax.engine.settings import PAGE_SIZES
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.command_line import run_command

@@ -25,9 +25,8 @@ from infer.bench.measure import Report, by_turns, milliseconds, table
 from infer.bench.rival import RIVAL, RIVALS, Rival, check_rival
 from infer.bench.speeds import Way, window_ways
 from infer.bench.subject import Regimes, Subject, Work, load_subject, regimes_of
-from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.events import Finished
+from wedlm_jax.engine.interface import Finished, Request
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.command_line import run_command
 from wedlm_jax.model import Transformer

@@ -19,9 +19,9 @@ from benchmarks.work import long_answers
 from infer.bench.measure import Report, by_turns, table
 from infer.bench.speeds import window_ways
 from infer.bench.subject import Work, load_subject, regimes_of
-from wedlm_jax.engine.burst import Burst, Request
-from wedlm_jax.engine.burst import Report as BurstReport
 from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.interface import Burst, Request
+from wedlm_jax.engine.interface import Report as BurstReport
 from wedlm_jax.host.command_line import run_command
 from wedlm_jax.llm import STREAM_SECONDS
 

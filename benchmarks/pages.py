@@ -19,9 +19,8 @@ from benchmarks.work import mixed
 from infer.bench.measure import Report, status, table
 from infer.bench.speeds import window_ways
 from infer.bench.subject import Work, load_subject, regimes_of
-from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.events import Failed
+from wedlm_jax.engine.interface import Failed, Request
 from wedlm_jax.host.command_line import run_command
 
 TIMES = 4

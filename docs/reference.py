@@ -43,8 +43,14 @@ CLASSES = {
     "wedlm_jax": ("LLM", "Completion", "Chunk"),
     "wedlm_jax.decode.logprobs": ("TokenLogprob",),
     "wedlm_jax.engine.engine": ("Engine",),
-    "wedlm_jax.engine.burst": ("Request", "WindowForward"),
-    "wedlm_jax.engine.events": ("TokenDelta", "Finished", "Failed", "Traced"),
+    "wedlm_jax.engine.interface": (
+        "Request",
+        "WindowForward",
+        "TokenDelta",
+        "Finished",
+        "Failed",
+        "Traced",
+    ),
 }
 FUNCTIONS = {
     "wedlm_jax.checkpoint.load": ("load_checkpoint",),

@@ -31,9 +31,8 @@ from wedlm_jax.config import ModelConfig, config_from_hf
 from wedlm_jax.decode.options import Traits
 from wedlm_jax.decode.state import num_slots
 from wedlm_jax.engine.config import DEFAULT_WINDOW, EngineConfig
-from wedlm_jax.engine.memory import bytes_per_page
 from wedlm_jax.engine.programs import lower_burst
-from wedlm_jax.engine.settings import PAGE_SIZES, EngineSettings, plan_engine
+from wedlm_jax.engine.settings import PAGE_SIZES, EngineSettings, bytes_per_page, plan_engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams

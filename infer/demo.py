@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from infer.evaluate import Decoder
     from wedlm_jax.engine.engine import Engine
-    from wedlm_jax.engine.events import WindowView
+    from wedlm_jax.engine.interface import WindowView
     from wedlm_jax.params import SamplingParams
     from wedlm_jax.records.questions import Question
 
@@ -169,8 +169,7 @@ def _views(
 ) -> Iterator[View]:
     """Decodes a prompt forward by forward, with a window of its own if one is given; yields before
     the first and after each."""
-    from wedlm_jax.engine.burst import Request
-    from wedlm_jax.engine.events import Failed, Finished, TokenDelta
+    from wedlm_jax.engine.interface import Failed, Finished, Request, TokenDelta
 
     committed: list[int] = []
     num_forwards = 0

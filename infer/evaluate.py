@@ -155,7 +155,7 @@ def _complete(decoder: Decoder, questions: Iterable[Question]) -> list[Completio
 def _with_room(decoder: Decoder, prompt: Sequence[int]) -> SamplingParams:
     """Returns the decoder's parameters with no more tokens than the context leaves for an answer;
     as they are where it leaves none, which is refused with the prompt."""
-    from wedlm_jax.engine.burst import Request
+    from wedlm_jax.engine.interface import Request
 
     params = decoder.params
     room = decoder.llm.engine.most_tokens(Request(-1, prompt, params))

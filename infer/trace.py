@@ -38,7 +38,7 @@ from wedlm_jax.host.atomic import written_beside
 from wedlm_jax.text import GrowingText
 
 if TYPE_CHECKING:
-    from wedlm_jax.engine.events import Traced
+    from wedlm_jax.engine.interface import Traced
     from wedlm_jax.params import SamplingParams
     from wedlm_jax.text import TextCodec
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from wedlm_jax.engine.events import WindowView
+from wedlm_jax.engine.interface import WindowView
 from wedlm_jax.text import TextCodec
 
 MASK = "░"

@@ -6,9 +6,9 @@ import dataclasses
 import functools
 from typing import Any
 
-from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.interface import Request
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 

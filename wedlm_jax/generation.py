@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from wedlm_jax.completion import Chunk, Completion
-from wedlm_jax.engine.burst import Request
-from wedlm_jax.engine.events import Event, Failed, Finished, TokenDelta, Traced
+from wedlm_jax.engine.interface import Event, Failed, Finished, Request, TokenDelta, Traced
 from wedlm_jax.engine.loop import Caller, EngineLoop
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.progress import Progress

@@ -19,10 +19,9 @@ from wedlm_jax.checkpoint.open import find_model
 from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.decode.logprobs import TokenLogprob
-from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.config import ENGINE_OPTIONS, EngineConfig
 from wedlm_jax.engine.engine import Engine, runs_apart
-from wedlm_jax.engine.events import Failed, Finished, Traced
+from wedlm_jax.engine.interface import Failed, Finished, Request, Traced
 from wedlm_jax.engine.loop import EngineLoop
 from wedlm_jax.engine.scoring import score
 from wedlm_jax.errors import InputError, did_you_mean, nearest

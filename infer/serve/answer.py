@@ -12,8 +12,7 @@ from infer.serve.metrics import Metrics, SequenceTimes
 from infer.serve.served_engine import ServedEngine
 from infer.trace import SequenceTrace
 from wedlm_jax.completion import Chunk, Completion
-from wedlm_jax.engine.burst import Request
-from wedlm_jax.engine.events import Event, Failed, TokenDelta, Traced
+from wedlm_jax.engine.interface import Event, Failed, Request, TokenDelta, Traced
 from wedlm_jax.engine.loop import Caller
 from wedlm_jax.generation import CompletionStream, Prepared, sample_params
 

@@ -12,7 +12,7 @@ from infer.serve.answer import Call
 from infer.serve.capacity import Capacity
 from infer.serve.errors import CONTEXT_LENGTH, ApiError, bad_request
 from infer.serve.fields import check_refused, name_given, sampling_given, sampling_of
-from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.interface import Request
 from wedlm_jax.errors import InputError
 from wedlm_jax.messages import checked_messages
 from wedlm_jax.params import OPTIONS

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from infer.serve.served_engine import Status
 from wedlm_jax.completion import Completion
-from wedlm_jax.engine.events import TokenDelta
+from wedlm_jax.engine.interface import TokenDelta
 
 FIRST_TOKEN = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 BETWEEN_TOKENS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)

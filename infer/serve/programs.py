@@ -12,9 +12,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from wedlm_jax.decode.options import Traits
-from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.events import Failed
+from wedlm_jax.engine.interface import Failed, Request
 
 LOG = logging.getLogger("wedlm.serve")
 

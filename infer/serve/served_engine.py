@@ -10,9 +10,8 @@ import logging
 from infer.serve.programs import Programs
 from wedlm_jax.completion import NO_DRAFTS, Drafts
 from wedlm_jax.decode.options import Traits
-from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.events import Counters, Event, Failed
+from wedlm_jax.engine.interface import Counters, Event, Failed, Request
 from wedlm_jax.engine.loop import EngineLoop, Parcels
 
 LOG = logging.getLogger("wedlm.serve")

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tests.reference.decode_loop import Decoded, FullForward, decode
 from wedlm_jax.completion import Completion
 from wedlm_jax.config import ModelConfig
-from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.interface import Request
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 

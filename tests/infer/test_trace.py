@@ -13,8 +13,7 @@ import pytest
 from infer.trace import SequenceTrace, read_trace, write_trace
 from infer.trace_plot import EARLY, FILLED, REJECTED
 from wedlm_jax.__main__ import main
-from wedlm_jax.engine.burst import Request, WindowForward
-from wedlm_jax.engine.events import Traced
+from wedlm_jax.engine.interface import Request, Traced, WindowForward
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams

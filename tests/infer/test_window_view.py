@@ -6,7 +6,7 @@ import pytest
 
 from infer.window_view import FILLED_STYLE, MASK, MASK_STYLE, TAIL, plain, styled
 from train.data.tokenizer import save_tokenizer, train_tokenizer
-from wedlm_jax.engine.events import WindowView
+from wedlm_jax.engine.interface import WindowView
 from wedlm_jax.text import TextCodec
 
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from tests.wedlm_jax.test_text import TEXTS, byte_tokenizer, write_tokenizer
 from wedlm_jax.completion import Completion
-from wedlm_jax.engine.burst import Request
-from wedlm_jax.engine.events import Finished, TokenDelta
+from wedlm_jax.engine.interface import Finished, Request, TokenDelta
 from wedlm_jax.generation import CompletionStream, complete
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.text import SETTLED_BEHIND, GrowingText, TextCodec

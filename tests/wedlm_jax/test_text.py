@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from wedlm_jax.completion import Completion
-from wedlm_jax.engine.burst import Request
-from wedlm_jax.engine.events import Event, Finished, TokenDelta
+from wedlm_jax.engine.interface import Event, Finished, Request, TokenDelta
 from wedlm_jax.engine.loop import EngineLoop
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM

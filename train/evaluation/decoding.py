@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 
 from train.distributed import mesh_of_processes, own_copy
 from wedlm_jax.completion import Completion
-from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.interface import Request
 from wedlm_jax.host.processes import say
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.lora import merged

@@ -4,8 +4,9 @@ takes bursts from the scheduler and returns reports."""
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,13 +19,26 @@ from wedlm_jax.completion import Drafts
 from wedlm_jax.decode.logprobs import Logprobs, as_list
 from wedlm_jax.decode.options import HostOptions, Traits
 from wedlm_jax.decode.spans import Allowance
-from wedlm_jax.decode.state import DecodeState
-from wedlm_jax.engine.burst import Admission, Burst, Member, NewTokens, Report, Request
-from wedlm_jax.engine.entering import ENTRANTS_AT_ONCE, SavedWindow, make_entrants
-from wedlm_jax.engine.events import WindowView
-from wedlm_jax.engine.programs import CompiledPrograms, empty_state, slot_sizes
+from wedlm_jax.decode.state import NOTHING, DecodeState, LastForward
+from wedlm_jax.engine.interface import (
+    Admission,
+    Burst,
+    Member,
+    NewTokens,
+    Report,
+    Request,
+    WindowForward,
+    WindowView,
+)
+from wedlm_jax.engine.programs import (
+    ENTRANTS_AT_ONCE,
+    CompiledPrograms,
+    SavedWindow,
+    empty_state,
+    make_entrants,
+    slot_sizes,
+)
 from wedlm_jax.engine.settings import EngineSettings
-from wedlm_jax.engine.tracing import window_forwards
 from wedlm_jax.engine.windows.costs import CostTable
 from wedlm_jax.grammar.interface import Grammars
 from wedlm_jax.grammar.masks import GrammarMasks
@@ -420,3 +434,41 @@ def _allowance(burst: Burst, most_chunk_tokens: int, seconds: np.ndarray | None)
         until_finished=np.asarray(burst.until_finished, np.int32),  # type: ignore[arg-type]
         seconds=seconds,  # type: ignore[arg-type]
     )
+
+
+# --- Traces ----------------------------------------------------------------------------------
+
+
+def window_forwards(
+    last: LastForward, indices: Iterable[int], started: float
+) -> dict[int, WindowForward]:
+    """Returns the last forward of each of the sequences at ``indices`` whose window it ran.
+
+    Args:
+      last: fetched from the device.
+      started: when the burst began, as `time.perf_counter` says it.
+    """
+    ended = time.perf_counter()
+    return {
+        index: _window_forward(last, index, ended - started, ended)
+        for index in indices
+        if last.ran[index]
+    }
+
+
+def _window_forward(last: LastForward, index: int, seconds: float, ended: float) -> WindowForward:
+    active = int(last.active[index])
+    entropies = np.asarray(last.entropies[index])[: active + 1].tolist()
+    return WindowForward(
+        start=int(last.start[index]),
+        held=_tokens(last.held[index], active),
+        entropies=[None if math.isnan(one) else one for one in entropies],
+        drafted=_tokens(last.drafted[index], active),
+        rejected=np.flatnonzero(last.rejected[index]).tolist(),
+        seconds=seconds,
+        ended=ended,
+    )
+
+
+def _tokens(row: object, active: int) -> list[int | None]:
+    return [None if one == NOTHING else one for one in np.asarray(row)[:active].tolist()]

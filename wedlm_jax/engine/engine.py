@@ -17,15 +17,12 @@ from jax.sharding import Mesh
 from wedlm_jax.completion import Completion
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.decode.options import Traits, check_options
-from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.config import DEFAULT_WINDOW, EngineConfig
 from wedlm_jax.engine.device import Device
-from wedlm_jax.engine.events import Counters, Event, Failed, Finished, WindowView
-from wedlm_jax.engine.memory import parameter_bytes
+from wedlm_jax.engine.interface import Counters, Event, Failed, Finished, Request, WindowView
 from wedlm_jax.engine.scheduling.scheduler import Scheduler
-from wedlm_jax.engine.settings import plan_engine
-from wedlm_jax.engine.windows.auto import AutoWindows
-from wedlm_jax.engine.windows.choice import FixedWindows, WindowChoice
+from wedlm_jax.engine.settings import parameter_bytes, plan_engine
+from wedlm_jax.engine.windows.choice import AutoWindows, FixedWindows, WindowChoice
 from wedlm_jax.engine.windows.costs import CostTable
 from wedlm_jax.engine.windows.probe import forward_costs
 from wedlm_jax.errors import InputError

@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 from wedlm_jax.decode.options import Traits
-from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.events import Event, Failed, TokenDelta
+from wedlm_jax.engine.interface import Event, Failed, Request, TokenDelta
 
 
 class Caller:

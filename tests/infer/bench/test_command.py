@@ -20,7 +20,7 @@ from infer.bench.rival import Rival, config_for_transformers
 from infer.bench.speeds import AR, Speed, Way, window_ways
 from infer.bench.subject import load_subject
 from tests.infer.few_questions import PROMPTS, write_questions
-from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.interface import Request
 from wedlm_jax.errors import InputError
 from wedlm_jax.params import SamplingParams
 

@@ -12,8 +12,8 @@ from infer.serve import programs as module
 from infer.serve.programs import Programs
 from tests.examples.decode import Case, small_engine
 from wedlm_jax.decode.options import Traits
-from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.interface import Request
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 
@@ -81,7 +81,7 @@ def test_the_program_for_everything_gives_the_tokens_of_any_other(
 
 
 def decode(engine: Engine, params: SamplingParams, program: Traits) -> list[Any]:
-    from wedlm_jax.engine.events import Finished
+    from wedlm_jax.engine.interface import Finished
 
     events = engine.step([request(0, params)], program=program)
     while engine.has_work:

@@ -14,8 +14,8 @@ from train.evaluation.questions import AskedQuestions, asked_questions, drawn_qu
 from train.loop import train as run_training
 from train.recipe.config import EvaluationSection
 from wedlm_jax.completion import Completion
-from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.interface import Request
 from wedlm_jax.errors import InputError
 
 

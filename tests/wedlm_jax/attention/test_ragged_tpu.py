@@ -24,9 +24,9 @@ from wedlm_jax.attention.pages import Spans
 from wedlm_jax.attention.ragged import attend_pages, attention_plan, token_places, write_pages
 from wedlm_jax.attention.ragged_tpu import live_first
 from wedlm_jax.engine import settings
-from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.interface import Request
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.sharding import make_mesh, on_replicas

@@ -35,8 +35,8 @@ from wedlm_jax.decode import verified
 from wedlm_jax.decode.options import Options
 from wedlm_jax.decode.state import DecodeState, idle_state, is_filled
 from wedlm_jax.decode.verified import Verified, draft_rule, verify
-from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.interface import Request
 from wedlm_jax.engine.scheduling.sequence import SequenceState
 from wedlm_jax.engine.windows.choice import FixedWindows
 from wedlm_jax.errors import InputError

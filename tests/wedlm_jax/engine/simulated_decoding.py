@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from wedlm_jax.engine.burst import Admission, Burst, Report, Request
+from wedlm_jax.engine.interface import Admission, Burst, Report, Request
 from wedlm_jax.engine.scheduling.sequence import SequenceState
 from wedlm_jax.engine.windows.choice import WindowChoice
 from wedlm_jax.params import SamplingParams

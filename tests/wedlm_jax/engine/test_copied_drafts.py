@@ -23,8 +23,8 @@ from tests.examples.decode import (
     small_engine,
 )
 from wedlm_jax.completion import Completion, Drafts
-from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.interface import Request
 from wedlm_jax.engine.windows.choice import FixedWindows
 from wedlm_jax.engine.windows.costs import CostTable
 from wedlm_jax.model import Transformer

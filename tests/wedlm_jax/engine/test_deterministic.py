@@ -21,7 +21,7 @@ from tests.examples.decode import (
 from tests.forward_sizes import usual_sizes
 from wedlm_jax.completion import Completion
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.events import Finished
+from wedlm_jax.engine.interface import Finished
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 

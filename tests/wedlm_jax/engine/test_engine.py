@@ -30,9 +30,8 @@ from tests.examples.decode import (
 )
 from tests.reference.decode_loop import FullForward
 from wedlm_jax.completion import Completion
-from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.events import Failed, Finished, TokenDelta
+from wedlm_jax.engine.interface import Failed, Finished, Request, TokenDelta
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams

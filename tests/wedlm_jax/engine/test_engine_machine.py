@@ -13,9 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from tests.examples.decode import TINY, say_the_same, small_engine
 from wedlm_jax.completion import Completion
-from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.events import Finished, TokenDelta
+from wedlm_jax.engine.interface import Finished, Request, TokenDelta
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 

@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 
 from tests.examples.decode import TINY, Case, run, small_engine
-from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.interface import Request
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams

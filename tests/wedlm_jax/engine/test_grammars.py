@@ -30,9 +30,8 @@ from tests.reference.decode_loop import FullForward
 from tests.reference.logit_options import adjusted
 from tests.reference.sampling import choose_token
 from wedlm_jax.completion import Completion
-from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.events import Failed, Finished
+from wedlm_jax.engine.interface import Failed, Finished, Request
 from wedlm_jax.engine.loop import EngineLoop
 from wedlm_jax.errors import InputError
 from wedlm_jax.generation import Generation

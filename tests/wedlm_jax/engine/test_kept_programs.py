@@ -13,8 +13,8 @@ from flax import nnx
 
 from tests.examples.decode import TINY, small_engine
 from tests.examples.jax_cache import without_jax_cache
-from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.interface import Request
 from wedlm_jax.engine.windows import probe
 from wedlm_jax.host.compiled_cache import ProgramStore
 from wedlm_jax.host.progress import COMPILING

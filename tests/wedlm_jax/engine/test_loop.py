@@ -11,8 +11,7 @@ import pytest
 
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.completion import Completion
-from wedlm_jax.engine.burst import Request
-from wedlm_jax.engine.events import Failed, Finished, TokenDelta
+from wedlm_jax.engine.interface import Failed, Finished, Request, TokenDelta
 from wedlm_jax.engine.loop import Caller, EngineLoop
 from wedlm_jax.generation import Mailbox
 from wedlm_jax.params import SamplingParams

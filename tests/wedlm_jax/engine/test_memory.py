@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.examples.decode import TINY
-from wedlm_jax.engine.memory import CPU_TOKENS, SPARE, MemoryPlan, bytes_per_page, plan_pages
+from wedlm_jax.engine.settings import CPU_TOKENS, SPARE, MemoryPlan, bytes_per_page, plan_pages
 from wedlm_jax.errors import InputError
 
 PAGE = 16

@@ -23,9 +23,8 @@ from tests.examples.decode import (
     small_engine,
 )
 from wedlm_jax.completion import Completion
-from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.events import Finished, TokenDelta
+from wedlm_jax.engine.interface import Finished, Request, TokenDelta
 from wedlm_jax.engine.scheduling import admission
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams

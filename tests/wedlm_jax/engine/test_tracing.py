@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from tests.examples.decode import BATCH, Case, cases, in_mode, requests_of
 from wedlm_jax.completion import Completion
-from wedlm_jax.engine.burst import Request, WindowForward
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.events import Event, Finished, Traced
+from wedlm_jax.engine.interface import Event, Finished, Request, Traced, WindowForward
 from wedlm_jax.params import SamplingParams
 
 MODES = st.sampled_from(["paper", "verified", "ar"])

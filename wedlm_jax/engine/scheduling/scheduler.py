@@ -10,8 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from wedlm_jax.engine.burst import Admission, Burst, ForwardRunner, Report, Request
-from wedlm_jax.engine.events import Counters, Event, Failed, Finished, TokenDelta, Traced
+from wedlm_jax.engine.interface import (
+    Admission,
+    Burst,
+    Counters,
+    Event,
+    Failed,
+    Finished,
+    ForwardRunner,
+    Report,
+    Request,
+    TokenDelta,
+    Traced,
+)
 from wedlm_jax.engine.scheduling.admission import AdmissionRound, Admitter, ArrivalQueue
 from wedlm_jax.engine.scheduling.burst_plan import (
     PromptPace,

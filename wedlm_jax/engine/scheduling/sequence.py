@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from wedlm_jax.completion import Completion
-from wedlm_jax.engine.burst import NewTokens, Request
+from wedlm_jax.engine.interface import NewTokens, Request
 from wedlm_jax.engine.scheduling.pages import Node
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class SequenceState:
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A sequence in a burst; see `wedlm_jax.engine.burst.Member`.
+    """A sequence in a burst; see `wedlm_jax.engine.interface.Member`.
 
     Attributes:
       admission: which of its admissions gave it the index.

@@ -20,8 +20,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from wedlm_jax.engine.burst import Admission, Burst, Report, Request
 from wedlm_jax.engine.device import Device
+from wedlm_jax.engine.interface import Admission, Burst, Report, Request
 from wedlm_jax.engine.windows.costs import CostTable, kept_table
 from wedlm_jax.host.progress import MEASURING
 from wedlm_jax.params import SamplingParams

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from wedlm_jax.engine.burst import Admission, Burst, NewTokens, Report, Request
+from wedlm_jax.engine.interface import Admission, Burst, NewTokens, Report, Request
 from wedlm_jax.engine.settings import SchedulerSizes
 
 VOCAB = 50

@@ -9,8 +9,7 @@ from tests.wedlm_jax.engine.scheduling.fake_device import (
     FakeDevice,
     small_sizes,
 )
-from wedlm_jax.engine.burst import Request
-from wedlm_jax.engine.events import Finished
+from wedlm_jax.engine.interface import Finished, Request
 from wedlm_jax.engine.scheduling.scheduler import Scheduler
 from wedlm_jax.engine.windows.choice import FixedWindows
 from wedlm_jax.params import SamplingParams

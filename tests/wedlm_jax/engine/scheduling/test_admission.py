@@ -6,7 +6,7 @@ from itertools import count
 import numpy as np
 import pytest
 
-from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.interface import Request
 from wedlm_jax.engine.scheduling.admission import (
     SHORTEST_REUSE,
     AdmissionRound,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.interface import Request
 from wedlm_jax.engine.scheduling.admission import ArrivalQueue
 from wedlm_jax.engine.scheduling.sequence import SequenceState
 from wedlm_jax.params import SamplingParams

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.interface import Request
 from wedlm_jax.engine.scheduling.burst_plan import (
     PREFILL_FORWARDS,
     SHORT_OF_PAGES_FORWARDS,

@@ -5,7 +5,7 @@ from itertools import count
 import numpy as np
 import pytest
 
-from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.interface import Request
 from wedlm_jax.engine.scheduling.pages import PageError
 from wedlm_jax.engine.scheduling.replica import Replica
 from wedlm_jax.engine.scheduling.sequence import SequenceState

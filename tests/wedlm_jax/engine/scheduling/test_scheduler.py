@@ -20,8 +20,7 @@ from tests.wedlm_jax.engine.scheduling.scheduler_examples import (
     request,
     results,
 )
-from wedlm_jax.engine.burst import Burst, NewTokens, Report
-from wedlm_jax.engine.events import Failed, Finished, TokenDelta
+from wedlm_jax.engine.interface import Burst, Failed, Finished, NewTokens, Report, TokenDelta
 from wedlm_jax.engine.scheduling.scheduler import Scheduler
 from wedlm_jax.engine.scheduling.sequence import SequenceState
 from wedlm_jax.engine.settings import SchedulerSizes

@@ -22,8 +22,7 @@ from tests.wedlm_jax.engine.scheduling.fake_device import (
     decode_alone,
     small_sizes,
 )
-from wedlm_jax.engine.burst import Request
-from wedlm_jax.engine.events import Failed, Finished, TokenDelta
+from wedlm_jax.engine.interface import Failed, Finished, Request, TokenDelta
 from wedlm_jax.engine.scheduling.scheduler import Scheduler
 from wedlm_jax.engine.scheduling.sequence import SequenceState
 from wedlm_jax.engine.windows.choice import FixedWindows

@@ -21,10 +21,9 @@ from tests.wedlm_jax.engine.simulated_decoding import (
     Simulation,
     Text,
 )
-from wedlm_jax.engine.burst import Request
+from wedlm_jax.engine.interface import Request
 from wedlm_jax.engine.scheduling.sequence import SequenceState
-from wedlm_jax.engine.windows.auto import AutoWindows
-from wedlm_jax.engine.windows.choice import FixedWindows
+from wedlm_jax.engine.windows.choice import AutoWindows, FixedWindows
 from wedlm_jax.engine.windows.costs import CostTable
 from wedlm_jax.params import SamplingParams
 
@@ -179,9 +178,9 @@ def test_trials_of_windows_cost_what_they_may(monkeypatch: pytest.MonkeyPatch) -
     cost and by the time that they take."""
     plain = fixed_speeds("cpu", 8, "hopeless", "verified")[0]
     assert speed("cpu", 8, "hopeless", worsen=quiet) > 0.985 * plain
-    monkeypatch.setattr("wedlm_jax.engine.windows.auto.TRIALS", 0.3)
+    monkeypatch.setattr("wedlm_jax.engine.windows.choice.TRIALS", 0.3)
     assert speed("cpu", 8, "hopeless", worsen=quiet) > 0.97 * plain
-    monkeypatch.setattr("wedlm_jax.engine.windows.auto.TRIED", 0.5)
+    monkeypatch.setattr("wedlm_jax.engine.windows.choice.TRIED", 0.5)
     assert speed("cpu", 8, "hopeless", worsen=quiet) < 0.95 * plain
 
 

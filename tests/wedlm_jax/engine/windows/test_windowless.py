@@ -13,12 +13,10 @@ import pytest
 from tests.examples.decode import say_the_same, small_engine
 from tests.examples.grammar import RandomAutomata
 from wedlm_jax.completion import Completion
-from wedlm_jax.engine.burst import Request
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.events import Failed, Finished
+from wedlm_jax.engine.interface import Failed, Finished, Request
 from wedlm_jax.engine.scheduling.sequence import SequenceState
-from wedlm_jax.engine.windows.auto import AutoWindows
-from wedlm_jax.engine.windows.choice import FixedWindows
+from wedlm_jax.engine.windows.choice import AutoWindows, FixedWindows
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 
