@@ -148,7 +148,7 @@ def parameter_axes(path: str) -> tuple[str, ...] | None:
     rounded = parts.pop() if parts[-2:-1] in (["weight"], ["lm_head"]) else None
     if parts[-2:-1] == ["adapter"]:  # those of its matrix, the rank whole on every device
         n_out, n_in = PARAMETER_AXES[f"{parts[-3]}/weight"]
-        axes = ("features", n_in) if parts[-1] == "a" else (n_out, "features")
+        axes: tuple[str, ...] = ("features", n_in) if parts[-1] == "a" else (n_out, "features")
     else:
         axes = PARAMETER_AXES.get("/".join(parts[-2:])) or PARAMETER_AXES.get(parts[-1], ())
     if rounded == "scale":

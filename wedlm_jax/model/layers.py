@@ -5,6 +5,7 @@ Hidden states are rows, ``[..., D]``, and matrices are ``[out, in]``, as in Hugg
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -71,7 +72,8 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(normal(rngs, (n_out, n_in), scale, dtype))
         self.bias = nnx.Param(jnp.zeros((n_out,), dtype)) if bias else None
         # Or that of `wedlm_jax.model.int8_training`; qwix wants a path, whatever it is.
-        self.product, self.qwix_path = product, ()
+        self.product: Callable[[Array, Any], Array] = product
+        self.qwix_path = ()
         self.adapter: Any = None  # or a `wedlm_jax.model.lora.LowRank`
 
     def __call__(self, x: Array) -> Array:

@@ -137,8 +137,10 @@ class Transformer(nnx.Module):
           Normalised hidden states ``[B, T, D]`` (see `logits`).
         """
 
-        def attend_to_sequences(_: None, __: Any, *qkv: Array) -> tuple[Array, None]:
-            return _attend(*qkv, mask, attention, tile, int8_kv), None
+        def attend_to_sequences(
+            _: None, __: Any, q: Array, k: Array, v: Array
+        ) -> tuple[Array, None]:
+            return _attend(q, k, v, mask, attention, tile, int8_kv), None
 
         rope = rope_tables(self.config, positions)
         x = self._embedded(token_ids, dtype)
