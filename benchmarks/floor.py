@@ -30,7 +30,7 @@ from wedlm_jax.engine.interface import Finished, Request
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.command_line import run_command
 from wedlm_jax.model import Transformer
-from wedlm_jax.model.layer_layout import are_stacked, is_on_columns
+from wedlm_jax.model.layer_layout import are_stacked
 from wedlm_jax.model.layers import DecoderLayer
 from wedlm_jax.params import SamplingParams
 
@@ -223,10 +223,9 @@ def products(
 
 def _through_layers(model: Transformer, x: Array) -> Array:
     if not are_stacked(model):
-        x = x.T if is_on_columns(model) else x
         for layer in model.layers:
             x = _layer(layer, x)
-        return x.T if is_on_columns(model) else x
+        return x
     graph, parameters = nnx.split(model.layers)
 
     def turn(x: Array, own: nnx.State) -> tuple[Array, None]:
@@ -238,7 +237,7 @@ def _through_layers(model: Transformer, x: Array) -> Array:
 def _layer(layer: DecoderLayer, x: Array) -> Array:
     attention = layer.self_attn
     q, k, v = attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)
-    mixed = q + jnp.concatenate([k + v] * (q.size // k.size), attention.axis)
+    mixed = q + jnp.concatenate([k + v] * (q.size // k.size), -1)
     x = x + attention.o_proj(mixed)
     return x + layer.mlp(x)
 

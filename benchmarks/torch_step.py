@@ -62,17 +62,17 @@ class TorchStep:
         device = "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
         self._device = device
 
-        def leaf(name: str, value: np.ndarray) -> Any:
-            return torch.tensor(_as_torch(name, value), device=device).requires_grad_()
+        def leaf(value: np.ndarray) -> Any:
+            return torch.tensor(value, device=device).requires_grad_()
 
         self._layers: list[dict[str, Any]] = [{} for _ in range(config.num_hidden_layers)]
         self._others: dict[str, Any] = {}
         for name, value in parameters.items():
             if name.startswith(STACKED):
                 for layer, own in zip(self._layers, value, strict=True):
-                    layer[name.removeprefix(STACKED)] = leaf(name, own)
+                    layer[name.removeprefix(STACKED)] = leaf(own)
             else:
-                self._others[name] = leaf(name, value)
+                self._others[name] = leaf(value)
         # All that follows from the batch is made beforehand, so that the step does no other work.
         share = 1 / (1 + loss.ar_weight)
         mlm = masked_weights(batch.masked, batch.mask_ratio, loss.weighting)
@@ -119,21 +119,15 @@ class TorchStep:
     def gradients(self) -> dict[str, np.ndarray]:
         """Returns the gradients of the last `run`, as the parameters were given."""
 
-        def own(name: str, weight: Any) -> np.ndarray:
-            return _as_torch(name, weight.grad.cpu().numpy())
+        def own(weight: Any) -> np.ndarray:
+            return np.asarray(weight.grad.cpu().numpy())
 
-        others = {name: own(name, weight) for name, weight in self._others.items()}
+        others = {name: own(weight) for name, weight in self._others.items()}
         stacked = {
-            STACKED + name: np.stack([own(name, layer[name]) for layer in self._layers])
+            STACKED + name: np.stack([own(layer[name]) for layer in self._layers])
             for name in self._layers[0]
         }
         return others | stacked
-
-
-def _as_torch(name: str, value: np.ndarray) -> np.ndarray:
-    """Transposes matrices ``[in, out]`` to ``[out, in]``, or back; leaves all else unchanged."""
-    is_matrix = name.endswith(".kernel") or name == "lm_head"
-    return np.ascontiguousarray(value.T) if is_matrix else np.asarray(value)
 
 
 def _loss_of(config: ModelConfig) -> Callable[..., Any]:
@@ -146,7 +140,7 @@ def _loss_of(config: ModelConfig) -> Callable[..., Any]:
         return F.rms_norm(x, scale.shape, scale, epsilon)
 
     def linear(w: dict[str, Any], name: str, x: Any) -> Any:
-        return F.linear(x, w[f"{name}.kernel"], w.get(f"{name}.bias"))
+        return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
 
     def rotated(x: Any, cos: Any, sin: Any) -> Any:
         import torch

@@ -202,7 +202,7 @@ def check_gradients(
         value = np.asarray(values[entry.path], np.float64)
         parts = value if entry.stacked else value[None]
         for tensor, part in zip(entry.hf_names, parts, strict=True):
-            ours[tensor] = part.T if entry.transposed else part
+            ours[tensor] = part
     norms = [key for key in golden if key.startswith("gradnorm/")]
     missed = {key.split("/", 1)[1] for key in norms} ^ set(ours)
     yield f"{name} gradients", f"not the same parameters: {sorted(missed)}" if missed else None

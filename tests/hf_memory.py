@@ -56,7 +56,7 @@ def import_rounded(source: Path, quantization: str) -> None:
     mesh = make_mesh({"tensor": 8})
     # What rounding takes besides is compiled before.
     matrix = jnp.ones((8, 8), jnp.bfloat16)
-    rounded_alone(matrix, "kernel")
+    rounded_alone(matrix, "weight")
     before = memory("VmRSS")
     model = load_checkpoint(source, mesh=mesh, stacked=False, quantization=quantization)
     arrays = arrays_from_model(model).values()

@@ -193,12 +193,12 @@ def decayed(parameters: Any) -> Any:
 
 
 def layer_matrices(parameters: Any) -> Any:
-    """Returns, for each matrix of a layer, ``[layers, in, out]``, the axes Muon orthogonalises
+    """Returns, for each matrix of a layer, ``[layers, out, in]``, the axes Muon orthogonalises
     over; None for all else."""
 
     def dimensions(path: tuple[Any, ...], _: Array) -> optax.contrib.MuonDimensionNumbers | None:
-        stacked = {"layers", "kernel"} <= set(_names(path))
-        return optax.contrib.MuonDimensionNumbers(1, 2) if stacked else None
+        stacked = {"layers", "weight"} <= set(_names(path))
+        return optax.contrib.MuonDimensionNumbers(2, 1) if stacked else None
 
     return jax.tree_util.tree_map_with_path(dimensions, parameters)
 

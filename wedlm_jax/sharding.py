@@ -53,22 +53,7 @@ AXIS_RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 PARAMETER_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "embed_tokens": ("vocab", "hidden"),
-        "lm_head": ("hidden", "vocab"),
-        "q_proj/kernel": ("hidden", "heads"),
-        "k_proj/kernel": ("hidden", "heads"),
-        "v_proj/kernel": ("hidden", "heads"),
-        "q_proj/bias": ("heads",),
-        "k_proj/bias": ("heads",),
-        "v_proj/bias": ("heads",),
-        "o_proj/bias": ("features",),
-        "gate_proj/bias": ("mlp",),
-        "up_proj/bias": ("mlp",),
-        "down_proj/bias": ("features",),
-        "o_proj/kernel": ("heads", "hidden"),
-        "gate_proj/kernel": ("hidden", "mlp"),
-        "up_proj/kernel": ("hidden", "mlp"),
-        "down_proj/kernel": ("mlp", "hidden"),
-        # Of layers that compute on columns, and the output projection of layers that lie apart.
+        "lm_head": ("vocab", "hidden"),
         "q_proj/weight": ("heads", "hidden"),
         "k_proj/weight": ("heads", "hidden"),
         "v_proj/weight": ("heads", "hidden"),
@@ -76,7 +61,13 @@ PARAMETER_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gate_proj/weight": ("mlp", "hidden"),
         "up_proj/weight": ("mlp", "hidden"),
         "down_proj/weight": ("hidden", "mlp"),
-        "head_weight": ("vocab", "hidden"),
+        "q_proj/bias": ("heads",),
+        "k_proj/bias": ("heads",),
+        "v_proj/bias": ("heads",),
+        "o_proj/bias": ("features",),
+        "gate_proj/bias": ("mlp",),
+        "up_proj/bias": ("mlp",),
+        "down_proj/bias": ("features",),
         "scale": ("features",),
     }
 )
@@ -154,28 +145,15 @@ def parameter_axes(path: str) -> tuple[str, ...] | None:
     optimizer moment of it; None for anything else, such as a step count."""
     parts = [part for part in path.split("/") if part != "value"]
     # A matrix of 8-bit integers has a scale for each output, `wedlm_jax.model.quantization`.
-    matrix = next((name for name in parts[-2:-1] if name in _INPUT), None)
-    rounded = parts.pop() if matrix else None
-    if parts[-2:-1] == ["adapter"]:
-        return _adapter_axes(parts)
-    for ending, axes in PARAMETER_AXES.items():
-        wanted = ending.split("/")
-        if parts[-len(wanted) :] == wanted:
-            if matrix and rounded == "scale":
-                axes = ("features", axes[1]) if _INPUT[matrix] == 0 else (axes[0], "features")
-            return ("layers", *axes) if _are_stacked(parts) else axes
-    return None
-
-
-def _adapter_axes(parts: Sequence[str]) -> tuple[str, ...]:
-    """Returns the axes of A or B of an adapter (`wedlm_jax.model.lora`): those of its kernel, the
-    rank whole on every device."""
-    n_in, n_out = PARAMETER_AXES[f"{parts[-3]}/kernel"]
-    return ("layers", n_in, "features") if parts[-1] == "a" else ("layers", "features", n_out)
-
-
-_INPUT = {"kernel": 0, "lm_head": 0, "weight": 1, "head_weight": 1}
-"""The axis of a matrix that a product sums over."""
+    rounded = parts.pop() if parts[-2:-1] in (["weight"], ["lm_head"]) else None
+    if parts[-2:-1] == ["adapter"]:  # those of its matrix, the rank whole on every device
+        n_out, n_in = PARAMETER_AXES[f"{parts[-3]}/weight"]
+        axes: tuple[str, ...] = ("features", n_in) if parts[-1] == "a" else (n_out, "features")
+    else:
+        axes = PARAMETER_AXES.get("/".join(parts[-2:])) or PARAMETER_AXES.get(parts[-1], ())
+    if rounded == "scale":
+        axes = (axes[0], "features")
+    return ("layers", *axes) if axes and _are_stacked(parts) else axes or None
 
 
 def _are_stacked(parts: Sequence[str]) -> bool:
@@ -272,13 +250,13 @@ def _over_tokens(axes: Sequence[str | None]) -> PartitionSpec:
     return PartitionSpec(*(tuple(names) or None for names in own))
 
 
-def sum_over_tokens(x: Array, axis: str) -> Array:
-    """Sums each device's ``x``, in its dtype, within `on_own_tokens`; the first dimension, named
-    ``axis``, is cut as `AXIS_RULES` says. Returns ``x`` itself without a current mesh."""
+def sum_over_tokens(x: Array, axis: str, dimension: int) -> Array:
+    """Sums each device's ``x``, in its dtype, within `on_own_tokens`; a dimension, named ``axis``,
+    is cut as `AXIS_RULES` says. Returns ``x`` itself without a current mesh."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
     scattered = AXIS_RULES[axis]
-    x = jax.lax.psum_scatter(x, scattered, scatter_dimension=0, tiled=True)
+    x = jax.lax.psum_scatter(x, scattered, scatter_dimension=dimension, tiled=True)
     return jax.lax.psum(x, tuple(name for name in _TOKEN_AXES if name not in scattered))
 
 

@@ -72,12 +72,12 @@ def cross_entropy(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
 def cross_entropy_gradients(
     hidden: np.ndarray, head: np.ndarray, targets: np.ndarray, weights: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Gradients of ``Σ weights · cross entropy`` by ``hidden [T, D]`` and ``head [D, V]``."""
+    """Gradients of ``Σ weights · cross entropy`` by ``hidden [T, D]`` and ``head [V, D]``."""
     hidden, head = hidden.astype(np.float64), head.astype(np.float64)
-    by_logits = np.exp(log_softmax(hidden @ head))
+    by_logits = np.exp(log_softmax(hidden @ head.T))
     by_logits[np.arange(len(targets)), targets] -= 1
     by_logits *= weights[:, None]
-    return by_logits @ head.T, hidden.T @ by_logits
+    return by_logits @ head, by_logits.T @ hidden
 
 
 def wedlm_losses(

@@ -45,7 +45,7 @@ from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.corruption import PackedRows
 from wedlm_jax.errors import InputError
 from wedlm_jax.loss import LossConfig
-from wedlm_jax.model.lora import LoraConfig, merged_kernel, with_adapters
+from wedlm_jax.model.lora import LoraConfig, merged_weight, with_adapters
 from wedlm_jax.sharding import batch_sharding, make_mesh, tree_shardings
 
 LORA = LoraConfig(rank=2, alpha=6.0)
@@ -88,7 +88,7 @@ def on_one_device() -> tuple[list[Metrics], TrainState]:
     return run_steps(step, adapted_state(), [rows()[0]] * 2)
 
 
-def test_gradients_are_those_of_merged_kernels() -> None:
+def test_gradients_are_those_of_merged_matrices() -> None:
     plain, _ = nnx.split(tiny_transformer(**DIVIDED))
     batch = rows()
 
@@ -101,9 +101,9 @@ def test_gradients_are_those_of_merged_kernels() -> None:
             trained = {path: leaf[...] for path, leaf in nnx.to_flat_state(parameters)}
             for path in [path[:-2] for path in trained if path[-1] == "a"]:
                 a, b = (trained[(*path, "adapter", part)] for part in "ab")
-                kernel = flat[(*path, "kernel")]
-                value = kernel[...] + 3.0 * jnp.einsum("lir,lro->lio", a, b)
-                flat[(*path, "kernel")] = kernel.replace(value)
+                weight = flat[(*path, "weight")]
+                value = weight[...] + 3.0 * jnp.einsum("lri,lor->loi", a, b)
+                flat[(*path, "weight")] = weight.replace(value)
             return nnx.State.from_flat_path(flat)
 
         whole, vjp = jax.vjp(by_merging, parameters)
@@ -150,7 +150,7 @@ def test_on_a_mesh_it_is_the_step_of_one_device(layout: dict[str, int]) -> None:
         np.testing.assert_allclose(own, one, rtol=5e-5)
     for own, one in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(own, one, rtol=2e-4, atol=2e-5)
-    # Each adapter has one side that is cut, by the axes of its kernel.
+    # Each adapter has one side that is cut, by the axes of its matrix.
     for path, value in jax.tree.leaves_with_path(kept.parameters):
         assert len({shard.index for shard in map(_hashable, value.addressable_shards)}) == 2, path
 
@@ -166,7 +166,7 @@ def _hashable(shard: jax.Shard) -> _Place:
 
 @pytest.mark.full
 def test_no_gradient_and_no_float32_copy_of_a_frozen_matrix_exists() -> None:
-    """The embedding, a kernel and a head have shapes of their own; each is bfloat16 throughout."""
+    """The embedding, a matrix and a head have shapes of their own; each is bfloat16 throughout."""
     graph, first, frozen = nnx.split(
         with_adapters(tiny_transformer(), LORA, nnx.Rngs(0)), nnx.LoRAParam, ...
     )
@@ -324,7 +324,7 @@ def test_adapters_need_a_model_to_begin_with(tokenizer_folder: Path, tmp_path: P
 
 def test_merging_by_numpy_is_merging_by_jax() -> None:
     random = np.random.default_rng(0)
-    w, a, b = (random.normal(size=s).astype(np.float32) for s in ((5, 7), (5, 2), (2, 7)))
+    w, a, b = (random.normal(size=s).astype(np.float32) for s in ((5, 7), (2, 7), (5, 2)))
     np.testing.assert_allclose(
-        merged_kernel(w, a, b, 0.5), merged_kernel(jnp.asarray(w), a, b, 0.5), rtol=1e-6
+        merged_weight(w, a, b, 0.5), merged_weight(jnp.asarray(w), a, b, 0.5), rtol=1e-6
     )

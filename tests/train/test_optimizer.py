@@ -35,7 +35,7 @@ def updates_of(name: str, gradients: nnx.State, decay: float = 0.0) -> dict[str,
 
 
 def is_layer_matrix(path: str) -> bool:
-    return path.startswith("layers/") and "kernel" in path
+    return path.startswith("layers/") and "weight" in path
 
 
 def test_decay_is_for_matrices_only() -> None:

@@ -122,7 +122,7 @@ def test_every_matrix_and_its_moments_are_cut_and_stay_so() -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(new_state)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         shards = {shard.data.shape for shard in leaf.addressable_shards}
-        if "kernel" in name or "embed_tokens" in name or "lm_head" in name:
+        if "weight" in name or "embed_tokens" in name or "lm_head" in name:
             assert {np.prod(shape) for shape in shards} == {leaf.size // 4}, name
         elif "bias" in name:
             # One of a matrix whose outputs are the hidden size is whole, as norms are.

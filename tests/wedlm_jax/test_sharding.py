@@ -32,16 +32,16 @@ def test_every_parameter_has_a_name_for_each_of_its_axes(tied: bool) -> None:
         assert axes is not None, name
         assert len(axes) == leaf.ndim, name
         found.add(axes)
-    assert ("layers", "hidden", "heads") in found
+    assert ("layers", "heads", "hidden") in found
 
 
 def test_what_is_no_parameter_has_no_axes() -> None:
     assert parameter_axes("optimizer/1/0/count") is None
     assert parameter_axes("step") is None
-    assert parameter_axes("optimizer/1/0/mu/layers/mlp/up_proj/kernel/value") == (
+    assert parameter_axes("optimizer/1/0/mu/layers/mlp/up_proj/weight/value") == (
         "layers",
-        "hidden",
         "mlp",
+        "hidden",
     )
 
 
@@ -76,8 +76,8 @@ def test_a_tree_is_placed_leaf_by_leaf() -> None:
     mesh = make_mesh({"fsdp": 4, "tensor": 2})
     tree = {"lm_head": jnp.ones((8, 4)), "norm": {"scale": jnp.ones(8)}, "count": jnp.int32(0)}
     layout = tree_shardings(mesh, tree)
-    assert layout["lm_head"].spec == P("fsdp", "tensor") or layout["lm_head"].spec == P(
-        ("fsdp",), ("tensor",)
+    assert layout["lm_head"].spec == P("tensor", "fsdp") or layout["lm_head"].spec == P(
+        ("tensor",), ("fsdp",)
     )
     assert layout["norm"]["scale"].is_fully_replicated
     assert layout["count"].is_fully_replicated

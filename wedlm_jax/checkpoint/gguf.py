@@ -80,7 +80,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 ROWS_AT_ONCE = 256
 
 
-HF_NAMES = {theirs: name for _, name, theirs, _ in PARAMETER_TABLE}
+HF_NAMES = {theirs: name for _, name, theirs in PARAMETER_TABLE}
 GGUF_NAMES = {name: theirs for theirs, name in HF_NAMES.items()}
 
 

@@ -24,7 +24,6 @@ from wedlm_jax.checkpoint.open import open_checkpoint
 from wedlm_jax.checkpoint.safetensors_file import bits, cast
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
-from wedlm_jax.model.layers import columns_are_faster
 from wedlm_jax.model.quantization import check_quantization, rounded_alone
 from wedlm_jax.sharding import parameter_axes, spec
 
@@ -40,7 +39,6 @@ def load_checkpoint(
     dtype: Any = None,
     mesh: Mesh | None = None,
     stacked: bool = True,
-    columns: bool | None = None,
     quantization: str | None = None,
 ) -> Transformer:
     """Reads a checkpoint (of a type in `wedlm_jax.config.FAMILIES`) into a model.
@@ -55,8 +53,6 @@ def load_checkpoint(
       mesh: lays each parameter out as `wedlm_jax.sharding` says, and each host reads only the
         slices that its devices hold; the default device holds all without one.
       stacked: whether the model's layers are to lie stacked, or apart, each read by itself.
-      columns: whether layers that are apart compute on columns; by default where
-        `wedlm_jax.model.layers.columns_are_faster`.
       quantization: a name in `wedlm_jax.model.quantization.QUANTIZATIONS`: each matrix is rounded
         as soon as it is read, so that no more than one is in memory as it was.
 
@@ -66,11 +62,7 @@ def load_checkpoint(
     """
     check_quantization(quantization)
     checkpoint = open_checkpoint(folder)
-    if columns is None:
-        kinds = [dtype] if dtype is not None else checkpoint.dtypes()
-        widest = max((jnp.dtype(kind) for kind in kinds), key=lambda kind: kind.itemsize)
-        columns = not stacked and columns_are_faster(checkpoint.config, widest)
-    entries = check_tensors(checkpoint, stacked=stacked, columns=columns)
+    entries = check_tensors(checkpoint, stacked=stacked)
     if mesh is not None:
         for entry in entries:
             parameter_sharding(mesh, entry)
@@ -81,7 +73,7 @@ def load_checkpoint(
         return value if quantization is None else rounded_alone(value, name)
 
     values = {entry.path: load(entry) for entry in entries}
-    return model_from_arrays(checkpoint.config, values, stacked=stacked, columns=columns)
+    return model_from_arrays(checkpoint.config, values, stacked=stacked)
 
 
 class Part(NamedTuple):
@@ -128,17 +120,14 @@ def rows_first(sharding: NamedSharding, entry: Entry) -> NamedSharding:
     axes += [()] * (len(entry.shape) - len(axes))
     if len(entry.hf_shape) < 2:
         return sharding
-    rows, columns = (-1, -2) if entry.transposed else (-2, -1)
     others = [axis for place in axes[:-2] for axis in place]  # what cuts the layers stays
-    wanted = dict.fromkeys([*axes[rows], *axes[columns], *sharding.mesh.axis_names])
+    wanted = dict.fromkeys([*axes[-2], *axes[-1], *sharding.mesh.axis_names])
     chosen: list[str] = []
     for axis in [axis for axis in wanted if axis not in others]:
         shards = math.prod(sharding.mesh.shape[name] for name in [*chosen, axis])
-        if entry.shape[rows] % shards == 0:
+        if entry.shape[-2] % shards == 0:
             chosen.append(axis)
-    places = [*axes]
-    places[rows], places[columns] = tuple(chosen), ()
-    return NamedSharding(sharding.mesh, PartitionSpec(*places))
+    return NamedSharding(sharding.mesh, PartitionSpec(*axes[:-2], tuple(chosen), ()))
 
 
 def _axis_names(axis: Any) -> tuple[str, ...]:
@@ -231,8 +220,6 @@ def _parts(entry: Entry, layer: int, slices: dict[Index, np.ndarray]) -> Iterabl
             spans, matrix = list(index), values
         if matrix.ndim == 1:
             yield Part(spans[0], (0, 1), matrix[:, None])
-        elif entry.transposed:
-            yield Part(spans[1], spans[0], matrix.T)
         else:
             yield Part(spans[0], spans[1], matrix)
 

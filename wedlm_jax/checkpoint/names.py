@@ -13,18 +13,16 @@ from wedlm_jax.checkpoint.hf_folder import Checkpoint
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
-from wedlm_jax.model.layer_layout import TURNED
+from wedlm_jax.model.transformer import abstract_model
 
-# The parameter-name table: our path, Hugging Face's name, that of llama.cpp's GGUF, whether the
-# matrix is stored the other way round there ([out, in]). "{}" stands for the layer. Names and
-# shapes here are those of stacked layers; `parameter_entries` says what they are where layers are
-# apart.
-PARAMETER_TABLE: tuple[tuple[str, str, str, bool], ...] = (
-    ("embed_tokens", "model.embed_tokens.weight", "token_embd.weight", False),
-    ("norm.scale", "model.norm.weight", "output_norm.weight", False),
-    ("lm_head", "lm_head.weight", "output.weight", True),
+# The parameter-name table: our path where layers are stacked, Hugging Face's name, that of
+# llama.cpp's GGUF. "{}" stands for the layer.
+PARAMETER_TABLE: tuple[tuple[str, str, str], ...] = (
+    ("embed_tokens", "model.embed_tokens.weight", "token_embd.weight"),
+    ("norm.scale", "model.norm.weight", "output_norm.weight"),
+    ("lm_head", "lm_head.weight", "output.weight"),
     *(
-        (f"layers.{ours}.scale", f"model.layers.{{}}.{ours}.weight", f"blk.{{}}.{theirs}", False)
+        (f"layers.{ours}.scale", f"model.layers.{{}}.{ours}.weight", f"blk.{{}}.{theirs}")
         for ours, theirs in (
             ("input_layernorm", "attn_norm.weight"),
             ("post_attention_layernorm", "ffn_norm.weight"),
@@ -35,11 +33,10 @@ PARAMETER_TABLE: tuple[tuple[str, str, str, bool], ...] = (
     *(
         (
             f"layers.{ours}_proj.{kind}",
-            f"model.layers.{{}}.{ours}_proj.{stored}",
-            f"blk.{{}}.{theirs}.{stored}",
-            kind == "kernel",
+            f"model.layers.{{}}.{ours}_proj.{kind}",
+            f"blk.{{}}.{theirs}.{kind}",
         )
-        for kind, stored in (("kernel", "weight"), ("bias", "bias"))
+        for kind in ("weight", "bias")
         for ours, theirs in (
             ("self_attn.q", "attn_q"),
             ("self_attn.k", "attn_k"),
@@ -61,37 +58,26 @@ class Entry:
       path: our dotted path.
       shape: ours, with the leading layer axis where stacked.
       hf_names: Hugging Face's tensors, one per layer where stacked.
-      transposed: whether each is stored ``[out, in]`` there.
       stacked: whether the names are the layers of one stacked parameter.
     """
 
     path: str
     shape: tuple[int, ...]
     hf_names: tuple[str, ...]
-    transposed: bool
     stacked: bool
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        shape = self.shape[1:] if self.stacked else self.shape
-        return shape[::-1] if self.transposed else shape
+        return self.shape[1:] if self.stacked else self.shape
 
 
-def parameter_entries(
-    config: ModelConfig, *, stacked: bool = True, columns: bool = False
-) -> list[Entry]:
-    """Fills in the table for a model of this configuration.
-
-    Args:
-      stacked, columns: how the model's layers lie; see `wedlm_jax.model.layer_layout`.
-    """
-    shapes = _shapes(config, stacked, columns)
+def parameter_entries(config: ModelConfig, *, stacked: bool = True) -> list[Entry]:
+    """Fills in the table for a model of this configuration, its layers stacked or apart."""
+    model = abstract_model(config, stacked=stacked)
+    shapes = {path: leaf.shape for path, leaf in arrays_from_model(model).items()}
     entries = []
-    for path, name, _, transposed in PARAMETER_TABLE:
+    for path, name, _ in PARAMETER_TABLE:
         of_layers = "{}" in name
-        parent, dot, last = path.rpartition(".")
-        if last in TURNED and not stacked and (columns or not of_layers):
-            path, transposed = f"{parent}{dot}{TURNED[last]}", not transposed
         names = [name.format(i) for i in range(config.num_hidden_layers if of_layers else 1)]
         tensors: list[tuple[str, tuple[str, ...]]]
         if of_layers and not stacked:
@@ -100,7 +86,7 @@ def parameter_entries(
         else:
             tensors = [(path, tuple(names))]
         entries += [
-            Entry(path, shapes[path], own, transposed, stacked and of_layers)
+            Entry(path, shapes[path], own, stacked and of_layers)
             for path, own in tensors
             if path in shapes
         ]
@@ -108,9 +94,7 @@ def parameter_entries(
     return entries
 
 
-def check_tensors(
-    checkpoint: Checkpoint, *, stacked: bool = True, columns: bool = False
-) -> list[Entry]:
+def check_tensors(checkpoint: Checkpoint, *, stacked: bool = True) -> list[Entry]:
     """Verifies that a checkpoint's tensors are exactly those of its model; returns the table, as
     `parameter_entries`.
 
@@ -118,7 +102,7 @@ def check_tensors(
       InputError: naming the first missing, extra or misshapen tensor.
     """
     tensors = checkpoint.tensors
-    entries = parameter_entries(checkpoint.config, stacked=stacked, columns=columns)
+    entries = parameter_entries(checkpoint.config, stacked=stacked)
     expected = {name: entry.hf_shape for entry in entries for name in entry.hf_names}
 
     def fault(name: str, what: str) -> InputError:
@@ -144,10 +128,11 @@ def arrays_from_model(model: Transformer) -> dict[str, jax.Array]:
 
 
 def model_from_arrays(
-    config: ModelConfig, values: dict[str, Any], *, stacked: bool = True, columns: bool = False
+    config: ModelConfig, values: dict[str, Any], *, stacked: bool = True
 ) -> Transformer:
     """Builds a model whose parameters are ``values``, by dotted path of the table."""
-    graph, abstract = _abstract_model(config, stacked, columns)
+    dtype = values["embed_tokens"].dtype
+    graph, abstract = nnx.split(abstract_model(config, stacked=stacked, dtype=dtype))
     state = jax.tree_util.tree_map_with_path(
         lambda path, _: jax.tree.map(jnp.asarray, values[hf_path(path)]), abstract
     )
@@ -158,18 +143,3 @@ def hf_path(path: tuple[Any, ...]) -> str:
     """Converts a pytree key path of a model's `nnx.State` to a dotted path of the table."""
     parts = [str(getattr(p, "key", getattr(p, "name", ""))) for p in path]
     return ".".join(p for p in parts if p not in ("value", ""))
-
-
-def _shapes(config: ModelConfig, stacked: bool, columns: bool) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree_util.tree_leaves_with_path(_abstract_model(config, stacked, columns)[1])
-    return {hf_path(path): leaf.shape for path, leaf in leaves}
-
-
-def _abstract_model(
-    config: ModelConfig, stacked: bool, columns: bool
-) -> tuple[nnx.GraphDef[Transformer], nnx.State]:
-    return nnx.split(  # type: ignore[no-any-return]
-        nnx.eval_shape(
-            lambda: Transformer(config, rngs=nnx.Rngs(0), stacked=stacked, columns=columns)
-        )
-    )

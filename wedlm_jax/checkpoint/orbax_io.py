@@ -343,7 +343,7 @@ def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray | DeferredArray])
 
     Args:
       folder: must not exist.
-      arrays: by dotted path, such as ``layers.mlp.up_proj.kernel``. Of those deferred, a few
+      arrays: by dotted path, such as ``layers.mlp.up_proj.weight``. Of those deferred, a few
         are in memory at once: one is read, one is being written.
     """
     deferred = {

@@ -39,7 +39,7 @@ from wedlm_jax.config import ModelConfig, config_to_hf, read_config_json
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.processes import jax_processes, replacing_together
 from wedlm_jax.model import Transformer
-from wedlm_jax.model.lora import LoraConfig, adapter_of, merged_kernel, with_adapters
+from wedlm_jax.model.lora import LoraConfig, adapter_of, merged_weight, with_adapters
 
 LEAVES_BEFORE_PARAMETERS = 1  # the step
 LORA = "lora.json"
@@ -47,12 +47,11 @@ LORA = "lora.json"
 
 
 class Place(NamedTuple):
-    """Says where a Hugging Face tensor is: the dotted path of a parameter, the layer in there if it
-    is one of all layers, and whether it is stored the other way round."""
+    """Says where a Hugging Face tensor is: the dotted path of a parameter, and the layer in there
+    if it is one of all layers."""
 
     path: str
     layer: int | None
-    transposed: bool
 
 
 class OrbaxTensors(Checkpoint):
@@ -72,32 +71,30 @@ class OrbaxTensors(Checkpoint):
         """
         self.folder, self._names, self._headers = folder, names, headers
         self._places: dict[str, Place] = {}
-        known = {path: (name, transposed) for path, name, _, transposed in PARAMETER_TABLE}
+        known = {path: name for path, name, _ in PARAMETER_TABLE}
         for path in sorted(names, key=[*known, *names].index):
-            template, transposed = known.get(path, (path, False))
+            template = known.get(path, path)
             shape = headers[names[path]][0]
             if "{}" in template:
                 for layer in range(shape[0] if shape else 1):
-                    self._places[template.format(layer)] = Place(path, layer, transposed)
+                    self._places[template.format(layer)] = Place(path, layer)
             else:
-                self._places[template] = Place(path, None, transposed)
+                self._places[template] = Place(path, None)
         self.tensors = dict.fromkeys(self._places, self)
         self._newest: tuple[tuple[str, ...], list[np.ndarray]] | None = None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        path, layer, transposed = self._places[name]
-        shape = self._headers[self._names[path]][0][0 if layer is None else 1 :]
-        return shape[::-1] if transposed else shape
+        path, layer = self._places[name]
+        return self._headers[self._names[path]][0][0 if layer is None else 1 :]
 
     def dtype(self, name: str) -> str:
         return self._headers[self._names[self._places[name].path]][1]
 
     def read(self, name: str) -> np.ndarray:
         """Returns the values of a tensor, in the dtype of the file."""
-        path, layer, transposed = self._places[name]
+        path, layer = self._places[name]
         [values] = self._parameters(path)
-        values = values if layer is None else values[layer]
-        return values.T if transposed else values
+        return values if layer is None else values[layer]
 
     def _parameters(self, *paths: str) -> list[np.ndarray]:
         if self._newest is None or self._newest[0] != paths:
@@ -126,6 +123,11 @@ class OrbaxCheckpoint(OrbaxTensors):
         self.tokenizer_folder = folder
         self.raw_config = read_config_json(folder)
         headers = array_shapes(folder / ORBAX)
+        if any(path.endswith(".kernel") for path in headers):
+            raise InputError(
+                f"{folder / ORBAX}: its matrices lie [in, out], as earlier versions wrote them; "
+                "`wedlm convert` the checkpoint in Hugging Face's format again"
+            )
         self._set_arrays(folder / ORBAX, {path: path for path in headers}, headers)
         self.config = model_config(folder, self.raw_config, self.tensors)
 
@@ -161,7 +163,7 @@ class RunCheckpoint(OrbaxTensors):
         if self._lora is not None:
             self._base = HFCheckpoint(run / RUN_BASE)
             self._places = {
-                name: Place(entry.path, layer, entry.transposed)
+                name: Place(entry.path, layer)
                 for entry in check_tensors(self._base)
                 for layer, name in enumerate(entry.hf_names)
             }
@@ -181,12 +183,12 @@ class RunCheckpoint(OrbaxTensors):
         if self._lora is None:
             return super().read(name)
         value = self._base.read(name).astype(np.float32)
-        path, layer, _ = self._places[name]
+        path, layer = self._places[name]
         adapter = adapter_of(path)
         if adapter[0] not in self._names:
             return value
         a, b = (array[layer] for array in self._parameters(*adapter))
-        return np.asarray(merged_kernel(value.T, a, b, self._lora.scale).T)
+        return np.asarray(merged_weight(value, a, b, self._lora.scale))
 
 
 def describe_run(

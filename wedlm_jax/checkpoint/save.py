@@ -38,8 +38,8 @@ from wedlm_jax.host.atomic import part_folder
 from wedlm_jax.host.processes import ALONE, Processes, jax_processes, replacing_together
 from wedlm_jax.host.storage import as_path, is_remote
 from wedlm_jax.model import Transformer
-from wedlm_jax.model.layer_layout import are_stacked, is_on_columns
-from wedlm_jax.model.lora import adapter_of, merged_kernel
+from wedlm_jax.model.layer_layout import are_stacked
+from wedlm_jax.model.lora import adapter_of, merged_weight
 
 SHARD_BYTES = 5 * 1000**3
 
@@ -84,9 +84,7 @@ def save_checkpoint(
     np_dtype = numpy_dtype(dtype)
     require_replaceable(as_path(folder))
     processes = processes or jax_processes()
-    entries = parameter_entries(
-        model.config, stacked=are_stacked(model), columns=is_on_columns(model)
-    )
+    entries = parameter_entries(model.config, stacked=are_stacked(model))
     arrays = arrays_from_model(model)
     if any(entry.path not in arrays for entry in entries):
         raise InputError(f"{folder}: the model's matrices are rounded; export it as it was before")
@@ -133,8 +131,8 @@ def model_tensors(
         def read() -> np.ndarray:
             whole = gathered(value, layer)
             if a is not None and b is not None:
-                whole = merged_kernel(whole, gathered(a, layer), gathered(b, layer), lora_scale)
-            return whole.T if entry.transposed else whole
+                whole = merged_weight(whole, gathered(a, layer), gathered(b, layer), lora_scale)
+            return whole
 
         return DeferredArray(name, entry.hf_shape, np.dtype(dtype or value.dtype), read)
 

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from wedlm_jax.model.quantization import product
 from wedlm_jax.sharding import constrain, on_own_tokens, sum_over_tokens
 
 TOKENS = ("batch", "length")
@@ -34,7 +35,7 @@ def weighted_cross_entropy(
 
     Args:
       hidden: ``[R, T, D]``, in the compute dtype.
-      head: ``[D, V]``, in the dtype of the parameters.
+      head: ``[V, D]``, in the dtype of the parameters.
       targets: int32 ``[R, T]``.
       weights: float32 ``[R, T]``; they depend on masks only.
       wanted: bool ``[R, T]``, which tokens have a target at all; the others are not computed.
@@ -74,7 +75,7 @@ def _forward(
     local = on_own_tokens(
         partial(_loss_and_gradients, chunk=chunk, by_head=by_head),
         [(*TOKENS, None), (None, None), TOKENS, TOKENS, TOKENS],
-        [TOKENS, TOKENS, (*TOKENS, None), *[("hidden", None)] * by_head],
+        [TOKENS, TOKENS, (*TOKENS, None), *[(None, "hidden")] * by_head],
     )
     nll, hit, d_hidden, *d_head = local(hidden, head.astype(hidden.dtype), targets, weights, wanted)
     gradient = d_head[0].astype(head.dtype) if by_head else None
@@ -130,14 +131,14 @@ def _loss_and_gradients(
         nll, hit, slope = _of_chunk(states[own], head, target[own])
         slope = slope * _part(weight, number, chunk)[:, None]
         d_states = jnp.matmul(
-            slope.astype(head.dtype), head.T, preferred_element_type=jnp.float32
+            slope.astype(head.dtype), head, preferred_element_type=jnp.float32
         ).astype(hidden.dtype)
         chunks = (_put(x, y, number) for x, y in zip(results, (nll, hit, d_states), strict=False))
         if not by_head:
             return tuple(chunks)
         # The gradients of logits stay float32 in this product, where the device has one.
-        d_head = results[3] + jnp.matmul(states[own].astype(jnp.float32).T, slope)
-        return *chunks, constrain(d_head, None, "vocab")
+        d_head = results[3] + jnp.matmul(slope.T, states[own].astype(jnp.float32))
+        return *chunks, constrain(d_head, "vocab", None)
 
     start: tuple[Array, ...] = (
         jnp.zeros(len(order), jnp.float32),
@@ -145,18 +146,17 @@ def _loss_and_gradients(
         jnp.zeros((len(order), width), hidden.dtype),
     )
     if by_head:
-        start = *start, constrain(jnp.zeros(head.shape, jnp.float32), None, "vocab")
+        start = *start, constrain(jnp.zeros(head.shape, jnp.float32), "vocab", None)
     nll, hit, d_states, *d_head = jax.lax.fori_loop(0, -(-count // chunk), body, start)
     d_hidden = d_states[place]  # zeros where no chunk came
     nll, hit = jnp.where(wanted, nll[place], 0.0), wanted & hit[place]
-    return nll, hit, d_hidden, *(sum_over_tokens(x, "hidden") for x in d_head)
+    return nll, hit, d_hidden, *(sum_over_tokens(x, "hidden", 1) for x in d_head)
 
 
 def _of_chunk(states: Array, head: Array, target: Array) -> tuple[Array, Array, Array]:
     """Returns the nll ``[C]`` of states ``[C, D]``, whether the target has the largest logit, and
     the gradient of each nll by its logits, float32 ``[C, V]``."""
-    logits = jnp.matmul(states, head, preferred_element_type=jnp.float32)
-    logits = constrain(logits, None, "vocab")
+    logits = constrain(product(states, head, jnp.float32), None, "vocab")
     top = logits.max(axis=-1, keepdims=True)
     shares = jnp.exp(logits - top)
     total = shares.sum(axis=-1, keepdims=True)

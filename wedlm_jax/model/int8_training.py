@@ -20,7 +20,8 @@ Model = TypeVar("Model", bound=nnx.Module)
 
 
 def int8_product(x: Array, matrix: Array) -> Array:
-    """Returns ``x [..., in] @ matrix [in, out]`` in the dtype of ``x``, as the module says.
+    """Returns ``x [..., in] @ matrix.T``, the matrix ``[out, in]``, in the dtype of ``x``, as
+    the module says.
 
     To be called from a module's method, which qwix finds on the stack to ask for its ``qwix_path``.
     """
@@ -29,7 +30,7 @@ def int8_product(x: Array, matrix: Array) -> Array:
     # qwix would rather patch `jax.lax.dot_general` for the duration of a call. What JAX then traces
     # within `jnp.matmul` it remembers, and uses in models that are not to be rounded.
     int8 = qwix.QtRule(weight_qtype=jnp.int8, act_qtype=jnp.int8, bwd_qtype=jnp.int8)
-    summed = (((x.ndim - 1,), (0,)), ((), ()))
+    summed = (((x.ndim - 1,), (1,)), ((), ()))
     product = qwix.QtProvider([int8]).dot_general(x, matrix.astype(x.dtype), summed)
     assert isinstance(product, Array)
     return product

@@ -1,7 +1,7 @@
 """LoRA: a low-rank term that is trained, beside a matrix that is not (Hu et al., arXiv 2106.09685).
 
-``y = x W + s (x A) B`` with A ``[in, rank]``, B ``[rank, out]`` and s = alpha / rank. B begins as
-zeros, so that the first step starts from the model as it was.
+``y = x Wᵀ + s (x Aᵀ) Bᵀ`` with W ``[out, in]``, A ``[rank, in]``, B ``[out, rank]`` and
+s = alpha / rank. B begins as zeros, so that the first step starts from the model as it was.
 
 qwix and Flax have adapters of their own. qwix makes its when the model is called, which is within
 our scan over the layers, and they cannot leave it; `nnx.LoRA` has no alpha, and one dtype for good
@@ -20,7 +20,8 @@ from jax import Array
 
 from wedlm_jax.errors import InputError
 from wedlm_jax.model.layers import Linear
-from wedlm_jax.model.transformer import Transformer
+from wedlm_jax.model.quantization import product
+from wedlm_jax.model.transformer import Transformer, abstract_model
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The matrices of a layer, each of which can have adapters."""
@@ -46,15 +47,14 @@ class LoraConfig:
 
 
 class LowRank(nnx.Module):
-    """The term ``s (x A) B`` of a linear map, parameters cast to the dtype of ``x``."""
+    """The term ``s (x Aᵀ) Bᵀ`` of a linear map, parameters cast to the dtype of ``x``."""
 
     def __init__(self, a: Array, b: Array, scale: float):
         self.a, self.b = nnx.LoRAParam(a), nnx.LoRAParam(b)
         self.scale = scale
 
     def __call__(self, x: Array) -> Array:
-        narrow = x @ self.a[...].astype(x.dtype)
-        return (narrow * self.scale) @ self.b[...].astype(x.dtype)
+        return product(product(x, self.a[...]) * self.scale, self.b[...])
 
 
 def with_adapters(model: Transformer, lora: LoraConfig, rngs: nnx.Rngs) -> Transformer:
@@ -71,17 +71,17 @@ def with_adapters(model: Transformer, lora: LoraConfig, rngs: nnx.Rngs) -> Trans
     Raises:
       InputError: the rank is that of a whole matrix, or more.
     """
-    draw = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", batch_axis=0)
+    draw = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", -1, -2, batch_axis=0)
     for name in lora.targets:
         linear = _linear(model, name)
-        layers, n_in, n_out = linear.kernel.shape
+        layers, n_out, n_in = linear.weight.shape
         if lora.rank >= min(n_in, n_out):
             raise InputError(
                 f"lora.rank must be below {min(n_in, n_out)}, the smaller side of {name}, not "
                 f"{lora.rank}"
             )
-        a = draw(rngs.params(), (layers, n_in, lora.rank), jnp.float32)
-        b = jnp.zeros((layers, lora.rank, n_out), jnp.float32)
+        a = draw(rngs.params(), (layers, lora.rank, n_in), jnp.float32)
+        b = jnp.zeros((layers, n_out, lora.rank), jnp.float32)
         linear.adapter = nnx.data(LowRank(a, b, lora.scale))
     model.lora = lora
     return model
@@ -92,36 +92,35 @@ def _linear(model: Transformer, name: str) -> Linear:
     return getattr(block, name)  # type: ignore[no-any-return]
 
 
-def merged_kernel(kernel: Any, a: Any, b: Any, scale: float) -> Any:
-    """Returns ``W + s A B`` in float32, of NumPy's arrays or JAX's."""
-    return kernel.astype("float32") + scale * (a @ b)
+def merged_weight(weight: Any, a: Any, b: Any, scale: float) -> Any:
+    """Returns ``W + s B A`` in float32, of NumPy's arrays or JAX's."""
+    return weight.astype("float32") + scale * (b @ a)
 
 
-def adapter_of(kernel: str) -> tuple[str, str]:
-    """Returns the dotted paths of A and B beside the kernel at a dotted path."""
-    owner = kernel.removesuffix("kernel")
+def adapter_of(weight: str) -> tuple[str, str]:
+    """Returns the dotted paths of A and B beside the matrix at a dotted path."""
+    owner = weight.removesuffix("weight")
     return f"{owner}adapter.a", f"{owner}adapter.b"
 
 
 def merged(model: Transformer) -> Transformer:
-    """Returns a model without adapters that computes the same, its kernels in their dtype; a model
-    that has none unchanged."""
+    """Returns a model without adapters that computes the same, its matrices in their dtype; a
+    model that has none unchanged."""
     if model.lora is None:
         return model
     flat = dict(nnx.state(model).flat_state())
     for owner in [path[:-2] for path in flat if path[-2:] == ("adapter", "a")]:
         a, b = (flat.pop((*owner, "adapter", part))[...] for part in "ab")
-        kernel = flat[(*owner, "kernel")]
-        value = _merged_layers(kernel[...], a, b, model.lora.scale)
-        flat[(*owner, "kernel")] = kernel.replace(value)
-    plain = nnx.eval_shape(lambda: Transformer(model.config, rngs=nnx.Rngs(0)))
-    return nnx.merge(nnx.graphdef(plain), nnx.State.from_flat_path(flat))
+        weight = flat[(*owner, "weight")]
+        value = _merged_layers(weight[...], a, b, model.lora.scale)
+        flat[(*owner, "weight")] = weight.replace(value)
+    return nnx.merge(nnx.graphdef(abstract_model(model.config)), nnx.State.from_flat_path(flat))
 
 
 @jax.jit
-def _merged_layers(kernel: Array, a: Array, b: Array, scale: float) -> Array:
+def _merged_layers(weight: Array, a: Array, b: Array, scale: float) -> Array:
     # Layer by layer: float32 copies of a whole stack would be the largest arrays there are.
     def one(layer: tuple[Array, Array, Array]) -> Array:
-        return merged_kernel(*layer, scale).astype(kernel.dtype)
+        return merged_weight(*layer, scale).astype(weight.dtype)
 
-    return jax.lax.map(one, (kernel, a, b))
+    return jax.lax.map(one, (weight, a, b))

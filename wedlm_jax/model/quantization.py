@@ -39,15 +39,21 @@ def is_quantized(matrix: Any) -> bool:
     return hasattr(matrix, "qvalue")
 
 
-def product(x: Array, matrix: Any) -> Array:
-    """Returns ``x [..., in] @ matrix [in, out]`` in the dtype of ``x``; the matrix may be
-    quantized."""
-    if not is_quantized(matrix):
-        return x @ matrix.astype(x.dtype)
+def product(x: Array, matrix: Any, dtype: Any = None) -> Array:
+    """Returns ``x [..., in] @ matrix.T``, the matrix ``[out, in]``, computed in the dtype of ``x``,
+    accumulated and returned in ``dtype``; the matrix may be quantized."""
+    return _dot(x, matrix.astype(x.dtype), x.ndim - 1, 1, dtype)
+
+
+def _dot(x: Any, y: Any, x_axis: int, y_axis: int, dtype: Any) -> Array:
+    """Sums ``x * y`` over an axis of each."""
+    summed = (((x_axis,), (y_axis,)), ((), ()))
+    if not (is_quantized(x) or is_quantized(y)):
+        return jax.lax.dot_general(x, y, summed, preferred_element_type=dtype)
     import qwix
 
-    contracted = (((x.ndim - 1,), (0,)), ((), ()))
-    return qwix.dot_general(x, matrix.astype(x.dtype), contracted)
+    result = qwix.dot_general(x, y, summed)
+    return result if dtype is None else result.astype(dtype)
 
 
 def left_product(matrix: Any, x: Array, dtype: Any = None) -> Array:
@@ -62,13 +68,7 @@ def left_product(matrix: Any, x: Array, dtype: Any = None) -> Array:
         x = jnp.pad(x, ((0, 0), (0, max(FEWEST_COLUMNS - columns, 0))))
         # Of transposed rows, too, XLA casts the whole matrix, unless they are laid out as columns.
         x = with_layout_constraint(x, Layout((0, 1)))
-    if is_quantized(matrix):
-        import qwix
-
-        y = qwix.dot_general(matrix.astype(x.dtype), x, (((1,), (0,)), ((), ())))
-        y = y if dtype is None else y.astype(dtype)
-    else:
-        y = jnp.matmul(matrix.astype(x.dtype), x, preferred_element_type=dtype)
+    y = _dot(matrix.astype(x.dtype), x, 1, 0, dtype)
     # Without the barrier XLA merges this product with a transposition after it, which puts the
     # matrix on the right again, and in bfloat16 with a cast, for which it casts the whole matrix.
     return jax.lax.optimization_barrier(y)[:, :columns]
@@ -78,33 +78,26 @@ FEWEST_COLUMNS = 4
 """For a single column in bfloat16 XLA casts the whole matrix to float32 first, at each call."""
 
 
-INPUT_AXES = {"kernel": -2, "lm_head": -2, "weight": -1, "head_weight": -1}
-"""The axis that a product sums over, for each of the matrices that are rounded."""
+ROUNDED = ("weight", "lm_head")
+"""Names of the parameters that are rounded."""
 
 
-def rounded(matrix: Array, name: str) -> Any:
-    """Rounds a matrix to integers with a scale for each output.
-
-    Args:
-      matrix: its two axes may follow an axis of layers.
-      name: of the parameter, in `INPUT_AXES`.
-    """
+def rounded(matrix: Array) -> Any:
+    """Rounds a matrix ``[..., out, in]`` to integers with a scale for each output."""
     import qwix
 
-    summed = INPUT_AXES[name] % matrix.ndim
-    apart = [axis for axis in range(matrix.ndim) if axis != summed]
-    return qwix.quantize(matrix, jnp.int8, channelwise_axes=apart)
+    return qwix.quantize(matrix, jnp.int8, channelwise_axes=range(matrix.ndim - 1))
 
 
-_rounded = jax.jit(rounded, static_argnums=1)
+_rounded = jax.jit(rounded)
 
 
 def rounded_alone(value: Array, name: str) -> Any:
-    """Rounds a parameter and deletes the original, if its name is in `INPUT_AXES`; else returns it
+    """Rounds a parameter and deletes the original, if its name is in `ROUNDED`; else returns it
     unchanged."""
-    if name not in INPUT_AXES:
+    if name not in ROUNDED:
         return value
-    result = jax.block_until_ready(_rounded(value, name))
+    result = jax.block_until_ready(_rounded(value))
     value.delete()
     return result
 
@@ -122,9 +115,7 @@ def quantize_weights(model: Model) -> Model:
 @jax.jit
 def _all_rounded(parameters: nnx.State) -> nnx.State:
     def one(path: tuple[Any, ...], parameter: Any) -> Any:
-        if path[-1] not in INPUT_AXES:
-            return parameter
-        return parameter.replace(rounded(parameter[...], path[-1]))
+        return parameter.replace(rounded(parameter[...])) if path[-1] in ROUNDED else parameter
 
     flat = parameters.flat_state()
     return nnx.State.from_flat_path({path: one(path, leaf) for path, leaf in flat})

@@ -83,37 +83,35 @@ def _yarn_attention_factor(rope: RopeConfig, factor: float) -> float:
     return scale(1.0)
 
 
-def rope_tables(config: ModelConfig, positions: Array, axis: int = -1) -> tuple[Array, Array]:
-    """Returns float32 cosines and sines of ``positions [...]``, ``[..., head_dim / 2]`` each, or
-    ``[head_dim / 2, T]`` if ``axis`` is -2."""
+def rope_tables(config: ModelConfig, positions: Array) -> tuple[Array, Array]:
+    """Returns float32 cosines and sines of ``positions [...]``, ``[..., head_dim / 2]`` each."""
     frequencies, factor = inverse_frequencies(config)
     angles = positions[..., None].astype(jnp.float32) * frequencies
-    angles = angles if axis == -1 else angles.T
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def held(tables: tuple[Array, Array], axis: int = -1) -> tuple[Array, Array]:
-    """Returns the tables in a form that XLA computes only once; ``axis`` is that of the features.
+def held(tables: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Returns the tables in a form that XLA computes only once.
 
     On a CPU, XLA fuses cosine and sine into the loop over every head of every layer, where they
     take a third of a forward's time. It does not fuse a concatenation, and the barrier keeps it
     from simplifying concatenation and split away.
     """
-    joined = jax.lax.optimization_barrier(jnp.concatenate(tables, axis))
-    cos, sin = jnp.split(joined, 2, axis)
+    joined = jax.lax.optimization_barrier(jnp.concatenate(tables, -1))
+    cos, sin = jnp.split(joined, 2, -1)
     return cos, sin
 
 
-def apply_rope(x: Array, tables: tuple[Array, Array], axis: int = -1) -> Array:
+def apply_rope(x: Array, tables: tuple[Array, Array]) -> Array:
     """Rotates the two halves of each head against each other, in float32; the dtype is kept.
 
     Args:
-      x: ``[..., H, head_dim]``, or, where ``axis`` is -2, ``[H, head_dim, T]``.
-      tables: ``[..., head_dim / 2]``, or ``[head_dim / 2, T]``.
+      x: ``[..., H, head_dim]``.
+      tables: ``[..., head_dim / 2]``.
     """
     # Pair i is features i and i + head_dim / 2 (half-split, as in Hugging Face), turned by one
     # angle: the product of a query and a key then depends on their distance alone.
-    cos, sin = tables if axis == -2 else (table[..., None, :] for table in tables)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis)
+    cos, sin = (table[..., None, :] for table in tables)
+    first, second = jnp.split(x.astype(jnp.float32), 2, -1)
     rotated = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(rotated, axis).astype(x.dtype)
+    return jnp.concatenate(rotated, -1).astype(x.dtype)

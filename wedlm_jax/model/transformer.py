@@ -24,15 +24,14 @@ from wedlm_jax.config import ModelConfig
 from wedlm_jax.masks import Mask
 from wedlm_jax.model.embedding import looked_up
 from wedlm_jax.model.layers import (
-    COLUMNS,
-    ROWS,
     DecoderLayer,
     RMSNorm,
+    as_columns,
     columns_are_faster,
     laid_out,
     normal,
 )
-from wedlm_jax.model.quantization import is_quantized, left_product, product
+from wedlm_jax.model.quantization import left_product, product
 from wedlm_jax.model.rematerialisation import LAYER_INPUT, checkpoint_policy
 from wedlm_jax.model.rope import held, rope_tables
 from wedlm_jax.sharding import constrain
@@ -76,7 +75,7 @@ class Transformer(nnx.Module):
 
     Args:
       stacked: whether the layers are.
-      columns: whether layers that are apart compute on columns ``[D, T]``; by default where
+      columns: whether layers that are apart multiply columns; by default if
         `columns_are_faster`.
     """
 
@@ -91,25 +90,22 @@ class Transformer(nnx.Module):
     ):
         if columns is None:
             columns = not stacked and columns_are_faster(config, dtype)
-        assert not (stacked and columns), "stacked layers compute on rows"
-        axis = COLUMNS if columns else ROWS
-        self.config, self.axis = config, axis
+        assert not (stacked and columns), "stacked layers multiply rows"
+        self.config = config
         self.lora: Any = None  # or the `wedlm_jax.model.lora.LoraConfig` of its adapters
         d, scale = config.hidden_size, config.initializer_range
         self.embed_tokens = nnx.Param(normal(rngs, (config.vocab_size, d), scale, dtype))
         layer_keys = jax.random.split(rngs.params(), config.num_hidden_layers)
 
         def layer(key: Array) -> DecoderLayer:
-            return DecoderLayer(config, dtype, nnx.Rngs(params=key), axis)
+            return DecoderLayer(config, dtype, nnx.Rngs(params=key), columns)
 
         self.layers: Any = (
             nnx.vmap(layer)(layer_keys) if stacked else nnx.List([layer(key) for key in layer_keys])
         )
-        self.norm = RMSNorm(d, config.rms_norm_eps, dtype, axis)
-        tied, head_shape = config.tie_word_embeddings, (d, config.vocab_size)
-        head = None if tied else normal(rngs, head_shape, scale, dtype)
-        self.lm_head = None if head is None or not stacked else nnx.Param(head)
-        self.head_weight = None if head is None or stacked else nnx.Param(head.T)
+        self.norm = RMSNorm(d, config.rms_norm_eps, dtype)
+        tied, shape = config.tie_word_embeddings, (config.vocab_size, d)
+        self.lm_head = None if tied else nnx.Param(normal(rngs, shape, scale, dtype))
 
     def __call__(
         self,
@@ -140,19 +136,17 @@ class Transformer(nnx.Module):
         Returns:
           Normalised hidden states ``[B, T, D]`` (see `logits`).
         """
-        shape = token_ids.shape
-        if self.axis == COLUMNS:
-            token_ids, positions = token_ids.reshape(-1), positions.reshape(-1)
 
-        def attend_to_sequences(_: None, __: Any, *qkv: Array) -> tuple[Array, None]:
-            q, k, v = (x.reshape(*shape, *x.shape[-2:]) for x in qkv)
-            return _attend(q, k, v, mask, attention, tile, int8_kv).reshape(qkv[0].shape), None
+        def attend_to_sequences(
+            _: None, __: Any, q: Array, k: Array, v: Array
+        ) -> tuple[Array, None]:
+            return _attend(q, k, v, mask, attention, tile, int8_kv), None
 
-        rope = rope_tables(self.config, positions, self.axis)
+        rope = rope_tables(self.config, positions)
         x = self._embedded(token_ids, dtype)
         policy = checkpoint_policy(remat)
         x, _ = self._through_layers(x, rope, attend_to_sequences, None, policy, unroll)
-        return self._normalised(x).reshape(*shape, -1)
+        return self.norm(x)
 
     def run(
         self,
@@ -177,7 +171,7 @@ class Transformer(nnx.Module):
         Returns:
           Normalised hidden states ``[T, D]`` (see `logits`), and the carry.
         """
-        rope = held(rope_tables(self.config, positions, self.axis), self.axis)
+        rope = held(rope_tables(self.config, positions))
 
         def attend_flat(carry: Carry, index: Array, *qkv: Array) -> tuple[Array, Carry]:
             q, k, v = (constrain(x, "tokens", "heads") for x in qkv)
@@ -186,17 +180,11 @@ class Transformer(nnx.Module):
 
         x = self._embedded(tokens, dtype)
         x, carry = self._through_layers(x, rope, attend_flat, carry)
-        return self._normalised(x), carry
+        return self.norm(x), carry
 
     def _embedded(self, tokens: Array, dtype: jnp.dtype | None) -> Array:
         table = self.embed_tokens[...]
-        x = looked_up(table, tokens, table.dtype if dtype is None else jnp.dtype(dtype))
-        return laid_out(x if self.axis == ROWS else x.T)
-
-    def _normalised(self, x: Array) -> Array:
-        """Returns the last layer's hidden states, normalised, as rows."""
-        x = self.norm(x)
-        return x if self.axis == ROWS else x.T
+        return laid_out(looked_up(table, tokens, jnp.dtype(dtype or table.dtype)))
 
     def _through_layers(
         self,
@@ -229,28 +217,24 @@ class Transformer(nnx.Module):
         return jax.lax.scan(turn, (x, carry), (stacked, indices), unroll=unroll)[0]
 
     def head_matrix(self) -> Array:
-        """Returns the output projection ``[D, V]``: its own, or the embedding transposed."""
-        return self._head_weight().T if self.lm_head is None else self.lm_head[...]
-
-    def _head_weight(self) -> Any:
-        """Returns the output projection of a model without `lm_head`, ``[V, D]``."""
-        return (self.embed_tokens if self.head_weight is None else self.head_weight)[...]
+        """Returns the output projection ``[V, D]``: its own, or the embedding."""
+        return (self.embed_tokens if self.lm_head is None else self.lm_head)[...]
 
     def logits(self, hidden: Array) -> Array:
         """Returns float32 logits ``[..., V]`` of hidden states ``[..., D]``."""
         if isinstance(self.layers, nnx.List):
-            columns = hidden.reshape(-1, hidden.shape[-1]).T
-            logits = left_product(self._head_weight(), columns, jnp.float32)
+            logits = left_product(self.head_matrix(), as_columns(hidden), jnp.float32)
             # The barriers make XLA transpose once. Otherwise it does so in every pass over the
             # logits that follows: 16 rows of 1,024 features and 152k tokens then take 270 ms on two
             # cores instead of 160.
             hold = jax.lax.optimization_barrier
             return hold(hold(logits).T).reshape(*hidden.shape[:-1], -1)
-        head = self.head_matrix()
-        if is_quantized(head):
-            return product(hidden, head).astype(jnp.float32)
-        head = head.astype(hidden.dtype)
-        return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+        return product(hidden, self.head_matrix(), jnp.float32)
+
+
+def abstract_model(config: ModelConfig, **how: Any) -> Transformer:
+    """Returns a model of shapes in place of arrays, made with these arguments of `Transformer`."""
+    return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), **how))  # type: ignore[no-any-return]
 
 
 def _attend(

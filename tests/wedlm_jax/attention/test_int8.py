@@ -116,17 +116,17 @@ def test_chunks_and_prefixes_taken_over_change_nothing(engine: Engine, mode: str
 
 def test_weights_are_bytes_and_products_nearly_as_before(tiny_model: Transformer) -> None:
     model = quantize_weights(tiny_model)
-    kernel = model.layers.mlp.up_proj.kernel[...]
-    original = tiny_model.layers.mlp.up_proj.kernel[...]
-    assert kernel.qvalue.dtype == jnp.int8
-    assert kernel.scale.shape == (original.shape[0], 1, original.shape[2])
-    back = kernel.qvalue * kernel.scale
-    step = jnp.abs(original).max(axis=1, keepdims=True) / 127
+    weight = model.layers.mlp.up_proj.weight[...]
+    original = tiny_model.layers.mlp.up_proj.weight[...]
+    assert weight.qvalue.dtype == jnp.int8
+    assert weight.scale.shape == (*original.shape[:2], 1)
+    back = weight.qvalue * weight.scale
+    step = jnp.abs(original).max(axis=-1, keepdims=True) / 127
     assert (jnp.abs(back - original) <= 0.51 * step).all()
     tokens, positions = jnp.array([[*PROMPTS[0]]]), jnp.arange(len(PROMPTS[0]))[None]
     exact, rounded = (m.logits(m(tokens, positions, CausalMask())) for m in (tiny_model, model))
     assert 0 < jnp.abs(rounded - exact).max() < 0.1 * jnp.abs(exact).max()
-    assert tiny_model.layers.mlp.up_proj.kernel[...] is original
+    assert tiny_model.layers.mlp.up_proj.weight[...] is original
 
 
 def test_a_head_of_its_own_is_rounded_too() -> None:

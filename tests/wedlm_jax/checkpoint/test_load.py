@@ -33,15 +33,11 @@ from wedlm_jax.checkpoint.safetensors_file import SafetensorsFile
 from wedlm_jax.config import PARTS
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
-from wedlm_jax.model.layer_layout import is_on_columns, with_layers_apart
-from wedlm_jax.model.quantization import INPUT_AXES, quantize_weights
+from wedlm_jax.model.layer_layout import with_layers_apart
+from wedlm_jax.model.quantization import ROUNDED, quantize_weights
 from wedlm_jax.sharding import make_mesh, tree_shardings
 
-LAYOUTS = {
-    "stacked": {"stacked": True},
-    "rows": {"stacked": False, "columns": False},
-    "columns": {"stacked": False, "columns": True},
-}
+LAYOUTS = {"stacked": {"stacked": True}, "apart": {"stacked": False}}
 MESHES = {
     "fsdp": {"fsdp": 8},
     "tensor": {"data": 2, "tensor": 4},
@@ -89,7 +85,7 @@ def bytes_read(monkeypatch):
 
 
 def in_layout(model, layout):
-    return model if layout["stacked"] else with_layers_apart(model, columns=layout["columns"])
+    return model if layout["stacked"] else with_layers_apart(model)
 
 
 def assert_placed(model, mesh):
@@ -206,7 +202,7 @@ def test_one_matrix_at_most_is_there_unrounded(folder, layout, sizes, monkeypatc
     read = load.load_parameter
 
     def noted(checkpoint, entry, *rest):
-        matrices = [value for name, value in seen if name in INPUT_AXES]
+        matrices = [value for name, value in seen if name in ROUNDED]
         assert all(ref() is None or ref().is_deleted() for ref in matrices)
         value = read(checkpoint, entry, *rest)
         seen.append((entry.path.rpartition(".")[2], weakref.ref(value)))
@@ -215,15 +211,19 @@ def test_one_matrix_at_most_is_there_unrounded(folder, layout, sizes, monkeypatc
     monkeypatch.setattr(load, "load_parameter", noted)
     mesh = None if sizes is None else make_mesh(sizes, jax.devices()[:2])
     load_checkpoint(folder, quantization="int8", mesh=mesh, **layout)
-    assert sum(name in INPUT_AXES for name, _ in seen) > 7
+    assert sum(name in ROUNDED for name, _ in seen) > 7
 
 
-def test_the_layout_goes_by_the_size_of_matrices(folder, monkeypatch):
-    assert not is_on_columns(load_checkpoint(folder, stacked=False))
+def test_large_matrices_multiply_columns(folder, monkeypatch):
+    def multiplies_columns(**options):
+        model = load_checkpoint(folder, stacked=False, **options)
+        return all(layer.mlp.up_proj.columns for layer in model.layers)
+
+    assert not multiplies_columns()
     monkeypatch.setattr("wedlm_jax.model.layers.CACHED_BYTES", 16 * 12 * 2)
-    assert not is_on_columns(load_checkpoint(folder, stacked=False))
-    assert is_on_columns(load_checkpoint(folder, stacked=False, dtype=jnp.float32))
-    assert not is_on_columns(load_checkpoint(folder, stacked=True, dtype=jnp.float32))
+    assert not multiplies_columns()
+    assert multiplies_columns(dtype=jnp.float32)
+    assert not load_checkpoint(folder, dtype=jnp.float32).layers.mlp.up_proj.columns
 
 
 # --- refusals ----------------------------------------------------------------------------

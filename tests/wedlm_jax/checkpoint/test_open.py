@@ -29,8 +29,7 @@ from wedlm_jax.sharding import make_mesh
     [
         {},
         {"dtype": "float16"},
-        {"stacked": False, "columns": False},
-        {"stacked": False, "columns": True},
+        {"stacked": False},
         {"dtype": "float16", "mesh": {"fsdp": 2, "tensor": 2}},
     ],
     ids=str,

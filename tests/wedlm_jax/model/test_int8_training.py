@@ -34,7 +34,7 @@ def rounded(x: np.ndarray, axis: int | tuple[int, ...]) -> np.ndarray:
 def test_product_and_gradients_are_those_of_rounded_operands(devices: int) -> None:
     """A scale is of a whole row, wherever its parts lie."""
     random = np.random.default_rng(0)
-    normal = (random.normal(size=s).astype("float32") for s in ((2, 5, 16), (16, 6), (2, 5, 6)))
+    normal = (random.normal(size=s).astype("float32") for s in ((2, 5, 16), (6, 16), (2, 5, 6)))
     x, w, g = (np.where(value < 0, value / 8, value) for value in normal)
     linear = Linear(16, 6, bias=False, scale=1.0, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
     graph, state = nnx.split(with_int8_products(linear))
@@ -48,18 +48,18 @@ def test_product_and_gradients_are_those_of_rounded_operands(devices: int) -> No
         return y, *vjp(g)
 
     mesh = Mesh(np.array(jax.devices()[:devices]).reshape(-1, devices // 2 or 1), ("rows", "sums"))
-    cuts = [PartitionSpec("rows", None, "sums"), PartitionSpec("sums"), PartitionSpec("rows")]
+    cuts = [PartitionSpec("rows", None, "sums"), PartitionSpec(None, "sums"), PartitionSpec("rows")]
     placed = [
         jax.device_put(v, NamedSharding(mesh, c)) for v, c in zip((x, w, g), cuts, strict=True)
     ]
     y, *gradients = both(*placed)
-    x8, w8 = rounded(x, -1), rounded(w, 0)
-    np.testing.assert_allclose(y, x8 @ w8, rtol=1e-5, atol=1e-5)
+    x8, w8 = rounded(x, -1), rounded(w, 1)
+    np.testing.assert_allclose(y, x8 @ w8.T, rtol=1e-5, atol=1e-5)
     # The scales of what the gradient meets are taken into it before it is rounded.
-    w_scale = np.abs(w).max(0) / 127.5
+    w_scale = np.abs(w).max(1) / 127.5
     x_scale = np.abs(x).max(-1, keepdims=True) / 127.5
-    by_x = rounded(g * w_scale, -1) @ np.round(w8 / w_scale).T
-    by_w = np.einsum("btd,btf->df", np.round(x8 / x_scale), rounded(g * x_scale, (0, 1)))
+    by_x = rounded(g * w_scale, -1) @ np.round(w8 / w_scale[:, None])
+    by_w = np.einsum("btd,btf->fd", np.round(x8 / x_scale), rounded(g * x_scale, (0, 1)))
     for ours, theirs in zip(gradients, (by_x, by_w), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 

@@ -12,7 +12,7 @@ from tests.examples.training import tiny_transformer
 from wedlm_jax.errors import InputError
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer
-from wedlm_jax.model.lora import TARGETS, LoraConfig, merged, merged_kernel, with_adapters
+from wedlm_jax.model.lora import TARGETS, LoraConfig, merged, merged_weight, with_adapters
 from wedlm_jax.sharding import parameter_axes
 
 LORA = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "down_proj"))
@@ -26,10 +26,12 @@ def hidden(model: Transformer) -> jax.Array:
 
 
 def trained(lora: LoraConfig = LORA) -> Transformer:
-    """A model whose B is no longer zero."""
+    """A model whose B is no longer zero; float32 holds what A and B make exactly."""
     graph, adapters, rest = nnx.split(adapted(lora), nnx.LoRAParam, ...)
     random = np.random.default_rng(1)
-    adapters = jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), x.dtype), adapters)
+    adapters = jax.tree.map(
+        lambda x: jnp.asarray(random.integers(-16, 17, x.shape) / 8, x.dtype), adapters
+    )
     return nnx.merge(graph, adapters, rest)
 
 
@@ -46,12 +48,12 @@ def test_each_target_has_its_adapters_and_nothing_else_has() -> None:
     state = nnx.state(adapted(), nnx.LoRAParam)
     shapes = {path[-3:]: leaf.shape for path, leaf in state.flat_state()}
     assert shapes == {
-        ("q_proj", "adapter", "a"): (2, 12, 3),
-        ("q_proj", "adapter", "b"): (2, 3, 24),
-        ("v_proj", "adapter", "a"): (2, 12, 3),
-        ("v_proj", "adapter", "b"): (2, 3, 12),
-        ("down_proj", "adapter", "a"): (2, 20, 3),
-        ("down_proj", "adapter", "b"): (2, 3, 12),
+        ("q_proj", "adapter", "a"): (2, 3, 12),
+        ("q_proj", "adapter", "b"): (2, 24, 3),
+        ("v_proj", "adapter", "a"): (2, 3, 12),
+        ("v_proj", "adapter", "b"): (2, 12, 3),
+        ("down_proj", "adapter", "a"): (2, 3, 20),
+        ("down_proj", "adapter", "b"): (2, 12, 3),
     }
     first = state["layers"]["mlp"]["down_proj"]["adapter"]["a"][...]
     assert np.abs(first).max() < 20**-0.5
@@ -64,16 +66,16 @@ def test_the_merged_model_computes_the_same_and_is_a_plain_one() -> None:
     assert jax.tree.structure(nnx.state(plain)) == jax.tree.structure(nnx.state(tiny_transformer()))
     np.testing.assert_allclose(hidden(plain), hidden(model), rtol=2e-5, atol=2e-5)
     adapter = model.layers.mlp.down_proj.adapter
-    expected = np.asarray(model.layers.mlp.down_proj.kernel, np.float64) + 2.0 * np.einsum(
-        "lir,lro->lio", np.asarray(adapter.a, np.float64), np.asarray(adapter.b, np.float64)
+    expected = np.asarray(model.layers.mlp.down_proj.weight, np.float64) + 2.0 * np.einsum(
+        "lri,lor->loi", np.asarray(adapter.a, np.float64), np.asarray(adapter.b, np.float64)
     )
-    np.testing.assert_allclose(plain.layers.mlp.down_proj.kernel[...], expected, rtol=1e-6)
+    np.testing.assert_allclose(plain.layers.mlp.down_proj.weight[...], expected, rtol=1e-6)
     assert merged(plain) is plain
 
 
 def test_what_is_merged_keeps_its_dtype_and_is_summed_in_float32() -> None:
-    kernel, a, b = np.full((1, 1), 256, jnp.bfloat16), np.ones((1, 1), "f4"), np.ones((1, 1), "f4")
-    assert merged_kernel(kernel, a, b, 0.5) == 256.5
+    weight, a, b = np.full((1, 1), 256, jnp.bfloat16), np.ones((1, 1), "f4"), np.ones((1, 1), "f4")
+    assert merged_weight(weight, a, b, 0.5) == 256.5
     graph, state = nnx.split(trained())
     half = merged(nnx.merge(graph, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state)))
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(half))} == {jnp.dtype("bfloat16")}
@@ -84,8 +86,8 @@ def test_a_rank_as_large_as_a_matrix_is_refused() -> None:
         adapted(LoraConfig(12, 1.0))
 
 
-def test_axes_of_adapters_are_those_of_their_kernels() -> None:
+def test_axes_of_adapters_are_those_of_their_matrices() -> None:
     for name in TARGETS:
-        _, n_in, n_out = parameter_axes(f"layers/mlp/{name}/kernel") or ()
+        _, n_out, n_in = parameter_axes(f"layers/mlp/{name}/weight") or ()
         a, b = (parameter_axes(f"mu/layers/mlp/{name}/adapter/{part}/value") for part in "ab")
-        assert (a, b) == (("layers", n_in, "features"), ("layers", "features", n_out))
+        assert (a, b) == (("layers", "features", n_in), ("layers", n_out, "features"))

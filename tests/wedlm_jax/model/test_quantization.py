@@ -37,7 +37,7 @@ def test_a_product_is_that_of_numpy(columns: int, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_product_with_integers_is_that_of_what_they_stand_for(dtype: str) -> None:
     matrix, x = operands(3, dtype)
-    integers = rounded(matrix, "head_weight")
+    integers = rounded(matrix)
     y = jax.jit(left_product, static_argnames="dtype")(integers, x, dtype="float32")
     steps = np.asarray(integers.qvalue, np.float64) * np.asarray(integers.scale, np.float64)
     expected = steps @ np.asarray(x, np.float64)

@@ -15,7 +15,7 @@ from wedlm_jax.sharding import make_mesh
 
 ROWS, LENGTH, WIDTH, VOCAB = 8, 32, 16, 104
 HIDDEN = jax.random.normal(jax.random.key(0), (ROWS, LENGTH, WIDTH))
-HEAD = jax.random.normal(jax.random.key(1), (WIDTH, VOCAB)) / 4
+HEAD = jax.random.normal(jax.random.key(1), (VOCAB, WIDTH)) / 4
 TARGETS = jax.random.randint(jax.random.key(2), (ROWS, LENGTH), 0, VOCAB)
 # Devices hold from none to all of their tokens' targets, and so run loops of other lengths.
 WANTED = jax.random.uniform(jax.random.key(3), (ROWS, LENGTH)) < jnp.arange(ROWS)[:, None] / 7
@@ -34,7 +34,7 @@ def compiled(mesh: jax.sharding.Mesh, chunk: int, dtype: str = "float32") -> jax
     def place(x: jax.Array, *axes: object) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P(*axes)))
 
-    shapes = (place(HIDDEN, ("data", "fsdp"), "sequence"), place(HEAD, "fsdp", "tensor"))
+    shapes = (place(HIDDEN, ("data", "fsdp"), "sequence"), place(HEAD, "tensor", "fsdp"))
     with jax.set_mesh(mesh):
         return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True)).lower(*shapes).compile()
 
@@ -50,7 +50,7 @@ def test_loss_and_gradients_equal_those_of_one_device(sizes: dict[str, int]) -> 
     found = program(*given)
 
     def plain(hidden: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
-        chosen = jnp.take_along_axis(jax.nn.log_softmax(hidden @ head), TARGETS[..., None], -1)
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(hidden @ head.T), TARGETS[..., None], -1)
         nll = jnp.where(WANTED, -chosen[..., 0], 0.0)
         return (WEIGHTS * nll).sum(), nll
 

@@ -200,18 +200,18 @@ def test_num_parameters_counts_every_parameter(changes: dict[str, object]) -> No
 
 def test_layers_are_stacked_and_differ(parts: tuple) -> None:
     model = nnx.merge(*parts)
-    kernel = model.layers.mlp.up_proj.kernel[...]
-    assert kernel.shape == (TINY.num_hidden_layers, TINY.hidden_size, TINY.intermediate_size)
-    assert not np.allclose(kernel[0], kernel[1])
+    weight = model.layers.mlp.up_proj.weight[...]
+    assert weight.shape == (TINY.num_hidden_layers, TINY.intermediate_size, TINY.hidden_size)
+    assert not np.allclose(weight[0], weight[1])
 
 
 def test_a_tied_head_is_the_embedding() -> None:
     model = tiny_transformer(tie_word_embeddings=True)
     assert model.lm_head is None
-    np.testing.assert_array_equal(model.head_matrix(), model.embed_tokens[...].T)
+    np.testing.assert_array_equal(model.head_matrix(), model.embed_tokens[...])
     untied = tiny_transformer()
-    assert untied.head_matrix().shape == (TINY.hidden_size, TINY.vocab_size)
-    assert not np.array_equal(untied.head_matrix(), untied.embed_tokens[...].T)
+    assert untied.head_matrix().shape == (TINY.vocab_size, TINY.hidden_size)
+    assert not np.array_equal(untied.head_matrix(), untied.embed_tokens[...])
 
 
 def test_the_same_seed_gives_the_same_parameters() -> None:
