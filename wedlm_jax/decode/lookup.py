@@ -37,7 +37,7 @@ MEMORY = 40.0
 """Observations of a sequence, for a length, after which older ones have mostly faded."""
 MASKS_RATE = 0.1
 """How fast the running mean of masks' drafts follows."""
-GAIN = 1.02
+GAIN = 1.1
 """How many times as many tokens per second drafts must promise: what they promise is uncertain."""
 
 

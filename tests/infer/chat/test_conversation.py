@@ -100,6 +100,7 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_came(
         chunks.append(chunk)
     last = chunks[-1].completion
     assert 0 < len(last.token_ids) < len(whole.token_ids)
+    llm._loop.close()
     assert not llm.engine.has_work
     assert conversation._messages[-1] == {
         "role": "assistant",

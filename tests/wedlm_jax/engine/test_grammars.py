@@ -217,8 +217,9 @@ def test_preempted_sequences_go_on_within_their_grammar(engine: Engine) -> None:
     before = engine.counters.preemptions
     together = run(engine, batch)
     assert engine.counters.preemptions > before
-    assert together == [run(engine, [case])[0] for case in batch]
     for case, result in zip(batch, together, strict=True):
+        # Its drafts are dropped when it is put back: it takes more forwards.
+        assert say_the_same(result, run(engine, [case])[0])
         assert_in_grammar(result, case)
 
 
