@@ -321,6 +321,7 @@ def test_what_is_left_of_a_stream_disturbs_nobody(llm: LLM, whole: list[Completi
     chunks = [first, *other]
     assert chunks[-1].completion == whole[2]
     assert [t for chunk in chunks for t in chunk.token_ids] == whole[2].token_ids
+    llm._loop.close()
     assert not llm.engine.has_work
 
 
@@ -351,6 +352,7 @@ def test_once_it_is_to_stop_no_other_prompt_begins(llm: LLM) -> None:
     for some in llm.run(prompts, stopping=stopping):
         finished.extend(place for place, _ in some)
     assert 1 <= len(finished) < 40
+    llm._loop.close()
     assert not llm.engine.has_work
 
 
