@@ -69,7 +69,8 @@ class Linear(nnx.Module):
         columns: bool = False,
     ):
         self.columns = columns
-        self.weight = nnx.Param(normal(rngs, (n_out, n_in), scale, dtype))
+        # Drawn as [in, out]: a seed gives the same model as before matrices were stored as now.
+        self.weight = nnx.Param(normal(rngs, (n_in, n_out), scale, dtype).T)
         self.bias = nnx.Param(jnp.zeros((n_out,), dtype)) if bias else None
         # Or that of `wedlm_jax.model.int8_training`; qwix wants a path, whatever it is.
         self.product: Callable[[Array, Any], Array] = product

@@ -104,8 +104,9 @@ class Transformer(nnx.Module):
             nnx.vmap(layer)(layer_keys) if stacked else nnx.List([layer(key) for key in layer_keys])
         )
         self.norm = RMSNorm(d, config.rms_norm_eps, dtype)
-        tied, shape = config.tie_word_embeddings, (config.vocab_size, d)
-        self.lm_head = None if tied else nnx.Param(normal(rngs, shape, scale, dtype))
+        self.lm_head = None
+        if not config.tie_word_embeddings:
+            self.lm_head = nnx.Param(normal(rngs, (d, config.vocab_size), scale, dtype).T)
 
     def __call__(
         self,

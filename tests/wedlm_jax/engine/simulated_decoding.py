@@ -146,6 +146,7 @@ class Simulation:
         forwards, until = self._longest, len(running)
         if waiting:
             forwards, until = min(forwards, 32), max(len(running) // 8, 1)
+        forwards = min(forwards, self._windows.most_forwards or forwards)
         windows, capacity = np.zeros((2, self._n), np.int32)
         for one in running:
             windows[one.state.index], capacity[one.state.index] = one.state.window, 10_000

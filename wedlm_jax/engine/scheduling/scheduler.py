@@ -418,8 +418,8 @@ class Scheduler:
         forwards = min(
             give_pages(replica, length.forwards) for replica in self._replicas if replica.running
         )
-        if max_forwards is not None:
-            forwards = min(forwards, max_forwards)
+        limits = [n for n in (max_forwards, self._windows.most_forwards) if n is not None]
+        forwards = min([forwards, *limits])
         capacity, windows = np.zeros((2, len(self._table)), np.int32)
         arrival = np.full(len(self._table), sizes.num_sequences, np.int32)
         for replica in self._replicas:

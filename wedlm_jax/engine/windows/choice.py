@@ -43,9 +43,11 @@ class WindowChoice(Protocol):
 
     Attributes:
       costs: what forwards cost, corrected by every burst; None while it is not known.
+      most_forwards: of the next burst, where its windows are chosen to learn something; else None.
     """
 
     costs: CostTable | None
+    most_forwards: int | None
 
     def widest(self, request: Request) -> int:
         """Returns the widest window that a request may ever get, for which room is kept."""
@@ -83,6 +85,7 @@ class FixedWindows:
     def __init__(self, window: int, lookup: int = 0):
         self._window, self._lookup = window, lookup
         self.costs: CostTable | None = None
+        self.most_forwards: int | None = None
 
     def widest(self, request: Request) -> int:
         params = request.params
@@ -141,6 +144,9 @@ CHECKS, FIRST_CHECK = 0.01, 0.05
 the first of them."""
 HARMLESS = 1.05
 """How many times as long a forward with windows may take for them to be tried by all at once."""
+SHORT = 8
+"""Forwards of a burst with windows on trial, or without windows as a check: a longer one, in which
+a short answer is decoded to its end, would cost more and say no more."""
 WAIT = 16
 """Bursts after which it is decided anew at the latest."""
 PRICES = np.geomspace(0.01, 0.7, 12)
@@ -222,6 +228,7 @@ class AutoWindows(FixedWindows):
 
     def choose(self, running: Sequence[SequenceState]) -> list[int]:
         """Returns the window of each sequence in the next burst."""
+        self.most_forwards = None
         if self._replicas == 1:
             return self._choose_together(running)
         chosen = [0] * len(running)
@@ -242,7 +249,8 @@ class AutoWindows(FixedWindows):
         here = [one for one in running if one.index >= 0 and burst.capacity[one.index] > 0]
         if not here or not report.num_run:
             return
-        self._burst += (report.num_run - self._burst) / 8
+        if report.num_run > SHORT:
+            self._burst += (report.num_run - self._burst) / 8
         self._account(here, burst, report)
         windows = burst.windows
         if report.windowless:
@@ -318,23 +326,26 @@ class AutoWindows(FixedWindows):
         rates[1:][~picks[1:].any(axis=1)] = 0
         known = all(one.evidence.kind.forwards >= ENOUGH for one in free)
         best = 1 + int(rates[1:-1].argmax())
-        gain, took = rates[best] / rates[0], self._burst * seconds[best] / costs.level
+        gain, short = rates[best] / rates[0], min(self._burst, SHORT)
+        took = short * seconds[best] / costs.level
         if not known:
             best = best if seconds[best] < HARMLESS * seconds[0] else len(rates) - 1
         elif gain > GAIN:
             due = self._unchecked * self._check >= (gain - 1) * took
-            best = 0 if due and gain < CERTAIN else best
+            if due and gain < CERTAIN:
+                best, self.most_forwards = 0, SHORT
         else:
             # Worth a trial of all where the table may be wrong, which may be so either way.
             worst = gain / DOUBT
             if gain * DOUBT < 1:
                 best = len(rates) - 1
                 worst = rates[best] / rates[0]
-            loss = max(1 - worst, 0) * self._burst * seconds[best] / costs.level
+            loss = max(1 - worst, 0) * short * seconds[best] / costs.level
             if self._lost + loss > TRIALS * self._total or self._tried + took > TRIED * self._total:
                 best, self._wait[key] = 0, self._total + min(loss / TRIALS, WAIT * took)
             else:
                 self._tried += took
+                self.most_forwards = SHORT
         return widths[picks[best]].tolist()  # type: ignore[no-any-return]
 
     # --- learning ---------------------------------------------------------------------------
