@@ -104,9 +104,8 @@ class Transformer(nnx.Module):
             nnx.vmap(layer)(layer_keys) if stacked else nnx.List([layer(key) for key in layer_keys])
         )
         self.norm = RMSNorm(d, config.rms_norm_eps, dtype)
-        self.lm_head = None
-        if not config.tie_word_embeddings:
-            self.lm_head = nnx.Param(normal(rngs, (d, config.vocab_size), scale, dtype).T)
+        tied, shape = config.tie_word_embeddings, (d, config.vocab_size)
+        self.lm_head = None if tied else nnx.Param(normal(rngs, shape, scale, dtype).T)
 
     def __call__(
         self,

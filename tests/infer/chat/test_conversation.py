@@ -65,7 +65,7 @@ def test_the_model_is_given_what_the_template_says(llm: LLM, conversation: Conve
     text = conversation._rendered([*asked("the cat", first.text or ""), *asked("and?")])
     ids = conversation._encoded(text)
     # An answer may end within a character, which its text leaves out.
-    assert llm.tokenizer.decode(ids).replace("\ufffd", "") == text
+    assert llm.tokenizer.decode(ids).replace("\ufffd", "") == text.replace("\ufffd", "")
     prompt = llm.chat_prompt(asked("the cat"))
     kept = first.token_ids[: len(first.token_ids) - (first.finish_reason == "stop")]
     assert ids[: len(prompt) + len(kept)] == [*prompt, *kept]
