@@ -25,9 +25,11 @@ from wedlm_jax.errors import TERMINATED, CompilingInterrupted
 T = TypeVar("T")
 
 _compiling: list[threading.Thread] = []
-"""Threads that compile for the main thread; it waits for the last, if it waits."""
+"""Threads that compile for the main thread, which waits for the last, if it waits."""
+_elsewhere: set[object] = set()
+"""One for each program that other threads compile right now, such as the engine's."""
 _waits = False
-"""Whether the main thread does."""
+"""Whether the main thread waits for a compiler."""
 _open: list[StopRequest] = []
 """Those that note signals now."""
 
@@ -43,7 +45,12 @@ def compiled(compile: Callable[[], T]) -> T:
     """
     global _waits
     if threading.current_thread() is not threading.main_thread():
-        return compile()
+        mine = object()
+        _elsewhere.add(mine)
+        try:
+            return compile()
+        finally:
+            _elsewhere.discard(mine)
     done: Future[T] = Future()
 
     def work() -> None:
@@ -73,9 +80,9 @@ def compiled(compile: Callable[[], T]) -> T:
 
 
 def end_if_compiling(status: int) -> None:
-    """Ends the process at once if a program is still being compiled for a main thread that was
-    interrupted; to be called when a command has nothing left to do."""
-    if any(thread.is_alive() for thread in _compiling):
+    """Ends the process at once if a program is still being compiled, for a main thread that was
+    interrupted or in another; to be called when a command has nothing left to do."""
+    if _elsewhere or any(thread.is_alive() for thread in _compiling):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(status)

@@ -111,3 +111,27 @@ def test_a_command_does_not_end_under_a_compiler_but_with_it() -> None:
     )
     assert (ended.returncode, ended.stderr) == (130, "it: interrupted while compiling\n")
     assert time.monotonic() - started < 40
+
+
+def test_nor_under_a_compiler_in_another_thread() -> None:
+    """As the engine's, which compiles for a main thread that waits for tokens."""
+    script = """
+import sys, threading, time
+from wedlm_jax.host.command_line import run_command
+from wedlm_jax.host.signals import compiled
+
+def command():
+    begun = threading.Event()
+    slow = lambda: (begun.set(), time.sleep(45))
+    threading.Thread(target=compiled, args=[slow]).start()
+    begun.wait()
+    raise KeyboardInterrupt
+
+sys.exit(run_command("it", command))
+"""
+    started = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (130, "it: interrupted\n")
+    assert time.monotonic() - started < 40
