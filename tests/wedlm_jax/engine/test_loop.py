@@ -25,7 +25,7 @@ class Echo:
     def __init__(self):
         self.running: dict[int, list] = {}
         self.scheduler, self.steps, self.seconds = self, 0, []
-        self.fails, self.gate = False, threading.Event()
+        self.fails, self.gate, self.entered = False, threading.Event(), threading.Event()
         self.gate.set()
 
     has_work = property(lambda self: bool(self.running))
@@ -41,6 +41,7 @@ class Echo:
             self.running.pop(number, None)
         if max_forwards == 0:
             return []
+        self.entered.set()
         assert self.gate.wait(30)
         if self.fails:
             raise RuntimeError("lost")
@@ -121,6 +122,7 @@ def test_a_pause_is_the_callers_own(echo, loop):
     box = Mailbox()
     echo.gate.clear()
     loop.submit([Request(loop.new_number(), range(3), PARAMS, caller=box.caller)])
+    assert echo.entered.wait(30)
     threading.Timer(0.05, echo.gate.set).start()
     with loop.paused():
         steps = echo.steps
