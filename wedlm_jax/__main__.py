@@ -6,10 +6,12 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from wedlm_jax import __version__
 from wedlm_jax.errors import BAD_INPUT, did_you_mean
 from wedlm_jax.host.command_line import run_command
+from wedlm_jax.host.signals import exit_process
 
 SUBCOMMANDS = {
     "demo": ("infer.demo", "watch the embedded model decode, with numbers"),
@@ -78,7 +80,12 @@ def main(arguments: list[str] | None = None) -> int:
     return run_command(f"wedlm {name}", lambda: subcommand(name)(rest))
 
 
+def process() -> NoReturn:
+    """Runs a subcommand as the whole of a process, which ends with it."""
+    exit_process(main())
+
+
 if __name__ == "__main__":
     # `python -m` puts the working folder first, where a user may have a train.py or an infer/.
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    sys.exit(main())
+    process()

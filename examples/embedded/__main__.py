@@ -22,6 +22,7 @@ from examples.embedded.corpus.records import as_question
 from wedlm_jax.checkpoint.load import load_checkpoint
 from wedlm_jax.checkpoint.save import save_checkpoint
 from wedlm_jax.host.command_line import run_command
+from wedlm_jax.host.signals import exit_process
 
 # Prose has no right answers: its questions measure speed, for which fewer do.
 QUESTIONS = {"low_entropy": 400, "reasoning": 400, "prose": 60}
@@ -66,4 +67,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command("python -m examples.embedded", lambda: main(sys.argv[1:])))
+    exit_process(run_command("python -m examples.embedded", lambda: main(sys.argv[1:])))

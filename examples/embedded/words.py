@@ -27,6 +27,7 @@ from wedlm_jax.checkpoint.names import arrays_from_model, model_from_arrays
 from wedlm_jax.checkpoint.save import save_checkpoint
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.command_line import run_command
+from wedlm_jax.host.signals import exit_process
 from wedlm_jax.host.storage import why_absent
 
 SAMPLES = 20_000
@@ -116,4 +117,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command("python -m examples.embedded.words", lambda: main(sys.argv[1:])))
+    exit_process(run_command("python -m examples.embedded.words", lambda: main(sys.argv[1:])))

@@ -10,6 +10,7 @@ import sys
 from infer.harness.command import NEEDED, TASKS
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.command_line import run_command
+from wedlm_jax.host.signals import exit_process
 
 
 def main(arguments: list[str]) -> None:
@@ -26,4 +27,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command("lm_eval", lambda: main(sys.argv[1:])))
+    exit_process(run_command("lm_eval", lambda: main(sys.argv[1:])))

@@ -16,6 +16,8 @@ from typing import Any
 
 import jax
 
+from wedlm_jax.host.signals import exit_process
+
 LIMIT_S = 300
 
 
@@ -74,4 +76,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_process(main())

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from wedlm_jax.errors import FAULT, PIPE_CLOSED, exit_status, nearest
-from wedlm_jax.host.signals import end_if_compiling
 
 
 def run_command(name: str, main: Callable[[], int | None]) -> int:
@@ -18,12 +17,6 @@ def run_command(name: str, main: Callable[[], int | None]) -> int:
       name: what the user typed, which begins the message: "wedlm train".
       main: the command.
     """
-    status = _status_of(name, main)
-    end_if_compiling(status)
-    return status
-
-
-def _status_of(name: str, main: Callable[[], int | None]) -> int:
     try:
         return int(main() or 0)
     except (Exception, KeyboardInterrupt) as error:

@@ -4,7 +4,7 @@ Python runs a signal's handler in the main thread, between two of its own instru
 has none for half a minute, so the main thread leaves compiling to another one and waits, which a
 handler interrupts. What it raises then ends the command as any exception does: files are closed,
 the terminal is put right, a job says what is kept. Only the compiler cannot be ended, so that the
-process is (`end_if_compiling`).
+process is (`exit_process`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import FrameType
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 from wedlm_jax.errors import TERMINATED, CompilingInterrupted
 
@@ -79,13 +79,15 @@ def compiled(compile: Callable[[], T]) -> T:
         _waits = False
 
 
-def end_if_compiling(status: int) -> None:
-    """Ends the process at once if a program is still being compiled, for a main thread that was
-    interrupted or in another; to be called when a command has nothing left to do."""
+def exit_process(status: int) -> NoReturn:
+    """Ends the process, whose command has nothing left to do; at once, without what Python does at
+    its exit, if a program is still being compiled, for a main thread that was interrupted or in
+    another."""
     if _elsewhere or any(thread.is_alive() for thread in _compiling):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(status)
+    sys.exit(status)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from examples.embedded.corpus import REGIMES, generate
 from examples.embedded.corpus.records import as_conversation, as_question
 from wedlm_jax.errors import InputError, file_error
 from wedlm_jax.host.command_line import run_command
+from wedlm_jax.host.signals import exit_process
 
 FORMS = {"questions": as_question, "conversations": as_conversation}
 
@@ -56,4 +57,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command("python -m examples.embedded.corpus", lambda: main(sys.argv[1:])))
+    exit_process(run_command("python -m examples.embedded.corpus", lambda: main(sys.argv[1:])))

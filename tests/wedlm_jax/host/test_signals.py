@@ -12,15 +12,16 @@ from collections.abc import Callable
 
 import pytest
 
+from wedlm_jax.__main__ import main
 from wedlm_jax.errors import CompilingInterrupted
 from wedlm_jax.host.signals import StopRequest, compiled, told_at_once
 
 ENDS = """
 import os, signal, threading, time
 from wedlm_jax.host.command_line import run_command
-from wedlm_jax.host.signals import compiled
+from wedlm_jax.host.signals import compiled, exit_process
 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-raise SystemExit(run_command("it", lambda: compiled(lambda: time.sleep(60))))
+exit_process(run_command("it", lambda: compiled(lambda: time.sleep(60))))
 """
 
 
@@ -118,7 +119,7 @@ def test_nor_under_a_compiler_in_another_thread() -> None:
     script = """
 import sys, threading, time
 from wedlm_jax.host.command_line import run_command
-from wedlm_jax.host.signals import compiled
+from wedlm_jax.host.signals import compiled, exit_process
 
 def command():
     begun = threading.Event()
@@ -127,7 +128,7 @@ def command():
     begun.wait()
     raise KeyboardInterrupt
 
-sys.exit(run_command("it", command))
+exit_process(run_command("it", command))
 """
     started = time.monotonic()
     ended = subprocess.run(
@@ -135,3 +136,16 @@ sys.exit(run_command("it", command))
     )
     assert (ended.returncode, ended.stderr) == (130, "it: interrupted\n")
     assert time.monotonic() - started < 40
+
+
+def test_a_command_within_a_program_returns_while_another_thread_compiles() -> None:
+    """As `main` in a program that serves a model at the same time."""
+    begun, over = threading.Event(), threading.Event()
+    other = threading.Thread(target=compiled, args=[lambda: (begun.set(), over.wait())])
+    other.start()
+    begun.wait()
+    try:
+        assert main(["serve", "--port", "70000"]) == 2
+    finally:
+        over.set()
+        other.join()
