@@ -15,7 +15,8 @@ from flax import nnx
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from wedlm_jax.model.transformer import Transformer, abstract_model
+from wedlm_jax.model.lora import with_adapters
+from wedlm_jax.model.transformer import Transformer
 
 Path = tuple[Any, ...]
 
@@ -52,7 +53,7 @@ def with_layers_apart(
         for number, own in enumerate(zip(*cut, strict=True)):
             state["layers", number, *path[1:]] = jax.tree.unflatten(structure, own)
     dtype = model.embed_tokens[...].dtype
-    graph = nnx.graphdef(abstract_model(model.config, dtype=dtype, stacked=False, columns=columns))
+    graph = _graph(model, dtype=dtype, stacked=False, columns=columns)
     return nnx.merge(graph, nnx.State.from_flat_path(state))
 
 
@@ -76,7 +77,18 @@ def with_layers_stacked(model: Transformer, *, consume: bool = False) -> Transfo
             state["layers", *path[2:]] = jax.tree.unflatten(jax.tree.structure(own[0]), joined)
             if consume:
                 _delete([leaf for some in leaves for leaf in some], joined)
-    return nnx.merge(nnx.graphdef(abstract_model(model.config)), nnx.State.from_flat_path(state))
+    return nnx.merge(_graph(model), nnx.State.from_flat_path(state))
+
+
+def _graph(model: Transformer, **how: Any) -> nnx.GraphDef[Transformer]:
+    """Returns the graph of a model with the same adapters in another layout."""
+
+    def made() -> Transformer:
+        rngs = nnx.Rngs(0)
+        made = Transformer(model.config, rngs=rngs, **how)
+        return made if model.lora is None else with_adapters(made, model.lora, rngs)
+
+    return nnx.graphdef(nnx.eval_shape(made))
 
 
 def _layers_of(array: Array) -> list[Array]:

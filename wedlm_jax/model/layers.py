@@ -20,6 +20,9 @@ from wedlm_jax.model.quantization import left_product, product
 from wedlm_jax.model.rope import apply_rope
 from wedlm_jax.sharding import constrain
 
+Rows = Array | bool
+"""Hidden states that adapters act on: all, none, or where a bool array ``[...]`` says."""
+
 CACHED_BYTES = 2 * 2**20
 """A larger matrix does not stay in a CPU core's own cache."""
 
@@ -77,19 +80,28 @@ class Linear(nnx.Module):
         self.qwix_path = ()
         self.adapter: Any = None  # or a `wedlm_jax.model.lora.LowRank`
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, adapted: Rows = True) -> Array:
         """Maps ``x [..., in]`` to ``[..., out]``."""
         if self.columns:
-            return self.of_columns(as_columns(x)).T.reshape(*x.shape[:-1], -1)
+            flat = adapted if isinstance(adapted, bool) else adapted.reshape(-1)
+            return self.of_columns(as_columns(x), flat).T.reshape(*x.shape[:-1], -1)
         y = self.product(x, self.weight[...])
-        if self.adapter is not None:
-            y = y + self.adapter(x)
+        if self.adapter is not None and adapted is not False:
+            y = _where(adapted, y + self.adapter(x), y, -1)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
-    def of_columns(self, x: Array) -> Array:
+    def of_columns(self, x: Array, adapted: Rows = True) -> Array:
         """Maps ``x [in, T]`` to ``[out, T]``."""
         y = left_product(self.weight[...], x)
+        if self.adapter is not None and adapted is not False:
+            y = _where(adapted, y + self.adapter.of_columns(x), y, 0)
         return y if self.bias is None else y + self.bias[...][:, None].astype(x.dtype)
+
+
+def _where(rows: Rows, new: Array, old: Array, axis: int) -> Array:
+    """Returns ``new`` at these rows, and ``old``, bit for bit, at the others; ``axis`` is that of
+    the features."""
+    return new if isinstance(rows, bool) else jnp.where(jnp.expand_dims(rows, axis), new, old)
 
 
 def as_columns(x: Array) -> Array:
@@ -116,19 +128,23 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(h, config.rms_norm_eps, dtype) if norm else None
         self.k_norm = RMSNorm(h, config.rms_norm_eps, dtype) if norm else None
 
-    def project(self, x: Array, rope: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+    def project(
+        self, x: Array, rope: tuple[Array, Array], adapted: Rows = True
+    ) -> tuple[Array, Array, Array]:
         """Returns queries ``[..., H, head_dim]``, keys and values ``[..., K, head_dim]`` of
         ``x [..., D]``."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (self._heads(checkpoint_name(proj(x), "projected")) for proj in projections)
+        q, k, v = (
+            self._heads(checkpoint_name(linear(x, adapted), "projected")) for linear in projections
+        )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         # Queries and keys only: their product then depends on the distance of their positions.
         return apply_rope(q, rope), apply_rope(k, rope), v
 
-    def mix_heads(self, attended: Array) -> Array:
+    def mix_heads(self, attended: Array, adapted: Rows = True) -> Array:
         """Returns ``[..., D]`` of what each head attended to, ``[..., H, head_dim]``."""
-        return self.o_proj(attended.reshape(*attended.shape[:-2], -1))
+        return self.o_proj(attended.reshape(*attended.shape[:-2], -1), adapted)
 
     def _heads(self, x: Array) -> Array:
         """Splits ``[..., H * head_dim]`` into ``[..., H, head_dim]``."""
@@ -146,13 +162,14 @@ class MLP(nnx.Module):
         self.up_proj = linear(d, f, scale=scale)
         self.down_proj = linear(f, d, scale=residual)
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, adapted: Rows = True) -> Array:
         if self.down_proj.columns:  # XLA would not cancel the transpositions in between
-            y = as_columns(x)
-            y = jax.nn.silu(self.gate_proj.of_columns(y)) * self.up_proj.of_columns(y)
-            return self.down_proj.of_columns(y).T.reshape(x.shape)
-        gate = checkpoint_name(self.gate_proj(x), "gate")
-        return self.down_proj(jax.nn.silu(gate) * checkpoint_name(self.up_proj(x), "up"))
+            y, rows = as_columns(x), adapted if isinstance(adapted, bool) else adapted.reshape(-1)
+            y = jax.nn.silu(self.gate_proj.of_columns(y, rows)) * self.up_proj.of_columns(y, rows)
+            return self.down_proj.of_columns(y, rows).T.reshape(x.shape)
+        gate = checkpoint_name(self.gate_proj(x, adapted), "gate")
+        up = checkpoint_name(self.up_proj(x, adapted), "up")
+        return self.down_proj(jax.nn.silu(gate) * up, adapted)
 
 
 class DecoderLayer(nnx.Module):
@@ -165,15 +182,17 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(d, epsilon, dtype)
         self.mlp = MLP(config, dtype, rngs, columns)
 
-    def before_attention(self, x: Array, rope: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+    def before_attention(
+        self, x: Array, rope: tuple[Array, Array], adapted: Rows = True
+    ) -> tuple[Array, Array, Array]:
         """Returns queries, keys and values, as `Attention.project`, of hidden states
         ``[B, T, D]`` or ``[T, D]``."""
-        return self.self_attn.project(self.input_layernorm(x), rope)
+        return self.self_attn.project(self.input_layernorm(x), rope, adapted)
 
-    def after_attention(self, x: Array, attended: Array) -> Array:
+    def after_attention(self, x: Array, attended: Array, adapted: Rows = True) -> Array:
         """Returns the next layer's hidden states from ``x`` and what its queries attended to."""
-        x = checkpoint_name(laid_out(x + self.self_attn.mix_heads(attended)), "mixed")
-        return laid_out(x + self.mlp(self.post_attention_layernorm(x)))
+        x = checkpoint_name(laid_out(x + self.self_attn.mix_heads(attended, adapted)), "mixed")
+        return laid_out(x + self.mlp(self.post_attention_layernorm(x), adapted))
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: jnp.dtype) -> Array:

@@ -11,6 +11,7 @@ where our layers compute in that of their input. What is left to write is `LowRa
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -19,8 +20,8 @@ from flax import nnx
 from jax import Array
 
 from wedlm_jax.errors import InputError
-from wedlm_jax.model.layers import Linear
-from wedlm_jax.model.quantization import product
+from wedlm_jax.model.layers import Linear, normal
+from wedlm_jax.model.quantization import left_product, product
 from wedlm_jax.model.transformer import Transformer, abstract_model
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -35,11 +36,14 @@ class LoraConfig:
       rank: of the term.
       alpha: the term is scaled by ``alpha / rank``.
       targets: names in `TARGETS`.
+      rows: "all", or "masked" for adapters that act on masks only, beside which a mask has an
+        embedding of its own: rows of text stay those of the model, bit for bit.
     """
 
     rank: int
     alpha: float
     targets: tuple[str, ...] = TARGETS
+    rows: str = "all"
 
     @property
     def scale(self) -> float:
@@ -56,6 +60,10 @@ class LowRank(nnx.Module):
     def __call__(self, x: Array) -> Array:
         return product(product(x, self.a[...]) * self.scale, self.b[...])
 
+    def of_columns(self, x: Array) -> Array:
+        """Maps ``x [in, T]`` to ``[out, T]``."""
+        return left_product(self.b[...], left_product(self.a[...], x) * self.scale)
+
 
 def with_adapters(model: Transformer, lora: LoraConfig, rngs: nnx.Rngs) -> Transformer:
     """Puts float32 adapters beside the matrices of a model, and returns it.
@@ -63,7 +71,7 @@ def with_adapters(model: Transformer, lora: LoraConfig, rngs: nnx.Rngs) -> Trans
     Their parameters are `nnx.LoRAParam`, by which `nnx.split` tells them from the others.
 
     Args:
-      model: with stacked layers; it is changed.
+      model: it is changed.
       lora: what to add.
       rngs: A is drawn from its ``params``, uniform within 1 / √in as in the authors' code; B is
         zero.
@@ -71,25 +79,33 @@ def with_adapters(model: Transformer, lora: LoraConfig, rngs: nnx.Rngs) -> Trans
     Raises:
       InputError: the rank is that of a whole matrix, or more.
     """
-    draw = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", -1, -2, batch_axis=0)
-    for name in lora.targets:
-        linear = _linear(model, name)
-        layers, n_out, n_in = linear.weight.shape
+    for name, linear in _linears(model, lora.targets):
+        *layers, n_out, n_in = linear.weight.shape
         if lora.rank >= min(n_in, n_out):
             raise InputError(
                 f"lora.rank must be below {min(n_in, n_out)}, the smaller side of {name}, not "
                 f"{lora.rank}"
             )
-        a = draw(rngs.params(), (layers, lora.rank, n_in), jnp.float32)
-        b = jnp.zeros((layers, n_out, lora.rank), jnp.float32)
+        bound = n_in**-0.5
+        shape = (*layers, lora.rank, n_in)
+        a = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
+        b = jnp.zeros((*layers, n_out, lora.rank), jnp.float32)
         linear.adapter = nnx.data(LowRank(a, b, lora.scale))
+    if lora.rows == "masked":
+        config = model.config
+        mask = normal(rngs, (config.hidden_size,), config.initializer_range, jnp.dtype("float32"))
+        model.mask_embedding = nnx.data(nnx.LoRAParam(mask))
     model.lora = lora
     return model
 
 
-def _linear(model: Transformer, name: str) -> Linear:
-    block = model.layers.mlp if hasattr(model.layers.mlp, name) else model.layers.self_attn
-    return getattr(block, name)  # type: ignore[no-any-return]
+def _linears(model: Transformer, names: Iterable[str]) -> Iterator[tuple[str, Linear]]:
+    """Yields the matrices of these names, of all layers at once or one layer after the other."""
+    layers = model.layers if isinstance(model.layers, nnx.List) else [model.layers]
+    for layer in layers:
+        for name in names:
+            block = layer.mlp if hasattr(layer.mlp, name) else layer.self_attn
+            yield name, getattr(block, name)
 
 
 def merged_weight(weight: Any, a: Any, b: Any, scale: float) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -21,11 +22,12 @@ from jax.ad_checkpoint import checkpoint_name
 from wedlm_jax.attention import attend
 from wedlm_jax.attention.int8 import to_float, to_int8
 from wedlm_jax.config import ModelConfig
-from wedlm_jax.masks import Mask
+from wedlm_jax.masks import DualStreamMask, Mask
 from wedlm_jax.model.embedding import looked_up
 from wedlm_jax.model.layers import (
     DecoderLayer,
     RMSNorm,
+    Rows,
     as_columns,
     columns_are_faster,
     laid_out,
@@ -43,6 +45,37 @@ Attend = Callable[..., tuple[Array, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """Tokens that pass the layers together.
+
+    Attributes:
+      x: ``[B, T, D]`` or ``[T, D]``, what the first layer gets.
+      rope: the tables of their positions.
+      adapted: which of them adapters act on.
+    """
+
+    x: Array
+    rope: tuple[Array, Array]
+    adapted: Rows
+
+
+def _joined(parts: Sequence[Array]) -> Array:
+    """Joins what belongs to parts ``[B, T, ...]``. Of two parts the first gets no gradient."""
+    if len(parts) == 1:
+        return parts[0]
+    memory, prediction = parts
+    return jnp.concatenate([jax.lax.stop_gradient(memory), prediction], axis=1)
+
+
+def _cut(x: Array, parts: Sequence[Array]) -> Sequence[Array]:
+    """Inverts `_joined`."""
+    if len(parts) == 1:
+        return (x,)
+    memory, prediction = jnp.split(x, [parts[0].shape[1]], axis=1)
+    return jax.lax.stop_gradient(memory), prediction
+
+
+@dataclasses.dataclass(frozen=True)
 class _ChosenLayer:
     """Runs one layer of a list, chosen on the device by its index.
 
@@ -53,14 +86,17 @@ class _ChosenLayer:
     layers: Sequence[DecoderLayer]
     index: Array
 
-    def before_attention(self, x: Array, rope: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        return self._run([layer.before_attention for layer in self.layers], x, rope)
+    def before_attention(
+        self, x: Array, rope: tuple[Array, Array], adapted: Rows
+    ) -> tuple[Array, Array, Array]:
+        return self._run([layer.before_attention for layer in self.layers], adapted, x, rope)
 
-    def after_attention(self, x: Array, attended: Array) -> Array:
-        return self._run([layer.after_attention for layer in self.layers], x, attended)
+    def after_attention(self, x: Array, attended: Array, adapted: Rows) -> Array:
+        return self._run([layer.after_attention for layer in self.layers], adapted, x, attended)
 
-    def _run(self, functions: list[Callable[..., Any]], *inputs: Any) -> Any:
-        return jax.lax.switch(self.index, functions, *inputs)
+    def _run(self, functions: list[Callable[..., Any]], adapted: Rows, *inputs: Any) -> Any:
+        branches = [partial(function, adapted=adapted) for function in functions]
+        return jax.lax.switch(self.index, branches, *inputs)
 
 
 class Transformer(nnx.Module):
@@ -93,6 +129,7 @@ class Transformer(nnx.Module):
         assert not (stacked and columns), "stacked layers multiply rows"
         self.config = config
         self.lora: Any = None  # or the `wedlm_jax.model.lora.LoraConfig` of its adapters
+        self.mask_embedding: Any = None  # or of adapters on masks, what a mask's row begins with
         d, scale = config.hidden_size, config.initializer_range
         self.embed_tokens = nnx.Param(normal(rngs, (config.vocab_size, d), scale, dtype))
         layer_keys = jax.random.split(rngs.params(), config.num_hidden_layers)
@@ -142,11 +179,23 @@ class Transformer(nnx.Module):
         ) -> tuple[Array, None]:
             return _attend(q, k, v, mask, attention, tile, int8_kv), None
 
-        rope = rope_tables(self.config, positions)
-        x = self._embedded(token_ids, dtype)
+        # Adapters on masks leave the memory stream alone. It is a part of its own, which does not
+        # depend on them, so that the backward pass does not go through it.
+        length, memory = token_ids.shape[1], 0
+        if self.mask_embedding is not None:
+            memory = mask.segment_ids.shape[1] if isinstance(mask, DualStreamMask) else length
+        parts = [
+            Part(
+                self._embedded(token_ids[:, own], dtype, adapted),
+                rope_tables(self.config, positions[:, own]),
+                adapted,
+            )
+            for own, adapted in ((slice(0, memory), False), (slice(memory, length), True))
+            if own.stop > own.start
+        ]
         policy = checkpoint_policy(remat)
-        x, _ = self._through_layers(x, rope, attend_to_sequences, None, policy, unroll)
-        return self.norm(x)
+        xs, _ = self._through_layers(parts, attend_to_sequences, None, policy, unroll)
+        return self.norm(_joined(xs))
 
     def run(
         self,
@@ -155,6 +204,7 @@ class Transformer(nnx.Module):
         attend: Callable[[Carry, Any, Array, Array, Array], tuple[Array, Carry]],
         carry: Carry,
         *,
+        is_mask: Array | None = None,
         dtype: jnp.dtype | None = None,
     ) -> tuple[Array, Carry]:
         """Runs the layers over flat tokens of many sequences.
@@ -166,6 +216,7 @@ class Transformer(nnx.Module):
             ``[T, K, head_dim]`` of a layer and returns what its queries ``[T, H, head_dim]``
             attended to, and the carry. ``layer`` is an int32 scalar.
           carry: passed through all layers: the pages of keys and values, updated in place.
+          is_mask: bool ``[T]``; for a model with adapters on masks.
           dtype: compute dtype; that of the parameters by default.
 
         Returns:
@@ -178,43 +229,56 @@ class Transformer(nnx.Module):
             attended, after = attend(carry, index, q, k, v)
             return constrain(attended, "tokens", "heads"), after
 
-        x = self._embedded(tokens, dtype)
-        x, carry = self._through_layers(x, rope, attend_flat, carry)
+        adapted = True if self.mask_embedding is None else is_mask
+        assert adapted is not None, "adapters on masks need to know which rows are masks"
+        x = self._embedded(tokens, dtype, adapted)
+        (x,), carry = self._through_layers([Part(x, rope, adapted)], attend_flat, carry)
         return self.norm(x), carry
 
-    def _embedded(self, tokens: Array, dtype: jnp.dtype | None) -> Array:
+    def _embedded(self, tokens: Array, dtype: jnp.dtype | None, adapted: Rows) -> Array:
         table = self.embed_tokens[...]
-        return laid_out(looked_up(table, tokens, jnp.dtype(dtype or table.dtype)))
+        x = looked_up(table, tokens, jnp.dtype(dtype or table.dtype))
+        if self.mask_embedding is not None and adapted is not False:
+            mask = self.mask_embedding[...].astype(x.dtype)
+            x = jnp.where(jnp.expand_dims(adapted, -1), mask, x)
+        return laid_out(x)
 
     def _through_layers(
         self,
-        x: Array,
-        rope: tuple[Array, Array],
+        parts: Sequence[Part],
         attend: Attend,
         carry: Any,
         policy: Callable | None = None,
         unroll: int = 1,
-    ) -> tuple[Array, Any]:
-        """Scans ``x`` and the carry of ``attend`` through the layers. Under a policy the backward
-        pass computes anew what it does not keep."""
+    ) -> tuple[tuple[Array, ...], Any]:
+        """Scans the hidden states of parts, and the carry of ``attend``, through the layers. Under
+        a policy the backward pass computes anew what it does not keep."""
         apart = isinstance(self.layers, nnx.List)
         graph: Any = None
         stacked: Any = None
         if not apart:
             graph, stacked = nnx.split(self.layers)
 
-        def turn(inner: tuple[Array, Any], inputs: tuple[Any, Array]) -> tuple[Any, None]:
-            (x, carry), (parameters, index) = inner, inputs
-            x = checkpoint_name(x, LAYER_INPUT)
+        def turn(inner: tuple[Any, Any], inputs: tuple[Any, Array]) -> tuple[Any, None]:
+            (xs, carry), (parameters, index) = inner, inputs
+            xs = [checkpoint_name(x, LAYER_INPUT) for x in xs]
             layer = _ChosenLayer(self.layers, index) if apart else nnx.merge(graph, parameters)
-            q, k, v = layer.before_attention(x, rope)
-            attended, carry = attend(carry, index, q, k, v)
-            return (layer.after_attention(x, attended), carry), None
+            qkv = [
+                layer.before_attention(x, part.rope, part.adapted)
+                for x, part in zip(xs, parts, strict=True)
+            ]
+            attended, carry = attend(carry, index, *map(_joined, zip(*qkv, strict=True)))
+            xs = tuple(
+                layer.after_attention(x, mixed, part.adapted)
+                for x, mixed, part in zip(xs, _cut(attended, xs), parts, strict=True)
+            )
+            return (xs, carry), None
 
         if policy is not None:
             turn = jax.checkpoint(turn, policy=policy, prevent_cse=False)
         indices = jnp.arange(self.config.num_hidden_layers)
-        return jax.lax.scan(turn, (x, carry), (stacked, indices), unroll=unroll)[0]
+        start = tuple(part.x for part in parts), carry
+        return jax.lax.scan(turn, start, (stacked, indices), unroll=unroll)[0]
 
     def head_matrix(self) -> Array:
         """Returns the output projection ``[V, D]``: its own, or the embedding."""

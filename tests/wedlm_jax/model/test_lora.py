@@ -9,9 +9,11 @@ import pytest
 from flax import nnx
 
 from tests.examples.training import tiny_transformer
+from wedlm_jax.attention import attend as attention
 from wedlm_jax.errors import InputError
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer
+from wedlm_jax.model.layer_layout import with_layers_apart
 from wedlm_jax.model.lora import TARGETS, LoraConfig, merged, merged_weight, with_adapters
 from wedlm_jax.sharding import parameter_axes
 
@@ -91,3 +93,44 @@ def test_axes_of_adapters_are_those_of_their_matrices() -> None:
         _, n_out, n_in = parameter_axes(f"layers/mlp/{name}/weight") or ()
         a, b = (parameter_axes(f"mu/layers/mlp/{name}/adapter/{part}/value") for part in "ab")
         assert (a, b) == (("layers", "features", n_in), ("layers", n_out, "features"))
+
+
+DRAFTER = LoraConfig(rank=3, alpha=6.0, rows="masked")
+IS_MASK = jnp.array([False, False, True, False, True, True, False, True])
+
+
+@jax.jit
+def flat(model: Transformer, is_mask: jax.Array) -> jax.Array:
+    """Causal attention over eight flat tokens."""
+
+    def attend(_: None, layer: jax.Array, *qkv: jax.Array) -> tuple[jax.Array, None]:
+        q, k, v = (x[None] for x in qkv)
+        k, v = (x.swapaxes(1, 2) for x in (k, v))
+        return attention(q, k, v, CausalMask(), implementation="dense")[0], None
+
+    return model.run(TOKENS[0], jnp.arange(8), attend, None, is_mask=is_mask)[0]
+
+
+@pytest.mark.parametrize("layout", ["stacked", "rows", "columns"])
+def test_adapters_on_masks_leave_every_bit_of_other_rows(layout: str) -> None:
+    """In each layout of the layers; rows before the first mask, which see none."""
+    text, drafter = tiny_transformer(), trained(DRAFTER)
+    if layout != "stacked":
+        text, drafter = (with_layers_apart(x, columns=layout == "columns") for x in (text, drafter))
+    no_masks = jnp.zeros(8, bool)
+    np.testing.assert_array_equal(flat(drafter, no_masks), flat(text, no_masks))
+    mixed = flat(drafter, IS_MASK)
+    np.testing.assert_array_equal(mixed[:2], flat(text, no_masks)[:2])
+    assert (np.abs(mixed - flat(text, no_masks)).max(axis=1)[2:] > 0.1).all()
+    np.testing.assert_allclose(mixed, flat(trained(DRAFTER), IS_MASK), atol=1e-4)
+
+
+def test_where_all_rows_are_masks_they_are_adapters_of_all_rows() -> None:
+    drafter = trained(DRAFTER)
+    same = with_adapters(tiny_transformer(), LoraConfig(rank=3, alpha=6.0), nnx.Rngs(params=2))
+    values = dict(nnx.state(drafter, nnx.LoRAParam).flat_state())
+    table = jnp.tile(values.pop(("mask_embedding",))[...], (97, 1))
+    nnx.update(same, nnx.State.from_flat_path(values))
+    same.embed_tokens[...] = table
+    is_mask = jnp.ones(8, bool)
+    np.testing.assert_allclose(flat(drafter, is_mask), flat(same, ~is_mask), atol=1e-5)
