@@ -52,7 +52,8 @@ def lora_of(config: TrainConfig) -> LoraConfig | None:
     """Returns the recipe's adapters; None where it trains all parameters."""
     lora = config.lora
     targets = tuple(name for name in TARGETS if name in lora.targets)
-    return LoraConfig(lora.rank, lora.alpha, targets) if lora.rank else None
+    rows = "masked" if config.objective == "drafter" else "all"
+    return LoraConfig(lora.rank, lora.alpha, targets, rows) if lora.rank else None
 
 
 def guard_of(config: TrainConfig) -> Guard:
@@ -62,7 +63,9 @@ def guard_of(config: TrainConfig) -> Guard:
 def objective_of(config: TrainConfig, model: ModelConfig) -> Objective:
     mask = model.require_mask_token_id() if config.objective == "wedlm" else None
     loss = LossConfig(**dataclasses.asdict(config.loss))
-    return Objective(config.objective, config.block_size, mask, loss, config.suffix_share)
+    return Objective(
+        config.objective, config.block_size, mask, loss, config.suffix_share, config.windows
+    )
 
 
 def abstract_state(

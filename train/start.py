@@ -95,6 +95,8 @@ def recipe_model(
     model = _architecture(config, tokenizer, run)
     if tokenizer is None or tokenizer_from is None:
         any_token = model.vocab_size - 1
+        if config.objective == "drafter":
+            return model
         return dataclasses.replace(model, mask_token_id=model.mask_token_id or any_token)
     model = with_turn_ends(config, model)
     own = special_tokens(tokenizer_from).mask
@@ -158,11 +160,14 @@ def mask_token(
       own: the mask token that the tokenizer's folder names.
 
     Returns:
-      None for the objective "ar" alone, which needs no mask.
+      None for the objective "ar" alone, which needs no mask, and for a drafter's model without one:
+      its masks have an embedding beside the vocabulary's.
 
     Raises:
       InputError: it cannot be the recipe's, or there is none (`choose_mask_token`).
     """
+    if config.objective == "drafter":
+        return model.mask_token_id
     stated = config.model.architecture.get("mask_token_id")
     wanted = config.model.mask_token or (None if stated is None else str(stated))
     try:

@@ -26,6 +26,13 @@ from flax import nnx
 from jax import Array
 
 from wedlm_jax.corruption import DualStreamBatch, PackedRows, dual_stream, sample_masks
+from wedlm_jax.drafter import (
+    WindowBatch,
+    drafter_denominators,
+    drafter_loss,
+    draw_anchors,
+    window_batch,
+)
 from wedlm_jax.loss import (
     LossConfig,
     ar_denominators,
@@ -146,10 +153,12 @@ class Objective:
     """What is learned.
 
     Attributes:
-      kind: "wedlm" (MLM + AR over dual streams) or "ar" (next token only).
+      kind: "wedlm" (MLM + AR over dual streams), "ar" (next token only) or "drafter" (masks beside
+        a frozen model).
       block_size: B of the dual stream.
       mask_token_id: what stands at masked inputs; unused by "ar".
       suffix_share: the share of blocks whose masks are its last tokens.
+      windows: of masks in a row, of a drafter.
       loss: weights and memory of the loss.
     """
 
@@ -158,6 +167,7 @@ class Objective:
     mask_token_id: int | None
     loss: LossConfig
     suffix_share: float = 0.0
+    windows: int = 0
 
 
 class TrainStep(Protocol):
@@ -259,7 +269,7 @@ LossFn = Callable[[Transformer, Any, dict[str, Array]], tuple[Array, Metrics]]
 
 def prepare(
     objective: Objective, rows: PackedRows, key: Array
-) -> tuple[PackedRows | DualStreamBatch, dict[str, Array], LossFn]:
+) -> tuple[PackedRows | DualStreamBatch | WindowBatch, dict[str, Array], LossFn]:
     """Makes the model's batches ``[A, R, ...]``, the global denominators, and the loss to share
     them."""
     if objective.kind == "ar":
@@ -267,6 +277,13 @@ def prepare(
         return rows, totals, partial(_call, ar_loss, objective.loss)
     # A key for each row, so that its masks do not depend on how a step is cut into micro-batches.
     keys = jax.random.split(key, rows.tokens.shape[:2])
+    if objective.kind == "drafter":
+        draw = partial(draw_anchors, count=objective.windows)
+        anchors = jax.vmap(jax.vmap(draw))(keys, rows)
+        windows = jax.vmap(partial(window_batch, width=objective.block_size))(rows, anchors)
+        each = jax.vmap(drafter_denominators)(windows)
+        totals = jax.tree.map(partial(jnp.sum, axis=0), each)
+        return windows, totals, partial(_call, drafter_loss, objective.loss)
     masked, ratio = jax.vmap(jax.vmap(partial(_row_masks, objective)))(keys, rows.trainable)
     return prepare_given(objective, rows, masked, ratio)
 

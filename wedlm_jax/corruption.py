@@ -146,8 +146,9 @@ def dual_stream(
     padding = rows.segment_ids == PAD_SEGMENT
     masked = masked & ~padding
     order = reorder_blocks(masked, padding, block_size)
-    mask = DualStreamMask(rows.segment_ids, block_size, rows.prediction_blocks)
+    mask = DualStreamMask(rows.segment_ids, block_size)
     if rows.prediction_blocks is not None:
+        mask = DualStreamMask.of_blocks(rows.segment_ids, block_size, rows.prediction_blocks)
         order = copied_blocks(order, rows.prediction_blocks, block_size)
 
     def physical(x: Array) -> Array:

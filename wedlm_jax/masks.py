@@ -68,35 +68,50 @@ class DualStreamMask:
     Samples are padded to whole blocks, so the pattern is the same for every row and only the
     segment ids vary. Source: WeDLM section 4.2.
 
-    Blocks that have nothing to predict, as of a prompt, may be left out of the prediction stream:
-    no token sees them there. Without the first block, p0 and p1 above are not there.
+    Where ``before`` is given, the prediction stream has blocks of its own: `of_blocks` leaves out
+    those that have nothing to predict, as of a prompt (without the first, p0 and p1 above are not
+    there), and windows of masks stand behind any token (`wedlm_jax.drafter`).
 
     Attributes:
       segment_ids: int32 ``[B, L]`` of the memory stream; 0 for padding.
-      block_size: size of a block (B in the drawing); divides L.
-      blocks: int32 ``[B, P]``, the memory block of which each block of the prediction stream is a
-        copy, ascending; L / block_size or more for one that is padding. None: all blocks.
+      block_size: size of a block (B in the drawing).
+      before: int32 ``[B, P]``, how many tokens of the memory stand before each block of the
+        prediction stream. None: a copy of each block of the memory, whose length it divides.
+      segments: int32 ``[B, P * block_size]``, where ``before`` is given, of the prediction stream.
+      unit: a power of two that divides all ``before``.
     """
 
     segment_ids: Array
     block_size: int = dataclasses.field(metadata={"static": True})
-    blocks: Array | None = None
+    before: Array | None = None
+    segments: Array | None = None
+    unit: int = dataclasses.field(default=1, metadata={"static": True})
+
+    @classmethod
+    def of_blocks(cls, segment_ids: Array, block_size: int, blocks: Array) -> DualStreamMask:
+        """Makes the mask of a prediction stream of some of the memory's blocks.
+
+        Args:
+          segment_ids, block_size: as above.
+          blocks: int32 ``[B, P]``, which they are, ascending; L / block_size or more for padding.
+        """
+        copied = copied_blocks(segment_ids, blocks, block_size)
+        inside = blocks < segment_ids.shape[1] // block_size
+        segments = jnp.where(jnp.repeat(inside, block_size, axis=1), copied, PAD_SEGMENT)
+        before = jnp.where(inside, blocks * block_size, 0)
+        return cls(segment_ids, block_size, before, segments, block_size & -block_size)
 
     def prediction_segments(self) -> Array:
         """Returns the segment ids of the prediction stream, int32 ``[B, P * block_size]``."""
-        if self.blocks is None:
-            return self.segment_ids
-        segments = copied_blocks(self.segment_ids, self.blocks, self.block_size)
-        return jnp.where(self._is_block(), segments, PAD_SEGMENT)
+        return self.segment_ids if self.segments is None else self.segments
 
     def memory_before(self) -> Array:
         """Returns how many tokens of the memory stand before the block of each prediction token,
-        int32 ``[B, P * block_size]``: what it may see there. ``[1, L]`` if no block is left out."""
-        if self.blocks is None:
+        int32 ``[B, P * block_size]``: what it may see there. ``[1, L]`` where rows are alike."""
+        if self.before is None:
             place = jnp.arange(self.segment_ids.shape[1])
             return (place // self.block_size * self.block_size)[None]
-        before = jnp.repeat(self.blocks * self.block_size, self.block_size, axis=1)
-        return jnp.where(self._is_block(), before, 0)
+        return jnp.repeat(self.before, self.block_size, axis=1)
 
     def earlier(self) -> Array:
         """Returns which memory tokens each prediction token sees, bool
@@ -116,12 +131,6 @@ class DualStreamMask:
         # Memory never sees the prediction stream: committed text does not depend on guesses.
         unseen = jnp.zeros((batch, length, segments.shape[1]), bool)
         return jnp.block([[memory, unseen], [self.earlier(), own]])
-
-    def _is_block(self) -> Array:
-        """Returns where the prediction stream holds a block, bool ``[B, P * block_size]``."""
-        assert self.blocks is not None
-        inside = self.blocks < self.segment_ids.shape[1] // self.block_size
-        return jnp.repeat(inside, self.block_size, axis=1)
 
 
 def copied_blocks(x: Array, blocks: Array, block_size: int) -> Array:

@@ -69,6 +69,7 @@ PARAMETER_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "up_proj/bias": ("mlp",),
         "down_proj/bias": ("features",),
         "scale": ("features",),
+        "mask_embedding": ("features",),
     }
 )
 """Axis names by the end of a parameter's path. Under ``layers`` an axis of layers comes first,

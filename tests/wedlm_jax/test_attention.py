@@ -187,7 +187,7 @@ def test_the_kernels_pattern_is_the_mask(block: int) -> None:
     [
         (TileGrid(4096, 4096, 1024, 32), 7),
         (TileGrid(5120, 5120, 1024, 32), 11),
-        (TileGrid(4096, 2048, 1024, 32, placed=True), 9),
+        (TileGrid(4096, 2048, 1024, 32, unit=32), 9),
     ],
 )
 def test_the_kernels_pattern_takes_few_operations_a_score(grid: TileGrid, operations: int) -> None:

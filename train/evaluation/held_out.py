@@ -105,7 +105,8 @@ class Evaluation:
             self._step = compiled(self._jitted.lower(*arguments).compile)
         at("losses on held-out rows")
         record = flatten(jax.device_get(self._step(*arguments)))
-        record["ar_perplexity"] = math.exp(min(record["ar_loss"], 100.0))
+        if "ar_loss" in record:
+            record["ar_perplexity"] = math.exp(min(record["ar_loss"], 100.0))
         return record | self._decode(parameters, at)
 
     def _decode(self, parameters: nnx.State, at: At) -> Record:

@@ -28,6 +28,7 @@ from wedlm_jax.attention.tiles import LANES
 from wedlm_jax.checkpoint.safetensors_file import DTYPES
 from wedlm_jax.errors import InputError, nearest
 from wedlm_jax.loss import WEIGHTINGS
+from wedlm_jax.model.distillation import DISTANCES
 from wedlm_jax.model.lora import TARGETS
 from wedlm_jax.model.rematerialisation import POLICIES
 from wedlm_jax.params import MODES
@@ -120,6 +121,11 @@ class LossSection:
     )
     ar_weight: float = field(1.0, "a in (MLM + a AR) / (1 + a)", least=0)
     chunk: int = field(2048, "the most tokens whose logits a device holds at once", least=1)
+    distance: str = field(
+        "tv",
+        "of a drafter from its model: tv (total variation), kl, or ce with the text's tokens",
+        choices=DISTANCES,
+    )
     dtype: str = field(
         "bfloat16",
         "compute dtype, bfloat16 or float32; parameters stay float32",
@@ -206,18 +212,23 @@ class PhaseSection:
 class TrainConfig:
     objective: str = field(
         "wedlm",
-        "wedlm (MLM + AR over dual streams) or ar (next token)",
-        choices=("wedlm", "ar"),
+        "wedlm (MLM + AR over dual streams), ar (next token), or drafter (adapters on masks, which "
+        "learn the choices of a model that stays as it is)",
+        choices=("wedlm", "ar", "drafter"),
     )
     steps: int = field(1000, "optimizer steps", least=1)
     rows: int = field(8, "packed rows in a micro-batch; loss.remat: auto may cut it", least=1)
     accumulation: int = field(1, "micro-batches in a step", least=1)
     row_length: int = field(512, "tokens in a packed row, a multiple of block_size", least=1)
-    block_size: int = field(32, "B: consecutive positions that share a mask ratio", least=1)
+    block_size: int = field(
+        32,
+        "B: consecutive positions that share a mask ratio; of a drafter, masks in a window",
+        least=1,
+    )
     prediction_blocks: int = field(
         0,
         "room for blocks in a row's prediction stream, which leaves out those without a token to "
-        "train on; 0: what the data's rows need",
+        "train on; 0: what the data's rows need; of a drafter, windows, by default half a row",
         least=0,
     )
     suffix_share: float = field(
@@ -272,14 +283,21 @@ class TrainConfig:
     @property
     def prediction_length(self) -> int:
         """Returns the tokens of a row's prediction stream; 0 where there is none."""
-        if self.objective != "wedlm":
+        if self.objective == "ar":
             return 0
+        if self.objective == "drafter":
+            return self.windows * self.block_size
         return self.prediction_blocks * self.block_size or self.row_length
 
     @property
+    def windows(self) -> int:
+        """Returns the windows of masks of a row with objective "drafter"."""
+        return self.prediction_blocks or max(self.row_length // (2 * self.block_size), 1)
+
+    @property
     def leaves_blocks_out(self) -> bool:
-        """Returns whether a row's prediction stream is shorter than the row."""
-        return 0 < self.prediction_length < self.row_length
+        """Returns whether a row's prediction stream holds some of its blocks only."""
+        return self.objective == "wedlm" and self.prediction_length < self.row_length
 
     @property
     def row_tokens(self) -> int:
@@ -413,6 +431,8 @@ def _check(config: TrainConfig, origins: Origins) -> None:
             f"{origins.of('row_length', 'block_size')}: row_length {config.row_length} is not a "
             f"multiple of block_size {config.block_size}"
         )
+    if config.objective == "drafter":
+        _check_drafter(config, origins)
     if config.lora.rank and not config.lora.targets:
         raise InputError(
             f"{origins.of('lora.targets', 'lora.rank')}: lora.targets must name at least one of "
@@ -427,4 +447,22 @@ def _check(config: TrainConfig, origins: Origins) -> None:
         raise InputError(
             f"{origins.of('loss.tile')}: loss.tile must be a multiple of {LANES}, "
             f"not {config.loss.tile}"
+        )
+
+
+def _check_drafter(config: TrainConfig, origins: Origins) -> None:
+    if not config.lora.rank:
+        raise InputError(
+            f"{origins.of('lora.rank', 'objective')}: objective drafter trains adapters; give "
+            "lora.rank, such as 32"
+        )
+    if config.block_size < 2:
+        raise InputError(
+            f"{origins.of('block_size')}: a drafter's windows need 2 masks or more, as the first "
+            "one's token is known"
+        )
+    if config.evaluation.questions is not None:
+        raise InputError(
+            f"{origins.of('evaluation.questions', 'objective')}: a drafter never changes an "
+            "answer; evaluation.source measures how often it agrees with its model"
         )

@@ -27,6 +27,9 @@ COUNT_OF = {
     "masked_accuracy": "masked",
     "ar_accuracy": "ar",
     BY_RATIO: "masked_by_ratio",
+    "agreement_by_offset": "masks_by_offset",
+    "overlap_by_offset": "masks_by_offset",
+    "tokens_per_forward": "windows",
 }
 """The count, among a step's `COUNTS`, that a mean of the step was divided by."""
 BY_SOURCE = {"mlm_loss_by_source": "mlm_by_source", "ar_loss_by_source": "ar_by_source"}
@@ -138,10 +141,15 @@ class Interval:
 
 
 def flatten(metrics: Mapping[str, Any]) -> Record:
-    """Returns metrics of a step as plain numbers. The MLM loss by mask ratio becomes a number a
-    bin, ``mlm_loss_ratio_0.25_0.50``; bins without a mask are left out."""
+    """Returns metrics of a step as plain numbers. The MLM loss by mask ratio becomes a number per
+    bin, ``mlm_loss_ratio_0.25_0.50``; bins without a mask are left out. What is by a draft's offset
+    becomes ``agreement_1``, ``agreement_2``, ..."""
     record: Record = {}
     for name, value in metrics.items():
+        if name.endswith("_by_offset"):
+            prefix = name.removesuffix("by_offset")
+            record |= {f"{prefix}{k}": float(x) for k, x in enumerate(np.asarray(value), 1)}
+            continue
         if name != BY_RATIO:
             record[name] = float(value)
             continue

@@ -54,10 +54,10 @@ def attend_blockwise(
     lengths, block_size = stream_lengths(mask, rows), block_size_of(mask)
     side = -(-min(tile, lengths[0]) // block_size) * block_size
     limits = None
-    if isinstance(mask, DualStreamMask) and mask.blocks is not None:
+    if isinstance(mask, DualStreamMask) and mask.before is not None:
         limits = stream_limits(mask, side)
     sizes = [padded(length, side) for length in lengths]
-    grid = TileGrid(sizes[0], sum(sizes[1:]), side, block_size, limits is not None)
+    grid = TileGrid(sizes[0], sum(sizes[1:]), side, block_size, int(limits is not None))
     segments = stream_segments(mask, (batch, rows), side)
     q, k, v = (pad_streams(x, lengths, side) for x in (q, k, v))
     out = _tiled(grid, q, k, v, segments, limits)

@@ -3,7 +3,7 @@
 The static part of a mask is a function of query and key index, which the kernel evaluates within
 the tiles it visits; segment ids do the rest. No array of the size of a mask exists.
 
-Where blocks are left out of the prediction stream, the places of those that are there vary by row.
+Where the prediction stream has blocks of its own, the places of those that are there vary by row.
 The kernel reads a number for each query from an array that is there for its index (``q_sequence``),
 so the number says the place, too.
 """
@@ -51,8 +51,9 @@ class DualStreamPattern(_ComputableMask):
     keys ``before`` those of the memory that its block is a copy of, and its own block up to itself.
     The memory's queries are no other case: there both parts together are what is causal.
 
-    Where blocks are left out of the prediction stream, a query is not its index, but ``number``:
-    the index, and above its bits the block of the memory of which its own is a copy.
+    Where the prediction stream has blocks of its own, a query is not its index, but ``number``: the
+    index, and above its bits how many tokens of the memory stand before its block, in units of the
+    grid.
 
     Raises:
       InputError: both do not fit into 31 bits.
@@ -61,17 +62,18 @@ class DualStreamPattern(_ComputableMask):
     def __init__(self, grid: TileGrid):
         self.grid = grid
         memory, size = grid.memory, grid.block_size
-        rows, shift = memory + grid.prediction, size.bit_length() - 1
+        rows, shift = memory + grid.prediction, (grid.unit or size).bit_length() - 1
         bits = self._bits = (rows - 1).bit_length()
-        if grid.placed and bits + (memory >> shift).bit_length() > 31:
+        if grid.unit and bits + (memory >> shift).bit_length() > 31:
             raise InputError(
-                f"attention backend 'splash': rows of {memory:,} tokens in blocks of {size} "
-                "are too long to leave blocks out of the prediction stream; prediction_blocks = "
-                f"{memory // size} leaves all in"
+                f"attention backend 'splash': rows of {memory:,} tokens are too long for a "
+                "prediction stream with blocks of its own"
+                + f"; prediction_blocks = {memory // size} leaves all in"
+                * (grid.unit == size)
             )
 
         def visible(query: Array, key: Array) -> Array:
-            if grid.placed:
+            if grid.unit:
                 query, before = query & ((1 << bits) - 1), query >> bits << shift
             elif memory & (memory - 1) == 0:
                 before = query & (memory - size)  # its place in its stream, in whole blocks
@@ -84,15 +86,15 @@ class DualStreamPattern(_ComputableMask):
         super().__init__((rows, rows), visible)
         index = self.q_sequence
         self._numbers = np.where(index < memory, index >> shift << bits, 0) | index
-        if grid.placed:
+        if grid.unit:
             # What the tiles are listed by: a block behind the last, which sees all of the memory.
             last = np.where(index < memory, 0, memory >> shift << bits)
             self.q_sequence = (self._numbers | last).astype(np.int32)
 
     def numbers(self, limits: Array) -> Array:
-        """Returns what the kernel reads for a row with placed blocks, int32 ``[T]``, given how many
-        tokens of the memory stand before each prediction token's block."""
-        blocks = jnp.pad(limits // self.grid.block_size << self._bits, (self.grid.memory, 0))
+        """Returns what the kernel reads for a row with a unit, int32 ``[T]``, given how many tokens
+        of the memory stand before each prediction token's block."""
+        blocks = jnp.pad(limits // self.grid.unit << self._bits, (self.grid.memory, 0))
         return blocks | jnp.asarray(self._numbers, jnp.int32)
 
     def __eq__(self, other: object) -> bool:
@@ -128,14 +130,15 @@ def attend_splash(
     batch, _, groups, rows, head_dim = q.shape
     lengths, block_size = stream_lengths(mask, rows), block_size_of(mask)
     tile = tile_side(lengths[0], tile)
-    placed = isinstance(mask, DualStreamMask) and mask.blocks is not None
+    placed = isinstance(mask, DualStreamMask) and mask.before is not None
+    unit = mask.unit if isinstance(mask, DualStreamMask) and placed else 0
     sizes = [padded(length, tile) for length in lengths]
     if block_size & (block_size - 1) or sizes[0] % block_size:
         raise ValueError(
             f"splash attention needs a block size that is 2^n and divides a stream of {sizes[0]} "
             f"tokens, whole tiles of {tile}, not {block_size}"
         )
-    grid = TileGrid(sizes[0], sum(sizes[1:]), tile, block_size, placed)
+    grid = TileGrid(sizes[0], sum(sizes[1:]), tile, block_size, unit)
     segments = stream_segments(mask, (batch, rows), tile)
     q, k, v = (pad_streams(x, lengths, tile) for x in (q, k, v))
     by_row = [segments]
@@ -177,7 +180,7 @@ def _of_row(
 
     Args:
       segments: int32 ``[T]``.
-      limits: int32 ``[prediction]`` of a grid with placed blocks.
+      limits: int32 ``[prediction]`` of a grid with a unit.
     """
     own = None if limits is None else limits[None]
     shared = tiles_that_meet(grid, segments[None], own)[0]

@@ -21,15 +21,15 @@ class TileGrid:
         ``tile``.
       tile: rows and columns of a tile, a multiple of ``block_size``.
       block_size: B of the prediction stream; 1 for a causal mask.
-      placed: whether blocks are left out of the prediction stream, so that what those that are
-        there see of the memory varies by row.
+      unit: where the prediction stream has blocks of its own, so that what they see of the memory
+        varies by row: a power of two that divides these numbers of tokens. Otherwise 0.
     """
 
     memory: int
     prediction: int
     tile: int
     block_size: int
-    placed: bool = False
+    unit: int = 0
 
     def visible(self) -> np.ndarray:
         """Lists query tile and key tile of every tile that may be seen, int32 ``[N, 2]``, those of
@@ -39,7 +39,7 @@ class TileGrid:
         for i in range(self.prediction // self.tile):
             # Tile i of the memory holds earlier blocks only if it holds more than one block.
             earlier = i if self.tile == self.block_size else i + 1
-            tiles += [(count + i, j) for j in range(count if self.placed else earlier)]
+            tiles += [(count + i, j) for j in range(count if self.unit else earlier)]
             tiles.append((count + i, count + i))
         return np.array(tiles, np.int32)
 
@@ -48,7 +48,7 @@ class TileGrid:
 
         Args:
           query_tile, key_tile: their numbers.
-          limits: limits of a grid with ``placed`` blocks, int32 ``[B, tile]``: how many tokens of
+          limits: limits of a grid with a ``unit``, int32 ``[B, tile]``: how many tokens of
             the memory stand before the block of each query of the prediction stream.
 
         Returns:

@@ -26,7 +26,7 @@ BLOCK, LENGTH, PLACES = 4, 24, 4
 # Two samples with padding between; one long sample; a row without any prediction block.
 SEGMENTS = np.array([[1] * 6 + [0] * 2 + [2] * 15 + [0], [1] * 24, [1] * 12 + [0] * 12], np.int32)
 BLOCKS = np.array([[1, 3, 5, 6], [0, 2, 4, 5], [6, 6, 6, 6]], np.int32)
-MASK = DualStreamMask(jnp.asarray(SEGMENTS), BLOCK, jnp.asarray(BLOCKS))
+MASK = DualStreamMask.of_blocks(jnp.asarray(SEGMENTS), BLOCK, jnp.asarray(BLOCKS))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -82,7 +82,7 @@ def test_the_mask_is_the_whole_one_without_what_is_left_out(
     segments += [0] * (LENGTH - len(segments))
     chosen = np.flatnonzero(kept)
     blocks = np.array([*chosen, *[LENGTH // BLOCK] * spare], np.int32)
-    mask = DualStreamMask(jnp.array([segments]), BLOCK, jnp.asarray(blocks)[None])
+    mask = DualStreamMask.of_blocks(jnp.array([segments]), BLOCK, jnp.asarray(blocks)[None])
     places = [LENGTH + block * BLOCK + i for block in chosen for i in range(BLOCK)]
     rows = [*range(LENGTH), *places]
     dense = np.asarray(mask.dense())[0]
@@ -143,7 +143,7 @@ def test_long_rows_of_several_tiles_equal_dense(implementation: str) -> None:
     segments[0, :200], segments[0, 224:320], segments[0, 320:620] = 1, 2, 3
     segments[1, :630] = 1
     blocks = np.array([[2, 5, 6, 9, 13, 14, 15, 20, 20], [0, 8, 9, 10, 15, 16, 17, 18, 19]])
-    mask = DualStreamMask(jnp.asarray(segments), block, jnp.asarray(blocks, jnp.int32))
+    mask = DualStreamMask.of_blocks(jnp.asarray(segments), block, jnp.asarray(blocks, jnp.int32))
     qkv = random_qkv(length + places * block, batch=2)
     tile = 128 if implementation == "splash" else 0
     expected = output_and_gradients(mask, qkv, "dense")
@@ -162,8 +162,8 @@ def test_tiles_that_no_query_sees_are_not_visited() -> None:
     segments[512:] = 2
     # A tile of the first sample, one of the second, and one that has a block and then none.
     blocks = np.array([[4, 5, 6, 9, 18, 19, 28, 29, 31, 32, 32, 32]], np.int32)
-    mask = DualStreamMask(jnp.asarray(segments)[None], block, jnp.asarray(blocks))
-    grid = TileGrid(length, 384, tile, block, placed=True)
+    mask = DualStreamMask.of_blocks(jnp.asarray(segments)[None], block, jnp.asarray(blocks))
+    grid = TileGrid(length, 384, tile, block, unit=block)
     limits, own = (
         mask.memory_before(),
         jnp.concatenate([mask.segment_ids, mask.prediction_segments()], 1),
@@ -187,8 +187,8 @@ def test_the_kernels_pattern_is_the_mask(length: int, places: int, block: int) -
     count = length // block
     blocks = np.sort(random.choice(count, places - 1, replace=False))
     blocks = np.array([[*blocks, count]], np.int32)
-    mask = DualStreamMask(jnp.ones((1, length), jnp.int32), block, jnp.asarray(blocks))
-    pattern = splash.DualStreamPattern(TileGrid(length, places * block, block, block, placed=True))
+    mask = DualStreamMask.of_blocks(jnp.ones((1, length), jnp.int32), block, jnp.asarray(blocks))
+    pattern = splash.DualStreamPattern(TileGrid(length, places * block, block, block, unit=block))
     numbers = pattern.numbers(mask.memory_before()[0])
     seen = pattern.mask_function(numbers[:, None], jnp.arange(len(numbers))[None])
     there = length + (places - 1) * block
@@ -198,9 +198,9 @@ def test_the_kernels_pattern_is_the_mask(length: int, places: int, block: int) -
 
 
 def test_rows_that_are_too_long_for_the_kernels_numbers_are_refused() -> None:
-    splash.DualStreamPattern(TileGrid(131_072, 65_536, 128, 32, placed=True))
+    splash.DualStreamPattern(TileGrid(131_072, 65_536, 128, 32, unit=32))
     with pytest.raises(InputError, match=r"rows of 262,144 tokens.*prediction_blocks = 8192"):
-        splash.DualStreamPattern(TileGrid(262_144, 131_072, 128, 32, placed=True))
+        splash.DualStreamPattern(TileGrid(262_144, 131_072, 128, 32, unit=32))
 
 
 @settings(max_examples=5, deadline=None)
@@ -208,7 +208,7 @@ def test_rows_that_are_too_long_for_the_kernels_numbers_are_refused() -> None:
 def test_any_blocks_equal_dense_in_blockwise(data: st.DataObject) -> None:
     kept = data.draw(st.lists(st.sets(st.integers(0, 5), max_size=PLACES), min_size=3, max_size=3))
     blocks = [[*sorted(one), *[6] * (PLACES - len(one))] for one in kept]
-    mask = DualStreamMask(jnp.asarray(SEGMENTS), BLOCK, jnp.array(blocks, jnp.int32))
+    mask = DualStreamMask.of_blocks(jnp.asarray(SEGMENTS), BLOCK, jnp.array(blocks, jnp.int32))
     qkv = random_qkv(LENGTH + PLACES * BLOCK, batch=3, seed=data.draw(st.integers(0, 9)))
     expected = output_and_gradients(mask, qkv, "streams")
     for ours, theirs in zip(output_and_gradients(mask, qkv, "blockwise"), expected, strict=True):

@@ -1,0 +1,269 @@
+"""Windows of masks beside a frozen model: against windows run one by one, as decoding runs them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import Array
+
+from tests.examples.training import tiny_transformer
+from wedlm_jax.attention import attend
+from wedlm_jax.corruption import PackedRows
+from wedlm_jax.drafter import (
+    WindowBatch,
+    drafter_denominators,
+    drafter_loss,
+    draw_anchors,
+    window_batch,
+)
+from wedlm_jax.loss import LossConfig
+from wedlm_jax.masks import CausalMask
+from wedlm_jax.model import Transformer
+from wedlm_jax.model.distillation import DISTANCES, distances
+from wedlm_jax.model.lora import LoraConfig, with_adapters
+
+LORA = LoraConfig(rank=3, alpha=6.0, rows="masked")
+LENGTH, WIDTH, COUNT = 32, 4, 5
+SAMPLES = [[(10, 3), (14, 0)], [(30, 12)]]
+"""For each row the length of each sample, and of its prompt."""
+
+
+def packed() -> PackedRows:
+    random = np.random.default_rng(0)
+    shape = len(SAMPLES), LENGTH
+    tokens = random.integers(0, 97, shape)
+    positions, segments = np.zeros(shape, int), np.zeros(shape, int)
+    trainable = np.zeros(shape, bool)
+    for row, samples in enumerate(SAMPLES):
+        start = 0
+        for number, (size, prompt) in enumerate(samples, 1):
+            here = slice(start, start + size)
+            positions[row, here], segments[row, here] = np.arange(size), number
+            trainable[row, start + prompt : start + size] = True
+            start += -(-size // WIDTH) * WIDTH
+    tokens, positions, segments = (jnp.asarray(x, jnp.int32) for x in (tokens, positions, segments))
+    return PackedRows(tokens, positions, segments, jnp.asarray(trainable))
+
+
+ROWS = packed()
+POSITIONS = np.asarray(ROWS.positions)
+
+
+def drafter() -> Transformer:
+    """A model whose adapters do something."""
+    graph, adapters, rest = nnx.split(
+        with_adapters(tiny_transformer(), LORA, nnx.Rngs(params=2)), nnx.LoRAParam, ...
+    )
+    random = np.random.default_rng(1)
+    draw = lambda x: jnp.asarray(random.normal(size=x.shape) / 2, x.dtype)  # noqa: E731
+    return nnx.merge(graph, jax.tree.map(draw, adapters), rest)
+
+
+def batch(count: int = COUNT) -> WindowBatch:
+    keys = jax.random.split(jax.random.key(3), len(SAMPLES))
+    return window_batch(ROWS, jax.vmap(partial(draw_anchors, count=count))(keys, ROWS), WIDTH)
+
+
+@jax.jit
+def alone(model: Transformer, tokens: Array, is_mask: Array) -> Array:
+    """Final hidden states ``[T, D]`` of one text and one window behind it, as decoding runs them:
+    flat tokens, those of a mask told by a flag."""
+
+    def attend_causally(_: None, __: Array, *qkv: Array) -> tuple[Array, None]:
+        q, k, v = (x[None] for x in qkv)
+        k, v = (x.swapaxes(1, 2) for x in (k, v))
+        return attend(q, k, v, CausalMask(), implementation="dense")[0], None
+
+    places = jnp.arange(len(tokens))
+    return model.run(tokens, places, attend_causally, None, is_mask=is_mask)[0]
+
+
+def windows_alone(model: Transformer, one: WindowBatch) -> tuple[Array, Array]:
+    """For each window ``[n, W, D]`` the hidden states of its masks, and of the text's rows one
+    place earlier. What stands behind a window does not matter to it."""
+    texts, known = [], []
+    for row, anchor, _ in windows_of(one):
+        start = anchor - int(POSITIONS[row, anchor])
+        texts.append(jnp.roll(ROWS.tokens[row], -start))
+        known.append(anchor - start)
+    tokens, first = jnp.stack(texts), jnp.array(known)[:, None]
+    is_mask = jnp.arange(LENGTH) >= first
+    run = jax.vmap(alone, in_axes=(None, 0, 0))
+    at = (first + jnp.arange(WIDTH))[..., None]
+
+    def taken(hidden: Array, at: Array) -> Array:
+        return jnp.take_along_axis(hidden, at, axis=1, mode="clip")
+
+    return taken(run(model, tokens, is_mask), at), taken(run(model, tokens, is_mask < 0), at - 1)
+
+
+def windows_of(one: WindowBatch) -> list[tuple[int, int, int]]:
+    """Row, anchor and length of each window that is there."""
+    before = np.asarray(one.mask.before)
+    segments = np.asarray(one.mask.segments).reshape(len(SAMPLES), -1, WIDTH)
+    return [
+        (row, int(before[row, number]), int((segments[row, number] > 0).sum()))
+        for row in range(len(SAMPLES))
+        for number in range(segments.shape[1])
+        if segments[row, number, 0]
+    ]
+
+
+def test_anchors_are_trainable_tokens_behind_text_and_all_are_drawn() -> None:
+    usable = np.asarray(ROWS.trainable & (ROWS.positions > 0))
+    for row, one in enumerate(usable):
+        rows = jax.tree.map(lambda x, row=row: x[row], ROWS)
+        every = np.asarray(draw_anchors(jax.random.key(0), rows, LENGTH))
+        assert every[: one.sum()].tolist() == np.flatnonzero(one).tolist()
+        assert (every[one.sum() :] == LENGTH).all()
+    drawn = [draw_anchors(jax.random.key(seed), rows, 3) for seed in range(60)]
+    counts = np.bincount(np.concatenate(drawn), minlength=LENGTH)
+    assert (counts[usable[1]] > 0).all()
+    assert counts[~usable[1]].sum() == 0
+
+
+def test_a_window_sees_the_text_before_it_and_its_own_masks() -> None:
+    one = batch()
+    dense = np.asarray(one.mask.dense())[:, LENGTH:]
+    found = windows_of(one)
+    assert {length for _, _, length in found} > {WIDTH}, "some end with their text"
+    expected = np.zeros_like(dense)
+    number = dict.fromkeys(range(len(SAMPLES)), 0)
+    for row, anchor, length in found:
+        start = anchor - int(POSITIONS[row, anchor])
+        for k in range(length):
+            place = number[row] * WIDTH + k
+            expected[row, place, start:anchor] = True
+            expected[row, place, LENGTH + place - k : LENGTH + place + 1] = True
+            assert one.positions[row, LENGTH + place] == anchor + k - start
+            assert one.targets[row, place] == ROWS.tokens[row, anchor + k]
+            assert one.teachers[row, place] == anchor + k - 1
+            assert one.wanted[row, place] == (k > 0)
+        number[row] += 1
+    np.testing.assert_array_equal(dense, expected)
+    assert one.wanted.sum() == sum(length - 1 for *_, length in found)
+
+
+@pytest.mark.parametrize("attention", ["dense", "streams", "blockwise"])
+def test_masks_are_those_of_decoding_and_the_text_is_the_models_own(attention: str) -> None:
+    model, one = drafter(), batch()
+    hidden = jax.jit(
+        lambda model, one: model(one.token_ids, one.positions, one.mask, attention=attention)
+    )(model, one)
+    own = tiny_transformer()
+    text = jax.jit(
+        lambda model: model(
+            ROWS.tokens, ROWS.positions, CausalMask(ROWS.segment_ids), attention="dense"
+        )
+    )(own)
+    there = np.asarray(ROWS.segment_ids) > 0
+    np.testing.assert_allclose(hidden[:, :LENGTH][there], text[there], atol=1e-5)
+    number = dict.fromkeys(range(len(SAMPLES)), 0)
+    of_windows = zip(windows_of(one), *windows_alone(model, one), strict=True)
+    for (row, anchor, length), masks, teacher in of_windows:
+        at = LENGTH + number[row] * WIDTH
+        own = text[row, anchor - 1 : anchor - 1 + length]
+        np.testing.assert_allclose(hidden[row, at : at + length], masks[:length], atol=2e-5)
+        np.testing.assert_allclose(teacher[:length], own, atol=2e-5)
+        number[row] += 1
+
+
+def reference(model: Transformer, one: WindowBatch, distance: str) -> tuple[Array, Array]:
+    """The loss and the tokens per forward, window by window from whole logits."""
+    masks, teachers = windows_alone(model, one)
+    p, q = (jax.nn.softmax(model.logits(x)) for x in (jax.lax.stop_gradient(teachers), masks))
+    overlap = jax.lax.stop_gradient(jnp.minimum(p, q).sum(-1))
+    hit = q.argmax(-1) == p.argmax(-1)
+    total, runs, windows = jnp.zeros(()), jnp.zeros(()), 0
+    for n, (row, anchor, length) in enumerate(windows_of(one)):
+        windows += length > 1
+        for k in range(1, length):
+            loss = {
+                "tv": lambda p, q, _: 0.5 * jnp.abs(p - q).sum(),
+                "kl": lambda p, q, _: (p * jnp.log(p / q)).sum(),
+                "ce": lambda _, q, target: -jnp.log(q[target]),
+            }[distance](p[n, k], q[n, k], ROWS.tokens[row, anchor + k])
+            total += overlap[n, 1:k].prod() * loss
+            runs += hit[n, 1 : k + 1].prod()
+    return total / windows, 1 + runs / windows
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_loss_and_gradients_are_those_of_windows_alone(distance: str) -> None:
+    one = batch()
+    graph, adapters, rest = nnx.split(drafter(), nnx.LoRAParam, ...)
+    config = LossConfig(distance=distance, chunk=7)
+    denominators = drafter_denominators(one)
+
+    def packed_loss(adapters: nnx.State) -> tuple[Array, dict]:
+        return drafter_loss(nnx.merge(graph, adapters, rest), one, denominators, config)
+
+    def loss_alone(adapters: nnx.State) -> tuple[Array, Array]:
+        return reference(nnx.merge(graph, adapters, rest), one, distance)
+
+    (loss, shares), ours = jax.jit(jax.value_and_grad(packed_loss, has_aux=True))(adapters)
+    (expected, tokens), theirs = jax.jit(jax.value_and_grad(loss_alone, has_aux=True))(adapters)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    np.testing.assert_allclose(shares["tokens_per_forward"], tokens, rtol=1e-5)
+    for (path, a), (_, b) in zip(ours.flat_state(), theirs.flat_state(), strict=True):
+        np.testing.assert_allclose(a[...], b[...], atol=2e-5, err_msg=str(path))
+        assert np.abs(b[...]).max() > 1e-6, path
+
+
+def test_micro_batches_add_up_to_the_batch() -> None:
+    one, model = batch(), drafter()
+    totals = drafter_denominators(one)
+    share = jax.jit(partial(drafter_loss, config=LossConfig()))
+    whole, shares = share(model, one, totals)
+    rows = [jax.tree.map(lambda x, row=row: x[row : row + 1], one) for row in range(len(SAMPLES))]
+    parts = [share(model, row, totals) for row in rows]
+    np.testing.assert_allclose(sum(loss for loss, _ in parts), whole, rtol=1e-5)
+    for name, value in shares.items():
+        np.testing.assert_allclose(sum(more[name] for _, more in parts), value, rtol=1e-5)
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+@pytest.mark.parametrize("chunk", [2, 5, 64])
+def test_distances_and_their_gradients_do_not_depend_on_the_chunk(
+    distance: str, chunk: int
+) -> None:
+    random = np.random.default_rng(0)
+    student, teacher = (jnp.asarray(random.normal(size=(2, 6, 8)), jnp.float32) for _ in range(2))
+    head = jnp.asarray(random.normal(size=(31, 8)), jnp.float32)
+    targets = jnp.asarray(random.integers(0, 31, (2, 6)))
+    wanted = jnp.asarray(random.random((2, 6)) < 0.7)
+    weights = jnp.asarray(random.random((2, 6)), jnp.float32)
+
+    def ours(student: Array, teacher: Array, head: Array) -> Array:
+        found = distances(student, teacher, head, targets, wanted, distance=distance, chunk=chunk)
+        return (weights * found.loss).sum()
+
+    def dense(student: Array) -> Array:
+        p, q = (jax.nn.softmax(x @ head.T) for x in (teacher, student))
+        loss = {
+            "tv": 0.5 * jnp.abs(p - q).sum(-1),
+            "kl": (p * jnp.log(p / q)).sum(-1),
+            "ce": -jnp.log(jnp.take_along_axis(q, targets[..., None], -1))[..., 0],
+        }[distance]
+        return (weights * jnp.where(wanted, loss, 0)).sum()
+
+    values, gradients = jax.value_and_grad(ours, argnums=(0, 1, 2))(student, teacher, head)
+    np.testing.assert_allclose(values, dense(student), rtol=1e-5)
+    np.testing.assert_allclose(gradients[0], jax.grad(dense)(student), atol=1e-5)
+    assert not np.asarray(gradients[1]).any()
+    assert not np.asarray(gradients[2]).any()
+
+
+def test_of_a_model_itself_the_overlap_is_whole() -> None:
+    states = jax.random.normal(jax.random.key(0), (1, 4, 8))
+    head = jax.random.normal(jax.random.key(1), (31, 8))
+    zeros = jnp.zeros((1, 4), jnp.int32)
+    found = distances(states, states, head, zeros, zeros == 0, distance="tv", chunk=4)
+    np.testing.assert_allclose(found.loss, 0, atol=1e-6)
+    np.testing.assert_allclose(found.overlap, 1, atol=1e-6)
+    assert found.hit.all()

@@ -1,0 +1,176 @@
+"""Trains masks beside a model that stays as it is: windows of masks that learn its own choices.
+
+A stock checkpoint decodes in mode `verified` with masks that draft (`wedlm_jax.decode.verified`):
+rows of text run the untouched weights, and adapters act on masks only. What a mask should say is
+what the model's own row says one place earlier, once it has read the tokens in between. That row is
+in the same forward, in the memory stream, and is the teacher for nothing.
+
+The prediction stream has P windows of W masks, each behind a token of the memory (its *anchor*)::
+
+              m0 m1 m2 m3 m4 m5  a0 a1 a2        anchor 2: two tokens of text stand before
+        a0     1  1  .  .  .  .   1  .  .        position 2: not used, the row of m1 knows it
+        a1     1  1  .  .  .  .   1  1  .        position 3: teacher m2
+        a2     1  1  .  .  .  .   1  1  1        position 4: teacher m3
+
+This is a window of verified decoding without drafts. Its observed rows would be those of the
+memory, so the stream holds masks alone; and the memory depends on nothing that is trained, so the
+backward pass does not go through it (`Transformer.__call__`).
+
+A draft counts only if all drafts before it were right. So offset k has the weight
+Π_{0<j<k} overlap_j, without a gradient: with total variation the losses of a window then sum to
+1 - Π overlap_j, and as near offsets get better, farther ones come to count. A mask does not depend
+on those behind it, so a curriculum of growing windows is nothing but such weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from wedlm_jax.corruption import PackedRows
+from wedlm_jax.loss import LossConfig
+from wedlm_jax.masks import PAD_SEGMENT, DualStreamMask
+from wedlm_jax.model import Transformer
+from wedlm_jax.model.distillation import distances
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WindowBatch:
+    """The input of the model, and what the loss needs; N = P·W.
+
+    Attributes:
+      token_ids, positions: int32 ``[R, L + N]``, memory stream then windows.
+      mask: attention mask.
+      targets: int32 ``[R, N]``, the tokens of the text at the masks' positions.
+      teachers: int32 ``[R, N]``, the memory token whose row predicts the same.
+      wanted: bool ``[R, N]``, the masks that learn.
+    """
+
+    token_ids: Array
+    positions: Array
+    mask: DualStreamMask
+    targets: Array
+    teachers: Array
+    wanted: Array
+
+
+def draw_anchors(key: Array, rows: PackedRows, count: int) -> Array:
+    """Draws where windows stand, uniformly without replacement among the trainable tokens that have
+    text before them.
+
+    Args:
+      key: a `jax.random.key`.
+      rows: arrays ``[L]``, of one row.
+      count: P.
+
+    Returns:
+      int32 ``[P]``, the token of the memory at each window's first position, ascending; L where
+      there are fewer.
+    """
+    length = rows.tokens.shape[0]
+    usable = rows.trainable & (rows.segment_ids != PAD_SEGMENT) & (rows.positions > 0)
+    score = jnp.where(usable, jax.random.uniform(key, (length,)), 2.0)
+    chosen = jnp.argsort(score)[:count].astype(jnp.int32)
+    return jnp.sort(jnp.where(usable[chosen], chosen, length))
+
+
+def window_batch(rows: PackedRows, anchors: Array, width: int) -> WindowBatch:
+    """Puts windows of masks behind packed rows.
+
+    Args:
+      rows: arrays ``[R, L]``.
+      anchors: int32 ``[R, P]`` from `draw_anchors`.
+      width: W.
+    """
+    batch, length = rows.tokens.shape
+    offset = jnp.arange(width, dtype=jnp.int32)
+    place = (anchors[..., None] + offset).reshape(batch, -1)
+    at = jnp.minimum(place, length - 1)
+
+    def taken(x: Array, where: Array = at) -> Array:
+        return jnp.take_along_axis(x, where, axis=1)
+
+    first = jnp.repeat(taken(rows.segment_ids, jnp.minimum(anchors, length - 1)), width, axis=1)
+    inside = (place < length) & (taken(rows.segment_ids) == first) & taken(rows.trainable)
+    # A window ends where its text does, or what is trained on: masks behind see those before.
+    inside = jnp.cumprod(inside.reshape(batch, -1, width), axis=-1).astype(bool)
+    segments = jnp.where(inside.reshape(batch, -1), first, PAD_SEGMENT)
+    positions = jnp.where(segments != PAD_SEGMENT, taken(rows.positions), 0)
+    return WindowBatch(
+        token_ids=jnp.concatenate([rows.tokens, jnp.zeros_like(place)], axis=1),
+        positions=jnp.concatenate([rows.positions, positions], axis=1),
+        mask=DualStreamMask(
+            rows.segment_ids, width, jnp.where(anchors < length, anchors, 0), segments
+        ),
+        targets=taken(rows.tokens),
+        teachers=jnp.maximum(at - 1, 0),
+        # The first token is known to the row before it.
+        wanted=(inside & (offset > 0)).reshape(batch, -1),
+    )
+
+
+def drafter_denominators(batch: WindowBatch) -> dict[str, Array]:
+    """Returns the number of windows that learn, and of masks by offset, ``[W - 1]``."""
+    wanted = _by_window(batch, batch.wanted)
+    by_offset = wanted[..., 1:].sum(axis=(0, 1)).astype(jnp.float32)
+    return {"windows": by_offset[0], "masks_by_offset": by_offset}
+
+
+def drafter_loss(
+    model: Transformer, batch: WindowBatch, denominators: dict[str, Array], config: LossConfig
+) -> tuple[Array, dict[str, Array]]:
+    """Returns this batch's share of the loss, Σ_k w_k d_k, a mean over windows.
+
+    Args:
+      model: with adapters on masks.
+      batch: R rows.
+      denominators: of the global batch, from `drafter_denominators`.
+      config: see `LossConfig`.
+
+    Returns:
+      The scalar share, and shares of ``agreement_by_offset`` and ``overlap_by_offset``
+      (``[W - 1]``: how often a mask's likeliest token is the model's, and Σ min(p, q)), and of
+      ``tokens_per_forward``: a token that is known, and the drafts before the first that is wrong.
+    """
+    hidden = model(
+        batch.token_ids,
+        batch.positions,
+        batch.mask,
+        dtype=jnp.dtype(config.dtype),
+        remat=config.remat,
+        attention=config.attention,
+        tile=config.tile,
+        unroll=config.unroll,
+    )
+    length = batch.token_ids.shape[1] - batch.targets.shape[1]
+    memory, masks = jnp.split(hidden, [length], axis=1)
+    found = distances(
+        masks,
+        jnp.take_along_axis(memory, batch.teachers[..., None], axis=1),
+        model.head_matrix(),
+        batch.targets,
+        batch.wanted,
+        distance=config.distance,
+        chunk=min(config.chunk, batch.targets.size),
+    )
+    loss, overlap, hit = (_by_window(batch, x)[..., 1:] for x in found)
+    before = jnp.cumprod(jax.lax.stop_gradient(overlap), axis=-1)
+    weights = jnp.concatenate([jnp.ones_like(before[..., :1]), before[..., :-1]], axis=-1)
+    windows = jnp.maximum(denominators["windows"], 1.0)
+    by_offset = jnp.maximum(denominators["masks_by_offset"], 1.0)
+    run = jnp.cumprod(hit, axis=-1).sum(-1)
+    there = _by_window(batch, batch.wanted)[..., 1]
+    return (weights * loss).sum() / windows, {
+        "agreement_by_offset": hit.sum(axis=(0, 1)) / by_offset,
+        "overlap_by_offset": overlap.sum(axis=(0, 1)) / by_offset,
+        "tokens_per_forward": jnp.where(there, 1.0 + run, 0.0).sum() / windows,
+    }
+
+
+def _by_window(batch: WindowBatch, x: Array) -> Array:
+    """Reshapes ``[R, N]`` to ``[R, P, W]``."""
+    return x.reshape(x.shape[0], -1, batch.mask.block_size)

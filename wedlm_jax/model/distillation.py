@@ -1,0 +1,151 @@
+"""Distance of a student's predictions from a teacher's through one output projection, a chunk of
+rows at a time.
+
+As in `wedlm_jax.model.cross_entropy`, the logits of all rows would be the largest array of a step,
+so those of a chunk are computed, used and dropped, and the same pass computes the gradients. Here
+the matrix is not trained and each row has a loss of its own, so the caller may weigh rows by what
+this returns: the backward pass scales gradients of hidden states that are there already.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from wedlm_jax.model.cross_entropy import TOKENS, _part, _put, _wanted_first
+from wedlm_jax.model.quantization import product
+from wedlm_jax.sharding import constrain, on_own_tokens
+
+DISTANCES = ("tv", "kl", "ce")
+"""Total variation, Kullback-Leibler divergence, and cross entropy with the token of the text."""
+
+
+class Distances(NamedTuple):
+    """What each row's prediction is worth, ``[R, N]`` each; 0 and False where not wanted.
+
+    Attributes:
+      loss: float32, of `DISTANCES`; the only one with a gradient.
+      overlap: float32, Σ_v min(p, q) = 1 - TV of teacher p and student q.
+      hit: bool, the student's likeliest token is the teacher's.
+    """
+
+    loss: Array
+    overlap: Array
+    hit: Array
+
+
+def distances(
+    student: Array,
+    teacher: Array,
+    head: Array,
+    targets: Array,
+    wanted: Array,
+    *,
+    distance: str,
+    chunk: int,
+) -> Distances:
+    """Compares predictions row by row.
+
+    Args:
+      student, teacher: hidden states ``[R, N, D]``; the gradient flows into the student's alone.
+      head: ``[V, D]``.
+      targets: int32 ``[R, N]``, tokens of the text, for "ce".
+      wanted: bool ``[R, N]``, the rows that are compared.
+      distance: one of `DISTANCES`.
+      chunk: rows whose logits a device holds at once.
+    """
+    frozen = (jax.lax.stop_gradient(x) for x in (teacher, head.astype(student.dtype)))
+    return Distances(*_distances(student, *frozen, targets, wanted, distance, chunk))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _distances(*arguments: Any) -> tuple[Array, Array, Array]:
+    return _forward(*arguments)[0]
+
+
+def _forward(
+    student: Array,
+    teacher: Array,
+    head: Array,
+    targets: Array,
+    wanted: Array,
+    distance: str,
+    chunk: int,
+) -> tuple[tuple[Array, Array, Array], Array]:
+    rows = (*TOKENS, None)
+    local = on_own_tokens(
+        partial(_in_chunks, distance=distance, chunk=chunk),
+        [rows, rows, (None, None), TOKENS, TOKENS],
+        [TOKENS, TOKENS, TOKENS, rows],
+    )
+    *results, d_student = local(student, teacher, head, targets, wanted)
+    return tuple(results), d_student
+
+
+def _backward(_: str, __: int, d_student: Array, cotangents: Any) -> tuple[Array | None, ...]:
+    scaled = cotangents[0][..., None] * d_student.astype(jnp.float32)
+    return scaled.astype(d_student.dtype), None, None, None, None
+
+
+_distances.defvjp(_forward, _backward)
+
+
+def _in_chunks(
+    student: Array,
+    teacher: Array,
+    head: Array,
+    targets: Array,
+    wanted: Array,
+    *,
+    distance: str,
+    chunk: int,
+) -> tuple[Array, Array, Array, Array]:
+    order, place, count, chunk = _wanted_first(wanted, chunk)
+    width = student.shape[-1]
+    students, teachers = student.reshape(-1, width), teacher.reshape(-1, width)
+    target = targets.reshape(-1)
+
+    def body(number: Array, results: tuple[Array, ...]) -> tuple[Array, ...]:
+        own = _part(order, number, chunk)
+        *values, slope = _of_chunk(students[own], teachers[own], head, target[own], distance)
+        d_states = jnp.matmul(
+            slope.astype(head.dtype), head, preferred_element_type=jnp.float32
+        ).astype(student.dtype)
+        return tuple(_put(x, y, number) for x, y in zip(results, (*values, d_states), strict=True))
+
+    start = (
+        jnp.zeros(len(order), jnp.float32),
+        jnp.zeros(len(order), jnp.float32),
+        jnp.zeros(len(order), bool),
+        jnp.zeros((len(order), width), student.dtype),
+    )
+    *values, d_states = jax.lax.fori_loop(0, -(-count // chunk), body, start)
+    loss, overlap, hit = (jnp.where(wanted, x[place], 0) for x in values)
+    return loss, overlap, hit, jnp.where(wanted[..., None], d_states[place], 0)
+
+
+def _of_chunk(
+    student: Array, teacher: Array, head: Array, target: Array, distance: str
+) -> tuple[Array, Array, Array, Array]:
+    """Returns loss, overlap, hit ``[C]`` and the gradient of each loss by the student's logits,
+    float32 ``[C, V]``."""
+    logits, logits_p = (
+        constrain(product(x, head, jnp.float32), None, "vocab") for x in (student, teacher)
+    )
+    log_q, log_p = jax.nn.log_softmax(logits), jax.nn.log_softmax(logits_p)
+    q, p = jnp.exp(log_q), jnp.exp(log_p)
+    overlap = jnp.minimum(p, q).sum(-1)
+    hit = logits.argmax(-1) == logits_p.argmax(-1)
+    if distance == "kl":
+        return (p * (log_p - log_q)).sum(-1), overlap, hit, q - p
+    if distance == "ce":
+        # A masked sum instead of a gather, which on a mesh would collect all logits.
+        here = jnp.arange(logits.shape[-1]) == target[:, None]
+        return -jnp.where(here, log_q, 0.0).sum(-1), overlap, hit, q - here
+    # d(½ Σ |p - q|) / dq = ½ sign(q - p), through the softmax.
+    sign = 0.5 * jnp.sign(q - p)
+    return 1.0 - overlap, overlap, hit, q * (sign - (q * sign).sum(-1, keepdims=True))
