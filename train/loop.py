@@ -45,7 +45,8 @@ from train.watch.records import SKIPPED, PendingMetrics, Record, TooManySkipped,
 from train.watch.run_time import RunTime
 from train.watch.stall import StallWatch
 from wedlm_jax.attention import check_runs_on
-from wedlm_jax.checkpoint import RUN_STATES
+from wedlm_jax.checkpoint import RUN_BASE, RUN_DRAFTER, RUN_STATES
+from wedlm_jax.checkpoint.adapters import save_drafter
 from wedlm_jax.checkpoint.orbax_model import describe_run, is_described
 from wedlm_jax.checkpoint.save import save_checkpoint
 from wedlm_jax.errors import TERMINATED, CompilingInterrupted, StorageFailure
@@ -76,7 +77,8 @@ def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
       allow_changed: resume although the recipe is another than the run began with.
 
     Returns:
-      the folder of the exported Hugging Face checkpoint, ``<output>/hf``.
+      the folder of the exported Hugging Face checkpoint, ``<output>/hf``, or of a drafter,
+      ``<output>/drafter``.
 
     Raises:
       InputError: something in the recipe or its files is not right, or not the same on all hosts;
@@ -145,6 +147,13 @@ def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
         if is_new:
             with contextlib.suppress(OSError):
                 output.rmdir()  # empty where the recipe was refused
+    if program.lora is not None and program.lora.rows == "masked":
+        drafter = output / RUN_DRAFTER
+        with saying_once("exporting the drafter"):
+            adapters = nnx.filter_state(parameters, nnx.LoRAParam)
+            base, window = output / RUN_BASE, config.drafter.window_size
+            save_drafter(adapters, program.lora, drafter, base=base, window=window)
+        return drafter
     exported = dataclasses.replace(model, model_type="wedlm")
     trained = nnx.merge(program.graph, parameters)
     with saying_once("exporting the model"):

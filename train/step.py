@@ -155,7 +155,7 @@ class Objective:
     Attributes:
       kind: "wedlm" (MLM + AR over dual streams), "ar" (next token only) or "drafter" (masks beside
         a frozen model).
-      block_size: B of the dual stream.
+      block_size: B of the dual stream, or W of a drafter's windows.
       mask_token_id: what stands at masked inputs; unused by "ar".
       suffix_share: the share of blocks whose masks are its last tokens.
       windows: of masks in a row, of a drafter.

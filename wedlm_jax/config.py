@@ -166,7 +166,8 @@ class ModelConfig:
     """Architecture of a Qwen2.5-, Qwen3-, Llama-, Mistral- or WeDLM-shaped decoder.
 
     ``mask_token_id`` is None if none has been chosen yet, as in stock checkpoints (see
-    `wedlm_jax.checkpoint.mask_token`): such a model only decodes autoregressively.
+    `wedlm_jax.checkpoint.mask_token`): such a model only decodes autoregressively, unless it
+    ``has_drafter``, adapters that act on masks.
     """
 
     vocab_size: int
@@ -190,6 +191,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     model_type: str = "wedlm"
+    has_drafter: bool = False
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -230,8 +232,10 @@ class ModelConfig:
 
     @property
     def knows_masks(self) -> bool:
-        """Whether the model was trained to fill masks; stock checkpoints were not."""
-        return self.model_type == "wedlm" and self.mask_token_id is not None
+        """Whether masks draft: the model was trained to fill them or has a drafter; stock
+        checkpoints were not."""
+        trained = self.model_type == "wedlm" and self.mask_token_id is not None
+        return trained or self.has_drafter
 
     def require_mask_token_id(self) -> int:
         if self.mask_token_id is None:

@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar, get_type_hints
 import jax
 import jax.numpy as jnp
 
+from wedlm_jax.checkpoint.adapters import with_drafter
 from wedlm_jax.checkpoint.hf_folder import read_generation_config
 from wedlm_jax.checkpoint.load import load_checkpoint
 from wedlm_jax.checkpoint.open import find_model
@@ -123,6 +124,8 @@ class LLM:
                 stacked=not runs_apart(),
                 quantization=config.quantization,
             )
+            if config.drafter is not None:
+                weights = with_drafter(weights, self.folder, config.drafter, mesh)
         # What a window was asked for, or left to us, and the model cannot have is said once.
         without = config.window_size in (None, "auto") and not weights.config.knows_masks
         self._told_once = ToldOnce(

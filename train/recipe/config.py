@@ -62,6 +62,17 @@ class LoraSection:
 
 
 @dataclasses.dataclass
+class DrafterSection:
+    window_size: int = field(16, "masks in a window, the most that decoding drafts with", least=2)
+    windows: int = field(0, "windows behind each row; 0: half as many masks as tokens", least=0)
+    distance: str = field(
+        "tv",
+        "from the model's predictions: tv (total variation), kl, or ce with the text's tokens",
+        choices=DISTANCES,
+    )
+
+
+@dataclasses.dataclass
 class DataSection:
     tokenizer: str | None = field(None, "folder of the tokenizer; null: model.init_from's")
     sources: dict[str, float] = field(
@@ -121,11 +132,6 @@ class LossSection:
     )
     ar_weight: float = field(1.0, "a in (MLM + a AR) / (1 + a)", least=0)
     chunk: int = field(2048, "the most tokens whose logits a device holds at once", least=1)
-    distance: str = field(
-        "tv",
-        "of a drafter from its model: tv (total variation), kl, or ce with the text's tokens",
-        choices=DISTANCES,
-    )
     dtype: str = field(
         "bfloat16",
         "compute dtype, bfloat16 or float32; parameters stay float32",
@@ -220,15 +226,11 @@ class TrainConfig:
     rows: int = field(8, "packed rows in a micro-batch; loss.remat: auto may cut it", least=1)
     accumulation: int = field(1, "micro-batches in a step", least=1)
     row_length: int = field(512, "tokens in a packed row, a multiple of block_size", least=1)
-    block_size: int = field(
-        32,
-        "B: consecutive positions that share a mask ratio; of a drafter, masks in a window",
-        least=1,
-    )
+    block_size: int = field(32, "B: consecutive positions that share a mask ratio", least=1)
     prediction_blocks: int = field(
         0,
         "room for blocks in a row's prediction stream, which leaves out those without a token to "
-        "train on; 0: what the data's rows need; of a drafter, windows, by default half a row",
+        "train on; 0: what the data's rows need",
         least=0,
     )
     suffix_share: float = field(
@@ -273,6 +275,7 @@ class TrainConfig:
     )
     model: ModelSection = dataclasses.field(default_factory=ModelSection)
     lora: LoraSection = dataclasses.field(default_factory=LoraSection)
+    drafter: DrafterSection = dataclasses.field(default_factory=DrafterSection)
     data: DataSection = dataclasses.field(default_factory=DataSection)
     optimizer: OptimizerSection = dataclasses.field(default_factory=OptimizerSection)
     loss: LossSection = dataclasses.field(default_factory=LossSection)
@@ -286,13 +289,14 @@ class TrainConfig:
         if self.objective == "ar":
             return 0
         if self.objective == "drafter":
-            return self.windows * self.block_size
+            return self.windows * self.drafter.window_size
         return self.prediction_blocks * self.block_size or self.row_length
 
     @property
     def windows(self) -> int:
-        """Returns the windows of masks of a row with objective "drafter"."""
-        return self.prediction_blocks or max(self.row_length // (2 * self.block_size), 1)
+        """Returns the windows of masks behind a row with objective "drafter"."""
+        half = max(self.row_length // (2 * self.drafter.window_size), 1)
+        return self.drafter.windows or half
 
     @property
     def leaves_blocks_out(self) -> bool:
@@ -455,11 +459,6 @@ def _check_drafter(config: TrainConfig, origins: Origins) -> None:
         raise InputError(
             f"{origins.of('lora.rank', 'objective')}: objective drafter trains adapters; give "
             "lora.rank, such as 32"
-        )
-    if config.block_size < 2:
-        raise InputError(
-            f"{origins.of('block_size')}: a drafter's windows need 2 masks or more, as the first "
-            "one's token is known"
         )
     if config.evaluation.questions is not None:
         raise InputError(

@@ -105,7 +105,8 @@ def run_layers(
     sizes = program.sizes.tokens
     num_pages = pages.shape[0] // config.num_hidden_layers
     page_size = pages.shape[1]
-    mask_token_id = config.mask_token_id or 0  # a model without one decodes without masks
+    # A model without one decodes without masks, or its drafter has an embedding for them.
+    mask_token_id = config.mask_token_id or 0
 
     def run(size: int, start: Array, carry: tuple[Array, Pages]) -> tuple[Array, Pages]:
         out, pages = carry
@@ -126,7 +127,7 @@ def run_layers(
             pages = write_pages(pages, k, v, places, layer, num_pages)
             return attend_pages(q, pages, attention, layer, num_pages), pages
 
-        own, pages = model.run(flat.tokens, flat.positions, attend, pages)
+        own, pages = model.run(flat.tokens, flat.positions, attend, pages, is_mask=flat.is_mask)
         return jax.lax.dynamic_update_slice_in_dim(out, own, start, axis=0), pages
 
     return in_parts(sizes, plan.num_tokens, run, (hidden, pages))

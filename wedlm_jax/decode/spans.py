@@ -174,10 +174,12 @@ def attention_spans(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FlatTokens:
-    """The model's input, ``[T]`` each: token ids, and logical positions for RoPE."""
+    """The model's input, ``[T]`` each: token ids, logical positions for RoPE, and which are
+    masks."""
 
     tokens: Array
     positions: Array
+    is_mask: Array
 
 
 def flat_tokens(
@@ -189,13 +191,15 @@ def flat_tokens(
     computed = state.num_computed[sequence]
     in_text = jnp.minimum(computed + offset, state.text.shape[1] - 1)
     slot = plan.order[sequence, jnp.clip(behind_chunk, 0, plan.order.shape[1] - 1)]
-    in_window = jnp.where(state.filled[sequence, slot], state.tokens[sequence, slot], mask_token_id)
+    filled = state.filled[sequence, slot]
+    in_window = jnp.where(filled, state.tokens[sequence, slot], mask_token_id)
     is_window = behind_chunk >= 0
     real = start + jnp.arange(size) < plan.num_tokens
     tokens = jnp.where(is_window, in_window, state.text[sequence, in_text])
     # A window's token has the logical position of its slot, wherever it is in the flat array.
     positions = computed + jnp.where(is_window, plan.chunk[sequence] + slot, offset)
-    return FlatTokens(jnp.where(real, tokens, 0), jnp.where(real, positions, 0))
+    is_mask = real & is_window & ~filled
+    return FlatTokens(jnp.where(real, tokens, 0), jnp.where(real, positions, 0), is_mask)
 
 
 def owner(starts: Array, size: int, start: Array | int = 0) -> tuple[Array, Array]:

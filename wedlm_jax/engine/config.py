@@ -45,6 +45,14 @@ class EngineConfig:
             "trained on masks",
         ),
     ] = None
+    drafter: Annotated[
+        str | None,
+        Option(
+            "folder of adapters that let masks of this checkpoint draft, from `wedlm train` with "
+            "objective drafter; its tokens stay its own",
+            none="none",
+        ),
+    ] = None
     dtype: Annotated[
         str | None,
         Option(

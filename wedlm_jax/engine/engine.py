@@ -127,6 +127,11 @@ class Engine:
                 f"prompt token id {worst} lies outside the vocabulary of {self.config.vocab_size}"
             )
         self.scheduler.check(Request(-1, prompt, params))
+        if params.mode == "paper" and self.config.has_drafter:
+            raise InputError(
+                "mode: expected verified or ar, not paper: masks of a drafter propose the model's "
+                "own tokens, and are not to decide"
+            )
         check_options(params, self.settings.stop_ids(params), self.settings.vocabulary)
         self.check_grammar(params)
 

@@ -95,6 +95,7 @@ def with_adapters(model: Transformer, lora: LoraConfig, rngs: nnx.Rngs) -> Trans
         config = model.config
         mask = normal(rngs, (config.hidden_size,), config.initializer_range, jnp.dtype("float32"))
         model.mask_embedding = nnx.data(nnx.LoRAParam(mask))
+        model.config = dataclasses.replace(config, has_drafter=True)
     model.lora = lora
     return model
 
@@ -120,9 +121,9 @@ def adapter_of(weight: str) -> tuple[str, str]:
 
 
 def merged(model: Transformer) -> Transformer:
-    """Returns a model without adapters that computes the same, its matrices in their dtype; a
-    model that has none unchanged."""
-    if model.lora is None:
+    """Returns a model without adapters that computes the same, its matrices in their dtype; a model
+    that has none, or a drafter, which cannot be merged, unchanged."""
+    if model.lora is None or model.lora.rows == "masked":
         return model
     flat = dict(nnx.state(model).flat_state())
     for owner in [path[:-2] for path in flat if path[-2:] == ("adapter", "a")]:

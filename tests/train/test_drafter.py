@@ -1,0 +1,203 @@
+"""A drafter from recipe to tokens: a run, its files, and decoding with and without it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.examples.checkpoints import assert_same_bits, hf_values
+from tests.examples.tiny_run import metric_lines, on_devices, run_until_killed, tiny_recipe
+from train.loop import train as run_training
+from train.recipe.config import (
+    DrafterSection,
+    EvaluationSection,
+    LoraSection,
+    ModelSection,
+    TrainConfig,
+    load_config,
+)
+from wedlm_jax import LLM, SamplingParams
+from wedlm_jax.errors import InputError
+
+WINDOW = 4
+PROMPTS = [[5, 17, 3], [60, 2, 9, 31, 4, 8], [41], [7, 7, 7, 7, 12]]
+
+
+def recipe(output: Path, init_from: Path, **changes: object) -> TrainConfig:
+    config = tiny_recipe(
+        output,
+        None,
+        model=ModelSection(init_from=str(init_from)),
+        lora=LoraSection(rank=4, alpha=8.0),
+        evaluation=EvaluationSection(every=20, rows=4),
+        steps=60,
+        log_every=20,
+    )
+    return dataclasses.replace(
+        config,
+        objective="drafter",
+        drafter=DrafterSection(window_size=WINDOW),
+        checkpoint_every=20,
+        **changes,
+    )
+
+
+@pytest.fixture(scope="module")
+def stock(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint as people have them: no mask token, of an AR family."""
+    folder = shutil.copytree(finished / "hf", tmp_path_factory.mktemp("stock") / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    config.pop("mask_token_id")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(stock: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("drafter") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        on_devices(patch, 1)
+        assert run_training(recipe(output, stock)) == output / "drafter"
+    return output
+
+
+def test_a_run_learns_to_agree_with_its_model(run: Path, stock: Path) -> None:
+    lines = [json.loads(x) for x in (run / "evaluation.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 20, 40, 60]
+    assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
+    assert lines[-1]["agreement_1"] > lines[0]["agreement_1"] + 0.05
+    assert {"agreement_1", "agreement_3", "tokens_per_forward"} <= lines[0].keys()
+    assert metric_lines(run)[-1]["tokens_per_forward"] >= 1
+    assert_same_bits(hf_values(run / "base"), hf_values(stock))
+
+
+def tokens(llm: LLM, params: SamplingParams) -> list[list[int]]:
+    return [list(one.token_ids) for one in llm.generate(PROMPTS, params)]
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}], ids=str)
+def test_tokens_are_those_of_the_model_alone(
+    run: Path, stock: Path, options: dict[str, float]
+) -> None:
+    params = SamplingParams(max_tokens=24, ignore_eos=True, **options)
+    alone = tokens(LLM(stock, lookup=0), params)
+    drafted = LLM(stock, drafter=str(run / "drafter"), window_size=WINDOW, lookup=0)
+    assert tokens(drafted, params) == alone
+    results = drafted.generate(PROMPTS, params)
+    assert sum(one.num_forwards for one in results) <= sum(map(len, alone))
+
+
+def test_a_killed_run_goes_on_to_the_same_drafter(
+    run: Path, stock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_devices(monkeypatch, 1)
+    config = recipe(tmp_path / "again", stock)
+    run_until_killed(config, 30)
+    run_training(config)
+    name = "drafter/adapter_model.safetensors"
+    assert (tmp_path / "again" / name).read_bytes() == (run / name).read_bytes()
+
+
+def _other_model(drafter: Path, stock: Path, folder: Path) -> tuple[Path, Path]:
+    from safetensors.numpy import load_file, save_file
+
+    other = shutil.copytree(stock, folder / "other")
+    file = next(other.glob("*.safetensors"))
+    values = load_file(file)
+    values["model.layers.1.mlp.up_proj.weight"] += 1
+    save_file(values, file, {"format": "pt"})
+    return drafter, other
+
+
+def _config(**changes: object) -> Callable[[Path, Path, Path], tuple[Path, Path]]:
+    def change(drafter: Path, stock: Path, folder: Path) -> tuple[Path, Path]:
+        path = drafter / "adapter_config.json"
+        content = {**json.loads(path.read_text()), **changes}
+        path.write_text(json.dumps(content))
+        return drafter, stock
+
+    return change
+
+
+def _truncated(drafter: Path, stock: Path, folder: Path) -> tuple[Path, Path]:
+    path = drafter / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    return drafter, stock
+
+
+def _nothing(drafter: Path, stock: Path, folder: Path) -> tuple[Path, Path]:
+    return folder, stock
+
+
+def _not_json(drafter: Path, stock: Path, folder: Path) -> tuple[Path, Path]:
+    (drafter / "adapter_config.json").write_bytes(b"\xff\x00")
+    return drafter, stock
+
+
+@pytest.mark.parametrize(
+    ("harm", "sentence"),
+    [
+        (_other_model, "a drafter of another model"),
+        (_config(r=2), r"has shape \[4, 16\], expected \[2, 16\]"),
+        (_config(target_modules=["q_proj"]), "is not part of a drafter"),
+        (_config(target_modules=["lm_head"]), "not what a drafter has: rank 4, targets"),
+        (_config(wedlm=None), "these adapters act on rows of text"),
+        (_truncated, "truncated or not a safetensors file"),
+        (_nothing, r"no drafter, which would have adapter_config\.json"),
+        (_not_json, "not the configuration of LoRA adapters"),
+    ],
+)
+def test_what_is_no_drafter_of_the_model_is_refused(
+    harm: Callable[[Path, Path, Path], tuple[Path, Path]],
+    sentence: str,
+    run: Path,
+    stock: Path,
+    tmp_path: Path,
+) -> None:
+    copy = shutil.copytree(run / "drafter", tmp_path / "drafter")
+    drafter, model = harm(copy, stock, tmp_path)
+    with pytest.raises(InputError, match=sentence):
+        LLM(model, drafter=str(drafter))
+
+
+def test_masks_of_a_drafter_are_not_to_decide(run: Path, stock: Path) -> None:
+    llm = LLM(stock, drafter=str(run / "drafter"))
+    with pytest.raises(InputError, match="mode: expected verified or ar, not paper"):
+        llm.generate(PROMPTS, SamplingParams(mode="paper", max_tokens=4))
+
+
+def test_the_files_are_pefts(run: Path) -> None:
+    from safetensors.numpy import load_file
+
+    content = json.loads((run / "drafter" / "adapter_config.json").read_text())
+    assert (content["peft_type"], content["r"], content["lora_alpha"]) == ("LORA", 4, 8.0)
+    assert content["wedlm"]["rows"] == "masked"
+    values = load_file(run / "drafter" / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_"
+    assert values[name + "A.weight"].shape == (4, 16)
+    assert np.abs(values[name + "B.weight"]).max() > 0
+    assert values["base_model.model.mask_embedding"].shape == (16,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (["lora.rank=0"], "objective drafter trains adapters; give lora.rank"),
+        (["drafter.window_size=1"], "drafter.window_size must be at least 2"),
+        (["evaluation.questions=x.jsonl"], "a drafter never changes an answer"),
+    ],
+)
+def test_recipes_that_make_no_drafter_are_refused(
+    changes: list[str], sentence: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("objective: drafter\nlora: {rank: 4}\nmodel: {init_from: x}\n")
+    with pytest.raises(InputError, match=sentence):
+        load_config(path, changes)
