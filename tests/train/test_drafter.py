@@ -145,7 +145,7 @@ def _not_json(drafter: Path, stock: Path, folder: Path) -> tuple[Path, Path]:
     ("harm", "sentence"),
     [
         (_other_model, "a drafter of another model"),
-        (_config(r=2), r"has shape \[4, 16\], expected \[2, 16\]"),
+        (_config(r=2), r"has shape \[4, 24\], expected \[2, 24\]"),
         (_config(target_modules=["q_proj"]), "is not part of a drafter"),
         (_config(target_modules=["lm_head"]), "not what a drafter has: rank 4, targets"),
         (_config(wedlm=None), "these adapters act on rows of text"),

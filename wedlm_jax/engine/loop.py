@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,8 @@ from typing import TypeAlias
 from wedlm_jax.decode.options import Traits
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.interface import Event, Failed, Request, TokenDelta
+from wedlm_jax.errors import INTERRUPTED
+from wedlm_jax.host.signals import beside_main_thread
 
 
 class Caller:
@@ -122,7 +125,7 @@ class EngineLoop:
             self._inbox.submitted += requests
             if self._thread is None:
                 # The interpreter must not end within a step: at its exit this waits for one.
-                atexit.register(self.close)
+                atexit.register(self._close_at_exit)
                 self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
@@ -164,6 +167,12 @@ class EngineLoop:
             thread.join()
         self._is_closing = False
 
+    def _close_at_exit(self) -> None:
+        try:
+            self.close()
+        except KeyboardInterrupt:  # XLA does not survive that the interpreter ends under it
+            os._exit(INTERRUPTED)
+
     # --- what a server does otherwise -----------------------------------------------------
 
     def _admitted(self, waiting: list[Request]) -> tuple[list[Request], list[Event], Traits | None]:
@@ -194,7 +203,8 @@ class EngineLoop:
             gone = set(inbox.aborted)
             waiting = [one for one in waiting + inbox.submitted if one.number not in gone]
             try:
-                waiting, events = self._step(waiting, inbox.aborted)
+                with beside_main_thread():
+                    waiting, events = self._step(waiting, inbox.aborted)
             except Exception as error:
                 events = self._start_afresh(error, waiting)
                 waiting = []
@@ -243,7 +253,7 @@ class EngineLoop:
             self._stepped()
         self._inbox, self._thread = _Inbox(), None
         self._holding.clear()
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
 
     def _step(
         self, waiting: list[Request], aborted: Sequence[int]

@@ -27,7 +27,7 @@ T = TypeVar("T")
 _compiling: list[threading.Thread] = []
 """Threads that compile for the main thread, which waits for the last, if it waits."""
 _elsewhere: set[object] = set()
-"""One for each program that other threads compile right now, such as the engine's."""
+"""One for each block of `beside_main_thread` that is under way."""
 _waits = False
 """Whether the main thread waits for a compiler."""
 _open: list[StopRequest] = []
@@ -45,12 +45,8 @@ def compiled(compile: Callable[[], T]) -> T:
     """
     global _waits
     if threading.current_thread() is not threading.main_thread():
-        mine = object()
-        _elsewhere.add(mine)
-        try:
+        with beside_main_thread():
             return compile()
-        finally:
-            _elsewhere.discard(mine)
     done: Future[T] = Future()
 
     def work() -> None:
@@ -79,10 +75,22 @@ def compiled(compile: Callable[[], T]) -> T:
         _waits = False
 
 
+@contextlib.contextmanager
+def beside_main_thread() -> Iterator[None]:
+    """Marks a block in another thread that may not return to Python for long, as where programs are
+    traced and compiled; what it does is worth nothing once the command is over."""
+    mine = object()
+    _elsewhere.add(mine)
+    try:
+        yield
+    finally:
+        _elsewhere.discard(mine)
+
+
 def exit_process(status: int) -> NoReturn:
     """Ends the process, whose command has nothing left to do; at once, without what Python does at
-    its exit, if a program is still being compiled, for a main thread that was interrupted or in
-    another."""
+    its exit, if a program is still being compiled for a main thread that was interrupted, or in a
+    block of `beside_main_thread`."""
     if _elsewhere or any(thread.is_alive() for thread in _compiling):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

@@ -193,3 +193,32 @@ next(stream)
     assert ended.returncode == (3 if "exit" in last else -2), ended.stderr
     assert "Fatal" not in ended.stderr
     assert "terminate" not in ended.stderr
+
+
+def test_a_command_that_is_interrupted_does_not_wait_for_a_step(tmp_path):
+    """As one in which programs are traced, before they are compiled."""
+    folder = write_tiny_checkpoint(tmp_path / "tiny")
+    script = f"""
+import os, signal, sys, threading, time
+from wedlm_jax import LLM
+from wedlm_jax.engine.engine import Engine
+from wedlm_jax.host.command_line import run_command
+from wedlm_jax.host.signals import exit_process
+
+def step(*_, **__):
+    os.kill(os.getpid(), signal.SIGINT)
+    until = time.monotonic() + 45
+    while time.monotonic() < until:
+        pass
+
+Engine.step = step
+llm = LLM({str(folder)!r}, window_size=0, max_batch_size=1)
+print("begun", time.time(), flush=True)
+exit_process(run_command("it", lambda: llm.generate("the cat")))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    took = time.time() - float(ended.stdout.split()[1])
+    assert (ended.returncode, ended.stderr.splitlines()[-1]) == (130, "it: interrupted")
+    assert took < 30
