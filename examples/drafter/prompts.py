@@ -1,0 +1,138 @@
+"""Prompts from which a model writes its own training text, drawn from small tables by a seed.
+
+What a drafter learns are the choices of its model, so the answers matter and the prompts only have
+to be as varied as what people ask: questions, advice, stories, letters, code, arithmetic, and given
+texts to be summarised or edited. `benchmarks/assistant.jsonl`, which measures, shares none.
+
+    python -m examples.drafter.prompts 4000 > prompts.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+
+TOPICS = """
+the moon; volcanoes; the Roman Empire; honey bees; electric cars; chess; coffee; the ocean tides;
+vaccines; the printing press; jazz; earthquakes; penguins; solar panels; the human heart; bridges;
+the French Revolution; bread; whales; computers; gravity; rivers; the stock market; dreams; trains;
+photography; dinosaurs; the Internet; tea; forests; magnets; the Olympic Games; rainbows; clocks;
+elections; glaciers; spiders; cheese; airplanes; the brain; libraries; rice; batteries; castles;
+deserts; football; inflation; lightning; maps; the violin; recycling; mushrooms; soap; telescopes;
+wolves; chocolate; the Silk Road; kites; plastic; sleep; robots; comets; elephants; gardens; salt;
+museums; hurricanes; algebra; wine; satellites; owls; paper; the kidney; ballet; ships; silk; atoms;
+lighthouses; parrots; democracy; steel; the Nile; cinema; ants; yoga; windmills; tunnels; poetry
+""".replace("\n", " ").split("; ")
+PEOPLE = """
+a curious child; a new manager; a tired nurse; a retired teacher; a student; a busy parent; a baker;
+a farmer; a shy teenager; a taxi driver; a young engineer; an old sailor; a painter; a librarian
+""".replace("\n", " ").split("; ")
+GOALS = """
+learn a language; save money; run a first marathon; keep a garden in summer; write a good essay;
+prepare for an interview; cook for six guests; sleep better; make friends in a new city; read more;
+take better photographs; start a small business; learn to swim; stop procrastinating; fix a bicycle;
+plan a holiday by train; keep a dog healthy; study for an exam; speak in public; tidy a small flat
+""".replace("\n", " ").split("; ")
+FUNCTIONS = """
+returns the sum of all even numbers in a list; reverses the words of a sentence; counts vowels in a
+string; checks whether a number is prime; merges two sorted lists; returns the n-th Fibonacci
+number; removes duplicates from a list; finds the largest value of a dictionary; converts Celsius to
+Fahrenheit; checks whether a word is a palindrome; sorts a list of tuples by the second item; reads
+a file and counts its lines; flattens a nested list; returns the factorial of a number; finds common
+elements of two lists; counts words in a text; computes the average of a list; rotates a list by k
+places; validates an e-mail address; transposes a matrix; generates a random password; groups words
+by their first letter; finds the longest word of a sentence; returns the digits of a number
+""".replace("\n", " ").split("; ")
+LANGUAGES = ["Python", "Python", "Python", "JavaScript", "C"]
+SUBJECTS = ["The town council", "A group of students", "The museum", "Our neighbour", "The company"]
+DEEDS = """
+opened a new park beside the river; built a small bridge; found an old map in the cellar; planted
+two hundred trees; repaired the clock of the station; started a weekly market; painted the school;
+published a report about water; collected books for the hospital; bought three electric buses
+""".replace("\n", " ").split("; ")
+DETAILS = """
+It took almost two years; More than four hundred people came to see it; The weather was bad, but
+nobody left early; The costs were lower than expected; Local newspapers wrote about it for weeks;
+Some residents complained about the noise; Children were given free tickets; The mayor thanked all
+volunteers; A second phase is planned for next spring; Nobody knows yet who will pay for it
+""".replace("\n", " ").split("; ")
+ORDERS = [
+    "Summarize the following text in one sentence:",
+    "Summarize the following text in two sentences:",
+    "Rewrite the following text in the past tense, changing as little as possible:",
+    "Correct any errors in the following text and return it:",
+    "Rewrite the following text more formally:",
+    "Make a bullet list of the main points of this text:",
+    "Replace the first sentence of this text with a question and keep the rest:",
+]
+
+
+def prompt(draw: random.Random) -> str:
+    """Draws one prompt."""
+    pick = draw.choice
+    topic, person, goal = pick(TOPICS).strip(), pick(PEOPLE).strip(), pick(GOALS).strip()
+    kind = draw.random()
+    if kind < 0.45:
+        a, b = draw.sample(TOPICS, 2)
+        return pick(
+            [
+                f"Explain {topic} to {person}.",
+                f"What should {person} know about {topic}?",
+                f"Give me {draw.randint(3, 7)} facts about {topic}.",
+                f"Why do people care about {topic}?",
+                f"Describe the history of {topic} in a few sentences.",
+                f"How can {person} {goal}?",
+                f"Give {person} {draw.randint(3, 6)} tips to {goal}.",
+                f"Make a plan for a week to {goal}.",
+                f"Compare {a.strip()} and {b.strip()}.",
+                f"What are the pros and cons of {topic}?",
+                f"Write a quiz with {draw.randint(3, 5)} questions about {topic}.",
+                f"What is the most common mistake when people try to {goal}?",
+            ]
+        )
+    if kind < 0.6:
+        return pick(
+            [
+                f"Write a short story about {person} and {topic}.",
+                f"Write a poem about {topic}.",
+                f"Write a polite e-mail in which {person} asks for help to {goal}.",
+                f"Write a dialogue between {person} and {pick(PEOPLE).strip()} about {topic}.",
+                f"Write an advertisement for a book about {topic}.",
+            ]
+        )
+    if kind < 0.75:
+        return f"Write a {pick(LANGUAGES)} function that {pick(FUNCTIONS).strip()}."
+    if kind < 0.85:
+        a, b, c = (draw.randint(2, 60) for _ in range(3))
+        return pick(
+            [
+                f"What is {a} + {b} * {c}?",
+                f"A box holds {a} apples. How many apples do {b} boxes hold? Show the steps.",
+                f"{person[0].upper()}{person[1:]} has {a + b} coins and gives away {b}. Then "
+                f"{c} more are found. How many are there now?",
+                f"List the first {draw.randint(5, 12)} multiples of {a}.",
+                f"Count from {a} to {a + draw.randint(8, 20)}.",
+            ]
+        )
+    sentences = [f"{pick(SUBJECTS)} {pick(DEEDS).strip()}."]
+    sentences += [f"{one.strip()}." for one in draw.sample(DETAILS, draw.randint(2, 4))]
+    return f"{pick(ORDERS)}\n\n{' '.join(sentences)}"
+
+
+def prompts(count: int, seed: int = 0) -> list[str]:
+    """Draws different prompts."""
+    draw, found = random.Random(seed), dict[str, None]()
+    while len(found) < count:
+        found[prompt(draw)] = None
+    return list(found)
+
+
+def main() -> None:
+    for number, text in enumerate(prompts(int(sys.argv[1]))):
+        messages = [{"role": "user", "content": text}]
+        print(json.dumps({"id": number, "messages": messages}))
+
+
+if __name__ == "__main__":
+    main()
