@@ -14,6 +14,8 @@ from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.processes import say
 from wedlm_jax.host.storage import as_path
 
+GOES_ON = "the same command goes on from the newest state, or starts over if there is none"
+
 
 class _RecipeParser(CommandParser):
     """How a field of the recipe is given, where it comes as an option."""
@@ -90,14 +92,11 @@ def main(arguments: list[str]) -> int:
                 print(text, file=sys.stderr, flush=True)
                 return stopped.status
             except CompilingInterrupted as interrupt:
-                text = f"wedlm train: {interrupt}; the same command goes on from the newest state"
+                text = f"wedlm train: {interrupt}; {GOES_ON}"
                 print(text, file=sys.stderr, flush=True)
                 return interrupt.status
     except KeyboardInterrupt:
-        print(
-            "wedlm train: interrupted; the same command goes on from the newest state",
-            file=sys.stderr,
-        )
+        print(f"wedlm train: interrupted; {GOES_ON}", file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(INTERRUPTED)  # Python would wait for the steps that the devices still compute

@@ -151,8 +151,14 @@ def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
         drafter = output / RUN_DRAFTER
         with saying_once("exporting the drafter"):
             adapters = nnx.filter_state(parameters, nnx.LoRAParam)
-            base, window = output / RUN_BASE, config.drafter.window_size
-            save_drafter(adapters, program.lora, drafter, base=base, window=window)
+            save_drafter(
+                adapters,
+                program.lora,
+                drafter,
+                base=output / RUN_BASE,
+                window=config.drafter.window_size,
+                dtype=config.export_dtype,
+            )
         return drafter
     exported = dataclasses.replace(model, model_type="wedlm")
     trained = nnx.merge(program.graph, parameters)

@@ -82,6 +82,16 @@ def model_flops(config: TrainConfig, model: ModelConfig) -> float:
     relative to."""
     rows = config.rows * config.accumulation
     forward = forward_flops(model, rows, config.row_length, config.prediction_length)
+    if config.objective == "drafter":
+        # The memory has no backward pass; a teacher's row passes the head beside each mask's.
+        memory = forward_flops(model, rows, config.row_length, 0)
+        memory -= 2 * _head_parameters(model) * rows * _targets(config.row_length, 0)
+        masks = rows * config.prediction_length
+        adapters = 3 * 2 * masks * _adapter_parameters(config, model)
+        head = 3 * 2 * _head_parameters(model) * masks
+        layers = 2 * _layer_parameters(model) * masks
+        attention = 2 * _FORWARD * _width(model) * masks * config.row_length / 2
+        return memory + 2 * layers + 3 * attention + head + adapters
     tokens = rows * config.row_tokens
     adapters = 3 * 2 * tokens * _adapter_parameters(config, model)
     # No gradient of a parameter that stays as it is; attention has none to leave out.

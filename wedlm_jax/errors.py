@@ -43,7 +43,7 @@ INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143
 script that waits for the command does not go on without its result."""
 
 EXIT_STATUS = {
-    0: "done; a server was asked to end, and has given its answers",
+    0: "done; of a server after SIGTERM: it has given its answers",
     FAULT: "a fault of the program, with a traceback",
     BAD_INPUT: "options, input or files that cannot be used, in one sentence; "
     "the same command would end so again",
@@ -51,7 +51,8 @@ EXIT_STATUS = {
     "what was decoded is kept",
     STORAGE_FAILED: "storage or a network that refuses or does not answer, such as a full disk, in "
     "one sentence; the same command may succeed later, and goes on from what is kept",
-    INTERRUPTED: "Ctrl-C (SIGINT); the same command goes on from what is kept",
+    INTERRUPTED: "Ctrl-C (SIGINT); the same command goes on from what is kept, and a server has "
+    "given its answers",
     PIPE_CLOSED: "whoever read the output has gone (SIGPIPE)",
     TERMINATED: "SIGTERM, as before a preemption; the same command goes on from what is kept",
 }

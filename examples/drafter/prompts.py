@@ -104,15 +104,15 @@ def prompt(draw: random.Random) -> str:
     if kind < 0.75:
         return f"Write a {pick(LANGUAGES)} function that {pick(FUNCTIONS).strip()}."
     if kind < 0.85:
-        a, b, c = (draw.randint(2, 60) for _ in range(3))
+        x, y, z = (draw.randint(2, 60) for _ in range(3))
         return pick(
             [
-                f"What is {a} + {b} * {c}?",
-                f"A box holds {a} apples. How many apples do {b} boxes hold? Show the steps.",
-                f"{person[0].upper()}{person[1:]} has {a + b} coins and gives away {b}. Then "
-                f"{c} more are found. How many are there now?",
-                f"List the first {draw.randint(5, 12)} multiples of {a}.",
-                f"Count from {a} to {a + draw.randint(8, 20)}.",
+                f"What is {x} + {y} * {z}?",
+                f"A box holds {x} apples. How many apples do {y} boxes hold? Show the steps.",
+                f"{person[0].upper()}{person[1:]} has {x + y} coins and gives away {y}. Then "
+                f"{z} more are found. How many are there now?",
+                f"List the first {draw.randint(5, 12)} multiples of {x}.",
+                f"Count from {x} to {x + draw.randint(8, 20)}.",
             ]
         )
     sentences = [f"{pick(SUBJECTS)} {pick(DEEDS).strip()}."]

@@ -116,7 +116,7 @@ def converse(read: Callable[[], str], conversation: Conversation, llm: LLM) -> N
         except CompilingInterrupted:
             raise  # in the middle of an answer, after which the engine is of no use
         except KeyboardInterrupt:
-            continue  # a line that was given up
+            _tell("Ctrl-D ends the chat.")  # a line was given up
         except InputError as error:
             _tell(str(error))
 

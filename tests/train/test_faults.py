@@ -203,6 +203,7 @@ def test_a_run_ends_and_says_where_it_goes_on(tokenizer_folder: Path, tmp_path: 
     status, said = interrupted(tmp_path, "step", "train", "--config", str(recipe))
     assert status == 130, said
     assert said.splitlines()[-1] == (
-        "wedlm train: interrupted while compiling; the same command goes on from the newest state"
+        "wedlm train: interrupted while compiling; the same command goes on from the newest state, "
+        "or starts over if there is none"
     )
     assert not list((tmp_path / "run").glob("checkpoints/*"))

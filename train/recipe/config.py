@@ -66,8 +66,8 @@ class DrafterSection:
     window_size: int = field(16, "masks in a window, the most that decoding drafts with", least=2)
     windows: int = field(0, "windows behind each row; 0: half as many masks as tokens", least=0)
     distance: str = field(
-        "tv",
-        "from the model's predictions: tv (total variation), kl, or ce with the text's tokens",
+        "kl",
+        "from the model's predictions: kl, tv (total variation), or ce with the text's tokens",
         choices=DISTANCES,
     )
 
@@ -320,7 +320,8 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
     """
     for item in overrides or []:
         if "=" not in item:
-            raise InputError(f"override {item!r}: expected key=value")
+            quoted = "; an argument with spaces needs quotes" * item.endswith("}")
+            raise InputError(f"override {item!r}: expected key=value{quoted}")
     merged = OmegaConf.structured(TrainConfig)
     with _told_as(str(path)):
         merged = OmegaConf.merge(merged, OmegaConf.load(path))

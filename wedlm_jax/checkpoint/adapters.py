@@ -24,7 +24,12 @@ from wedlm_jax.checkpoint.hf_folder import Checkpoint
 from wedlm_jax.checkpoint.load import read_slices
 from wedlm_jax.checkpoint.names import check_tensors
 from wedlm_jax.checkpoint.open import open_checkpoint
-from wedlm_jax.checkpoint.safetensors_file import DeferredArray, SafetensorsFile, write_safetensors
+from wedlm_jax.checkpoint.safetensors_file import (
+    DeferredArray,
+    SafetensorsFile,
+    numpy_dtype,
+    write_safetensors,
+)
 from wedlm_jax.checkpoint.save import gathered
 from wedlm_jax.errors import InputError, file_error
 from wedlm_jax.host.processes import jax_processes, replacing_together
@@ -54,7 +59,7 @@ def base_digest(checkpoint: Checkpoint) -> str:
 
 
 def save_drafter(
-    adapters: nnx.State, lora: LoraConfig, folder: Path, *, base: Path, window: int
+    adapters: nnx.State, lora: LoraConfig, folder: Path, *, base: Path, window: int, dtype: str
 ) -> None:
     """Writes a drafter. All processes of a run call this.
 
@@ -64,14 +69,17 @@ def save_drafter(
       folder: appears whole, in the place of an earlier one.
       base: folder of the model that they belong to.
       window: masks of the windows that they were trained on.
+      dtype: "float32", "bfloat16" or "float16".
     """
     tensors, values = [], []
+    stored = numpy_dtype(dtype)
+    assert stored is not None
     for path, leaf in adapters.flat_state():
         layers: list[int | None] = [None] if path[0] != "layers" else [*range(leaf.shape[0])]
         for layer in layers:
             value = gathered(leaf[...], layer)
             name = _stored_name(path, layer)
-            tensors.append(DeferredArray(name, value.shape, np.dtype("float32"), value.copy))
+            tensors.append(DeferredArray(name, value.shape, stored, value.copy))
             values.append(value)
     processes = jax_processes()
     with replacing_together(folder, processes) as beside:
