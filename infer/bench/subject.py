@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from infer.evaluate import EMBEDDED_QUESTIONS
 from infer.harness.human_eval import HUMAN_EVAL, code_questions
+from wedlm_jax.checkpoint.adapters import with_drafter
 from wedlm_jax.checkpoint.load import load_checkpoint
 from wedlm_jax.checkpoint.open import find_model
 from wedlm_jax.config import ModelConfig
@@ -25,7 +26,7 @@ from wedlm_jax.params import SamplingParams
 from wedlm_jax.records.questions import Question, read_questions
 from wedlm_jax.text import TextCodec
 
-ENGINE_OPTIONS = ("dtype", "quantization", "kv_cache_dtype", "deterministic")
+ENGINE_OPTIONS = ("drafter", "dtype", "quantization", "kv_cache_dtype", "deterministic")
 """Fields of `EngineConfig` that all engines of a subject share."""
 
 Work: TypeAlias = list[tuple[list[int], SamplingParams]]
@@ -104,6 +105,8 @@ def load_subject(options: Mapping[str, Any]) -> Subject:
         stacked=not runs_apart(),
         quantization=own.get("quantization"),
     )
+    if own.get("drafter") is not None:
+        weights = with_drafter(weights, folder, own["drafter"])
     return Subject(weights, folder, TextCodec.load(folder), dtype, own)
 
 
