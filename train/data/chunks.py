@@ -47,6 +47,7 @@ ENDINGS = {
 }
 COLUMNS = (
     *("text", "messages", "conversations", "token_ids", "trainable", *BESIDE),
+    *("prompt_token_ids", "samples"),
     *(name for key, beside in PAIRS.items() for name in (key, *beside)),
 )
 

@@ -28,6 +28,8 @@ input, by ending; folders are searched, several may be given:
                         "prompt" and "completion": texts
                         "instruction", perhaps "input", and "output": texts, as Alpaca's
                         "token_ids": [...], and perhaps "trainable": [true, ...] of its length
+                        "prompt_token_ids" and "token_ids", as `wedlm generate` writes them with
+                        --prompt-token-ids (--format completions): the prompt is not trained on
                       and, with a conversation or a pair of texts, perhaps
                         "system": its system message
                         "tools": [{...}, ...] and "chat_template_kwargs": {...}, for the template
@@ -83,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--format",
-        choices=("auto", "text", "chat", "pairs", "tokens"),
+        choices=("auto", "text", "chat", "pairs", "tokens", "completions"),
         default="auto",
         help="what a record is; auto: what its key says [%(default)s]",
     )

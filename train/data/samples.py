@@ -36,10 +36,17 @@ KEYS = {
     "conversations": "chat",
     **dict.fromkeys(PAIRS, "pairs"),
     "token_ids": "tokens",
+    "prompt_token_ids": "completions",
 }
 """Keys that hold a record, and their format."""
 
-BESIDE_OF = {"text": (), "chat": BESIDE, "pairs": BESIDE, "tokens": ("trainable",)}
+BESIDE_OF = {
+    "text": (),
+    "chat": BESIDE,
+    "pairs": BESIDE,
+    "tokens": ("trainable",),
+    "completions": (),
+}
 """Keys that are read beside a record's own, by format; those of `PAIRS` besides."""
 
 END_OF_TEXT = "<|endoftext|>"
@@ -55,7 +62,8 @@ class SampleOptions:
     Attributes:
       tokenizer: folder.
       row_length: tokens per packed row; no sample is longer.
-      format: "text", "chat", "pairs" or "tokens", or "auto": by the key that a record has.
+      format: "text", "chat", "pairs", "tokens" or "completions"; or "auto": by the key that a
+        record has.
       train_on_prompt: whether all of a conversation is trainable.
       end_tokens: further end tokens after each assistant's turn.
       document_end: token after each document; None: the tokenizer's own.
@@ -209,6 +217,9 @@ class SampleMaker:
                 extra += conversation.unread
             elif kind == "pairs":
                 made = [self._pair(*pair_of(record, key), record, f"{file}:{line}")]
+            elif kind == "completions":
+                made = self._completions(record)
+                extra = [name for name in extra if name != "samples"]
             else:
                 made = self._token_ids(record)
         except Wrong as wrong:
@@ -266,14 +277,32 @@ class SampleMaker:
             TokenisedSample(np.array(before + after, np.int32), np.array(trainable, bool))
         )
 
-    def _token_ids(self, record: dict[str, Any]) -> list[TokenisedSample]:
-        tokens, flags = record["token_ids"], record.get("trainable")
+    def _completions(self, record: dict[str, Any]) -> list[TokenisedSample]:
+        """Returns the samples of a job's result: a prompt, which is not trained on, and what was
+        decoded, token for token."""
+        prompt, samples = self._ids(record, "prompt_token_ids"), record.get("samples") or [record]
+        if not isinstance(samples, list) or not all(isinstance(one, dict) for one in samples):
+            raise Wrong("wrong type", "samples must be a list of results")
+        made = []
+        for sample in samples:
+            tokens = self._ids(sample, "token_ids")
+            flags = [False] * len(prompt) + [True] * len(tokens)
+            whole = np.array(prompt + tokens, np.int32)
+            made.append(self._fitting(TokenisedSample(whole, np.array(flags, bool))))
+        return made
+
+    def _ids(self, record: Mapping[str, Any], name: str) -> list[int]:
+        tokens = record.get(name)
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-            raise Wrong("wrong type", "token_ids must be a list of integers")
+            raise Wrong("wrong type", f"{name} must be a list of integers")
         if not tokens:
-            raise Wrong("empty", "token_ids")
+            raise Wrong("empty", name)
         if wrong := next((t for t in tokens if not 0 <= t < self._vocabulary), None):
             raise Wrong("unknown token", f"{wrong}; ids are 0 to {self._vocabulary - 1}")
+        return tokens
+
+    def _token_ids(self, record: dict[str, Any]) -> list[TokenisedSample]:
+        tokens, flags = self._ids(record, "token_ids"), record.get("trainable")
         if flags is None:
             return list(self._cut(np.array(tokens, np.int32)))
         if not isinstance(flags, list) or not all(flag in (0, 1) for flag in flags):

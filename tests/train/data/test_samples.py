@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import shutil
@@ -74,6 +75,29 @@ def test_token_ids_are_a_document_or_with_trainable_a_finished_sample(tmp_path: 
     assert samples[2].tokens.tolist() == [5, 6, 7]
     assert samples[2].trainable.tolist() == [False, True, True]
     assert not malformed
+
+
+def test_a_jobs_results_are_prompts_and_what_was_decoded(tmp_path: Path) -> None:
+    result = {"id": 1, "text": "x", "token_ids": [8, 9], "prompt_token_ids": [5, 6, 7]}
+    many = {**result, "samples": [{"token_ids": [8, 9]}, {"token_ids": [4]}]}
+    bad = [
+        {"id": 2, "error": "no", "line": 3},
+        {**result, "token_ids": []},
+        {**result, "prompt_token_ids": [10**6]},
+        {**result, "samples": [3]},
+    ]
+    path = write_jsonl(tmp_path / "a.jsonl", [result, many, *bad])
+    maker = SampleMaker(dataclasses.replace(MAKER.options, format="completions"))
+    samples, malformed, _ = made_of(path, maker)
+    assert [one.tokens.tolist() for one in samples] == [
+        [5, 6, 7, 8, 9],
+        [5, 6, 7, 8, 9],
+        [5, 6, 7, 4],
+    ]
+    assert samples[2].trainable.tolist() == [False, False, False, True]
+    assert [one.line for one in malformed] == [3, 4, 5, 6]
+    _, refused, _ = made_of(write_jsonl(tmp_path / "b.jsonl", [{"token_ids": [1], "samples": 0}]))
+    assert not refused
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
