@@ -3,28 +3,56 @@ from any place on."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
+import numpy as np
+
+from infer.job.prompt_record import (
+    KEYS,
+    PROMPT_KINDS,
+    BatchRecord,
+    Content,
+    RecordId,
+    checked_record,
+    is_envelope,
+    own_fields,
+    prepared_record,
+    record_fields,
+    record_id,
+)
+from infer.job.result_record import OUTPUT_KEYS, TooDeep, as_json, error_record, refuse_output_keys
 from wedlm_jax.errors import InputError, file_error
 from wedlm_jax.host.atomic import naming, writer_name
+from wedlm_jax.params import SamplingParams
+from wedlm_jax.records.columns import Columns
 from wedlm_jax.records.compressed import is_compressed, naming_damage, skip, unpacked
-from wedlm_jax.records.files import JSONL, PARQUET, FoundFiles, RecordFile, find_files, reading
+from wedlm_jax.records.files import (
+    JSONL,
+    PARQUET,
+    FoundFiles,
+    RecordFile,
+    file_size,
+    find_files,
+    reading,
+)
 from wedlm_jax.records.jsonl import Digest, read_lines
 from wedlm_jax.records.parquet import column_names, read_rows
 
-PROMPT_KINDS = ("prompt", "prompt_token_ids", "messages")
-FOR_TEMPLATE = ("tools", "chat_template_kwargs")
-KEYS = (*PROMPT_KINDS, "id", "sampling", "window_size", *FOR_TEMPLATE)
-"""Lists the keys of a record that mean something, in JSONL and in Parquet. All others are the
-user's own, which the output repeats."""
+if TYPE_CHECKING:
+    from wedlm_jax.generation import Prepared, Windowed
+    from wedlm_jax.llm import LLM
+
 
 ENDINGS = {".jsonl": JSONL, ".jsonl.gz": JSONL, ".jsonl.zst": JSONL, ".parquet": PARQUET}
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -32,9 +60,6 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 STANDARD_INPUT = "-"
 SPOOL = "spooled-"
 COPY_BYTES = 2**20
-
-Content = bytes | dict[str, Any] | None
-"""A line of JSONL, None if it is too long; or the columns of a Parquet row that have a value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,3 +233,327 @@ def _blocks(pipe: str) -> Iterator[bytes]:
 def _is_pipe(name: str) -> bool:
     path = Path(name)
     return name == STANDARD_INPUT or (path.exists() and not path.is_file() and not path.is_dir())
+
+
+TELL_EVERY = 2**18
+"""Records between two reports of progress."""
+
+MOST_OWN_KEYS = 100
+"""The most names of unknown keys that are remembered for the summary."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """Consecutive records that are written as one file.
+
+    Attributes:
+      number: from 0.
+      first: number of its first record in the whole input.
+      records: how many it has.
+      place: where its first record starts.
+    """
+
+    number: int
+    first: int
+    records: int
+    place: Place
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordIndex:
+    """Holds the result of the first pass over the input.
+
+    Attributes:
+      records: how many there are.
+      digest: of the files' contents, and of their names if there are several.
+      sizes: of the files, in bytes.
+      shard_size: records of a shard; the last may have fewer.
+      shards: in order.
+      repeated: int64 ``[R]``, sorted: numbers of records whose id an earlier one has.
+      originals: int64 ``[R]``: the numbers of these earlier ones.
+      own_keys: of records, which the output repeats; at most `MOST_OWN_KEYS`.
+    """
+
+    records: int
+    digest: str
+    sizes: tuple[int, ...]
+    shard_size: int
+    shards: tuple[Shard, ...]
+    repeated: np.ndarray
+    originals: np.ndarray
+    own_keys: tuple[str, ...] = ()
+
+    def original(self, number: int) -> int | None:
+        """Returns the number of the first record with the same id, None if it is this one."""
+        place = int(np.searchsorted(self.repeated, number))
+        if place < len(self.repeated) and self.repeated[place] == number:
+            return int(self.originals[place])
+        return None
+
+
+def build_index(
+    files: Sequence[RecordFile],
+    shard_size: int,
+    tell: Callable[[int], None] = lambda _: None,
+    columns: Columns | None = None,
+) -> RecordIndex:
+    """Reads the whole input once.
+
+    Args:
+      files: in the order of their records.
+      shard_size: records of a shard.
+      tell: called now and then with how many records have been read.
+      columns: where the output has columns, gets the types of the ids and of all own keys.
+
+    Raises:
+      InputError: a file cannot be read, or its first record has a key that the output has; or an
+        own key has values of which there is no column.
+    """
+    own_keys: dict[str, None] = {}
+    begins: list[Place] = []
+    ids = array("Q")
+    contents: list[list[str]] = []
+    sizes: list[int] = []
+    for number, file in enumerate(files):
+        digest = hashlib.sha256()
+        sizes.append(file_size(file))
+        for at, line, claim in _claims(file, digest, ids, own_keys, columns):
+            if len(ids) % shard_size == 0:
+                begins.append(Place(number, at, line))
+            ids.append(_id_digest(claim))
+            if len(ids) % TELL_EVERY == 0:
+                tell(len(ids))
+        name = file.name if len(files) > 1 else ""
+        contents.append([name, file.kind, digest.hexdigest()])
+    shards = tuple(
+        Shard(k, k * shard_size, min(shard_size, len(ids) - k * shard_size), place)
+        for k, place in enumerate(begins)
+    )
+    whole = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
+    repeated, originals = _repeated(np.array(ids, np.uint64))
+    return RecordIndex(
+        *(len(ids), whole, tuple(sizes), shard_size, shards),
+        *(repeated, originals, tuple(own_keys)),
+    )
+
+
+def _claims(
+    file: RecordFile,
+    digest: Digest,
+    ids: Sequence[int],
+    own_keys: dict[str, None],
+    columns: Columns | None,
+) -> Iterator[tuple[int, int, tuple[str, Any]]]:
+    """Yields offset, line and claimed id of each record; notes the keys of their own.
+
+    A record claims the id that it has, or its number if it is an object without one, whatever else
+    may be wrong with it. Anything else claims an id that no other record can have.
+    """
+
+    def note(own: Collection[str], first: bool, where: str) -> None:
+        if first:  # what it has, the others will have, too
+            try:
+                refuse_output_keys(own)
+            except InputError as error:
+                raise InputError(f"{file.shown}{where}: {error}") from None
+        if len(own_keys) < MOST_OWN_KEYS:
+            own_keys.update(dict.fromkeys(key for key in own if key not in OUTPUT_KEYS))
+
+    def claim(fields: Mapping[str, Any] | None) -> tuple[str, Any]:
+        number = len(ids)
+        try:
+            return ("none", number) if fields is None else ("id", record_id(fields, number))
+        except InputError:
+            return "none", number
+
+    def note_types(fields: Mapping[str, Any], name: tuple[str, Any], where: str) -> None:
+        if columns is None:
+            return
+        if is_envelope(fields):
+            raise InputError(
+                f"{where}: records in the form of OpenAI's batch files are answered in that form, "
+                "which has no columns; give --output a .jsonl file"
+            )
+        own = {} if file.kind == PARQUET else own_fields(fields)
+        with contextlib.suppress(TooDeep):  # a bad record, of which nothing is passed on
+            values = {key: as_json(value) for key, value in own.items() if key not in OUTPUT_KEYS}
+            columns.add(values | ({"id": name[1]} if name[0] == "id" else {}), where)
+
+    if file.kind == PARQUET:
+        names = [name for name in column_names(file.path, file.shown) if name not in KEYS]
+        note(names, True, "")
+        if columns is not None:
+            columns.add_file(file.path, file.shown, names)
+    first = True
+    for at, line, content in read_for_ids(file, digest):
+        fields = _fields(content)
+        if fields is not None and file.kind != PARQUET:
+            note(own_fields(fields), first, f" line {line}")
+        name = claim(fields)
+        if fields is not None:
+            note_types(fields, name, f"{file.shown} line {line}")
+        yield at, line, name
+        first = False
+
+
+def _fields(content: Content) -> Mapping[str, Any] | None:
+    try:
+        return record_fields(content)
+    except InputError:
+        return None
+
+
+def _id_digest(claim: tuple[str, Any]) -> int:
+    """Hashes an id to 64 bits: among ten million ids two collide once in 370,000 jobs."""
+    text = json.dumps(claim).encode("ascii")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def _repeated(digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the sorted numbers of records whose digest an earlier one has, and the numbers of the
+    first of these."""
+    order = np.argsort(digests, kind="stable")
+    ranked = digests[order]
+    again = np.zeros(len(order), bool)
+    again[1:] = ranked[1:] == ranked[:-1]
+    # A stable sort keeps equal digests in the order of their records, so each run of equal ones
+    # starts with the first.
+    run = np.maximum.accumulate(np.where(again, 0, np.arange(len(order))))
+    repeated, originals = order[again], order[run[again]]
+    by_row = np.argsort(repeated)
+    return repeated[by_row], originals[by_row]
+
+
+Own: TypeAlias = Mapping[str, Any] | BatchRecord
+"""What a record's result has besides: keys of its own, or the envelope that it came in."""
+
+
+class BadPrompt(Exception):
+    """A record that cannot be decoded.
+
+    Attributes:
+      id: its id, None if none could be read.
+      reason: what is wrong with it.
+      own: its own keys, for the output.
+    """
+
+    def __init__(self, name: RecordId | None, reason: str, own: Own):
+        super().__init__(reason)
+        self.id, self.reason, self.own = name, reason, own
+
+
+class PreparedRecord(NamedTuple):
+    """A record that can be decoded.
+
+    Attributes:
+      id: of the result.
+      own: keys of its own, for the output.
+      prompt: what the engine gets.
+    """
+
+    id: RecordId
+    own: Own
+    prompt: Prepared | Windowed
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Reads and checks the records of a job when their shard is decoded.
+
+    Attributes:
+      files: of the input, in order.
+      index: of their records.
+      params: of records that do not have their own.
+      chat: whether a text is a user's message, for the chat template.
+    """
+
+    files: tuple[RecordFile, ...]
+    index: RecordIndex
+    params: SamplingParams
+    chat: bool
+    _reading: dict[str, Any] = dataclasses.field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+    """Where the last shard was read to: ``records``, which go on with ``next`` in ``file``."""
+
+    def records(self, shard: Shard) -> Iterator[tuple[int, Place, Content]]:
+        """Yields number, place and content of each record of a shard.
+
+        Raises:
+          InputError: the input has changed since it was indexed.
+        """
+        number, file = shard.first, self.files[shard.place.file]
+        if file_size(file) == self.index.sizes[shard.place.file]:
+            for place, content in itertools.islice(self._from(shard), shard.records):
+                self._reading["next"] = number + 1
+                yield number, place, content
+                number += 1
+        if number != shard.first + shard.records:
+            raise InputError(f"{file.shown}: has changed while the job was running")
+
+    def _from(self, shard: Shard) -> Iterator[tuple[Place, Content]]:
+        """Yields records from the first of a shard on; goes on where the last shard ended, if it
+        can, as a place in a compressed file, or in a row group, is only found from its start."""
+        before, file = self._reading.get("next", -1), shard.place.file
+        packed = is_compressed(self.files[file].path) and self._reading.get("file") == file
+        if 0 <= before <= shard.first and (before == shard.first or packed):
+            records = self._reading["records"]
+            collections.deque(itertools.islice(records, shard.first - before), maxlen=0)
+        else:
+            records = read_from(self.files, shard.place)
+        self._reading.update(records=records, next=shard.first, file=file)
+        return cast(Iterator[tuple[Place, Content]], records)
+
+    def prepare(self, llm: LLM, number: int, content: Content) -> PreparedRecord:
+        """Checks a record, and returns its prompt as the engine takes it.
+
+        Raises:
+          BadPrompt: it cannot be decoded.
+        """
+        name: RecordId | None = None
+        own: Own = {}
+        try:
+            fields = record_fields(content)
+            if is_envelope(fields):
+                own = BatchRecord(fields)
+                name = record_id(fields, number)
+            else:
+                name = record_id(fields, number)
+                own = as_json(own_fields(fields))
+            if (original := self.index.original(number)) is not None:
+                raise InputError(
+                    f"duplicate id: record {original + 1} has it (one without an id has its "
+                    "number, from 1, as id)"
+                )
+            if isinstance(own, BatchRecord):
+                record = own.checked(self.params)
+            else:
+                refuse_output_keys(own)
+                record = checked_record(fields, name, self.params)
+            prompt = prepared_record(llm, record, chat=self.chat)
+            if isinstance(own, BatchRecord):
+                own.prepared(llm, prompt)
+            return PreparedRecord(name, own, prompt)
+        except InputError as error:
+            raise BadPrompt(name, str(error), own) from error
+
+    def check_all(self, llm: LLM) -> None:
+        """Prepares every record, and keeps none.
+
+        Raises:
+          InputError: naming the file and the first line that cannot be decoded, and why.
+        """
+        for shard in self.index.shards:
+            for number, place, content in self.records(shard):
+                try:
+                    self.prepare(llm, number, content)
+                except BadPrompt as bad:
+                    raise InputError(f"{self.shown(place)}: {bad.reason}") from None
+
+    def shown(self, place: Place) -> str:
+        """Returns what messages call the place of a record: its file and line."""
+        return f"{self.files[place.file].shown} line {place.line}"
+
+    def error_record(self, bad: BadPrompt, place: Place) -> dict[str, Any]:
+        file = self.files[place.file].name if len(self.files) > 1 else None
+        return error_record(bad.id, bad.reason, place.line, file, bad.own)

@@ -4,25 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import io
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from infer.job.counts import Counts, JobProgress
-from infer.job.finish import finish, finished_before, shards_finished
-from infer.job.graceful_stop import GRACE_SECONDS, GracefulStop, JobStopped
-from infer.job.host_share import JobShare
-from infer.job.identity import Identity, identity_of
-from infer.job.input import find_input, spool
-from infer.job.output import Output, find_output
+from infer.job.input import (
+    COPY_BYTES,
+    SPOOL,
+    RecordIndex,
+    Source,
+    Workload,
+    build_index,
+    find_input,
+    spool,
+)
 from infer.job.prompt_record import hint_of
-from infer.job.record_index import RecordIndex, build_index
-from infer.job.shard_decoder import NotEnoughMemory
-from infer.job.shard_folder import ShardFolder, check_file_is_new, read_job
-from infer.job.workload import Workload
+from infer.job.result_record import Counts, writable, write_results
+from infer.job.shard_decoder import (
+    GRACE_SECONDS,
+    GracefulStop,
+    JobProgress,
+    JobShare,
+    JobStopped,
+    NotEnoughMemory,
+)
+from infer.job.shard_folder import (
+    STATS,
+    Identity,
+    ShardFolder,
+    check_file_is_new,
+    identity_of,
+    read_job,
+)
 from wedlm_jax.errors import (
     BAD_DATA,
     TERMINATED,
@@ -33,12 +52,15 @@ from wedlm_jax.errors import (
     exit_status,
     shortened,
 )
+from wedlm_jax.host.atomic import naming, write_json, written_beside
 from wedlm_jax.host.processes import Host
 from wedlm_jax.records.columns import Columns
+from wedlm_jax.records.parquet import require_pyarrow
 
 if TYPE_CHECKING:
     from wedlm_jax.llm import LLM
     from wedlm_jax.params import SamplingParams
+
 
 SHARD_SIZE = 1000
 
@@ -60,7 +82,7 @@ class JobOptions:
       fail_fast: whether the first bad record refuses the job.
       overwrite: whether records of another job in the same output may be deleted.
       grace: seconds after SIGTERM for running sequences.
-      max_errors: bad records that do not end the run; None as `infer.job.counts.ErrorLimit`.
+      max_errors: bad records that do not end the run; None as `infer.job.result_record.ErrorLimit`.
     """
 
     inputs: tuple[str, ...]
@@ -295,3 +317,197 @@ def summary(output: Output, counts: Counts, progress: JobProgress) -> str:
         f"{progress.seconds:.1f} s ({progress.speed()}), "
         f"after {progress.compile_seconds:.1f} s of compiling"
     )
+
+
+SHARDS_SUFFIX = ".shards"
+JSONL, PARQUET = ".jsonl", ".parquet"
+OTHER_FILES = (".json", ".txt", ".csv", ".tsv", ".gz", ".zst")
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """Holds what ``--output`` names.
+
+    Attributes:
+      shown: as the user named it.
+      folder: of the shards.
+      file: into which all records are merged; None if the folder itself is the output.
+    """
+
+    shown: str
+    folder: Path
+    file: Path | None
+
+    @property
+    def is_parquet(self) -> bool:
+        return self.file is not None and self.file.suffix.lower() == PARQUET
+
+    def absolute(self) -> Output:
+        """Returns the same output with absolute paths."""
+        file = None if self.file is None else self.file.absolute()
+        return dataclasses.replace(self, folder=self.folder.absolute(), file=file)
+
+
+def find_output(name: str, source: Source) -> Output:
+    """Finds out what a path means: a file if it ends in .jsonl or .parquet, otherwise a folder.
+
+    Raises:
+      InputError: it cannot be written, or would overwrite the input; or pyarrow is missing.
+    """
+    path = Path(name)
+    if path.suffix.lower() in OTHER_FILES:
+        raise InputError(f"{path}: expected a folder, or a .jsonl or .parquet file, as output")
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"{path}: no such folder, {path.parent}")
+    if path.suffix.lower() in (JSONL, PARQUET):
+        if path.exists() and not path.is_file():
+            raise InputError(f"{path}: exists and is not a file")
+        if path.suffix.lower() == PARQUET:
+            require_pyarrow()
+        output = Output(name, path.with_name(path.name + SHARDS_SUFFIX), path)
+    else:
+        output = Output(name, path, None)
+    if output.folder.exists() and not output.folder.is_dir():
+        raise InputError(f"{output.folder}: is a file; the output needs a folder of this name")
+    _check_apart(output, source)
+    return output
+
+
+def _check_apart(output: Output, source: Source) -> None:
+    for file in source.files:
+        if output.file is not None and output.file.exists() and output.file.samefile(file.path):
+            raise InputError(f"{output.file}: input and output are the same file")
+        inside = output.folder.resolve() in file.path.resolve().parents
+        if inside and not file.path.name.startswith(SPOOL):
+            raise InputError(f"{file.shown}: the input is inside the output folder")
+    for path in (output.file, output.folder):
+        for folder in source.folders:
+            if path is not None and folder.resolve() in (path.resolve(), *path.resolve().parents):
+                raise InputError(f"{path}: the output is inside the input folder {folder}")
+
+
+def finish(
+    folder: ShardFolder,
+    output: Path | None,
+    run: dict[str, Any],
+    columns: Columns | None = None,
+) -> Counts:
+    """Finishes a job whose shards are all there. Doing it twice does no harm.
+
+    Args:
+      output: a file for all records, which replaces the shards; None keeps them.
+      run: what `STATS` says about the run that finished the job.
+      columns: of ids and own keys where the file is Parquet; None for JSONL.
+
+    Returns:
+      sums over all records.
+
+    Raises:
+      InputError: a shard is not what its manifest says, or the output cannot be written.
+    """
+    manifests = list(folder.manifests())
+    counts = _sum(manifests)
+    folder.make_parts()
+    stats: dict[str, Any] = {
+        **counts.as_json(),
+        "tokens_per_forward": round(counts.tokens_per_forward, 4),
+        "p_cache": round(counts.p_cache, 4),
+        "shards": len(manifests),
+        "last_run": run,
+    }
+    if output is not None:
+        stats["output"] = _put_together(folder, manifests, output, columns)
+    write_json(folder.folder / STATS, stats, folder.folder)
+    if output is not None:
+        folder.drop_shards()
+    else:
+        folder.drop_parts()
+    return counts
+
+
+def shards_finished(folder: ShardFolder) -> Counts | None:
+    """Returns the sums over all records if a job without an output file is finished.
+
+    Raises:
+      InputError: a shard is not what its manifest says.
+    """
+    try:
+        stats = json.loads((folder.folder / STATS).read_bytes())
+        before = {name: stats[name] for name in Counts().as_json()}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if len(folder.finished()) < len(folder.shards):
+        return None
+    counts = _sum(folder.manifests())
+    return counts if counts.as_json() == before else None
+
+
+def _sum(manifests: Iterable[dict[str, Any]]) -> Counts:
+    return sum((Counts(**manifest["counts"]) for manifest in manifests), Counts())
+
+
+def finished_before(folder: ShardFolder, output: Path | None) -> Counts | None:
+    """Returns the sums over all records if the job is finished and its output file is still
+    there."""
+    try:
+        stats = json.loads((folder.folder / STATS).read_bytes())
+        if output is not None and output.stat().st_size == stats["output"]["bytes"]:
+            return Counts(**{name: stats[name] for name in Counts().as_json()})
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not finished, or its files are gone: then the records are decoded again
+    return None
+
+
+def _put_together(
+    folder: ShardFolder,
+    manifests: list[dict[str, Any]],
+    output: Path,
+    columns: Columns | None,
+) -> dict[str, Any]:
+    """Writes all records into one file; returns its name, size and digest."""
+    with written_beside(output, folder.parts) as out:
+        digested, blocks = _Digested(out), _blocks(folder, manifests)
+        if columns is None:
+            for block in blocks:
+                digested.write(block)
+        else:
+            write_results(digested, blocks, columns)
+    whole = digested.digest.hexdigest()
+    return {"name": writable(output.name), "bytes": digested.size, "sha256": whole}
+
+
+def _blocks(folder: ShardFolder, manifests: list[dict[str, Any]]) -> Iterator[bytes]:
+    """Yields the shards' contents in order, each ending with a newline.
+
+    Raises:
+      InputError: one is not what its manifest says.
+    """
+    for shard, manifest in zip(folder.shards, manifests, strict=True):
+        path, digest = folder.data_path(shard), hashlib.sha256()
+        with naming(path), path.open("rb") as records:
+            while block := records.read(COPY_BYTES):
+                digest.update(block)
+                yield block
+        if digest.hexdigest() != manifest["sha256"]:
+            raise InputError(
+                f"{path}: does not match {folder.manifest_path(shard).name}; remove both, and "
+                "run the same command again"
+            )
+
+
+class _Digested(io.RawIOBase):
+    """A file of which size and digest are taken while it is written."""
+
+    def __init__(self, file: IO[bytes]):
+        self._file, self.size, self.digest = file, 0, hashlib.sha256()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        self.digest.update(data)
+        self.size += self._file.write(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self.size

@@ -13,16 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infer.job.counts import Counts, ErrorLimit, JobProgress
-from infer.job.finish import finished_before
-from infer.job.graceful_stop import GracefulStop
-from infer.job.identity import Identity, identity_of
-from infer.job.job import Job
-from infer.job.output import Output
-from infer.job.record_index import Shard
-from infer.job.shard_decoder import ShardDecoder
-from infer.job.shard_folder import ShardFolder, finished_shards, read_job
-from infer.job.workload import Workload
+from infer.job.input import Shard, Workload
+from infer.job.job import Job, Output, finished_before
+from infer.job.result_record import Counts
+from infer.job.shard_decoder import ErrorLimit, GracefulStop, JobProgress, ShardDecoder
+from infer.job.shard_folder import Identity, ShardFolder, finished_shards, identity_of, read_job
 from wedlm_jax.errors import (
     BadData,
     InputError,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import datetime
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from infer.job.openai_record import BatchRecord
+from infer.job.prompt_record import BatchRecord
+from wedlm_jax.completion import Drafts
 from wedlm_jax.errors import InputError
+from wedlm_jax.records.columns import GROUP_ROWS, Columns, Sink, storable, write_rows
 
 if TYPE_CHECKING:
     from infer.job.prompt_record import RecordId
@@ -149,3 +152,146 @@ def as_json(value: Any, depth: int = 0) -> Any:
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
+
+
+@dataclasses.dataclass
+class Counts:
+    """Sums over records of the output; the numbers of decoding are of records without an error,
+    all samples of each. Manifests and `stats.json` hold them under these names.
+
+    Attributes:
+      rows: records.
+      error_rows: of these, records with an error in the place of a result.
+      mask_drafts, lookup_drafts: that were checked, by where they came from; and of these, those
+        that were accepted.
+    """
+
+    rows: int = 0
+    error_rows: int = 0
+    tokens: int = 0
+    num_forwards: int = 0
+    num_token_instances: int = 0
+    mask_drafts: int = 0
+    mask_drafts_accepted: int = 0
+    lookup_drafts: int = 0
+    lookup_drafts_accepted: int = 0
+
+    def count(self, record: dict[str, Any]) -> None:
+        self.rows += 1
+        if "custom_id" in record and "response" in record:  # the form of OpenAI's batch files
+            self._count_answer(record["response"])
+            return
+        if "error" in record:
+            self.error_rows += 1
+            return
+        for sample in record.get("samples", [record]):
+            self.tokens += len(sample["token_ids"])
+            self._count_decoding(sample)
+
+    def _count_answer(self, response: dict[str, Any]) -> None:
+        if response["status_code"] != 200:
+            self.error_rows += 1
+            return
+        usage = response["body"]["usage"]
+        self.tokens += usage["completion_tokens"]
+        self._count_decoding(usage)
+
+    def _count_decoding(self, of: dict[str, Any]) -> None:
+        self.num_forwards += of["num_forwards"]
+        self.num_token_instances += of["num_token_instances"]
+        drafts = of["drafts"]
+        self.mask_drafts += drafts["masks"]
+        self.mask_drafts_accepted += drafts["masks_accepted"]
+        self.lookup_drafts += drafts["lookup"]
+        self.lookup_drafts_accepted += drafts["lookup_accepted"]
+
+    def __add__(self, other: Counts) -> Counts:
+        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
+        return Counts(*(a + b for a, b in zip(mine, theirs, strict=True)))
+
+    def as_json(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+    @property
+    def all_bad(self) -> bool:
+        return 0 < self.rows == self.error_rows
+
+    @property
+    def tokens_per_forward(self) -> float:
+        return self.tokens / max(self.num_forwards, 1)
+
+    @property
+    def p_cache(self) -> float:
+        return self.tokens / max(self.num_token_instances, 1)
+
+
+GROUP_BYTES = 16 * 2**20
+"""Bytes of results, as JSON, that make a row group of fewer than `GROUP_ROWS` rows: a group is in
+memory as a whole."""
+
+
+def write_results(sink: Sink, blocks: Iterable[bytes], columns: Columns) -> None:
+    """Writes the results, which come as blocks of lines of JSON.
+
+    The columns of results are there in every file, whether any record has a value or none has.
+
+    Args:
+      columns: the types of the ids and of the own keys.
+    """
+    types = {name: storable(kind) for name, kind in columns.types.items()}
+    mine = {**_result_types(), **({"id": types["id"]} if "id" in types else {})}
+    write_rows(sink, _groups(blocks), {**mine, **types})
+
+
+def _result_types() -> dict[str, Any]:
+    import pyarrow as pa
+
+    pair = pa.struct([("token_id", pa.int32()), ("logprob", pa.float64())])
+    token = pa.struct([("logprob", pa.float64()), ("top", pa.list_(pair))])
+    sample = {
+        "text": pa.string(),
+        "token_ids": pa.list_(pa.int32()),
+        "finish_reason": pa.string(),
+        "num_forwards": pa.int64(),
+        "num_token_instances": pa.int64(),
+        "drafts": pa.struct([(name, pa.int64()) for name in Drafts._fields]),
+        "logprobs": pa.list_(token),
+    }
+    types = {
+        "id": pa.int64(),
+        **sample,
+        "samples": pa.list_(pa.struct(list(sample.items()))),
+        "error": pa.string(),
+        "line": pa.int64(),
+        "file": pa.string(),
+    }
+    assert tuple(types) == OUTPUT_KEYS
+    return types
+
+
+def _groups(blocks: Iterable[bytes]) -> Iterator[list[dict[str, Any]]]:
+    rows: list[dict[str, Any]] = []
+    size = 0
+    for line in _lines(blocks):
+        rows.append(_row(json.loads(line)))
+        size += len(line)
+        if len(rows) == GROUP_ROWS or size >= GROUP_BYTES:
+            yield rows
+            rows, size = [], 0
+    if rows:
+        yield rows
+
+
+def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    rest = b""
+    for block in blocks:
+        *lines, rest = (rest + block).split(b"\n")
+        yield from lines
+
+
+def _row(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns the record with (token id, log-probability) pairs as structs of named fields."""
+    for sample in (record, *record.get("samples", ())):
+        for token in sample.get("logprobs") or ():
+            token["top"] = [{"token_id": id_, "logprob": value} for id_, value in token["top"]]
+    return record

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import math
+import os
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from infer.job.counts import Counts, ErrorLimit
-from infer.job.graceful_stop import GracefulStop
-from infer.job.input import Place
+from rich.console import Console
+
+from infer.job.input import BadPrompt, Own, Place, Shard, Workload
 from infer.job.part_file import InUse, PartFile, allow_open_files
 from infer.job.prompt_record import RecordId
-from infer.job.record_index import Shard
-from infer.job.result_record import result_record
+from infer.job.result_record import Counts, result_record
 from infer.job.shard_folder import ShardFolder
-from infer.job.workload import BadPrompt, Own, Workload
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import TERMINATED, BadData, InputError, counted
+from wedlm_jax.host.processes import Host
+from wedlm_jax.host.progress import Progress, ProgressBar
+from wedlm_jax.host.signals import StopRequest
 
 if TYPE_CHECKING:
     from wedlm_jax.completion import Completion
@@ -196,3 +201,230 @@ class ShardDecoder:
         if part.is_whole and shard.number in self._open:
             self._folder.seal(shard, part)
             del self._open[shard.number]
+
+
+GRACE_SECONDS = 20.0
+"""Kubernetes sends SIGKILL 30 seconds after SIGTERM."""
+
+
+class JobStopped(BaseException):
+    """The job stops on request. As for Ctrl-C, not an `Exception`: error handlers let it pass."""
+
+
+class GracefulStop(StopRequest):
+    """Notes SIGTERM, and gives running sequences time to finish.
+
+    Outside of `finishing` there is nothing to finish, and the job stops at once, by `JobStopped`.
+    Inside, no new prompts are started, and running ones have ``grace`` seconds. A second SIGTERM
+    ends the process immediately.
+
+    Args:
+      grace: seconds.
+    """
+
+    def __init__(self, grace: float = GRACE_SECONDS):
+        super().__init__()
+        self._grace, self._deadline, self._finishing = grace, 0.0, False
+
+    @contextlib.contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Marks a block that has something to finish, and that checks ``requested`` and `check`."""
+        self._finishing = True
+        try:
+            yield
+        finally:
+            self._finishing = False
+
+    def check(self) -> None:
+        """Raises `JobStopped` once the grace period is over; to be called regularly."""
+        if self.requested and time.monotonic() >= self._deadline:
+            raise JobStopped
+
+    def note(self) -> None:
+        """Notes that SIGTERM has arrived."""
+        if self.requested:
+            os._exit(TERMINATED)
+        self.requested, self._deadline = True, time.monotonic() + self._grace
+        if not self._finishing:
+            raise JobStopped
+
+
+FIRST_RECORDS = 1000
+"""A job without its own limit ends if its first records, this many, are all bad."""
+
+
+@dataclasses.dataclass
+class ErrorLimit:
+    """Says how many bad records end a run.
+
+    Attributes:
+      most: so many may be bad. None: any number, unless they are the first `FIRST_RECORDS`.
+      fresh: whether the run begins with its first records: none are kept of an earlier one.
+    """
+
+    most: int | None = None
+    fresh: bool = True
+
+    def check(self, counts: Counts, example: str, under_way: bool = False) -> None:
+        """Ends the run if too many of its records are bad.
+
+        Args:
+          counts: of the run.
+          example: what is wrong with one of them.
+          under_way: whether others are being decoded, and so are good.
+
+        Raises:
+          BadData: saying how many.
+        """
+        bad = counts.error_rows
+        if self.most is not None:
+            if bad > self.most:
+                most = f"more than --max-errors {self.most}"
+                raise BadData(f"{bad:,} records are bad, {most}, such as {example}")
+        elif self.fresh and not under_way and counts.all_bad and bad >= FIRST_RECORDS:
+            raise BadData(f"all of the first {bad:,} records are bad, such as {example}")
+
+
+@dataclasses.dataclass(frozen=True)
+class JobProgress:
+    """A job at one moment; all but ``done`` and ``earlier`` are of this run alone.
+
+    Attributes:
+      done: records finished, those of earlier runs and of other processes included.
+      earlier: finished by earlier runs.
+      total: records that this process has to see to.
+      tokens, forwards: of finished and running sequences.
+      finished: sums over finished records.
+      seconds: wall-clock since decoding began, without compilation.
+      compile_seconds: that.
+      first_bad: where the first bad record is, and what is wrong with it; empty if there is none.
+    """
+
+    done: int
+    earlier: int
+    total: int
+    tokens: int
+    forwards: int
+    finished: Counts
+    seconds: float
+    compile_seconds: float
+    first_bad: str = ""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / max(self.seconds, 1e-9)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        return self.tokens / max(self.forwards, 1)
+
+    @property
+    def seconds_left(self) -> float:
+        """If the remaining records take as long as those that were finished during this run, also
+        by other processes; infinite before the first."""
+        finished = self.done - self.earlier
+        return self.seconds * (self.total - self.done) / finished if finished else math.inf
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns what `stats.json` says of a run."""
+        return {
+            **self.finished.as_json(),
+            "seconds": round(self.seconds, 2),
+            "compile_seconds": round(self.compile_seconds, 2),
+            "tokens_per_second": round(self.tokens_per_second, 1),
+        }
+
+    def speed(self) -> str:
+        """Returns the speed in words; p_cache is of finished records, and absent before the
+        first."""
+        known = self.finished.num_token_instances > 0
+        return (
+            f"{self.tokens_per_second:,.0f} tokens/s, "
+            f"{self.tokens_per_forward:.2f} tokens per forward"
+            + (f", p_cache {self.finished.p_cache:.2f}" if known else "")
+        )
+
+    def show(self, bar: ProgressBar, meanwhile: str | None = None) -> None:
+        """Moves the bar of the job here.
+
+        Args:
+          meanwhile: what goes on in the place of decoding, such as compiling.
+        """
+        bad = self.finished.error_rows
+        text = meanwhile or self.speed()
+        bar.update(
+            self.done,
+            total=self.total,
+            text=f"{bad:,} bad, {text}" if bad else text,
+            seconds_left=self.seconds_left,
+        )
+
+
+class JobShare:
+    """Decodes the unfinished shards of one host.
+
+    Args:
+      host: this one of the processes that share the job.
+      most_errors: bad records that do not end the run; None as `ErrorLimit`.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        workload: Workload,
+        folder: ShardFolder,
+        host: Host,
+        stop: GracefulStop,
+        most_errors: int | None,
+    ):
+        self._llm, self._folder, self._stop = llm, folder, stop
+        self._shards = [s for s in folder.shards if s.number % host.count == host.index]
+        self._total = sum(shard.records for shard in self._shards)
+        done = folder.finished()
+        self._missing = [shard for shard in self._shards if shard.number not in done]
+        self._finished = self._total - sum(shard.records for shard in self._missing)
+        limit = ErrorLimit(most_errors, fresh=not self._finished)
+        self._decoder = ShardDecoder(llm, workload, folder, stop, limit)
+        self._decoding: Progress | None = None
+        self._compiled, self._started = llm.engine.compile_seconds, time.monotonic()
+
+    def decode(self, console: Console) -> None:
+        """Decodes what is missing and shows progress; raises what `ShardDecoder.run` does."""
+        if left := self._total - self._folder.kept_records(self._shards):
+            console.print(
+                f"{counted(left, 'record')} to decode, "
+                f"{self._llm.engine.settings.sequences} at a time; "
+                "programs are compiled when they are first needed",
+                markup=False,
+            )
+        self._compiled, self._started = self._llm.engine.compile_seconds, time.monotonic()
+        bar = ProgressBar("records", done=self._finished, console=console)
+        with self._stop.finishing(), bar:
+
+            def tell(now: Progress) -> None:
+                self._decoding = now
+                self.progress().show(bar)
+
+            self._llm.engine.device.programs.while_busy = bar.while_busy
+            self._decoder.run(self._missing, tell)
+
+    def is_short(self) -> bool:
+        """Tells whether shards of this host are not finished."""
+        return not all(map(self._folder.is_finished, self._missing))
+
+    def progress(self) -> JobProgress:
+        """Returns how far this process is."""
+        now, counts = self._decoding, self._decoder.counts
+        compiling = self._llm.engine.compile_seconds - self._compiled
+        earlier = self._finished + self._decoder.earlier
+        return JobProgress(
+            done=earlier + self._decoder.elsewhere + counts.rows,
+            earlier=earlier,
+            total=self._total,
+            tokens=now.tokens if now else 0,
+            forwards=now.forwards if now else 0,
+            finished=counts,
+            seconds=time.monotonic() - self._started - compiling,
+            compile_seconds=compiling,
+            first_bad=self._decoder.first_bad,
+        )

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from infer import generate
-from infer.job.graceful_stop import GRACE_SECONDS
 from infer.job.job import SHARD_SIZE
+from infer.job.shard_decoder import GRACE_SECONDS
 from wedlm_jax.__main__ import main
 from wedlm_jax.attention.ragged import RAGGED_BACKENDS
 from wedlm_jax.engine.config import DEFAULT_WINDOW

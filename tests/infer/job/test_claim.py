@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 import infer.job.shard_folder
-from infer.job.identity import Identity
+from infer.job.input import Shard
 from infer.job.part_file import InUse
-from infer.job.record_index import Shard
-from infer.job.shard_folder import JOB, ShardFolder
+from infer.job.shard_folder import JOB, Identity, ShardFolder
 from tests.infer.job.job_examples import read_json, results, run, stop_after, words, write
 from wedlm_jax.errors import InputError
 

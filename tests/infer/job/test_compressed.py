@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from infer.job import workload
+from infer.job import input as job_input
 from tests.infer.job.job_examples import contents, lines, results, run, stop_after, words
 
 RECORDS = [{"id": f"r{i}", **one} for i, one in enumerate(words(23))]
@@ -53,13 +53,13 @@ def test_a_file_is_unpacked_once_for_all_shards_of_a_host(
     work: Path, model: Path, quick: None, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, opened = write_packed("gz"), list[Any]()
-    read = workload.read_from
+    read = job_input.read_from
 
     def noting(*arguments: Any) -> Any:
         opened.append(arguments)
         return read(*arguments)
 
-    monkeypatch.setattr(workload, "read_from", noting)
+    monkeypatch.setattr(job_input, "read_from", noting)
     run(model, "--shard-size", "2", "--num-hosts", "2", "--host-id", host, input=name, output="out")
     assert len(opened) == 1
 

@@ -7,7 +7,8 @@ import math
 
 from rich.console import Console
 
-from infer.job.counts import Counts, JobProgress
+from infer.job.result_record import Counts
+from infer.job.shard_decoder import JobProgress
 from wedlm_jax.host.progress import ProgressBar
 
 DONE = Counts(rows=40, error_rows=3, tokens=700, num_forwards=180, num_token_instances=2800)

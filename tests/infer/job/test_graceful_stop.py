@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from infer.job.graceful_stop import GracefulStop, JobStopped
+from infer.job.shard_decoder import GracefulStop, JobStopped
 
 
 def ask() -> None:
@@ -24,7 +24,7 @@ def test_with_nothing_to_finish_it_ends_there() -> None:
 
 def test_with_something_to_finish_it_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 50.0
-    monkeypatch.setattr("infer.job.graceful_stop.time.monotonic", lambda: now)
+    monkeypatch.setattr("infer.job.shard_decoder.time.monotonic", lambda: now)
     with GracefulStop(grace=20) as stop, stop.finishing():
         stop.check()
         ask()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from infer.job.counts import JobProgress
+from infer.job.shard_decoder import JobProgress
 from infer.job.shard_folder import ShardFolder
 from tests.infer.job.job_examples import contents, read_json, results, run, stop_after, words, write
 

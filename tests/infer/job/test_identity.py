@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from infer.job.identity import Identity, folder_digest
 from infer.job.part_file import FORMAT
+from infer.job.shard_folder import Identity, folder_digest
 
 JOB = Identity("i", "c", {"chat": False, "params": {"stop": ("a",), "seed": 0}}, 1000, 5)
 
@@ -44,9 +44,9 @@ def test_checkpoint_may_be_moved_but_not_changed(model: Path, tmp_path: Path) ->
 def test_large_checkpoints_are_sampled_to_both_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infer.job.identity.WHOLE_FILE", 100)
-    monkeypatch.setattr("infer.job.identity.SAMPLES", 4)
-    monkeypatch.setattr("infer.job.identity.SAMPLE_SIZE", 8)
+    monkeypatch.setattr("infer.job.shard_folder.WHOLE_FILE", 100)
+    monkeypatch.setattr("infer.job.shard_folder.SAMPLES", 4)
+    monkeypatch.setattr("infer.job.shard_folder.SAMPLE_SIZE", 8)
     path = tmp_path / "model.safetensors"
 
     def digest(place: int | None) -> str:

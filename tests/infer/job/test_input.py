@@ -104,7 +104,7 @@ def test_a_pipe_is_kept_until_the_job_ends(
 
     with monkeypatch.context() as patch:
         patch.setattr(
-            "infer.job.host_share.JobShare.decode",
+            "infer.job.shard_decoder.JobShare.decode",
             lambda *_: (_ for _ in ()).throw(KeyboardInterrupt),
         )
         assert piped() == 130

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infer.job import counts
+from infer.job import shard_decoder
 from infer.job.shard_folder import STATS
 from tests.infer.job.job_examples import contents, results, run, words, write
 from wedlm_jax.errors import BAD_DATA
@@ -14,7 +14,7 @@ from wedlm_jax.errors import BAD_DATA
 
 @pytest.fixture(autouse=True)
 def _few_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counts, "FIRST_RECORDS", 10)
+    monkeypatch.setattr(shard_decoder, "FIRST_RECORDS", 10)
 
 
 BAD = [{"prompt": 5}]

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from infer.job import parquet_file
+from infer.job import result_record
 from infer.job.result_record import OUTPUT_KEYS
 from tests.infer.job.job_examples import read_json, results, run, stop_after, words, write
 from wedlm_jax.errors import BAD_DATA
@@ -37,7 +37,7 @@ def as_jsonl(row: dict[str, Any]) -> dict[str, Any]:
 def test_a_file_has_what_jsonl_has_in_typed_columns(
     work: Path, model: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parquet_file, "GROUP_ROWS", 3)
+    monkeypatch.setattr(result_record, "GROUP_ROWS", 3)
     write([*OWN, MANY, *words(3)])
     assert run(model) == 0
     assert run(model, "--shard-size", "3", output="out.parquet") == 0
@@ -79,7 +79,7 @@ def test_a_job_that_was_stopped_goes_on_and_gives_the_same_file(
         assert run(model, "--shard-size", "6", output="out.parquet") == 130
     assert not Path("out.parquet").exists()
     with monkeypatch.context() as patch:  # and killed while the file is put together
-        patch.setattr(parquet_file, "_row", lambda _: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patch.setattr(result_record, "_row", lambda _: (_ for _ in ()).throw(KeyboardInterrupt()))
         assert run(model, output="out.parquet") == 130
     assert not Path("out.parquet").exists()
     decoded.clear()

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 from infer import generate
-from infer.job.input import Place, find_input
-from infer.job.output import find_output
+from infer.job.input import Place, Shard, Workload, build_index, find_input
+from infer.job.job import find_output
 from infer.job.ray_job import SHARDS_PER_TASK, _groups, _ShardActor
-from infer.job.record_index import Shard, build_index
-from infer.job.workload import Workload
 from tests.infer.job.job_examples import contents, read_json, results, run, stop_after, words, write
 from wedlm_jax.params import SamplingParams
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infer.job.input import Place, read_from
-from infer.job.record_index import RecordIndex, _repeated, build_index
+from infer.job.input import Place, RecordIndex, _repeated, build_index, read_from
 from tests.infer.job.job_examples import lines
 from wedlm_jax.records.files import JSONL, RecordFile
 
