@@ -1,5 +1,9 @@
-"""What a job reads: files, folders and pipes, as files that can be read twice, and their records
-from any place on."""
+"""Reads a job's input: finds files and pipes, indexes their records, and prepares each for the
+engine.
+
+The input is read twice. The first pass (`build_index`) counts the records and notes where each
+shard begins; the second (`Workload`) reads the records of a shard when it is decoded.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,9 @@ import json
 import os
 import sys
 from array import array
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -23,6 +27,7 @@ from infer.job.prompt_record import (
     PROMPT_KINDS,
     BatchRecord,
     Content,
+    Own,
     RecordId,
     checked_record,
     is_envelope,
@@ -30,8 +35,15 @@ from infer.job.prompt_record import (
     prepared_record,
     record_fields,
     record_id,
+    record_seed,
 )
-from infer.job.result_record import OUTPUT_KEYS, TooDeep, as_json, error_record, refuse_output_keys
+from infer.job.result_record import (
+    OUTPUT_KEYS,
+    TooDeep,
+    as_json,
+    error_record,
+    refuse_output_keys,
+)
 from wedlm_jax.errors import InputError, file_error
 from wedlm_jax.host.atomic import naming, writer_name
 from wedlm_jax.params import SamplingParams
@@ -53,10 +65,9 @@ if TYPE_CHECKING:
     from wedlm_jax.generation import Prepared, Windowed
     from wedlm_jax.llm import LLM
 
-
 ENDINGS = {".jsonl": JSONL, ".jsonl.gz": JSONL, ".jsonl.zst": JSONL, ".parquet": PARQUET}
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-"""Endings of compressed files, of which those in `ENDINGS` are unpacked."""
+"""Endings of compressed files; those in `ENDINGS` are unpacked here."""
 STANDARD_INPUT = "-"
 SPOOL = "spooled-"
 COPY_BYTES = 2**20
@@ -64,11 +75,11 @@ COPY_BYTES = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Holds what ``--input`` names, before any of it is read.
+    """The files, or the pipe, that ``--input`` names.
 
     Attributes:
-      files: in the order of their records; none where there is a pipe.
-      pipe: standard input or a named pipe, which can be read once.
+      files: in the order of their records; empty if there is a pipe.
+      pipe: standard input or a named pipe, which can be read only once.
       others: files in the folders that are neither JSONL nor Parquet.
       folders: the folders that were searched.
     """
@@ -80,19 +91,19 @@ class Source:
 
     @property
     def shown(self) -> str:
-        """In a message: the one file, or what else there is."""
+        """What messages call it."""
         if self.pipe is not None:
             return "standard input" if self.pipe == STANDARD_INPUT else self.pipe
         return self.files[0].shown if len(self.files) == 1 else "the input"
 
 
 class Place(NamedTuple):
-    """Says where a record begins.
+    """The place where a record begins.
 
     Attributes:
-      file: its number among the job's files.
-      at: byte offset in a JSONL file, once unpacked; row number from 0 in a Parquet file.
-      line: its line (in Parquet its row), from 1.
+      file: index among the job's files.
+      at: byte offset in the (unpacked) JSONL file; in Parquet the row, from 0.
+      line: line (in Parquet the row), from 1.
     """
 
     file: int
@@ -101,10 +112,10 @@ class Place(NamedTuple):
 
 
 def find_input(names: Sequence[str]) -> Source:
-    """Finds files as they are named, and those of folders in sorted order.
+    """Finds the files that are named, in that order, and those in folders, sorted.
 
     Raises:
-      InputError: naming what does not exist, cannot be read, or does not go together.
+      InputError: naming what does not exist, cannot be read, or cannot be combined.
     """
     pipes = [name for name in names if _is_pipe(name)]
     if pipes:
@@ -125,33 +136,33 @@ def find_input(names: Sequence[str]) -> Source:
     return Source(found.files, others=found.others, folders=found.folders)
 
 
-def spool(pipe: str, folder: Path) -> RecordFile:
-    """Copies what a pipe delivers, JSONL, into ``folder``: the job reads its records twice.
+def spool(source: Source, folder: Path) -> RecordFile:
+    """Copies JSONL from the pipe of ``source`` to a file in ``folder``, which can be read twice.
 
     Raises:
-      InputError: it cannot be read or written.
+      InputError: the pipe cannot be read, or the copy not written.
     """
+    assert source.pipe is not None
     digest = hashlib.sha256()
     with naming(folder):
         folder.mkdir(parents=True, exist_ok=True)
         arriving = folder / f"{SPOOL}{writer_name()}.tmp"
         try:
             with arriving.open("xb") as file:
-                for block in _blocks(pipe):
+                for block in _blocks(source.pipe):
                     digest.update(block)
                     file.write(block)
-            # Named by its contents, so that another job's copy is never overwritten.
+            # Named by its contents, so as never to overwrite the copy of another job.
             path = folder / f"{SPOOL}{digest.hexdigest()[:16]}.jsonl"
             os.replace(arriving, path)
         except BaseException:
             arriving.unlink(missing_ok=True)
             raise
-    shown = "standard input" if pipe == STANDARD_INPUT else pipe
-    return RecordFile(path, shown, shown, JSONL)
+    return RecordFile(path, source.shown, source.shown, JSONL)
 
 
 def read_from(files: Sequence[RecordFile], place: Place) -> Iterator[tuple[Place, Content]]:
-    """Yields the records from ``place`` on, through all the files after it.
+    """Yields the records from ``place`` to the end of the last file.
 
     Raises:
       InputError: a file cannot be read.
@@ -162,7 +173,7 @@ def read_from(files: Sequence[RecordFile], place: Place) -> Iterator[tuple[Place
         if file.kind == PARQUET:
             rows = read_rows(file.path, file.shown, start=start, optional=KEYS)
             for row, columns in enumerate(rows, start):
-                yield Place(number, row, row + 1), with_sampling(columns)
+                yield Place(number, row, row + 1), _with_sampling(columns)
             continue
         with _opened(file) as stream:
             if is_compressed(file.path):
@@ -174,14 +185,14 @@ def read_from(files: Sequence[RecordFile], place: Place) -> Iterator[tuple[Place
 
 
 def read_for_ids(file: RecordFile, digest: Digest) -> Iterator[tuple[int, int, Content]]:
-    """Yields offset (in Parquet the row) and line of each record of a file, and enough of it to
-    tell its id.
+    """Yields `Place.at` and `Place.line` of each record of a file, and the record itself; of
+    Parquet, only the column ``id``.
 
     Args:
-      digest: is fed all the bytes of the file.
+      digest: is updated with all bytes of the file.
 
     Raises:
-      InputError: the file cannot be read, or is Parquet without a column that holds prompts.
+      InputError: the file cannot be read, or is Parquet without a column of prompts.
     """
     with _opened(file) as stream:
         if file.kind != PARQUET:
@@ -208,9 +219,9 @@ def _opened(file: RecordFile) -> Iterator[IO[bytes]]:
         yield opened.enter_context(unpacked(raw, file.path))
 
 
-def with_sampling(columns: dict[str, Any]) -> dict[str, Any]:
-    """Returns a Parquet row with its ``sampling`` parsed if that is a text of JSON: a single column
-    type does not suit every record's fields."""
+def _with_sampling(columns: dict[str, Any]) -> dict[str, Any]:
+    """Parses the ``sampling`` of a Parquet row if it is JSON text: no column type fits the fields
+    of every record."""
     sampling = columns.get("sampling")
     if isinstance(sampling, str):
         with contextlib.suppress(ValueError, RecursionError):
@@ -237,20 +248,19 @@ def _is_pipe(name: str) -> bool:
 
 TELL_EVERY = 2**18
 """Records between two reports of progress."""
-
 MOST_OWN_KEYS = 100
-"""The most names of unknown keys that are remembered for the summary."""
+"""Names of unknown keys that are remembered at most, for the message about them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Consecutive records that are written as one file.
+    """Consecutive records that are written to one file.
 
     Attributes:
       number: from 0.
-      first: number of its first record in the whole input.
-      records: how many it has.
-      place: where its first record starts.
+      first: number of its first record in the whole input, from 0.
+      records: number of its records.
+      place: where its first record begins.
     """
 
     number: int
@@ -261,17 +271,18 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class RecordIndex:
-    """Holds the result of the first pass over the input.
+    """What the first pass finds: 8 bytes of memory per record while it runs, and a little per
+    shard.
 
     Attributes:
-      records: how many there are.
-      digest: of the files' contents, and of their names if there are several.
-      sizes: of the files, in bytes.
-      shard_size: records of a shard; the last may have fewer.
+      records: number of records.
+      digest: hash of the files' contents, and of their names if there are several.
+      sizes: sizes of the files in bytes.
+      shard_size: records per shard; the last may have fewer.
       shards: in order.
       repeated: int64 ``[R]``, sorted: numbers of records whose id an earlier one has.
       originals: int64 ``[R]``: the numbers of these earlier ones.
-      own_keys: of records, which the output repeats; at most `MOST_OWN_KEYS`.
+      own_keys: keys that the output repeats; at most `MOST_OWN_KEYS`.
     """
 
     records: int
@@ -284,7 +295,7 @@ class RecordIndex:
     own_keys: tuple[str, ...] = ()
 
     def original(self, number: int) -> int | None:
-        """Returns the number of the first record with the same id, None if it is this one."""
+        """Returns the number of the first record with the same id; None if that is this one."""
         place = int(np.searchsorted(self.repeated, number))
         if place < len(self.repeated) and self.repeated[place] == number:
             return int(self.originals[place])
@@ -301,13 +312,13 @@ def build_index(
 
     Args:
       files: in the order of their records.
-      shard_size: records of a shard.
-      tell: called now and then with how many records have been read.
-      columns: where the output has columns, gets the types of the ids and of all own keys.
+      shard_size: records per shard.
+      tell: called now and then with the number of records read so far.
+      columns: for Parquet output, collects the types of ids and own keys.
 
     Raises:
-      InputError: a file cannot be read, or its first record has a key that the output has; or an
-        own key has values of which there is no column.
+      InputError: a file cannot be read; its first record has a key of the output; or the values
+        of an own key do not fit into a column.
     """
     own_keys: dict[str, None] = {}
     begins: list[Place] = []
@@ -332,8 +343,14 @@ def build_index(
     whole = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
     repeated, originals = _repeated(np.array(ids, np.uint64))
     return RecordIndex(
-        *(len(ids), whole, tuple(sizes), shard_size, shards),
-        *(repeated, originals, tuple(own_keys)),
+        records=len(ids),
+        digest=whole,
+        sizes=tuple(sizes),
+        shard_size=shard_size,
+        shards=shards,
+        repeated=repeated,
+        originals=originals,
+        own_keys=tuple(own_keys),
     )
 
 
@@ -344,56 +361,54 @@ def _claims(
     own_keys: dict[str, None],
     columns: Columns | None,
 ) -> Iterator[tuple[int, int, tuple[str, Any]]]:
-    """Yields offset, line and claimed id of each record; notes the keys of their own.
+    """Yields `Place.at`, `Place.line` and the claimed id of each record; collects own keys.
 
     A record claims the id that it has, or its number if it is an object without one, whatever else
     may be wrong with it. Anything else claims an id that no other record can have.
     """
 
-    def note(own: Collection[str], first: bool, where: str) -> None:
-        if first:  # what it has, the others will have, too
-            try:
-                refuse_output_keys(own)
-            except InputError as error:
-                raise InputError(f"{file.shown}{where}: {error}") from None
+    def collect(own: Iterable[str]) -> None:
         if len(own_keys) < MOST_OWN_KEYS:
             own_keys.update(dict.fromkeys(key for key in own if key not in OUTPUT_KEYS))
 
-    def claim(fields: Mapping[str, Any] | None) -> tuple[str, Any]:
-        number = len(ids)
-        try:
-            return ("none", number) if fields is None else ("id", record_id(fields, number))
-        except InputError:
-            return "none", number
-
-    def note_types(fields: Mapping[str, Any], name: tuple[str, Any], where: str) -> None:
-        if columns is None:
-            return
-        if is_envelope(fields):
-            raise InputError(
-                f"{where}: records in the form of OpenAI's batch files are answered in that form, "
-                "which has no columns; give --output a .jsonl file"
-            )
-        own = {} if file.kind == PARQUET else own_fields(fields)
-        with contextlib.suppress(TooDeep):  # a bad record, of which nothing is passed on
-            values = {key: as_json(value) for key, value in own.items() if key not in OUTPUT_KEYS}
-            columns.add(values | ({"id": name[1]} if name[0] == "id" else {}), where)
-
-    if file.kind == PARQUET:
+    is_parquet = file.kind == PARQUET
+    if is_parquet:
         names = [name for name in column_names(file.path, file.shown) if name not in KEYS]
-        note(names, True, "")
+        refuse_output_keys(names, file.shown)
+        collect(names)
         if columns is not None:
             columns.add_file(file.path, file.shown, names)
-    first = True
+    is_first = True
     for at, line, content in read_for_ids(file, digest):
-        fields = _fields(content)
-        if fields is not None and file.kind != PARQUET:
-            note(own_fields(fields), first, f" line {line}")
-        name = claim(fields)
-        if fields is not None:
-            note_types(fields, name, f"{file.shown} line {line}")
-        yield at, line, name
-        first = False
+        where, claim = f"{file.shown} line {line}", ("none", cast(Any, len(ids)))
+        if (fields := _fields(content)) is not None:
+            own = {} if is_parquet else own_fields(fields)
+            if is_first:  # the others will have the same keys
+                refuse_output_keys(own, where)
+            collect(own)
+            with contextlib.suppress(InputError):
+                claim = "id", record_id(fields, len(ids))
+            if columns is not None:
+                _add_types(columns, fields, own, claim, where)
+        yield at, line, claim
+        is_first = False
+
+
+def _add_types(
+    columns: Columns,
+    fields: Mapping[str, Any],
+    own: Mapping[str, Any],
+    claim: tuple[str, Any],
+    where: str,
+) -> None:
+    if is_envelope(fields):
+        raise InputError(
+            f"{where}: records in the form of OpenAI's batch files are answered in that form, "
+            "which has no columns; give --output a .jsonl file"
+        )
+    with contextlib.suppress(TooDeep):  # a bad record, of which nothing is passed on
+        values = {key: as_json(value) for key, value in own.items() if key not in OUTPUT_KEYS}
+        columns.add(values | ({"id": claim[1]} if claim[0] == "id" else {}), where)
 
 
 def _fields(content: Content) -> Mapping[str, Any] | None:
@@ -411,7 +426,7 @@ def _id_digest(claim: tuple[str, Any]) -> int:
 
 def _repeated(digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the sorted numbers of records whose digest an earlier one has, and the numbers of the
-    first of these."""
+    first records with these digests."""
     order = np.argsort(digests, kind="stable")
     ranked = digests[order]
     again = np.zeros(len(order), bool)
@@ -424,17 +439,13 @@ def _repeated(digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return repeated[by_row], originals[by_row]
 
 
-Own: TypeAlias = Mapping[str, Any] | BatchRecord
-"""What a record's result has besides: keys of its own, or the envelope that it came in."""
-
-
 class BadPrompt(Exception):
-    """A record that cannot be decoded.
+    """A record cannot be decoded.
 
     Attributes:
-      id: its id, None if none could be read.
+      id: its id; None if it could not be read.
       reason: what is wrong with it.
-      own: its own keys, for the output.
+      own: what the output repeats of it.
     """
 
     def __init__(self, name: RecordId | None, reason: str, own: Own):
@@ -443,13 +454,7 @@ class BadPrompt(Exception):
 
 
 class PreparedRecord(NamedTuple):
-    """A record that can be decoded.
-
-    Attributes:
-      id: of the result.
-      own: keys of its own, for the output.
-      prompt: what the engine gets.
-    """
+    """A record that can be decoded: ``prompt`` is what the engine gets."""
 
     id: RecordId
     own: Own
@@ -458,13 +463,14 @@ class PreparedRecord(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Reads and checks the records of a job when their shard is decoded.
+    """Reads and checks the records of a shard when it is decoded.
 
     Attributes:
-      files: of the input, in order.
+      files: the input, in order.
       index: of their records.
-      params: of records that do not have their own.
-      chat: whether a text is a user's message, for the chat template.
+      params: sampling parameters that a record may override; with a seed, so that a restart samples
+        the same.
+      chat: whether a ``prompt`` is a user's message, for the chat template.
     """
 
     files: tuple[RecordFile, ...]
@@ -477,7 +483,7 @@ class Workload:
     """Where the last shard was read to: ``records``, which go on with ``next`` in ``file``."""
 
     def records(self, shard: Shard) -> Iterator[tuple[int, Place, Content]]:
-        """Yields number, place and content of each record of a shard.
+        """Yields the number, place and content of each record of a shard.
 
         Raises:
           InputError: the input has changed since it was indexed.
@@ -492,8 +498,8 @@ class Workload:
             raise InputError(f"{file.shown}: has changed while the job was running")
 
     def _from(self, shard: Shard) -> Iterator[tuple[Place, Content]]:
-        """Yields records from the first of a shard on; goes on where the last shard ended, if it
-        can, as a place in a compressed file, or in a row group, is only found from its start."""
+        """Yields records from the first of a shard on. Continues where the last shard ended, if it
+        can: a place in a compressed file, or in a row group, is only found from its start."""
         before, file = self._reading.get("next", -1), shard.place.file
         packed = is_compressed(self.files[file].path) and self._reading.get("file") == file
         if 0 <= before <= shard.first and (before == shard.first or packed):
@@ -505,7 +511,7 @@ class Workload:
         return cast(Iterator[tuple[Place, Content]], records)
 
     def prepare(self, llm: LLM, number: int, content: Content) -> PreparedRecord:
-        """Checks a record, and returns its prompt as the engine takes it.
+        """Checks a record and tokenizes its prompt.
 
         Raises:
           BadPrompt: it cannot be decoded.
@@ -525,11 +531,14 @@ class Workload:
                     f"duplicate id: record {original + 1} has it (one without an id has its "
                     "number, from 1, as id)"
                 )
+            assert self.params.seed is not None
+            seed = record_seed(self.params.seed, name)
+            params = dataclasses.replace(self.params, seed=seed)
             if isinstance(own, BatchRecord):
-                record = own.checked(self.params)
+                record = own.checked(params)
             else:
                 refuse_output_keys(own)
-                record = checked_record(fields, name, self.params)
+                record = checked_record(fields, params)
             prompt = prepared_record(llm, record, chat=self.chat)
             if isinstance(own, BatchRecord):
                 own.prepared(llm, prompt)
@@ -538,10 +547,10 @@ class Workload:
             raise BadPrompt(name, str(error), own) from error
 
     def check_all(self, llm: LLM) -> None:
-        """Prepares every record, and keeps none.
+        """Prepares every record and keeps none.
 
         Raises:
-          InputError: naming the file and the first line that cannot be decoded, and why.
+          InputError: naming the first record that cannot be decoded, and why.
         """
         for shard in self.index.shards:
             for number, place, content in self.records(shard):
@@ -551,7 +560,7 @@ class Workload:
                     raise InputError(f"{self.shown(place)}: {bad.reason}") from None
 
     def shown(self, place: Place) -> str:
-        """Returns what messages call the place of a record: its file and line."""
+        """Returns what messages call a record: its file and line."""
         return f"{self.files[place.file].shown} line {place.line}"
 
     def error_record(self, bad: BadPrompt, place: Place) -> dict[str, Any]:

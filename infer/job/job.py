@@ -183,7 +183,7 @@ class Job:
         """
         files, started = self.source.files, time.monotonic()
         if self.source.pipe:
-            files = (spool(self.source.pipe, self.output.folder),)
+            files = (spool(self.source, self.output.folder),)
             self._spooled = files[0].path
         if self.source.others:
             count = counted(len(self.source.others), "file")

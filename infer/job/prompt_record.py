@@ -1,4 +1,12 @@
-"""Checks one record: its fields, its id, its seed, and what the engine gets of it."""
+"""Checks an input record: its fields, its id, its seed, and the prompt that the engine gets.
+
+A record is either one of `wedlm generate` itself or, as `BatchRecord`, a request in the envelope of
+OpenAI's batch files, which is answered in the same form:
+
+    {"custom_id": "q-17", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
+
+The body is what `wedlm serve` takes, checked by the same code, and the answer is what it sends.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +16,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from wedlm_jax.errors import InputError, nearest, shortened
 from wedlm_jax.messages import checked_messages, template_variables
@@ -17,22 +25,17 @@ from wedlm_jax.records.fields import check_text, refuse_unknown, shown_value
 from wedlm_jax.records.jsonl import parse_object
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from infer.serve.logprob_shapes import LogprobShapes
     from infer.serve.shapes import TextShape
     from wedlm_jax.completion import Completion
     from wedlm_jax.generation import Prepared, Windowed
     from wedlm_jax.llm import LLM
-    from wedlm_jax.params import SamplingParams
     from wedlm_jax.text import TextCodec
-
 
 PROMPT_KINDS = ("prompt", "prompt_token_ids", "messages")
 FOR_TEMPLATE = ("tools", "chat_template_kwargs")
 KEYS = (*PROMPT_KINDS, "id", "sampling", "window_size", *FOR_TEMPLATE)
-"""Lists the keys of a record that mean something, in JSONL and in Parquet. All others are the
-user's own, which the output repeats."""
+"""Keys of a record that are read, in JSONL and in Parquet; the output repeats all others."""
 
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
@@ -40,10 +43,14 @@ LIKE_A_KEY = 0.8
 """Similarity to a known key, from 0 to 1, above which an unknown key counts as misspelt."""
 
 ENVELOPE = ("custom_id", "method", "url", "body")
-"""Keys of a record in the form of OpenAI's batch files; see `infer.job.prompt_record`."""
+"""Keys of a record in the form of OpenAI's batch files."""
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+NOT_IN_JOBS = ("stream", "stream_options", "return_trace")
+"""Fields of a request that a job refuses, because its own options decide them."""
+NEEDED = "records of OpenAI's batch form need parts of the server: pip install 'wedlm-jax[serve]'"
 
 Content = bytes | dict[str, Any] | None
-"""A line of JSONL, None if it is too long; or the columns of a Parquet row that have a value."""
+"""A line of JSONL, None if it is too long; or the non-null columns of a Parquet row."""
 
 RecordId = str | int
 
@@ -53,15 +60,13 @@ class PromptRecord:
     """A record that is valid as far as can be told without the model.
 
     Attributes:
-      id: of the result.
-      kind: which of `PROMPT_KINDS` it has; or "text", one that is no message in any case.
+      kind: one of `PROMPT_KINDS`, or "text": a prompt that ``--chat`` does not make a message.
       prompt: its value.
-      params: how it is decoded.
-      window: its own W, None for the engine's.
-      template: its ``tools`` and ``chat_template_kwargs``, where it has some.
+      params: sampling parameters, with the record's own seed.
+      window: the record's own W, None for the engine's.
+      template: its ``tools`` and ``chat_template_kwargs``, if given.
     """
 
-    id: RecordId
     kind: str
     prompt: Any
     params: SamplingParams
@@ -70,23 +75,22 @@ class PromptRecord:
 
 
 def record_fields(content: Content) -> Mapping[str, Any]:
-    """Returns the keys and values of a record.
+    """Returns a record as an object.
 
     Raises:
-      InputError: it is not JSON, or no object.
+      InputError: it is not a JSON object.
     """
     return content if isinstance(content, dict) else parse_object(content)
 
 
 def record_id(fields: Mapping[str, Any], number: int) -> RecordId:
-    """Returns the id of a record, or else its number in the whole input, counted from 1 as lines
-    are.
+    """Returns the id of a record; without one, its number in the whole input, counted from 1.
 
     Args:
-      number: the same from 0.
+      number: that number, counted from 0.
 
     Raises:
-      InputError: it has an id that is neither text nor integer.
+      InputError: the id is neither text nor integer.
     """
     if is_envelope(fields):
         name = fields["custom_id"]
@@ -100,21 +104,21 @@ def record_id(fields: Mapping[str, Any], number: int) -> RecordId:
 
 
 def is_envelope(fields: Mapping[str, Any]) -> bool:
-    """Tells whether a record has the form of OpenAI's batch files; keys of a user's own may have
-    the same names, beside a prompt."""
+    """Returns whether a record has the form of OpenAI's batch files. Next to a prompt, keys of
+    these names are the user's own."""
     is_request = "custom_id" in fields and ("body" in fields or "url" in fields)
     return is_request and not any(kind in fields for kind in PROMPT_KINDS)
 
 
 def own_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a record has under keys that mean nothing here: the output has it, too."""
+    """Returns the keys of a record that are not read here; the output repeats them."""
     if is_envelope(fields):
         return {}
     return {key: value for key, value in fields.items() if key not in KEYS}
 
 
 def hint_of(key: str) -> str:
-    """Returns what a key that is passed on was probably meant to be; empty if nothing known."""
+    """Returns a hint for a key that looks like a misspelt one; empty if there is none."""
     if key in SAMPLING_FIELDS:
         return f'{key!r} is not read here, but within "sampling"'
     near = nearest(key, (*KEYS, *SAMPLING_FIELDS), LIKE_A_KEY)
@@ -124,16 +128,14 @@ def hint_of(key: str) -> str:
     return f"{key!r} is not read; did you mean {near!r}{where}?"
 
 
-def checked_record(
-    fields: Mapping[str, Any], name: RecordId, params: SamplingParams
-) -> PromptRecord:
-    """Checks a record, and derives its seed from its id unless it has one.
+def checked_record(fields: Mapping[str, Any], params: SamplingParams) -> PromptRecord:
+    """Checks a record.
 
     Args:
-      params: of records that do not have their own; the seed is the job's, and not None.
+      params: what its ``sampling`` does not override.
 
     Raises:
-      InputError: which field is wrong, and what was expected.
+      InputError: naming the field that is wrong, and what was expected.
     """
     kinds = [kind for kind in PROMPT_KINDS if kind in fields]
     if len(kinds) != 1:
@@ -150,18 +152,14 @@ def checked_record(
     window = fields.get("window_size")
     if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
         raise InputError(f"window_size: expected an integer, not {shown_value(window)}")
-    assert params.seed is not None, "a restart draws the same"
-    own = dataclasses.replace(params, seed=record_seed(params.seed, name))
     if fields.get("sampling") is not None:
-        given = _overridden(params, fields["sampling"])
-        has_seed = given.seed is not None and "seed" in fields["sampling"]
-        own = given if has_seed else dataclasses.replace(given, seed=own.seed)
-    return PromptRecord(name, kind, fields[kind], own, window, template)
+        params = _overridden(params, fields["sampling"])
+    return PromptRecord(kind, fields[kind], params, window, template)
 
 
 def record_seed(seed: int, name: RecordId) -> int:
-    """Returns a record's seed, 32 bits, from the job's seed and the record's id and nothing else,
-    so that it does not depend on where and with which others it is decoded."""
+    """Derives a record's 32-bit seed from the job's seed and the record's id alone, so that its
+    result does not depend on where it is decoded, or next to which others."""
     text = json.dumps([seed, name])
     return int.from_bytes(hashlib.sha256(text.encode("ascii")).digest()[:4], "big")
 
@@ -171,10 +169,10 @@ def prepared_record(llm: LLM, record: PromptRecord, *, chat: bool) -> Prepared |
     against the model.
 
     Args:
-      chat: whether a text is a user's message, for the chat template.
+      chat: whether a ``prompt`` is a user's message, for the chat template.
 
     Raises:
-      InputError: the model cannot decode it, and why.
+      InputError: saying why the model cannot decode it.
     """
     prompt = record.prompt
     try:
@@ -189,8 +187,8 @@ def prepared_record(llm: LLM, record: PromptRecord, *, chat: bool) -> Prepared |
     except InputError:
         raise
     except Exception as error:
-        # Tokenizers and templates are foreign programs: what one record makes them do must not end
-        # a job of millions.
+        # Tokenizers and templates are other people's programs: a record that breaks one must not
+        # end a job of millions.
         reason = shortened(f"{type(error).__name__}: {error}")
         raise InputError(f"the prompt could not be turned into tokens ({reason})") from error
     ids = array("i", token_ids)  # a list would take nine times the memory
@@ -213,7 +211,7 @@ _CHECKS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def _overridden(params: SamplingParams, fields: Any) -> SamplingParams:
-    """Returns ``params`` with a record's own values."""
+    """Returns ``params`` with a record's own values; a null seed keeps that of ``params``."""
     if not isinstance(fields, dict):
         raise InputError(f"sampling: expected an object, not {shown_value(fields)}")
     if "window_size" in fields:
@@ -228,9 +226,10 @@ def _overridden(params: SamplingParams, fields: Any) -> SamplingParams:
             f"sampling.stop_token_ids: expected a list of integers, not {shown_value(stop_ids)}"
         )
     try:
-        return dataclasses.replace(params, **fields)
+        given = dataclasses.replace(params, **fields)
     except InputError as error:
         raise InputError(f"sampling.{error}") from None
+    return given if given.seed is not None else dataclasses.replace(given, seed=params.seed)
 
 
 def _is_list_of_integers(value: Any) -> bool:
@@ -239,61 +238,42 @@ def _is_list_of_integers(value: Any) -> bool:
     )
 
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-
-NEEDED = "records of OpenAI's batch form need parts of the server: pip install 'wedlm-jax[serve]'"
-
-
-NOT_IN_JOBS = ("stream", "stream_options", "return_trace")
-"""Request fields that a job ignores, because its own options decide them."""
-
-
 @dataclasses.dataclass
 class BatchRecord:
     """A request in its envelope, and the form of its answer.
 
     Attributes:
-      fields: of the envelope.
-      shape: of an answer; known once the request has been prepared.
+      fields: the envelope.
+      shape: formats the answer; known once the request has been prepared.
     """
 
     fields: Mapping[str, Any]
     shape: TextShape | None = None
 
     def checked(self, params: SamplingParams) -> PromptRecord:
-        """Checks the request, as `infer.job.prompt_record.checked_record` does a record.
-
-        Args:
-          params: of what the body does not say; the seed is the job's.
-
-        Raises:
-          InputError: which field is wrong, and what was expected.
-        """
+        """Checks the request, as `checked_record` does a record."""
         refuse_unknown(self.fields, ENVELOPE, "key")
         method, url = self.fields.get("method", "POST"), self.fields.get("url")
         if method != "POST":
             raise InputError(f"method: expected POST, not {shown_value(method)}")
         if url not in (CHAT, TEXT):
             raise InputError(f"url: expected {CHAT} or {TEXT}, not {shown_value(url)}")
-        name = self.fields["custom_id"]
-        if params.seed is not None:
-            params = dataclasses.replace(params, seed=record_seed(params.seed, name))
         body, params = _read_body(self.fields.get("body"), url == CHAT, params)
         if url == CHAT:
             tools = None if body.tool_choice == "none" else body.tools
             template = {"tools": tools, "chat_template_kwargs": body.chat_template_kwargs}
             template_variables(tools=tools, kwargs=body.chat_template_kwargs)
-            return PromptRecord(name, "messages", body.messages, params, body.window_size, template)
+            return PromptRecord("messages", body.messages, params, body.window_size, template)
         prompt = body.prompt
         if isinstance(prompt, list) and not all(isinstance(one, int) for one in prompt):
             if len(prompt) != 1:
                 raise InputError(f"prompt: expected one in a record, not {len(prompt)}")
             prompt = prompt[0]
         kind = "text" if isinstance(prompt, str) else "prompt_token_ids"
-        return PromptRecord(name, kind, prompt, params, body.window_size)
+        return PromptRecord(kind, prompt, params, body.window_size)
 
     def prepared(self, llm: LLM, prompt: Prepared | Windowed) -> None:
-        """Notes what an answer needs to know of the prompt and the model."""
+        """Keeps what the answer needs to know about the prompt and the model."""
         from infer.serve.answer import Call
         from infer.serve.shapes import ChatShape, TextShape
 
@@ -302,7 +282,7 @@ class BatchRecord:
         with_ids = bool(body.get("return_token_ids"))
         call = Call([(range(len(token_ids)), params)], with_token_ids=with_ids)
         kind = ChatShape if self.fields["url"] == CHAT else TextShape
-        # Nothing of an answer may depend on when it was given: a restart gives the same.
+        # A restart must give the same answer, so nothing in it may depend on the time.
         self.shape = kind(
             call,
             body.get("model") or llm.folder.name,
@@ -316,7 +296,7 @@ class BatchRecord:
         from wedlm_jax.completion import Chunk
 
         assert self.shape is not None, "it was prepared"
-        # What was in the cache depends on what else was decoded, which a restart changes, too.
+        # What was cached depends on what else was decoded, and so on restarts.
         samples = [dataclasses.replace(one, num_cached_tokens=0) for one in completion.samples]
         pieces = [
             Piece(i, Chunk(one.text or "", one.token_ids, one)) for i, one in enumerate(samples)
@@ -324,7 +304,7 @@ class BatchRecord:
         return self._answered(200, self.shape.whole(pieces))
 
     def error(self, reason: str) -> dict[str, Any]:
-        """Returns what says in the answer's place why there is none."""
+        """Returns an error in its envelope."""
         said = {"message": reason, "type": "invalid_request_error", "param": None, "code": None}
         return self._answered(400, {"error": said})
 
@@ -347,10 +327,10 @@ def _logprob_shapes(codec: TextCodec | None) -> LogprobShapes:
 
 
 def _read_body(given: Any, chat: bool, params: SamplingParams) -> tuple[Any, SamplingParams]:
-    """Returns a body as the server reads it, and its sampling.
+    """Returns a request's body as the server reads it, and its sampling parameters.
 
     Raises:
-      InputError: what the server would say of it.
+      InputError: with the server's message.
     """
     if not isinstance(given, dict):
         raise InputError(f"body: expected an object, not {shown_value(given)}")
@@ -385,3 +365,7 @@ def _read_body(given: Any, chat: bool, params: SamplingParams) -> tuple[Any, Sam
         raise InputError(error_of_fields(error.errors(), "").message) from None
     except ApiError as error:
         raise InputError(error.message) from None
+
+
+Own: TypeAlias = Mapping[str, Any] | BatchRecord
+"""What the output repeats of a record: its own keys, or the envelope that it came in."""

@@ -1,4 +1,4 @@
-"""Records of the output: what became of a prompt, as JSON."""
+"""Output records: results and errors as JSON, as columns of a Parquet file, and their sums."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import dataclasses
 import datetime
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from infer.job.prompt_record import BatchRecord
+from infer.job.prompt_record import BatchRecord, Own, RecordId
 from wedlm_jax.completion import Drafts
 from wedlm_jax.errors import InputError
 from wedlm_jax.records.columns import GROUP_ROWS, Columns, Sink, storable, write_rows
 
 if TYPE_CHECKING:
-    from infer.job.prompt_record import RecordId
     from wedlm_jax.completion import Completion
     from wedlm_jax.decode.logprobs import TokenLogprob
-
 
 OUTPUT_KEYS = (
     "id",
@@ -35,35 +33,33 @@ OUTPUT_KEYS = (
     "line",
     "file",
 )
-"""The keys of results, and of errors in their place."""
+"""Keys of results and errors, in the order of the columns."""
 
 DEEPEST = 100
-"""Levels of a value that is passed on: no encoder fails on so many."""
+"""Levels of nesting of a value that is passed on; every encoder can take as many."""
 
 
 class TooDeep(InputError):
-    """A value that is nested too deep to be passed on."""
+    """A value is nested too deeply to be passed on."""
 
 
-def refuse_output_keys(own: Iterable[str]) -> None:
-    """Refuses keys of a user's own that the output has for itself."""
+def refuse_output_keys(own: Iterable[str], where: str = "") -> None:
+    """Refuses own keys of a record that the output uses itself.
+
+    Args:
+      where: the record, for the message.
+    """
+    prefix = where and f"{where}: "
     for name in own:
         if name in OUTPUT_KEYS:
             raise InputError(
-                f"{name!r} is a key of the output, where this record's own {name!r} would stand "
-                "too; rename it"
+                f"{prefix}{name!r} is a key of the output, where this record's own {name!r} would "
+                "stand too; rename it"
             )
 
 
-def result_record(
-    name: RecordId, completion: Completion, own: Mapping[str, Any] | BatchRecord
-) -> dict[str, Any]:
-    """Returns the result of a prompt: its first sample, and all samples if there are several.
-
-    Args:
-      own: keys of the input's record that are passed on; or the envelope of a request, whose answer
-        has another form.
-    """
+def result_record(name: RecordId, completion: Completion, own: Own) -> dict[str, Any]:
+    """Returns the result of a prompt: its first sample, and all samples if there are several."""
     if isinstance(own, BatchRecord):
         return own.result(completion)
     record = {"id": name, **_sample(completion)}
@@ -97,20 +93,15 @@ def _number(value: float) -> float | None:
 
 
 def error_record(
-    name: RecordId | None,
-    error: str,
-    line: int,
-    file: str | None,
-    own: Mapping[str, Any] | BatchRecord,
+    name: RecordId | None, error: str, line: int, file: str | None, own: Own
 ) -> dict[str, Any]:
-    """Returns what is written instead of a result for a record that cannot be decoded.
+    """Returns what is written in the place of a result for a record that cannot be decoded.
 
     Args:
-      name: its id; None if none could be read.
+      name: its id; None if it could not be read.
       line: its line, from 1; in Parquet its row.
       file: its file, if the job has several.
-      own: keys of the input's record that are passed on, unless the output has them; or the
-        envelope of a request.
+      own: is repeated, but for keys that the output uses itself.
     """
     if isinstance(own, BatchRecord):
         return own.error(writable(error))
@@ -122,7 +113,7 @@ def error_record(
 
 
 def writable(text: str) -> str:
-    """Escapes what UTF-8 cannot hold, which messages may quote and file names may contain."""
+    """Escapes what UTF-8 cannot encode; messages may quote it, and file names may contain it."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -132,9 +123,8 @@ def encoded(record: dict[str, Any]) -> bytes:
 
 
 def as_json(value: Any, depth: int = 0) -> Any:
-    """Returns a value of the input, which may be that of a Parquet column, as JSON has it: times as
-    ISO 8601, bytes as base64, what else there is as its text, and null for numbers that are not
-    finite.
+    """Converts a value of the input, which may come from a Parquet column, to JSON: times to ISO
+    8601, bytes to base64, numbers that are not finite to null, other types to their text.
 
     Raises:
       TooDeep: it is nested deeper than `DEEPEST`.
@@ -156,14 +146,13 @@ def as_json(value: Any, depth: int = 0) -> Any:
 
 @dataclasses.dataclass
 class Counts:
-    """Sums over records of the output; the numbers of decoding are of records without an error,
-    all samples of each. Manifests and `stats.json` hold them under these names.
+    """Sums over output records, under the names that manifests and `stats.json` use. Tokens,
+    forwards and drafts are those of all samples of the records without an error.
 
     Attributes:
-      rows: records.
-      error_rows: of these, records with an error in the place of a result.
-      mask_drafts, lookup_drafts: that were checked, by where they came from; and of these, those
-        that were accepted.
+      rows: records, those with errors included.
+      error_rows: records with an error in the place of a result.
+      mask_drafts, lookup_drafts: drafts that were checked, by their source.
     """
 
     rows: int = 0
@@ -178,32 +167,23 @@ class Counts:
 
     def count(self, record: dict[str, Any]) -> None:
         self.rows += 1
-        if "custom_id" in record and "response" in record:  # the form of OpenAI's batch files
-            self._count_answer(record["response"])
-            return
-        if "error" in record:
-            self.error_rows += 1
-            return
-        for sample in record.get("samples", [record]):
-            self.tokens += len(sample["token_ids"])
-            self._count_decoding(sample)
-
-    def _count_answer(self, response: dict[str, Any]) -> None:
-        if response["status_code"] != 200:
-            self.error_rows += 1
-            return
-        usage = response["body"]["usage"]
-        self.tokens += usage["completion_tokens"]
-        self._count_decoding(usage)
-
-    def _count_decoding(self, of: dict[str, Any]) -> None:
-        self.num_forwards += of["num_forwards"]
-        self.num_token_instances += of["num_token_instances"]
-        drafts = of["drafts"]
-        self.mask_drafts += drafts["masks"]
-        self.mask_drafts_accepted += drafts["masks_accepted"]
-        self.lookup_drafts += drafts["lookup"]
-        self.lookup_drafts_accepted += drafts["lookup_accepted"]
+        is_answer = "custom_id" in record and "response" in record  # in OpenAI's form
+        if is_answer:
+            failed = record["response"]["status_code"] != 200
+            samples = [] if failed else [record["response"]["body"]["usage"]]
+        else:
+            failed = "error" in record
+            samples = [] if failed else record.get("samples", [record])
+        self.error_rows += failed
+        for sample in samples:
+            self.tokens += sample["completion_tokens"] if is_answer else len(sample["token_ids"])
+            self.num_forwards += sample["num_forwards"]
+            self.num_token_instances += sample["num_token_instances"]
+            drafts = sample["drafts"]
+            self.mask_drafts += drafts["masks"]
+            self.mask_drafts_accepted += drafts["masks_accepted"]
+            self.lookup_drafts += drafts["lookup"]
+            self.lookup_drafts_accepted += drafts["lookup_accepted"]
 
     def __add__(self, other: Counts) -> Counts:
         mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
@@ -226,17 +206,16 @@ class Counts:
 
 
 GROUP_BYTES = 16 * 2**20
-"""Bytes of results, as JSON, that make a row group of fewer than `GROUP_ROWS` rows: a group is in
-memory as a whole."""
+"""Bytes of results, as JSON, after which a row group ends before it has `GROUP_ROWS` rows: a whole
+group is held in memory."""
 
 
 def write_results(sink: Sink, blocks: Iterable[bytes], columns: Columns) -> None:
-    """Writes the results, which come as blocks of lines of JSON.
-
-    The columns of results are there in every file, whether any record has a value or none has.
+    """Writes results as a Parquet file, with a column for every key of `OUTPUT_KEYS`, used or not.
 
     Args:
-      columns: the types of the ids and of the own keys.
+      blocks: the results as lines of JSON, cut anywhere.
+      columns: types of the ids and of own keys.
     """
     types = {name: storable(kind) for name, kind in columns.types.items()}
     mine = {**_result_types(), **({"id": types["id"]} if "id" in types else {})}
@@ -270,6 +249,7 @@ def _result_types() -> dict[str, Any]:
 
 
 def _groups(blocks: Iterable[bytes]) -> Iterator[list[dict[str, Any]]]:
+    """Yields the rows of each row group."""
     rows: list[dict[str, Any]] = []
     size = 0
     for line in _lines(blocks):
@@ -290,7 +270,7 @@ def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _row(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns the record with (token id, log-probability) pairs as structs of named fields."""
+    """Turns the (token id, log-probability) pairs of a record into structs with named fields."""
     for sample in (record, *record.get("samples", ())):
         for token in sample.get("logprobs") or ():
             token["top"] = [{"token_id": id_, "logprob": value} for id_, value in token["top"]]

@@ -292,7 +292,7 @@ def test_tools_and_template_variables_of_a_record_reach_the_template(
     monkeypatch.setattr(llm.codec, "variables", {"enable_thinking": False})
 
     def prompt_of(chat: bool = False, **fields: Any) -> str:
-        record = checked_record(fields, 0, GREEDY)
+        record = checked_record(fields, GREEDY)
         assert llm.codec is not None
         return llm.codec.decode(prepared_record(llm, record, chat=chat)[0])
 
