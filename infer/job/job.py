@@ -1,4 +1,5 @@
-"""Decodes the prompts of files into one result for each; a job that was stopped can be resumed."""
+"""Runs a job: one result for each record of the input, in a folder of shards or in one file. A job
+that was stopped is resumed by the same command."""
 
 from __future__ import annotations
 
@@ -30,9 +31,9 @@ from infer.job.shard_decoder import (
     GRACE_SECONDS,
     GracefulStop,
     JobProgress,
-    JobShare,
     JobStopped,
     NotEnoughMemory,
+    decode_share,
 )
 from infer.job.shard_folder import (
     STATS,
@@ -62,10 +63,77 @@ if TYPE_CHECKING:
     from wedlm_jax.params import SamplingParams
 
 
-SHARD_SIZE = 1000
+SHARDS_SUFFIX = ".shards"
+JSONL, PARQUET = ".jsonl", ".parquet"
+OTHER_FILES = (".json", ".txt", ".csv", ".tsv", ".gz", ".zst")
 
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """The folder or file that ``--output`` names.
+
+    Attributes:
+      shown: as the user named it.
+      folder: the folder of shards.
+      file: the file into which they are merged at the end; None if the folder itself is the output.
+    """
+
+    shown: str
+    folder: Path
+    file: Path | None
+
+    @property
+    def is_parquet(self) -> bool:
+        return self.file is not None and self.file.suffix.lower() == PARQUET
+
+    def absolute(self) -> Output:
+        """Returns the same output with absolute paths."""
+        file = None if self.file is None else self.file.absolute()
+        return dataclasses.replace(self, folder=self.folder.absolute(), file=file)
+
+
+def find_output(name: str, source: Source) -> Output:
+    """Returns the output that a path names: a file if it ends in .jsonl or .parquet, otherwise a
+    folder.
+
+    Raises:
+      InputError: it cannot be written, or would overwrite the input; or pyarrow is missing.
+    """
+    path = Path(name)
+    if path.suffix.lower() in OTHER_FILES:
+        raise InputError(f"{path}: expected a folder, or a .jsonl or .parquet file, as output")
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"{path}: no such folder, {path.parent}")
+    if path.suffix.lower() in (JSONL, PARQUET):
+        if path.exists() and not path.is_file():
+            raise InputError(f"{path}: exists and is not a file")
+        if path.suffix.lower() == PARQUET:
+            require_pyarrow()
+        output = Output(name, path.with_name(path.name + SHARDS_SUFFIX), path)
+    else:
+        output = Output(name, path, None)
+    if output.folder.exists() and not output.folder.is_dir():
+        raise InputError(f"{output.folder}: is a file; the output needs a folder of this name")
+    _check_apart(output, source)
+    return output
+
+
+def _check_apart(output: Output, source: Source) -> None:
+    for file in source.files:
+        if output.file is not None and output.file.exists() and output.file.samefile(file.path):
+            raise InputError(f"{output.file}: input and output are the same file")
+        inside = output.folder.resolve() in file.path.resolve().parents
+        if inside and not file.path.name.startswith(SPOOL):
+            raise InputError(f"{file.shown}: the input is inside the output folder")
+    for path in (output.file, output.folder):
+        for folder in source.folders:
+            if path is not None and folder.resolve() in (path.resolve(), *path.resolve().parents):
+                raise InputError(f"{path}: the output is inside the input folder {folder}")
+
+
+SHARD_SIZE = 1000
 TELL_SECONDS = 5.0
-"""Seconds between two messages on how far the first pass over the input is."""
+"""Seconds between two messages about the progress of the first pass over the input."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,15 +142,14 @@ class JobOptions:
 
     Attributes:
       inputs: files, folders, or one pipe.
-      output: a folder, or a .jsonl file.
-      params: of records that do not have their own.
-      chat: whether a text is a user's message, for the chat template.
-      shard_size: records of a shard; None takes that of the job in the output, or `SHARD_SIZE`.
+      output: a folder, or a .jsonl or .parquet file.
+      params, chat: as in `Workload`.
+      shard_size: records per shard; None takes that of the job in the output, or `SHARD_SIZE`.
       host: this one of the processes that share the job.
       fail_fast: whether the first bad record refuses the job.
       overwrite: whether records of another job in the same output may be deleted.
-      grace: seconds after SIGTERM for running sequences.
-      max_errors: bad records that do not end the run; None as `infer.job.result_record.ErrorLimit`.
+      grace: seconds that running sequences have after SIGTERM.
+      max_errors: as `ErrorLimit.most`.
     """
 
     inputs: tuple[str, ...]
@@ -100,11 +167,8 @@ class JobOptions:
 class Job:
     """Runs a job, from its options to its exit status.
 
-    Args:
-      options: of the job.
-
     Raises:
-      InputError: input or output cannot be used.
+      InputError: the input, the output or an option cannot be used.
     """
 
     def __init__(self, options: JobOptions):
@@ -125,18 +189,18 @@ class Job:
             raise InputError(f"--max-errors: expected 0 or more, not {options.max_errors}")
 
     def run(self, load: Callable[[], LLM]) -> int:
-        """Decodes what is not decoded yet; returns the exit status.
+        """Decodes the records that are left, and returns the exit status.
 
         Args:
-          load: loads the model; called when the records have been counted.
+          load: loads the model; called after the input has been read once.
 
         Raises:
-          InputError: the job cannot start or continue; what is done is kept.
+          InputError: the job cannot start or continue; finished records are kept.
         """
         return self.until_stopped(lambda stop: self._run(load, stop))
 
     def until_stopped(self, work: Callable[[GracefulStop], int]) -> int:
-        """Runs ``work``; reports what is kept if SIGTERM or Ctrl-C stops it."""
+        """Runs ``work``, and says what is kept if SIGTERM or Ctrl-C stops it."""
         with GracefulStop(self.options.grace) as stop:
             try:
                 return work(stop)
@@ -152,7 +216,7 @@ class Job:
                 if self.folder is None:
                     self._drop_spool()
                 elif self.options.host.count == 1:
-                    # Whoever mistyped an option, and stopped the job, gives it another.
+                    # So that who stops the job to correct an option can run it again.
                     with contextlib.suppress(InputError, StorageFailure):
                         self.folder.release()
 
@@ -164,19 +228,15 @@ class Job:
         folder = self.open_folder(workload.index, identity_of(llm, workload))
         if (status := self.finished_status(folder)) is not None:
             return status
-        run = JobShare(
-            llm, workload, folder, self.options.host, stop, most_errors=self.options.max_errors
-        )
+        host, most = self.options.host, self.options.max_errors
         try:
-            run.decode(self.console)
+            progress = decode_share(llm, workload, folder, host, stop, most, self.console)
         except NotEnoughMemory as error:
             raise InputError(f"{error}; {self._kept_records(folder)}") from None
-        if stop.requested and run.is_short():
-            raise JobStopped
-        return self.end(folder, run.progress())
+        return self.end(folder, progress)
 
     def read_input(self) -> Workload:
-        """Reads the whole input once: counts records and indexes them.
+        """Reads the whole input once, and indexes its records.
 
         Raises:
           InputError: it has none, or cannot be read.
@@ -221,17 +281,14 @@ class Job:
         return self.folder
 
     def finished_status(self, folder: ShardFolder) -> int | None:
-        """Returns the exit status of a job that is finished already, else None; reports that, or
-        what is kept of it."""
-        if self.output.file is None:
-            counts, drop_left = shards_finished(folder), folder.drop_parts
-        else:
-            counts, drop_left = finished_before(folder, self.output.file), folder.drop_shards
+        """Says that a job is finished already, and returns its exit status; or says how many records
+        are kept, and returns None."""
+        counts = finished_before(folder)
         if counts:
-            # A pipe's copy, or what a kill in the middle of `finish` left. Nothing else is written:
-            # what is finished may lie where nobody may write any more.
+            # A pipe's copy, or what a kill in the middle of `finish` left. The file system may be
+            # read-only by now.
             with contextlib.suppress(InputError):
-                drop_left()
+                folder.drop_leftovers()
             self.say(
                 f"{self.output.shown} is already complete, with {counted(counts.rows, 'record')}"
             )
@@ -243,12 +300,11 @@ class Job:
     def end(self, folder: ShardFolder, progress: JobProgress) -> int:
         """Finishes the job if all its shards are there, whichever process decoded them."""
         missing, host = len(folder.shards) - len(folder.finished()), self.options.host
-        # Asked after counting: the process that finishes a job writes `STATS` before it removes
-        # shards.
-        counts = finished_before(folder, self.output.file)
+        # After counting: the process that finishes a job writes `STATS` before it removes shards.
+        counts = merged_before(folder)
         if counts is not None:
             # Another process finished the job while this one was decoding its last shards.
-            folder.drop_shards()
+            folder.drop_leftovers()
         elif missing:
             who = f"{host} has done its share" if host.count > 1 else "this process is done"
             self.say(
@@ -267,10 +323,10 @@ class Job:
         host = self.options.host
         run = {"host": host.index, "hosts": host.count, **progress.as_json()}
         try:
-            return finish(folder, self.output.file, run, self.columns)
+            return finish(folder, run, self.columns)
         except InputError:
             # Another process may have merged and removed the shards at this very moment.
-            counts = finished_before(folder, self.output.file)
+            counts = merged_before(folder)
             if counts is None:
                 raise
             return counts
@@ -279,7 +335,7 @@ class Job:
         self.console.print(text, markup=False)
 
     def shard_size(self) -> int:
-        """Returns the records of a shard: as requested, or as in the job that is in the output."""
+        """Returns the number of records per shard: as given, or that of the job in the output."""
         if self.options.shard_size is not None:
             return self.options.shard_size
         found = (read_job(self.output.folder) or {}).get("shard_size")
@@ -295,7 +351,7 @@ class Job:
         return f"{kept:,} of {folder.identity.rows:,} records are kept in {folder.folder}"
 
     def _drop_spool(self) -> None:
-        """Removes the copy of a pipe when the job was refused."""
+        """Removes the copy of a pipe if the job was refused."""
         if self._spooled is not None:
             self._spooled.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
@@ -303,8 +359,7 @@ class Job:
 
 
 def summary(output: Output, counts: Counts, progress: JobProgress) -> str:
-    """Summarises a finished job in one line: its records, and the speed of the run that finished
-    it."""
+    """Summarizes a finished job in one line: its records, and the speed of its last run."""
     notes = []
     if progress.earlier:
         notes.append(f"{progress.earlier:,} from earlier runs")
@@ -319,88 +374,13 @@ def summary(output: Output, counts: Counts, progress: JobProgress) -> str:
     )
 
 
-SHARDS_SUFFIX = ".shards"
-JSONL, PARQUET = ".jsonl", ".parquet"
-OTHER_FILES = (".json", ".txt", ".csv", ".tsv", ".gz", ".zst")
-
-
-@dataclasses.dataclass(frozen=True)
-class Output:
-    """Holds what ``--output`` names.
-
-    Attributes:
-      shown: as the user named it.
-      folder: of the shards.
-      file: into which all records are merged; None if the folder itself is the output.
-    """
-
-    shown: str
-    folder: Path
-    file: Path | None
-
-    @property
-    def is_parquet(self) -> bool:
-        return self.file is not None and self.file.suffix.lower() == PARQUET
-
-    def absolute(self) -> Output:
-        """Returns the same output with absolute paths."""
-        file = None if self.file is None else self.file.absolute()
-        return dataclasses.replace(self, folder=self.folder.absolute(), file=file)
-
-
-def find_output(name: str, source: Source) -> Output:
-    """Finds out what a path means: a file if it ends in .jsonl or .parquet, otherwise a folder.
-
-    Raises:
-      InputError: it cannot be written, or would overwrite the input; or pyarrow is missing.
-    """
-    path = Path(name)
-    if path.suffix.lower() in OTHER_FILES:
-        raise InputError(f"{path}: expected a folder, or a .jsonl or .parquet file, as output")
-    if not path.absolute().parent.is_dir():
-        raise InputError(f"{path}: no such folder, {path.parent}")
-    if path.suffix.lower() in (JSONL, PARQUET):
-        if path.exists() and not path.is_file():
-            raise InputError(f"{path}: exists and is not a file")
-        if path.suffix.lower() == PARQUET:
-            require_pyarrow()
-        output = Output(name, path.with_name(path.name + SHARDS_SUFFIX), path)
-    else:
-        output = Output(name, path, None)
-    if output.folder.exists() and not output.folder.is_dir():
-        raise InputError(f"{output.folder}: is a file; the output needs a folder of this name")
-    _check_apart(output, source)
-    return output
-
-
-def _check_apart(output: Output, source: Source) -> None:
-    for file in source.files:
-        if output.file is not None and output.file.exists() and output.file.samefile(file.path):
-            raise InputError(f"{output.file}: input and output are the same file")
-        inside = output.folder.resolve() in file.path.resolve().parents
-        if inside and not file.path.name.startswith(SPOOL):
-            raise InputError(f"{file.shown}: the input is inside the output folder")
-    for path in (output.file, output.folder):
-        for folder in source.folders:
-            if path is not None and folder.resolve() in (path.resolve(), *path.resolve().parents):
-                raise InputError(f"{path}: the output is inside the input folder {folder}")
-
-
-def finish(
-    folder: ShardFolder,
-    output: Path | None,
-    run: dict[str, Any],
-    columns: Columns | None = None,
-) -> Counts:
-    """Finishes a job whose shards are all there. Doing it twice does no harm.
+def finish(folder: ShardFolder, run: dict[str, Any], columns: Columns | None = None) -> Counts:
+    """Finishes a job whose shards are all there: merges them into its file, if it has one, writes
+    `STATS`, and returns the sums over all records. Doing it twice does no harm.
 
     Args:
-      output: a file for all records, which replaces the shards; None keeps them.
       run: what `STATS` says about the run that finished the job.
-      columns: of ids and own keys where the file is Parquet; None for JSONL.
-
-    Returns:
-      sums over all records.
+      columns: types of ids and own keys, for Parquet; None for JSONL.
 
     Raises:
       InputError: a shard is not what its manifest says, or the output cannot be written.
@@ -415,56 +395,55 @@ def finish(
         "shards": len(manifests),
         "last_run": run,
     }
-    if output is not None:
-        stats["output"] = _put_together(folder, manifests, output, columns)
+    if folder.file is not None:
+        stats["output"] = _merged(folder, manifests, folder.file, columns)
     write_json(folder.folder / STATS, stats, folder.folder)
-    if output is not None:
-        folder.drop_shards()
-    else:
-        folder.drop_parts()
+    folder.drop_leftovers()
     return counts
 
 
-def shards_finished(folder: ShardFolder) -> Counts | None:
-    """Returns the sums over all records if a job without an output file is finished.
+def finished_before(folder: ShardFolder) -> Counts | None:
+    """Returns the sums over all records if the job is finished and its output is still there.
 
     Raises:
       InputError: a shard is not what its manifest says.
     """
-    try:
-        stats = json.loads((folder.folder / STATS).read_bytes())
-        before = {name: stats[name] for name in Counts().as_json()}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    counts = _counts_in_stats(folder)
+    if counts is None or folder.file is not None:
+        return counts
     if len(folder.finished()) < len(folder.shards):
         return None
-    counts = _sum(folder.manifests())
-    return counts if counts.as_json() == before else None
+    return counts if _sum(folder.manifests()) == counts else None
+
+
+def merged_before(folder: ShardFolder) -> Counts | None:
+    """Returns the sums over all records if the shards have been merged into one file."""
+    return None if folder.file is None else _counts_in_stats(folder)
+
+
+def _counts_in_stats(folder: ShardFolder) -> Counts | None:
+    """Returns the sums that `STATS` holds; None without it, or if the output file is not the one
+    that it describes."""
+    try:
+        stats = json.loads((folder.folder / STATS).read_bytes())
+        if folder.file is None or folder.file.stat().st_size == stats["output"]["bytes"]:
+            return Counts(**{name: stats[name] for name in Counts().as_json()})
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # then the records are decoded again
+    return None
 
 
 def _sum(manifests: Iterable[dict[str, Any]]) -> Counts:
     return sum((Counts(**manifest["counts"]) for manifest in manifests), Counts())
 
 
-def finished_before(folder: ShardFolder, output: Path | None) -> Counts | None:
-    """Returns the sums over all records if the job is finished and its output file is still
-    there."""
-    try:
-        stats = json.loads((folder.folder / STATS).read_bytes())
-        if output is not None and output.stat().st_size == stats["output"]["bytes"]:
-            return Counts(**{name: stats[name] for name in Counts().as_json()})
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # not finished, or its files are gone: then the records are decoded again
-    return None
-
-
-def _put_together(
+def _merged(
     folder: ShardFolder,
     manifests: list[dict[str, Any]],
     output: Path,
     columns: Columns | None,
 ) -> dict[str, Any]:
-    """Writes all records into one file; returns its name, size and digest."""
+    """Writes all records to one file; returns its name, size and digest."""
     with written_beside(output, folder.parts) as out:
         digested, blocks = _Digested(out), _blocks(folder, manifests)
         if columns is None:
@@ -477,10 +456,10 @@ def _put_together(
 
 
 def _blocks(folder: ShardFolder, manifests: list[dict[str, Any]]) -> Iterator[bytes]:
-    """Yields the shards' contents in order, each ending with a newline.
+    """Yields the contents of the shards in order.
 
     Raises:
-      InputError: one is not what its manifest says.
+      InputError: a shard is not what its manifest says.
     """
     for shard, manifest in zip(folder.shards, manifests, strict=True):
         path, digest = folder.data_path(shard), hashlib.sha256()
@@ -496,7 +475,7 @@ def _blocks(folder: ShardFolder, manifests: list[dict[str, Any]]) -> Iterator[by
 
 
 class _Digested(io.RawIOBase):
-    """A file of which size and digest are taken while it is written."""
+    """Takes size and digest of a file while it is written."""
 
     def __init__(self, file: IO[bytes]):
         self._file, self.size, self.digest = file, 0, hashlib.sha256()

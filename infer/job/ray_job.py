@@ -1,7 +1,7 @@
-"""Runs a job under Ray Data: an actor for each accelerator, each with its own model.
+"""Runs a job under Ray Data: one actor per accelerator, each with its own model.
 
-The actors share the job's folder only. They finish shards there as any host does, so a job may be
-started with Ray and finished without, or the other way round.
+The actors share nothing but the job's folder, where they finish shards as any host does. So a job
+may be started with Ray and finished without it, or the other way round.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infer.job.input import Shard, Workload
-from infer.job.job import Job, Output, finished_before
+from infer.job.job import Job, Output, merged_before
 from infer.job.result_record import Counts
 from infer.job.shard_decoder import ErrorLimit, GracefulStop, JobProgress, ShardDecoder
 from infer.job.shard_folder import Identity, ShardFolder, finished_shards, identity_of, read_job
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
     from wedlm_jax.llm import LLM
 
 SHARDS_PER_TASK = 4
-"""Shards whose records decode together: the batch drains only at the end of a task."""
+"""Shards that are decoded together: the batch runs empty only at the end of a task."""
 
 ACCELERATORS = ("TPU", "GPU")
 
 
 @dataclasses.dataclass(frozen=True)
 class RayCluster:
-    """Says where a job runs.
+    """The cluster that a job runs on.
 
     Attributes:
       address: of the cluster; empty for the one that Ray finds, or else a new local one.
-      actors: how many; None for one per accelerator, or one if there is none.
+      actors: number of actors; None for one per accelerator, or one if there is none.
     """
 
     address: str
@@ -51,13 +51,13 @@ class RayCluster:
 
 
 def run_with_ray(job: Job, load: Callable[[], LLM], cluster: RayCluster) -> int:
-    """Does what `Job.run` does with the actors of a cluster.
+    """Runs a job as `Job.run` does, with the actors of a cluster.
 
     Args:
       load: loads the model; called in each actor, so it must be picklable.
 
     Raises:
-      InputError: Ray is missing or cannot be reached, or as `Job.run`.
+      InputError: Ray is missing or cannot be reached; or as `Job.run`.
     """
     ray = require_ray()
     if job.options.fail_fast:
@@ -74,7 +74,7 @@ def run_with_ray(job: Job, load: Callable[[], LLM], cluster: RayCluster) -> int:
 
 
 def require_ray() -> Any:
-    """Returns the module `ray`, with Ray Data.
+    """Returns the module `ray`, including Ray Data.
 
     Raises:
       InputError: it is not installed.
@@ -90,8 +90,8 @@ def require_ray() -> Any:
 
 
 def _check_working_folder() -> None:
-    """Refuses a working folder with an `infer` of its own: Ray puts that folder in front of what is
-    installed, and its actors would import from there."""
+    """Refuses a working folder with an `infer` of its own: Ray puts that folder first on the import
+    path of its actors."""
     ours = Path(__file__).parents[1]
     for path in (Path("infer"), Path("infer.py")):
         if path.exists() and path.resolve() != ours:
@@ -155,8 +155,8 @@ def _actors(ray: Any, count: int | None) -> tuple[dict[str, Any], int]:
 
 
 def _groups(shards: Sequence[Shard], actors: int) -> list[str]:
-    """Returns the numbers of the shards of each task. There is at least one task, so that some
-    actor checks whose folder it is."""
+    """Returns the shard numbers of each task. There is at least one task, so that some actor checks
+    whose folder it is."""
     size = max(1, min(SHARDS_PER_TASK, math.ceil(len(shards) / actors)))
     numbers = [str(shard.number) for shard in shards]
     return [" ".join(numbers[i : i + size]) for i in range(0, len(numbers), size)] or [""]
@@ -178,7 +178,7 @@ def _mapped(
         _ShardActor,
         batch_size=1,
         fn_constructor_args=arguments,
-        # So no task waits for a busy actor while another one is idle.
+        # So that no task waits for a busy actor while another one is idle.
         compute=ray.data.ActorPoolStrategy(
             size=min(count, len(groups)), max_tasks_in_flight_per_actor=1
         ),
@@ -187,7 +187,7 @@ def _mapped(
 
 
 def _follow(job: Job, results: Iterable[dict[str, Any]], total: int, finished: int) -> JobProgress:
-    """Sums up what the actors report of each task, and shows progress."""
+    """Adds up what the actors report after each task, and shows progress."""
     started, counts, earlier, compiling = time.monotonic(), Counts(), finished, 0.0
     limit = ErrorLimit(job.options.max_errors, fresh=not finished)
 
@@ -217,13 +217,13 @@ def _follow(job: Job, results: Iterable[dict[str, Any]], total: int, finished: i
 
 
 def _error(text: str, status: int) -> Exception:
-    """Returns the error that an actor has met."""
+    """Returns the error that an actor reported."""
     kinds = {exit_status(kind("")): kind for kind in (InputError, BadData, StorageFailure)}
     return kinds[status](text)
 
 
 class _ShardActor:
-    """Decodes tasks, each of a few shards, with a model of its own."""
+    """Decodes tasks of a few shards each, with its own model."""
 
     def __init__(
         self,
@@ -259,10 +259,10 @@ class _ShardActor:
                 overwrite=self._overwrite,
             )
             self._llm = llm
-        if finished_before(self._folder, self._output.file):
-            return _nothing()  # its shards are merged into one file already
+        if merged_before(self._folder):
+            return _nothing()
         there = sum(shard.records for shard in shards if self._folder.is_finished(shard))
-        # Of one task; `_follow` sums up all of them.
+        # For one task; `_follow` adds them up.
         limit = ErrorLimit(self._max_errors, fresh=False)
         decoder = ShardDecoder(self._llm, self._workload, self._folder, GracefulStop(), limit)
         decoder.run(shards, lambda _: None)

@@ -1,4 +1,5 @@
-"""Decodes shards: records go to the engine in order, and come back as they are finished."""
+"""Decodes shards with one model, and shows progress; ends early on SIGTERM, or when too many records
+are bad."""
 
 from __future__ import annotations
 
@@ -26,8 +27,157 @@ from wedlm_jax.host.signals import StopRequest
 if TYPE_CHECKING:
     from wedlm_jax.completion import Completion
     from wedlm_jax.generation import Prepared, Windowed
-    from wedlm_jax.host.progress import Progress
     from wedlm_jax.llm import LLM
+
+
+GRACE_SECONDS = 20.0
+"""Kubernetes sends SIGKILL 30 seconds after SIGTERM."""
+
+
+class JobStopped(BaseException):
+    """The job stops on request. No `Exception`, like `KeyboardInterrupt`: error handlers let it
+    pass."""
+
+
+class GracefulStop(StopRequest):
+    """Gives running sequences time to finish after SIGTERM.
+
+    Within `finishing`, no new prompts are started after SIGTERM, and running ones have ``grace``
+    seconds; outside of it, `JobStopped` is raised at once. A second SIGTERM ends the process
+    immediately.
+    """
+
+    def __init__(self, grace: float = GRACE_SECONDS):
+        super().__init__()
+        self._grace, self._deadline, self._finishing = grace, 0.0, False
+
+    @contextlib.contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Marks a block that has sequences to finish, and that heeds ``requested`` and `check`."""
+        self._finishing = True
+        try:
+            yield
+        finally:
+            self._finishing = False
+
+    def check(self) -> None:
+        """Raises `JobStopped` once the grace period is over; call it regularly."""
+        if self.requested and time.monotonic() >= self._deadline:
+            raise JobStopped
+
+    def note(self) -> None:
+        """Handles SIGTERM."""
+        if self.requested:
+            os._exit(TERMINATED)
+        self.requested, self._deadline = True, time.monotonic() + self._grace
+        if not self._finishing:
+            raise JobStopped
+
+
+FIRST_RECORDS = 1000
+"""Number of records after which a job without ``--max-errors`` ends if all of them are bad."""
+
+
+@dataclasses.dataclass
+class ErrorLimit:
+    """The number of bad records that ends a run.
+
+    Attributes:
+      most: bad records that are accepted. None: any number, unless they are the first
+        `FIRST_RECORDS`.
+      fresh: whether the run begins with the job's first records: none of an earlier run are kept.
+    """
+
+    most: int | None = None
+    fresh: bool = True
+
+    def check(self, counts: Counts, example: str, under_way: bool = False) -> None:
+        """Ends the run if too many of its records are bad.
+
+        Args:
+          counts: sums over the run's records.
+          example: one of the bad records, and what is wrong with it.
+          under_way: whether others are being decoded, and so are good.
+
+        Raises:
+          BadData: there are too many.
+        """
+        bad = counts.error_rows
+        if self.most is not None:
+            if bad > self.most:
+                most = f"more than --max-errors {self.most}"
+                raise BadData(f"{bad:,} records are bad, {most}, such as {example}")
+        elif self.fresh and not under_way and counts.all_bad and bad >= FIRST_RECORDS:
+            raise BadData(f"all of the first {bad:,} records are bad, such as {example}")
+
+
+@dataclasses.dataclass(frozen=True)
+class JobProgress:
+    """How far a job is; all but ``done`` and ``earlier`` is about this run alone.
+
+    Attributes:
+      done: finished records, including those of earlier runs and of other processes.
+      earlier: records finished by earlier runs.
+      total: records of this process's share.
+      tokens, forwards: sums over finished and running sequences.
+      finished: sums over finished records.
+      seconds: wall-clock time since decoding began, without compilation.
+      compile_seconds: time spent compiling.
+      first_bad: the first bad record and what is wrong with it; empty if there is none.
+    """
+
+    done: int
+    earlier: int
+    total: int
+    tokens: int
+    forwards: int
+    finished: Counts
+    seconds: float
+    compile_seconds: float
+    first_bad: str = ""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / max(self.seconds, 1e-9)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        return self.tokens / max(self.forwards, 1)
+
+    @property
+    def seconds_left(self) -> float:
+        """Estimate from the records finished during this run, also by other processes; infinite
+        before the first."""
+        finished = self.done - self.earlier
+        return self.seconds * (self.total - self.done) / finished if finished else math.inf
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns what `stats.json` says about a run."""
+        return {
+            **self.finished.as_json(),
+            "seconds": round(self.seconds, 2),
+            "compile_seconds": round(self.compile_seconds, 2),
+            "tokens_per_second": round(self.tokens_per_second, 1),
+        }
+
+    def speed(self) -> str:
+        """Returns the speed in words; p_cache is known once a record is finished."""
+        text = (
+            f"{self.tokens_per_second:,.0f} tokens/s, "
+            f"{self.tokens_per_forward:.2f} tokens per forward"
+        )
+        known = self.finished.num_token_instances > 0
+        return f"{text}, p_cache {self.finished.p_cache:.2f}" if known else text
+
+    def show(self, bar: ProgressBar) -> None:
+        """Moves the job's progress bar."""
+        bad, text = self.finished.error_rows, self.speed()
+        bar.update(
+            self.done,
+            total=self.total,
+            text=f"{bad:,} bad, {text}" if bad else text,
+            seconds_left=self.seconds_left,
+        )
 
 
 class NotEnoughMemory(InputError):
@@ -36,8 +186,7 @@ class NotEnoughMemory(InputError):
 
 @dataclasses.dataclass(slots=True)
 class _DecodingRecord:
-    """A record that is being decoded, where its result goes, where it came from, and what of its
-    own the result repeats."""
+    """A record that is being decoded, where its result goes, and where it came from."""
 
     shard: Shard
     part: PartFile
@@ -48,17 +197,14 @@ class _DecodingRecord:
 
 
 class ShardDecoder:
-    """Decodes shards of a job with one model.
-
-    Args:
-      limit: of bad records.
+    """Decodes shards of a job with one model: records go to the engine in order, and come back as
+    they are finished.
 
     Attributes:
-      counts: of the records of this run.
-      earlier: records of these shards that earlier runs had finished.
-      elsewhere: records of these shards that other processes have finished during this run.
-      in_use: shards that another process is decoding.
-      first_bad: where the first bad record of this run is, and what is wrong with it.
+      counts: sums over the records of this run.
+      earlier: records of these shards that earlier runs finished.
+      elsewhere: records of these shards that other processes finished during this run.
+      first_bad: as in `JobProgress`.
     """
 
     def __init__(
@@ -76,7 +222,7 @@ class ShardDecoder:
         self.counts = Counts()
         self.earlier = self.elsewhere = 0
         self.first_bad = ""
-        self.in_use: list[Shard] = []
+        self._in_use: list[Shard] = []
 
     def run(self, shards: Iterable[Shard], on_progress: Callable[[Progress], None]) -> None:
         """Decodes the records of ``shards`` that are not finished yet.
@@ -126,7 +272,7 @@ class ShardDecoder:
             try:
                 part = self._folder.open(shard)
             except InUse:
-                self.in_use.append(shard)
+                self._in_use.append(shard)
                 continue
             if part is None:
                 self.elsewhere += shard.records
@@ -152,15 +298,15 @@ class ShardDecoder:
 
     def _count_elsewhere(self) -> None:
         """Counts the shards in use that have been finished since."""
-        done = [shard for shard in self.in_use if self._folder.is_finished(shard)]
+        done = [shard for shard in self._in_use if self._folder.is_finished(shard)]
         self.elsewhere += sum(shard.records for shard in done)
-        self.in_use = [shard for shard in self.in_use if shard not in done]
+        self._in_use = [shard for shard in self._in_use if shard not in done]
 
     def _and_again(self, shards: Iterable[Shard]) -> Iterator[Shard]:
         """Yields all shards, and then again those that another process was decoding: it may have
         left them."""
         yield from shards
-        again, self.in_use = self.in_use, []
+        again, self._in_use = self._in_use, []
         yield from again
 
     def _take(self, batch: list[tuple[int, Completion]]) -> None:
@@ -203,228 +349,66 @@ class ShardDecoder:
             del self._open[shard.number]
 
 
-GRACE_SECONDS = 20.0
-"""Kubernetes sends SIGKILL 30 seconds after SIGTERM."""
-
-
-class JobStopped(BaseException):
-    """The job stops on request. As for Ctrl-C, not an `Exception`: error handlers let it pass."""
-
-
-class GracefulStop(StopRequest):
-    """Notes SIGTERM, and gives running sequences time to finish.
-
-    Outside of `finishing` there is nothing to finish, and the job stops at once, by `JobStopped`.
-    Inside, no new prompts are started, and running ones have ``grace`` seconds. A second SIGTERM
-    ends the process immediately.
-
-    Args:
-      grace: seconds.
-    """
-
-    def __init__(self, grace: float = GRACE_SECONDS):
-        super().__init__()
-        self._grace, self._deadline, self._finishing = grace, 0.0, False
-
-    @contextlib.contextmanager
-    def finishing(self) -> Iterator[None]:
-        """Marks a block that has something to finish, and that checks ``requested`` and `check`."""
-        self._finishing = True
-        try:
-            yield
-        finally:
-            self._finishing = False
-
-    def check(self) -> None:
-        """Raises `JobStopped` once the grace period is over; to be called regularly."""
-        if self.requested and time.monotonic() >= self._deadline:
-            raise JobStopped
-
-    def note(self) -> None:
-        """Notes that SIGTERM has arrived."""
-        if self.requested:
-            os._exit(TERMINATED)
-        self.requested, self._deadline = True, time.monotonic() + self._grace
-        if not self._finishing:
-            raise JobStopped
-
-
-FIRST_RECORDS = 1000
-"""A job without its own limit ends if its first records, this many, are all bad."""
-
-
-@dataclasses.dataclass
-class ErrorLimit:
-    """Says how many bad records end a run.
-
-    Attributes:
-      most: so many may be bad. None: any number, unless they are the first `FIRST_RECORDS`.
-      fresh: whether the run begins with its first records: none are kept of an earlier one.
-    """
-
-    most: int | None = None
-    fresh: bool = True
-
-    def check(self, counts: Counts, example: str, under_way: bool = False) -> None:
-        """Ends the run if too many of its records are bad.
-
-        Args:
-          counts: of the run.
-          example: what is wrong with one of them.
-          under_way: whether others are being decoded, and so are good.
-
-        Raises:
-          BadData: saying how many.
-        """
-        bad = counts.error_rows
-        if self.most is not None:
-            if bad > self.most:
-                most = f"more than --max-errors {self.most}"
-                raise BadData(f"{bad:,} records are bad, {most}, such as {example}")
-        elif self.fresh and not under_way and counts.all_bad and bad >= FIRST_RECORDS:
-            raise BadData(f"all of the first {bad:,} records are bad, such as {example}")
-
-
-@dataclasses.dataclass(frozen=True)
-class JobProgress:
-    """A job at one moment; all but ``done`` and ``earlier`` are of this run alone.
-
-    Attributes:
-      done: records finished, those of earlier runs and of other processes included.
-      earlier: finished by earlier runs.
-      total: records that this process has to see to.
-      tokens, forwards: of finished and running sequences.
-      finished: sums over finished records.
-      seconds: wall-clock since decoding began, without compilation.
-      compile_seconds: that.
-      first_bad: where the first bad record is, and what is wrong with it; empty if there is none.
-    """
-
-    done: int
-    earlier: int
-    total: int
-    tokens: int
-    forwards: int
-    finished: Counts
-    seconds: float
-    compile_seconds: float
-    first_bad: str = ""
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / max(self.seconds, 1e-9)
-
-    @property
-    def tokens_per_forward(self) -> float:
-        return self.tokens / max(self.forwards, 1)
-
-    @property
-    def seconds_left(self) -> float:
-        """If the remaining records take as long as those that were finished during this run, also
-        by other processes; infinite before the first."""
-        finished = self.done - self.earlier
-        return self.seconds * (self.total - self.done) / finished if finished else math.inf
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns what `stats.json` says of a run."""
-        return {
-            **self.finished.as_json(),
-            "seconds": round(self.seconds, 2),
-            "compile_seconds": round(self.compile_seconds, 2),
-            "tokens_per_second": round(self.tokens_per_second, 1),
-        }
-
-    def speed(self) -> str:
-        """Returns the speed in words; p_cache is of finished records, and absent before the
-        first."""
-        known = self.finished.num_token_instances > 0
-        return (
-            f"{self.tokens_per_second:,.0f} tokens/s, "
-            f"{self.tokens_per_forward:.2f} tokens per forward"
-            + (f", p_cache {self.finished.p_cache:.2f}" if known else "")
-        )
-
-    def show(self, bar: ProgressBar, meanwhile: str | None = None) -> None:
-        """Moves the bar of the job here.
-
-        Args:
-          meanwhile: what goes on in the place of decoding, such as compiling.
-        """
-        bad = self.finished.error_rows
-        text = meanwhile or self.speed()
-        bar.update(
-            self.done,
-            total=self.total,
-            text=f"{bad:,} bad, {text}" if bad else text,
-            seconds_left=self.seconds_left,
-        )
-
-
-class JobShare:
-    """Decodes the unfinished shards of one host.
+def decode_share(
+    llm: LLM,
+    workload: Workload,
+    folder: ShardFolder,
+    host: Host,
+    stop: GracefulStop,
+    most_errors: int | None,
+    console: Console,
+) -> JobProgress:
+    """Decodes the unfinished shards of one host, and shows progress.
 
     Args:
       host: this one of the processes that share the job.
-      most_errors: bad records that do not end the run; None as `ErrorLimit`.
+      most_errors: as `ErrorLimit.most`.
+      console: where progress is shown.
+
+    Raises:
+      JobStopped: on SIGTERM, if shards are left.
+      Exception: as `ShardDecoder.run`.
     """
-
-    def __init__(
-        self,
-        llm: LLM,
-        workload: Workload,
-        folder: ShardFolder,
-        host: Host,
-        stop: GracefulStop,
-        most_errors: int | None,
-    ):
-        self._llm, self._folder, self._stop = llm, folder, stop
-        self._shards = [s for s in folder.shards if s.number % host.count == host.index]
-        self._total = sum(shard.records for shard in self._shards)
-        done = folder.finished()
-        self._missing = [shard for shard in self._shards if shard.number not in done]
-        self._finished = self._total - sum(shard.records for shard in self._missing)
-        limit = ErrorLimit(most_errors, fresh=not self._finished)
-        self._decoder = ShardDecoder(llm, workload, folder, stop, limit)
-        self._decoding: Progress | None = None
-        self._compiled, self._started = llm.engine.compile_seconds, time.monotonic()
-
-    def decode(self, console: Console) -> None:
-        """Decodes what is missing and shows progress; raises what `ShardDecoder.run` does."""
-        if left := self._total - self._folder.kept_records(self._shards):
-            console.print(
-                f"{counted(left, 'record')} to decode, "
-                f"{self._llm.engine.settings.sequences} at a time; "
-                "programs are compiled when they are first needed",
-                markup=False,
-            )
-        self._compiled, self._started = self._llm.engine.compile_seconds, time.monotonic()
-        bar = ProgressBar("records", done=self._finished, console=console)
-        with self._stop.finishing(), bar:
-
-            def tell(now: Progress) -> None:
-                self._decoding = now
-                self.progress().show(bar)
-
-            self._llm.engine.device.programs.while_busy = bar.while_busy
-            self._decoder.run(self._missing, tell)
-
-    def is_short(self) -> bool:
-        """Tells whether shards of this host are not finished."""
-        return not all(map(self._folder.is_finished, self._missing))
-
-    def progress(self) -> JobProgress:
-        """Returns how far this process is."""
-        now, counts = self._decoding, self._decoder.counts
-        compiling = self._llm.engine.compile_seconds - self._compiled
-        earlier = self._finished + self._decoder.earlier
-        return JobProgress(
-            done=earlier + self._decoder.elsewhere + counts.rows,
-            earlier=earlier,
-            total=self._total,
-            tokens=now.tokens if now else 0,
-            forwards=now.forwards if now else 0,
-            finished=counts,
-            seconds=time.monotonic() - self._started - compiling,
-            compile_seconds=compiling,
-            first_bad=self._decoder.first_bad,
+    shards = [shard for shard in folder.shards if shard.number % host.count == host.index]
+    total, done, engine = sum(shard.records for shard in shards), folder.finished(), llm.engine
+    missing = [shard for shard in shards if shard.number not in done]
+    finished = total - sum(shard.records for shard in missing)
+    limit = ErrorLimit(most_errors, fresh=not finished)
+    decoder = ShardDecoder(llm, workload, folder, stop, limit)
+    if left := total - folder.kept_records(shards):
+        console.print(
+            f"{counted(left, 'record')} to decode, {engine.settings.sequences} at a time; "
+            "programs are compiled when they are first needed",
+            markup=False,
         )
+    compiled, started = engine.compile_seconds, time.monotonic()
+    newest: Progress | None = None
+
+    def progress() -> JobProgress:
+        compiling = engine.compile_seconds - compiled
+        earlier = finished + decoder.earlier
+        return JobProgress(
+            done=earlier + decoder.elsewhere + decoder.counts.rows,
+            earlier=earlier,
+            total=total,
+            tokens=newest.tokens if newest else 0,
+            forwards=newest.forwards if newest else 0,
+            finished=decoder.counts,
+            seconds=time.monotonic() - started - compiling,
+            compile_seconds=compiling,
+            first_bad=decoder.first_bad,
+        )
+
+    bar = ProgressBar("records", done=finished, console=console)
+
+    def tell(now: Progress) -> None:
+        nonlocal newest
+        newest = now
+        progress().show(bar)
+
+    with stop.finishing(), bar:
+        engine.device.programs.while_busy = bar.while_busy
+        decoder.run(missing, tell)
+    if stop.requested and not all(map(folder.is_finished, missing)):
+        raise JobStopped
+    return progress()

@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -174,25 +174,21 @@ class ShardFolder:
         with ThreadPoolExecutor(READERS) as readers:
             yield from readers.map(read, self.shards)
 
-    def drop_shards(self) -> None:
-        """Removes everything but `JOB` and `STATS`."""
-        self._drop(lambda name: name not in (JOB, STATS))
-
-    def drop_parts(self) -> None:
-        """Removes what only an unfinished job needs."""
-        self._drop(lambda name: name == PARTS or name.startswith(SPOOL))
+    def drop_leftovers(self) -> None:
+        """Removes what a finished job does not need: parts, the copy of a pipe, and shards that
+        were merged into a file."""
+        merged = self.file is not None
+        with naming(self.folder):
+            for path in _ours(self.folder):
+                is_leftover = path.name == PARTS or path.name.startswith(SPOOL)
+                if path.name not in (JOB, STATS) if merged else is_leftover:
+                    _remove(path)
 
     def make_parts(self) -> None:
         """Makes the folder of unfinished records, unless it is there."""
         # Another process may have finished the job, and removed the parts.
         with naming(self.parts):
             self.parts.mkdir(exist_ok=True)
-
-    def _drop(self, which: Callable[[str], bool]) -> None:
-        with naming(self.folder):
-            for path in _ours(self.folder):
-                if which(path.name):
-                    _remove(path)
 
     def release(self) -> None:
         """Leaves the folder to any job, if this one has kept nothing in it, nor what came through

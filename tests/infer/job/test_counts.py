@@ -25,10 +25,10 @@ HALF = JobProgress(
 SPEED = "50 tokens/s, 4.00 tokens per forward, p_cache 0.25"
 
 
-def shown(progress: JobProgress, meanwhile: str | None = None) -> str:
+def shown(progress: JobProgress) -> str:
     console = Console(file=io.StringIO(), force_terminal=False)
     with ProgressBar("records", console=console, every=0.0) as bar:
-        progress.show(bar, meanwhile)
+        progress.show(bar)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -58,8 +58,3 @@ def test_nothing_is_known_before_the_first_record() -> None:
     first = JobProgress(20, 20, 100, 0, 0, Counts(), 0.0, 9.0)
     assert first.seconds_left == math.inf
     assert shown(first) == "20 of 100 records, 0 tokens/s, 0.00 tokens per forward\n"
-
-
-def test_what_goes_on_meanwhile_is_shown_instead_of_the_speed() -> None:
-    first = JobProgress(20, 20, 100, 0, 0, Counts(), 0.0, 9.0)
-    assert shown(first, "compiling a program") == "20 of 100 records, compiling a program\n"

@@ -104,7 +104,7 @@ def test_a_pipe_is_kept_until_the_job_ends(
 
     with monkeypatch.context() as patch:
         patch.setattr(
-            "infer.job.shard_decoder.JobShare.decode",
+            "infer.job.job.decode_share",
             lambda *_: (_ for _ in ()).throw(KeyboardInterrupt),
         )
         assert piped() == 130
