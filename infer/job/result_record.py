@@ -167,7 +167,8 @@ class Counts:
 
     def count(self, record: dict[str, Any]) -> None:
         self.rows += 1
-        is_answer = "custom_id" in record and "response" in record  # in OpenAI's form
+        # In OpenAI's form; a result or an error may have own keys of these names.
+        is_answer = "response" in record and not record.keys() & {"token_ids", "line"}
         if is_answer:
             failed = record["response"]["status_code"] != 200
             samples = [] if failed else [record["response"]["body"]["usage"]]

@@ -126,9 +126,11 @@ def test_a_job_that_goes_on_gives_the_same_answers(
 def test_a_prompt_may_have_keys_of_these_names_of_its_own(
     work: Path, model: Path, quick: None
 ) -> None:
-    write([{"prompt": "a", "custom_id": "mine", "url": "https://example.com", "body": 5}])
+    mine = {"custom_id": "mine", "url": "https://example.com", "body": 5, "response": "no"}
+    write([{"prompt": "a", **mine}, {"prompt": 5, **mine}])
     assert run(model) == 0
-    (record,) = results()
+    record, bad = results()
+    assert list(bad) == ["id", "error", "line", *mine]
     assert (record["custom_id"], record["body"], record["id"]) == ("mine", 5, 1)
 
 
