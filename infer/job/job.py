@@ -281,8 +281,8 @@ class Job:
         return self.folder
 
     def finished_status(self, folder: ShardFolder) -> int | None:
-        """Says that a job is finished already, and returns its exit status; or says how many records
-        are kept, and returns None."""
+        """Says that the job is finished already, and returns its exit status; otherwise says how
+        many records are kept, and returns None."""
         counts = finished_before(folder)
         if counts:
             # A pipe's copy, or what a kill in the middle of `finish` left. The file system may be

@@ -1,14 +1,14 @@
-"""Finished records of an unfinished shard, kept on disk as they come.
+"""Keeps the finished records of an unfinished shard on disk.
 
-The first line identifies the job; after it comes a line for each finished record, in the order in
-which they were finished:
+The first line identifies the job; each further line is a record, in the order in which they were
+finished:
 
     {"wedlm_generate": 4, "job": "...", "shard": 3}
     {"row": 3017, "result": {"id": "q-17", "text": ...}}
 
-Only complete lines count: a process may be killed in the middle of one. Every process writes a file
-of its own and takes over what killed ones left. So even if two processes work on one shard, on a
-file system without locks, nothing is damaged.
+Only complete lines count: a process may be killed in the middle of one. Every process writes its
+own file and takes over the records that killed ones left. So nothing is damaged even if two
+processes work on one shard, on a file system without locks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import fcntl
 import json
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, KeysView
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,21 +26,20 @@ from infer.job.result_record import encoded
 from wedlm_jax.host.atomic import naming, sync, writer_name
 
 FORMAT = 4
-"""Records in another format come from another decoder, whose counts of forwards may differ."""
+"""Raised when a new decoder counts forwards differently: its records must not mix with old ones."""
 SUFFIX = ".part"
 RESULT = b', "result": '
 
 SYNC_SECONDS = 2.0
-"""Seconds of records that a crash of the machine may lose. The death of a process loses nothing."""
-
+"""Seconds of work that a crash of the machine may lose. The death of a process loses nothing."""
 
 OPEN_FILES = 2**14
-"""A shard's file is open and locked while records of it are being decoded: with few records a
-shard, that may be thousands of files."""
+"""Limit of open files to ask for. A part file is open while records of its shard are decoded: small
+shards may need thousands."""
 
 
 def allow_open_files() -> None:
-    """Raises the limit of open files: many systems allow a few hundred, and more on request."""
+    """Raises the limit of open files: many systems allow a few hundred, but more on request."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -53,17 +52,17 @@ class InUse(Exception):
 
 
 class PartFile:
-    """The finished records of an unfinished shard, on disk, to which more are appended.
+    """A file of finished records, to which more are appended.
 
     Args:
-      folder: of the part files.
-      name: of the shard.
-      header: identifies the job; JSON values. Records under another header are dropped.
-      numbers: of the shard's records.
+      folder: the folder of part files.
+      name: the shard's name.
+      header: identifies the job, as JSON values. Records under another header are dropped.
+      numbers: numbers of the shard's records.
 
     Raises:
-      InUse: another process is writing it.
-      InputError: it cannot be written.
+      InUse: another process is decoding the shard.
+      InputError: the file cannot be written.
     """
 
     def __init__(self, folder: Path, name: str, header: dict[str, Any], numbers: range):
@@ -88,23 +87,17 @@ class PartFile:
                 Path(file.name).unlink(missing_ok=True)
 
     @property
-    def done(self) -> set[int]:
-        """The numbers of the records that it holds."""
-        return set(self._places)
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._places
-
-    def __len__(self) -> int:
-        return len(self._places)
+    def done(self) -> KeysView[int]:
+        """Numbers of the records in the file."""
+        return self._places.keys()
 
     @property
     def is_whole(self) -> bool:
         return len(self._places) == len(self._numbers)
 
     def add(self, results: dict[int, dict[str, Any]]) -> None:
-        """Appends finished records by their numbers; from then on the death of this process cannot
-        lose them."""
+        """Appends finished records by number; from then on the death of the process cannot lose
+        them."""
         with naming(self.path):
             self._file.seek(self._end)
             for number, record in results.items():
@@ -115,7 +108,7 @@ class PartFile:
                 self._synced = time.monotonic()
 
     def lines(self) -> Iterator[bytes]:
-        """Yields the records in order, as lines without line ends."""
+        """Yields the records in order, as JSON without line ends."""
         for number in self._numbers:
             place, length = self._places[number]
             self._file.seek(place)
@@ -124,7 +117,7 @@ class PartFile:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             sync(self._file)
-        # Tries once more what `add` could not write, and has reported.
+        # Tries again to write what `add` could not; that was reported then.
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -146,7 +139,7 @@ class PartFile:
 
 
 def whole_records(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yields number and result of each record after the header, up to a truncated one."""
+    """Yields the number and JSON of each record after the header, up to a damaged one."""
     for line in file:
         entry = _parsed(line)
         number = entry.get("row") if isinstance(entry, dict) else None
@@ -156,7 +149,7 @@ def whole_records(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def _left(folder: Path, name: str) -> Iterator[contextlib.AbstractContextManager[IO[bytes]]]:
-    """Opens the part files that dead processes have left of a shard."""
+    """Opens the part files of a shard that dead processes left."""
     for path in sorted(folder.glob(f"{name}.*{SUFFIX}")):
         try:
             file = path.open("r+b")
@@ -169,22 +162,17 @@ def _left(folder: Path, name: str) -> Iterator[contextlib.AbstractContextManager
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Locks a file; returns False if another process holds it. Without locks in the file system it
+    """Locks a file; returns False if another process holds the lock. On a file system without locks
     always returns True."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
     return True
 
 
 def _parsed(line: bytes) -> Any:
-    """Parses a complete line of JSON; returns None if it is truncated or not JSON."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+    """Parses a line of JSON; returns None if it is truncated or not JSON."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(line) if line.endswith(b"\n") else None
+    return None

@@ -1,5 +1,5 @@
-"""Decodes shards with one model, and shows progress; ends early on SIGTERM, or when too many records
-are bad."""
+"""Decodes shards with one model, and shows progress; ends early on SIGTERM, or when too many
+records are bad."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ class ShardDecoder:
                 part.close()
 
     def _prompts(self, shards: Iterable[Shard]) -> Generator[Prepared | Windowed, None, None]:
-        """Yields prepared prompts for the engine; writes an error for what cannot be decoded."""
+        """Yields prompts for the engine; writes an error for each record that has none."""
         places = itertools.count()
         for shard in self._and_again(shards):
             self._count_elsewhere()
@@ -278,10 +278,10 @@ class ShardDecoder:
                 self.elsewhere += shard.records
                 continue
             self._open[shard.number] = part
-            self.earlier += len(part)
+            self.earlier += len(part.done)
             self._limit.fresh &= not part.done
             for number, place, content in self._workload.records(shard):
-                if number in part:
+                if number in part.done:
                     continue
                 if self._stop.requested:
                     return
@@ -297,14 +297,14 @@ class ShardDecoder:
             self._seal_if_whole(shard, part)
 
     def _count_elsewhere(self) -> None:
-        """Counts the shards in use that have been finished since."""
+        """Counts shards that were in use, and have been finished since."""
         done = [shard for shard in self._in_use if self._folder.is_finished(shard)]
         self.elsewhere += sum(shard.records for shard in done)
         self._in_use = [shard for shard in self._in_use if shard not in done]
 
     def _and_again(self, shards: Iterable[Shard]) -> Iterator[Shard]:
         """Yields all shards, and then again those that another process was decoding: it may have
-        left them."""
+        died."""
         yield from shards
         again, self._in_use = self._in_use, []
         yield from again

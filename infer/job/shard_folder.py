@@ -1,13 +1,13 @@
-"""The folder of a job: finished shards with their manifests, and the parts of unfinished ones.
+"""The folder of a job: which job owns it, its finished shards, and the parts of unfinished ones.
 
     job.json                               identifies the job: input, checkpoint, settings
     rows-00003-of-00010.jsonl              a finished shard
     rows-00003-of-00010.manifest.json      its identity and counts; written last
     parts/                                 finished records of unfinished shards
-    stats.json                             sums over all shards, once they are all there
+    stats.json                             sums over all shards; written when the job is finished
 
-A shard is finished when its manifest is there, whichever process wrote it. No other state is kept,
-so any number of processes may work on the folder, one after another or at once.
+A shard is finished once it has a manifest, whichever process wrote it. No other state is kept, so
+any number of processes may work on the folder, one after another or at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infer.job.input import SPOOL, Shard
+from infer.job.input import SPOOL, Shard, Workload
 from infer.job.part_file import FORMAT, SUFFIX, PartFile, whole_records
 from infer.job.result_record import Counts
 from wedlm_jax import __version__
@@ -33,7 +33,6 @@ from wedlm_jax.errors import InputError, counted, file_error
 from wedlm_jax.host.atomic import alone, create_json, naming, write_json, written_beside
 
 if TYPE_CHECKING:
-    from infer.job.input import Workload
     from wedlm_jax.llm import LLM
 
 
@@ -43,18 +42,127 @@ OURS = re.compile(rf"(job|stats)\.json(\..*\.tmp)?|rows-\d+-of-\d+\..*|{PARTS}|{
 READERS, ATTEMPTS = 16, 5
 
 
+WHOLE_FILE = 16 * 2**20
+SAMPLES, SAMPLE_SIZE = 256, 64 * 2**10
+MODEL_FILES = (".json", ".safetensors", ".txt", ".jinja")
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """What distinguishes a job from all others: what its results depend on. Stored as JSON.
+
+    Attributes:
+      input: digest of the records.
+      checkpoint: digest of the model's files; the folder may be moved or copied.
+      settings: everything else that results depend on, as JSON values, but for what only changes
+        how sums are rounded, such as batch sizes and attention kernels.
+      shard_size: records per shard.
+      rows: records of the input.
+    """
+
+    input: str
+    checkpoint: str
+    settings: dict[str, Any]
+    shard_size: int
+    rows: int
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Identity:
+        """Reads what `as_json` returned; ignores other keys."""
+        return cls(**{field.name: value[field.name] for field in dataclasses.fields(cls)})
+
+    def as_json(self) -> dict[str, Any]:
+        return json.loads(json.dumps(dataclasses.asdict(self)))  # tuples become lists
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()
+
+    def differences(self, other: dict[str, Any]) -> str:
+        """Describes how another job differs: "max_tokens is 24 there and 23 here"."""
+        mine, theirs = _flat(self.as_json()), _flat(other)
+        names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+        words = []
+        for name in names:
+            if name in ("input", "checkpoint"):
+                words.append(f"the {name} differs")
+            elif name != "rows":
+                words.append(f"{name} is {theirs.get(name)!r} there and {mine.get(name)!r} here")
+        return ", ".join(words)
+
+
+def identity_of(llm: LLM, workload: Workload) -> Identity:
+    """Returns the identity of a job that decodes these records with this model."""
+    settings = {
+        "version": __version__,
+        "params": dataclasses.asdict(workload.params),
+        "chat": workload.chat,
+        "window_size": llm.engine.window_size,
+        "refill": llm.engine.settings.refill,
+        "max_model_len": llm.engine.max_model_len,
+        "dtype": llm.dtype,
+        "deterministic": llm.engine.settings.deterministic,
+    }
+    rare = {
+        "quantization": llm.options.quantization,
+        "kv_cache_dtype": llm.engine.kv_cache_dtype,
+        "chat_template_kwargs": dict(llm.codec.variables) if llm.codec else {},
+        "trust_special_tokens": llm.codec is not None and llm.codec.trust_special_tokens,
+    }
+    settings |= {name: value for name, value in rare.items() if value}
+    index = workload.index
+    return Identity(
+        index.digest, folder_digest(llm.folder), settings, index.shard_size, index.records
+    )
+
+
+def _flat(value: dict[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, item in value.items():
+        result |= _flat(item) if isinstance(item, dict) else {key: item}
+    return result
+
+
+def folder_digest(folder: Path) -> str:
+    """Hashes a checkpoint's files: names, sizes and contents.
+
+    Of a large file, 256 evenly spread pieces are read: reading everything takes as long as loading
+    the model, and further training changes weights everywhere.
+
+    Raises:
+      InputError: a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        for path in sorted(folder.iterdir()):
+            if path.suffix not in MODEL_FILES or not path.is_file():
+                continue
+            size = path.stat().st_size
+            digest.update(os.fsencode(path.name) + f"\n{size}\n".encode())
+            with path.open("rb") as file:
+                if size <= WHOLE_FILE:
+                    digest.update(file.read())
+                    continue
+                for i in range(SAMPLES):
+                    file.seek((size - SAMPLE_SIZE) * i // (SAMPLES - 1), os.SEEK_SET)
+                    digest.update(file.read(SAMPLE_SIZE))
+    except OSError as error:
+        raise file_error(folder, "cannot be read", error) from None
+    return digest.hexdigest()
+
+
 class ShardFolder:
     """The folder of a job, created if needed.
 
     Args:
       folder: its path.
-      identity: of the job.
-      shards: all of them.
-      file: into which they are merged at the end; None if they stay.
+      identity: the job.
+      shards: all shards of the job.
+      file: the file into which they are merged at the end; None if they stay.
       overwrite: whether another job may be replaced.
 
     Raises:
-      InputError: folder or file is another job's, or something else, or cannot be written.
+      InputError: the folder or the file is another job's, is something else, or cannot be written.
     """
 
     def __init__(
@@ -91,7 +199,7 @@ class ShardFolder:
         return self.manifest_path(shard).exists() and self.data_path(shard).exists()
 
     def kept_records(self, shards: Sequence[Shard]) -> int:
-        """Counts the records of ``shards`` that are there, in finished shards and in parts."""
+        """Counts the finished records of ``shards``."""
         done, parts = self.finished(), _part_records(self.parts)
         return sum(
             shard.records if shard.number in done else parts.get(self.name(shard), 0)
@@ -99,8 +207,7 @@ class ShardFolder:
         )
 
     def open(self, shard: Shard) -> PartFile | None:
-        """Opens the part file of a shard, to which records are added; None if the shard is
-        finished.
+        """Opens the part file of a shard; returns None if the shard is finished.
 
         Raises:
           InUse: another process is decoding it.
@@ -119,7 +226,7 @@ class ShardFolder:
         return part
 
     def seal(self, shard: Shard, part: PartFile) -> None:
-        """Turns a part file that has all records of a shard into a finished shard.
+        """Makes a finished shard of a part file that has all its records.
 
         Raises:
           InputError: another job has taken the folder, or it cannot be written.
@@ -150,7 +257,7 @@ class ShardFolder:
         """Yields the manifests of all shards, in order.
 
         Raises:
-          InputError: one is missing, damaged, or of another job.
+          InputError: a manifest is missing, damaged, or another job's.
         """
         job = self.identity.as_json()
 
@@ -170,7 +277,7 @@ class ShardFolder:
                 )
             return manifest
 
-        # In a mounted bucket each file takes long to read.
+        # Opening a file in a mounted bucket takes long.
         with ThreadPoolExecutor(READERS) as readers:
             yield from readers.map(read, self.shards)
 
@@ -185,14 +292,12 @@ class ShardFolder:
                     _remove(path)
 
     def make_parts(self) -> None:
-        """Makes the folder of unfinished records, unless it is there."""
-        # Another process may have finished the job, and removed the parts.
+        """Makes the folder of parts: another process may have finished the job, and removed it."""
         with naming(self.parts):
             self.parts.mkdir(exist_ok=True)
 
     def release(self) -> None:
-        """Leaves the folder to any job, if this one has kept nothing in it, nor what came through
-        a pipe."""
+        """Gives up the folder if the job has kept neither records nor the copy of a pipe in it."""
         with naming(self.folder), alone(self.folder):
             if read_job(self.folder) != self._job or _kept_of_another(self.folder):
                 return
@@ -204,10 +309,10 @@ class ShardFolder:
             self.folder.rmdir()
 
     def _check_owner(self) -> None:
-        """Checks that no other job took the folder, as it does with ``overwrite``."""
+        """Checks that no other job has taken the folder, with ``overwrite``."""
         found = read_job(self.folder)
         if found is None and self.folder.is_dir() and create_json(self.folder / JOB, self._job):
-            return  # the same job elsewhere has released it
+            return  # another process of this job has released it
         if found == self._job:
             return
         raise InputError(
@@ -224,7 +329,7 @@ class ShardFolder:
         return self.identity.differences(theirs)
 
     def _take_folder(self, overwrite: bool) -> None:
-        """Claims the folder: of several jobs that begin at once, one gets it."""
+        """Claims the folder: only one of several jobs that begin at once gets it."""
         found = read_job(self.folder)
         if found is None:
             if other := sorted(_foreign(self.folder)):
@@ -233,7 +338,7 @@ class ShardFolder:
                 )
             if not overwrite:
                 self._refuse_to_replace(None)
-            # Listed before: what comes after the claim is of this job, on other hosts.
+            # Listed before the claim: other hosts of this job write to the folder after it.
             old = _replaceable(self.folder)
             if create_json(self.folder / JOB, self._job):
                 for path in old:
@@ -249,7 +354,7 @@ class ShardFolder:
         write_json(self.folder / JOB, self._job, self.folder)
 
     def _refuse_to_replace(self, found: dict[str, Any] | None) -> None:
-        """Refuses to replace what another job holds, or will hold: it may be running."""
+        """Refuses to replace the records of another job, or a job that may be running."""
         check_file_is_new(self.file, found)
         merged = self.file is not None and self.file.exists()
         kept = "finished records" if merged else _kept_of_another(self.folder)
@@ -267,7 +372,7 @@ class ShardFolder:
 
 
 def check_file_is_new(file: Path | None, job: dict[str, Any] | None) -> None:
-    """Refuses an output file that is there although no job (`read_job`) has written it."""
+    """Refuses an output file that exists, but was not written by a job (`read_job`)."""
     if file is not None and file.exists() and job is None:
         raise InputError(
             f"{file}: exists, and no job has written it; choose another output, or replace it with "
@@ -290,7 +395,7 @@ def _name(shard: Shard, count: int) -> str:
 
 
 def read_job(folder: Path) -> dict[str, Any] | None:
-    """Reads `JOB`; None if there is none.
+    """Reads `JOB`; returns None if the file does not exist.
 
     Raises:
       InputError: it is damaged.
@@ -305,7 +410,7 @@ def read_job(folder: Path) -> dict[str, Any] | None:
         except OSError as error:
             raise file_error(path, "cannot be read", error) from None
         except ValueError:
-            # Perhaps it is being written, on a file system without links.
+            # On a file system without links it may be half-written.
             if attempt + 1 < ATTEMPTS:
                 time.sleep(0.2)
                 continue
@@ -316,7 +421,7 @@ def read_job(folder: Path) -> dict[str, Any] | None:
 
 
 def _part_records(parts: Path) -> dict[str, int]:
-    """Counts the records in the part files of each shard, each record once."""
+    """Counts the records of each shard in its part files, each record once."""
     found: dict[str, set[int]] = {}
     for path in parts.glob(f"*{SUFFIX}"):
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
@@ -327,8 +432,7 @@ def _part_records(parts: Path) -> dict[str, int]:
 
 
 def _kept_of_another(folder: Path) -> str:
-    """Describes what would be deleted in the folder: "3 shards and 40 records"; empty if
-    nothing."""
+    """Describes what would be deleted: "3 shards and 40 records", or nothing."""
     shards = len(list(folder.glob(f"rows-*{MANIFEST}")))
     records = sum(_part_records(folder / PARTS).values())
     words = [counted(n, what) for n, what in ((shards, "shard"), (records, "record")) if n]
@@ -345,7 +449,7 @@ def _ours(folder: Path) -> list[Path]:
 
 
 def _replaceable(folder: Path) -> list[Path]:
-    """Lists what another job has left: not the copy of a pipe, which may be this one's."""
+    """Lists the files of another job, without copies of pipes, which may be this job's."""
     return [path for path in _ours(folder) if not path.name.startswith((JOB, SPOOL))]
 
 
@@ -354,112 +458,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-WHOLE_FILE = 16 * 2**20
-SAMPLES, SAMPLE_SIZE = 256, 64 * 2**10
-MODEL_FILES = (".json", ".safetensors", ".txt", ".jinja")
-
-
-@dataclasses.dataclass(frozen=True)
-class Identity:
-    """Holds what distinguishes a job from all others. Its JSON form is stored with the job.
-
-    Attributes:
-      input: digest of the records.
-      checkpoint: digest of the model's files; the folder may be moved or copied.
-      settings: everything else that results depend on, as JSON values. What only changes how sums
-        are rounded, such as batch sizes and attention kernels, is left out.
-      shard_size: records of a shard.
-      rows: records of the input.
-    """
-
-    input: str
-    checkpoint: str
-    settings: dict[str, Any]
-    shard_size: int
-    rows: int
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Identity:
-        """Makes an identity from what `as_json` returned; other keys are ignored."""
-        return cls(**{field.name: value[field.name] for field in dataclasses.fields(cls)})
-
-    def as_json(self) -> dict[str, Any]:
-        return json.loads(json.dumps(dataclasses.asdict(self)))  # tuples become lists
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()
-
-    def differences(self, other: dict[str, Any]) -> str:
-        """Describes how another job, as JSON, differs: "max_tokens is 24 there and 23 here"."""
-        mine, theirs = _flat(self.as_json()), _flat(other)
-        names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
-        words = []
-        for name in names:
-            if name in ("input", "checkpoint"):
-                words.append(f"the {name} differs")
-            elif name != "rows":
-                words.append(f"{name} is {theirs.get(name)!r} there and {mine.get(name)!r} here")
-        return ", ".join(words)
-
-
-def identity_of(llm: LLM, workload: Workload) -> Identity:
-    """Returns the identity of a job over these records with this model."""
-    settings = {
-        "version": __version__,
-        "params": dataclasses.asdict(workload.params),
-        "chat": workload.chat,
-        "window_size": llm.engine.window_size,
-        "refill": llm.engine.settings.refill,
-        "max_model_len": llm.engine.max_model_len,
-        "dtype": llm.dtype,
-        "deterministic": llm.engine.settings.deterministic,
-    }
-    rare = {
-        "quantization": llm.options.quantization,
-        "kv_cache_dtype": llm.engine.kv_cache_dtype,
-        "chat_template_kwargs": dict(llm.codec.variables) if llm.codec else {},
-        "trust_special_tokens": llm.codec is not None and llm.codec.trust_special_tokens,
-    }
-    settings |= {name: value for name, value in rare.items() if value}
-    index = workload.index
-    return Identity(
-        index.digest, folder_digest(llm.folder), settings, index.shard_size, index.records
-    )
-
-
-def _flat(value: dict[str, Any]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, item in value.items():
-        result |= _flat(item) if isinstance(item, dict) else {key: item}
-    return result
-
-
-def folder_digest(folder: Path) -> str:
-    """Returns a digest of a checkpoint's files: names, sizes and contents.
-
-    Of a large file 256 evenly spread parts are read: weights that were trained further differ
-    everywhere, and reading all of them would take as long as loading them.
-
-    Raises:
-      InputError: a file cannot be read.
-    """
-    digest = hashlib.sha256()
-    try:
-        for path in sorted(folder.iterdir()):
-            if path.suffix not in MODEL_FILES or not path.is_file():
-                continue
-            size = path.stat().st_size
-            digest.update(os.fsencode(path.name) + f"\n{size}\n".encode())
-            with path.open("rb") as file:
-                if size <= WHOLE_FILE:
-                    digest.update(file.read())
-                    continue
-                for i in range(SAMPLES):
-                    file.seek((size - SAMPLE_SIZE) * i // (SAMPLES - 1), os.SEEK_SET)
-                    digest.update(file.read(SAMPLE_SIZE))
-    except OSError as error:
-        raise file_error(folder, "cannot be read", error) from None
-    return digest.hexdigest()
