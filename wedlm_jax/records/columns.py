@@ -1,7 +1,7 @@
 """Records as a Parquet file: the types of its columns, found from the records' own values, and the
 file, written a row group at a time.
 
-Tested by tests/infer/job/test_parquet_output.py.
+Tested by tests/infer/job/test_result_record.py.
 """
 
 from __future__ import annotations

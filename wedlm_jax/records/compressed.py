@@ -1,6 +1,6 @@
 """Compressed files of records, unpacked while they are read.
 
-Tested by tests/infer/job/test_compressed.py.
+Tested by tests/infer/job/test_input.py.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from infer import generate
 from infer.flags import LLM_OPTIONS
 from tests.examples.decode import EVERYTHING
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
-from tests.infer.job.quick_decoder import quick_run
+from tests.infer.job.job_examples import quick_run
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.llm import LLM
 
@@ -53,7 +53,7 @@ def _load_once(loaded: dict[Any, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "load", cached)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder to work in, so that messages name files without their folder."""
     monkeypatch.chdir(tmp_path)

@@ -1,19 +1,36 @@
-"""Small jobs for the tests, and ways to run, stop and read them."""
+"""Small jobs for the tests, ways to run, stop and read them, and a decoder that takes no time."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import itertools
 import json
+import math
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import jax
 import pytest
 
+from tests.forward_sizes import one_size
 from wedlm_jax.__main__ import main
 from wedlm_jax.completion import Completion
+from wedlm_jax.decode.logprobs import TokenLogprob
+from wedlm_jax.errors import InputError
+from wedlm_jax.generation import Prepared, Windowed
+from wedlm_jax.host.progress import Progress
 from wedlm_jax.llm import LLM
-from wedlm_jax.params import SamplingParams
+from wedlm_jax.params import SamplingParams, sample_seed
 
+Capture: TypeAlias = pytest.CaptureFixture[str]
+Patch: TypeAlias = pytest.MonkeyPatch
 GREEDY = SamplingParams(max_tokens=24)
 WORDS = ["the cat", "one two three", "naïve 日本", "12 + 30 = ", "a", "mat", "= 42", "on on on"]
 KEYS = ["id", "text", "token_ids", "finish_reason", "num_forwards", "num_token_instances", "drafts"]
@@ -27,6 +44,17 @@ def lines(records: list[Any]) -> bytes:
 def write(records: list[Any], name: str = "in.jsonl") -> None:
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     Path(name).write_bytes(lines(records))
+
+
+def write_parquet(records: list[dict[str, Any]], name: str, group: int = 4, **columns: Any) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    keys = {key for record in records for key in record}
+    table = pyarrow.table(
+        {key: [record.get(key) for record in records] for key in sorted(keys)} | columns
+    )
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(table, name, row_group_size=group)
 
 
 def words(count: int = len(WORDS)) -> list[dict[str, Any]]:
@@ -67,7 +95,7 @@ def as_record(name: str | int, completion: Completion) -> dict[str, Any]:
     return {"id": name, **fields(completion), **(several if completion.further else {})}
 
 
-def stop_after(batches: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+def stop_after(batches: int, error: BaseException, monkeypatch: Patch) -> None:
     """Lets ``error`` strike once so many batches are kept, and then never again."""
     run, left = LLM.run, [batches]
 
@@ -85,3 +113,73 @@ def read_json(path: str) -> dict[str, Any]:
     value = json.loads(Path(path).read_bytes())
     assert isinstance(value, dict)
     return value
+
+
+def quick_completion(record: Prepared | Windowed) -> Completion:
+    token_ids, params, *window = record
+    if params.n > 1:
+        seeds = [sample_seed(params.seed, sample) for sample in range(params.n)]
+        each = [dataclasses.replace(params, n=1, seed=seed) for seed in seeds]
+        first, *further = [quick_completion((token_ids, one, *window)) for one in each]
+        return dataclasses.replace(first, further=tuple(further))
+    digest = hashlib.sha256(repr((list(token_ids), params, *window)).encode()).digest()
+    ids = list(digest)[: min(params.max_tokens, 1 + digest[0] % 32)]
+    logprobs = None
+    if params.logprobs is not None:
+        # The last alternative is an impossible one.
+        values = [-i / 3 for i in range(params.logprobs - 1)] + [-math.inf]
+        top = list(enumerate(values[: params.logprobs]))
+        logprobs = [TokenLogprob(-token / 7, top) for token in ids]
+    text = f"naïve {ids[0]}\u2028\n"
+    return Completion(text, ids, "length", 1 + len(ids) // 2, 3 * len(ids), logprobs)
+
+
+def quick_run(
+    self: LLM,
+    records: Iterable[Prepared | Windowed],
+    on_progress: Callable[[Progress], None] | None = None,
+    *,
+    stopping: Callable[[], bool] | None = None,
+    on_failure: Callable[[int, InputError], None] | None = None,
+) -> Iterator[list[tuple[int, Completion]]]:
+    """As `LLM.run`: prompts are read a few at a time, and come back in another order."""
+    numbered, running, finished, tokens = enumerate(records), [], 0, 0
+    while True:
+        running += itertools.islice(numbered, self.options.max_batch_size - len(running))
+        if not running:
+            return
+        done = [(i, quick_completion(record)) for i, record in running[1::2] or running]
+        running = running[0::2] if len(running) > 1 else []
+        finished, tokens = finished + len(done), tokens + sum(len(c.token_ids) for _, c in done)
+        if on_progress is not None:
+            on_progress(Progress(finished, None, tokens, tokens, tokens))
+        yield done[::-1]
+
+
+PRELOADED = ["tests.infer.job.job_examples", "infer.job.job", "wedlm_jax.llm", "transformers"]
+
+
+def command_in_child(arguments: list[str], said: str) -> None:
+    """What it prints goes into the file ``said``."""
+    with open(said, "a", encoding="utf-8") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        # Every one of them compiles the same programs, which then takes no time.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        one_size()
+        sys.exit(main(["generate", *arguments]))
+
+
+def start(model: Path, *options: str, output: str = "out") -> BaseProcess:
+    """For `multiprocessing`: its server has imported the project already, so that a child is
+    ready in a moment."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    arguments = ["--model", str(model), "--input", "in.jsonl", "--output", output]
+    child = context.Process(
+        target=command_in_child, args=([*arguments, *SHAPE, *options], "said.txt")
+    )
+    child.start()
+    return child

@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 
 from infer.job.part_file import PartFile, whole_records
-from tests.infer.job.child import start
-from tests.infer.job.job_examples import contents, results, run, words, write
+from tests.infer.job.job_examples import Patch, contents, results, run, start, words, write
 
 ROWS = 200
-QUICK = ("--window-size", "0", "--max-tokens", "16", "--shard-size", "20")
+NO_DRAFTS = ("--window-size", "0", "--max-tokens", "16", "--shard-size", "20")
 LIMIT_S = 120
 
 
@@ -28,7 +27,7 @@ class Killed(BaseException):
     """In the place of SIGKILL."""
 
 
-def die_at(operation: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def die_at(operation: int, monkeypatch: Patch) -> list[str]:
     """The process touches no file any more once it comes to this one of its writing operations,
     counted from 0; appending a record is cut in the middle. Returns what it did before."""
     done: list[str] = []
@@ -63,12 +62,7 @@ def die_at(operation: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("output", ["out.jsonl", pytest.param("out", marks=pytest.mark.full)])
 def test_death_at_any_operation_is_made_good(
-    work: Path,
-    model: Path,
-    quick: None,
-    output: str,
-    decoded: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
+    model: Path, quick: None, output: str, decoded: list[Any], monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a disk takes long for it
     opened: list[Any] = []
@@ -165,15 +159,15 @@ def mixed(count: int) -> list[dict[str, Any]]:
     ("kills", "rows"), [(2, ROWS), pytest.param(10, 500, marks=pytest.mark.full)]
 )
 def test_a_job_killed_again_and_again_is_the_job_that_was_never_killed(
-    work: Path, model: Path, kills: int, rows: int
+    model: Path, kills: int, rows: int
 ) -> None:
     write(mixed(rows))
-    assert run(model, *QUICK, output="unbroken") == 0
+    assert run(model, *NO_DRAFTS, output="unbroken") == 0
     moments = random.Random(0)
     targets = sorted(moments.sample(range(rows * 3 // 4), kills))
     reached = []
     for records in targets:
-        child = start(model, *QUICK)
+        child = start(model, *NO_DRAFTS)
         wait_for_records(child, records)
         time.sleep(moments.uniform(0, 0.05))
         child.kill()
@@ -182,7 +176,7 @@ def test_a_job_killed_again_and_again_is_the_job_that_was_never_killed(
         reached.append(kept_records())
     assert reached == sorted(reached), "what was kept once stays"
     assert 0 < reached[-1] < rows
-    assert run(model, *QUICK, "--batch-size", "16", output="out") == 0
+    assert run(model, *NO_DRAFTS, "--batch-size", "16", output="out") == 0
     ids = [record["id"] for record in results("out")]
     assert len(ids) == len(set(ids)) == rows
     assert contents("out") == contents("unbroken")
@@ -198,10 +192,10 @@ def test_a_job_killed_again_and_again_is_the_job_that_was_never_killed(
     ],
 )
 def test_a_job_that_is_asked_to_end_says_how_to_go_on(
-    work: Path, model: Path, number: int, status: int, word: str
+    model: Path, number: int, status: int, word: str
 ) -> None:
     write(words(ROWS))
-    child = start(model, *QUICK)
+    child = start(model, *NO_DRAFTS)
     wait_for_records(child, 20)
     assert child.pid is not None
     os.kill(child.pid, number)

@@ -1,18 +1,37 @@
-"""Where records come from: files, folders, pipes; and what cannot be read or written."""
+"""Files, folders and pipes of records, their index, and input and output that are refused."""
 
 from __future__ import annotations
 
+import gzip
 import io
+import json
 import os
 import sys
 import threading
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.infer.job.job_examples import lines, results, run, words, write
+from infer.job import input as job_input
+from infer.job.input import Place, RecordIndex, _repeated, build_index, read_from
+from tests.infer.job.job_examples import (
+    Capture,
+    Patch,
+    contents,
+    lines,
+    results,
+    run,
+    stop_after,
+    words,
+    write,
+    write_parquet,
+)
 from wedlm_jax.__main__ import main
+from wedlm_jax.errors import BAD_DATA
+from wedlm_jax.records.files import JSONL, RecordFile
 
 
 @pytest.mark.parametrize(
@@ -24,7 +43,7 @@ from wedlm_jax.__main__ import main
     ],
 )
 def test_line_ends_blank_lines_and_a_byte_order_mark(
-    work: Path, model: Path, quick: None, decoded: list[Any], content: str
+    model: Path, quick: None, decoded: list[Any], content: str
 ) -> None:
     Path("in.jsonl").write_bytes(content.encode("utf-8"))
     assert run(model, "--shard-size", "1") == 0
@@ -37,7 +56,7 @@ def test_line_ends_blank_lines_and_a_byte_order_mark(
 @pytest.mark.parametrize("output", ["out.jsonl", "out"])
 @pytest.mark.parametrize("content", ["", "\n  \n"])
 def test_input_without_a_record_is_refused_before_a_model_is_loaded(
-    work: Path, content: str, output: str, capsys: pytest.CaptureFixture[str]
+    work: Path, content: str, output: str, capsys: Capture
 ) -> None:
     Path("in.jsonl").write_text(content)
     assert run(work / "never-loaded", output=output) == 2
@@ -47,7 +66,7 @@ def test_input_without_a_record_is_refused_before_a_model_is_loaded(
 
 
 def test_files_and_folders_are_one_row_after_the_other(
-    work: Path, model: Path, quick: None, capsys: pytest.CaptureFixture[str]
+    work: Path, model: Path, quick: None, capsys: Capture
 ) -> None:
     records = [{"id": f"{i}", "prompt": "a"} for i in range(12)]
     records[7] = {"id": "7"}
@@ -80,12 +99,7 @@ def test_files_and_folders_are_one_row_after_the_other(
 
 @pytest.mark.parametrize("name", ["-", "fifo"])
 def test_a_pipe_is_kept_until_the_job_ends(
-    work: Path,
-    model: Path,
-    quick: None,
-    name: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    model: Path, quick: None, name: str, monkeypatch: Patch, capsys: Capture
 ) -> None:
     content = lines([*words(7), {"promt": "a"}])
 
@@ -157,7 +171,7 @@ def test_paths_that_cannot_be_used(
     input_file: str,
     output_file: str,
     message: str,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
 ) -> None:
     for name in ("in.jsonl", "a-file", "folder/in.jsonl", "in.jsonl.bz2"):
         write(words(), name)
@@ -171,7 +185,7 @@ def test_paths_that_cannot_be_used(
     assert Path("in.jsonl").read_bytes() == lines(words())
 
 
-def test_a_file_named_twice(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_named_twice(capsys: Capture) -> None:
     write(words(2), "folder/in.jsonl")
     inputs = ["--input", "folder", "--input", "folder/in.jsonl"]
     assert main(["generate", *inputs, "--output", "out"]) == 2
@@ -179,11 +193,7 @@ def test_a_file_named_twice(work: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_an_input_that_changes_while_the_job_runs(
-    work: Path,
-    model: Path,
-    quick: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    model: Path, quick: None, monkeypatch: Patch, capsys: Capture
 ) -> None:
     from infer import generate
 
@@ -198,3 +208,276 @@ def test_an_input_that_changes_while_the_job_runs(
     assert run(model) == 2
     assert "in.jsonl: has changed while the job was running" in capsys.readouterr().err
     assert not Path("out.jsonl").exists()
+
+
+def file_of(path: Path, content: bytes) -> RecordFile:
+    path.write_bytes(content)
+    return RecordFile(path, str(path), path.name, JSONL)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+def test_a_shard_begins_where_its_first_row_does(tmp_path: Path, size: int) -> None:
+    rows = [{"id": i, "prompt": "naïve"} for i in range(11)]
+    files = [
+        file_of(tmp_path / "a", b"\xef\xbb\xbf" + lines(rows[:4]) + b"\n \n" + lines(rows[4:5])),
+        file_of(tmp_path / "b", b"\n\n"),
+        file_of(tmp_path / "c", lines(rows[5:])[:-1]),
+    ]
+    index = build_index(files, size)
+    assert index.records == 11
+    assert [shard.first for shard in index.shards] == list(range(0, 11, size))
+    assert sum(shard.records for shard in index.shards) == 11
+    assert index.sizes == tuple(file.path.stat().st_size for file in files)
+    for shard in index.shards:
+        places, contents = zip(*read_from(files, shard.place), strict=True)
+        assert places[0] == shard.place
+        assert [json.loads(content)["id"] for content in contents] == list(range(shard.first, 11))
+        for place, content in zip(places, contents, strict=True):
+            raw = files[place.file].path.read_bytes().split(b"\n")
+            assert raw[place.line - 1].removeprefix(b"\xef\xbb\xbf") == content.rstrip(b"\n")
+
+
+def test_the_digest_tells_inputs_apart_and_not_where_they_are(tmp_path: Path) -> None:
+    a, b = lines([{"prompt": "a"}]), lines([{"prompt": "b"}])
+
+    def digest(*contents: bytes, names: str = "xyz") -> str:
+        named = zip(names, contents, strict=False)
+        return build_index([file_of(tmp_path / n, c) for n, c in named], 5).digest
+
+    assert digest(a) == digest(a, names="q") != digest(b)
+    several = [
+        digest(a, b),
+        digest(b, a),
+        digest(a + b),
+        digest(a, b, names="pq"),
+        digest(a, b, b""),
+    ]
+    assert len(set(several)) == len(several)
+    assert digest(a, b) == several[0]
+
+
+def brute_force(digests: list[int]) -> dict[int, int]:
+    first: dict[int, int] = {}
+    return {i: first[x] for i, x in enumerate(digests) if first.setdefault(x, i) != i}
+
+
+@pytest.mark.parametrize("kinds", [1, 2, 10, 1000])
+def test_repeated_finds_the_first_of_each(kinds: int) -> None:
+    for seed in range(20):
+        draw = np.random.default_rng(seed)
+        digests = draw.integers(0, kinds, draw.integers(0, 50)).astype(np.uint64)
+        repeated, originals = _repeated(digests)
+        assert (np.diff(repeated) > 0).all()
+        found = dict(zip(repeated.tolist(), originals.tolist(), strict=True))
+        assert found == brute_force(digests.tolist())
+        index = RecordIndex(len(digests), "", (), 1, (), repeated, originals)
+        for i in range(len(digests)):
+            assert index.original(i) == found.get(i)
+
+
+def test_which_rows_claim_which_id(tmp_path: Path) -> None:
+    claims: list[tuple[Any, int | None]] = [
+        ({"id": "a"}, None),
+        ({"id": 4}, None),
+        ("no object", None),
+        ({"prompt": "its number is 4"}, 1),
+        ({"id": "4"}, None),
+        ({"id": 3}, None),  # record 3 is no object, and has claimed nothing
+        ({"id": True}, None),
+        ({"id": True}, None),
+        ({"id": 1.0}, None),
+        ({"id": "a", "prompt": "x", "bad": 1}, 0),
+    ]
+    file = file_of(tmp_path / "x", lines([record for record, _ in claims]))
+    index = build_index([file], 3)
+    assert [index.original(i) for i in range(len(claims))] == [first for _, first in claims]
+
+
+def test_memory_is_a_few_bytes_a_row(tmp_path: Path) -> None:
+    count = 10_000
+    file = file_of(
+        tmp_path / "x", lines([{"id": f"record {i}", "prompt": "a" * 100} for i in range(count)])
+    )
+    told: list[int] = []
+    tracemalloc.start()
+    try:
+        index = build_index([file], 1000, told.append)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert index.records == count
+    assert index.shards[-1].place == Place(0, index.shards[-1].place.at, count - 999)
+    # Digests, sorted and not, the order of them, and flags.
+    assert peak < 60 * count + 300_000, f"{peak / count:.0f} bytes a row"
+
+
+RECORDS = [{"id": f"r{i}", **one} for i, one in enumerate(words(23))]
+
+
+def packed(content: bytes, ending: str) -> bytes:
+    if ending == "gz":
+        return gzip.compress(content)
+    pyarrow = pytest.importorskip("pyarrow")
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as out:
+        out.write(content)
+    return bytes(sink.getvalue())
+
+
+def write_packed(ending: str) -> str:
+    name = f"in.jsonl.{ending}"
+    # Two members, one after the other, as `cat` joins them.
+    halves = [lines(RECORDS[:9]), lines(RECORDS[9:])]
+    Path(name).write_bytes(b"".join(packed(half, ending) for half in halves))
+    Path("in.jsonl").write_bytes(b"".join(halves))
+    return name
+
+
+@pytest.mark.parametrize("ending", ["gz", "zst"])
+def test_results_are_those_of_the_file_unpacked(
+    model: Path, quick: None, ending: str, monkeypatch: Patch
+) -> None:
+    name = write_packed(ending)
+    assert run(model, "--shard-size", "2", output="plain") == 0
+    stop_after(2, KeyboardInterrupt(), monkeypatch)
+    assert run(model, "--shard-size", "2", input=name, output="out") == 130
+    hosts = ["--num-hosts", "2", "--host-id"]
+    assert [run(model, *hosts, i, input=name, output="out") for i in "01"] == [0, 0]
+    assert contents("out") == contents("plain")
+    assert [one["id"] for one in results("out")] == [one["id"] for one in RECORDS]
+
+
+@pytest.mark.parametrize("host", ["0", "1"])
+def test_a_file_is_unpacked_once_for_all_shards_of_a_host(
+    model: Path, quick: None, host: str, monkeypatch: Patch
+) -> None:
+    name, opened = write_packed("gz"), list[Any]()
+    read = job_input.read_from
+
+    def noting(*arguments: Any) -> Any:
+        opened.append(arguments)
+        return read(*arguments)
+
+    monkeypatch.setattr(job_input, "read_from", noting)
+    run(model, "--shard-size", "2", "--num-hosts", "2", "--host-id", host, input=name, output="out")
+    assert len(opened) == 1
+
+
+@pytest.mark.parametrize("ending", ["gz", "zst"])
+@pytest.mark.parametrize("how", ["cut", "no", "broken"])
+def test_damaged_files_are_named(
+    model: Path, never_decodes: None, ending: str, how: str, capsys: Capture
+) -> None:
+    name = write_packed(ending)
+    whole = Path(name).read_bytes()
+    cut, middle = whole[:-9], len(whole) // 4
+    broken = whole[:middle] + whole[middle + 7 :]
+    Path(name).write_bytes({"cut": cut, "no": lines(RECORDS), "broken": broken}[how])
+    assert run(model, input=name) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"wedlm generate: {name}: the compressed data is damaged (")
+    assert said.count("\n") == 1
+    assert not Path("out.jsonl").exists()
+
+
+CHAT = [{"role": "user", "content": "hi"}]
+ROWS: list[dict[str, Any]] = [
+    {"id": "a", "prompt": "the cat"},
+    {"id": "b", "prompt_token_ids": [70, 80, 90]},
+    {"id": "c", "messages": CHAT},
+    {"id": "d", "prompt": "mat", "sampling": {"temperature": 1.0, "seed": 4}},
+    {"id": "e"},
+    {"id": "f", "prompt": "mat", "sampling": {"top_p": 7.0}},
+    {"prompt": "a"},
+    {"id": "a", "prompt": "twice"},
+    {"id": "g", "prompt_token_ids": [5000]},
+    {"id": "h", "prompt": "mat", "sampling": {"temperature": 1.0, "n": 2, "logprobs": 1}},
+]
+
+
+@pytest.mark.parametrize("group", [1, 4, 100])
+def test_parquet_rows_are_those_of_jsonl(
+    model: Path, quick: None, group: int, capsys: Capture
+) -> None:
+    sources = ["web", None] * (len(ROWS) // 2)
+    write_parquet(ROWS, "in.parquet", group, source=sources)
+    write([{**row, "source": one} for row, one in zip(ROWS, sources, strict=True)])
+    assert run(model, output="plain.jsonl") == 0
+    assert run(model, "--shard-size", "2", input="in.parquet") == 0
+    assert results() == results("plain.jsonl")
+    assert [record.get("line") for record in results()] == [None] * 4 + [5, 6, None, 8, 9, None]
+    said = capsys.readouterr().err
+    assert said.count("keys that are not read, and passed on to the output: source\n") == 2
+
+
+def test_structs_within_sampling_have_no_keys_of_other_records(model: Path, quick: None) -> None:
+    biases = [{"5": 1.0}, {"9": 2.0}, None, {}, {"5": None}]
+    write_parquet(
+        [{"prompt": "a", "sampling": {"logit_bias": one}} for one in biases], "in.parquet"
+    )
+    assert run(model, input="in.parquet") == 0
+    assert not [record for record in results() if "error" in record]
+
+
+def test_sampling_as_a_text_of_json(model: Path, quick: None) -> None:
+    texts = ['{"top_k": 5, "entropy_threshold": null}', '{"top_k": -2}', "no JSON", None]
+    write_parquet([{"prompt": "a", "sampling": text} for text in texts], "in.parquet")
+    write([{"prompt": "a", "sampling": {"top_k": 5, "entropy_threshold": None}}])
+    assert run(model, output="plain.jsonl") == 0
+    assert run(model, input="in.parquet") == 0
+    first, second, third, last = results()
+    assert [first] == results("plain.jsonl")
+    assert second["error"].startswith("sampling.top_k: expected an integer")
+    assert third["error"] == 'sampling: expected an object, not "no JSON"'
+    assert "error" not in last
+
+
+def test_values_that_json_has_not(model: Path, quick: None) -> None:
+    import datetime
+
+    write_parquet([{"id": datetime.date(2020, 1, 1), "prompt": b"\xff\x00"}], "in.parquet")
+    assert run(model, input="in.parquet") == BAD_DATA
+    (record,) = results()
+    assert record == {
+        "error": 'id: expected a text or an integer, not "datetime.date(2020, 1, 1)"',
+        "line": 1,
+    }
+
+
+def test_a_folder_may_hold_both_kinds(model: Path, quick: None) -> None:
+    records = [{"id": i, "prompt": "a"} for i in range(9)]
+    write_parquet(records[:5], "data/a.parquet", 2)
+    write(records[5:7], "data/b.jsonl")
+    write_parquet(records[7:], "data/c.parquet")
+    assert run(model, "--shard-size", "3", input="data") == 0
+    assert [record["id"] for record in results()] == list(range(9))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"PAR1 no", "in.parquet: cannot be read as Parquet ("),
+        (None, "expected a column prompt, prompt_token_ids or messages; there are id, words"),
+    ],
+)
+def test_files_that_cannot_be_read(
+    model: Path, content: bytes | None, message: str, capsys: Capture
+) -> None:
+    write_parquet([{"id": 1, "words": "a"}], "in.parquet")
+    if content is not None:
+        Path("in.parquet").write_bytes(content)
+    assert run(model, input="in.parquet") == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("in.parquet", "Parquet files need"), ("in.jsonl.zst", "zstd files need")]
+)
+def test_without_pyarrow_one_sentence_says_how_to_get_it(
+    name: str, what: str, monkeypatch: Patch, capsys: Capture
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    Path(name).touch()
+    assert run(Path("never-loaded"), input=name) == 2
+    said = capsys.readouterr().err
+    assert f"{what} pyarrow, which is not installed: pip install 'wedlm-jax[data]'" in said

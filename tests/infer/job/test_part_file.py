@@ -12,6 +12,7 @@ import pytest
 
 from infer.job import part_file
 from infer.job.part_file import FORMAT, InUse, PartFile
+from tests.infer.job.job_examples import Patch
 from wedlm_jax.errors import InputError, StorageFailure
 
 FIRST = 10
@@ -141,9 +142,7 @@ def test_a_shard_is_of_one_process_at_a_time(tmp_path: Path) -> None:
     again.close()
 
 
-def test_what_was_added_is_on_the_disk_before_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_added_is_on_the_disk_before_long(tmp_path: Path, monkeypatch: Patch) -> None:
     now, synced = 100.0, []
     monkeypatch.setattr(time, "monotonic", lambda: now)
     part = start(tmp_path)

@@ -13,7 +13,17 @@ from infer import generate
 from infer.job.input import Place, Shard, Workload, build_index, find_input
 from infer.job.job import find_output
 from infer.job.ray_job import SHARDS_PER_TASK, _groups, _ShardActor
-from tests.infer.job.job_examples import contents, read_json, results, run, stop_after, words, write
+from tests.infer.job.job_examples import (
+    Capture,
+    Patch,
+    contents,
+    read_json,
+    results,
+    run,
+    stop_after,
+    words,
+    write,
+)
 from wedlm_jax.params import SamplingParams
 
 
@@ -33,11 +43,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def test_actors_finish_what_a_host_has_begun_and_give_the_same_rows(
-    cluster: None,
-    work: Path,
-    model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    cluster: None, work: Path, model: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     several = {"seed": 1, "temperature": 1.0, "n": 3}
     records = [*words(17), {"id": "bad", "promt": "a"}, {"prompt": "a", "sampling": several}]
@@ -82,7 +88,7 @@ def call(one: _ShardActor, shards: str) -> dict[str, Any]:
     return {name: value for name, (value,) in result.items()}
 
 
-def test_an_actor_finishes_the_shards_it_is_given(work: Path, model: Path, quick: None) -> None:
+def test_an_actor_finishes_the_shards_it_is_given(model: Path, quick: None) -> None:
     sampling = {"temperature": 1.0, "n": 3, "logprobs": 2}
     write([*words(8), {"prompt": "a", "sampling": sampling}, {"promt": "a"}])
     one = actor(model, output="out")
@@ -101,7 +107,7 @@ def test_an_actor_finishes_the_shards_it_is_given(work: Path, model: Path, quick
 
 
 def test_an_actor_leaves_a_job_that_has_ended_alone(
-    work: Path, model: Path, quick: None, decoded: list[Any]
+    model: Path, quick: None, decoded: list[Any]
 ) -> None:
     write(words(9))
     assert run(model, "--shard-size", "3") == 0
@@ -134,12 +140,7 @@ def test_every_shard_is_of_one_task_and_every_actor_has_one(count: int, actors: 
     ],
 )
 def test_refused(
-    work: Path,
-    model: Path,
-    options: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    model: Path, options: list[str], message: str, capsys: Capture, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr("infer.job.ray_job.require_ray", lambda: None)
     write(words(1))
@@ -148,7 +149,7 @@ def test_refused(
 
 
 def test_without_ray_one_sentence_says_how_to_get_it(
-    work: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     write(words(1))
@@ -160,7 +161,7 @@ def test_without_ray_one_sentence_says_how_to_get_it(
 
 
 def test_a_working_folder_with_an_infer_of_its_own_is_refused(
-    work: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    work: Path, model: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     """Ray's actors would import it."""
     monkeypatch.setattr("infer.job.ray_job.require_ray", lambda: None)

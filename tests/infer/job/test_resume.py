@@ -13,6 +13,8 @@ import pytest
 
 from infer.job.part_file import FORMAT, PartFile
 from tests.infer.job.job_examples import (
+    Capture,
+    Patch,
     contents,
     read_json,
     results,
@@ -32,13 +34,12 @@ def kept(records: int, total: int = 16) -> str:
 
 @pytest.mark.parametrize("shard_size", ["3", "1000"])
 def test_interrupted_job_goes_on(
-    work: Path,
     model: Path,
     quick: None,
     decoded: list[Any],
     shard_size: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: Patch,
+    capsys: Capture,
 ) -> None:
     write(words(16))
     shape = ("--shard-size", shard_size)
@@ -71,7 +72,7 @@ def test_interrupted_job_goes_on(
 
 
 @pytest.mark.full
-def test_replicas_change_no_row(work: Path, model: Path) -> None:
+def test_replicas_change_no_row(model: Path) -> None:
     records = words(8)
     records[2] = {"prompt": "12 + 30 = " * 20}
     write(records)
@@ -81,11 +82,7 @@ def test_replicas_change_no_row(work: Path, model: Path) -> None:
 
 
 def test_rows_of_another_version_are_refused_until_they_may_go(
-    work: Path,
-    model: Path,
-    quick: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    model: Path, quick: None, monkeypatch: Patch, capsys: Capture
 ) -> None:
     write(words(8))
     with monkeypatch.context() as patch:
@@ -105,12 +102,7 @@ def test_rows_of_another_version_are_refused_until_they_may_go(
 
 @pytest.mark.parametrize("output", ["out.jsonl", "out"])
 def test_a_finished_job_is_not_done_again(
-    work: Path,
-    model: Path,
-    quick: None,
-    decoded: list[Any],
-    output: str,
-    capsys: pytest.CaptureFixture[str],
+    model: Path, quick: None, decoded: list[Any], output: str, capsys: Capture
 ) -> None:
     write(words(8))
     assert run(model, "--shard-size", "3", output=output) == 0
@@ -135,7 +127,7 @@ def test_a_finished_job_is_not_done_again(
 
 
 def test_a_shard_that_was_removed_is_made_anew(
-    work: Path, model: Path, quick: None, decoded: list[Any]
+    model: Path, quick: None, decoded: list[Any]
 ) -> None:
     write(words(8))
     assert run(model, "--shard-size", "3", output="out") == 0
@@ -149,11 +141,7 @@ def test_a_shard_that_was_removed_is_made_anew(
 
 
 def test_a_damaged_shard_is_not_put_into_the_output(
-    work: Path,
-    model: Path,
-    quick: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    model: Path, quick: None, monkeypatch: Patch, capsys: Capture
 ) -> None:
     write(words(16))
     stop_after(4, KeyboardInterrupt(), monkeypatch)
@@ -173,7 +161,7 @@ def test_a_damaged_shard_is_not_put_into_the_output(
 
 
 def test_interrupted_job_goes_on_with_samples_and_logprobs(
-    work: Path, model: Path, quick: None, decoded: list[Any], monkeypatch: pytest.MonkeyPatch
+    model: Path, quick: None, decoded: list[Any], monkeypatch: Patch
 ) -> None:
     records = [{**record, "sampling": {"n": 1 + i % 3}} for i, record in enumerate(words(16))]
     write([*records, {"prompt": "a", "sampling": {"n": -1}}])
@@ -223,8 +211,8 @@ def test_another_job_is_refused_until_its_rows_may_go(
     quick: None,
     change: list[str] | str,
     why: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: Patch,
+    capsys: Capture,
 ) -> None:
     write(words(10))
     with monkeypatch.context() as patch:
@@ -250,7 +238,7 @@ def test_another_job_is_refused_until_its_rows_may_go(
 
 
 def test_batches_hosts_and_overwrite_are_no_other_job(
-    work: Path, model: Path, quick: None, monkeypatch: pytest.MonkeyPatch, decoded: list[Any]
+    model: Path, quick: None, monkeypatch: Patch, decoded: list[Any]
 ) -> None:
     write(words(16))
     with monkeypatch.context() as patch:
@@ -262,11 +250,7 @@ def test_batches_hosts_and_overwrite_are_no_other_job(
 
 
 def test_memory_that_does_not_suffice(
-    work: Path,
-    model: Path,
-    quick: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    model: Path, quick: None, monkeypatch: Patch, capsys: Capture
 ) -> None:
     write(words(8))
     stop_after(1, RuntimeError("RESOURCE_EXHAUSTED: out of memory"), monkeypatch)
@@ -279,7 +263,7 @@ def test_memory_that_does_not_suffice(
 
 
 def test_other_errors_are_not_hidden_and_lose_nothing(
-    work: Path, model: Path, quick: None, monkeypatch: pytest.MonkeyPatch, decoded: list[Any]
+    model: Path, quick: None, monkeypatch: Patch, decoded: list[Any]
 ) -> None:
     write(words(8))
     with monkeypatch.context() as patch:
@@ -293,12 +277,7 @@ def test_other_errors_are_not_hidden_and_lose_nothing(
 
 
 def test_sigterm_finishes_the_rows_under_way_and_begins_no_more(
-    work: Path,
-    model: Path,
-    quick: None,
-    monkeypatch: pytest.MonkeyPatch,
-    decoded: list[Any],
-    capsys: pytest.CaptureFixture[str],
+    model: Path, quick: None, monkeypatch: Patch, decoded: list[Any], capsys: Capture
 ) -> None:
     write(words(16))
     handler, add = signal.getsignal(signal.SIGTERM), PartFile.add
@@ -323,7 +302,7 @@ def test_sigterm_finishes_the_rows_under_way_and_begins_no_more(
 
 @pytest.mark.full
 def test_sigterm_keeps_no_prompt_that_lacks_samples(
-    work: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     # Forty samples are more than the engine has taken when the first of them is done.
     write([{"prompt": "mat"}, {"prompt": "a"}])
@@ -349,11 +328,7 @@ def test_sigterm_keeps_no_prompt_that_lacks_samples(
 
 
 def test_sigterm_waits_no_longer_than_its_grace(
-    work: Path,
-    model: Path,
-    quick: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    model: Path, quick: None, monkeypatch: Patch, capsys: Capture
 ) -> None:
     write(words(16))
     quick_run = LLM.run
@@ -370,7 +345,7 @@ def test_sigterm_waits_no_longer_than_its_grace(
 
 
 def test_sigterm_before_anything_is_decoded(
-    work: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     write(words(2))
     monkeypatch.setattr(
@@ -382,7 +357,7 @@ def test_sigterm_before_anything_is_decoded(
 
 
 def test_stats_are_of_all_runs_and_say_which_was_last(
-    work: Path, model: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+    model: Path, quick: None, monkeypatch: Patch
 ) -> None:
     write(words(16))
     with monkeypatch.context() as patch:

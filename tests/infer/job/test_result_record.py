@@ -1,8 +1,11 @@
-"""Results as a Parquet file: the records of a .jsonl file, in typed columns."""
+"""Output records: own keys, which are passed on; JSON; Parquet; sums."""
 
 from __future__ import annotations
 
 import datetime
+import decimal
+import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,127 @@ import pytest
 
 from infer.job import result_record
 from infer.job.result_record import OUTPUT_KEYS
-from tests.infer.job.job_examples import read_json, results, run, stop_after, words, write
-from wedlm_jax.errors import BAD_DATA
+from tests.infer.job.job_examples import (
+    KEYS,
+    Capture,
+    Patch,
+    contents,
+    read_json,
+    results,
+    run,
+    stop_after,
+    words,
+    write,
+    write_parquet,
+)
+from wedlm_jax.errors import BAD_DATA, did_you_mean
 from wedlm_jax.records.parquet import without_nulls
 
-OWN: list[dict[str, Any]] = [
+OWN = {"topic": {"name": "naïve", "tags": [1, None, {}]}, "source": None, "score": 0.5, "": [[]]}
+
+
+def test_results_and_errors_have_them(model: Path, quick: None, capsys: Capture) -> None:
+    write([{"prompt": "a", **OWN}, {"prompt": 5, **OWN}, {"prompt": "b"}, {"prompt": "c", "x": 1}])
+    assert run(model) == 0
+    good, bad, none, other = results()
+    assert list(good) == [*KEYS, *OWN]
+    assert list(bad) == ["id", "error", "line", *OWN]
+    assert all(record[key] == value for record in (good, bad) for key, value in OWN.items())
+    assert list(none) == KEYS
+    assert other["x"] == 1
+    said = capsys.readouterr().err
+    assert "not read, and passed on to the output: topic, source, score, , x\n" in said
+    assert "did you mean" not in said
+
+
+def test_all_samples_and_a_job_that_goes_on_have_them(
+    model: Path, quick: None, monkeypatch: Patch
+) -> None:
+    write(
+        [{"prompt": str(i), "at": i, **({"sampling": {"n": 2}} if i % 2 else {})} for i in range(9)]
+    )
+    options = ["--temperature", "1", "--shard-size", "2"]
+    assert run(model, *options, output="whole") == 0
+    stop_after(2, KeyboardInterrupt(), monkeypatch)
+    assert run(model, *options, output="out") == 130
+    assert run(model, *options, output="out") == 0
+    assert contents("out") == contents("whole")
+    assert [record["at"] for record in results("out")] == list(range(9))
+    assert list(results("out")[1]) == [*KEYS, "samples", "at"]
+    assert all("at" not in sample for sample in results("out")[1]["samples"])
+
+
+def test_values_of_tables_become_those_of_json(model: Path, quick: None) -> None:
+    row: dict[str, Any] = {
+        "prompt": "a",
+        "day": datetime.date(2020, 1, 2),
+        "at": datetime.datetime(2020, 1, 2, 3, 4, 5),
+        "bytes": b"\xff\x00",
+        "price": decimal.Decimal("1.50"),
+        "nothing": float("nan"),
+        "deep": {"a": None, "b": [{"c": None}]},
+        "absent": None,
+    }
+    write_parquet([row, row | {"absent": "x"}], "in.parquet")
+    assert run(model, input="in.parquet") == 0
+    lines = Path("out.jsonl").read_bytes().splitlines()
+    first = json.loads(lines[0], parse_constant=lambda name: pytest.fail(name))
+    assert {key: first[key] for key in row if key != "prompt"} == {
+        "day": "2020-01-02",
+        "at": "2020-01-02T03:04:05",
+        "bytes": "/wA=",
+        "price": "1.50",
+        "nothing": None,
+        "deep": {"a": None, "b": [{"c": None}]},
+        "absent": None,
+    }
+
+
+def test_a_number_that_is_too_large_for_json_is_null(model: Path, quick: None) -> None:
+    Path("in.jsonl").write_text('{"prompt": "a", "x": [1e999, 1e9]}\n')
+    assert run(model) == 0
+    assert results()[0]["x"] == [None, 1e9]
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("smapling", "'smapling' is not read; did you mean 'sampling'?"),
+        ("temperature", "'temperature' is not read here, but within \"sampling\""),
+        ("max_token", "'max_token' is not read; did you mean 'max_tokens' within \"sampling\"?"),
+    ],
+)
+def test_what_looks_misspelt_is_said_once(
+    model: Path, quick: None, capsys: Capture, key: str, hint: str
+) -> None:
+    write([{"prompt": "a"}, *({"prompt": "a", "topic": 2, key: i} for i in range(5))])
+    assert run(model) == 0
+    assert [record.get(key) for record in results()] == [None, *range(5)]
+    said = capsys.readouterr().err
+    assert said.count(hint) == 1
+    assert said.count("not read") == 2
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_keys_of_the_output_are_refused_at_the_first_record(
+    model: Path, never_decodes: None, capsys: Capture, kind: str
+) -> None:
+    records = [{"prompt": "a", "text": "b"}]
+    write(records) if kind == "jsonl" else write_parquet(records, "in.parquet")
+    assert run(model, input=f"in.{kind}") == 2
+    where = "in.jsonl line 1" if kind == "jsonl" else "in.parquet"
+    assert f"{where}: 'text' is a key of the output" in capsys.readouterr().err
+    assert os.listdir() == [f"in.{kind}"]
+
+
+def test_the_nearest_name_is_the_one_whose_words_are_there() -> None:
+    names = ["min_tokens", "max_tokens", "prompt", "prompt_token_ids"]
+    assert did_you_mean("max_completion_tokens", names) == "did you mean 'max_tokens'?"
+    assert did_you_mean("prompt_tokn_ids", names) == "did you mean 'prompt_token_ids'?"
+    assert did_you_mean("xyz", names).startswith("there are min_tokens, ")
+
+
+TABLE: list[dict[str, Any]] = [
     {"prompt": "the cat", "note": "naïve 日本\u2028\n", "score": 3, "tags": ["a", "é"]},
     {"prompt": "mat", "score": 2.5, "deep": {"a": [{"b": 1}, {"c": None}], "none": {}}, "tags": []},
     {"promt": "bad", "note": None, "score": -(2**40), "deep": {"d": True}, "empty": {}},
@@ -35,10 +154,10 @@ def as_jsonl(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_file_has_what_jsonl_has_in_typed_columns(
-    work: Path, model: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+    work: Path, model: Path, quick: None, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(result_record, "GROUP_ROWS", 3)
-    write([*OWN, MANY, *words(3)])
+    write([*TABLE, MANY, *words(3)])
     assert run(model) == 0
     assert run(model, "--shard-size", "3", output="out.parquet") == 0
     table = pq.read_table("out.parquet")
@@ -65,12 +184,7 @@ def test_a_file_has_what_jsonl_has_in_typed_columns(
 
 
 def test_a_job_that_was_stopped_goes_on_and_gives_the_same_file(
-    work: Path,
-    model: Path,
-    quick: None,
-    decoded: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    model: Path, quick: None, decoded: list[Any], monkeypatch: Patch, capsys: Capture
 ) -> None:
     write(words(20))
     assert run(model, "--shard-size", "6", output="whole.parquet") == 0
@@ -92,9 +206,7 @@ def test_a_job_that_was_stopped_goes_on_and_gives_the_same_file(
     assert said == "out.parquet is already complete, with 20 records\n"
 
 
-def test_columns_of_parquet_come_back_as_json_has_them(
-    work: Path, model: Path, quick: None
-) -> None:
+def test_columns_of_parquet_come_back_as_json_has_them(model: Path, quick: None) -> None:
     day, one = datetime.date(2020, 2, 1), {"a": 1, "b": None}
     columns = {
         "prompt": ["a", "mat"],
@@ -117,9 +229,7 @@ def test_columns_of_parquet_come_back_as_json_has_them(
     ]
 
 
-def test_a_job_of_bad_records_alone_gives_their_errors(
-    work: Path, model: Path, quick: None
-) -> None:
+def test_a_job_of_bad_records_alone_gives_their_errors(model: Path, quick: None) -> None:
     write([{"x": 1}, {"id": True, "prompt": "a"}])
     Path("in.jsonl").write_bytes(Path("in.jsonl").read_bytes() + b"no json\n")
     assert run(model, output="out.parquet") == BAD_DATA
@@ -142,7 +252,7 @@ MIXED: list[tuple[list[Any], str]] = [
 
 @pytest.mark.parametrize(("records", "message"), MIXED)
 def test_what_has_no_column_is_refused_before_a_model_is_loaded(
-    work: Path, records: list[Any], message: str, capsys: pytest.CaptureFixture[str]
+    work: Path, records: list[Any], message: str, capsys: Capture
 ) -> None:
     write([{"prompt": "a", **record} for record in records])
     assert run(work / "never-loaded", output="out.parquet") == 2
@@ -151,9 +261,7 @@ def test_what_has_no_column_is_refused_before_a_model_is_loaded(
     assert sorted(path.name for path in work.iterdir()) == ["in.jsonl"]
 
 
-def test_two_parquet_files_with_another_type_each_are_refused(
-    work: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_parquet_files_with_another_type_each_are_refused(work: Path, capsys: Capture) -> None:
     for name, value in (("a", 1), ("b", "x")):
         Path("in").mkdir(exist_ok=True)
         pq.write_table(
@@ -163,17 +271,13 @@ def test_two_parquet_files_with_another_type_each_are_refused(
     assert "in/b.parquet: 'x' is a text here and an integer before" in capsys.readouterr().err
 
 
-def test_what_is_answered_in_openais_form_is_refused(
-    work: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_answered_in_openais_form_is_refused(work: Path, capsys: Capture) -> None:
     write([{"custom_id": "q", "url": "/v1/completions", "body": {"prompt": "a"}}])
     assert run(work / "never-loaded", output="out.parquet") == 2
     assert "batch files are answered in that form, which has no columns" in capsys.readouterr().err
 
 
-def test_without_pyarrow_nothing_is_begun(
-    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_pyarrow_nothing_is_begun(work: Path, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     write(words(1))
     assert run(work / "never-loaded", output="out.parquet") == 2

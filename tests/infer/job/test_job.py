@@ -1,4 +1,4 @@
-"""Records in, results out: what a record may have, and what becomes of it."""
+"""Jobs as a whole: records in, results out, in a file or a folder."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ import pytest
 from infer.job.part_file import FORMAT
 from infer.job.prompt_record import checked_record, prepared_record, record_seed
 from infer.job.result_record import encoded, result_record
+from tests.examples.full_disk import make_read_only, run_with_small_files, small_disk
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from tests.infer.job.job_examples import (
     GREEDY,
     KEYS,
+    SHAPE,
     WORDS,
+    Capture,
+    Patch,
     as_record,
+    contents,
     read_json,
     results,
     run,
@@ -28,14 +33,12 @@ from tests.infer.job.job_examples import (
 from tests.wedlm_jax.test_messages import TEMPLATE, TOOLS
 from wedlm_jax.completion import Completion
 from wedlm_jax.decode.logprobs import TokenLogprob
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import STORAGE_FAILED, InputError
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 
 
-def test_rows_come_back_in_order_with_their_fields(
-    work: Path, model: Path, llm: LLM, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_come_back_in_order_with_their_fields(model: Path, llm: LLM, capsys: Capture) -> None:
     conversation = [{"role": "user", "content": "hi"}]
     ends = (270, 280, 290)
     write(
@@ -86,7 +89,7 @@ def test_rows_come_back_in_order_with_their_fields(
     assert summary.endswith("s of compiling")
 
 
-def test_a_file_leaves_its_facts_and_no_shards(work: Path, model: Path) -> None:
+def test_a_file_leaves_its_facts_and_no_shards(model: Path) -> None:
     write(words(8))
     assert run(model, "--shard-size", "3") == 0
     assert sorted(os.listdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.shards"]
@@ -107,7 +110,7 @@ def test_a_file_leaves_its_facts_and_no_shards(work: Path, model: Path) -> None:
     assert stats["last_run"]["tokens"] == stats["tokens"]
 
 
-def test_a_folder_has_shards_with_manifests(work: Path, model: Path) -> None:
+def test_a_folder_has_shards_with_manifests(model: Path) -> None:
     write(words(8))
     assert run(model) == 0
     assert run(model, "--shard-size", "3", output="out") == 0
@@ -129,7 +132,7 @@ def test_a_folder_has_shards_with_manifests(work: Path, model: Path) -> None:
         assert {"input", "checkpoint", "settings"} <= set(manifest["job"])
 
 
-def test_command_line_and_row_parameters_combine(work: Path, model: Path, llm: LLM) -> None:
+def test_command_line_and_row_parameters_combine(model: Path, llm: LLM) -> None:
     write(
         [
             *words(2),
@@ -153,7 +156,7 @@ def test_command_line_and_row_parameters_combine(work: Path, model: Path, llm: L
     )
 
 
-def test_a_row_draws_the_same_wherever_it_stands(work: Path, model: Path) -> None:
+def test_a_row_draws_the_same_wherever_it_stands(model: Path) -> None:
     records = [{"id": f"row {i}", "prompt": WORDS[i % 3]} for i in range(9)]
     options = ["--temperature", "1", "--entropy-threshold", "3"]
     write(records)
@@ -164,7 +167,7 @@ def test_a_row_draws_the_same_wherever_it_stands(work: Path, model: Path) -> Non
 
 
 def test_logprobs_and_samples_are_those_of_the_library(
-    work: Path, model: Path, llm: LLM, capsys: pytest.CaptureFixture[str]
+    model: Path, llm: LLM, capsys: Capture
 ) -> None:
     write(
         [
@@ -226,14 +229,14 @@ def test_seeds_tell_ids_apart() -> None:
     assert record_seed(1, 0) != record_seed(0, 0) == record_seed(0, 0) != record_seed(0, "0")
 
 
-def test_chat_option_applies_to_texts(work: Path, model: Path) -> None:
+def test_chat_option_applies_to_texts(model: Path) -> None:
     write([{"prompt": "hi"}, {"messages": [{"role": "user", "content": "hi"}]}] * 2)
     assert run(model, "--chat") == 0
     first, *others = results()
     assert others == [{**first, "id": i} for i in (2, 3, 4)]
 
 
-def test_records_have_windows_of_their_own(work: Path, model: Path, llm: LLM) -> None:
+def test_records_have_windows_of_their_own(model: Path, llm: LLM) -> None:
     paper = {"mode": "paper", "max_tokens": 12}
     windows = (None, 0, 1, 4)
     write([{"prompt": WORDS[1], "window_size": one, "sampling": paper} for one in windows])
@@ -251,7 +254,7 @@ def test_records_have_windows_of_their_own(work: Path, model: Path, llm: LLM) ->
 
 @pytest.mark.parametrize("sampling", [None, {}, {"seed": None}, {"seed": -1}])
 def test_no_seed_and_no_sampling_are_those_of_the_job(
-    work: Path, model: Path, quick: None, sampling: Any
+    model: Path, quick: None, sampling: Any
 ) -> None:
     write([{"id": "x", "prompt": "a"}])
     assert run(model, "--temperature", "1", "--seed", "5", output="plain.jsonl") == 0
@@ -260,7 +263,7 @@ def test_no_seed_and_no_sampling_are_those_of_the_job(
     assert results() == results("plain.jsonl")
 
 
-def test_window_of_zero_is_autoregressive(work: Path, model: Path) -> None:
+def test_window_of_zero_is_autoregressive(model: Path) -> None:
     write(words(4))
     assert run(model, "--window-size", "0") == 0
     for record in results():
@@ -285,7 +288,7 @@ def test_without_tokenizer_token_ids_in_and_no_text_out(work: Path, model: Path,
 
 
 def test_tools_and_template_variables_of_a_record_reach_the_template(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, monkeypatch: Patch
 ) -> None:
     assert llm.codec is not None
     monkeypatch.setattr(llm.codec.tokenizer, "chat_template", TEMPLATE)
@@ -308,3 +311,87 @@ def test_tools_and_template_variables_of_a_record_reach_the_template(
             prompt_of(**fields, chat_template_kwargs=own)
     with pytest.raises(InputError, match="tools: expected a list of objects, not 5"):
         prompt_of(messages=turn, tools=5)
+
+
+def test_a_finished_file_is_kept_from_another_job(
+    model: Path, quick: None, capsys: Capture
+) -> None:
+    write(words(4))
+    assert run(model) == 0
+    whole = Path("out.jsonl").read_bytes()
+    assert run(model, "--temperature", "0.5") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "out.jsonl: holds finished records of another job (temperature is 0.0 there" in error
+    assert error.endswith("choose another output, or delete them with --overwrite")
+    assert Path("out.jsonl").read_bytes() == whole
+    assert run(model) == 0
+    assert "out.jsonl is already complete, with 4 records" in capsys.readouterr().err
+    assert run(model, "--temperature", "0.5", "--overwrite") == 0
+    assert Path("out.jsonl").read_bytes() != whole
+
+
+def test_a_file_that_no_job_has_written_is_kept(model: Path, quick: None, capsys: Capture) -> None:
+    write(words(4))
+    write([{"prompt": "mine"}], "out.jsonl")
+    before = Path("out.jsonl").read_bytes()
+    assert run(model) == 2
+    assert "out.jsonl: exists, and no job has written it; choose" in capsys.readouterr().err
+    assert Path("out.jsonl").read_bytes() == before
+    assert not Path("out.jsonl.shards").exists()
+    assert run(model, "--overwrite") == 0
+    assert Path("out.jsonl").read_bytes() != before
+
+
+QUICK = """
+from tests.infer.job.job_examples import quick_run
+from wedlm_jax.llm import LLM
+LLM.run = quick_run
+"""
+
+
+@pytest.mark.parametrize("output", ["out", "out.jsonl"])
+def test_a_job_goes_on_when_there_is_room_again(
+    work: Path, model: Path, quick: None, output: str, capsys: Capture
+) -> None:
+    write(words(400))
+    assert run(model, output="alone") == 0
+    with small_disk(work / "disk", 64 * 1024) as disk:
+        where = str(disk / output)
+        capsys.readouterr()
+        assert run(model, output=where) == STORAGE_FAILED
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert said.startswith(f"wedlm generate: {where}")
+        assert "cannot be written (No space left on device)" in said
+        kept = list(disk.glob("*/parts/*.part"))
+        assert kept, "what was decoded stays"
+
+
+@pytest.mark.full
+def test_a_file_that_may_not_grow_is_no_bad_input(model: Path, quick: None) -> None:
+    write(words(400))
+    arguments = ["generate", "--model", str(model), "--input", "in.jsonl", "--output", "out"]
+    ended = run_with_small_files([*arguments, *SHAPE], 32 * 1024, setup=QUICK)
+    assert ended.returncode == STORAGE_FAILED, ended.stderr
+    assert ended.stderr.splitlines()[-1].endswith("cannot be written (File too large)")
+    assert run(model, output="out") == 0
+    assert run(model, output="alone") == 0
+    assert contents("out") == contents("alone")
+
+
+@pytest.mark.parametrize("output", ["out", "out.jsonl", "out.parquet"])
+def test_a_finished_job_is_finished_on_a_disk_that_is_read_only(
+    work: Path, model: Path, quick: None, output: str, capsys: Capture
+) -> None:
+    write(words(5))
+    with small_disk(work / "disk", 2**20) as disk:
+        where = str(disk / output)
+        assert run(model, "--shard-size", "2", output=where) == 0
+        make_read_only(disk)
+        capsys.readouterr()
+        assert run(model, "--shard-size", "2", output=where) == 0
+        said = capsys.readouterr().err.splitlines()
+        assert said == [f"{where} is already complete, with 5 records"]
+        assert run(model, "--seed", "1", output=where) == 2
+        assert " of another job (seed is 0 there and 1 here)" in capsys.readouterr().err
+        assert run(model, output=str(disk / "new")) == 2
+        assert "cannot be written (Read-only file system)" in capsys.readouterr().err

@@ -1,0 +1,195 @@
+"""Progress, SIGTERM, and the number of bad records that ends a job."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from infer.job import shard_decoder
+from infer.job.result_record import Counts
+from infer.job.shard_decoder import GracefulStop, JobProgress, JobStopped
+from infer.job.shard_folder import STATS
+from tests.infer.job.job_examples import Capture, Patch, contents, results, run, words, write
+from wedlm_jax.errors import BAD_DATA
+from wedlm_jax.host.progress import ProgressBar
+
+DONE = Counts(rows=40, error_rows=3, tokens=700, num_forwards=180, num_token_instances=2800)
+HALF = JobProgress(
+    done=60,
+    earlier=20,
+    total=100,
+    tokens=800,
+    forwards=200,
+    finished=DONE,
+    seconds=16.0,
+    compile_seconds=9.0,
+)
+SPEED = "50 tokens/s, 4.00 tokens per forward, p_cache 0.25"
+
+
+def shown(progress: JobProgress) -> str:
+    console = Console(file=io.StringIO(), force_terminal=False)
+    with ProgressBar("records", console=console, every=0.0) as bar:
+        progress.show(bar)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_rates_count_this_run_only() -> None:
+    assert HALF.tokens_per_second == 50
+    assert HALF.tokens_per_forward == 4
+    assert HALF.seconds_left == 16.0, "40 records took 16 seconds, and 40 are left"
+    assert shown(HALF) == f"60 of 100 records, 3 bad, {SPEED}, 0:16 left\n"
+    assert HALF.as_json() == {
+        "rows": 40,
+        "error_rows": 3,
+        "tokens": 700,
+        "num_forwards": 180,
+        "num_token_instances": 2800,
+        "mask_drafts": 0,
+        "mask_drafts_accepted": 0,
+        "lookup_drafts": 0,
+        "lookup_drafts_accepted": 0,
+        "seconds": 16.0,
+        "compile_seconds": 9.0,
+        "tokens_per_second": 50.0,
+    }
+
+
+def test_nothing_is_known_before_the_first_record() -> None:
+    first = JobProgress(20, 20, 100, 0, 0, Counts(), 0.0, 9.0)
+    assert first.seconds_left == math.inf
+    assert shown(first) == "20 of 100 records, 0 tokens/s, 0.00 tokens per forward\n"
+
+
+def ask() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_with_nothing_to_finish_it_ends_there() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(JobStopped), GracefulStop():
+        ask()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_with_something_to_finish_it_has_its_time(monkeypatch: Patch) -> None:
+    now = 50.0
+    monkeypatch.setattr("infer.job.shard_decoder.time.monotonic", lambda: now)
+    with GracefulStop(grace=20) as stop, stop.finishing():
+        stop.check()
+        ask()
+        assert stop.requested
+        now = 69.9
+        stop.check()
+        now = 70.0
+        with pytest.raises(JobStopped):
+            stop.check()
+
+
+def test_afterwards_there_is_nothing_to_finish_again() -> None:
+    with GracefulStop() as stop:
+        with stop.finishing():
+            pass
+        with pytest.raises(JobStopped):
+            ask()
+
+
+def test_the_second_ends_the_process_at_once(monkeypatch: Patch) -> None:
+    ends: list[int] = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+    with GracefulStop(grace=1000) as stop, stop.finishing():
+        ask()
+        assert ends == []
+        ask()
+    assert ends == [143]
+
+
+def test_what_handles_errors_lets_it_pass() -> None:
+    assert not issubclass(JobStopped, Exception)
+
+
+def test_in_another_thread_signals_are_left_alone() -> None:
+    before, seen = signal.getsignal(signal.SIGTERM), []
+
+    def work() -> None:
+        with GracefulStop() as stop, stop.finishing():
+            stop.check()
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+@pytest.fixture(autouse=True)
+def _few_records(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(shard_decoder, "FIRST_RECORDS", 10)
+
+
+BAD = [{"prompt": 5}]
+
+
+def test_a_limit_ends_a_job_that_another_lets_go_on(
+    model: Path, quick: None, capsys: Capture
+) -> None:
+    write([*words(3), *BAD, *words(3), *BAD, *words(2), *BAD, *words(9)])
+    assert run(model, output="whole") == 0
+    assert run(model, "--max-errors", "3", output="three") == 0
+    assert run(model, "--max-errors", "2", "--shard-size", "4", output="out") == BAD_DATA
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("wedlm generate: 3 records are bad, more than --max-errors 2, such as ")
+    assert "in.jsonl line 11: prompt: expected a text, not 5; " in said
+    assert "records are kept in out; the same command continues from there" in said
+    assert not Path("out", STATS).exists()
+    assert run(model, output="out") == 0
+    assert contents("out") == contents("whole")
+
+
+def test_the_first_records_end_a_job_if_all_are_bad(
+    model: Path, quick: None, capsys: Capture
+) -> None:
+    write([*BAD * 12, *words(3)])
+    assert run(model) == BAD_DATA
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "all of the first 10 records are bad, such as in.jsonl line 10: prompt: expec" in said
+    assert run(model) == 0, "given again it goes on: the first are kept"
+    assert ["error" in record for record in results()] == [True] * 12 + [False] * 3
+
+
+@pytest.mark.parametrize(
+    "options", [["--max-errors", "12"], ["--max-errors", "500"]], ids=["just", "many"]
+)
+def test_a_limit_lets_the_first_records_be_bad(
+    model: Path, quick: None, options: list[str]
+) -> None:
+    write([*BAD * 12, *words(3)])
+    assert run(model, *options) == 0
+
+
+def test_a_good_record_before_them_lets_a_job_go_on(model: Path, quick: None) -> None:
+    write([*words(1), *BAD * 30])
+    assert run(model) == 0
+
+
+def test_a_job_without_a_good_record_ends_so_each_time(model: Path, quick: None) -> None:
+    write(BAD * 3)
+    for output in ("out.jsonl", "out"):
+        assert [run(model, output=output) for _ in range(2)] == [BAD_DATA] * 2
+        assert ["error" in record for record in results(output)] == [True] * 3
+
+
+def test_limits_below_nothing_are_refused(
+    model: Path, never_decodes: None, capsys: Capture
+) -> None:
+    write(words(1))
+    assert run(model, "--max-errors", "-1") == 2
+    assert "--max-errors: expected 0 or more, not -1" in capsys.readouterr().err
