@@ -96,7 +96,7 @@ def as_record(name: str | int, completion: Completion) -> dict[str, Any]:
 
 
 def stop_after(batches: int, error: BaseException, monkeypatch: Patch) -> None:
-    """Lets ``error`` strike once so many batches are kept, and then never again."""
+    """Raises ``error`` once, when ``batches`` batches are kept."""
     run, left = LLM.run, [batches]
 
     def failing(*arguments: Any, **options: Any) -> Any:
@@ -107,6 +107,15 @@ def stop_after(batches: int, error: BaseException, monkeypatch: Patch) -> None:
             yield batch
 
     monkeypatch.setattr(LLM, "run", failing)
+
+
+def interrupt(
+    batches: int, model: Path, *options: str, input: str = "in.jsonl", output: str = "out.jsonl"
+) -> None:
+    """Runs a job that Ctrl-C stops once ``batches`` batches are kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(batches, KeyboardInterrupt(), patch)
+        assert run(model, *options, input=input, output=output) == 130
 
 
 def read_json(path: str) -> dict[str, Any]:

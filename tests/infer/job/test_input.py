@@ -21,10 +21,10 @@ from tests.infer.job.job_examples import (
     Capture,
     Patch,
     contents,
+    interrupt,
     lines,
     results,
     run,
-    stop_after,
     words,
     write,
     write_parquet,
@@ -334,13 +334,10 @@ def write_packed(ending: str) -> str:
 
 
 @pytest.mark.parametrize("ending", ["gz", "zst"])
-def test_results_are_those_of_the_file_unpacked(
-    model: Path, quick: None, ending: str, monkeypatch: Patch
-) -> None:
+def test_results_are_those_of_the_file_unpacked(model: Path, quick: None, ending: str) -> None:
     name = write_packed(ending)
     assert run(model, "--shard-size", "2", output="plain") == 0
-    stop_after(2, KeyboardInterrupt(), monkeypatch)
-    assert run(model, "--shard-size", "2", input=name, output="out") == 130
+    interrupt(2, model, "--shard-size", "2", input=name, output="out")
     hosts = ["--num-hosts", "2", "--host-id"]
     assert [run(model, *hosts, i, input=name, output="out") for i in "01"] == [0, 0]
     assert contents("out") == contents("plain")

@@ -20,12 +20,10 @@ from tests.infer.job.job_examples import (
     KEYS,
     Capture,
     Patch,
-    contents,
     lines,
     quick_run,
     results,
     run,
-    stop_after,
     words,
     write,
 )
@@ -364,17 +362,6 @@ def test_a_bad_request_has_its_error_in_the_place_of_an_answer(
         assert error["type"] == "invalid_request_error"
         assert said in error["message"]
     assert f"({len(found)} bad," in capsys.readouterr().err
-
-
-def test_a_job_that_goes_on_gives_the_same_answers(
-    model: Path, quick: None, monkeypatch: Patch
-) -> None:
-    write([chat(f"q{i}", temperature=1, max_tokens=9) for i in range(9)])
-    assert run(model, "--shard-size", "2", output="whole") == 0
-    stop_after(2, KeyboardInterrupt(), monkeypatch)
-    assert run(model, "--shard-size", "2", output="out") == 130
-    assert run(model, "--shard-size", "2", output="out") == 0
-    assert contents("out") == contents("whole")
 
 
 def test_a_prompt_may_have_keys_of_these_names_of_its_own(model: Path, quick: None) -> None:

@@ -17,10 +17,10 @@ from tests.infer.job.job_examples import (
     Capture,
     Patch,
     contents,
+    interrupt,
     read_json,
     results,
     run,
-    stop_after,
     words,
     write,
 )
@@ -43,15 +43,13 @@ def cluster() -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def test_actors_finish_what_a_host_has_begun_and_give_the_same_rows(
-    cluster: None, work: Path, model: Path, monkeypatch: Patch, capsys: Capture
+    cluster: None, work: Path, model: Path, capsys: Capture
 ) -> None:
     several = {"seed": 1, "temperature": 1.0, "n": 3}
     records = [*words(17), {"id": "bad", "promt": "a"}, {"prompt": "a", "sampling": several}]
     write(records)
     assert run(model, "--shard-size", "3", output="alone") == 0
-    with monkeypatch.context() as patch:
-        stop_after(2, KeyboardInterrupt(), patch)
-        assert run(model, "--shard-size", "3", output="out") == 130
+    interrupt(2, model, "--shard-size", "3", output="out")
     capsys.readouterr()
     assert run(model, "--ray", "--ray-actors", "2", output="out") == 0
     said = capsys.readouterr().err

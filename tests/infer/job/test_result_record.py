@@ -20,11 +20,10 @@ from tests.infer.job.job_examples import (
     KEYS,
     Capture,
     Patch,
-    contents,
+    interrupt,
     read_json,
     results,
     run,
-    stop_after,
     words,
     write,
     write_parquet,
@@ -36,9 +35,13 @@ OWN = {"topic": {"name": "naïve", "tags": [1, None, {}]}, "source": None, "scor
 
 
 def test_results_and_errors_have_them(model: Path, quick: None, capsys: Capture) -> None:
-    write([{"prompt": "a", **OWN}, {"prompt": 5, **OWN}, {"prompt": "b"}, {"prompt": "c", "x": 1}])
+    many = {"prompt": "d", "sampling": {"n": 2, "temperature": 1}, "x": 2}
+    own = [{"prompt": "a", **OWN}, {"prompt": 5, **OWN}, {"prompt": "b"}, {"prompt": "c", "x": 1}]
+    write([*own, many])
     assert run(model) == 0
-    good, bad, none, other = results()
+    good, bad, none, other, several = results()
+    assert list(several) == [*KEYS, "samples", "x"]
+    assert all("x" not in sample for sample in several["samples"])
     assert list(good) == [*KEYS, *OWN]
     assert list(bad) == ["id", "error", "line", *OWN]
     assert all(record[key] == value for record in (good, bad) for key, value in OWN.items())
@@ -47,23 +50,6 @@ def test_results_and_errors_have_them(model: Path, quick: None, capsys: Capture)
     said = capsys.readouterr().err
     assert "not read, and passed on to the output: topic, source, score, , x\n" in said
     assert "did you mean" not in said
-
-
-def test_all_samples_and_a_job_that_goes_on_have_them(
-    model: Path, quick: None, monkeypatch: Patch
-) -> None:
-    write(
-        [{"prompt": str(i), "at": i, **({"sampling": {"n": 2}} if i % 2 else {})} for i in range(9)]
-    )
-    options = ["--temperature", "1", "--shard-size", "2"]
-    assert run(model, *options, output="whole") == 0
-    stop_after(2, KeyboardInterrupt(), monkeypatch)
-    assert run(model, *options, output="out") == 130
-    assert run(model, *options, output="out") == 0
-    assert contents("out") == contents("whole")
-    assert [record["at"] for record in results("out")] == list(range(9))
-    assert list(results("out")[1]) == [*KEYS, "samples", "at"]
-    assert all("at" not in sample for sample in results("out")[1]["samples"])
 
 
 def test_values_of_tables_become_those_of_json(model: Path, quick: None) -> None:
@@ -77,11 +63,16 @@ def test_values_of_tables_become_those_of_json(model: Path, quick: None) -> None
         "deep": {"a": None, "b": [{"c": None}]},
         "absent": None,
     }
-    write_parquet([row, row | {"absent": "x"}], "in.parquet")
+    columns = {
+        "kind": pa.array(["x", "y"]).dictionary_encode(),
+        "small": pa.array([1, 2], pa.int8()),
+        "map": pa.array([[("k", "v")], []], pa.map_(pa.string(), pa.string())),
+    }
+    write_parquet([row, row | {"absent": "x"}], "in.parquet", **columns)
     assert run(model, input="in.parquet") == 0
     lines = Path("out.jsonl").read_bytes().splitlines()
     first = json.loads(lines[0], parse_constant=lambda name: pytest.fail(name))
-    assert {key: first[key] for key in row if key != "prompt"} == {
+    expected = {
         "day": "2020-01-02",
         "at": "2020-01-02T03:04:05",
         "bytes": "/wA=",
@@ -89,7 +80,16 @@ def test_values_of_tables_become_those_of_json(model: Path, quick: None) -> None
         "nothing": None,
         "deep": {"a": None, "b": [{"c": None}]},
         "absent": None,
+        "kind": "x",
+        "small": 1,
+        "map": [["k", "v"]],
     }
+    assert {key: first[key] for key in expected} == expected
+    assert run(model, input="in.parquet", output="out.parquet") == 0
+    assert pq.read_table("out.parquet").select(list(expected)).to_pylist() == [
+        expected,
+        expected | {"absent": "x", "kind": "y", "small": 2, "map": []},
+    ]
 
 
 def test_a_number_that_is_too_large_for_json_is_null(model: Path, quick: None) -> None:
@@ -188,9 +188,7 @@ def test_a_job_that_was_stopped_goes_on_and_gives_the_same_file(
 ) -> None:
     write(words(20))
     assert run(model, "--shard-size", "6", output="whole.parquet") == 0
-    with monkeypatch.context() as patch:
-        stop_after(5, KeyboardInterrupt(), patch)
-        assert run(model, "--shard-size", "6", output="out.parquet") == 130
+    interrupt(5, model, "--shard-size", "6", output="out.parquet")
     assert not Path("out.parquet").exists()
     with monkeypatch.context() as patch:  # and killed while the file is put together
         patch.setattr(result_record, "_row", lambda _: (_ for _ in ()).throw(KeyboardInterrupt()))
@@ -204,29 +202,6 @@ def test_a_job_that_was_stopped_goes_on_and_gives_the_same_file(
     assert run(model, output="out.parquet") == 0
     said = capsys.readouterr().err
     assert said == "out.parquet is already complete, with 20 records\n"
-
-
-def test_columns_of_parquet_come_back_as_json_has_them(model: Path, quick: None) -> None:
-    day, one = datetime.date(2020, 2, 1), {"a": 1, "b": None}
-    columns = {
-        "prompt": ["a", "mat"],
-        "day": [day, None],
-        "raw": [b"\xff", b""],
-        "one": [one, None],
-        "kind": pa.array(["x", "y"]).dictionary_encode(),
-        "small": pa.array([1, 2], pa.int8()),
-        "map": pa.array([[("k", "v")], []], pa.map_(pa.string(), pa.string())),
-    }
-    pq.write_table(pa.table(columns), "in.parquet")
-    assert run(model, input="in.parquet", output="out.parquet") == 0
-    own = pq.read_table("out.parquet").select([name for name in columns if name != "prompt"])
-    assert own.to_pylist() == [
-        *(
-            {"day": "2020-02-01", "raw": "/w==", "one": one, "kind": "x", "small": 1}
-            | {"map": [["k", "v"]]},
-        ),
-        {"day": None, "raw": "", "one": None, "kind": "y", "small": 2, "map": []},
-    ]
 
 
 def test_a_job_of_bad_records_alone_gives_their_errors(model: Path, quick: None) -> None:

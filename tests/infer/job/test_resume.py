@@ -16,6 +16,7 @@ from tests.infer.job.job_examples import (
     Capture,
     Patch,
     contents,
+    interrupt,
     read_json,
     results,
     run,
@@ -38,7 +39,6 @@ def test_interrupted_job_goes_on(
     quick: None,
     decoded: list[Any],
     shard_size: str,
-    monkeypatch: Patch,
     capsys: Capture,
 ) -> None:
     write(words(16))
@@ -49,10 +49,8 @@ def test_interrupted_job_goes_on(
     write([{"prompt": "of before"}], "out.jsonl")
     shutil.rmtree("out.jsonl.shards")
     before = Path("out.jsonl").read_bytes()
-    with monkeypatch.context() as patch:
-        stop_after(3, KeyboardInterrupt(), patch)
-        capsys.readouterr()
-        assert run(model, *shape, "--overwrite") == 130
+    capsys.readouterr()
+    interrupt(3, model, *shape, "--overwrite")
     said = capsys.readouterr().err.splitlines()[-1]
     records = int(said.split()[1])
     assert 0 < records < 16
@@ -61,14 +59,17 @@ def test_interrupted_job_goes_on(
         "an earlier output stays until the new is whole"
     )
     decoded.clear()
-    # Neither the size of a batch nor that of shards, where the job that is there has one, is
-    # asked for again.
-    assert run(model, "--batch-size", "1") == 0
+    assert not Path("out.jsonl.shards/stats.json").exists()
+    # Neither of these makes another job, and the size of shards is that of the job that is there.
+    assert run(model, "--batch-size", "1", "--overwrite", "--num-hosts", "1") == 0
     assert len(decoded) == 16 - records
     assert Path("out.jsonl").read_bytes() == whole
     said = capsys.readouterr().err
     assert said.splitlines()[0] == f"resuming: {kept(records)}"
     assert f"\nout.jsonl: 16 records ({records} from earlier runs), " in said
+    stats = read_json("out.jsonl.shards/stats.json")
+    assert (stats["rows"], stats["last_run"]["rows"]) == (16, 16 - records)
+    assert stats["tokens"] == sum(len(record["token_ids"]) for record in results())
 
 
 @pytest.mark.full
@@ -82,12 +83,10 @@ def test_replicas_change_no_row(model: Path) -> None:
 
 
 def test_rows_of_another_version_are_refused_until_they_may_go(
-    model: Path, quick: None, monkeypatch: Patch, capsys: Capture
+    model: Path, quick: None, capsys: Capture
 ) -> None:
     write(words(8))
-    with monkeypatch.context() as patch:
-        stop_after(1, KeyboardInterrupt(), patch)
-        assert run(model) == 130
+    interrupt(1, model)
     path = Path("out.jsonl.shards/job.json")
     job = read_json(str(path))
     path.write_text(json.dumps(job | {"wedlm_generate": FORMAT - 1}), encoding="utf-8")
@@ -141,11 +140,10 @@ def test_a_shard_that_was_removed_is_made_anew(
 
 
 def test_a_damaged_shard_is_not_put_into_the_output(
-    model: Path, quick: None, monkeypatch: Patch, capsys: Capture
+    model: Path, quick: None, capsys: Capture
 ) -> None:
     write(words(16))
-    stop_after(4, KeyboardInterrupt(), monkeypatch)
-    assert run(model, "--shard-size", "3") == 130
+    interrupt(4, model, "--shard-size", "3")
     path = sorted(Path("out.jsonl.shards").glob("rows-*.jsonl"))[0]
     manifest = path.with_suffix(".manifest.json")
     path.write_bytes(path.read_bytes().replace(b"id", b"di", 1))
@@ -160,19 +158,21 @@ def test_a_damaged_shard_is_not_put_into_the_output(
     assert [record["id"] for record in results()] == list(range(1, 17))
 
 
-def test_interrupted_job_goes_on_with_samples_and_logprobs(
-    model: Path, quick: None, decoded: list[Any], monkeypatch: Patch
+def test_results_of_every_form_are_the_same_after_an_interruption(
+    model: Path, quick: None, decoded: list[Any]
 ) -> None:
-    records = [{**record, "sampling": {"n": 1 + i % 3}} for i, record in enumerate(words(16))]
-    write([*records, {"prompt": "a", "sampling": {"n": -1}}])
+    several = [
+        {**record, "sampling": {"n": 1 + i % 3}, "own": i} for i, record in enumerate(words(16))
+    ]
+    body = {"model": "any", "prompt": "a", "temperature": 1, "max_tokens": 9}
+    requests = [{"custom_id": f"q{i}", "url": "/v1/completions", "body": body} for i in range(5)]
+    write([*several, {"prompt": "a", "sampling": {"n": -1}}, *requests])
     options = ("--temperature", "1", "--logprobs", "3", "--shard-size", "4")
     assert run(model, *options, output="whole.jsonl") == 0
     decoded.clear()
-    with monkeypatch.context() as patch:
-        stop_after(3, KeyboardInterrupt(), patch)
-        assert run(model, *options) == 130
+    interrupt(7, model, *options)
     assert run(model, *options, "--batch-size", "3") == 0
-    assert len(decoded) <= 16 + 4, "a prompt's samples are kept together"
+    assert len(decoded) <= 16 + 5 + 4, "a prompt's samples are kept together"
     assert Path("out.jsonl").read_bytes() == Path("whole.jsonl").read_bytes()
     ours, theirs = (read_json(f"{name}.jsonl.shards/stats.json") for name in ("out", "whole"))
     for stats in (ours, theirs):
@@ -211,13 +211,10 @@ def test_another_job_is_refused_until_its_rows_may_go(
     quick: None,
     change: list[str] | str,
     why: str,
-    monkeypatch: Patch,
     capsys: Capture,
 ) -> None:
     write(words(10))
-    with monkeypatch.context() as patch:
-        stop_after(3, KeyboardInterrupt(), patch)
-        assert run(model, "--shard-size", "4", output="out") == 130
+    interrupt(3, model, "--shard-size", "4", output="out")
     before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
     options = change if isinstance(change, list) else []
     if change == "input":
@@ -235,18 +232,6 @@ def test_another_job_is_refused_until_its_rows_may_go(
     assert [record["id"] for record in results("out")] == list(range(1, 11))
     # The same command resumes its own records instead of deleting them.
     assert run(model, *options, "--overwrite", output="out") == 0
-
-
-def test_batches_hosts_and_overwrite_are_no_other_job(
-    model: Path, quick: None, monkeypatch: Patch, decoded: list[Any]
-) -> None:
-    write(words(16))
-    with monkeypatch.context() as patch:
-        stop_after(2, KeyboardInterrupt(), patch)
-        assert run(model, "--shard-size", "4", output="out") == 130
-    before = len(decoded)
-    assert run(model, "--batch-size", "2", "--overwrite", "--num-hosts", "1", output="out") == 0
-    assert before <= len(decoded) <= 16 + 4
 
 
 def test_memory_that_does_not_suffice(
@@ -354,18 +339,3 @@ def test_sigterm_before_anything_is_decoded(
     assert run(model) == 143
     assert capsys.readouterr().err == "stopped by SIGTERM: nothing was decoded yet\n"
     assert os.listdir() == ["in.jsonl"]
-
-
-def test_stats_are_of_all_runs_and_say_which_was_last(
-    model: Path, quick: None, monkeypatch: Patch
-) -> None:
-    write(words(16))
-    with monkeypatch.context() as patch:
-        stop_after(4, KeyboardInterrupt(), patch)
-        assert run(model, "--shard-size", "4", output="out") == 130
-    assert not Path("out/stats.json").exists()
-    assert run(model, output="out") == 0
-    stats = read_json("out/stats.json")
-    assert stats["rows"] == 16
-    assert 0 < stats["last_run"]["rows"] < 16
-    assert stats["tokens"] == sum(len(record["token_ids"]) for record in results("out"))

@@ -27,6 +27,7 @@ from tests.infer.job.job_examples import (
     Capture,
     Patch,
     contents,
+    interrupt,
     read_json,
     results,
     run,
@@ -173,14 +174,12 @@ def test_a_job_that_has_just_begun_keeps_its_folder(
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_a_job_that_was_stopped_before_its_first_record_leaves_the_folder(
-    model: Path, quick: None, monkeypatch: Patch, hosts: int
+    model: Path, quick: None, hosts: int
 ) -> None:
     """Of several hosts, others may be at work."""
     write(words(7))
-    with monkeypatch.context() as patch:
-        stop_after(0, KeyboardInterrupt(), patch)
-        options = ["--num-hosts", str(hosts), "--host-id", "0"]
-        assert run(model, *options, output="out") == 130
+    options = ["--num-hosts", str(hosts), "--host-id", "0"]
+    interrupt(0, model, *options, output="out")
     assert Path("out").exists() == (hosts > 1)
     assert run(model, "--seed", "5", output="out") == (2 if hosts > 1 else 0)
     assert run(model, "--seed", "5", "--overwrite", output="out") == 0
@@ -193,29 +192,24 @@ def host(model: Path, number: int, count: int, *options: str, output: str = "out
 
 @pytest.mark.parametrize("output", ["out.jsonl", "out"])
 def test_the_last_host_ends_the_job(
-    model: Path, quick: None, decoded: list[Any], output: str, capsys: Capture
+    work: Path, model: Path, quick: None, decoded: list[Any], output: str, capsys: Capture
 ) -> None:
     write(words(15))
     assert run(model, output="alone.jsonl") == 0
+    alone = results("alone.jsonl")
+    shutil.rmtree("alone.jsonl.shards")
     decoded.clear()
-    for number, records in ((2, 4), (0, 6), (1, 5)):
+    for number, records, left in ((2, 4, 6), (0, 6, 3), (1, 5, 0)):
         before = len(decoded)
         capsys.readouterr()
         assert host(model, number, 3, output=output) == 0
         assert len(decoded) - before == records
-    said = capsys.readouterr().err
+        said = capsys.readouterr().err
+        told = f"host {number} of 3 has done its share; {left} of 8 shards still unfinished: other "
+        assert (told + "processes, or another run, will decode them\n" in said) == (left > 0)
+        assert any(work.rglob("stats.json")) == (left == 0)
     assert f"{output}: 15 records" in said
-    assert results(output) == results("alone.jsonl")
-
-
-def test_a_host_says_what_is_left(model: Path, quick: None, capsys: Capture) -> None:
-    write(words(15))
-    assert host(model, 1, 3) == 0
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        "host 1 of 3 has done its share; 5 of 8 shards still unfinished: other processes, or "
-        "another run, will decode them"
-    )
-    assert not Path("out/stats.json").exists()
+    assert results(output) == alone
 
 
 def test_other_hosts_go_on(
@@ -237,12 +231,10 @@ def test_other_hosts_go_on(
 
 
 def test_a_shard_that_another_process_is_at_is_left_to_it(
-    model: Path, quick: None, decoded: list[Any], monkeypatch: Patch, capsys: Capture
+    model: Path, quick: None, decoded: list[Any], capsys: Capture
 ) -> None:
     write(words(8))
-    with monkeypatch.context() as patch:
-        stop_after(1, KeyboardInterrupt(), patch)
-        assert run(model, "--shard-size", "4", output="out") == 130
+    interrupt(1, model, "--shard-size", "4", output="out")
     (part, *_) = sorted(Path("out/parts").glob("*.part"))
     kept = len(decoded)
     with part.open("rb") as other:
