@@ -313,23 +313,32 @@ class Job:
             )
             return 0
         else:
-            counts = self._finish(folder, progress)
-        self.say(summary(self.output, counts, progress))
+            run = {"host": host.index, "hosts": host.count, **progress.as_json()}
+            try:
+                counts = finish(folder, run, self.columns)
+            except InputError:
+                # Another process may have merged and removed the shards at this very moment.
+                if (counts := merged_before(folder)) is None:
+                    raise
+        self.say(self._summary(counts, progress))
         if counts.all_bad and progress.first_bad:
             self.say(f"all records are bad, such as {progress.first_bad}")
         return BAD_DATA if counts.all_bad else 0
 
-    def _finish(self, folder: ShardFolder, progress: JobProgress) -> Counts:
-        host = self.options.host
-        run = {"host": host.index, "hosts": host.count, **progress.as_json()}
-        try:
-            return finish(folder, run, self.columns)
-        except InputError:
-            # Another process may have merged and removed the shards at this very moment.
-            counts = merged_before(folder)
-            if counts is None:
-                raise
-            return counts
+    def _summary(self, counts: Counts, progress: JobProgress) -> str:
+        """Summarizes a finished job in one line: its records, and the speed of its last run."""
+        notes = []
+        if progress.earlier:
+            notes.append(f"{progress.earlier:,} from earlier runs")
+        if counts.error_rows:
+            notes.append(f"{counts.error_rows:,} bad, with an error instead of a result")
+        noted = f" ({', '.join(notes)})" if notes else ""
+        return (
+            f"{self.output.shown}: {counted(counts.rows, 'record')}{noted}, "
+            f"{progress.tokens:,} tokens{' by this run' if progress.earlier else ''} in "
+            f"{progress.seconds:.1f} s ({progress.speed()}), "
+            f"after {progress.compile_seconds:.1f} s of compiling"
+        )
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False)
@@ -356,22 +365,6 @@ class Job:
             self._spooled.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 self.output.folder.rmdir()
-
-
-def summary(output: Output, counts: Counts, progress: JobProgress) -> str:
-    """Summarizes a finished job in one line: its records, and the speed of its last run."""
-    notes = []
-    if progress.earlier:
-        notes.append(f"{progress.earlier:,} from earlier runs")
-    if counts.error_rows:
-        notes.append(f"{counts.error_rows:,} bad, with an error instead of a result")
-    noted = f" ({', '.join(notes)})" if notes else ""
-    return (
-        f"{output.shown}: {counted(counts.rows, 'record')}{noted}, "
-        f"{progress.tokens:,} tokens{' by this run' if progress.earlier else ''} in "
-        f"{progress.seconds:.1f} s ({progress.speed()}), "
-        f"after {progress.compile_seconds:.1f} s of compiling"
-    )
 
 
 def finish(folder: ShardFolder, run: dict[str, Any], columns: Columns | None = None) -> Counts:
@@ -427,7 +420,7 @@ def _counts_in_stats(folder: ShardFolder) -> Counts | None:
     try:
         stats = json.loads((folder.folder / STATS).read_bytes())
         if folder.file is None or folder.file.stat().st_size == stats["output"]["bytes"]:
-            return Counts(**{name: stats[name] for name in Counts().as_json()})
+            return Counts.from_json(stats)
     except (OSError, ValueError, KeyError, TypeError):
         pass  # then the records are decoded again
     return None

@@ -35,6 +35,14 @@ SHARDS_PER_TASK = 4
 """Shards that are decoded together: the batch runs empty only at the end of a task."""
 
 ACCELERATORS = ("TPU", "GPU")
+NOTHING: dict[str, Any] = {
+    **Counts().as_json(),
+    "earlier": 0,
+    "compile_seconds": 0.0,
+    "error": "",
+    "status": 0,
+}
+"""What an actor reports after a task that it had nothing to do for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,6 +198,7 @@ def _follow(job: Job, results: Iterable[dict[str, Any]], total: int, finished: i
     """Adds up what the actors report after each task, and shows progress."""
     started, counts, earlier, compiling = time.monotonic(), Counts(), finished, 0.0
     limit = ErrorLimit(job.options.max_errors, fresh=not finished)
+    errors = {exit_status(kind("")): kind for kind in (InputError, BadData, StorageFailure)}
 
     def progress() -> JobProgress:
         return JobProgress(
@@ -206,20 +215,14 @@ def _follow(job: Job, results: Iterable[dict[str, Any]], total: int, finished: i
     with ProgressBar("records", done=finished, console=job.console) as bar:
         for result in results:
             if result["error"]:
-                raise _error(result["error"], result["status"])
+                raise errors[result["status"]](result["error"])
             earlier += result["earlier"]
-            counts += Counts(**{name: result[name] for name in Counts().as_json()})
+            counts += Counts.from_json(result)
             # Actors compile concurrently.
             compiling = max(compiling, result["compile_seconds"])
             progress().show(bar)
             limit.check(counts, f"those with an error in {job.output.folder}")
     return progress()
-
-
-def _error(text: str, status: int) -> Exception:
-    """Returns the error that an actor reported."""
-    kinds = {exit_status(kind("")): kind for kind in (InputError, BadData, StorageFailure)}
-    return kinds[status](text)
 
 
 class _ShardActor:
@@ -233,9 +236,8 @@ class _ShardActor:
         max_errors: int | None,
         load: Callable[[], LLM],
     ):
-        self._max_errors = max_errors
         self._workload, self._output, self._overwrite = workload, output, overwrite
-        self._load = load
+        self._max_errors, self._load = max_errors, load
         self._llm: LLM | None = None
 
     def __call__(self, task: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -245,7 +247,7 @@ class _ShardActor:
         except (InputError, StorageFailure) as error:
             # Returned as data: Ray would wrap an exception, or retry the task as if a machine had
             # failed.
-            result = {**_nothing(), "error": str(error), "status": exit_status(error)}
+            result = {**NOTHING, "error": str(error), "status": exit_status(error)}
         yield {name: [value] for name, value in result.items()}
 
     def _finish(self, shards: Sequence[Shard]) -> dict[str, Any]:
@@ -260,25 +262,15 @@ class _ShardActor:
             )
             self._llm = llm
         if merged_before(self._folder):
-            return _nothing()
+            return NOTHING
         there = sum(shard.records for shard in shards if self._folder.is_finished(shard))
         # For one task; `_follow` adds them up.
         limit = ErrorLimit(self._max_errors, fresh=False)
         decoder = ShardDecoder(self._llm, self._workload, self._folder, GracefulStop(), limit)
         decoder.run(shards, lambda _: None)
         return {
-            **_nothing(),
+            **NOTHING,
             **decoder.counts.as_json(),
             "earlier": there + decoder.earlier,
             "compile_seconds": self._llm.engine.compile_seconds,
         }
-
-
-def _nothing() -> dict[str, Any]:
-    return {
-        **Counts().as_json(),
-        "earlier": 0,
-        "compile_seconds": 0.0,
-        "error": "",
-        "status": 0,
-    }

@@ -193,6 +193,11 @@ class Counts:
     def as_json(self) -> dict[str, int]:
         return dataclasses.asdict(self)
 
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Counts:
+        """Reads what `as_json` returned; ignores other keys."""
+        return cls(**{field.name: value[field.name] for field in dataclasses.fields(cls)})
+
     @property
     def all_bad(self) -> bool:
         return 0 < self.rows == self.error_rows

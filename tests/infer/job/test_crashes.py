@@ -155,12 +155,8 @@ def mixed(count: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("kills", "rows"), [(2, ROWS), pytest.param(10, 500, marks=pytest.mark.full)]
-)
-def test_a_job_killed_again_and_again_is_the_job_that_was_never_killed(
-    model: Path, kills: int, rows: int
-) -> None:
+def test_a_job_killed_again_and_again_is_the_job_that_was_never_killed(model: Path) -> None:
+    kills, rows = 10, 500
     write(mixed(rows))
     assert run(model, *NO_DRAFTS, output="unbroken") == 0
     moments = random.Random(0)
@@ -186,10 +182,7 @@ def test_a_job_killed_again_and_again_is_the_job_that_was_never_killed(
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "status", "word"),
-    [
-        (signal.SIGTERM, 143, "stopped by SIGTERM"),
-        (signal.SIGINT, 130, "interrupted"),
-    ],
+    [(signal.SIGTERM, 143, "stopped by SIGTERM"), (signal.SIGINT, 130, "interrupted")],
 )
 def test_a_job_that_is_asked_to_end_says_how_to_go_on(
     model: Path, number: int, status: int, word: str

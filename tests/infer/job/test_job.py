@@ -40,42 +40,22 @@ from wedlm_jax.params import SamplingParams
 
 def test_rows_come_back_in_order_with_their_fields(model: Path, llm: LLM, capsys: Capture) -> None:
     conversation = [{"role": "user", "content": "hi"}]
-    ends = (270, 280, 290)
-    write(
-        [
-            {"prompt": "a"},
-            {"id": "ids", "prompt_token_ids": [70, 80, 90]},
-            {"id": 77, "messages": conversation},
-            {"prompt": WORDS[1], "sampling": {"max_tokens": 5}},
-            {"id": "ends", "prompt": "mat", "sampling": {"stop_token_ids": ends}},
-            {"id": "one", "prompt": "mat", "sampling": {"entropy_threshold": None}},
-            {"prompt": WORDS[2]},
-            {"prompt": WORDS[3], "sampling": {"max_tokens": 20}},
-        ]
-    )
+    chat = llm.chat_prompt(conversation)
+    rows: list[tuple[str | int, Any, dict[str, Any], dict[str, Any]]] = [
+        (1, "a", {"prompt": "a"}, {}),
+        ("ids", [70, 80, 90], {"id": "ids", "prompt_token_ids": [70, 80, 90]}, {}),
+        (77, chat, {"id": 77, "messages": conversation}, {}),
+        (4, WORDS[1], {"prompt": WORDS[1]}, {"max_tokens": 5}),
+        ("ends", "mat", {"id": "ends", "prompt": "mat"}, {"stop_token_ids": (270, 280, 290)}),
+        ("one", "mat", {"id": "one", "prompt": "mat"}, {"entropy_threshold": None}),
+        (7, WORDS[2], {"prompt": WORDS[2]}, {}),
+        (8, WORDS[3], {"prompt": WORDS[3]}, {"max_tokens": 20}),
+    ]
+    names, prompts, records, changes = zip(*rows, strict=True)
+    write([r | ({"sampling": c} if c else {}) for r, c in zip(records, changes, strict=True)])
     assert run(model) == 0
     out, err = capsys.readouterr()
-    prompts = [
-        "a",
-        [70, 80, 90],
-        llm.chat_prompt(conversation),
-        WORDS[1],
-        "mat",
-        "mat",
-        *WORDS[2:4],
-    ]
-    changes: list[dict[str, Any]] = [
-        {},
-        {},
-        {},
-        {"max_tokens": 5},
-        {"stop_token_ids": ends},
-        {"entropy_threshold": None},
-        {},
-        {"max_tokens": 20},
-    ]
-    completions = llm.generate(prompts, [dataclasses.replace(GREEDY, **c) for c in changes])
-    names = [1, "ids", 77, 4, "ends", "one", 7, 8]
+    completions = llm.generate(list(prompts), [dataclasses.replace(GREEDY, **c) for c in changes])
     expected = [as_record(*pair) for pair in zip(names, completions, strict=True)]
     assert results() == expected
     assert all(list(record) == KEYS for record in results())
@@ -133,14 +113,8 @@ def test_a_folder_has_shards_with_manifests(model: Path) -> None:
 
 
 def test_command_line_and_row_parameters_combine(model: Path, llm: LLM) -> None:
-    write(
-        [
-            *words(2),
-            {"prompt": WORDS[0], "sampling": {"seed": 3, "top_k": 0}},
-            *words(1),
-            {"id": "x", "prompt": WORDS[0]},
-        ]
-    )
+    own = {"prompt": WORDS[0], "sampling": {"seed": 3, "top_k": 0}}
+    write([*words(2), own, *words(1), {"id": "x", "prompt": WORDS[0]}])
     options = "--temperature 1 --top-k 9 --seed 4294967295 --entropy-threshold 3"
     assert run(model, *options.split()) == 0
     base = SamplingParams(max_tokens=24, temperature=1.0, top_k=9, entropy_threshold=3.0)
@@ -151,9 +125,7 @@ def test_command_line_and_row_parameters_combine(model: Path, llm: LLM) -> None:
     params[2] = dataclasses.replace(params[2], top_k=0)
     expected = llm.generate([WORDS[0], WORDS[1], *[WORDS[0]] * 3], params)
     assert results() == [as_record(*pair) for pair in zip(names, expected, strict=True)]
-    assert len({record["text"] for record in results()}) == 5, (
-        "equal prompts are sampled differently"
-    )
+    assert len({record["text"] for record in results()}) == 5, "each is sampled on its own"
 
 
 def test_a_row_draws_the_same_wherever_it_stands(model: Path) -> None:
@@ -169,31 +141,24 @@ def test_a_row_draws_the_same_wherever_it_stands(model: Path) -> None:
 def test_logprobs_and_samples_are_those_of_the_library(
     model: Path, llm: LLM, capsys: Capture
 ) -> None:
-    write(
-        [
-            {"prompt": "a"},
-            {"prompt": "mat", "sampling": {"logprobs": None, "seed": 4}},
-            {"id": "x", "prompt": WORDS[1], "sampling": {"n": 3, "seed": 5}},
-            {"prompt": WORDS[2], "sampling": {"n": 2, "logprobs": 0, "stop": ["a"]}},
-            {"prompt": "a", "sampling": {"n": 2, "logprobs": None}},
-        ]
-    )
-    options = ["--temperature", "1", "--entropy-threshold", "3", "--logprobs", "2"]
-    assert run(model, *options, "--shard-size", "2") == 0
-    base = SamplingParams(max_tokens=24, temperature=1.0, entropy_threshold=3.0, logprobs=2)
-    names: list[str | int] = [1, 2, "x", 4, 5]
+    prompts, names = ["a", "mat", WORDS[1], WORDS[2], "a"], [1, 2, "x", 4, 5]
     changes: list[dict[str, Any]] = [
         {},
         {"logprobs": None, "seed": 4},
         {"n": 3, "seed": 5},
-        {"n": 2, "logprobs": 0, "stop": "a"},
+        {"n": 2, "logprobs": 0, "stop": ["a"]},
         {"n": 2, "logprobs": None},
     ]
+    rows = zip(names, prompts, changes, strict=True)
+    write([{"id": name, "prompt": one, "sampling": change} for name, one, change in rows])
+    options = ["--temperature", "1", "--entropy-threshold", "3", "--logprobs", "2"]
+    assert run(model, *options, "--shard-size", "2") == 0
+    base = SamplingParams(max_tokens=24, temperature=1.0, entropy_threshold=3.0, logprobs=2)
     params = [
         dataclasses.replace(base, **({"seed": record_seed(0, name)} | change))
         for name, change in zip(names, changes, strict=True)
     ]
-    completions = llm.generate(["a", "mat", WORDS[1], WORDS[2], "a"], params)
+    completions = llm.generate(prompts, params)
     records = results()
     assert records == [as_record(*pair) for pair in zip(names, completions, strict=True)]
     more = [["logprobs"], [], ["logprobs", "samples"], ["logprobs", "samples"], ["samples"]]

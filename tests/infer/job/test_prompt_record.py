@@ -62,10 +62,7 @@ BAD_LINES = [
     ('{"messages": []}', "messages: expected a list of at least one message, not []"),
     ('{"messages": ["hello"]}', 'messages[0]: expected an object, not "hello"'),
     ('{"messages": [{"role": "user"}]}', "messages[0].content: expected a text, or a list of"),
-    (
-        '{"messages": [{"role": 1, "content": ""}]}',
-        "messages[0].role: expected one of system",
-    ),
+    ('{"messages": [{"role": 1, "content": ""}]}', "messages[0].role: expected one of system"),
     ('{"prompt": "a", "id": 1.5}', "id: expected a text or an integer, not 1.5"),
     ('{"prompt": "a", "id": null}', "id: expected a text or an integer, not null"),
     ('{"prompt": "a", "id": 1}', "duplicate id: record 1 has it (one without an id has its num"),
@@ -389,25 +386,45 @@ def test_a_seed_of_minus_one_is_none_and_a_window_is_its_own(
 
 def anything(draw: random.Random, depth: int = 0) -> Any:
     """A JSON value, of any type and of awkward sizes."""
-    kinds = ["null", "bool", "int", "float", "text"] + ["list", "object"] * (depth < 3)
-    match draw.choice(kinds):
+    size = draw.randint(0, 3)
+    match draw.choice(["null", "bool", "number", "text"] + ["list", "object"] * (depth < 3)):
         case "bool":
             return draw.random() < 0.5
-        case "int":
-            return draw.choice([0, -1, 2**31, 2**63, 2**64, -(10**40), draw.randint(-300, 300)])
-        case "float":
-            return draw.choice([0.5, -1e300, 1e-300, 3.0, -0.0])
+        case "number":
+            return draw.choice([0, -1, 2**31, 2**63, 2**64, -(10**40), 0.5, -1e300, 1e-300, -0.0])
         case "text":
             return draw.choice(["", "a", "\0", "\u2028", "日本", "\ufffd", "x" * 5000])
         case "list":
-            return [anything(draw, depth + 1) for _ in range(draw.randint(0, 3))]
+            return [anything(draw, depth + 1) for _ in range(size)]
         case "object":
-            keys = ["role", "content", "prompt", "temperature", "stop", "", "é"]
-            return {draw.choice(keys): anything(draw, depth + 1) for _ in range(draw.randint(0, 3))}
+            keys = draw.sample(["role", "content", "prompt", "stop", "", "é"], size)
+            return {key: anything(draw, depth + 1) for key in keys}
     return None
 
 
 GOOD = '{"id": "q", "prompt": "the cat", "sampling": {"top_k": 5, "stop": ["x"]}}'
+WRONG_SAMPLING: list[tuple[str, list[Any]]] = [
+    ("temperature", [-1, "0", None, [], True, 1e7]),
+    ("top_p", [0, 2, "x", None, {}]),
+    ("top_k", [-2, 0.5, None, "5", False]),
+    ("max_tokens", [0, -5, 1e3, 10**30, 320, None]),
+    ("stop", [5, [""], [5], None, {}, [[]]]),
+    ("stop_token_ids", [5, [-1], [300], ["a"], None]),
+    ("entropy_threshold", [-1, "none", []]),
+    ("position_penalty", [-1, None, 1e9, "a"]),
+    ("seed", [-2, 2**32, 0.5, "1"]),
+]
+WRONG_MESSAGES: list[Any] = [
+    *({"role": "user"}, {"content": "a"}, {"role": 5, "content": "a"}, "a", None, []),
+    *({"role": "user", "content": ["a"]}, {"role": "user", "content": None}),
+]
+ODD_JSON = [
+    *(b"[" * 100_000, b'{"a":' * 50_000, b"[" * 900 + b"]" * 900, b'{"prompt": "a"},'),
+    *(b'{"prompt": "\\ud800"}', b'{"prompt": "a\\udc00b"}', b'{"prompt": NaN}'),
+    *(b'{"prompt": -Infinity}', b'{"id": ' + b"9" * 5000 + b"}", b'{"prompt": "a", "prompt": "b"}'),
+    *(b'{"prompt": "a", "sampling": {"seed": 1, "seed": 1}}', b'{"prompt": "a\tb"}'),
+    *(b'{"prompt": "\\x"}', b"\xef\xbb\xbf{}"),
+]
 
 
 def no_json(draw: random.Random) -> bytes:
@@ -439,18 +456,7 @@ def wrong_prompt(draw: random.Random) -> bytes:
 
 
 def wrong_sampling(draw: random.Random) -> bytes:
-    wrong = [
-        ("temperature", [-1, "0", None, [], True, 1e7]),
-        ("top_p", [0, 2, "x", None, {}]),
-        ("top_k", [-2, 0.5, None, "5", False]),
-        ("max_tokens", [0, -5, 1e3, 10**30, 320, None]),
-        ("stop", [5, [""], [5], None, {}, [[]]]),
-        ("stop_token_ids", [5, [-1], [300], ["a"], None]),
-        ("entropy_threshold", [-1, "none", []]),
-        ("position_penalty", [-1, None, 1e9, "a"]),
-        ("seed", [-2, 2**32, 0.5, "1"]),
-    ]
-    name, values = draw.choice(wrong)
+    name, values = draw.choice(WRONG_SAMPLING)
     sampling: Any = {name: draw.choice(values)}
     if draw.random() < 0.3:
         sampling = {"".join(draw.choices(string.ascii_letters + "_é", k=draw.randint(0, 80))): 1}
@@ -461,18 +467,13 @@ def wrong_sampling(draw: random.Random) -> bytes:
 
 def wrong_keys(draw: random.Random) -> bytes:
     key = draw.choice(["promt", "Prompt", "", "x" * 10_000, "text", "\0", "日本"])
-    record = draw.choice(
-        [
-            {key: "a"},
-            {"prompt": "a", key: json.loads("[" * 200 + "]" * 200)},
-            {"prompt": "a", draw.choice(["text", "error", "line"]): anything(draw)},
-            {},
-            {"id": draw.random().hex()},
-            {"prompt": "a", "messages": []},
-            {"prompt": "a", "prompt_token_ids": [5]},
-        ]
-    )
-    return json.dumps(record).encode()
+    deep, mine = json.loads("[" * 200 + "]" * 200), draw.choice(["text", "error", "line"])
+    records: list[Any] = [
+        *({key: "a"}, {"prompt": "a", key: deep}, {"prompt": "a", mine: anything(draw)}, {}),
+        *({"id": draw.random().hex()}, {"prompt": "a", "messages": []}),
+        {"prompt": "a", "prompt_token_ids": [5]},
+    ]
+    return json.dumps(draw.choice(records)).encode()
 
 
 def wrong_id(draw: random.Random) -> bytes:
@@ -483,24 +484,7 @@ def wrong_id(draw: random.Random) -> bytes:
 
 
 def odd_json(draw: random.Random) -> bytes:
-    return draw.choice(
-        [
-            b"[" * draw.randint(1, 100_000),
-            b'{"a":' * draw.randint(1, 50_000),
-            b"[" * 900 + b"]" * 900,
-            b'{"prompt": "\\ud800"}',
-            b'{"prompt": "a\\udc00b"}',
-            b'{"prompt": NaN}',
-            b'{"prompt": -Infinity}',
-            b'{"id": ' + b"9" * 5000 + b"}",
-            b'{"prompt": "a", "prompt": "b"}',
-            b'{"prompt": "a", "sampling": {"seed": 1, "seed": 1}}',
-            b'{"prompt": "a\tb"}',
-            b'{"prompt": "\\x"}',
-            b"\xef\xbb\xbf{}",
-            b'{"prompt": "a"},',
-        ]
-    )
+    return draw.choice(ODD_JSON)
 
 
 def too_long(draw: random.Random) -> bytes:
@@ -509,33 +493,13 @@ def too_long(draw: random.Random) -> bytes:
 
 
 def wrong_messages(draw: random.Random) -> bytes:
-    message = draw.choice(
-        [
-            {"role": "user"},
-            {"content": "a"},
-            {"role": 5, "content": "a"},
-            "a",
-            None,
-            [],
-            {"role": "user", "content": ["a"]},
-            {"role": "user", "content": None},
-        ]
-    )
-    good = {"role": "user", "content": "a"}
+    message, good = draw.choice(WRONG_MESSAGES), {"role": "user", "content": "a"}
     return json.dumps({"messages": draw.choice([[message], [good, message], message])}).encode()
 
 
 KINDS = (
-    no_json,
-    no_text,
-    no_object,
-    wrong_prompt,
-    wrong_sampling,
-    wrong_keys,
-    wrong_id,
-    odd_json,
-    too_long,
-    wrong_messages,
+    *(no_json, no_text, no_object, odd_json, wrong_id),
+    *(wrong_prompt, wrong_sampling, wrong_keys, wrong_messages, too_long),
 )
 
 

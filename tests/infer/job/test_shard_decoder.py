@@ -77,7 +77,13 @@ def test_with_nothing_to_finish_it_ends_there() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(JobStopped), GracefulStop():
         ask()
+    with GracefulStop() as stop:
+        with stop.finishing():
+            pass
+        with pytest.raises(JobStopped):
+            ask()
     assert signal.getsignal(signal.SIGTERM) is before
+    assert not issubclass(JobStopped, Exception), "handlers of errors let it pass"
 
 
 def test_with_something_to_finish_it_has_its_time(monkeypatch: Patch) -> None:
@@ -94,14 +100,6 @@ def test_with_something_to_finish_it_has_its_time(monkeypatch: Patch) -> None:
             stop.check()
 
 
-def test_afterwards_there_is_nothing_to_finish_again() -> None:
-    with GracefulStop() as stop:
-        with stop.finishing():
-            pass
-        with pytest.raises(JobStopped):
-            ask()
-
-
 def test_the_second_ends_the_process_at_once(monkeypatch: Patch) -> None:
     ends: list[int] = []
     monkeypatch.setattr(os, "_exit", ends.append)
@@ -110,10 +108,6 @@ def test_the_second_ends_the_process_at_once(monkeypatch: Patch) -> None:
         assert ends == []
         ask()
     assert ends == [143]
-
-
-def test_what_handles_errors_lets_it_pass() -> None:
-    assert not issubclass(JobStopped, Exception)
 
 
 def test_in_another_thread_signals_are_left_alone() -> None:
