@@ -1,22 +1,28 @@
-"""`wedlm serve`: a model behind the OpenAI API."""
+"""`wedlm serve`: reads its settings, loads a model and serves it.
+
+Flags override environment variables, which override a file.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import dataclasses
+import json
 import logging
 import os
+import shlex
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from infer.flags import add_decoding_options, add_engine_options, sampling_params
 from infer.generate import load
-from infer.serve.settings import FILE, PREFIX, TABLE, layered
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, did_you_mean
 from wedlm_jax.host import notices
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.progress import LOADING, NEXT_LINE_S, ticking
@@ -26,6 +32,12 @@ if TYPE_CHECKING:
     from infer.serve.app import Service
     from wedlm_jax.llm import LLM
     from wedlm_jax.params import SamplingParams
+
+FILE, TABLE = "wedlm.toml", "serve"
+PREFIX = "WEDLM_"
+"""With which the environment variables of settings begin."""
+
+TRUTHS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 DESCRIPTION = """\
 Serves a model to programs that speak the OpenAI API: /v1/completions, /v1/chat/completions and
@@ -57,21 +69,19 @@ TAKEN_OTHERWISE = {
     "seed": "starts the random numbers of every request: the same request gets the same tokens "
     "[none: each request has a seed of its own]",
 }
-"""Help for sampling options that mean something else in the server than in other commands."""
+"""Help of sampling options whose meaning differs from that in other commands."""
 
 GRACE, CLIENT_TIMEOUT = 20.0, 30.0
-
 EMBEDDED_NAME = "wedlm-embedded"
 
 LOG = logging.getLogger("wedlm.serve")
 LINES = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-"""Format of log lines, as `logging.Formatter` takes it."""
 
 NEEDED = "needs FastAPI, uvicorn and prometheus_client: pip install 'wedlm-jax[serve]'"
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser. An option that is not given is absent from the result."""
+    """Returns the parser. Its result has only the options that were given."""
     result = CommandParser(
         prog="wedlm serve",
         usage="wedlm serve [--model DIR] [--host HOST] [--port N] [options]",
@@ -79,16 +89,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=NOTES,
         argument_default=argparse.SUPPRESS,
     )
-    _add_server(result.add_argument_group("server"))
-    _add_limits(result.add_argument_group("limits"))
-    add_engine_options(result.add_argument_group("model"))
-    decoding = result.add_argument_group("decoding, where a request does not say")
-    add_decoding_options(decoding, TAKEN_OTHERWISE)
-    return result
-
-
-def _add_server(group: Any) -> None:
-    add = group.add_argument
+    add = result.add_argument_group("server").add_argument
     add(
         "--host",
         metavar="HOST",
@@ -112,10 +113,7 @@ def _add_server(group: Any) -> None:
     )
     add("--quiet", action="store_true", help="log no line for each request")
     add("--config", metavar="FILE", help=f"file of settings, see below [{FILE}, if it is there]")
-
-
-def _add_limits(group: Any) -> None:
-    add = group.add_argument
+    add = result.add_argument_group("limits").add_argument
     add(
         "--max-waiting",
         type=int,
@@ -138,6 +136,10 @@ def _add_limits(group: Any) -> None:
         "next piece [0.05]",
     )
     add("--grace", type=float, metavar="X", help="seconds after Ctrl-C or SIGTERM for answers [20]")
+    add_engine_options(result.add_argument_group("model"))
+    decoding = result.add_argument_group("decoding, where a request does not say")
+    add_decoding_options(decoding, TAKEN_OTHERWISE)
+    return result
 
 
 def main(arguments: list[str]) -> int:
@@ -168,20 +170,18 @@ def _check(options: dict[str, Any]) -> None:
         raise InputError(f"--port: expected 0 to 65535, not {options['port']}")
     if options.get("n", 1) > 1:
         raise InputError("--n: requests say how many samples they want")
-    if options.get("api_key", "x").strip() in ("",):
+    if not options.get("api_key", "x").strip():
         raise InputError("--api-key: expected a key, not an empty text")
 
 
 def load_warm(options: dict[str, Any]) -> LLM:
-    """Loads the model and compiles two programs: a fast one for requests that ask for nothing
-    special, and one for everything."""
-    warm = not options.get("no_warmup", False)
+    """Loads the model and compiles its two programs, see `infer.serve.served_engine`."""
     model = options.get("model", EMBEDDED_NAME)
     print(f"wedlm serve: loading {model}", file=sys.stderr, flush=True)
     llm = load(options)
     programs = llm.engine.device.programs
     programs.while_busy = logged
-    if warm:
+    if not options.get("no_warmup"):
         started = time.monotonic()
         llm.warm_up(sampling_params(options), everything=True)
         LOG.info("%d programs in %.1f s", len(programs), time.monotonic() - started)
@@ -190,7 +190,7 @@ def load_warm(options: dict[str, Any]) -> LLM:
 
 @contextlib.contextmanager
 def logged(what: str) -> Iterator[None]:
-    """Logs what the server waits for, and how long that took."""
+    """Logs what the server waits for, and how long it took."""
     started = due = time.monotonic()
 
     def tell(seconds: float) -> None:
@@ -206,10 +206,10 @@ def logged(what: str) -> Iterator[None]:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Returns a socket that has its address, and does not listen yet.
+    """Returns a socket bound to an address, not listening yet.
 
     Raises:
-      InputError: the address cannot be had.
+      InputError: the address cannot be bound.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -226,10 +226,10 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def make_service(llm: LLM, options: dict[str, Any], params: SamplingParams) -> Service:
-    """Makes the service that options describe."""
+    """Returns the service that options describe."""
     from infer.serve.app import Options, Service
 
-    # A seed is part of a request, unless the command line has one for all.
+    # Each request has a seed of its own, unless the settings have one for all.
     params = params if "seed" in options else dataclasses.replace(params, seed=None)
     names = ("api_key", "max_waiting", "max_body", "burst_seconds")
     return Service(
@@ -246,7 +246,7 @@ def make_service(llm: LLM, options: dict[str, Any], params: SamplingParams) -> S
 
 
 def serve(service: Service, sock: socket.socket, options: dict[str, Any]) -> int:
-    """Answers until the process is asked to end."""
+    """Answers requests until the process is asked to end."""
     from infer.serve.http_server import make_server
     from infer.serve.limits import REQUESTS
 
@@ -264,8 +264,101 @@ def serve(service: Service, sock: socket.socket, options: dict[str, Any]) -> int
     )
     with StopRequest():  # uvicorn hands the signal on when it is done
         server.run(sockets=[sock])
-    if service.engine.is_compiling:
-        # XLA does not survive that the interpreter ends under it.
+    if service.engine.programs.is_compiling:
+        # XLA crashes if the interpreter ends while it compiles.
         sys.stdout.flush()
         os._exit(0)
     return 0
+
+
+# --- settings ----------------------------------------------------------------------------
+
+
+def layered(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """Returns the settings of flags, environment and file.
+
+    Args:
+      parser: the parser of the flags; its result has only those given. ``--config`` names the file.
+      environment: environment variables; ``WEDLM_PORT`` is ``--port``.
+
+    Raises:
+      InputError: naming the bad variable, or the file and its key.
+    """
+    flags = vars(parser.parse_args(arguments))
+    actions = {
+        action.dest: action for action in parser._actions if action.dest not in ("help", "config")
+    }
+    given = flags.pop("config", environment.get(f"{PREFIX}CONFIG"))
+    path = Path(given or FILE)
+    in_file = {} if given is None and not path.exists() else _from_file(path, actions)
+    return in_file | _from_environment(environment, actions) | flags
+
+
+def _from_file(path: Path, actions: Mapping[str, argparse.Action]) -> dict[str, Any]:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as TOML ({error})") from None
+    table = tables.get(TABLE, {})
+    if not isinstance(table, dict):
+        raise InputError(f"{path}: expected [{TABLE}] to be a table")
+    settings = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name not in actions:
+            raise InputError(f"{path}: unknown key {key!r}; {did_you_mean(name, actions)}")
+        if isinstance(value, dict) and actions[name].nargs == "+":
+            value = [f"{one}={other}" for one, other in value.items()]
+        elif isinstance(value, dict):
+            value = json.dumps(value)
+        settings[name] = _read(f"{path}: {key}", actions[name], value)
+    return settings
+
+
+def _from_environment(
+    environment: Mapping[str, str], actions: Mapping[str, argparse.Action]
+) -> dict[str, Any]:
+    settings = {}
+    for variable, text in environment.items():
+        name = variable.removeprefix(PREFIX).lower()
+        if not variable.startswith(PREFIX) or name == "config":
+            continue
+        if name not in actions:
+            hint = did_you_mean(name, actions)
+            print(
+                f"wedlm serve: {variable} is ignored, as no setting is called so; {hint}",
+                file=sys.stderr,
+            )
+            continue
+        value = shlex.split(text) if actions[name].nargs == "+" else text
+        settings[name] = _read(variable, actions[name], value)
+    return settings
+
+
+def _read(origin: str, action: argparse.Action, value: Any) -> Any:
+    """Parses a value as its flag would."""
+    if action.nargs == 0:
+        truth = TRUTHS.get(str(value).lower())
+        if truth is None:
+            raise InputError(f"{origin}: expected true or false, not {value!r}")
+        return truth
+    values = value if isinstance(value, list) else [value]
+    if len(values) != 1 and action.nargs is None:
+        raise InputError(f"{origin}: expected one value, not {value!r}")
+    reader = _Reader(origin)
+    named = {name: getattr(action, name) for name in ("nargs", "type", "choices")}
+    reader.add_argument("value", **{k: v for k, v in named.items() if v is not None})
+    return reader.parse_args(["--", *map(str, values)]).value
+
+
+class _Reader(argparse.ArgumentParser):
+    """Parses one value; its errors name where the value came from."""
+
+    def __init__(self, origin: str):
+        super().__init__(add_help=False)
+        self._origin = origin
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{self._origin}: {message.removeprefix('argument value: ')}")

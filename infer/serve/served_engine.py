@@ -1,13 +1,19 @@
-"""The engine's loop behind a server: events go to asyncio, and nobody who can be decoded without it
-waits for the compiler."""
+"""The engine's loop behind a server: events are delivered in asyncio's loop, and programs compile
+in the background.
+
+A server starts with two compiled programs: a fast one for requests without special options, and one
+for every option. So no request waits for the compiler: what the fast one cannot decode, the other
+decodes at once, until one that fits better has been compiled.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import logging
+import threading
+from collections.abc import Callable, Sequence
 
-from infer.serve.programs import Programs
 from wedlm_jax.completion import NO_DRAFTS, Drafts
 from wedlm_jax.decode.options import Traits
 from wedlm_jax.engine.engine import Engine
@@ -16,19 +22,115 @@ from wedlm_jax.engine.loop import EngineLoop, Parcels
 
 LOG = logging.getLogger("wedlm.serve")
 
+MOST_PROGRAMS = 8
+"""The most programs compiled only because they fit better: each takes memory, and its compilation
+processor time."""
+
+
+class Programs:
+    """Chooses programs and compiles them in another thread, one at a time.
+
+    Args:
+      engine: stepped by the caller, in its own thread.
+      on_change: called in the other thread when a compilation ends.
+
+    Attributes:
+      is_compiling: whether a compilation is running.
+    """
+
+    def __init__(self, engine: Engine, on_change: Callable[[], None]):
+        self._engine, self._on_change = engine, on_change
+        self._needed: tuple[Traits, Request] | None = None
+        self._failed: dict[Traits, Exception] = {}
+        self._made, self._had_to_wait = 0, False
+        self.is_compiling = False
+
+    def choose(self, waiting: Sequence[Request]) -> tuple[list[Request], list[Request], Traits]:
+        """Chooses which requests can join the running ones.
+
+        Returns:
+          the requests that can join, those that wait for a program, and the traits of all that then
+          run.
+        """
+        engine = self._engine
+        ready, held = list[Request](), list[Request]()
+        traits = engine.traits_with([])
+        for request in waiting:
+            both = traits.union(engine.traits_of(request))
+            if engine.compiled_for(both) is None:
+                held.append(request)
+            else:
+                ready.append(request)
+                traits = both
+        return ready, held, traits
+
+    def compile(self, held: Sequence[Request], running: Traits) -> None:
+        """Starts to compile the most needed program, unless a compilation is running.
+
+        Args:
+          held: requests that wait for a program, in order of arrival.
+          running: the traits of all requests that do not wait.
+        """
+        if self.is_compiling:
+            return
+        engine = self._engine
+        if held:
+            needed = engine.traits_with([held[0]]).rounded
+            self._needed, self._had_to_wait = (needed, held[0]), True
+            self._start(needed)
+            return
+        present = engine.compiled_for(running)
+        everything, better = engine.everything, running.rounded
+        if self._had_to_wait and everything not in self._failed:
+            # The server started without the two programs: no request should wait again.
+            self._had_to_wait = False
+            if engine.compiled_for(everything) is None:
+                self._start(everything)
+        elif (
+            present is not None
+            and present.are_everything
+            and not better.are_everything
+            and better not in self._failed
+            and self._made < MOST_PROGRAMS
+        ):
+            self._made += 1
+            self._start(better)
+
+    def failure(self) -> Failed | None:
+        """Returns, once, the failure of the request whose program could not be compiled; the next
+        request that needs this program tries again."""
+        if self.is_compiling or self._needed is None:
+            return None
+        (traits, request), self._needed = self._needed, None
+        error = self._failed.pop(traits, None)
+        return None if error is None else Failed(request, error)
+
+    def _start(self, traits: Traits) -> None:
+        self.is_compiling = True
+        threading.Thread(target=self._compile, args=[traits], name="compiler", daemon=True).start()
+
+    def _compile(self, traits: Traits) -> None:
+        try:
+            self._engine.compile_program(traits)
+        except Exception as error:
+            LOG.exception("a program could not be compiled")
+            self._failed[traits] = error
+        self.is_compiling = False
+        self._on_change()
+
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """Where the engine stands after a step.
+    """The engine's state after a step.
 
     Attributes:
-      counters: of the scheduler.
-      forwards: of the device so far.
-      drafts: checked and accepted so far.
-      compile_seconds: so far.
+      counters: the scheduler's.
+      forwards: forwards of the device so far.
+      drafts: drafts checked and accepted so far.
+      compile_seconds: time spent on compiling so far.
       held: requests that wait for a program to be compiled.
-      restarts: how often the engine started afresh after an exception.
-      broken: whether it could not.
+      restarts: how often the engine restarted after an exception.
+      broken: whether a restart failed.
     """
 
     counters: Counters
@@ -44,34 +146,30 @@ class ServedEngine(EngineLoop):
     """Steps an engine for callers in an event loop; see `EngineLoop`.
 
     Attributes:
-      status: after the last step.
+      programs: the engine's, and what compiles them.
+      status: the state after the last step.
     """
 
     def __init__(self, engine: Engine):
         super().__init__(engine)
-        self._programs = Programs(engine, self._look_again)
+        self.programs = Programs(engine, self._look_again)
         self._num_held = 0
         self.status = Status(engine.counters)
 
     def start(self) -> None:
-        """Lets events be delivered in the running event loop."""
+        """Delivers events in the running event loop from now on."""
         self._loop = asyncio.get_running_loop()
-
-    @property
-    def is_compiling(self) -> bool:
-        """Whether a program is compiled in the background."""
-        return self._programs.is_compiling
 
     def _look_again(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
     def _may_wait(self) -> bool:
-        return self._programs.is_compiling
+        return self.programs.is_compiling
 
     def _admitted(self, waiting: list[Request]) -> tuple[list[Request], list[Event], Traits | None]:
         failed: list[Event] = []
-        if (failure := self._programs.failure()) is not None:
+        if (failure := self.programs.failure()) is not None:
             failed.append(failure)
             waiting = [request for request in waiting if request.number != failure.number]
         sound = []
@@ -81,8 +179,8 @@ class ServedEngine(EngineLoop):
                 sound.append(request)
             except Exception as fault:
                 failed.append(Failed(request, fault))
-        ready, held, traits = self._programs.choose(sound)
-        self._programs.compile(held, traits)
+        ready, held, traits = self.programs.choose(sound)
+        self.programs.compile(held, traits)
         self._num_held = len(held)
         return ready, failed, self.engine.compiled_for(traits)
 

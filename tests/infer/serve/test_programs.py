@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from infer.serve import programs as module
-from infer.serve.programs import Programs
+from infer.serve import served_engine as module
+from infer.serve.served_engine import Programs
 from tests.examples.decode import Case, small_engine
 from wedlm_jax.decode.options import Traits
 from wedlm_jax.engine.engine import Engine

@@ -86,7 +86,8 @@ def test_quiet_turns_the_lines_off(
 ) -> None:
     server = SimpleNamespace(run=lambda sockets: None)
     service: Any = SimpleNamespace(
-        engine=SimpleNamespace(is_compiling=False), options=SimpleNamespace(model=MODEL)
+        engine=SimpleNamespace(programs=SimpleNamespace(is_compiling=False)),
+        options=SimpleNamespace(model=MODEL),
     )
     monkeypatch.setattr("infer.serve.http_server.make_server", lambda *_, **__: server)
     before = REQUESTS.level

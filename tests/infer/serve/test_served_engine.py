@@ -40,7 +40,7 @@ def own_server(tiny: LLM) -> Iterator[RunningServer]:
         yield server
         server.wait_until_idle()
         # The engine is every test's: a program that comes late would be the next one's.
-        server.wait(lambda: not server.service.engine.is_compiling)
+        server.wait(lambda: not server.service.engine.programs.is_compiling)
 
 
 def ask(server: RunningServer, timeout: float = 60, **fields: Any) -> httpx2.Response:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from infer.serve import command
-from infer.serve.settings import layered
+from infer.serve.command import layered
 from wedlm_jax.__main__ import main
 from wedlm_jax.errors import InputError
 
