@@ -25,8 +25,7 @@ from wedlm_jax.records.fields import check_text, refuse_unknown, shown_value
 from wedlm_jax.records.jsonl import parse_object
 
 if TYPE_CHECKING:
-    from infer.serve.logprob_shapes import LogprobShapes
-    from infer.serve.shapes import TextShape
+    from infer.serve.shapes import LogprobShapes, TextShape
     from wedlm_jax.completion import Completion
     from wedlm_jax.generation import Prepared, Windowed
     from wedlm_jax.llm import LLM
@@ -274,7 +273,7 @@ class BatchRecord:
 
     def prepared(self, llm: LLM, prompt: Prepared | Windowed) -> None:
         """Keeps what the answer needs to know about the prompt and the model."""
-        from infer.serve.answer import Call
+        from infer.serve.calls import Call
         from infer.serve.shapes import ChatShape, TextShape
 
         token_ids, params = prompt[:2]
@@ -292,7 +291,7 @@ class BatchRecord:
 
     def result(self, completion: Completion) -> dict[str, Any]:
         """Returns the answer in its envelope."""
-        from infer.serve.answer import Piece
+        from infer.serve.shapes import Piece
         from wedlm_jax.completion import Chunk
 
         assert self.shape is not None, "it was prepared"
@@ -321,7 +320,7 @@ class BatchRecord:
 
 @functools.lru_cache(maxsize=1)
 def _logprob_shapes(codec: TextCodec | None) -> LogprobShapes:
-    from infer.serve.logprob_shapes import LogprobShapes
+    from infer.serve.shapes import LogprobShapes
 
     return LogprobShapes(codec)
 
@@ -342,10 +341,10 @@ def _read_body(given: Any, chat: bool, params: SamplingParams) -> tuple[Any, Sam
             ChatRequest,
             CompletionRequest,
             check_refused,
+            error_of_fields,
             sampling_given,
             sampling_of,
         )
-        from infer.serve.validation import error_of_fields
     except ImportError as error:
         raise InputError(f"{NEEDED} ({error})") from None
     for name in NOT_IN_JOBS:

@@ -1,68 +1,50 @@
-"""One call of the API on its way: its sequences' events, gathered as they come."""
+"""An answer while it is decoded: collects its sequences' events, and sends them as a stream."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from infer.serve.capacity import Capacity
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from infer.serve.calls import Call, Capacity
+from infer.serve.errors import ApiError, as_api_error
 from infer.serve.metrics import Metrics, SequenceTimes
 from infer.serve.served_engine import ServedEngine
+from infer.serve.shapes import Piece, TextShape
 from infer.trace import SequenceTrace
 from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.engine.interface import Event, Failed, Request, TokenDelta, Traced
 from wedlm_jax.engine.loop import Caller
-from wedlm_jax.generation import CompletionStream, Prepared, sample_params
+from wedlm_jax.generation import CompletionStream, sample_params
 
 if TYPE_CHECKING:
     from wedlm_jax.params import SamplingParams
     from wedlm_jax.text import TextCodec
 
+PATIENCE = 15.0
+"""Seconds without news after which a stream sends a comment: a proxy might take a silent connection
+for dead."""
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A checked API call.
+DONE = b"data: [DONE]\n\n"
 
-    Attributes:
-      prompts: token ids and sampling of each, of which ``n`` samples are wanted.
-      window: W of all; None lets the engine choose.
-      streamed: whether pieces are wanted as they come.
-      with_usage: whether a stream ends with its usage.
-      with_token_ids: whether ids are sent beside texts.
-      traced: whether every forward is reported.
-    """
-
-    prompts: Sequence[Prepared]
-    window: int | None = None
-    streamed: bool = False
-    with_usage: bool = False
-    with_token_ids: bool = False
-    traced: bool = False
-
-    @property
-    def num_choices(self) -> int:
-        return sum(params.n for _, params in self.prompts)
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """News of one choice: its index, the new tokens, and those of its trace."""
-
-    index: int
-    chunk: Chunk
-    trace: dict[str, Any] | None = None
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Headers of a stream, so that proxies pass on each event at once."""
 
 
 @dataclasses.dataclass(eq=False)
 class _Choice:
-    """A sequence under way.
+    """A sequence being decoded.
 
     Attributes:
-      watched: whether its text is followed token by token, for a stream or a stop string.
-      trace: where it is asked for.
-      is_over: whether nothing more comes of it.
+      watched: whether its text is built token by token, for a stream or a stop string.
+      trace: its trace, if that is asked for.
+      is_over: whether it has ended.
     """
 
     number: int
@@ -86,10 +68,10 @@ class Answer:
     """Decodes what a call asks for.
 
     Args:
-      codec: the tokenizer; None where there is none.
-      burst_seconds: of decoding between two looks at what came in, at most. Tokens of shorter
-        bursts are delivered together, twice in that time at most, except where a stop string may
-        stand in them or every forward is told.
+      codec: the tokenizer, or None.
+      burst_seconds: the longest burst, after which new requests are let in. Tokens of shorter
+        bursts are delivered together, at most twice in that time; tokens that may complete a stop
+        string, and traces, at once.
     """
 
     def __init__(
@@ -103,7 +85,7 @@ class Answer:
         burst_seconds: float,
     ):
         self._call, self._engine, self._codec = call, engine, codec
-        self._capacity, self._metrics = capacity, metrics
+        self._capacity, self.metrics = capacity, metrics
         self._events: asyncio.Queue[list[Event]] = asyncio.Queue()
         hurried = call.traced or any(params.stop for _, params in call.prompts)
         self._caller = Caller(
@@ -112,7 +94,7 @@ class Answer:
             patience=0.0 if hurried else burst_seconds / 2,
         )
         self._choices: list[_Choice] = []
-        self._num_under_way = 0
+        self._num_open = 0
 
     def begin(self) -> None:
         """Submits all sequences to the engine.
@@ -130,7 +112,7 @@ class Answer:
                     len(self._choices),
                     call.streamed or bool(own.stop),
                     CompletionStream(self._codec, own),
-                    self._metrics.sequence(),
+                    SequenceTimes(self.metrics),
                     self._trace(own, len(token_ids)) if call.traced else None,
                 )
                 self._choices.append(choice)
@@ -144,29 +126,30 @@ class Answer:
                     owner=choice,
                 )
                 requests.append(request)
-        self._num_under_way = len(requests)
+        self._num_open = len(requests)
+        self.metrics.prompt_tokens.inc(call.num_prompt_tokens)
         self._engine.submit(requests)
 
     @property
     def is_over(self) -> bool:
-        return self._num_under_way == 0
+        return self._num_open == 0
 
     def end(self) -> None:
-        """Aborts what is still running and ends `pieces`; does nothing once all are finished."""
+        """Aborts the sequences that have not ended, and ends `pieces`."""
         gone = [choice for choice in self._choices if not choice.is_over]
         if gone:
-            self._metrics.aborted.inc(len(gone))
+            self.metrics.aborted.inc(len(gone))
             self._engine.abort([choice.number for choice in gone])
             for choice in gone:
                 self._over(choice)
             self._events.put_nowait([])
 
     async def pieces(self, patience: float) -> AsyncIterator[list[Piece]]:
-        """Yields what has come, once for every step of the engine that brought something; nothing
-        at all after this many seconds without.
+        """Yields what is new after each step of the engine that brought something, and an empty
+        list after each ``patience`` seconds without.
 
         Raises:
-          Exception: what a sequence failed with.
+          Exception: why a sequence failed.
         """
         while not self.is_over:
             try:
@@ -179,10 +162,10 @@ class Answer:
             yield [piece for piece in news if piece is not None]
 
     async def wholes(self) -> list[Piece]:
-        """Waits for all choices, and returns each in one piece.
+        """Waits for all choices, and returns each as one piece.
 
         Raises:
-          Exception: what a sequence failed with.
+          Exception: why a sequence failed.
         """
         while not self.is_over:
             self._take(await self._events.get())
@@ -194,22 +177,24 @@ class Answer:
         return pieces
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return sum(len(token_ids) for token_ids, _ in self._call.prompts)
-
-    @property
     def so_far(self) -> list[Completion]:
-        """Returns what has come of each choice."""
+        """The completion of each choice, as far as it has come."""
         return [choice.stream.completion for choice in self._choices]
 
+    def __str__(self) -> str:
+        made = sum(len(one.token_ids) for one in self.so_far)
+        return f"{self._call.num_prompt_tokens} tokens in, {made} out"
+
     def _trace(self, params: SamplingParams, prompt_tokens: int) -> SequenceTrace:
-        engine = self._engine.engine
-        window = engine.window_size if self._call.window is None else self._call.window
+        window = self._call.window
+        if window is None:
+            window = self._engine.engine.window_size
         return SequenceTrace(
             self._codec, params, prompt_tokens, window if isinstance(window, int) else None
         )
 
     def _take(self, events: Sequence[Event]) -> list[_Choice]:
+        """Hands events to their choices; returns the choices that may have news."""
         touched: dict[int, _Choice] = {}
         for event in events:
             choice: _Choice = event.request.owner
@@ -239,5 +224,64 @@ class Answer:
 
     def _over(self, choice: _Choice) -> None:
         choice.is_over = True
-        self._num_under_way -= 1
+        self._num_open -= 1
         self._capacity.leave(1)
+
+
+class EventStream(StreamingResponse):
+    """Sends an answer that has begun as server-sent events; ends it when the sending ends, for
+    whatever reason."""
+
+    def __init__(self, answer: Answer, shape: TextShape):
+        self._answer, self._events = answer, _events_of(answer, shape)
+        super().__init__(self._events, media_type="text/event-stream", headers=HEADERS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Starlette's own method makes a group of tasks for each answer; one task is cheaper.
+        head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        watch = asyncio.create_task(self._end_with_client(receive))
+        try:
+            async with contextlib.aclosing(self._events):
+                await send(head)
+                async for body in self._events:
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except asyncio.CancelledError:  # by uvicorn, when the grace period is over
+            last = _event(ApiError(503, "the server is ending").body) + DONE
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+        finally:
+            watch.cancel()
+            self._answer.end()
+
+    async def _end_with_client(self, receive: Receive) -> None:
+        await client_gone(receive)
+        self._answer.end()
+
+
+async def client_gone(receive: Receive) -> None:
+    """Waits until the client has closed its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _events_of(answer: Answer, shape: TextShape) -> AsyncGenerator[bytes, None]:
+    """Yields the events of a stream, together those that come together. The last event of an answer
+    that failed is the error."""
+    try:
+        if opening := shape.opening():
+            yield b"".join(map(_event, opening))
+        async for pieces in answer.pieces(PATIENCE):
+            chunks = shape.chunks(pieces)
+            if answer.is_over:
+                chunks += shape.closing(answer.so_far)
+            done = DONE if answer.is_over else b""
+            yield b"".join(map(_event, chunks)) + done or b": waiting\n\n"
+    except Exception as error:
+        answered = as_api_error(error)
+        if answered.status >= 500:
+            answer.metrics.errors.inc()
+        yield _event(answered.body)
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"

@@ -1,33 +1,34 @@
-"""The routes of the server."""
+"""The server as an ASGI application: its routes and its page."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
+import hashlib
 import time
 from collections.abc import AsyncIterator
+from http import HTTPStatus
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse
+from starlette.exceptions import HTTPException
 
-from infer.serve import descriptions
-from infer.serve.answer import Answer, Call
-from infer.serve.calls import Calls
-from infer.serve.capacity import Capacity
+from infer.serve.answer import Answer, EventStream, client_gone
+from infer.serve.calls import Calls, Capacity
 from infer.serve.errors import ApiError
-from infer.serve.event_stream import EventStream
-from infer.serve.fields import ChatRequest, CompletionRequest
-from infer.serve.limits import BodyLimits, Decoded, KeyCheck, Outcomes
-from infer.serve.logprob_shapes import LogprobShapes
+from infer.serve.fields import ChatRequest, CompletionRequest, error_of_fields
+from infer.serve.http_server import BodyLimits, KeyCheck, Outcomes
 from infer.serve.metrics import Metrics
-from infer.serve.page import document
 from infer.serve.served_engine import ServedEngine
-from infer.serve.shapes import ChatShape, TextShape
-from infer.serve.validation import add_error_answers
+from infer.serve.shapes import RESPONSES, ChatShape, LogprobShapes, TextShape
 from wedlm_jax import __version__
+from wedlm_jax.errors import shortened
 from wedlm_jax.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from wedlm_jax.llm import LLM
 
 T = TypeVar("T")
+
+DESCRIPTION = """Causal diffusion language models behind OpenAI's API. Sampling fields mean what
+docs/sampling.md of wedlm-jax says."""
 
 PATHS = (
     "/",
@@ -47,7 +51,14 @@ PATHS = (
     "/v1/chat/completions",
 )
 CLIENT_GONE = 499
-"""nginx's status of an answer that nobody hears."""
+"""nginx's status for a client that closed its connection before the answer."""
+
+UNREAD = "There was an error parsing the body"
+"""FastAPI's message for a body that it cannot read at all; errors in JSON have their own."""
+
+PAGE = Path(__file__).parent / "page"
+SCRIPTS = ("trace.js", "stream.js", "strip.js", "map.js", "lane.js", "page.js")
+"""Scripts of the page, in order: each uses those before it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +66,14 @@ class Options:
     """Settings of a server.
 
     Attributes:
-      model: the name that requests know it by.
-      defaults: default sampling options.
-      chat_limit: completion tokens of a chat that says nothing of them; None for the context.
-      api_key: that callers must have; None for none.
-      cors_origins: origins whose pages may call; none by default.
-      max_waiting: most sequences that wait while others decode.
-      max_body: bytes of a request.
-      body_seconds: until all of a request's body is there.
+      model: the model's name in the API.
+      defaults: default sampling parameters.
+      chat_limit: default ``max_tokens`` of chats; None for all that the context has room for.
+      api_key: the key that callers must send, or None.
+      cors_origins: origins whose pages may call the server.
+      max_waiting: the most sequences that wait while others decode.
+      max_body: the most bytes of a request's body.
+      body_seconds: the longest time until a request's body has arrived.
       burst_seconds: seconds of decoding between two looks at new requests.
     """
 
@@ -81,7 +92,7 @@ class Service:
     """A model behind the API.
 
     Args:
-      llm: whose engine nobody else steps.
+      llm: the model; nobody else steps its engine.
     """
 
     def __init__(self, llm: LLM, options: Options):
@@ -99,12 +110,13 @@ class Service:
             "max_model_len": llm.engine.max_model_len,
         }
 
-    async def answer(self, request: Request, call: Call, kind: type[TextShape]) -> Response:
-        """Decodes what a call asks for and sends it, whole or as it comes.
+    async def answer(self, request: Request, body: Any, kind: type[TextShape]) -> Response:
+        """Decodes what a body asks for and sends it, whole or as a stream.
 
         Raises:
-          Exception: what it failed with, where nothing was sent yet.
+          Exception: why it failed, if nothing was sent yet.
         """
+        call = await self.calls.read(body)
         shape = kind(call, self.options.model, self._logprobs)
         answer = Answer(
             call,
@@ -115,10 +127,9 @@ class Service:
             burst_seconds=self.options.burst_seconds,
         )
         answer.begin()
-        request.state.decoded = Decoded(shape.id, answer)
-        self.metrics.prompt_tokens.inc(answer.num_prompt_tokens)
+        request.state.decoded = answer, shape.id  # for the log
         if call.streamed:
-            return EventStream(answer, shape, self.metrics.errors.inc)
+            return EventStream(answer, shape)
         try:
             pieces = await _unless_gone(request, answer.wholes())
         finally:
@@ -147,7 +158,7 @@ class Service:
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
     """Waits for ``work``; returns None as soon as the client is gone."""
     task = asyncio.create_task(work)
-    gone = asyncio.create_task(_client_gone(request))
+    gone = asyncio.create_task(client_gone(request.receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
@@ -156,21 +167,15 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | No
         gone.cancel()
 
 
-async def _client_gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 def make_app(service: Service) -> FastAPI:
     """Returns the server as an ASGI application."""
     options = service.options
-    # Its own pages of documentation would load scripts from elsewhere.
     app = FastAPI(
         title="wedlm serve",
         version=__version__,
-        description=descriptions.API,
+        description=DESCRIPTION,
         lifespan=service.running,
-        docs_url=None,
+        docs_url=None,  # FastAPI's pages of documentation load scripts from elsewhere
         redoc_url=None,
     )
     app.add_middleware(BodyLimits, most=options.max_body, seconds=options.body_seconds)
@@ -184,50 +189,99 @@ def make_app(service: Service) -> FastAPI:
             allow_headers=["*"],
         )
     app.add_middleware(Outcomes, metrics=service.metrics, paths=PATHS)
-    add_error_answers(app)
+    _add_error_handlers(app)
     _add_routes(app, service)
     return app
 
 
+def _add_error_handlers(app: FastAPI) -> None:
+    """Makes every error of ``app`` answer in the API's shape."""
+
+    @app.exception_handler(ApiError)
+    async def of_api(_: Request, error: ApiError) -> JSONResponse:
+        return error.response
+
+    @app.exception_handler(RequestValidationError)
+    async def of_validation(_: Request, error: RequestValidationError) -> JSONResponse:
+        return error_of_fields(error.errors()).response
+
+    @app.exception_handler(HTTPException)
+    async def of_http(request: Request, error: HTTPException) -> JSONResponse:
+        message = str(error.detail)
+        if message == UNREAD:
+            cause, reason = error.__cause__, shortened(str(error.__cause__))
+            if isinstance(cause, UnicodeDecodeError):
+                reason = "it is not text in UTF-8"
+            elif isinstance(cause, RecursionError):
+                reason = "it is nested too deeply"
+            message = f"the body is not valid JSON ({reason})"
+        if error.status_code in (404, 405) and message == HTTPStatus(error.status_code).phrase:
+            message = f"{message}: {request.method} {request.url.path}"
+        return ApiError(error.status_code, message, headers=error.headers).response
+
+
 def _add_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions", responses=descriptions.TEXT)
+    def route(method: str, path: str, **options: Any) -> Any:
+        return app.api_route(path, methods=[method], responses=RESPONSES[path], **options)
+
+    @route("POST", "/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:  # type: ignore[valid-type]
         """Completes a text, or several."""
-        return await service.answer(request, await service.calls.of_completion(body), TextShape)
+        return await service.answer(request, body, TextShape)
 
-    @app.post("/v1/chat/completions", responses=descriptions.CHAT)
+    @route("POST", "/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:  # type: ignore[valid-type]
         """Answers a conversation, through the checkpoint's chat template."""
-        return await service.answer(request, await service.calls.of_chat(body), ChatShape)
+        return await service.answer(request, body, ChatShape)
 
-    @app.get("/v1/models", responses=descriptions.MODELS)
+    @route("GET", "/v1/models")
     async def models() -> Response:
         """Lists the one model."""
         return JSONResponse({"object": "list", "data": [service.card]})
 
-    @app.get("/v1/models/{model:path}", responses=descriptions.MODEL)
+    @route("GET", "/v1/models/{model:path}")
     async def model_card(model: str) -> Response:
         """Describes the model."""
-        if model != service.card["id"]:
-            message = f"there is no model {model!r} here, but {service.card['id']!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+        service.calls.check_model(model)
         return JSONResponse(service.card)
 
-    @app.get("/health", responses=descriptions.HEALTH)
+    @route("GET", "/health")
     async def health() -> Response:
         """Returns whether the engine can decode."""
         if service.engine.status.broken:
             raise ApiError(503, "the engine failed and could not be restarted")
         return JSONResponse({"status": "ok"})
 
-    @app.get("/metrics", response_class=Response, responses=descriptions.METRICS)
+    @route("GET", "/metrics", response_class=Response)
     async def metrics() -> Response:
         """Returns the server's metrics, for Prometheus."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    html, policy = document()
+    html, policy = page()
     headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
 
     @app.get("/", include_in_schema=False)
-    async def page() -> Response:
+    async def index() -> Response:
         return HTMLResponse(html, headers=headers)
+
+
+def page() -> tuple[str, str]:
+    """Returns the page, which shows a model decode forward by forward beside AR decoding, and its
+    Content-Security-Policy, which allows only the page's own style and script, and calls of this
+    server alone."""
+
+    def read(name: str) -> str:
+        return (PAGE / name).read_text(encoding="utf-8")
+
+    def digest(text: str) -> str:
+        return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+    style = read("style.css")
+    script = '"use strict";\n' + "\n".join(map(read, SCRIPTS))
+    html = read("index.html").replace("/* style */", style).replace("/* script */", script)
+    policy = (
+        f"default-src 'none'; style-src '{digest(style)}'; script-src '{digest(script)}'; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+    return html, policy

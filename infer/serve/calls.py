@@ -1,17 +1,18 @@
-"""From the body of a request to what the engine decodes."""
+"""From a request's body to a call: checked, tokenized, and refused if there is no room for it."""
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from infer.serve.answer import Call
-from infer.serve.capacity import Capacity
-from infer.serve.errors import CONTEXT_LENGTH, ApiError, bad_request
-from infer.serve.fields import check_refused, name_given, sampling_given, sampling_of
+from infer.serve.errors import CONTEXT_LENGTH, ApiError, bad_field, bad_request
+from infer.serve.fields import ChatRequest, check_refused, name_given, sampling_given, sampling_of
 from wedlm_jax.engine.interface import Request
 from wedlm_jax.errors import InputError
 from wedlm_jax.messages import checked_messages
@@ -25,20 +26,103 @@ if TYPE_CHECKING:
     from wedlm_jax.text import Prompt
 
 GRAMMAR_SECONDS = 10.0
-"""In which a grammar is compiled, or refused."""
+"""The longest time that compiling a grammar may take."""
+
+LONGEST_RETRY = 60
+"""The most seconds that a caller is asked to wait."""
 
 FIELDS = {*OPTIONS, "window_size", "tools", "chat_template_kwargs"}
-"""With which the library's sentences may begin."""
+"""The fields with whose names the library's messages may begin."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A checked API call.
+
+    Attributes:
+      prompts: each prompt's token ids and sampling parameters, with ``n``.
+      window: W; None lets the engine choose.
+      streamed: whether the answer is a stream.
+      with_usage: whether a stream ends with its usage.
+      with_token_ids: whether token ids are sent beside texts.
+      traced: whether every forward is reported.
+    """
+
+    prompts: Sequence[Prepared]
+    window: int | None = None
+    streamed: bool = False
+    with_usage: bool = False
+    with_token_ids: bool = False
+    traced: bool = False
+
+    @property
+    def num_choices(self) -> int:
+        return sum(params.n for _, params in self.prompts)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(token_ids) for token_ids, _ in self.prompts)
+
+
+class Capacity:
+    """Bounds the number of open sequences: those that run and a queue of waiting ones.
+
+    Args:
+      running: the most sequences that decode together.
+      queued: the most sequences that wait.
+    """
+
+    def __init__(self, running: int, queued: int):
+        self._most = running + queued
+        self._open = 0
+        self._ends: collections.deque[float] = collections.deque(maxlen=64)
+
+    def check(self, count: int) -> None:
+        """Raises an `ApiError` with status 400 for more sequences than could ever be open."""
+        if count > self._most:
+            raise ApiError(
+                400, f"{count} completions are asked for; this server takes {self._most} at most"
+            )
+
+    def enter(self, count: int) -> None:
+        """Opens sequences.
+
+        Raises:
+          ApiError: 429 with Retry-After, if there is no room for all of them now.
+        """
+        excess = self._open + count - self._most
+        if excess > 0:
+            seconds = self._seconds_until(excess)
+            raise ApiError(
+                429,
+                f"all places are taken, those of the queue too; try again in {seconds} s",
+                code="queue_full",
+                headers={"Retry-After": str(seconds)},
+            )
+        self._open += count
+
+    def leave(self, count: int) -> None:
+        """Closes sequences."""
+        self._open -= count
+        self._ends.extend([time.monotonic()] * count)
+
+    def _seconds_until(self, excess: int) -> int:
+        """Estimates the seconds until this many sequences will have ended, from the rate of the
+        last ones."""
+        if len(self._ends) < 2:
+            return 1
+        passed = time.monotonic() - self._ends[0]
+        return max(1, min(LONGEST_RETRY, math.ceil(excess * passed / len(self._ends))))
 
 
 class Calls:
-    """Checks bodies, and turns their texts into token ids.
+    """Checks bodies and turns their texts into token ids.
 
     Args:
-      model: the name that requests know it by.
-      defaults: default sampling options.
-      chat_limit: completion tokens of a chat that says nothing of them; None for all that its
-        prompt leaves of the context.
+      model: the model's name in the API.
+      defaults: default sampling parameters.
+      chat_limit: default ``max_tokens`` of chats; None for all that the prompt leaves of the
+        context.
     """
 
     def __init__(
@@ -52,79 +136,48 @@ class Calls:
         self._llm, self._model, self._defaults = llm, model, defaults
         self._capacity, self._chat_limit = capacity, chat_limit
         # Tokenizers work through megabytes here while the event loop goes on. One at a time:
-        # they are not said to be safe for several threads.
+        # they need not be thread-safe.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="grammars")
 
-    async def of_completion(self, body: Any) -> Call:
-        """Reads the body of a request to /v1/completions.
-
-        Raises:
-          ApiError: naming the field.
-        """
-        prompts = as_list(body.prompt)
-        if not prompts:
-            raise ApiError(400, "prompt: expected at least one", param="prompt")
-        return await self._call(body, "prompt", lambda: prompts, self._defaults.max_tokens)
-
-    async def of_chat(self, body: Any) -> Call:
-        """Reads the body of a request to /v1/chat/completions.
-
-        Raises:
-          ApiError: naming the field.
-        """
-
-        def read() -> list[Prompt]:
-            prompt = self._llm.chat_prompt(
-                checked_messages(body.messages),
-                tools=None if body.tool_choice == "none" else body.tools,
-                chat_template_kwargs=body.chat_template_kwargs,
-            )
-            return [prompt]
-
-        return await self._call(body, "messages", read, self._chat_limit)
-
-    async def _call(
-        self, body: Any, name: str, read: Callable[[], Sequence[Prompt]], limit: int | None
-    ) -> Call:
-        try:
-            return await self._checked(body, name, read, limit)
-        except ApiError as error:
-            error.param = name_given(body, error.param)
-            raise
-
-    async def _checked(
-        self, body: Any, name: str, read: Callable[[], Sequence[Prompt]], limit: int | None
-    ) -> Call:
-        if body.model not in (None, self._model):
-            message = f"there is no model {body.model!r} here, but {self._model!r}"
+    def check_model(self, name: str) -> None:
+        """Raises an `ApiError` if a model is not the one that is served."""
+        if name != self._model:
+            message = f"there is no model {name!r} here, but {self._model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def read(self, body: Any) -> Call:
+        """Returns the call of a body, a `CompletionRequest` or a `ChatRequest`.
+
+        Raises:
+          ApiError: naming the bad field.
+        """
+        try:
+            return await self._read(body)
+        except InputError as error:
+            refused = bad_request(error, FIELDS, _prompt_field(body))
+        except ApiError as error:
+            refused = error
+        refused.param = name_given(body, refused.param)
+        raise refused from None
+
+    async def _read(self, body: Any) -> Call:
+        if getattr(body, "prompt", None) == []:
+            raise bad_field("prompt", "expected at least one")
+        if body.model is not None:
+            self.check_model(body.model)
         check_refused(body)
         if body.stream_options is not None and not body.stream:
-            message = "stream_options: expected stream to be true"
-            raise ApiError(400, message, param="stream_options")
+            raise bad_field("stream_options", "expected stream to be true")
         given = sampling_given(body)
         params = sampling_of(given, self._defaults, self._llm.engine.max_model_len)
-        limit = params.max_tokens if "max_tokens" in given else limit
-        exact = "max_tokens" in given
         if params.grammar is not None:
-            await self._compile_grammar(params, name)
-
-        def prepare() -> list[Prepared]:
-            try:
-                if body.window_size is not None:
-                    self._llm.engine.check_window(body.window_size)
-                prompts = read()
-                self._capacity.check(len(prompts) * params.n)
-                return [
-                    self._prepared(prompt, params, limit, exact, body.window_size, name)
-                    for prompt in prompts
-                ]
-            except InputError as error:
-                raise bad_request(error, FIELDS, name) from None
-
+            await self._compile_grammar(params)
+        prompts = await asyncio.get_running_loop().run_in_executor(
+            self._worker, self._prepare, body, params, "max_tokens" in given
+        )
         return Call(
-            await asyncio.get_running_loop().run_in_executor(self._worker, prepare),
+            prompts,
             body.window_size,
             streamed=bool(body.stream),
             with_usage=bool(body.stream_options and body.stream_options.include_usage),
@@ -132,41 +185,55 @@ class Calls:
             traced=bool(body.return_trace),
         )
 
-    async def _compile_grammar(self, params: SamplingParams, name: str) -> None:
-        """Compiles a grammar in a thread of its own, so that no other request waits for it; the
-        result is kept."""
+    async def _compile_grammar(self, params: SamplingParams) -> None:
+        """Compiles a grammar, which the engine keeps, in another thread: other requests go on."""
+        assert params.grammar is not None
         check = self._llm.engine.check_grammar
         try:
             async with asyncio.timeout(GRAMMAR_SECONDS):
                 await asyncio.get_running_loop().run_in_executor(self._compilers, check, params)
-        except InputError as error:
-            raise bad_request(error, FIELDS, name) from None
         except TimeoutError:
-            assert params.grammar is not None
-            field = params.grammar[0]
-            message = f"{field}: expected one that is compiled within {GRAMMAR_SECONDS:g} s"
-            raise ApiError(400, message, param=field) from None
+            message = f"expected one that is compiled within {GRAMMAR_SECONDS:g} s"
+            raise bad_field(params.grammar[0], message) from None
 
-    def _prepared(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        limit: int | None,
-        exact: bool,
-        window: int | None,
-        name: str,
-    ) -> Prepared:
-        ids = self._llm.as_ids(prompt)
-        most = self._llm.engine.most_tokens(Request(-1, ids, params, window))
-        if not exact:
-            least = max(params.min_tokens, 1)
-            limit = max(most if limit is None else min(most, limit), least)
-            params = dataclasses.replace(params, max_tokens=limit)
-        try:
-            return self._llm.prepare_one(ids, params, many_samples=True)
-        except InputError as error:
-            if params.max_tokens <= most:
-                raise
-            # With fewer tokens the prompt would do, unless it leaves room for none.
-            param = "max_tokens" if exact and most > 0 else name
-            raise ApiError(400, str(error), param=param, code=CONTEXT_LENGTH) from None
+    def _prepare(self, body: Any, params: SamplingParams, exact: bool) -> list[Prepared]:
+        """Tokenizes the prompts of a body.
+
+        Args:
+          exact: whether the body gives ``max_tokens``; otherwise they are as many as the context
+            has room for, up to the default.
+        """
+        if body.window_size is not None:
+            self._llm.engine.check_window(body.window_size)
+        if isinstance(body, ChatRequest):
+            chat: Any = body
+            prompt = self._llm.chat_prompt(
+                checked_messages(chat.messages),
+                tools=None if chat.tool_choice == "none" else chat.tools,
+                chat_template_kwargs=chat.chat_template_kwargs,
+            )
+            prompts, limit = [prompt], self._chat_limit
+        else:
+            prompts, limit = as_list(body.prompt), self._defaults.max_tokens
+        self._capacity.check(len(prompts) * params.n)
+
+        def prepared(prompt: Prompt) -> Prepared:
+            ids, own = self._llm.as_ids(prompt), params
+            most = self._llm.engine.most_tokens(Request(-1, ids, params, body.window_size))
+            if not exact:
+                tokens = most if limit is None else min(most, limit)
+                own = dataclasses.replace(params, max_tokens=max(tokens, params.min_tokens, 1))
+            try:
+                return self._llm.prepare_one(ids, own, many_samples=True)
+            except InputError as error:
+                if own.max_tokens <= most:
+                    raise
+                # With fewer tokens the prompt would do, unless it leaves room for none.
+                param = "max_tokens" if exact and most > 0 else _prompt_field(body)
+                raise ApiError(400, str(error), param=param, code=CONTEXT_LENGTH) from None
+
+        return [prepared(prompt) for prompt in prompts]
+
+
+def _prompt_field(body: Any) -> str:
+    return "messages" if isinstance(body, ChatRequest) else "prompt"

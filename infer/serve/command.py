@@ -247,15 +247,15 @@ def make_service(llm: LLM, options: dict[str, Any], params: SamplingParams) -> S
 
 def serve(service: Service, sock: socket.socket, options: dict[str, Any]) -> int:
     """Answers requests until the process is asked to end."""
-    from infer.serve.http_server import make_server
-    from infer.serve.limits import REQUESTS
+    from infer.serve.app import make_app
+    from infer.serve.http_server import REQUESTS, make_server
 
     if not options.get("quiet"):
         REQUESTS.setLevel(logging.INFO)
     host, port, *_ = sock.getsockname()
     shown = f"[{host}]" if ":" in host else host
     server = make_server(
-        service,
+        make_app(service),
         grace=options.get("grace", GRACE),
         client_timeout=options.get("client_timeout", CLIENT_TIMEOUT),
         on_ready=lambda: print(

@@ -1,4 +1,4 @@
-"""Errors in the shape of OpenAI's API, which every answer with an error status has."""
+"""Errors in the shape of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from wedlm_jax.errors import InputError
 LOG = logging.getLogger("wedlm.serve")
 
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-"""The API's ``type`` of a status; other 4xx are "invalid_request_error", 5xx "server_error"."""
-
-PLACE = re.compile(r"\[(\d+)\]")
-"""Of a list, in the library's sentences."""
+"""The API's ``type`` for a status; other 4xx are "invalid_request_error", 5xx "server_error"."""
 
 CONTEXT_LENGTH = "context_length_exceeded"
 
@@ -28,9 +25,9 @@ class ApiError(Exception):
     Attributes:
       status: HTTP status.
       message: one sentence for the caller.
-      param: the field that is wrong, where it is one.
-      code: the API's own name of the fault, where it has one.
-      headers: to send with it.
+      param: the bad field, if there is one.
+      code: the API's own name of the error, if it has one.
+      headers: HTTP headers of the answer.
     """
 
     def __init__(
@@ -48,7 +45,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """What is sent."""
+        """The answer's JSON."""
         usual = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = KINDS.get(self.status, usual)
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
@@ -59,27 +56,32 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
+def bad_field(field: str, message: str) -> ApiError:
+    """Returns the answer to a request with a bad field."""
+    return ApiError(400, f"{field}: {message}", param=field)
+
+
 def bad_request(
     error: InputError, fields: Collection[str] = (), otherwise: str | None = None
 ) -> ApiError:
-    """Returns the error answer to a request that the library refuses.
+    """Returns the answer to a request that the library refuses.
 
     Args:
-      fields: with which its sentence may begin.
-      otherwise: the field that is meant where it begins with none of them.
+      fields: the fields with whose name the library's message may begin.
+      otherwise: the bad field if the message begins with none of them.
     """
     name, colon, _ = str(error).partition(":")
     if name.startswith("messages["):
-        otherwise = PLACE.sub(r".\1", name)  # in the API's spelling
+        otherwise = re.sub(r"\[(\d+)\]", r".\1", name)  # as the API spells it
     return ApiError(400, str(error), param=name if colon and name in fields else otherwise)
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Returns the error answer to an exception that ended a request."""
+    """Returns the answer to a request that ended with an exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InputError):
         return bad_request(error)
     LOG.error("a request failed", exc_info=error)
-    # What went wrong inside is for the log: it may hold others' texts.
+    # Details are for the log alone: they may contain the texts of other requests.
     return ApiError(500, "the server failed on this request; its log says why")

@@ -1,20 +1,21 @@
-"""The fields of a request's body, from what `SamplingParams` says of its own.
+"""The fields of a request's body, made from the options of `SamplingParams`, and what is wrong with
+a body.
 
-Types and names are checked here; bounds, and what goes together, by `SamplingParams`, which alone
-knows them. The API's description has them from the same place.
+Types and names are checked here; bounds and combinations by `SamplingParams`, which alone knows
+them. The API's description has them from the same place.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 from pydantic import create_model as make_model
 
-from infer.serve.errors import ApiError, bad_request
-from wedlm_jax.errors import InputError
+from infer.serve.errors import ApiError, bad_field, bad_request
+from wedlm_jax.errors import InputError, did_you_mean
 from wedlm_jax.option_values import UNBOUNDED, Option
 from wedlm_jax.params import OPTIONS, SamplingParams
 
@@ -25,7 +26,7 @@ LISTS: Mapping[str, Any] = {
     "bad_words": list[StrictStr | list[StrictInt]],
     "json_schema": dict[str, Any],
 }
-"""Types of the fields that are neither a number, nor a truth, nor a text."""
+"""Types of the fields that are not a number, a boolean or a text."""
 
 IGNORED = (
     "user",
@@ -37,7 +38,7 @@ IGNORED = (
     "prompt_cache_retention",
     "parallel_tool_calls",
 )
-"""Fields of OpenAI's that change nothing of an answer."""
+"""OpenAI's fields that change nothing in an answer."""
 
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
@@ -53,12 +54,10 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-"""Fields of OpenAI's that this server cannot follow, and the values that ask for nothing."""
+"""OpenAI's fields that this server does not support, and the values that ask for nothing."""
 
 
 class Body(BaseModel):
-    """What every request's body has in common."""
-
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
@@ -104,7 +103,7 @@ def _type_of(name: str, option: Option) -> Any:
 
 
 def _schema_of(option: Option) -> dict[str, Any]:
-    """Bounds, for the description: null means "not given"."""
+    """Returns the bounds, for the description."""
     if option.low is None:
         return {}
     least = "exclusiveMinimum" if option.above else "minimum"
@@ -148,7 +147,6 @@ def _shared_fields() -> dict[str, Any]:
 
 
 PROMPTS = "a text, a list of token ids, a list of texts, or a list of lists of token ids"
-"""What a completion's prompt may be."""
 
 CompletionRequest = make_model(
     "CompletionRequest",
@@ -187,8 +185,8 @@ ChatRequest = make_model(
 
 
 def sampling_given(body: BaseModel) -> dict[str, Any]:
-    """Returns the fields of `SamplingParams` that a body gives. Null stands for "not given", where
-    it means nothing to the field itself."""
+    """Returns the fields of `SamplingParams` that a body gives. Null is "not given", except for
+    fields of which it is a value."""
     defaults = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
     given = {name: getattr(body, name) for name in body.model_fields_set if name in OPTIONS}
     _take_in_formats(body, given)
@@ -203,12 +201,12 @@ def sampling_given(body: BaseModel) -> dict[str, Any]:
 
 
 def _take_in_formats(body: Any, given: dict[str, Any]) -> None:
-    """Takes in the other names of ``json_schema`` and ``regex``."""
+    """Adds ``json_schema`` and ``regex`` where a body gives them by another API's names."""
     wanted: list[tuple[str, str, Any]] = []
     if (form := body.response_format) is not None and form.type != "text":
         if (form.json_schema is None) == (form.type == "json_schema"):
-            message = 'response_format: expected json_schema with "type": "json_schema" alone'
-            raise ApiError(400, message, param="response_format")
+            message = 'expected json_schema with "type": "json_schema" alone'
+            raise bad_field("response_format", message)
         schema = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
         wanted.append(("response_format", "json_schema", schema))
     if (outputs := body.structured_outputs) is not None:
@@ -219,13 +217,12 @@ def _take_in_formats(body: Any, given: dict[str, Any]) -> None:
         if value is None:
             continue
         if given.get(field) is not None:
-            message = f"{name}: it says the same as {field}, which is given too"
-            raise ApiError(400, message, param=name)
+            raise bad_field(name, f"it says the same as {field}, which is given too")
         given[field] = value
 
 
 def name_given(body: Any, field: str | None) -> str | None:
-    """Returns the name by which a body gives a field of `SamplingParams`: its own, or another."""
+    """Returns the name by which a body gives a field of `SamplingParams`."""
     form, outputs = body.response_format, body.structured_outputs
     if field == "max_tokens" and getattr(body, "max_completion_tokens", None) is not None:
         return "max_completion_tokens"
@@ -239,36 +236,29 @@ def name_given(body: Any, field: str | None) -> str | None:
 def _take_in_chat_names(body: Any, given: dict[str, Any]) -> None:
     if body.max_completion_tokens is not None:
         if given.get("max_tokens") is not None:
-            raise ApiError(
-                400,
-                "max_completion_tokens: it is another name of max_tokens, which is given too",
-                param="max_completion_tokens",
-            )
+            message = "it is another name of max_tokens, which is given too"
+            raise bad_field("max_completion_tokens", message)
         given["max_tokens"] = body.max_completion_tokens
     if body.logprobs:
         given["logprobs"] = body.top_logprobs or 0
     elif body.top_logprobs:
-        raise ApiError(400, "top_logprobs: expected logprobs to be true", param="top_logprobs")
+        raise bad_field("top_logprobs", "expected logprobs to be true")
 
 
 def check_refused(body: BaseModel) -> None:
-    """Refuses fields that ask for something this server cannot do.
-
-    Raises:
-      ApiError: naming the field.
-    """
+    """Raises an `ApiError` if a field asks for something that this server does not support."""
     for name, neutral in REFUSED.items():
         value = getattr(body, name, None)
         if value is not None and value not in neutral:
-            raise ApiError(400, f"{name}: not supported by this server", param=name)
+            raise bad_field(name, "not supported by this server")
 
 
 def sampling_of(given: Mapping[str, Any], defaults: SamplingParams, context: int) -> SamplingParams:
-    """Makes sampling parameters from what a request gives and the server's defaults; ``max_tokens``
-    is all of the context where the request does not give it.
+    """Returns the sampling parameters of a request: its own, and the server's defaults otherwise;
+    ``max_tokens`` is by default the whole context.
 
     Raises:
-      ApiError: naming the field.
+      ApiError: naming the bad field.
     """
     fields = {"max_tokens": context} | dict(given)
     if fields.get("n", 1) > 1 and "temperature" not in fields and defaults.temperature == 0:
@@ -277,3 +267,46 @@ def sampling_of(given: Mapping[str, Any], defaults: SamplingParams, context: int
         return dataclasses.replace(defaults, **fields)
     except InputError as error:
         raise bad_request(error, OPTIONS) from None
+
+
+def error_of_fields(errors: Sequence[Mapping[str, Any]], root: str = "body") -> ApiError:
+    """Returns the answer to pydantic's errors. It names the first bad field; for one of several
+    types it lists what each expected.
+
+    Args:
+      root: the first part of each error's ``loc``; empty for none.
+    """
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON ({first.get('ctx', {}).get('error')})")
+    paths = [_path(error["loc"][bool(root) :]) for error in errors]
+    path = paths[0]
+    if not path:
+        message = "expected a JSON object as the body, with Content-Type: application/json"
+        return ApiError(400, message)
+    if first["type"] == "extra_forbidden":
+        known = {**CompletionRequest.model_fields, **ChatRequest.model_fields}
+        hint = did_you_mean(str(first["loc"][-1]), known)
+        return ApiError(400, f"unknown field {path!r}; {hint}", param=path)
+    if path.partition(".")[0] == "prompt" and first["type"] != "missing":
+        # pydantic lists the errors of all four types.
+        return bad_field("prompt", f"expected {PROMPTS}")
+    said = [_sentence(error) for error, place in zip(errors, paths, strict=True) if place == path]
+    return bad_field(path, ", or ".join(dict.fromkeys(said)))
+
+
+def _path(loc: Sequence[Any]) -> str:
+    """Returns the name of a field: a ``loc`` without the names of types that pydantic tried."""
+    types = ("str", "int", "float", "bool", "dict", "list")
+
+    def is_field(part: str) -> bool:
+        return part.replace("_", "").islower() and part.isidentifier() and part not in types
+
+    return ".".join(str(part) for part in loc if isinstance(part, int) or is_field(part))
+
+
+def _sentence(error: Mapping[str, Any]) -> str:
+    if error["type"] == "missing":
+        return "required"
+    message = str(error["msg"])
+    return message[:1].lower() + message[1:]

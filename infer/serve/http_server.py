@@ -1,46 +1,69 @@
-"""uvicorn over one socket."""
+"""The HTTP server, uvicorn, and what every request passes on its way to a route: limits of time and
+size, the API key, the log, and the last handler of exceptions.
+
+uvicorn waits for ever for the head of a request, and for a client that does not read. Both would
+keep a socket, and the second an answer's memory; `patient_protocol` closes such connections.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import logging
+import secrets
 import socket
+import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
+from urllib.parse import quote
 
+import h11
 import uvicorn
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from infer.serve.app import make_app
-from infer.serve.connection import patient_protocol
+from infer.serve.errors import ApiError, as_api_error
+from infer.serve.metrics import Metrics
 from wedlm_jax.errors import counted
 
-if TYPE_CHECKING:
-    from infer.serve.app import Service
-
 LOG = logging.getLogger("wedlm.serve")
+REQUESTS = logging.getLogger("wedlm.serve.requests")
+"""Logs a line of level INFO for each request, without any text of prompts or answers."""
+
+LONGEST_PATH = 200
+"""The longest path, in characters, that a log line shows."""
+
+PROBED_PATHS = ("/health", "/metrics")
+"""Paths that are polled every few seconds: only their failures are logged."""
+
+OPEN_PATHS = ("/", "/health")
+"""Paths that need no key: probes have none, and the page asks for it."""
 
 
 def make_server(
-    service: Service,
+    app: ASGIApp,
     *,
     grace: float,
     client_timeout: float,
     on_ready: Callable[[], None] = lambda: None,
 ) -> uvicorn.Server:
-    """Returns a server whose ``run(sockets=[...])`` answers until SIGTERM or Ctrl-C, and then until
-    the answers under way are finished.
+    """Returns a server whose ``run(sockets=[...])`` answers requests until SIGTERM or Ctrl-C, and
+    then until the running answers are finished.
 
     Args:
-      grace: seconds after which answers are cut off.
-      client_timeout: seconds for the head of a request, and that an answer may stay unread.
-      on_ready: called once connections are taken.
+      grace: seconds after which running answers are cut off.
+      client_timeout: seconds that the head of a request may take, and that an answer may stay
+        unread.
+      on_ready: called once connections are accepted.
     """
     config = uvicorn.Config(
-        make_app(service),
-        http=patient_protocol(client_timeout, client_timeout),
+        app,
+        http=patient_protocol(client_timeout),
         ws="none",
         lifespan="on",
         log_config=None,
-        access_log=False,  # `infer.serve.limits.Outcomes` has more to say
+        access_log=False,  # `Outcomes` logs requests
         server_header=False,
         timeout_graceful_shutdown=grace,  # type: ignore[arg-type]
     )
@@ -65,3 +88,201 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             self._on_ready()
+
+
+def patient_protocol(seconds: float) -> type[H11Protocol]:
+    """Returns uvicorn's protocol with time limits.
+
+    Args:
+      seconds: from the start of the connection, or the first byte of a later request, to the end of
+        the request's head; and the longest time that a client may read nothing of what is sent.
+    """
+
+    class PatientProtocol(H11Protocol):
+        def __init__(self, *arguments: Any, **named: Any):
+            super().__init__(*arguments, **named)
+            self._head = _Timer(seconds, self._give_up)
+            self._write = _Timer(seconds, self._give_up)
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._head.start()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+                self._head.start()
+            else:
+                self._head.stop()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.conn.trailing_data[0]:
+                self._head.start()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._write.start()
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._write.stop()
+
+        def connection_lost(self, error: Exception | None) -> None:
+            self._head.stop()
+            self._write.stop()
+            super().connection_lost(error)
+
+        def _give_up(self) -> None:
+            # Closing would wait until the client has read what was written.
+            self.transport.abort()
+
+    return PatientProtocol
+
+
+class _Timer:
+    """Calls a function after some seconds, unless it is stopped before."""
+
+    def __init__(self, seconds: float, call: Callable[[], None]):
+        self._seconds, self._call = seconds, call
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Starts, unless it runs already."""
+        if self._handle is None:
+            loop = asyncio.get_running_loop()
+            self._handle = loop.call_later(self._seconds, self._call)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+
+# --- middleware ---------------------------------------------------------------------------
+
+
+class Outcomes:
+    """Counts answers by status, logs them, and turns any exception into an answer.
+
+    Args:
+      paths: the paths of the routes; calls of others are counted together.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: tuple[str, ...]):
+        self._app, self._metrics, self._paths = app, metrics, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, begun = None, time.monotonic()
+        state = scope.setdefault("state", {})
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                path = scope["path"] if scope["path"] in self._paths else "other"
+                self._metrics.calls.labels(path, str(status)).inc()
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except asyncio.CancelledError:
+            # By uvicorn, when the grace period is over.
+            if status is not None:
+                raise
+            await ApiError(503, "the server is ending").response(scope, receive, noted)
+        except Exception as error:
+            answer = as_api_error(error)
+            if answer.status >= 500:
+                self._metrics.errors.inc()
+            if status is None:
+                await answer.response(scope, receive, noted)
+        finally:
+            probe = status == 200 and scope["path"] in PROBED_PATHS
+            if REQUESTS.isEnabledFor(logging.INFO) and not probe:
+                # Percent-encoded: whatever a client sends stays on one line.
+                path = quote(scope["path"], safe="/:@+,=")[:LONGEST_PATH]
+                seconds = time.monotonic() - begun
+                told = [f"{scope['method']} {path} {status or 'cut'} {seconds:.3f} s"]
+                REQUESTS.info(", ".join(told + list(map(str, state.get("decoded", [])))))
+
+
+class KeyCheck:
+    """Refuses requests without the API key."""
+
+    def __init__(self, app: ASGIApp, key: str):
+        self._app, self._digest = app, _digest(key.encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            scheme, _, key = given.partition(b" ")
+            # Digests have one length: the time of the comparison reveals nothing about the key.
+            right = secrets.compare_digest(_digest(key.strip()), self._digest)
+            if scheme.lower() != b"bearer" or not right:
+                error = ApiError(
+                    401,
+                    "expected the server's API key, as 'Authorization: Bearer KEY'",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+                await error.response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class BodyLimits:
+    """Bounds the size of a body and the time that it may take to arrive.
+
+    Args:
+      most: the most bytes of a body.
+      seconds: the longest time until all of it has arrived.
+    """
+
+    def __init__(self, app: ASGIApp, most: int, seconds: float):
+        self._app, self._most, self._seconds = app, most, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        # The rest of a body that is too large is not read.
+        too_large = ApiError(
+            413, f"the body is larger than {self._most:,} bytes", headers={"Connection": "close"}
+        )
+        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        if announced.isdigit() and int(announced) > self._most:
+            await too_large.response(scope, receive, send)
+            return
+        deadline = asyncio.get_running_loop().time() + self._seconds
+        size, whole = 0, False
+
+        async def bounded() -> Message:
+            nonlocal size, whole
+            if whole:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise _as_http(ApiError(408, "the body did not come in time")) from None
+            size += len(message.get("body", b""))
+            whole = not message.get("more_body", False)
+            if size > self._most:
+                raise _as_http(too_large)
+            return message
+
+        await self._app(scope, bounded, send)
+
+
+def _as_http(error: ApiError) -> HTTPException:
+    """Returns the error as an `HTTPException`, the only kind that FastAPI passes on while it reads
+    a body."""
+    return HTTPException(error.status, error.message, error.headers | {"Connection": "close"})

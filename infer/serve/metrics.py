@@ -78,10 +78,6 @@ class Metrics:
         self._status, self._recent = status, Recent()
         self._registry.register(_Engine(status, self._recent))
 
-    def sequence(self) -> SequenceTimes:
-        """Begins to time a sequence."""
-        return SequenceTimes(self)
-
     def text(self) -> bytes:
         """Returns everything, in Prometheus' text format."""
         return generate_latest(self._registry)

@@ -1,25 +1,43 @@
-"""Answers as OpenAI's API has them: whole, or in the chunks of a stream."""
+"""Answers as OpenAI's API sends them, whole or in the chunks of a stream, and their description for
+`/openapi.json`."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import time
 import uuid
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
-from infer.serve.answer import Call, Piece
-from infer.serve.logprob_shapes import LogprobShapes
-from wedlm_jax.completion import Completion, total_drafts
+from pydantic import BaseModel, create_model
+
+from infer.serve.calls import Call
+from wedlm_jax.completion import Chunk, Completion, Drafts, total_drafts
+from wedlm_jax.decode.logprobs import TokenLogprob
+from wedlm_jax.text import TextCodec
+
+IMPOSSIBLE = -9999.0
+"""The API's log-probability of the impossible: JSON has no −∞."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What is new of one choice: its index, its new tokens and the new part of its trace."""
+
+    index: int
+    chunk: Chunk
+    trace: dict[str, Any] | None = None
 
 
 class TextShape:
-    """The answer to a call of /v1/completions.
+    """Builds the answer to a call of /v1/completions.
 
     Args:
       call: what was asked.
-      model: its name.
-      logprobs: writes log-probabilities.
-      identity: the end of its id, and when it was made; by default an id of its own, and now.
+      model: the model's name in the API.
+      logprobs: builds log-probabilities.
+      identity: the end of the answer's id, and its time of creation; by default a random id, now.
     """
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
@@ -34,67 +52,60 @@ class TextShape:
     ):
         self._call, self._logprobs = call, logprobs
         name, created = identity or (uuid.uuid4().hex, int(time.time()))
+        self.id = f"{self.prefix}-{name}"
         self._head = {
-            "id": f"{self.prefix}-{name}",
+            "id": self.id,
             "created": created,
             "model": model,
             "system_fingerprint": None,
         }
         self._offsets: dict[int, int] = {}
 
-    @property
-    def id(self) -> str:
-        return str(self._head["id"])
-
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Returns the answer in one piece a choice."""
-        choices = [self._choice(piece, self._content(piece.chunk.text)) for piece in pieces]
+        """Returns the whole answer; each choice is one piece."""
+        choices = [self._choice(piece, whole=True) for piece in pieces]
         head = self._head | {"object": self.whole_object}
         usage = self._usage([piece.chunk.completion for piece in pieces])
         return head | {"choices": choices, "usage": usage}
 
     def opening(self) -> list[dict[str, Any]]:
-        """Returns the chunks that come before all others."""
+        """Returns the first chunks of a stream, before any token."""
         return []
 
     def chunks(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        """Returns the chunks of what has come."""
-        return [
-            self._chunk([self._choice(piece, self._delta(piece.chunk.text))]) for piece in pieces
-        ]
+        """Returns a chunk per piece."""
+        return [self._chunk([self._choice(piece, whole=False)]) for piece in pieces]
 
     def closing(self, completions: Sequence[Completion]) -> list[dict[str, Any]]:
-        """Returns the chunks after all others."""
+        """Returns the last chunks of a stream, after all tokens."""
         if not self._call.with_usage:
             return []
         return [self._chunk([]) | {"usage": self._usage(completions)}]
 
-    def _content(self, text: str) -> dict[str, Any]:
+    def _content(self, text: str, whole: bool) -> dict[str, Any]:
         return {"text": text}
 
-    def _delta(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def _logprobs_of(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
+    ) -> dict[str, Any]:
+        """Returns the log-probabilities of a choice's new tokens."""
+        start = self._offsets.get(index, 0)
+        self._offsets[index] = start + self._logprobs.length(token_ids)
+        return self._logprobs.of_text(token_ids, logprobs, start)
 
-    def _said(self, piece: Piece) -> dict[str, Any] | None:
-        """Returns the log-probabilities of a piece's tokens."""
-        said, ids = piece.chunk.completion.logprobs, piece.chunk.token_ids
-        if said is None:
-            return None
-        start = self._offsets.get(piece.index, 0)
-        shape = self._logprobs.of_text(ids, said[len(said) - len(ids) :], start)
-        self._offsets[piece.index] = start + self._logprobs.length(ids)
-        return shape
-
-    def _choice(self, piece: Piece, content: dict[str, Any]) -> dict[str, Any]:
-        completion = piece.chunk.completion
+    def _choice(self, piece: Piece, whole: bool) -> dict[str, Any]:
+        completion, ids = piece.chunk.completion, piece.chunk.token_ids
+        logprobs = None
+        if (every := completion.logprobs) is not None:
+            logprobs = self._logprobs_of(piece.index, ids, every[len(every) - len(ids) :])
         choice = {
             "index": piece.index,
-            **content,
-            "logprobs": self._said(piece),
+            **self._content(piece.chunk.text, whole),
+            "logprobs": logprobs,
             "finish_reason": completion.finish_reason,
         }
         if self._call.with_token_ids:
-            choice["token_ids"] = piece.chunk.token_ids
+            choice["token_ids"] = ids
         if piece.trace is not None:
             choice["trace"] = piece.trace
         return choice
@@ -104,9 +115,9 @@ class TextShape:
         return chunk | {"usage": None} if self._call.with_usage else chunk
 
     def _usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """Counts tokens of each prompt once, and of all its samples; beside these, this project's
+        """Counts the tokens of each prompt once and those of all samples, and adds this project's
         own figures."""
-        prompts = sum(len(token_ids) for token_ids, _ in self._call.prompts)
+        prompts = self._call.num_prompt_tokens
         tokens = sum(len(completion.token_ids) for completion in completions)
         first, cached = 0, 0
         for _, params in self._call.prompts:
@@ -124,7 +135,7 @@ class TextShape:
 
 
 class ChatShape(TextShape):
-    """The answer to a call of /v1/chat/completions."""
+    """Builds the answer to a call of /v1/chat/completions."""
 
     prefix, whole_object = "chatcmpl", "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -136,14 +147,221 @@ class ChatShape(TextShape):
             for i in range(self._call.num_choices)
         ]
 
-    def _content(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-    def _delta(self, text: str) -> dict[str, Any]:
+    def _content(self, text: str, whole: bool) -> dict[str, Any]:
+        if whole:
+            return {"message": {"role": "assistant", "content": text, "refusal": None}}
         return {"delta": {"content": text}}
 
-    def _said(self, piece: Piece) -> dict[str, Any] | None:
-        said, ids = piece.chunk.completion.logprobs, piece.chunk.token_ids
-        if said is None:
-            return None
-        return self._logprobs.of_chat(ids, said[len(said) - len(ids) :])
+    def _logprobs_of(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
+    ) -> dict[str, Any]:
+        return self._logprobs.of_chat(token_ids, logprobs)
+
+
+class LogprobShapes:
+    """Builds log-probabilities. Tokens are named by their texts, no two alike; without a tokenizer,
+    by their ids."""
+
+    def __init__(self, codec: TextCodec | None):
+        @functools.lru_cache(maxsize=2**16)
+        def token_bytes(token_id: int) -> bytes:
+            return str(token_id).encode() if codec is None else codec.token_bytes(token_id)
+
+        self._bytes = token_bytes
+        self._special = frozenset(() if codec is None else codec.special_ids)
+
+    def of_chat(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Returns log-probabilities in the chat's shape."""
+        content = [
+            self._entry(token_id, one.logprob)
+            | {"top_logprobs": [self._entry(*other) for other in one.top]}
+            for token_id, one in zip(token_ids, logprobs, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    def of_text(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], offset: int
+    ) -> dict[str, Any]:
+        """Returns log-probabilities in the completion's shape, of tokens whose text begins
+        ``offset`` characters into it."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(offset)
+            offset += self.length([token_id])
+        return {
+            "tokens": [self._name(token_id) for token_id in token_ids],
+            "token_logprobs": [_finite(one.logprob) for one in logprobs],
+            "top_logprobs": [
+                {self._name(other): _finite(value) for other, value in reversed(one.top)}
+                for one in logprobs
+            ],
+            "text_offset": offsets,
+        }
+
+    def length(self, token_ids: Sequence[int]) -> int:
+        """Returns the number of characters that tokens add to the text; special tokens add none,
+        and a character of several tokens counts for the one with its first byte."""
+        return sum(
+            byte & 0b1100_0000 != 0b1000_0000
+            for token_id in token_ids
+            if token_id not in self._special
+            for byte in self._bytes(token_id)
+        )
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self._bytes(token_id)
+        text = data.decode("utf-8", "backslashreplace")
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
+
+    def _name(self, token_id: int) -> str:
+        """Returns a token's text; if it is not whole characters, its bytes, marked as such."""
+        data = self._bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + data.decode("utf-8", "backslashreplace")
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, IMPOSSIBLE)
+
+
+# --- description --------------------------------------------------------------------------
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """Describes the body of every answer with an error status."""
+
+    error: ErrorDetail
+
+
+class TokenDetails(BaseModel):
+    cached_tokens: int
+
+
+DraftCounts = create_model(
+    "DraftCounts",
+    __doc__="Drafts that were checked, by where they came from, and those that were accepted.",
+    **dict.fromkeys(Drafts._fields, int),  # type: ignore[call-overload]
+)
+
+
+class Usage(BaseModel):
+    """Tokens of all prompts and completions; forwards and window slots that decoding took, and its
+    drafts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: TokenDetails
+    num_forwards: int
+    num_token_instances: int
+    drafts: DraftCounts  # type: ignore[valid-type]
+
+
+class _Answer(BaseModel):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: None
+    usage: Usage
+
+
+class _Choice(BaseModel):
+    index: int
+    finish_reason: Literal["stop", "length"]
+    token_ids: list[int] | None = None
+    trace: dict[str, Any] | None = None
+
+
+class TextLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class TextChoice(_Choice):
+    text: str
+    logprobs: TextLogprobs | None
+
+
+class TextCompletion(_Answer):
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class Alternative(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatToken(Alternative):
+    top_logprobs: list[Alternative]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChatToken]
+    refusal: None
+
+
+class AnswerMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(_Choice):
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+
+
+class ChatCompletion(_Answer):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Health(BaseModel):
+    status: Literal["ok"]
+
+
+Responses = dict[int | str, dict[str, Any]]
+
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+"""The schema of each event of a stream: its data is JSON, or ``[DONE]``."""
+_STREAM = {"content": {"text/event-stream": {"schema": _EVENT}}}
+_METRICS = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+
+RESPONSES: Mapping[str, Responses] = {
+    path: {200: success, "default": {"model": Error}}
+    for path, success in {
+        "/v1/completions": {"model": TextCompletion, **_STREAM},
+        "/v1/chat/completions": {"model": ChatCompletion, **_STREAM},
+        "/v1/models": {"model": ModelList},
+        "/v1/models/{model:path}": {"model": ModelCard},
+        "/health": {"model": Health},
+        "/metrics": _METRICS,
+    }.items()
+}
+"""What FastAPI is told of the answers of each route."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from infer.serve.app import Options, Service
+from infer.serve.app import Options, Service, make_app
 from infer.serve.command import listening_socket
 from infer.serve.http_server import make_server
 from wedlm_jax.llm import LLM
@@ -63,7 +63,9 @@ def running_server(
     """
     service = Service(llm, Options(MODEL, **options))
     ready = threading.Event()
-    server = make_server(service, grace=grace, client_timeout=client_timeout, on_ready=ready.set)
+    server = make_server(
+        make_app(service), grace=grace, client_timeout=client_timeout, on_ready=ready.set
+    )
     with listening_socket("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
         if send_buffer is not None:

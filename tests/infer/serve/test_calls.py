@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from infer.serve.calls import Calls
-from infer.serve.capacity import Capacity
+from infer.serve.calls import Calls, Capacity
 from infer.serve.errors import ApiError
 from infer.serve.fields import ChatRequest
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
@@ -28,7 +27,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 def prompt_of(llm: LLM, **fields: Any) -> str:
     calls = Calls(llm, "tiny", SamplingParams(), Capacity(4, 4))
     body = ChatRequest.model_validate({"messages": [USER], "max_tokens": 1, **fields})
-    [(token_ids, _)] = asyncio.run(calls.of_chat(body)).prompts
+    [(token_ids, _)] = asyncio.run(calls.read(body)).prompts
     assert llm.codec is not None
     return llm.codec.decode(token_ids)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from infer.serve import capacity
-from infer.serve.capacity import Capacity
+from infer.serve import calls as capacity
+from infer.serve.calls import Capacity
 from infer.serve.errors import ApiError
 
 

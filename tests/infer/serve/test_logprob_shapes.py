@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infer.serve.logprob_shapes import LogprobShapes
+from infer.serve.shapes import LogprobShapes
 from tests.wedlm_jax.test_text import byte_tokenizer, write_tokenizer
 from wedlm_jax.checkpoint.open import EMBEDDED_MODEL
 from wedlm_jax.decode.logprobs import TokenLogprob

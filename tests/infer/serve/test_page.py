@@ -10,7 +10,7 @@ import httpx2
 import pytest
 from openai import OpenAI
 
-from infer.serve.page import document
+from infer.serve.app import page as document
 from infer.trace import read_trace
 from tests.infer.serve.chromium import Page, chromium
 from tests.infer.serve.running_server import MODEL, RunningServer

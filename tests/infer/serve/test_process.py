@@ -18,7 +18,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from infer.serve.event_stream import EventStream
+from infer.serve.answer import EventStream
 
 SLOW = {"prompt": "the cat", "max_tokens": 250, "ignore_eos": True, "mode": "ar"}
 

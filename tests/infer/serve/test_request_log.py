@@ -13,7 +13,7 @@ import pytest
 from openai import OpenAI
 
 from infer.serve import command
-from infer.serve.limits import REQUESTS
+from infer.serve.http_server import REQUESTS
 from tests.infer.serve.running_server import MODEL, RunningServer
 
 SECONDS = r"\d+\.\d{3} s"
@@ -90,6 +90,7 @@ def test_quiet_turns_the_lines_off(
         options=SimpleNamespace(model=MODEL),
     )
     monkeypatch.setattr("infer.serve.http_server.make_server", lambda *_, **__: server)
+    monkeypatch.setattr("infer.serve.app.make_app", lambda service: None)
     before = REQUESTS.level
     REQUESTS.setLevel(logging.NOTSET)
     try:
