@@ -98,7 +98,7 @@ class Service:
     def __init__(self, llm: LLM, options: Options):
         self.options, self._codec = options, llm.codec
         self.engine = ServedEngine(llm.engine)
-        self.metrics = Metrics(lambda: self.engine.status)
+        self.metrics = Metrics(self.engine)
         self._capacity = Capacity(llm.engine.settings.sequences, options.max_waiting)
         self.calls = Calls(llm, options.model, options.defaults, self._capacity, options.chat_limit)
         self._logprobs = LogprobShapes(llm.codec)
@@ -248,7 +248,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @route("GET", "/health")
     async def health() -> Response:
         """Returns whether the engine can decode."""
-        if service.engine.status.broken:
+        if service.engine.is_broken:
             raise ApiError(503, "the engine failed and could not be restarted")
         return JSONResponse({"status": "ok"})
 

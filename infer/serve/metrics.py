@@ -1,17 +1,17 @@
-"""What Prometheus reads: counts and times of calls here, and where the engine stands."""
+"""Metrics for Prometheus: counts and times of calls, and the state of the engine."""
 
 from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from infer.serve.served_engine import Status
+from infer.serve.served_engine import ServedEngine
 from wedlm_jax.completion import Completion
 from wedlm_jax.engine.interface import TokenDelta
 
@@ -31,7 +31,7 @@ RECENT = {
 
 
 class Totals(NamedTuple):
-    """Counts since the server began: of completions, and of drafts."""
+    """Counts since the server started."""
 
     tokens: float
     forwards: float
@@ -40,15 +40,13 @@ class Totals(NamedTuple):
     accepted: float
 
 
-class Metrics:
-    """Counts what calls do.
+class Metrics(Collector):
+    """Counts what calls do, and reads the engine's state when Prometheus asks."""
 
-    Args:
-      status: says where the engine stands.
-    """
-
-    def __init__(self, status: Callable[[], Status]):
+    def __init__(self, engine: ServedEngine):
+        self._engine, self._recent = engine, Recent()
         self._registry = CollectorRegistry()
+        self._registry.register(self)
 
         def counter(name: str, what: str, *labels: str) -> Counter:
             return Counter(f"wedlm_{name}", what, labels, registry=self._registry)
@@ -75,33 +73,73 @@ class Metrics:
             BETWEEN_TOKENS,
         )
         self.whole = histogram("sequence_seconds", "From the call to the last token", WHOLE)
-        self._status, self._recent = status, Recent()
-        self._registry.register(_Engine(status, self._recent))
 
     def text(self) -> bytes:
-        """Returns everything, in Prometheus' text format."""
+        """Returns all metrics, in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def note_totals(self) -> None:
-        """Notes where all stands, for the figures of the last minute: once a second."""
-        status = self._status()
+        """Notes the totals, for the figures of the last minute. To be called once a second."""
+
+        def value(counter: Counter) -> float:
+            samples = (sample for metric in counter.collect() for sample in metric.samples)
+            return next(one.value for one in samples if one.name.endswith("_total"))
+
+        masks, masks_accepted, lookup, lookup_accepted = self._engine.engine.device.drafts
         self._recent.note(
             Totals(
-                tokens=_value(self.completion_tokens),
-                forwards=_value(self.sequence_forwards),
-                instances=_value(self.token_instances),
-                drafts=status.drafts.masks + status.drafts.lookup,
-                accepted=status.drafts.masks_accepted + status.drafts.lookup_accepted,
+                tokens=value(self.completion_tokens),
+                forwards=value(self.sequence_forwards),
+                instances=value(self.token_instances),
+                drafts=masks + lookup,
+                accepted=masks_accepted + lookup_accepted,
             )
         )
 
+    def collect(self) -> Iterator[Metric]:
+        """Yields the metrics of the engine."""
+        served, counters = self._engine, self._engine.counters
+        device = served.engine.device
+        waiting = counters.waiting + served.num_held
+        yield _gauge("sequences_running", "Sequences that decode", counters.running)
+        yield _gauge("sequences_waiting", "Sequences that wait in the queue", waiting)
+        pages = GaugeMetricFamily(
+            "wedlm_pages", "Pages of the cache: of running sequences, prefixes, free", labels=["of"]
+        )
+        pages.add_metric(["running"], counters.pages_used)
+        pages.add_metric(["prefixes"], counters.pages_cached)
+        pages.add_metric(["free"], counters.pages_free)
+        yield pages
+        yield _gauge("engine_up", "1 while the engine can decode", not served.is_broken)
+        yield _counter("forwards", "Forwards of the device", int(device.counters[0]))
+        masks, masks_accepted, lookup, lookup_accepted = device.drafts
+        for name, what, *values in (
+            ("drafts", "Drafts that were checked, by where they came from", masks, lookup),
+            ("drafts_accepted", "Drafts that were committed", masks_accepted, lookup_accepted),
+        ):
+            family = CounterMetricFamily(f"wedlm_{name}", what, labels=["of"])
+            for source, count in zip(("masks", "lookup"), values, strict=True):
+                family.add_metric([source], count)
+            yield family
+        yield _counter("prefix_hit_tokens", "Tokens found in the cache", counters.prefix_tokens)
+        yield _counter("prefix_miss_tokens", "Tokens of prompts to compute", counters.prompt_tokens)
+        yield _counter("preemptions", "Sequences put back for want of pages", counters.preemptions)
+        yield _counter("compile_seconds", "Spent on compiling", served.engine.compile_seconds)
+        yield _counter("engine_restarts", "After an exception in a step", served.restarts)
+        for name, value in self._recent.figures().items():
+            yield _gauge(name, f"{RECENT[name]}, in the last minute", value)
 
-def _value(counter: Counter) -> float:
-    return next(s.value for m in counter.collect() for s in m.samples if s.name.endswith("_total"))
+
+def _gauge(name: str, what: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"wedlm_{name}", what, value=value)
+
+
+def _counter(name: str, what: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(f"wedlm_{name}", what, value=value)
 
 
 class SequenceTimes:
-    """Notes when the tokens of a sequence come."""
+    """Measures when the tokens of a sequence come, from its call on."""
 
     def __init__(self, metrics: Metrics):
         self._metrics = metrics
@@ -123,26 +161,26 @@ class SequenceTimes:
         self._forwards, self._instances = delta.num_forwards, delta.num_token_instances
 
     def end(self, completion: Completion) -> None:
-        """Takes in that the sequence is over."""
+        """Records the end of the sequence."""
         self._metrics.whole.observe(time.perf_counter() - self._begun)
         self._metrics.finished.labels(str(completion.finish_reason)).inc()
 
 
 class Recent:
-    """Figures of the last minute: differences of totals that are noted once a second."""
+    """Figures of the last minute, from totals that are noted once a second."""
 
     def __init__(self) -> None:
         self._notes: collections.deque[tuple[float, Totals]] = collections.deque()
 
     def note(self, totals: Totals) -> None:
-        """Takes in where the totals stand now."""
+        """Records the totals of now."""
         now = time.monotonic()
         self._notes.append((now, totals))
         while now - self._notes[0][0] > RECENT_SECONDS:
             self._notes.popleft()
 
     def figures(self) -> dict[str, float]:
-        """Returns the gauges; 0 where nothing has happened."""
+        """Returns the figures; 0 where nothing has happened."""
         if len(self._notes) < 2:
             return dict.fromkeys(RECENT, 0.0)
         (start, before), *_, (end, after) = self._notes
@@ -157,50 +195,3 @@ class Recent:
             "p_cache": over(new.tokens, new.instances),
             "draft_acceptance": over(new.accepted, new.drafts),
         }
-
-
-class _Engine(Collector):
-    """Reports the engine's state on demand."""
-
-    def __init__(self, status: Callable[[], Status], recent: Recent):
-        self._status, self._recent = status, recent
-
-    def collect(self) -> Iterator[Metric]:
-        status = self._status()
-        counters = status.counters
-        waiting = counters.waiting + status.held
-        yield _gauge("sequences_running", "Sequences that decode", counters.running)
-        yield _gauge("sequences_waiting", "Sequences that wait in the queue", waiting)
-        pages = GaugeMetricFamily(
-            "wedlm_pages", "Pages of the cache: of running sequences, prefixes, free", labels=["of"]
-        )
-        pages.add_metric(["running"], counters.pages_used)
-        pages.add_metric(["prefixes"], counters.pages_cached)
-        pages.add_metric(["free"], counters.pages_free)
-        yield pages
-        yield _gauge("engine_up", "1 while the engine can decode", not status.broken)
-        yield _counter("forwards", "Forwards of the device", status.forwards)
-        masks, right, lookup, lookup_right = status.drafts
-        for name, what, *values in (
-            ("drafts", "Drafts that were checked, by where they came from", masks, lookup),
-            ("drafts_accepted", "Drafts that were committed", right, lookup_right),
-        ):
-            family = CounterMetricFamily(f"wedlm_{name}", what, labels=["of"])
-            for source, count in zip(("masks", "lookup"), values, strict=True):
-                family.add_metric([source], count)
-            yield family
-        yield _counter("prefix_hit_tokens", "Tokens found in the cache", counters.prefix_tokens)
-        yield _counter("prefix_miss_tokens", "Tokens of prompts to compute", counters.prompt_tokens)
-        yield _counter("preemptions", "Sequences put back for want of pages", counters.preemptions)
-        yield _counter("compile_seconds", "Spent on compiling", status.compile_seconds)
-        yield _counter("engine_restarts", "After an exception in a step", status.restarts)
-        for name, value in self._recent.figures().items():
-            yield _gauge(name, f"{RECENT[name]}, in the last minute", value)
-
-
-def _gauge(name: str, what: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"wedlm_{name}", what, value=value)
-
-
-def _counter(name: str, what: str, value: float) -> CounterMetricFamily:
-    return CounterMetricFamily(f"wedlm_{name}", what, value=value)

@@ -9,15 +9,13 @@ decodes at once, until one that fits better has been compiled.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from wedlm_jax.completion import NO_DRAFTS, Drafts
 from wedlm_jax.decode.options import Traits
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.interface import Counters, Event, Failed, Request
+from wedlm_jax.engine.interface import Event, Failed, Request
 from wedlm_jax.engine.loop import EngineLoop, Parcels
 
 LOG = logging.getLogger("wedlm.serve")
@@ -119,42 +117,19 @@ class Programs:
         self._on_change()
 
 
-@dataclasses.dataclass(frozen=True)
-class Status:
-    """The engine's state after a step.
-
-    Attributes:
-      counters: the scheduler's.
-      forwards: forwards of the device so far.
-      drafts: drafts checked and accepted so far.
-      compile_seconds: time spent on compiling so far.
-      held: requests that wait for a program to be compiled.
-      restarts: how often the engine restarted after an exception.
-      broken: whether a restart failed.
-    """
-
-    counters: Counters
-    forwards: int = 0
-    drafts: Drafts = NO_DRAFTS
-    compile_seconds: float = 0.0
-    held: int = 0
-    restarts: int = 0
-    broken: bool = False
-
-
 class ServedEngine(EngineLoop):
     """Steps an engine for callers in an event loop; see `EngineLoop`.
 
     Attributes:
-      programs: the engine's, and what compiles them.
-      status: the state after the last step.
+      programs: chooses and compiles programs.
+      counters: the scheduler's, after the last step.
+      num_held: requests that wait for a program to be compiled.
     """
 
     def __init__(self, engine: Engine):
         super().__init__(engine)
         self.programs = Programs(engine, self._look_again)
-        self._num_held = 0
-        self.status = Status(engine.counters)
+        self.num_held, self.counters = 0, engine.counters
 
     def start(self) -> None:
         """Delivers events in the running event loop from now on."""
@@ -181,7 +156,7 @@ class ServedEngine(EngineLoop):
                 failed.append(Failed(request, fault))
         ready, held, traits = self.programs.choose(sound)
         self.programs.compile(held, traits)
-        self._num_held = len(held)
+        self.num_held = len(held)
         return ready, failed, self.engine.compiled_for(traits)
 
     def _hand_out(self, parcels: Parcels) -> None:
@@ -191,13 +166,4 @@ class ServedEngine(EngineLoop):
         LOG.error("the engine failed; it starts afresh without what was under way", exc_info=error)
 
     def _stepped(self) -> None:
-        device = self.engine.device
-        self.status = Status(
-            self.engine.counters,
-            int(device.counters[0]),
-            device.drafts,
-            self.engine.compile_seconds,
-            self._num_held,
-            self.restarts,
-            self.is_broken,
-        )
+        self.counters = self.engine.counters

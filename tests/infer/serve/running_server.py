@@ -41,7 +41,7 @@ class RunningServer:
         engine = self.service.engine
 
         def idle() -> bool:
-            now = engine.status.counters
+            now = engine.counters
             return now.running == now.waiting == now.pages_used == 0 and not engine.is_busy
 
         self.wait(idle)

@@ -57,7 +57,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     with running_server(llm) as server:
         yield server
         server.wait_until_idle()
-        assert server.service.engine.status.restarts == 0
+        assert server.service.engine.restarts == 0
 
 
 @pytest.fixture(scope="module")

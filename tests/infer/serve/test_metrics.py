@@ -58,8 +58,8 @@ def test_counts_are_those_of_what_was_asked(server: RunningServer, client: OpenA
     assert after[("wedlm_sequences_running", ())] == after[("wedlm_sequences_waiting", ())] == 0
     pages = [after[("wedlm_pages", (("of", kind),))] for kind in ("running", "prefixes", "free")]
     assert pages[0] == 0
-    assert sum(pages) == server.service.engine.status.counters.pages
-    assert server.service.engine.status.counters.pages > 0
+    assert sum(pages) == server.service.engine.counters.pages
+    assert server.service.engine.counters.pages > 0
 
 
 def test_paths_that_are_not_there_are_counted_together(server: RunningServer) -> None:

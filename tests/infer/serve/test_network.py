@@ -148,7 +148,7 @@ def test_what_nobody_waits_for_ends_at_once(strict: RunningServer, stream: bool)
         sock.sendall(head(Content_Length=len(body)) + body)
         if stream:
             assert b"data:" in sock.recv(4096) + sock.recv(4096)
-        strict.wait(lambda: status.status.counters.running == 1)
+        strict.wait(lambda: status.counters.running == 1)
     strict.wait_until_idle()
     still_answers(strict)
 
@@ -168,7 +168,7 @@ def test_a_client_that_never_reads_is_dropped(offline: LLM) -> None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.connect(("127.0.0.1", server.port))
             sock.sendall(head(Content_Length=len(data)) + data)
-            server.wait(lambda: server.service.engine.status.counters.running > 0)
+            server.wait(lambda: server.service.engine.counters.running > 0)
             server.wait_until_idle()
         assert re.search(
             r"wedlm_sequences_aborted_total [1-8]\.", httpx2.get(f"{server.url}/metrics").text
@@ -184,9 +184,7 @@ def test_a_full_queue_says_when_to_come_again(strict: RunningServer) -> None:
         for sock in socks:
             sock.sendall(head(Content_Length=len(bodies)) + bodies)
         counters = strict.service.engine
-        strict.wait(
-            lambda: counters.status.counters.running + counters.status.counters.waiting == 6
-        )
+        strict.wait(lambda: counters.counters.running + counters.counters.waiting == 6)
         answer = httpx2.post(f"{strict.url}/v1/completions", json=LONG)
         assert answer.status_code == 429
         assert int(answer.headers["Retry-After"]) >= 1

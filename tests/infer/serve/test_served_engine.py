@@ -123,7 +123,7 @@ def test_others_go_on_while_a_program_is_compiled(
         plain = [pool.submit(ask, own_server) for _ in range(6)]
         assert all(one.result(30).status_code == 200 for one in plain)
         assert not special.done()
-        assert own_server.service.engine.status.held == 1
+        assert own_server.service.engine.num_held == 1
         released.set()
         answer = special.result(60).json()["choices"][0]
     assert answer["text"] == plain[0].result().json()["choices"][0]["text"]
