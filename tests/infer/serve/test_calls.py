@@ -1,4 +1,4 @@
-"""From a request's body to token ids: what reaches the chat template."""
+"""From a request's body to token ids: what reaches the chat template, and when there is room."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from infer.serve import calls
 from infer.serve.calls import Calls, Capacity
 from infer.serve.errors import ApiError
 from infer.serve.fields import ChatRequest
@@ -25,9 +26,9 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 def prompt_of(llm: LLM, **fields: Any) -> str:
-    calls = Calls(llm, "tiny", SamplingParams(), Capacity(4, 4))
     body = ChatRequest.model_validate({"messages": [USER], "max_tokens": 1, **fields})
-    [(token_ids, _)] = asyncio.run(calls.read(body)).prompts
+    read = Calls(llm, "tiny", SamplingParams(), Capacity(4, 4)).read
+    [(token_ids, _)] = asyncio.run(read(body)).prompts
     assert llm.codec is not None
     return llm.codec.decode(token_ids)
 
@@ -58,3 +59,37 @@ def test_a_call_that_cannot_be_read_is_named(llm: LLM) -> None:
     with pytest.raises(ApiError, match="expected arguments that are a JSON object") as refused:
         prompt_of(llm, messages=[USER, {"role": "assistant", "tool_calls": [broken]}])
     assert (refused.value.status, refused.value.param) == (400, "messages.1.tool_calls.0")
+
+
+def test_no_more_than_there_are_places() -> None:
+    places = Capacity(running=2, queued=3)
+    places.check(5)
+    places.enter(4)
+    with pytest.raises(ApiError) as full:
+        places.enter(2)
+    assert (full.value.status, full.value.headers["Retry-After"]) == (429, "1")
+    places.enter(1)
+    places.leave(5)
+    places.enter(5)
+    with pytest.raises(ApiError, match="6 completions are asked for; this server takes 5") as never:
+        places.check(6)
+    assert never.value.status == 400
+
+
+def test_retry_after_follows_how_soon_others_were_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(calls.time, "monotonic", lambda: now)
+    places = Capacity(running=4, queued=4)
+    places.enter(8)
+    for _ in range(4):
+        now += 10
+        places.leave(1)
+        places.enter(1)
+    now += 10
+    with pytest.raises(ApiError) as full:
+        places.enter(3)
+    # Four in 40 seconds: three more take 30.
+    assert full.value.headers["Retry-After"] == "30"
+    with pytest.raises(ApiError) as full:
+        places.enter(8)
+    assert full.value.headers["Retry-After"] == "60"

@@ -1,11 +1,15 @@
-"""A request's fields follow from those of `SamplingParams`."""
+"""A request's fields follow from those of `SamplingParams`; a bad one is named in the answer."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
+import httpx2
+import openai
 import pytest
+from openai import OpenAI
 from pydantic import ValidationError
 
 from infer.serve.errors import ApiError
@@ -18,6 +22,7 @@ from infer.serve.fields import (
     sampling_given,
     sampling_of,
 )
+from tests.infer.serve.running_server import MODEL, RunningServer
 from wedlm_jax.params import OPTIONS, SamplingParams
 
 DEFAULTS = SamplingParams(seed=None)
@@ -46,36 +51,29 @@ def test_every_field_of_sampling_is_a_field_of_both() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    "fields",
     [
-        ("temperature", 1),
-        ("temperature", 0.5),
-        ("top_k", -1),
-        ("stop", "x"),
-        ("stop", ["x", "y"]),
-        ("stop_token_ids", [1, 2]),
-        ("logit_bias", {"5": 3, "6": -2.5}),
-        ("bad_words", ["a", [1, 2]]),
-        ("ignore_eos", True),
-        ("mode", "paper"),
-        ("entropy_threshold", None),
-        ("entropy_threshold", 0.2),
-        ("logprobs", 0),
-        ("seed", 7),
-        ("json_schema", {"type": "object"}),
-        ("regex", "a+"),
+        {"temperature": 1, "top_k": -1, "stop": "x", "logprobs": 0, "seed": 7, "ignore_eos": True},
+        {"temperature": 0.5, "stop": ["x", "y"], "stop_token_ids": [1, 2]},
+        {"logit_bias": {"5": 3, "6": -2.5}, "bad_words": ["a", [1, 2]]},
+        {"mode": "paper", "entropy_threshold": None},
+        {"entropy_threshold": 0.2},
+        {"json_schema": {"type": "object"}},
+        {"regex": "a+"},
     ],
 )
-def test_a_value_means_what_it_means_to_sampling_params(field: str, value: Any) -> None:
-    expected = SamplingParams(**{"seed": None, "max_tokens": 1000, field: value})
-    assert params_of(**{field: value}) == expected
-    if field != "logprobs":
-        assert chat_params_of(**{field: value}) == expected
+def test_a_value_means_what_it_means_to_sampling_params(fields: dict[str, Any]) -> None:
+    expected = SamplingParams(**{"seed": None, "max_tokens": 1000} | fields)
+    assert params_of(**fields) == expected
+    if "logprobs" in fields:
+        fields = fields | {"logprobs": True}
+    assert chat_params_of(**fields) == expected
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "entropy_threshold"])
-def test_null_is_the_default(name: str) -> None:
-    assert params_of(**{name: None}) == params_of()
+def test_null_is_the_default() -> None:
+    for name in OPTIONS.keys() - {"entropy_threshold"}:
+        assert params_of(**{name: None}) == params_of(), name
+        assert chat_params_of(**{name: None}) == chat_params_of(), name
 
 
 def test_defaults_are_the_server_s() -> None:
@@ -87,27 +85,20 @@ def test_defaults_are_the_server_s() -> None:
 def test_samples_without_a_temperature_get_openai_s() -> None:
     assert params_of(n=3).temperature == 1
     assert params_of(n=3, temperature=0.2).temperature == 0.2
-    with pytest.raises(ApiError, match="n: expected 1 at temperature 0"):
-        params_of(n=3, temperature=0)
 
 
 SCHEMA = {"type": "array", "items": {"type": "integer"}}
+NAMED = {"name": "numbers", "strict": True, "schema": SCHEMA}
+BY_SCHEMA = {"type": "json_schema", "json_schema": NAMED}
+JSON_OBJECT = {"type": "json_object"}
 
 
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
         ({"response_format": {"type": "text"}}, {}),
-        ({"response_format": {"type": "json_object"}}, {"json_schema": {"type": "object"}}),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "numbers", "strict": True, "schema": SCHEMA},
-                }
-            },
-            {"json_schema": SCHEMA},
-        ),
+        ({"response_format": JSON_OBJECT}, {"json_schema": {"type": "object"}}),
+        ({"response_format": BY_SCHEMA}, {"json_schema": SCHEMA}),
         ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA}),
         ({"structured_outputs": {"json": '{"type": "array"}'}}, {"json_schema": {"type": "array"}}),
         ({"structured_outputs": {"json_object": True}}, {"json_schema": {"type": "object"}}),
@@ -117,25 +108,6 @@ SCHEMA = {"type": "array", "items": {"type": "integer"}}
 def test_formats_by_the_names_of_others(fields: Any, expected: Any) -> None:
     wanted = SamplingParams(seed=None, max_tokens=1000, **expected)
     assert params_of(**fields) == chat_params_of(**fields) == wanted
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"response_format": {"type": "json_schema"}}, "response_format: expected json_schema"),
-        (
-            {"response_format": {"type": "json_object"}, "json_schema": SCHEMA},
-            "response_format: it says the same as json_schema",
-        ),
-        ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex: expected none"),
-        ({"structured_outputs": {"json": SCHEMA}, "mode": "paper"}, "json_schema: expected mode"),
-        ({"regex": "a", "min_tokens": 3}, "min_tokens: expected none beside regex"),
-    ],
-)
-def test_formats_that_cannot_be_are_named(fields: Any, message: str) -> None:
-    with pytest.raises(ApiError, match=message) as refused:
-        params_of(**fields)
-    assert (refused.value.status, refused.value.param) == (400, message.partition(":")[0])
 
 
 def test_names_of_a_chat() -> None:
@@ -160,26 +132,184 @@ def test_what_changes_nothing_may_be_anything() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"temperature": "1"},
-        {"temperature": True},
-        {"temperature": float("nan")},
-        {"top_k": 1.0},
-        {"seed": "1"},
-        {"ignore_eos": 1},
-        {"stop_token_ids": ["a"]},
-        {"stream": 1},
-        {"unknown": 1},
-    ],
+    ("field", "value"),
+    [("top_k", 1.0), ("seed", "1"), ("ignore_eos", 1), ("stop_token_ids", ["a"]), ("stream", 1)],
 )
-def test_types_are_not_guessed(fields: dict[str, Any]) -> None:
+def test_types_are_not_guessed(field: str, value: Any) -> None:
     with pytest.raises(ValidationError):
-        CompletionRequest(prompt="x", **fields)
+        CompletionRequest(prompt="x", **{field: value})
 
 
 def test_there_is_a_type_for_every_kind_of_field() -> None:
     """A new number needs nothing here; any other kind is told apart by its default."""
-    kinds = {field.name: type(field.default) for field in dataclasses.fields(SamplingParams)}
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
     assert len(CompletionRequest.model_fields) == len(OPTIONS) + len(IGNORED) + len(REFUSED) + 9
-    assert kinds.keys() == OPTIONS.keys()
+    assert names == OPTIONS.keys()
+
+
+# --- refusals, over HTTP ------------------------------------------------------------------
+
+PROMPT = "prompt: expected a text, a list of token ids, a list of texts, or a list of lists of"
+NUMBER = "temperature: input should be a valid number"
+NOT: Any = {"not": {}}
+
+
+def check_refused_over_http(
+    server: RunningServer, path: str, body: dict[str, Any], param: str | None, sentence: str
+) -> None:
+    # In ASCII: half a character is no UTF-8.
+    headers = {"Content-Type": "application/json"}
+    response = httpx2.post(server.url + path, content=json.dumps(body), headers=headers)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert sentence in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"temperature": -1}, "temperature: expected a number from 0 to 1,000,000"),
+        ({"temperature": "warm"}, NUMBER),
+        ({"temperature": "1"}, NUMBER),
+        ({"temperature": True}, NUMBER),
+        ({"temprature": 1}, "unknown field 'temprature'; did you mean 'temp"),
+        ({"max_tokens": 0}, "max_tokens: expected an integer of at least 1"),
+        ({"max_tokens": 1.5}, "max_tokens: input should be a valid integer"),
+        ({"max_tokens": 9999}, "max_tokens 9999 exceed max_model_len 1024"),
+        ({"prompt": "cat " * 2000}, "exceed max_model_len 1024"),
+        ({"prompt": []}, "prompt: expected at least one"),
+        ({"prompt": ""}, "the prompt has no tokens"),
+        ({"prompt": {"a": 1}}, PROMPT),
+        ({"prompt": ["a", [5]]}, PROMPT),
+        ({"prompt": [5, "a"]}, PROMPT),
+        ({"prompt": None}, PROMPT),
+        ({"prompt": [5, 99999]}, "token id 99999 lies outside the vocabulary"),
+        ({"prompt": "\ud800"}, "not UTF-8"),
+        ({"mode": "fast"}, "mode: input should be 'paper', 'verified' or 'ar'"),
+        ({"window_size": 9}, "window_size: expected 0 to 8"),
+        ({"window_size": -1}, "window_size: expected 0 to 8"),
+        ({"n": 2, "temperature": 0}, "n: expected 1 at temperature 0"),
+        ({"min_tokens": 5}, "min_tokens: expected at most max_tokens"),
+        ({"min_tokens": 3, "regex": "a"}, "min_tokens: expected none beside regex"),
+        ({"stop": [""]}, "stop: expected non-empty strings"),
+        ({"stop": 7}, "stop: input should be a valid string"),
+        ({"logit_bias": {"a": 1}}, "logit_bias: expected an object of token ids"),
+        ({"logprobs": 21}, "logprobs: expected an integer from 0 to 20"),
+        ({"suffix": "end"}, "suffix: not supported"),
+        ({"stream_options": {}}, "stream_options: expected stream to be true"),
+        ({"stream": "yes"}, "stream: input should be a valid boolean"),
+    ],
+)
+def test_a_bad_field_is_named(server: RunningServer, fields: Any, sentence: str) -> None:
+    body = {"prompt": "the cat", "max_tokens": 4} | fields
+    check_refused_over_http(server, "/v1/completions", body, next(iter(fields)), sentence)
+
+
+def test_more_samples_than_there_are_places(server: RunningServer) -> None:
+    sentence = "37 completions are asked for; this server takes 36 at most"
+    check_refused_over_http(server, "/v1/completions", {"prompt": "x", "n": 37}, None, sentence)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"messages": []}, "messages: list should have at least 1 item"),
+        ({"messages": "hello"}, "messages: input should be a valid list"),
+        ({"tools": [{"type": "function"}]}, "chat template does not write any"),
+        ({"tools": "count"}, "tools: input should be a valid list"),
+        ({"tool_choice": "required"}, "input should be 'none' or 'auto'"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "'tokenize' cannot be set there"),
+        ({"top_logprobs": 3}, "top_logprobs: expected logprobs to be true"),
+        ({"max_completion_tokens": 3, "max_tokens": 3}, "another name"),
+        ({"max_completion_tokens": 9999}, "exceed max_model_len 1024"),
+        ({"max_completion_tokens": 0}, "max_tokens: expected an integer of at least 1"),
+        ({"prompt": "x"}, "unknown field 'prompt'"),
+        # Formats, by the name that the body gives them.
+        ({"json_schema": NOT}, 'json_schema: Unimplemented keys: ["not"]'),
+        ({"structured_outputs": {"json": NOT}}, 'json_schema: Unimplemented keys: ["not"]'),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": NOT}}},
+            'json_schema: Unimplemented keys: ["not"]',
+        ),
+        ({"response_format": {"type": "json_schema"}}, "response_format: expected json_schema"),
+        ({"response_format": JSON_OBJECT, "json_schema": SCHEMA}, "says the same as json_schema"),
+        ({"response_format": JSON_OBJECT, "mode": "paper"}, "json_schema: expected mode"),
+        ({"regex": "a", "response_format": JSON_OBJECT}, "regex: expected none"),
+        ({"regex": "(?=a)"}, "regex: look-around"),
+        ({"structured_outputs": {"regex": "(?=a)"}}, "regex: look-around"),
+        ({"regex": "a", "mode": "paper"}, "regex: expected mode verified or ar"),
+    ],
+)
+def test_a_bad_field_of_a_chat_is_named(server: RunningServer, fields: Any, sentence: str) -> None:
+    body = {"messages": MESSAGES} | fields
+    check_refused_over_http(server, "/v1/chat/completions", body, next(iter(fields)), sentence)
+
+
+@pytest.mark.parametrize(
+    ("message", "place", "sentence"),
+    [
+        ({"role": "user"}, "content", "messages[0].content: expected a text"),
+        (
+            {"role": "king", "content": "x"},
+            "role",
+            "messages[0].role: expected one of system, developer, user, assistant, tool, function",
+        ),
+        (
+            {"role": "user", "content": [{"type": "image_url"}]},
+            "content.0",
+            "messages[0].content[0]: 'image_url' is not taken; this model reads texts alone",
+        ),
+    ],
+)
+def test_a_bad_message_is_named(
+    server: RunningServer, message: Any, place: str, sentence: str
+) -> None:
+    body, param = {"messages": [message]}, f"messages.0.{place}"
+    check_refused_over_http(server, "/v1/chat/completions", body, param, sentence)
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "sentence"),
+    [
+        (b"{", "application/json", "not valid JSON"),
+        (b"", "application/json", "expected a JSON object"),
+        (b"[1]", "application/json", "expected a JSON object"),
+        (b'{"prompt": "x"}', "text/plain", "expected a JSON object"),
+        (b'{"prompt": "x", "temperature": NaN}', "application/json", "temperature"),
+        (b'{"prompt": "x", "temperature": 1e999}', "application/json", "temperature"),
+        (b"[" * 100_000, "application/json", "not valid JSON (it is nested too deeply)"),
+        (b"\xff\xfe\x00", "application/json", "not valid JSON (it is not text in UTF-8)"),
+        (b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}", "application/json", ""),
+    ],
+)
+def test_a_body_that_is_no_request(
+    server: RunningServer, body: bytes, kind: str, sentence: str
+) -> None:
+    response = httpx2.post(
+        f"{server.url}/v1/completions", content=body, headers={"Content-Type": kind}
+    )
+    assert response.status_code == 400, response.text
+    assert sentence in response.json()["error"]["message"]
+
+
+def test_openai_s_exceptions(client: OpenAI) -> None:
+    ask = client.completions.create
+    with pytest.raises(openai.BadRequestError, match="top_p") as bad:
+        ask(model=MODEL, prompt="x", top_p=2)
+    assert bad.value.param == "top_p"
+    with pytest.raises(openai.BadRequestError) as bad:
+        ask(model=MODEL, prompt=[5] * 2000)
+    assert bad.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt' here") as bad:
+        ask(model="gpt", prompt="x")
+    assert bad.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError, match="POST /v1/embeddings"):
+        client.embeddings.create(model=MODEL, input="x")
+
+
+def test_a_path_or_a_method_that_is_not_there(server: RunningServer) -> None:
+    for method, path, status in (("GET", "/nowhere", 404), ("GET", "/v1/completions", 405)):
+        response = httpx2.request(method, server.url + path)
+        assert response.status_code == status
+        assert path in response.json()["error"]["message"]

@@ -1,8 +1,10 @@
-"""The engine behind the server: what it does when a step fails, and while it compiles."""
+"""The engine behind the server: what it does when a step fails and while it compiles, and which
+program decodes what. Nobody waits for the compiler once the two programs are there."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,13 +12,18 @@ from typing import Any
 import httpx2
 import pytest
 
+from infer.serve import served_engine as module
+from infer.serve.served_engine import Programs
+from tests.examples.decode import small_engine
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from tests.infer.serve.conftest import SMALL
 from tests.infer.serve.running_server import RunningServer, running_server
+from wedlm_jax.decode.options import Traits
+from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.interface import Finished, Request
 from wedlm_jax.llm import LLM
+from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
-
-ASK = {"prompt": "the cat", "max_tokens": 8}
 
 
 @pytest.fixture(scope="module")
@@ -44,29 +51,27 @@ def own_server(tiny: LLM) -> Iterator[RunningServer]:
 
 
 def ask(server: RunningServer, timeout: float = 60, **fields: Any) -> httpx2.Response:
-    return httpx2.post(f"{server.url}/v1/completions", json=ASK | fields, timeout=timeout)
+    body = {"prompt": "the cat", "max_tokens": 8} | fields
+    return httpx2.post(f"{server.url}/v1/completions", json=body, timeout=timeout)
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, server: RunningServer, times: int) -> list[int]:
-    """Makes the device fail in its next steps, so many; returns how often it has."""
-    device, failed = server.service.engine.engine.device, []
+def fail_once(monkeypatch: pytest.MonkeyPatch, server: RunningServer) -> None:
+    """Makes the device fail in its next step."""
+    device = server.service.engine.engine.device
     collect = device.collect
 
     def fails(*ticket: Any) -> Any:
-        if len(failed) < times:
-            failed.append(1)
-            raise RuntimeError("RESOURCE_EXHAUSTED: the device is out of memory, and of 'secrets'")
-        return collect(*ticket)
+        monkeypatch.setattr(device, "collect", collect)
+        raise RuntimeError("RESOURCE_EXHAUSTED: the device is out of memory, and of 'secrets'")
 
     monkeypatch.setattr(device, "collect", fails)
-    return failed
 
 
 def test_a_step_that_fails_is_a_500_and_the_engine_begins_anew(
     own_server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = ask(own_server)
-    failing(monkeypatch, own_server, 1)
+    fail_once(monkeypatch, own_server)
     failed = ask(own_server)
     assert failed.status_code == 500
     assert failed.json()["error"]["type"] == "server_error"
@@ -83,7 +88,7 @@ def test_a_step_that_fails_is_a_500_and_the_engine_begins_anew(
 def test_a_stream_that_fails_ends_with_the_error(
     own_server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing(monkeypatch, own_server, 1)
+    fail_once(monkeypatch, own_server)
     answer = ask(own_server, stream=True)
     assert answer.status_code == 200
     assert '"type":"server_error"' in answer.text
@@ -95,7 +100,7 @@ def test_an_engine_that_cannot_begin_anew_says_so(
     tiny: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running_server(tiny) as server, monkeypatch.context() as patch:
-        failing(patch, server, 1)
+        fail_once(patch, server)
         patch.setattr(tiny.engine, "restart", lambda: 1 / 0)
         assert ask(server).status_code == 500
         assert ask(server).status_code == 500
@@ -158,9 +163,7 @@ def test_who_goes_while_a_program_is_compiled_leaves_nothing(
     released = threading.Event()
     monkeypatch.setattr(engine, "compile_program", lambda traits: released.wait(30))
     with pytest.raises(httpx2.ReadTimeout):
-        httpx2.post(
-            f"{own_server.url}/v1/completions", json=ASK | {"bad_words": ["x"]}, timeout=0.3
-        )
+        ask(own_server, timeout=0.3, bad_words=["x"])
     own_server.wait(lambda: not own_server.service.engine.is_busy)
     released.set()
     assert ask(own_server).status_code == 200
@@ -211,3 +214,152 @@ def test_tokens_of_short_bursts_are_delivered_together(
     with running_server(tiny, burst_seconds=30) as server:
         hurried = pieces(server, stop=["no text has this"])
         assert len(pieces(server)) < len(hurried)
+
+
+# --- programs ----------------------------------------------------------------------------
+
+FAST = SamplingParams(mode="verified", max_tokens=8)
+SPECIAL = [
+    dataclasses.replace(FAST, temperature=0.9, seed=3),
+    dataclasses.replace(FAST, temperature=0.9, top_p=0.5, min_p=0.1, seed=3),
+    dataclasses.replace(FAST, logprobs=3),
+    dataclasses.replace(FAST, frequency_penalty=0.7, min_tokens=4),
+    dataclasses.replace(FAST, logit_bias={5: 3.0}, bad_words=((7, 8), (3,))),
+    dataclasses.replace(FAST, mode="paper", entropy_threshold=1.6),
+    dataclasses.replace(FAST, mode="ar"),
+]
+
+
+def requests(*params: SamplingParams) -> list[Request]:
+    return [Request(number, (5, 9, 3, 11), one) for number, one in enumerate(params)]
+
+
+class Compiler:
+    """Stands for `Engine.compile_program`: notes what is wanted, and compiles when it is told."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch):
+        self.wanted: list[Traits] = []
+        self.changed, self.go = threading.Event(), threading.Event()
+        self.error: Exception | None = None
+        monkeypatch.setattr(engine, "compile_program", self.compile)
+        self.programs = Programs(engine, self.changed.set)
+
+    def compile(self, traits: Traits) -> None:
+        self.wanted.append(traits)
+        assert self.go.wait(30)
+        if self.error is not None:
+            raise self.error
+
+    def offer(self, *params: SamplingParams) -> tuple[int, int]:
+        """How many requests join at once, and how many wait for a program."""
+        ready, held, traits = self.programs.choose(requests(*params))
+        self.programs.compile(held, traits)
+        return len(ready), len(held)
+
+    def finish(self) -> None:
+        """Lets the compilation that is running, if any, end."""
+        if not self.programs.is_compiling:
+            return
+        self.go.set()
+        assert self.changed.wait(30)
+        self.go.clear()
+        self.changed.clear()
+
+
+@pytest.fixture(scope="module")
+def both(tiny_model: Transformer) -> Engine:
+    """An engine with the two programs that a server starts with."""
+    engine = small_engine(tiny_model, [FAST])
+    engine.compile()
+    engine.compile_program(engine.everything)
+    return engine
+
+
+@pytest.mark.parametrize("params", SPECIAL, ids=range(len(SPECIAL)))
+def test_the_program_for_everything_gives_the_tokens_of_any_other(
+    both: Engine, tiny_model: Transformer, params: SamplingParams
+) -> None:
+    programs = both.num_programs
+    events = both.step(requests(params), program=both.everything)
+    while both.has_work:
+        events += both.step(program=both.everything)
+    (ours,) = (event.result for event in events if isinstance(event, Finished))
+    assert both.num_programs == programs
+    (theirs,) = small_engine(tiny_model, [params]).decode(requests(params))
+    assert (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)
+    if theirs.logprobs is not None:
+        assert ours.logprobs is not None
+        found = [one.logprob for one in ours.logprobs]
+        assert found == pytest.approx([one.logprob for one in theirs.logprobs], abs=1e-5)
+
+
+def test_whoever_comes_joins_at_once_and_a_better_program_is_made_meanwhile(
+    both: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = Compiler(both, monkeypatch)
+    for params in SPECIAL:
+        assert compiler.offer(params) == (1, 0)
+    # One at a time, for the first; with what is mostly asked for together.
+    assert compiler.programs.is_compiling
+    (wanted,) = compiler.wanted
+    assert wanted.truncated
+    assert not wanted.are_everything
+    compiler.finish()
+
+
+def test_the_fast_program_is_left_alone(both: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = Compiler(both, monkeypatch)
+    assert compiler.offer(FAST) == (1, 0)
+    assert compiler.wanted == []
+    program = both.compiled_for(both.traits_with(requests(FAST)))
+    assert program is not None
+    assert not program.are_everything
+
+
+def test_few_programs_are_made(both: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_PROGRAMS", 2)
+    compiler = Compiler(both, monkeypatch)
+    for params in SPECIAL[2:6]:
+        compiler.offer(params)
+        compiler.finish()
+    assert len(compiler.wanted) == 2
+
+
+def test_a_failed_compilation_fails_nobody_who_can_be_decoded(
+    both: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = Compiler(both, monkeypatch)
+    compiler.error = RuntimeError("too large")
+    for _ in range(3):
+        assert compiler.offer(SPECIAL[0]) == (1, 0)
+        compiler.finish()
+        assert compiler.programs.failure() is None
+    assert len(compiler.wanted) == 1, "it is not tried again and again"
+
+
+def test_without_the_two_programs_the_first_waits_and_fails_alone(
+    tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = small_engine(tiny_model, [])
+    compiler = Compiler(engine, monkeypatch)
+    first, second = SPECIAL[0], SPECIAL[2]
+    compiler.error = RuntimeError("too large")
+    assert compiler.offer(first, second) == (0, 2)
+    assert compiler.programs.failure() is None, "not before it is known"
+    compiler.finish()
+    failed = compiler.programs.failure()
+    assert failed is not None
+    assert (failed.number, str(failed.error)) == (0, "too large")
+    assert compiler.programs.failure() is None
+    # The next is tried with its own program; then everything, so that nobody waits again.
+    compiler.error = None
+    compiler.offer(second)
+    compiler.finish()
+    compiler.offer()
+    compiler.finish()
+    own = engine.traits_with(requests(second)).rounded
+    assert compiler.wanted[1:] == [own, engine.everything]
+
+
+def test_requests_of_every_kind_share_the_program(both: Engine) -> None:
+    assert both.compiled_for(both.traits_with(requests(*SPECIAL))) == both.everything

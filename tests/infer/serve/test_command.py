@@ -1,0 +1,284 @@
+"""`wedlm serve`: which of flags, environment and file counts, and how bad ones are named. A process
+starts, drains when asked to and survives being killed."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import pytest
+
+from infer.serve import command
+from infer.serve.answer import EventStream
+from infer.serve.command import layered
+from infer.serve.http_server import REQUESTS
+from wedlm_jax.__main__ import main
+from wedlm_jax.errors import InputError
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def settings(*flags: str, **environment: str) -> dict[str, object]:
+    return layered(command.parser(), flags, environment)
+
+
+def test_flags_override_the_environment_and_that_the_file(folder: Path) -> None:
+    (folder / "wedlm.toml").write_text("[serve]\nport = 1\nmax-waiting = 2\ngrace = 3.5\n")
+    assert settings() == {"port": 1, "max_waiting": 2, "grace": 3.5}
+    named = settings("--port", "7", WEDLM_PORT="5", WEDLM_MAX_WAITING="6")
+    assert named == {"port": 7, "max_waiting": 6, "grace": 3.5}
+
+
+def test_values_of_every_kind(folder: Path) -> None:
+    other = folder / "other.toml"
+    other.write_text(
+        "[serve]\n"
+        'mesh = {tensor = 2, data = 4}\nstop = ["a b", "c"]\nno_warmup = true\nmode = "paper"\n'
+        'window_size = "auto"\nentropy_threshold = "none"\npresence-penalty = -1.5\n'
+        "[elsewhere]\nunknown = 1\n"
+    )
+    expected = {
+        "mesh": [("tensor", 2), ("data", 4)],
+        "stop": ["a b", "c"],
+        "no_warmup": True,
+        "mode": "paper",
+        "window_size": "auto",
+        "entropy_threshold": None,
+        "presence_penalty": -1.5,
+    }
+    assert settings("--config", "other.toml") == expected
+    assert settings(WEDLM_CONFIG=str(other)) == expected
+    environment = {
+        "WEDLM_MESH": "tensor=2 data=4",
+        "WEDLM_STOP": "'a b' c",
+        "WEDLM_NO_WARMUP": "1",
+        "WEDLM_MODE": "paper",
+        "WEDLM_WINDOW_SIZE": "auto",
+        "WEDLM_ENTROPY_THRESHOLD": "none",
+        "WEDLM_PRESENCE_PENALTY": "-1.5",
+    }
+    assert settings(**environment) == expected
+    assert settings("--config", "other.toml", WEDLM_NO_WARMUP="false")["no_warmup"] is False
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[serve]\nprot = 1", "unknown key 'prot'; did you mean 'port'?"),
+        ("[serve]\nport = 'x'", "wedlm.toml: port: invalid int value: 'x'"),
+        ("[serve]\nport = [1, 2]", r"wedlm.toml: port: expected one value, not \[1, 2\]"),
+        ("[serve]\nmode = 'fast'", "wedlm.toml: mode: invalid choice: 'fast'"),
+        ("[serve]\nquiet = 'perhaps'", "quiet: expected true or false, not 'perhaps'"),
+        ("serve = 1", r"expected \[serve\] to be a table"),
+        ("[serve", "cannot be read as TOML"),
+    ],
+)
+def test_a_bad_file_is_named(folder: Path, text: str, sentence: str) -> None:
+    (folder / "wedlm.toml").write_text(text)
+    with pytest.raises(InputError, match=sentence):
+        settings()
+
+
+def test_a_file_that_is_not_there_or_no_text(folder: Path) -> None:
+    (folder / "binary.toml").write_bytes(b"\xff\x00")
+    for name in ("binary.toml", "missing.toml", str(folder)):
+        with pytest.raises(InputError, match="cannot be read as TOML"):
+            settings("--config", name)
+
+
+def test_a_bad_variable_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match="WEDLM_PORT: invalid int value: 'x'"):
+        settings(WEDLM_PORT="x")
+    assert settings(WEDLM_PROT="1", OTHER="2") == {}
+    said = "WEDLM_PROT is ignored, as no setting is called so; did you mean 'port'?"
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--port", "70000"], "--port: expected 0 to 65535"),
+        (["--grace", "0"], "--grace: expected a number above 0"),
+        (["--max-waiting", "-1"], "--max-waiting: expected"),
+        (["--api-key", " "], "--api-key: expected a key"),
+        (["--temperature", "-1"], "--temperature: expected a number"),
+        (["--n", "2", "--temperature", "1"], "--n: requests say how many"),
+        (["--host", "nowhere.invalid"], "--host nowhere.invalid --port 8000: "),
+        (["--port", "0", "--model", "missing"], "missing"),
+    ],
+)
+def test_bad_flags_end_it_before_it_listens(
+    flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *flags]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_an_address_that_is_taken_is_told_before_the_model_is_read(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with command.listening_socket("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert main(["serve", "--port", port, "--model", "missing"]) == 2
+    assert "in use" in capsys.readouterr().err
+
+
+def test_without_its_packages_it_says_how_to_get_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    assert main(["serve"]) == 2
+    assert "pip install 'wedlm-jax[serve]'" in capsys.readouterr().err
+
+
+# --- the process -------------------------------------------------------------------------
+
+SLOW = {"prompt": "the cat", "max_tokens": 250, "ignore_eos": True, "mode": "ar"}
+
+
+@contextlib.contextmanager
+def serving(
+    checkpoint: Path, *flags: str, **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server process and its URL."""
+    command = [sys.executable, "-m", "wedlm_jax", "serve", "--model", str(checkpoint)]
+    options = ["--batch-size", "2", "--window-size", "4", "--deterministic", *flags]
+    process = subprocess.Popen(
+        [*command, *options],
+        env=os.environ | {"WEDLM_PORT": "0"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        assert " at http://" in line, process.communicate()[1]
+        yield process, line.split(" at ")[1].strip().removesuffix("/v1")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ask(url: str, **fields: Any) -> httpx2.Response:
+    return httpx2.post(f"{url}/v1/completions", json=SLOW | fields, timeout=60)
+
+
+@pytest.mark.full
+def test_sigterm_under_load_and_kill_and_restart(checkpoint: Path) -> None:
+    with serving(checkpoint, WEDLM_SERVED_MODEL_NAME="cat", WEDLM_API_KEY="k") as (process, url):
+        assert httpx2.get(f"{url}/v1/models").status_code == 401
+        headers = {"Authorization": "Bearer k"}
+        (card,) = httpx2.get(f"{url}/v1/models", headers=headers).json()["data"]
+        assert card["id"] == "cat"
+        process.kill()
+        process.wait(10)
+        port = url.rpartition(":")[2]
+    # The address is free at once.
+    with (
+        serving(checkpoint, "--port", port) as (process, url),
+        concurrent.futures.ThreadPoolExecutor(8) as pool,
+    ):
+        expected = ask(url).json()["choices"]
+        asked: list[concurrent.futures.Future[httpx2.Response]] = []
+        while "wedlm_sequences_running 2.0" not in httpx2.get(f"{url}/metrics").text:
+            if all(one.done() for one in asked):  # between two looks, perhaps
+                asked = [pool.submit(ask, url, stream=number % 2 == 1) for number in range(6)]
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        answers = [one.result(60) for one in asked]
+        assert process.wait(30) == 0
+        for number, answer in enumerate(answers):
+            assert answer.status_code == 200
+            if number % 2:
+                assert answer.text.endswith("data: [DONE]\n\n")
+            else:
+                assert answer.json()["choices"] == expected
+        with pytest.raises(httpx2.ConnectError):
+            ask(url)
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_a_stream_that_takes_longer_than_the_grace_ends_with_the_reason() -> None:
+    sent, ended = list[Any](), list[bool]()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"data: 1\n\n"
+        await asyncio.sleep(60)
+
+    async def nothing() -> Any:
+        await asyncio.sleep(60)
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body"))
+
+    async def cut_off() -> None:
+        stream = EventStream.__new__(EventStream)
+        stream._answer, stream._events = SimpleNamespace(end=lambda: ended.append(True)), events()
+        stream.raw_headers = []
+        task = asyncio.create_task(stream({}, nothing, send))
+        await asyncio.sleep(0.05)
+        task.cancel()  # as uvicorn does
+        await task
+
+    asyncio.run(cut_off())
+    assert sent[:2] == [None, b"data: 1\n\n"]
+    assert b"the server is ending" in sent[2]
+    assert sent[2].endswith(b"data: [DONE]\n\n")
+    assert ended
+
+
+@pytest.mark.full
+def test_what_takes_longer_than_the_grace_is_cut_off(checkpoint: Path) -> None:
+    flags = ("--grace", "0.3", "--no-warmup", "--burst-seconds", "0.001")
+    with (
+        serving(checkpoint, *flags) as (process, url),
+        concurrent.futures.ThreadPoolExecutor() as pool,
+    ):
+        # It compiles: that takes longer.
+        asked = pool.submit(ask, url)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        answer = asked.result(20)
+        assert answer.status_code == 503
+        assert "the server is ending" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("flags", "level"), [([], logging.INFO), (["--quiet"], logging.NOTSET)])
+def test_quiet_turns_the_lines_off(
+    flags: list[str], level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = SimpleNamespace(run=lambda sockets: None)
+    service: Any = SimpleNamespace(
+        engine=SimpleNamespace(programs=SimpleNamespace(is_compiling=False)),
+        options=SimpleNamespace(model="the-model"),
+    )
+    monkeypatch.setattr("infer.serve.http_server.make_server", lambda *_, **__: server)
+    monkeypatch.setattr("infer.serve.app.make_app", lambda service: None)
+    before = REQUESTS.level
+    REQUESTS.setLevel(logging.NOTSET)
+    try:
+        with command.listening_socket("127.0.0.1", 0) as sock:
+            assert command.serve(service, sock, vars(command.parser().parse_args(flags))) == 0
+        assert REQUESTS.level == level
+    finally:
+        REQUESTS.setLevel(before)

@@ -1,0 +1,272 @@
+"""What stands before the routes. Clients that are slow, broken, greedy or gone hurt nobody else and
+leave nothing behind; each request has a line in the log; keys and origins are checked."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from openai import OpenAI
+
+from infer.serve.http_server import REQUESTS
+from tests.infer.serve.running_server import MODEL, RunningServer, running_server
+from wedlm_jax.llm import LLM
+
+LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "window_size": 0}
+"""An answer that takes a while."""
+
+
+@pytest.fixture(scope="module")
+def strict(offline: LLM) -> Iterator[RunningServer]:
+    """A server of little patience, with few places."""
+    with running_server(
+        offline, client_timeout=0.5, body_seconds=0.5, max_body=20_000, max_waiting=2
+    ) as server:
+        yield server
+
+
+def connect(server: RunningServer) -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", server.port))
+    sock.settimeout(10)
+    return sock
+
+
+def head(path: str = "/v1/completions", **headers: object) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def everything(sock: socket.socket) -> bytes:
+    """What comes until the server closes the connection."""
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := sock.recv(65536):
+            data += part
+    return data
+
+
+def answer_to(server: RunningServer, data: bytes) -> bytes:
+    with connect(server) as sock:
+        sock.sendall(data)
+        return everything(sock)
+
+
+def still_answers(server: RunningServer) -> None:
+    answer = httpx2.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2})
+    assert answer.status_code == 200
+    server.wait_until_idle()
+
+
+# --- HTTP ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"nonsense\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X: " + b"a" * 200_000 + b"\r\n\r\n",
+        b"GET /\x00 HTTP/1.1\r\nHost: x\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_answered_or_dropped(strict: RunningServer, data: bytes) -> None:
+    answer = answer_to(strict, data)
+    assert answer == b"" or answer.split()[1][:1] == b"4"
+    still_answers(strict)
+
+
+def test_a_request_s_head_that_does_not_come(strict: RunningServer) -> None:
+    with connect(strict) as silent, connect(strict) as slow:
+        slow.sendall(b"GET /health HT")
+        started = time.monotonic()
+        assert everything(silent) == everything(slow) == b""
+        assert time.monotonic() - started < 5
+
+
+def test_a_second_head_that_does_not_come(strict: RunningServer) -> None:
+    answer = answer_to(strict, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea")
+    assert answer.count(b"HTTP/1.1 200") == 1
+
+
+def test_a_body_that_does_not_come(strict: RunningServer) -> None:
+    answer = answer_to(strict, head(Content_Length=100) + b'{"prompt"')
+    assert answer.split()[1] == b"408"
+    assert b"the body did not come in time" in answer
+    still_answers(strict)
+
+
+def test_a_body_that_trickles(strict: RunningServer) -> None:
+    with connect(strict) as sock:
+        sock.sendall(head(Transfer_Encoding="chunked"))
+        started = time.monotonic()
+        with contextlib.suppress(OSError):
+            while time.monotonic() - started < 5:
+                sock.sendall(b"1\r\nx\r\n")
+                time.sleep(0.05)
+        assert time.monotonic() - started < 3
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_is_too_large(strict: RunningServer, chunked: bool) -> None:
+    body = json.dumps({"prompt": "x" * 30_000}).encode()
+    content = (body[i : i + 1000] for i in range(0, len(body), 1000)) if chunked else body
+    headers = {"Content-Type": "application/json"}
+    answer = httpx2.post(f"{strict.url}/v1/completions", content=content, headers=headers)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["message"] == "the body is larger than 20,000 bytes"
+    still_answers(strict)
+
+
+def test_a_body_that_says_it_is_huge_is_not_waited_for(strict: RunningServer) -> None:
+    assert answer_to(strict, head(Content_Length=10**15)).split()[1] == b"413"
+
+
+# --- clients that go away ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_nobody_waits_for_ends_at_once(strict: RunningServer, stream: bool) -> None:
+    body = json.dumps(LONG | {"stream": stream}).encode()
+    with connect(strict) as sock:
+        sock.sendall(head(Content_Length=len(body)) + body)
+        if stream:
+            assert b"data:" in sock.recv(4096) + sock.recv(4096)
+        strict.wait(lambda: strict.service.engine.counters.running == 1)
+    strict.wait_until_idle()
+    still_answers(strict)
+
+
+def test_a_client_that_never_reads_is_dropped(offline: LLM) -> None:
+    """Its answer is larger than what the system keeps for it."""
+    body = {"prompt": ["a", "b"], "n": 4, "temperature": 0.7, "stream": True}
+    data = json.dumps(LONG | body | {"logprobs": 4, "return_token_ids": True}).encode()
+    with running_server(offline, client_timeout=0.5, send_buffer=4096) as server:
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", server.port))
+            sock.sendall(head(Content_Length=len(data)) + data)
+            server.wait(lambda: server.service.engine.counters.running > 0)
+            server.wait_until_idle()
+        metrics = httpx2.get(f"{server.url}/metrics").text
+        assert re.search(r"wedlm_sequences_aborted_total [1-8]\.", metrics)
+        still_answers(server)
+
+
+def test_a_full_queue_says_when_to_come_again(strict: RunningServer) -> None:
+    """Four decode and two wait; the seventh is told."""
+    bodies = json.dumps(LONG).encode()
+    engine = strict.service.engine
+    with contextlib.ExitStack() as stack:
+        for _ in range(6):
+            sock = stack.enter_context(connect(strict))
+            sock.sendall(head(Content_Length=len(bodies)) + bodies)
+        strict.wait(lambda: engine.counters.running + engine.counters.waiting == 6)
+        answer = httpx2.post(f"{strict.url}/v1/completions", json=LONG)
+        assert answer.status_code == 429
+        assert int(answer.headers["Retry-After"]) >= 1
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+        assert httpx2.get(f"{strict.url}/health").status_code == 200
+    strict.wait_until_idle()
+    still_answers(strict)
+
+
+# --- log lines -------------------------------------------------------------------------------
+
+SECONDS = r"\d+\.\d{3} s"
+
+
+@pytest.fixture
+def lines(server: RunningServer, caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    said: list[str] = []
+    kept = logging.Handler()
+    kept.emit = lambda record: said.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
+    server.wait_until_idle()
+    with caplog.at_level(logging.INFO, logger=REQUESTS.name):
+        REQUESTS.addHandler(kept)
+        yield said
+        REQUESTS.removeHandler(kept)
+
+
+def test_an_answer_has_a_line_with_what_it_took(
+    server: RunningServer, client: OpenAI, lines: list[str]
+) -> None:
+    """A stream has it when it is over."""
+    said = client.completions.create(
+        model=MODEL, prompt=["Once upon", "One day"], max_tokens=6, n=2, temperature=0.7
+    )
+    messages: Any = [{"role": "user", "content": "Once upon a time"}]
+    asked: Any = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 6}
+    *_, last = client.chat.completions.create(model=MODEL, messages=messages, **asked)
+    server.wait(lambda: len(lines) == 2)
+    paths = ("/v1/completions", "/v1/chat/completions")
+    for line, path, one in zip(lines, paths, (said, last), strict=True):
+        assert one.usage is not None
+        counts = f"{one.usage.prompt_tokens} tokens in, {one.usage.completion_tokens} out, {one.id}"
+        assert re.fullmatch(rf"INFO POST {path} 200 {SECONDS}, {counts}", line), line
+
+
+def test_refusals_and_other_paths_have_lines_and_probes_have_none(
+    server: RunningServer, lines: list[str]
+) -> None:
+    for path in ("/health", "/metrics", "/v1/models", "/no%0Asuch%20path?key=secret"):
+        httpx2.get(server.url + path)
+    httpx2.post(f"{server.url}/v1/completions", json={"prompt": "secret", "top_p": 9})
+    server.wait(lambda: len(lines) == 3)
+    expected = ("GET /v1/models 200", "GET /no%0Asuch%20path 404", "POST /v1/completions 400")
+    for line, beginning in zip(lines, expected, strict=True):
+        assert re.fullmatch(rf"INFO {re.escape(beginning)} {SECONDS}", line), line
+
+
+# --- keys and origins ----------------------------------------------------------------------
+
+
+def test_a_key_is_wanted_where_one_is_set(offline: LLM) -> None:
+    with running_server(offline, api_key="s3cret") as server:
+        for key in ("wrong", "", "s3cre", "s3cret2"):
+            with (
+                OpenAI(base_url=f"{server.url}/v1", api_key=key or "-", max_retries=0) as client,
+                pytest.raises(openai.AuthenticationError, match="expected the server's API key"),
+            ):
+                client.models.list()
+        with OpenAI(base_url=f"{server.url}/v1", api_key="s3cret") as client:
+            client.models.list()
+        open_paths = ("/", "/health")
+        for path in (*open_paths, "/metrics", "/v1/models", "/openapi.json", "/nowhere"):
+            status = httpx2.get(server.url + path).status_code
+            assert status == (200 if path in open_paths else 401)
+        for scheme in ("Basic s3cret", "s3cret", "Bearer"):
+            answer = httpx2.get(f"{server.url}/metrics", headers={"Authorization": scheme})
+            assert answer.status_code == 401
+            assert answer.headers["WWW-Authenticate"] == "Bearer"
+
+
+def test_pages_of_other_origins_are_let_in_only_where_named(
+    server: RunningServer, offline: LLM
+) -> None:
+    ask = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    asked = httpx2.options(f"{server.url}/v1/completions", headers=ask)
+    assert "access-control-allow-origin" not in asked.headers
+    with running_server(offline, cors_origins=("https://a.example",), api_key="k") as other:
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            asked = httpx2.options(other.url + path, headers=ask)
+            assert asked.headers["access-control-allow-origin"] == "https://a.example"
+        wrong = httpx2.options(
+            f"{other.url}/v1/completions", headers=ask | {"Origin": "https://b.example"}
+        )
+        assert "access-control-allow-origin" not in wrong.headers
+        refused = httpx2.get(f"{other.url}/v1/models", headers={"Origin": "https://a.example"})
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == "https://a.example"
