@@ -186,9 +186,8 @@ class Answer:
         return f"{self._call.num_prompt_tokens} tokens in, {made} out"
 
     def _trace(self, params: SamplingParams, prompt_tokens: int) -> SequenceTrace:
-        window = self._call.window
-        if window is None:
-            window = self._engine.engine.window_size
+        own, default = self._call.window, self._engine.engine.window_size
+        window = default if own is None else own
         return SequenceTrace(
             self._codec, params, prompt_tokens, window if isinstance(window, int) else None
         )

@@ -207,12 +207,14 @@ class Calls:
             self._llm.engine.check_window(body.window_size)
         if isinstance(body, ChatRequest):
             chat: Any = body
-            prompt = self._llm.chat_prompt(
-                checked_messages(chat.messages),
-                tools=None if chat.tool_choice == "none" else chat.tools,
-                chat_template_kwargs=chat.chat_template_kwargs,
-            )
-            prompts, limit = [prompt], self._chat_limit
+            prompts: list[Prompt] = [
+                self._llm.chat_prompt(
+                    checked_messages(chat.messages),
+                    tools=None if chat.tool_choice == "none" else chat.tools,
+                    chat_template_kwargs=chat.chat_template_kwargs,
+                )
+            ]
+            limit = self._chat_limit
         else:
             prompts, limit = as_list(body.prompt), self._defaults.max_tokens
         self._capacity.check(len(prompts) * params.n)

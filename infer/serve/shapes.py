@@ -346,22 +346,18 @@ class Health(BaseModel):
     status: Literal["ok"]
 
 
-Responses = dict[int | str, dict[str, Any]]
-
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 """The schema of each event of a stream: its data is JSON, or ``[DONE]``."""
 _STREAM = {"content": {"text/event-stream": {"schema": _EVENT}}}
-_METRICS = {"content": {"text/plain": {"schema": {"type": "string"}}}}
-
-RESPONSES: Mapping[str, Responses] = {
-    path: {200: success, "default": {"model": Error}}
-    for path, success in {
-        "/v1/completions": {"model": TextCompletion, **_STREAM},
-        "/v1/chat/completions": {"model": ChatCompletion, **_STREAM},
-        "/v1/models": {"model": ModelList},
-        "/v1/models/{model:path}": {"model": ModelCard},
-        "/health": {"model": Health},
-        "/metrics": _METRICS,
-    }.items()
+_SUCCESSES: Mapping[str, dict[str, Any]] = {
+    "/v1/completions": {"model": TextCompletion, **_STREAM},
+    "/v1/chat/completions": {"model": ChatCompletion, **_STREAM},
+    "/v1/models": {"model": ModelList},
+    "/v1/models/{model:path}": {"model": ModelCard},
+    "/health": {"model": Health},
+    "/metrics": {"content": {"text/plain": {"schema": {"type": "string"}}}},
 }
-"""What FastAPI is told of the answers of each route."""
+RESPONSES: Mapping[str, dict[int | str, dict[str, Any]]] = {
+    path: {200: success, "default": {"model": Error}} for path, success in _SUCCESSES.items()
+}
+"""The answers of each route, as FastAPI takes them."""

@@ -1,5 +1,5 @@
-"""Answers have the shapes of OpenAI's API. Tokens that are parts of characters have true bytes and a
-name of their own. To requests made up from the server's own description no answer is a 500, and
+"""Answers have the shapes of OpenAI's API. Tokens that are parts of characters have true bytes and
+a name of their own. To requests made up from the server's own description no answer is a 500, and
 every answer is what the description says."""
 
 from __future__ import annotations
