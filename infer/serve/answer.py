@@ -172,8 +172,8 @@ class Answer:
         pieces = []
         for choice in self._choices:
             one, trace = choice.stream.completion, choice.trace
-            told = None if trace is None else trace.whole(one.finish_reason)
-            pieces.append(Piece(choice.index, Chunk(one.text or "", one.token_ids, one), told))
+            whole = None if trace is None else trace.whole(one.finish_reason)
+            pieces.append(Piece(choice.index, Chunk(one.text or "", one.token_ids, one), whole))
         return pieces
 
     @property

@@ -92,7 +92,7 @@ class Service:
     """A model behind the API.
 
     Args:
-      llm: the model; nobody else steps its engine.
+      llm: the model, whose engine only this service steps.
     """
 
     def __init__(self, llm: LLM, options: Options):

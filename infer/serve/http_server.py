@@ -206,8 +206,8 @@ class Outcomes:
                 # Percent-encoded: whatever a client sends stays on one line.
                 path = quote(scope["path"], safe="/:@+,=")[:LONGEST_PATH]
                 seconds = time.monotonic() - begun
-                told = [f"{scope['method']} {path} {status or 'cut'} {seconds:.3f} s"]
-                REQUESTS.info(", ".join(told + list(map(str, state.get("decoded", [])))))
+                line = f"{scope['method']} {path} {status or 'cut'} {seconds:.3f} s"
+                REQUESTS.info(", ".join([line, *map(str, state.get("decoded", ()))]))
 
 
 class KeyCheck:
