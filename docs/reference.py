@@ -53,8 +53,7 @@ CLASSES = {
     ),
 }
 FUNCTIONS = {
-    "wedlm_jax.checkpoint.load": ("load_checkpoint",),
-    "wedlm_jax.checkpoint.save": ("save_checkpoint",),
+    "wedlm_jax.checkpoint.model": ("load_checkpoint", "save_checkpoint"),
     "wedlm_jax.sharding": ("make_mesh",),
 }
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises")

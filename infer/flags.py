@@ -156,7 +156,7 @@ def advised_params(options: Mapping[str, Any]) -> SamplingParams:
     """Returns what the model among the parsed ``options`` advises, if they ask for it."""
     if options.get("generation_config") != "auto":
         return SamplingParams()
-    from wedlm_jax.checkpoint.hf_folder import read_generation_config
+    from wedlm_jax.checkpoint.hf import read_generation_config
     from wedlm_jax.checkpoint.open import find_model
 
     return read_generation_config(find_model(options.get("model"))).params()

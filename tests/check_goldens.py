@@ -24,7 +24,7 @@ from flax import nnx
 
 from tests.decode_harness import DecodeCase, decode_cases, decode_trace
 from train.step import Objective, accumulate, prepare_given
-from wedlm_jax.checkpoint.load import load_checkpoint
+from wedlm_jax.checkpoint.model import load_checkpoint
 from wedlm_jax.checkpoint.names import arrays_from_model, parameter_entries
 from wedlm_jax.corruption import PackedRows
 from wedlm_jax.errors import InputError

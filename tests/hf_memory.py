@@ -20,9 +20,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from wedlm_jax.checkpoint.load import load_checkpoint
+from wedlm_jax.checkpoint.model import load_checkpoint, save_checkpoint
 from wedlm_jax.checkpoint.names import arrays_from_model
-from wedlm_jax.checkpoint.save import save_checkpoint
 from wedlm_jax.model.quantization import rounded_alone
 from wedlm_jax.sharding import make_mesh
 

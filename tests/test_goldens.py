@@ -28,7 +28,7 @@ from tests.check_goldens import (
 )
 from tests.decode_harness import decode_cases, decode_trace
 from tests.forward_sizes import two_sizes, usual_sizes
-from wedlm_jax.checkpoint.load import load_checkpoint
+from wedlm_jax.checkpoint.model import load_checkpoint
 from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.model import Transformer

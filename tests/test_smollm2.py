@@ -23,7 +23,7 @@ pytest.importorskip("gguf")
 from tests.infer.serve.running_server import running_server
 from wedlm_jax import LLM, SamplingParams
 from wedlm_jax.__main__ import main
-from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
+from wedlm_jax.checkpoint.hf import HFCheckpoint
 from wedlm_jax.checkpoint.open import find_model
 from wedlm_jax.completion import Completion
 from wedlm_jax.model import Transformer
@@ -68,8 +68,8 @@ def test_values_and_tokens_are_those_that_transformers_reads_in_the_file(folder:
     except ImportError as error:  # of a package that it wants
         pytest.skip(str(error).strip().splitlines()[0])
     theirs, found = model.state_dict(), HFCheckpoint(folder)
-    for name in found.tensors:
-        np.testing.assert_array_equal(found.read(name), theirs[name].numpy(), err_msg=name)
+    for name, tensor in found.tensors.items():
+        np.testing.assert_array_equal(tensor.read(), theirs[name].numpy(), err_msg=name)
     tokenizer, codec = AutoTokenizer.from_pretrained(file.parent, **given), TextCodec.load(folder)
     assert codec is not None
     assert codec.tokenizer.chat_template == tokenizer.chat_template
@@ -86,7 +86,7 @@ def test_next_tokens_of_a_chat_are_those_of_transformers(folder: Path) -> None:
     import jax.numpy as jnp
     import transformers
 
-    from wedlm_jax.checkpoint.load import load_checkpoint
+    from wedlm_jax.checkpoint.model import load_checkpoint
     from wedlm_jax.masks import CausalMask
 
     codec = TextCodec.load(folder)

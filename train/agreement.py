@@ -24,7 +24,7 @@ from train.data.manifest import read_manifest
 from train.recipe.config import TrainConfig, describe
 from train.recipe.phases import source_names
 from wedlm_jax.checkpoint import RUN_STATES
-from wedlm_jax.checkpoint.orbax_io import is_whole, whole_steps
+from wedlm_jax.checkpoint.orbax import is_whole, whole_steps
 from wedlm_jax.errors import InputError, shortened
 from wedlm_jax.host.processes import SEEN_WITHIN_S, coordinator
 from wedlm_jax.host.storage import (

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from train.step import TrainState
-from wedlm_jax.checkpoint.orbax_io import (
+from wedlm_jax.checkpoint.orbax import (
     DamagedCheckpoint,
     OtherState,
     StepFolders,

@@ -21,16 +21,15 @@ from train.recipe.phases import phases_of
 from train.resume import Origin
 from train.step import TrainState
 from wedlm_jax.checkpoint import RUN_BASE, RUN_MODEL
-from wedlm_jax.checkpoint.load import load_checkpoint
 from wedlm_jax.checkpoint.mask_token import (
     choose_mask_token,
     describe_mask_token,
     special_tokens,
 )
+from wedlm_jax.checkpoint.model import load_checkpoint, save_checkpoint
 from wedlm_jax.checkpoint.names import check_tensors
 from wedlm_jax.checkpoint.open import open_checkpoint, read_architecture
 from wedlm_jax.checkpoint.orbax_model import described_lora
-from wedlm_jax.checkpoint.save import save_checkpoint
 from wedlm_jax.config import (
     CONFIG_FIELDS,
     PARTS,

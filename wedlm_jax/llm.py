@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from wedlm_jax.checkpoint.adapters import with_drafter
-from wedlm_jax.checkpoint.hf_folder import read_generation_config
-from wedlm_jax.checkpoint.load import load_checkpoint
+from wedlm_jax.checkpoint.hf import read_generation_config
+from wedlm_jax.checkpoint.model import load_checkpoint
 from wedlm_jax.checkpoint.open import find_model
 from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.config import ModelConfig

@@ -19,8 +19,7 @@ import jax.numpy as jnp
 
 from examples.embedded.corpus import REGIMES, generate
 from examples.embedded.corpus.records import as_question
-from wedlm_jax.checkpoint.load import load_checkpoint
-from wedlm_jax.checkpoint.save import save_checkpoint
+from wedlm_jax.checkpoint.model import load_checkpoint, save_checkpoint
 from wedlm_jax.host.command_line import run_command
 from wedlm_jax.host.signals import exit_process
 

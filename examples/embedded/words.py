@@ -22,9 +22,8 @@ from tokenizers import Tokenizer
 
 from examples.embedded.corpus import REGIMES, generate
 from train.data.tokenizer import save_tokenizer
-from wedlm_jax.checkpoint.load import load_checkpoint
+from wedlm_jax.checkpoint.model import load_checkpoint, save_checkpoint
 from wedlm_jax.checkpoint.names import arrays_from_model, model_from_arrays
-from wedlm_jax.checkpoint.save import save_checkpoint
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.command_line import run_command
 from wedlm_jax.host.signals import exit_process

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from infer.evaluate import EMBEDDED_QUESTIONS
 from infer.harness.human_eval import HUMAN_EVAL, code_questions
 from wedlm_jax.checkpoint.adapters import with_drafter
-from wedlm_jax.checkpoint.load import load_checkpoint
+from wedlm_jax.checkpoint.model import load_checkpoint
 from wedlm_jax.checkpoint.open import find_model
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.engine.config import EngineConfig

@@ -16,7 +16,7 @@ from tests.examples.checkpoints import hf_values
 from tests.examples.data import EMBEDDED
 from tests.examples.tiny_checkpoint import TEXTS, VOCAB_SIZE, write_tiny_checkpoint
 from train.data.tokenizer import save_tokenizer, train_tokenizer
-from wedlm_jax.checkpoint.save import save_checkpoint
+from wedlm_jax.checkpoint.model import save_checkpoint
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM

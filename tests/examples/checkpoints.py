@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from wedlm_jax.checkpoint.model import save_checkpoint
 from wedlm_jax.checkpoint.names import arrays_from_model, model_from_arrays, parameter_entries
-from wedlm_jax.checkpoint.save import save_checkpoint
 from wedlm_jax.config import ModelConfig, config_from_hf
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer

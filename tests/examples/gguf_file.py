@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from tests.examples.checkpoints import hf_values, tiny_config, tiny_model
-from wedlm_jax.checkpoint.save import save_checkpoint
+from wedlm_jax.checkpoint.model import save_checkpoint
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "qk_norm": False},

@@ -7,7 +7,7 @@ from pathlib import Path
 from flax import nnx
 
 from train.data.tokenizer import SPECIAL_TOKENS, save_tokenizer, train_tokenizer
-from wedlm_jax.checkpoint.save import save_checkpoint
+from wedlm_jax.checkpoint.model import save_checkpoint
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.model import Transformer
 

@@ -28,8 +28,8 @@ from train import agreement
 from train.agreement import agree, differences
 from train.data.batches import PhasedBatches
 from train.recipe.config import DataSection, TrainConfig
-from wedlm_jax.checkpoint import orbax_io, storage_errors
-from wedlm_jax.checkpoint.orbax_io import DamagedCheckpoint, is_whole
+from wedlm_jax.checkpoint import orbax
+from wedlm_jax.checkpoint.orbax import DamagedCheckpoint, is_whole
 from wedlm_jax.errors import STORAGE_FAILED, InputError, StorageFailure
 
 LIMIT_S = 300
@@ -195,7 +195,7 @@ def test_a_host_that_sees_a_state_late_goes_on_with_the_others(
 ) -> None:
     config = copy_of(stopped, tmp_path)
     late = Late(2.0)
-    constants = {"wedlm_jax.checkpoint.orbax_io.is_whole": late, "train.agreement.is_whole": late}
+    constants = {"wedlm_jax.checkpoint.orbax.is_whole": late, "train.agreement.is_whole": late}
     statuses, said = resumed(config, tmp_path, constants, within=60.0)
     assert statuses == [0, 0], said
     assert "resumed from step 4" in said[0]
@@ -209,7 +209,7 @@ def test_a_host_that_never_sees_a_state_is_told_of_and_nothing_is_renamed(
 ) -> None:
     config = copy_of(stopped, tmp_path)
     before, late = listing(tmp_path / "run"), Late(1000.0)
-    constants = {"wedlm_jax.checkpoint.orbax_io.is_whole": late, "train.agreement.is_whole": late}
+    constants = {"wedlm_jax.checkpoint.orbax.is_whole": late, "train.agreement.is_whole": late}
     statuses, said = resumed(config, tmp_path, constants, within=1.0)
     assert statuses == [2, 2], said
     for text in said:
@@ -225,8 +225,8 @@ def test_a_good_state_that_one_host_reads_too_early_is_not_renamed(
     """It was once, and the run went on from the state before."""
     config = copy_of(stopped, tmp_path)
     constants = {
-        "wedlm_jax.checkpoint.orbax_io.check_state": TooEarly(100),
-        "wedlm_jax.checkpoint.orbax_io.file_sizes": few_files,
+        "wedlm_jax.checkpoint.orbax.check_state": TooEarly(100),
+        "wedlm_jax.checkpoint.orbax.file_sizes": few_files,
     }
     statuses, said = resumed(config, tmp_path, constants, within=1.0)
     assert statuses == [STORAGE_FAILED] * 2, said
@@ -234,7 +234,7 @@ def test_a_good_state_that_one_host_reads_too_early_is_not_renamed(
         [sentence] = sentences(text)
         assert "checkpoints/4: is left as it is, because after 1 s host 1 of 2 " in sentence
         assert "still sees 1 files of 7 bytes" in sentence
-    constants = {"wedlm_jax.checkpoint.orbax_io.check_state": TooEarly(1)}
+    constants = {"wedlm_jax.checkpoint.orbax.check_state": TooEarly(1)}
     statuses, said = resumed(config, tmp_path, constants, within=1.0)
     assert statuses == [0, 0], said
     assert said[0].count("reading it once more") == 1
@@ -273,7 +273,7 @@ def test_too_little_memory_is_no_damage(tmp_path: Path, monkeypatch: pytest.Monk
     def full(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(orbax_io.ocp.StandardCheckpointHandler, "restore", full)
+    monkeypatch.setattr(orbax.ocp.StandardCheckpointHandler, "restore", full)
     with pytest.raises(MemoryError):
         read(tmp_path)
     assert (tmp_path / "4").is_dir()
@@ -287,7 +287,7 @@ def test_a_folder_of_states_that_cannot_be_read_is_not_an_empty_one(
     def refused(path: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(storage_errors, "PAUSES_S", (0.0,))
+    monkeypatch.setattr("wedlm_jax.host.storage.PAUSES_S", (0.0,))
     monkeypatch.setattr(Path, "iterdir", refused)
     with pytest.raises(StorageFailure, match=r"checkpoints: cannot be read, and is left as it is"):
         agree(stopped)

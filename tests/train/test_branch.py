@@ -23,7 +23,7 @@ from train.recipe.config import (
     TrainConfig,
 )
 from train.resume import origin_of
-from wedlm_jax.checkpoint.orbax_io import read_arrays, whole_steps
+from wedlm_jax.checkpoint.orbax import read_arrays, whole_steps
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.storage import as_path
 

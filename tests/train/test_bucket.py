@@ -27,7 +27,7 @@ from train.loop import train as run_training
 from train.recipe.config import DataSection, ModelSection
 from train.run_files import RunFiles
 from wedlm_jax.checkpoint.convert import convert
-from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
+from wedlm_jax.checkpoint.hf import HFCheckpoint
 from wedlm_jax.host.storage import as_path
 
 LIMIT_S = 300
@@ -35,7 +35,7 @@ LIMIT_S = 300
 
 def remote_values(folder: str) -> dict[str, np.ndarray]:
     checkpoint = HFCheckpoint(folder)
-    return {name: checkpoint.read(name) for name in checkpoint.tensors}
+    return {name: tensor.read() for name, tensor in checkpoint.tensors.items()}
 
 
 @pytest.mark.full

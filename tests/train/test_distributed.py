@@ -25,7 +25,7 @@ from train.program import objective_of
 from train.recipe.config import EvaluationSection, TrainConfig
 from train.start import held_out_rows
 from wedlm_jax.__main__ import main
-from wedlm_jax.checkpoint.load import load_checkpoint
+from wedlm_jax.checkpoint.model import load_checkpoint
 from wedlm_jax.host.processes import LAUNCHERS
 from wedlm_jax.sharding import make_mesh
 

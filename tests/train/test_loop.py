@@ -22,7 +22,7 @@ from tests.examples.tiny_run import (
 from train.loop import train as run_training
 from train.recipe.config import ModelSection, OptimizerSection
 from wedlm_jax.checkpoint.convert import convert
-from wedlm_jax.checkpoint.load import load_checkpoint
+from wedlm_jax.checkpoint.model import load_checkpoint
 from wedlm_jax.config import read_config_json
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM

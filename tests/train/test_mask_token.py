@@ -15,7 +15,7 @@ from train.data.command import main as tokenize
 from train.data.tokenizer import save_tokenizer, train_tokenizer
 from train.recipe.config import ModelSection, TrainConfig
 from train.start import mask_token, recipe_model
-from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
+from wedlm_jax.checkpoint.hf import HFCheckpoint
 from wedlm_jax.errors import InputError
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

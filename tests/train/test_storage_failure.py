@@ -20,7 +20,6 @@ from tests.examples.tiny_run import (
 )
 from tests.train.test_checkpoint import assert_is_step, biggest_file, read, state, write
 from train.checkpoint import Checkpoints
-from wedlm_jax.checkpoint import storage_errors
 from wedlm_jax.errors import STORAGE_FAILED, StorageFailure
 from wedlm_jax.host.storage import as_path
 
@@ -28,14 +27,14 @@ LIMIT_S = 120
 
 AT_ONCE = {
     "train.checkpoint.PAUSES_S": (0, 0),
-    "wedlm_jax.checkpoint.storage_errors.PAUSES_S": (0,),
+    "wedlm_jax.host.storage.PAUSES_S": (0,),
 }
 
 
 @pytest.fixture
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train.checkpoint, "PAUSES_S", (0.0, 0.0))
-    monkeypatch.setattr(storage_errors, "PAUSES_S", (0.0,))
+    monkeypatch.setattr("wedlm_jax.host.storage.PAUSES_S", (0.0,))
 
 
 def loop(path: Path) -> None:

@@ -14,9 +14,8 @@ from train.data.command import main as tokenize
 from train.data.manifest import read_manifest
 from train.recipe.config import ModelSection
 from train.start import recipe_model
-from wedlm_jax.checkpoint.load import load_checkpoint
+from wedlm_jax.checkpoint.model import load_checkpoint, save_checkpoint
 from wedlm_jax.checkpoint.open import open_checkpoint
-from wedlm_jax.checkpoint.save import save_checkpoint
 
 DOCUMENT = 0
 """<|endoftext|>, what ends a text of the base checkpoint."""

@@ -12,7 +12,7 @@ import numpy as np
 from train.evaluation.decoding import At, decode_all
 from train.recipe.config import EvaluationSection, TrainConfig
 from train.watch.records import Record
-from wedlm_jax.checkpoint.hf_folder import copy_tokenizer
+from wedlm_jax.checkpoint.hf import copy_tokenizer
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.generation import complete

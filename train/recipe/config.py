@@ -25,7 +25,7 @@ from train.recipe.overrides import Origins, apply_override
 from train.recipe.skipped_batches import SkippedBatches
 from wedlm_jax.attention import IMPLEMENTATIONS
 from wedlm_jax.attention.tiles import LANES
-from wedlm_jax.checkpoint.safetensors_file import DTYPES
+from wedlm_jax.checkpoint.safetensors import DTYPES
 from wedlm_jax.errors import InputError, nearest
 from wedlm_jax.loss import WEIGHTINGS
 from wedlm_jax.model.distillation import DISTANCES

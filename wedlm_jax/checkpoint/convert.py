@@ -1,5 +1,5 @@
-"""`wedlm convert`: Hugging Face checkpoint to orbax, or back, bit for bit; and from GGUF. And
-`wedlm export`: any of them for programs that do not know WeDLM."""
+"""`wedlm convert`: Hugging Face checkpoint to orbax, or back, bit for bit; and from GGUF.
+`wedlm export`: any of these for programs that do not know WeDLM."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from typing import Any
 import numpy as np
 
 from wedlm_jax.checkpoint import HF, ORBAX, RUN, TITLES
-from wedlm_jax.checkpoint.hf_folder import Checkpoint, write_config
+from wedlm_jax.checkpoint.hf import Checkpoint, write_config
 from wedlm_jax.checkpoint.open import kind_of, open_checkpoint, packaged_file
-from wedlm_jax.checkpoint.safetensors_file import DTYPES, DeferredArray, numpy_dtype
+from wedlm_jax.checkpoint.safetensors import DTYPES, DeferredArray, numpy_dtype
 from wedlm_jax.config import MODEL_TYPES, STOCK, with_model_type
 from wedlm_jax.errors import InputError, StorageFailure, file_error
 from wedlm_jax.host.atomic import replacing
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.progress import ProgressBar
-from wedlm_jax.host.storage import absolute, as_path, copy_file
+from wedlm_jax.host.storage import absolute, as_path, copy_file, is_of_storage, told
 
 FORMATS = (HF, ORBAX)
 
 
 @dataclasses.dataclass(frozen=True)
 class Converted:
-    """Holds what was written: format ("hf" or "orbax"), tensors there, bytes, dtype names."""
+    """What `convert` has written: the format ("hf" or "orbax"), how many tensors and bytes, and the
+    names of their dtypes."""
 
     format: str
     tensors: int
@@ -99,7 +100,7 @@ def export(arguments: list[str]) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Converts as ``options`` say, and tells what was written."""
+    """Converts as ``options`` say, and prints what was written."""
     # Nothing here is computed on a device, and one that is in use should be left alone.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     start = time.monotonic()
@@ -166,19 +167,16 @@ def convert(
         )
     _check_destination(source, destination, force)
     np_dtype = numpy_dtype(dtype)
-    # Imported late: all of JAX comes with it, and mistakes should be told at once.
-    from wedlm_jax.checkpoint.storage_errors import is_of_storage, told
-
+    bar = ProgressBar("tensors", title="converting", every=None)  # in a terminal only
     try:
-        with replacing(destination) as beside, _bar() as bar:
+        with replacing(destination) as beside, bar:
             opened = open_checkpoint(source, config_from)
             raw = opened.raw_config
             if dtype is not None:
                 raw = _with_dtype(raw, dtype)
             if model_type is not None:  # refused before a value is read
                 raw = with_model_type(raw, model_type, opened.config)
-            write = _write_orbax if target == ORBAX else _write_hf
-            result = write(opened, np_dtype, beside, bar)
+            result = _write(opened, np_dtype, target, beside, bar)
             if raw is opened.raw_config and found in FORMATS:
                 copy_file(source / "config.json", beside / "config.json")
             else:
@@ -221,51 +219,28 @@ def _with_dtype(raw: dict[str, Any], dtype: str) -> dict[str, Any]:
     return {**raw, field: dtype}
 
 
-def _write_orbax(
-    source: Checkpoint, dtype: np.dtype | None, folder: Path, bar: ProgressBar
+def _write(
+    source: Checkpoint, dtype: np.dtype | None, format: str, folder: Path, bar: ProgressBar
 ) -> Converted:
-    from wedlm_jax.checkpoint.load import entry_dtype, read_parameter
-    from wedlm_jax.checkpoint.names import Entry, check_tensors
-    from wedlm_jax.checkpoint.orbax_io import write_arrays
+    """Writes the weights; see `convert`."""
+    from wedlm_jax.checkpoint.hf import plan_files, write_weights
+    from wedlm_jax.checkpoint.model import stored_parameters
+    from wedlm_jax.checkpoint.names import stored_tensors
+    from wedlm_jax.checkpoint.orbax import write_arrays
 
-    def deferred(entry: Entry) -> DeferredArray:
-        stored = entry_dtype(source, entry, dtype)
-        return DeferredArray(
-            entry.path, entry.shape, stored, lambda: read_parameter(source, entry, stored)
-        )
+    def reporting(array: DeferredArray) -> DeferredArray:
+        def read() -> np.ndarray:
+            bar.advance()
+            return array.read()
 
-    arrays = [deferred(entry) for entry in check_tensors(source)]
+        return dataclasses.replace(array, read=read)
+
+    stored = stored_parameters if format == ORBAX else stored_tensors
+    arrays = [reporting(array) for array in stored(source, dtype)]
     bar.update(0, total=len(arrays))
-    write_arrays(folder / ORBAX, {array.name: _reporting(array, bar) for array in arrays})
-    return _converted(ORBAX, arrays)
-
-
-def _write_hf(
-    source: Checkpoint, dtype: np.dtype | None, folder: Path, bar: ProgressBar
-) -> Converted:
-    from wedlm_jax.checkpoint.save import plan_files, stored_tensors, write_weights
-
-    tensors = stored_tensors(source, dtype)
-    bar.update(0, total=len(tensors))
-    write_weights(plan_files([_reporting(tensor, bar) for tensor in tensors]), folder)
-    return _converted(HF, tensors)
-
-
-def _converted(name: str, written: list[DeferredArray]) -> Converted:
-    dtypes = sorted({item.dtype.name for item in written})
-    return Converted(name, len(written), sum(item.nbytes for item in written), tuple(dtypes))
-
-
-def _reporting(item: DeferredArray, bar: ProgressBar) -> DeferredArray:
-    """Returns the same item; the bar moves on when its values are read."""
-
-    def read() -> np.ndarray:
-        bar.advance()
-        return item.read()
-
-    return dataclasses.replace(item, read=read)
-
-
-def _bar() -> ProgressBar:
-    """Makes a bar that is seen in a terminal alone."""
-    return ProgressBar("tensors", title="converting", every=None)
+    if format == ORBAX:
+        write_arrays(folder / ORBAX, {array.name: array for array in arrays})
+    else:
+        write_weights(plan_files(arrays), folder)
+    dtypes = sorted({array.dtype.name for array in arrays})
+    return Converted(format, len(arrays), sum(array.nbytes for array in arrays), tuple(dtypes))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from tokenizers import (
     processors,
 )
 
-from wedlm_jax.checkpoint.hf_folder import PART_TENSORS, Checkpoint
+from wedlm_jax.checkpoint.hf import PART_TENSORS, Checkpoint
 from wedlm_jax.checkpoint.names import PARAMETER_TABLE
+from wedlm_jax.checkpoint.safetensors import DeferredArray, Rows, array_in_rows
 from wedlm_jax.config import config_from_hf, config_to_hf
 from wedlm_jax.errors import InputError, require_extra, shortened
 
@@ -121,7 +122,7 @@ class GGUFCheckpoint(Checkpoint):
             self.config = config_from_hf(self.raw_config)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
-        self.tensors = dict.fromkeys(self._stored, self)
+        self.tensors = {name: self._tensor(name, tensor) for name, tensor in self._stored.items()}
         self.raw_config = config_to_hf(self.config, dtype=next(iter(self.values_by_dtype())))
 
     def _fail(self, what: str) -> InputError:
@@ -200,7 +201,7 @@ class GGUFCheckpoint(Checkpoint):
         """
         from wedlm_jax.model.rope import inverse_frequencies
 
-        factors = self._rows_of(self._llama3_factors, slice(None)).reshape(-1)
+        factors = _values(self._llama3_factors, slice(None)).reshape(-1)
         scaling = {"rope_type": "llama3", "factor": round(float(factors.max()), 4), **LLAMA3}
         plain, scaled = (
             inverse_frequencies(config_from_hf({**raw, "rope_scaling": given}))[0]
@@ -221,37 +222,22 @@ class GGUFCheckpoint(Checkpoint):
     def stored_name(self, name: str) -> str:
         return _renamed(name, GGUF_NAMES)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(int(size) for size in reversed(self._stored[name].shape))
-
-    def dtype(self, name: str) -> str:
-        kind = self._stored[name].tensor_type.name
-        return str(PLAIN.get(kind, PLAIN["F32"]).name)
-
-    def read(self, name: str) -> np.ndarray:
-        """Returns the values of a tensor, in `dtype`."""
-        values = np.concatenate([rows for _, rows in self.read_rows(name)])
-        return values.reshape(self.shape(name))
-
     def write_tokenizer(self, destination: Path) -> None:
         write_tokenizer(self.folder, self.metadata, destination)
 
-    def read_rows(self, name: str, rows: slice = slice(None)) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields some rows at a time, as `SafetensorsFile.read_rows`."""
-        tensor, order = self._stored[name], self._order(name)
-        first, end, _ = rows.indices(self.shape(name)[0])
-        for start in range(first, end, ROWS_AT_ONCE):
-            part = slice(start, min(start + ROWS_AT_ONCE, end))
-            values = self._rows_of(tensor, part if order is None else order[part])
-            yield start, values.reshape(part.stop - start, -1)
+    def _tensor(self, name: str, tensor: Any) -> DeferredArray:
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        dtype = PLAIN.get(tensor.tensor_type.name, PLAIN["F32"])
 
-    def _rows_of(self, tensor: Any, rows: Any) -> np.ndarray:
-        from gguf.quants import dequantize
+        def read_rows(rows: slice) -> Rows:
+            order = self._order(name)
+            first, end, _ = rows.indices(shape[0])
+            for start in range(first, end, ROWS_AT_ONCE):
+                part = slice(start, min(start + ROWS_AT_ONCE, end))
+                values = _values(tensor, part if order is None else order[part])
+                yield start, values.reshape(part.stop - start, -1)
 
-        data, kind = tensor.data[rows], tensor.tensor_type
-        if kind.name == "BF16":
-            return np.ascontiguousarray(data).view(ml_dtypes.bfloat16)
-        return np.asarray(data) if kind.name in PLAIN else dequantize(data, kind)
+        return array_in_rows(name, shape, dtype, read_rows)
 
     def _order(self, name: str) -> np.ndarray | None:
         """Returns the row of the file for each row of a tensor; None if they are in order.
@@ -268,6 +254,16 @@ class GGUFCheckpoint(Checkpoint):
             return None
         pairs = np.arange(heads[projection] * self.config.head_dim)
         return pairs.reshape(heads[projection], -1, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _values(tensor: Any, rows: Any) -> np.ndarray:
+    """Returns rows of a tensor, dequantized."""
+    from gguf.quants import dequantize
+
+    data, kind = tensor.data[rows], tensor.tensor_type
+    if kind.name == "BF16":
+        return np.ascontiguousarray(data).view(ml_dtypes.bfloat16)
+    return np.asarray(data) if kind.name in PLAIN else dequantize(data, kind)
 
 
 def _opened(path: Path) -> Any:

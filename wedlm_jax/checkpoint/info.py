@@ -1,4 +1,4 @@
-"""`wedlm info`: what a checkpoint folder is, told from its headers."""
+"""`wedlm info`: what a checkpoint folder holds, by its headers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from wedlm_jax.checkpoint import TITLES
+from wedlm_jax.checkpoint.hf import read_object
 from wedlm_jax.checkpoint.open import find_model, kind_of, open_checkpoint
 from wedlm_jax.config import ModelConfig
-from wedlm_jax.errors import InputError
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.storage import file_sizes
 
@@ -105,21 +105,16 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
 
 
 def _tokenizer(folder: Path) -> dict[str, Any]:
-    """Says whether there is a tokenizer, and whether it has a chat template."""
+    """Returns whether there is a tokenizer, and whether it has a chat template."""
     present = any((folder / name).exists() for name in ("tokenizer.json", "vocab.json"))
     template = (folder / "chat_template.jinja").exists()
-    path = folder / "tokenizer_config.json"
-    if path.exists():
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            template = template or bool(content.get("chat_template"))
-        except (OSError, ValueError, AttributeError):
-            raise InputError(f"{path}: not a valid JSON object") from None
+    content = read_object(folder / "tokenizer_config.json") or {}
+    template = template or bool(content.get("chat_template"))
     return {"present": present, "chat_template": present and template}
 
 
 def _decoding(config: ModelConfig) -> dict[str, Any]:
-    """Says how the model can be decoded: with masks if it was trained on them and has a mask
+    """Returns how the model can be decoded: with masks if it was trained on them and has a mask
     token."""
     if config.model_type == "wedlm" and config.mask_token_id is not None:
         return {"decodes": ["wedlm", "ar"], "role": "WeDLM model"}

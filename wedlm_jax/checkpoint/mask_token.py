@@ -12,12 +12,12 @@ that texts do not have.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from wedlm_jax.checkpoint.hf import read_object
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
 
@@ -44,15 +44,7 @@ class SpecialTokens:
 
 def special_tokens(folder: Path) -> SpecialTokens:
     """Reads which tokens a tokenizer's folder says are its end, its padding and its mask."""
-    path = folder / "tokenizer_config.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return SpecialTokens()
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: expected a JSON object")
+    content = read_object(folder / "tokenizer_config.json") or {}
 
     def name(key: str) -> str | None:
         value = content.get(f"{key}_token")

@@ -1,4 +1,4 @@
-"""Names of parameters, ours, Hugging Face's and llama.cpp's: one table."""
+"""The names of parameters, ours, Hugging Face's and llama.cpp's, in one table."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from wedlm_jax.checkpoint.hf_folder import Checkpoint
+from wedlm_jax.checkpoint.hf import Checkpoint
+from wedlm_jax.checkpoint.safetensors import DeferredArray
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
@@ -52,7 +54,7 @@ PARAMETER_TABLE: tuple[tuple[str, str, str], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One parameter of a given model in both worlds.
+    """One parameter of a model, and the Hugging Face tensors that it is made of.
 
     Attributes:
       path: our dotted path.
@@ -68,6 +70,7 @@ class Entry:
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
+        """The shape of each tensor: matrices are ``[out, in]`` on both sides."""
         return self.shape[1:] if self.stacked else self.shape
 
 
@@ -77,18 +80,17 @@ def parameter_entries(config: ModelConfig, *, stacked: bool = True) -> list[Entr
     shapes = {path: leaf.shape for path, leaf in arrays_from_model(model).items()}
     entries = []
     for path, name, _ in PARAMETER_TABLE:
-        of_layers = "{}" in name
-        names = [name.format(i) for i in range(config.num_hidden_layers if of_layers else 1)]
-        tensors: list[tuple[str, tuple[str, ...]]]
-        if of_layers and not stacked:
-            paths = [path.replace("layers.", f"layers.{i}.", 1) for i in range(len(names))]
-            tensors = [(own, (name,)) for own, name in zip(paths, names, strict=True)]
+        per_layer = "{}" in name
+        layers = range(config.num_hidden_layers if per_layer else 1)
+        if per_layer and not stacked:
+            paths = [path.replace("layers.", f"layers.{i}.", 1) for i in layers]
+            names = [(name.format(i),) for i in layers]
         else:
-            tensors = [(path, tuple(names))]
+            paths, names = [path], [tuple(name.format(i) for i in layers)]
         entries += [
-            Entry(path, shapes[path], own, stacked and of_layers)
-            for path, own in tensors
-            if path in shapes
+            Entry(own, shapes[own], tensors, stacked and per_layer)
+            for own, tensors in zip(paths, names, strict=True)
+            if own in shapes
         ]
     assert len(entries) == len(shapes), "the parameter table misses a parameter of the model"
     return entries
@@ -111,7 +113,7 @@ def check_tensors(checkpoint: Checkpoint, *, stacked: bool = True) -> list[Entry
     for name, shape in expected.items():
         if name not in tensors:
             raise fault(name, "is missing")
-        if (found := tensors[name].shape(name)) != shape:
+        if (found := tensors[name].shape) != shape:
             raise fault(name, f"has shape {list(found)}, expected {list(shape)}")
     extra = set(tensors) - set(expected)
     if checkpoint.config.tie_word_embeddings:
@@ -119,6 +121,17 @@ def check_tensors(checkpoint: Checkpoint, *, stacked: bool = True) -> list[Entry
     if extra:
         raise fault(min(extra), "is not part of this model")
     return entries
+
+
+def stored_tensors(checkpoint: Checkpoint, dtype: np.dtype | None = None) -> list[DeferredArray]:
+    """Returns a checkpoint's tensors in the order of the table, checked by `check_tensors`.
+
+    Args:
+      dtype: the dtype to write them in; each keeps its own by default.
+    """
+    names = [name for entry in check_tensors(checkpoint) for name in entry.hf_names]
+    tensors = [checkpoint.tensors[name] for name in names]
+    return [dataclasses.replace(tensor, dtype=dtype or tensor.dtype) for tensor in tensors]
 
 
 def arrays_from_model(model: Transformer) -> dict[str, jax.Array]:

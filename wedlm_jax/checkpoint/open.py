@@ -13,7 +13,7 @@ import importlib.util
 from pathlib import Path
 
 from wedlm_jax.checkpoint import GGUF, HF, ORBAX, RUN, RUN_MODEL, RUN_STATES
-from wedlm_jax.checkpoint.hf_folder import (
+from wedlm_jax.checkpoint.hf import (
     INDEX,
     WEIGHTS,
     Checkpoint,
@@ -225,7 +225,8 @@ def packaged_file(model: str | Path) -> Path | None:
 
 
 def _unpack(file: Path, folder: Path) -> None:
-    from wedlm_jax.checkpoint.save import plan_files, stored_tensors, write_weights
+    from wedlm_jax.checkpoint.hf import plan_files, write_weights
+    from wedlm_jax.checkpoint.names import stored_tensors
 
     checkpoint = open_checkpoint(file)
     with replacing(folder) as beside:

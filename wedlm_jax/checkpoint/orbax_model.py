@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
 
 from wedlm_jax.checkpoint import ORBAX, RUN_BASE, RUN_MODEL, RUN_STATES
-from wedlm_jax.checkpoint.hf_folder import (
+from wedlm_jax.checkpoint.hf import (
     Checkpoint,
     HFCheckpoint,
     copy_tokenizer,
@@ -27,14 +27,14 @@ from wedlm_jax.checkpoint.hf_folder import (
     write_config,
 )
 from wedlm_jax.checkpoint.names import PARAMETER_TABLE, check_tensors, hf_path
-from wedlm_jax.checkpoint.orbax_io import (
-    ArrayHeaders,
-    array_shapes,
+from wedlm_jax.checkpoint.orbax import (
+    array_headers,
     is_whole,
     read_arrays,
     step_tree,
     whole_steps,
 )
+from wedlm_jax.checkpoint.safetensors import DeferredArray
 from wedlm_jax.config import ModelConfig, config_to_hf, read_config_json
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.processes import jax_processes, replacing_together
@@ -46,69 +46,49 @@ LORA = "lora.json"
 """In a run's ``model/``: the adapters that it trains."""
 
 
-class Place(NamedTuple):
-    """Says where a Hugging Face tensor is: the dotted path of a parameter, and the layer in there
-    if it is one of all layers."""
-
-    path: str
-    layer: int | None
-
-
 class OrbaxTensors(Checkpoint):
-    """Parameters in orbax's files, as Hugging Face's tensors.
+    """A model whose parameters are in orbax's files, opened as Hugging Face's tensors.
 
-    A parameter of all layers is read when the first of its tensors is asked for, and kept in the
-    host's memory until another is; so they should be asked for in the order of the table.
+    A stacked parameter is read when the first of its tensors is, and kept in the host's memory
+    until another parameter is read; so read tensors in the order of the table.
     """
 
-    def _set_arrays(self, folder: Path, names: Mapping[str, str], headers: ArrayHeaders) -> None:
+    def _set_arrays(
+        self, folder: Path, names: Mapping[str, str], headers: Mapping[str, jax.ShapeDtypeStruct]
+    ) -> None:
         """Sets what there is to read.
 
         Args:
-          folder: of one orbax checkpoint.
+          folder: an orbax checkpoint.
           names: the arrays' names in it, by the parameters' dotted paths.
           headers: shape and dtype of each array, by name.
         """
-        self.folder, self._names, self._headers = folder, names, headers
-        self._places: dict[str, Place] = {}
+        self.folder, self._names = folder, names
+        self._newest: tuple[tuple[str, ...], list[np.ndarray]] | None = None
+        self.tensors: dict[str, DeferredArray] = {}
         known = {path: name for path, name, _ in PARAMETER_TABLE}
         for path in sorted(names, key=[*known, *names].index):
-            template = known.get(path, path)
-            shape = headers[names[path]][0]
-            if "{}" in template:
-                for layer in range(shape[0] if shape else 1):
-                    self._places[template.format(layer)] = Place(path, layer)
-            else:
-                self._places[template] = Place(path, None)
-        self.tensors = dict.fromkeys(self._places, self)
-        self._newest: tuple[tuple[str, ...], list[np.ndarray]] | None = None
+            template, header = known.get(path, path), headers[names[path]]
+            shape, dtype = tuple(header.shape), np.dtype(header.dtype)
+            if "{}" not in template:
+                read = partial(self._read, path, None)
+                self.tensors[template] = DeferredArray(template, shape, dtype, read)
+                continue
+            for layer in range(shape[0] if shape else 1):
+                name, read = template.format(layer), partial(self._read, path, layer)
+                self.tensors[name] = DeferredArray(name, shape[1:], dtype, read)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        path, layer = self._places[name]
-        return self._headers[self._names[path]][0][0 if layer is None else 1 :]
-
-    def dtype(self, name: str) -> str:
-        return self._headers[self._names[self._places[name].path]][1]
-
-    def read(self, name: str) -> np.ndarray:
-        """Returns the values of a tensor, in the dtype of the file."""
-        path, layer = self._places[name]
+    def _read(self, path: str, layer: int | None) -> np.ndarray:
         [values] = self._parameters(path)
         return values if layer is None else values[layer]
 
     def _parameters(self, *paths: str) -> list[np.ndarray]:
         if self._newest is None or self._newest[0] != paths:
-            self._newest = None  # let go before the next are read
+            self._newest = None  # freed before the next are read
             names = [self._names[path] for path in paths]
             arrays = read_arrays(self.folder, names)
             self._newest = (paths, [arrays[name] for name in names])
         return self._newest[1]
-
-    def read_rows(self, name: str, rows: slice = slice(None)) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields all the rows at once, as `SafetensorsFile.read_rows` yields a few."""
-        values = self.read(name)
-        matrix = values.reshape(len(values), -1)
-        yield rows.indices(len(matrix))[0], matrix[rows]
 
 
 class OrbaxCheckpoint(OrbaxTensors):
@@ -122,7 +102,7 @@ class OrbaxCheckpoint(OrbaxTensors):
     def __init__(self, folder: Path):
         self.tokenizer_folder = folder
         self.raw_config = read_config_json(folder)
-        headers = array_shapes(folder / ORBAX)
+        headers = array_headers(folder / ORBAX)
         if any(path.endswith(".kernel") for path in headers):
             raise InputError(
                 f"{folder / ORBAX}: its matrices lie [in, out], as earlier versions wrote them; "
@@ -133,8 +113,8 @@ class OrbaxCheckpoint(OrbaxTensors):
 
 
 class RunCheckpoint(OrbaxTensors):
-    """The model in a training run's newest complete state, what adapters add to it included. The
-    optimizer's arrays and the average of the parameters stay on disk.
+    """The model in a training run's newest complete state, its adapters merged. The optimizer's
+    arrays and the average of the parameters stay on disk.
 
     Args:
       folder: the run's, its ``checkpoints``, or one state in there.
@@ -147,48 +127,40 @@ class RunCheckpoint(OrbaxTensors):
 
     def __init__(self, folder: Path, described: Path, config: ModelConfig):
         state = newest_state(folder)
-        run = state.parent.parent
+        run, arrays = state.parent.parent, step_tree(state)
         self.tokenizer_folder = described
         self.config = dataclasses.replace(config, model_type="wedlm")
         self._lora = described_lora(run)
-        headers = array_shapes(step_tree(state))
+        headers = array_headers(arrays)
         paths = _trained_paths(self.config, self._lora)
         names = list(headers)[LEAVES_BEFORE_PARAMETERS:][: len(paths)]
         if len(names) < len(paths):
             raise InputError(
-                f"{step_tree(state)}: a state of {len(headers)} arrays, too few for the model in "
-                f"{described}"
+                f"{arrays}: a state of {len(headers)} arrays, too few for the model in {described}"
             )
-        self._set_arrays(step_tree(state), dict(zip(paths, names, strict=True)), headers)
+        self._set_arrays(arrays, dict(zip(paths, names, strict=True)), headers)
         if self._lora is not None:
-            self._base = HFCheckpoint(run / RUN_BASE)
-            self._places = {
-                name: Place(entry.path, layer)
-                for entry in check_tensors(self._base)
+            base = HFCheckpoint(run / RUN_BASE)
+            self.tensors = {
+                name: self._merged(base.tensors[name], entry.path, layer)
+                for entry in check_tensors(base)
                 for layer, name in enumerate(entry.hf_names)
             }
-            self.tensors = dict.fromkeys(self._places, self)
-        self.raw_config = config_to_hf(self.config, dtype=min(self.dtypes()))
+        self.raw_config = config_to_hf(self.config, dtype=min(self.values_by_dtype()))
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        if self._lora is None:
-            return super().shape(name)
-        return self._base.tensors[name].shape(name)
+    def _merged(self, tensor: DeferredArray, path: str, layer: int) -> DeferredArray:
+        """Returns a tensor of the base with what adapters add to it. It is in float32, as a run
+        that trains all of its parameters keeps and exports them."""
+        lora, adapter = self._lora, adapter_of(path)
 
-    def dtype(self, name: str) -> str:
-        # With adapters float32, as a run that trains all of its parameters keeps and exports them.
-        return super().dtype(name) if self._lora is None else "float32"
+        def read() -> np.ndarray:
+            value = tensor.read().astype(np.float32)
+            if lora is None or adapter[0] not in self._names:
+                return value
+            a, b = (array[layer] for array in self._parameters(*adapter))
+            return np.asarray(merged_weight(value, a, b, lora.scale))
 
-    def read(self, name: str) -> np.ndarray:
-        if self._lora is None:
-            return super().read(name)
-        value = self._base.read(name).astype(np.float32)
-        path, layer = self._places[name]
-        adapter = adapter_of(path)
-        if adapter[0] not in self._names:
-            return value
-        a, b = (array[layer] for array in self._parameters(*adapter))
-        return np.asarray(merged_weight(value, a, b, self._lora.scale))
+        return DeferredArray(tensor.name, tensor.shape, np.dtype(np.float32), read)
 
 
 def describe_run(

@@ -17,7 +17,7 @@ from lm_eval.api.registry import get_model
 from infer.harness.model import HarnessModel
 from tests.examples.tiny_checkpoint import CONTEXT, EOS, MASK, write_tiny_checkpoint
 from tests.infer.harness.conftest import TEXTS
-from wedlm_jax.checkpoint.load import load_checkpoint
+from wedlm_jax.checkpoint.model import load_checkpoint
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
 from wedlm_jax.masks import CausalMask

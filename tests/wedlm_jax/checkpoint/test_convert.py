@@ -25,9 +25,9 @@ from tests.examples.checkpoints import (
 from tests.examples.full_disk import run_with_small_files, small_disk
 from wedlm_jax.__main__ import main
 from wedlm_jax.checkpoint.convert import convert
-from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
-from wedlm_jax.checkpoint.load import load_checkpoint
-from wedlm_jax.checkpoint.orbax_io import read_arrays, write_arrays
+from wedlm_jax.checkpoint.hf import HFCheckpoint
+from wedlm_jax.checkpoint.model import load_checkpoint
+from wedlm_jax.checkpoint.orbax import read_arrays, write_arrays
 from wedlm_jax.config import PARTS
 from wedlm_jax.errors import STORAGE_FAILED, StorageFailure
 
@@ -238,7 +238,7 @@ def test_kill_halfway_loses_nothing(hf, tmp_path):
     before = read_arrays(out / "orbax")
     # Sleeps where the weights are written and the swap is still to come.
     program = (
-        "import sys, time; import wedlm_jax.checkpoint.hf_folder as folder\n"
+        "import sys, time; import wedlm_jax.checkpoint.hf as folder\n"
         "from wedlm_jax.checkpoint.convert import convert\n"
         "folder.copy_tokenizer = lambda *_: (print('halfway', flush=True), time.sleep(60))\n"
         "convert(sys.argv[1], sys.argv[2], dtype='bfloat16', force=True)"

@@ -21,7 +21,7 @@ from tests.examples.gguf_file import (
 from wedlm_jax.__main__ import main
 from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.checkpoint.gguf import QUANTIZED, GGUFCheckpoint
-from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
+from wedlm_jax.checkpoint.hf import HFCheckpoint
 from wedlm_jax.errors import InputError
 
 
@@ -171,7 +171,7 @@ def test_logits_are_those_of_transformers(tmp_path):
     import transformers
 
     from tests.wedlm_jax.checkpoint.test_hf_parity import forward
-    from wedlm_jax.checkpoint.load import load_checkpoint
+    from wedlm_jax.checkpoint.model import load_checkpoint
 
     file = made(tmp_path / "model.gguf", head_dim=4, num_hidden_layers=2)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from wedlm_jax.checkpoint.hf_folder import write_config
+from wedlm_jax.checkpoint.hf import plan_files, write_config, write_weights
 from wedlm_jax.checkpoint.names import parameter_entries
-from wedlm_jax.checkpoint.save import DeferredArray, plan_files, write_weights
+from wedlm_jax.checkpoint.safetensors import DeferredArray
 from wedlm_jax.config import config_from_hf
 
 pytestmark = [

@@ -12,10 +12,9 @@ from flax import nnx
 torch = pytest.importorskip("torch")
 
 from wedlm_jax.checkpoint.convert import convert  # noqa: E402
-from wedlm_jax.checkpoint.hf_folder import HFCheckpoint  # noqa: E402
-from wedlm_jax.checkpoint.load import load_checkpoint  # noqa: E402
+from wedlm_jax.checkpoint.hf import HFCheckpoint  # noqa: E402
+from wedlm_jax.checkpoint.model import load_checkpoint, save_checkpoint  # noqa: E402
 from wedlm_jax.checkpoint.names import arrays_from_model  # noqa: E402
-from wedlm_jax.checkpoint.save import save_checkpoint  # noqa: E402
 from wedlm_jax.config import config_from_hf  # noqa: E402
 from wedlm_jax.masks import CausalMask  # noqa: E402
 from wedlm_jax.model import Transformer  # noqa: E402
@@ -173,7 +172,7 @@ def test_rope_fields_of_older_files_mean_the_same(rope):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_logits_agree_from_files_of_half_the_width(tmp_path, dtype):
     make_reference("qwen2").to(getattr(torch, dtype)).save_pretrained(tmp_path)
-    assert HFCheckpoint(tmp_path).dtypes() == {dtype}
+    assert set(HFCheckpoint(tmp_path).values_by_dtype()) == {dtype}
     assert_close(our_logits(tmp_path), reference_logits(load_reference(tmp_path)))
 
 

@@ -19,9 +19,10 @@ from tests.examples.checkpoints import (
     tiny_model,
     write_tiny,
 )
-from wedlm_jax.checkpoint import load, safetensors_file
-from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
-from wedlm_jax.checkpoint.load import (
+from wedlm_jax.checkpoint import model as loading
+from wedlm_jax.checkpoint import safetensors
+from wedlm_jax.checkpoint.hf import HFCheckpoint
+from wedlm_jax.checkpoint.model import (
     load_checkpoint,
     parameter_sharding,
     read_parameter,
@@ -29,7 +30,7 @@ from wedlm_jax.checkpoint.load import (
     rows_first,
 )
 from wedlm_jax.checkpoint.names import arrays_from_model, check_tensors, parameter_entries
-from wedlm_jax.checkpoint.safetensors_file import SafetensorsFile
+from wedlm_jax.checkpoint.safetensors import SafetensorsFile
 from wedlm_jax.config import PARTS
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
@@ -131,7 +132,7 @@ def test_on_a_mesh_the_same_and_each_byte_is_read_once(
     expected = model_arrays(load_checkpoint(folder, **layout))
     bytes_read.clear()
     if hosts:
-        monkeypatch.setattr(load, "spans_processes", lambda mesh: True)
+        monkeypatch.setattr(loading, "spans_processes", lambda mesh: True)
     model = load_checkpoint(folder, mesh=mesh, **layout)
     assert sum(bytes_read) == sum(x.nbytes for x in hf_values(folder).values())
     assert_same_bits(model_arrays(model), expected)
@@ -163,7 +164,7 @@ def test_cut_columns_are_read_in_as_few_reads_as_whole_ones(folder, bytes_read, 
     load_checkpoint(folder, mesh=make_mesh({"fsdp": 8}))
     assert len(bytes_read) == len(values)
     bytes_read.clear()
-    monkeypatch.setattr(safetensors_file, "BUFFER_BYTES", 256)
+    monkeypatch.setattr(safetensors, "BUFFER_BYTES", 256)
     load_checkpoint(folder, mesh=make_mesh({"fsdp": 8}))
     # A buffer holds at least half of its size in whole rows, but for what is left at the end.
     assert len(bytes_read) <= sum(1 + 2 * value.nbytes // 256 for value in values)
@@ -199,7 +200,7 @@ def test_rounded_while_read_as_rounded_behind(folder, layout, sizes):
 @each_layout
 def test_one_matrix_at_most_is_there_unrounded(folder, layout, sizes, monkeypatch):
     seen = []
-    read = load.load_parameter
+    read = loading.load_parameter
 
     def noted(checkpoint, entry, *rest):
         matrices = [value for name, value in seen if name in ROUNDED]
@@ -208,7 +209,7 @@ def test_one_matrix_at_most_is_there_unrounded(folder, layout, sizes, monkeypatc
         seen.append((entry.path.rpartition(".")[2], weakref.ref(value)))
         return value
 
-    monkeypatch.setattr(load, "load_parameter", noted)
+    monkeypatch.setattr(loading, "load_parameter", noted)
     mesh = None if sizes is None else make_mesh(sizes, jax.devices()[:2])
     load_checkpoint(folder, quantization="int8", mesh=mesh, **layout)
     assert sum(name in ROUNDED for name, _ in seen) > 7
@@ -258,4 +259,4 @@ def test_file_cut_while_it_is_read(tmp_path):
     with path.open("rb+") as file:
         file.truncate(path.stat().st_size // 2)
     with pytest.raises(InputError, match=r"model\.safetensors: truncated while"):
-        checkpoint.read(list(checkpoint.tensors)[-1])
+        list(checkpoint.tensors.values())[-1].read()

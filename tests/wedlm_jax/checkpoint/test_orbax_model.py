@@ -20,10 +20,9 @@ from tests.examples.checkpoints import (
 from train.checkpoint import Checkpoints
 from train.step import TrainState
 from wedlm_jax.checkpoint.convert import convert
-from wedlm_jax.checkpoint.load import load_checkpoint
+from wedlm_jax.checkpoint.model import load_checkpoint, save_checkpoint
 from wedlm_jax.checkpoint.open import kind_of, open_checkpoint
 from wedlm_jax.checkpoint.orbax_model import describe_run, newest_state
-from wedlm_jax.checkpoint.save import save_checkpoint
 
 QWEN2 = {"model_type": "qwen2", "qk_norm": False, "attention_bias": True}
 
@@ -85,7 +84,7 @@ def test_configuration_alone_is_enough(tmp_path):
     (start / "model.safetensors").unlink()
     convert(run, tmp_path / "out", config_from=start, to="orbax", dtype="bfloat16")
     convert(tmp_path / "out", tmp_path / "hf")
-    assert open_checkpoint(tmp_path / "hf").dtypes() == {"bfloat16"}
+    assert set(open_checkpoint(tmp_path / "hf").values_by_dtype()) == {"bfloat16"}
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
 
 

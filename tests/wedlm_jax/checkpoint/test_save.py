@@ -27,10 +27,10 @@ from tests.examples.checkpoints import (
     write_tiny,
 )
 from tests.wedlm_jax.checkpoint.test_load import EVERY_PART, LAYOUTS, each_mesh, folder_of
-from wedlm_jax.checkpoint import save
-from wedlm_jax.checkpoint.load import load_checkpoint
-from wedlm_jax.checkpoint.safetensors_file import DeferredArray
-from wedlm_jax.checkpoint.save import plan_files, save_checkpoint, write_weights
+from wedlm_jax.checkpoint import hf
+from wedlm_jax.checkpoint.hf import plan_files, write_weights
+from wedlm_jax.checkpoint.model import load_checkpoint, save_checkpoint
+from wedlm_jax.checkpoint.safetensors import DeferredArray
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.atomic import replacing
 from wedlm_jax.host.processes import Processes
@@ -236,13 +236,13 @@ def together(count, model, folder):
 
 def test_processes_share_the_files(folder, model, tmp_path, monkeypatch):
     writers = {}
-    write = save.write_safetensors
+    write = hf.write_safetensors
 
     def noted(path, *rest):
         writers[path.name] = threading.get_ident()
         write(path, *rest)
 
-    monkeypatch.setattr(save, "write_safetensors", noted)
+    monkeypatch.setattr(hf, "write_safetensors", noted)
     assert together(3, model, tmp_path / "b") == [None] * 3
     assert len(set(writers.values())) == 3
     assert_same_bits(hf_values(tmp_path / "b"), hf_values(folder))
@@ -256,14 +256,14 @@ def test_nobody_waits_for_a_process_that_fails(model, tmp_path, monkeypatch, bro
     """All of them end, the earlier checkpoint stands, and the fault is told by its own."""
     save_checkpoint(model, model.config, tmp_path / "b")
     before = hf_values(tmp_path / "b")
-    write = save.write_safetensors
+    write = hf.write_safetensors
 
     def full(path, *rest):
         if path.name.startswith(broken):
             raise OSError(28, "No space left on device")
         write(path, *rest)
 
-    monkeypatch.setattr(save, "write_safetensors", full)
+    monkeypatch.setattr(hf, "write_safetensors", full)
     told = [str(error) for error in together(count, model, tmp_path / "b")]
     assert sum("No space left on device" in text for text in told) == 1
     assert sum("another process of the job failed" in text for text in told) == count - 1

@@ -9,10 +9,9 @@ import pytest
 
 from tests.emulated_bucket import bucket as bucket
 from tests.examples.checkpoints import assert_same_bits, hf_values, write_tiny
-from wedlm_jax.checkpoint.hf_folder import HFCheckpoint
+from wedlm_jax.checkpoint.hf import HFCheckpoint
 from wedlm_jax.checkpoint.info import describe as describe_checkpoint
-from wedlm_jax.checkpoint.load import load_checkpoint
-from wedlm_jax.checkpoint.save import save_checkpoint
+from wedlm_jax.checkpoint.model import load_checkpoint, save_checkpoint
 from wedlm_jax.errors import InputError
 from wedlm_jax.host import storage
 from wedlm_jax.host.atomic import part_folder, replacing, write_json
@@ -94,7 +93,7 @@ def test_a_checkpoint_goes_to_a_bucket_and_back(bucket: str, tmp_path: Path) -> 
     model = load_checkpoint(source)
     save_checkpoint(model, model.config, folder, shard_bytes=8000, tokenizer_from=source)
     checkpoint = HFCheckpoint(folder)
-    values = {name: checkpoint.read(name) for name in checkpoint.tensors}
+    values = {name: tensor.read() for name, tensor in checkpoint.tensors.items()}
     assert_same_bits(values, hf_values(source))
     assert describe_checkpoint(folder)["tensors"] == len(values)
     file = next(iter(checkpoint.files.values())).path

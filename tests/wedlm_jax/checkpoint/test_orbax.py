@@ -14,14 +14,14 @@ import pytest
 
 from tests.examples.checkpoints import refused
 from wedlm_jax.checkpoint.convert import convert
-from wedlm_jax.checkpoint.orbax_io import (
+from wedlm_jax.checkpoint.orbax import (
     DamagedCheckpoint,
-    DeferredArray,
     StepFolders,
-    array_shapes,
+    array_headers,
     read_arrays,
     write_arrays,
 )
+from wedlm_jax.checkpoint.safetensors import DeferredArray
 from wedlm_jax.errors import InputError
 
 STATE = {"0000": jnp.int32(7), "0001": jnp.arange(12.0).reshape(3, 4), "0002": jnp.ones(5)}
@@ -128,7 +128,7 @@ def test_reads_that_fail_late_are_not_heard(tmp_path, monkeypatch):
 
     monkeypatch.setattr(ocp, "PyTreeCheckpointHandler", Failing)
     with pytest.raises(InputError, match="cut off"):
-        array_shapes(tmp_path)
+        array_headers(tmp_path)
     for timer in late:
         timer.join()
     assert heard == ["something else"]

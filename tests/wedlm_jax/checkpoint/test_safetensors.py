@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import save
 
 from tests.examples.checkpoints import refused
-from wedlm_jax.checkpoint.safetensors_file import DeferredArray, SafetensorsFile, write_safetensors
+from wedlm_jax.checkpoint.safetensors import DeferredArray, SafetensorsFile, write_safetensors
 
 
 def write(path, tensors):

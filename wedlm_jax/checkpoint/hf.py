@@ -1,26 +1,29 @@
-"""A folder in Hugging Face format: its configuration, its tensors and the small files beside them.
+"""A folder in Hugging Face format, read and written: configuration, weights, and the small files
+beside them.
 
-Only headers are read here, and neither JAX nor Flax is imported, so that `wedlm info` answers at
-once however large the weights are.
+Opening one reads headers only, and neither JAX nor Flax is imported, so `wedlm info` answers at
+once however large the weights are. What a file will hold is known before any value is read, so
+weights are written from the start of a file to its end, and one tensor at a time is in memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-
-from wedlm_jax.checkpoint.safetensors_file import SafetensorsFile
+from wedlm_jax.checkpoint.safetensors import DeferredArray, SafetensorsFile, write_safetensors
 from wedlm_jax.config import ModelConfig, config_from_hf, read_config_json
-from wedlm_jax.errors import InputError, shortened
-from wedlm_jax.host.storage import as_path, copy_file
+from wedlm_jax.errors import InputError, StorageFailure, shortened
+from wedlm_jax.host.atomic import part_folder
+from wedlm_jax.host.processes import ALONE, Processes
+from wedlm_jax.host.storage import as_path, copy_file, is_remote
 from wedlm_jax.params import SamplingParams
+
+SHARD_BYTES = 5 * 1000**3
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -45,52 +48,32 @@ PART_TENSORS = {
 """A tensor of each of `wedlm_jax.config.PARTS`, in every layer that has it."""
 
 
-class StoredTensors(Protocol):
-    """A file of tensors; see `wedlm_jax.checkpoint.safetensors_file.SafetensorsFile`."""
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def dtype(self, name: str) -> str: ...
-
-    def read(self, name: str) -> np.ndarray: ...
-
-    def read_rows(self, name: str, rows: slice = ...) -> Iterator[tuple[int, np.ndarray]]: ...
-
-
 class Checkpoint:
-    """An opened checkpoint, whatever format it is stored in. No values are read until asked for.
+    """An open checkpoint of any format. No values are read until they are asked for.
 
     Attributes:
       folder: where it is, for messages.
       tokenizer_folder: where its tokenizer's files are.
       config: the architecture.
       raw_config: the content of ``config.json``.
-      tensors: the file of each tensor, by the tensor's Hugging Face name.
+      tensors: by Hugging Face name.
     """
 
     folder: Path
     tokenizer_folder: Path
     config: ModelConfig
     raw_config: dict[str, Any]
-    tensors: Mapping[str, StoredTensors]
-
-    def dtypes(self) -> set[str]:
-        """Returns the dtypes of the tensors, such as "float32" and "bfloat16"."""
-        return {file.dtype(name) for name, file in self.tensors.items()}
+    tensors: Mapping[str, DeferredArray]
 
     def values_by_dtype(self) -> dict[str, int]:
-        """Counts the values held in each dtype, the most frequent first."""
+        """Counts the values of each dtype ("float32", "bfloat16"), the most frequent first."""
         counts: Counter[str] = Counter()
-        for name, file in self.tensors.items():
-            counts[file.dtype(name)] += math.prod(file.shape(name))
+        for tensor in self.tensors.values():
+            counts[tensor.dtype.name] += tensor.size
         return dict(counts.most_common())
 
-    def read(self, name: str) -> np.ndarray:
-        """Reads the values of a tensor, in the shape and dtype of the file."""
-        return self.tensors[name].read(name)
-
     def stored_name(self, name: str) -> str:
-        """Returns what a tensor is called in the file, for messages."""
+        """Returns a tensor's name in the file, for messages."""
         return name
 
     def write_tokenizer(self, destination: Path) -> None:
@@ -98,7 +81,7 @@ class Checkpoint:
 
 
 class HFCheckpoint(Checkpoint):
-    """An opened folder in Hugging Face format.
+    """An open folder in Hugging Face format.
 
     Attributes:
       files: the safetensors files by name.
@@ -113,20 +96,20 @@ class HFCheckpoint(Checkpoint):
         self.files, self.tensors = self._open()
         self.config = model_config(self.folder, self.raw_config, self.tensors)
 
-    def _open(self) -> tuple[dict[str, SafetensorsFile], dict[str, SafetensorsFile]]:
+    def _open(self) -> tuple[dict[str, SafetensorsFile], dict[str, DeferredArray]]:
         """Opens the files. As in transformers, a single file takes precedence over an index."""
         if (self.folder / WEIGHTS).exists():
             file = SafetensorsFile(self.folder / WEIGHTS)
-            return {WEIGHTS: file}, dict.fromkeys(file.names(), file)
+            return {WEIGHTS: file}, file.tensors
         weight_map = self._weight_map()
         files = {name: SafetensorsFile(self.folder / name) for name in set(weight_map.values())}
         for tensor, name in weight_map.items():
-            if tensor not in files[name].names():
+            if tensor not in files[name].tensors:
                 raise InputError(
                     f"{self.folder / name}: tensor {tensor!r} is missing, though {INDEX} names it"
                 )
-        # The index, not the file, says where a tensor is: files may hold leftovers.
-        return files, {tensor: files[name] for tensor, name in weight_map.items()}
+        # Not all tensors of the files: these may hold leftovers that the index leaves out.
+        return files, {tensor: files[name].tensors[tensor] for tensor, name in weight_map.items()}
 
     def _weight_map(self) -> dict[str, str]:
         path = self.folder / INDEX
@@ -147,9 +130,9 @@ def model_config(folder: Path, raw: dict[str, Any], tensors: Collection[str]) ->
     `generation_config.json`, where a chat model's end of turn often stands alone.
 
     Args:
-      folder: named in errors; `generation_config.json` is read in it.
+      folder: where `generation_config.json` is read; named in errors.
       raw: the content of ``config.json``.
-      tensors: Hugging Face names of the tensors that are there.
+      tensors: the Hugging Face names of the tensors that there are.
     """
     raw = dict(raw)
     if raw.get("model_type") == "wedlm":
@@ -172,9 +155,26 @@ def model_config(folder: Path, raw: dict[str, Any], tensors: Collection[str]) ->
         raise InputError(f"{generation.path}: {error}") from None
 
 
+def read_object(path: Path) -> dict[str, Any] | None:
+    """Reads a file that holds a JSON object; returns None where there is no such file."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise InputError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise InputError(f"{path}: expected a JSON object")
+    return raw
+
+
 def write_config(folder: Path, raw: dict[str, Any]) -> None:
-    text = json.dumps(raw, indent=2, ensure_ascii=False) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
+    write_object(folder / "config.json", raw)
+
+
+def write_object(path: Path, value: dict[str, Any]) -> None:
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    path.write_text(text, encoding="utf-8")
 
 
 def copy_tokenizer(source: Path, destination: Path) -> None:
@@ -197,7 +197,7 @@ class GenerationConfig:
     """The part of a `generation_config.json` that is used here.
 
     Attributes:
-      path: of the file, for messages.
+      path: the file, for messages.
       eos_token_ids: tokens that end a text, besides those of ``config.json``.
       advised: the sampling parameters that the model's makers advise, not checked.
     """
@@ -230,14 +230,9 @@ def read_generation_config(folder: Path) -> GenerationConfig:
       InputError: it is no JSON object, or its stop tokens are no token ids.
     """
     path = folder / GENERATION_CONFIG
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    raw = read_object(path)
+    if raw is None:
         return GenerationConfig(path)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(raw, dict):
-        raise InputError(f"{path}: expected a JSON object")
     given = raw.get("eos_token_id")
     ends = [] if given is None else given if isinstance(given, list) else [given]
     if not all(type(one) is int and one >= 0 for one in ends):
@@ -257,10 +252,88 @@ def write_stop_tokens(folder: Path, eos_token_ids: Sequence[int]) -> None:
     """Puts a model's stop tokens into `generation_config.json`, if there is one: programs that
     read it do not look for them in ``config.json``."""
     path = folder / GENERATION_CONFIG
-    if not path.exists() or not eos_token_ids:
+    if not eos_token_ids or (raw := read_object(path)) is None:
         return
     read_generation_config(folder)  # reports a malformed file
-    raw = json.loads(path.read_text(encoding="utf-8"))
     ends = list(eos_token_ids)
-    raw["eos_token_id"] = ends[0] if len(ends) == 1 else ends
-    path.write_text(json.dumps(raw, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_object(path, {**raw, "eos_token_id": ends[0] if len(ends) == 1 else ends})
+
+
+# --- weights, written ---------------------------------------------------------------------
+
+
+def require_replaceable(folder: Path) -> None:
+    """Refuses a folder that holds anything but a checkpoint, or what a killed call left of one."""
+    if is_remote(folder) and part_folder(folder).exists():
+        return
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").exists():
+        raise InputError(f"{folder}: not empty, and not a checkpoint that could be replaced")
+
+
+def largest_dtype(tensors: Sequence[DeferredArray]) -> str:
+    """Returns the name of the dtype that most bytes have."""
+    size: Counter[str] = Counter()
+    for tensor in tensors:
+        size[tensor.dtype.name] += tensor.nbytes
+    return size.most_common(1)[0][0]
+
+
+def plan_files(
+    tensors: Sequence[DeferredArray], shard_bytes: int = SHARD_BYTES
+) -> dict[str, list[DeferredArray]]:
+    """Assigns tensors to files: one file, or several of at most ``shard_bytes`` each (more only for
+    a tensor that is larger by itself)."""
+    groups: list[list[DeferredArray]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if groups[-1] and size + tensor.nbytes > shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.nbytes
+    for group in groups:
+        group.sort(key=lambda tensor: -tensor.dtype.itemsize)  # keeps every offset aligned
+    if len(groups) == 1:
+        return {WEIGHTS: groups[0]}
+    count = len(groups)
+    return {
+        f"model-{i + 1:05d}-of-{count:05d}.safetensors": group for i, group in enumerate(groups)
+    }
+
+
+def write_weights(
+    files: Mapping[str, Sequence[DeferredArray]], folder: Path, processes: Processes = ALONE
+) -> None:
+    """Writes the files of a plan, with an index where there are several.
+
+    Processes take turns: each file is written by one of them, and every tensor is read by all,
+    since several may be needed to gather it. A process whose disk fails goes on reading, so that
+    the others do not wait for it, and fails at the end.
+
+    Args:
+      files: from `plan_files`, the same in all processes.
+      folder: where to write; all processes see it.
+      processes: this process among the others.
+    """
+    failure: Exception | None = None
+    for number, (name, tensors) in enumerate(files.items()):
+        values = (tensor.read() for tensor in tensors)
+        if number % processes.count == processes.index and failure is None:
+            try:
+                write_safetensors(folder / name, tensors, values)
+            except (OSError, InputError, StorageFailure) as error:
+                failure = error
+        if processes.count > 1:
+            for _ in values:
+                pass
+    if failure is not None:
+        raise failure
+    if len(files) > 1 and processes.index == 0:
+        _write_index(files, folder)
+
+
+def _write_index(files: Mapping[str, Sequence[DeferredArray]], folder: Path) -> None:
+    weight_map = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
+    total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    write_object(folder / INDEX, index)

@@ -1,4 +1,4 @@
-"""One safetensors file, read and written in parts, with errors that name what is wrong.
+"""Safetensors files, read and written in parts, with errors that name what is wrong.
 
 Nothing is memory-mapped: what is read or written passes through small buffers, so that a
 process that handles a large file does not grow by the file's pages.
@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,7 +27,7 @@ STORED = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 CODES = {np.dtype(dtype): code for code, dtype in STORED.items()}
 
 BUFFER_BYTES = 2 * 1024**2
-"""About what one read or write moves: fits a core's cache, where transposing is cheap."""
+"""About what one read or write moves: fits a core's cache, where casting is cheap."""
 
 
 def numpy_dtype(name: str | None) -> np.dtype | None:
@@ -38,21 +39,28 @@ def numpy_dtype(name: str | None) -> np.dtype | None:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
+Rows = Iterator[tuple[int, np.ndarray]]
+"""Some rows at a time, in order: the number of the first, and values ``[some rows, C]``. They are
+gone when the next are asked for."""
+
+
 @dataclasses.dataclass(frozen=True)
 class DeferredArray:
-    """A tensor or a parameter that is going to be written.
+    """A tensor or a parameter whose values are read when they are needed.
 
     Attributes:
-      name: in the file.
-      shape: in the file.
-      dtype: of the file.
-      read: returns the values; where they lie on several hosts, these do it together.
+      name: in the checkpoint; a parameter's dotted path.
+      shape: its shape.
+      dtype: that of the values, or the one that they are cast to when they are written.
+      read: returns the values. Where they are spread over several hosts, all of them call it.
+      rows: reads a range of rows in parts; see `read_rows`.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
     read: Callable[[], np.ndarray]
+    rows: Callable[[slice], Rows] | None = None
 
     @property
     def size(self) -> int:
@@ -61,6 +69,30 @@ class DeferredArray:
     @property
     def nbytes(self) -> int:
         return self.size * self.dtype.itemsize
+
+    def read_rows(self, rows: slice = slice(None)) -> Rows:
+        """Reads rows of a matrix ``[R, C]``; a vector is ``[R, 1]``. All wanted rows come at once
+        where they cannot be read in parts."""
+        if self.rows is not None:
+            yield from self.rows(rows)
+        else:
+            values = self.read()
+            matrix = values.reshape(len(values), -1)
+            yield rows.indices(len(matrix))[0], matrix[rows]
+
+
+def array_in_rows(
+    name: str, shape: tuple[int, ...], dtype: np.dtype, rows: Callable[[slice], Rows]
+) -> DeferredArray:
+    """Returns an array whose values are put together from its rows."""
+
+    def read() -> np.ndarray:
+        values = np.empty(shape, dtype)
+        for start, part in rows(slice(None)):
+            bits(values.reshape(-1, part.shape[1]))[start : start + len(part)] = bits(part)
+        return values
+
+    return DeferredArray(name, shape, dtype, read, rows)
 
 
 def cast(name: str, tensor: np.ndarray, dtype: Any) -> np.ndarray:
@@ -81,16 +113,20 @@ def cast(name: str, tensor: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def bits(array: np.ndarray) -> np.ndarray:
-    """Views the same memory as unsigned integers: NumPy moves these several times faster than
+    """Views the same memory as unsigned integers, which NumPy moves several times faster than
     dtypes that are not its own."""
     return array.view(np.dtype(f"u{array.dtype.itemsize}"))
 
 
 class SafetensorsFile:
-    """An opened file: names, shapes and dtypes at once, values when read.
+    """An open file.
+
+    Attributes:
+      path: the file.
+      tensors: by name.
 
     Raises:
-      InputError: naming the file, and the tensor where it is one that cannot be used.
+      InputError: the file cannot be used; names it, and the tensor at fault.
     """
 
     def __init__(self, path: Path):
@@ -106,105 +142,83 @@ class SafetensorsFile:
                     f"{path}: a Git LFS pointer, not the file itself; `git lfs pull` fetches it"
                 ) from None
             raise InputError(f"{path}: truncated or not a safetensors file ({error})") from None
-        header.pop("__metadata__", None)
-        self._header: dict[str, dict] = header
         for name, entry in header.items():
             if entry["dtype"] not in STORED:
                 raise InputError(
                     f"{path}: tensor {name!r} has dtype {entry['dtype']}, "
                     f"expected one of {', '.join(STORED)}"
                 )
+        self.tensors = {name: self._tensor(name, entry) for name, entry in header.items()}
 
-    def names(self) -> list[str]:
-        return list(self._header)
+    def _tensor(self, name: str, entry: dict[str, Any]) -> DeferredArray:
+        shape, dtype = tuple(entry["shape"]), np.dtype(STORED[entry["dtype"]])
+        rows = partial(self._rows, shape, dtype, self._data + entry["data_offsets"][0])
+        return array_in_rows(name, shape, dtype, rows)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._header[name]["shape"])
+    def _rows(self, shape: tuple[int, ...], dtype: np.dtype, offset: int, rows: slice) -> Rows:
+        """Reads rows, as many at a time as fit a buffer.
 
-    def dtype(self, name: str) -> str:
-        """Returns the dtype's NumPy name: "float32", "float16" or "bfloat16"."""
-        return np.dtype(STORED[self._header[name]["dtype"]]).name
-
-    def read(self, name: str) -> np.ndarray:
-        """Reads all values of a tensor."""
-        shape = self.shape(name)
-        values = np.empty(shape, self.dtype(name))
-        for start, part in self.read_rows(name):
-            bits(values.reshape(-1, part.shape[1]))[start : start + len(part)] = bits(part)
-        return values
-
-    def read_rows(self, name: str, rows: slice = slice(None)) -> Iterator[tuple[int, np.ndarray]]:
-        """Reads rows of a tensor, whole and in order, as many at a time as fit a buffer.
-
-        Rows are always read whole, even where few of their columns are wanted: a few large reads
-        of all of it take less time than a read of some bytes for every row.
-
-        Args:
-          name: of a tensor, taken as a matrix ``[R, C]``; of a vector C is 1.
-          rows: those wanted.
-
-        Yields:
-          the number of the first row and values ``[some rows, C]``, in the file's dtype; they are
-          gone when the next are asked for.
+        Rows are read whole even where few of their columns are wanted: a few large reads take less
+        time than one of some bytes for every row.
         """
-        shape, dtype = self.shape(name), np.dtype(self.dtype(name))
         width = math.prod(shape[1:])
         first, end, _ = rows.indices(shape[0] if shape else 1)
         most = READ_BYTES if is_remote(self.path) else BUFFER_BYTES
         at_once = max(1, most // max(1, width * dtype.itemsize))
         buffer = np.empty((min(at_once, max(0, end - first)), width), dtype)
-        base = self._data + self._header[name]["data_offsets"][0]
         for start in range(first, end, at_once):
             part = buffer[: min(at_once, end - start)]
-            self._fill(part, base + start * width * dtype.itemsize)
+            self._fill(part, offset + start * width * dtype.itemsize)
             yield start, part
 
     def _fill(self, values: np.ndarray, offset: int) -> None:
-        view = values.reshape(-1).view(np.uint8).data
-        while view:
-            count = self._bytes.read_into(view, offset)
-            if count == 0:
-                raise InputError(f"{self.path}: truncated while it was being read")
-            view, offset = view[count:], offset + count
+        if not _filled(self._bytes, values.reshape(-1).view(np.uint8).data, offset):
+            raise InputError(f"{self.path}: truncated while it was being read")
 
 
 def _sound_header(path: Path, file: ByteRanges) -> tuple[int, dict[str, dict]]:
-    """Checks the header; returns the offset at which values begin, and the header.
+    """Checks the header; returns the offset of the first value, and the tensors' entries.
 
     Raises:
-      ValueError, KeyError, TypeError, SafetensorError: the header is not sound, or says more than
-        the file holds.
+      ValueError, KeyError, TypeError, SafetensorError: the header is not sound, or describes more
+        than the file holds.
     """
     if not is_remote(path):
         with safe_open(str(path), framework="numpy"):
             pass  # the library checks that the header is sound and covers the file
-    first = _read(file, 0, 8)
-    length = int.from_bytes(first, "little")
+    length = int.from_bytes(_header_bytes(file, 0, 8), "little")
     if 8 + length > file.size:
         raise ValueError(f"a header of {length:,} bytes in a file of {file.size:,}")
-    header = json.loads(_read(file, 8, length))
-    # Of a file in a bucket the library would have to read all, so this much is checked here.
-    ends = {name: x["data_offsets"][1] for name, x in header.items() if name != "__metadata__"}
+    header = json.loads(_header_bytes(file, 8, length))
+    header.pop("__metadata__", None)
+    # The library would read all of a file in a bucket, so this much is checked here.
+    end = 0
     for name, entry in header.items():
-        if name == "__metadata__" or entry["dtype"] not in STORED:
-            continue
-        start, end = entry["data_offsets"]
-        if end - start != math.prod(entry["shape"]) * np.dtype(STORED[entry["dtype"]]).itemsize:
+        start, stop = entry["data_offsets"]
+        end = max(end, stop)
+        dtype = STORED.get(entry["dtype"])
+        if dtype and stop - start != math.prod(entry["shape"]) * np.dtype(dtype).itemsize:
             raise ValueError(f"tensor {name!r} has not the bytes of its shape")
-    if 8 + length + max(ends.values(), default=0) != file.size:
+    if 8 + length + end != file.size:
         raise ValueError(f"the header does not cover a file of {file.size:,} bytes")
     return 8 + length, header
 
 
-def _read(file: ByteRanges, offset: int, length: int) -> bytes:
+def _header_bytes(file: ByteRanges, offset: int, length: int) -> bytes:
     content = bytearray(length)
-    view = memoryview(content)
+    if not _filled(file, memoryview(content), offset):
+        raise ValueError("it ends within the header")
+    return bytes(content)
+
+
+def _filled(file: ByteRanges, view: memoryview, offset: int) -> bool:
+    """Reads bytes until ``view`` is full; returns False where the file ends before."""
     while view:
         count = file.read_into(view, offset)
-        if not count:
-            raise ValueError("it ends within the header")
+        if count == 0:
+            return False
         view, offset = view[count:], offset + count
-    return bytes(content)
+    return True
 
 
 def _is_lfs_pointer(path: Path) -> bool:
@@ -217,13 +231,13 @@ def _is_lfs_pointer(path: Path) -> bool:
 def write_safetensors(
     path: Path, tensors: Sequence[DeferredArray], values: Iterable[np.ndarray]
 ) -> None:
-    """Writes tensors to ``path``, each when it comes, and waits until they are on disk.
+    """Writes tensors to ``path`` one by one, and waits until they are on disk.
 
     Args:
-      path: of the file.
-      tensors: in the order of the file.
-      values: theirs, in that order, read by the caller. They are cast to the tensor's dtype and
-        need not be contiguous; both is done a few rows at a time.
+      path: the file.
+      tensors: in the file's order.
+      values: the tensors' values in that order, read by the caller. They need not be contiguous,
+        and are cast to each tensor's dtype, a few rows at a time.
 
     Raises:
       InputError: values do not fit their dtype.

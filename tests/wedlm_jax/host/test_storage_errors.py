@@ -5,9 +5,8 @@ import json
 
 import pytest
 
-from wedlm_jax.checkpoint import storage_errors
-from wedlm_jax.checkpoint.storage_errors import asked_again, is_of_storage, told
 from wedlm_jax.errors import StorageFailure
+from wedlm_jax.host.storage import asked_again, is_of_storage, told
 
 READING = 'Error reading "0000/.zarray" in OCDBT database at gs://bucket/4/default/'
 
@@ -73,7 +72,7 @@ def test_what_was_not_seen_counts_as_missing_only_where_the_files_can_be_opened(
     tmp_path, monkeypatch, capsys
 ):
     """`Path.exists` says no of what it may not look at."""
-    monkeypatch.setattr(storage_errors, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr("wedlm_jax.host.storage.PAUSES_S", (0.0, 0.0))
     (tmp_path / "_METADATA").symlink_to("_METADATA")
     attempts = []
 

@@ -10,14 +10,14 @@ from infer.flags import sampling_params
 from infer.generate import load, parser
 from tests.examples.checkpoints import edit_config, hf_values, refused, set_tensors, write_tiny
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
-from wedlm_jax.checkpoint.hf_folder import (
+from wedlm_jax.checkpoint.hf import (
     GENERATION_CONFIG,
     INDEX,
     WEIGHTS,
     HFCheckpoint,
     read_generation_config,
 )
-from wedlm_jax.checkpoint.load import load_checkpoint
+from wedlm_jax.checkpoint.model import load_checkpoint
 from wedlm_jax.checkpoint.open import open_checkpoint
 from wedlm_jax.config import read_config_json
 from wedlm_jax.errors import InputError

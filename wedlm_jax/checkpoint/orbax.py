@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,16 +24,19 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import type_handlers
 
-from wedlm_jax.checkpoint.safetensors_file import DeferredArray
-from wedlm_jax.checkpoint.storage_errors import SaveMeetings, asked_again, told
+from wedlm_jax.checkpoint.safetensors import DeferredArray
 from wedlm_jax.errors import InputError, StorageFailure
 from wedlm_jax.host.processes import fail_together, is_first, jax_processes, text_of_first
-from wedlm_jax.host.storage import absolute, file_sizes, is_remote, move_tree
+from wedlm_jax.host.storage import (
+    absolute,
+    asked_again,
+    file_sizes,
+    is_remote,
+    move_tree,
+    told,
+)
 
 T = TypeVar("T")
-
-ArrayHeaders = Mapping[str, tuple[tuple[int, ...], str]]
-"""Shape and dtype name of each array, by dotted path."""
 
 COMMITTED = "commit_success.txt"
 """The file that orbax writes last into a state in a bucket, which has no renames."""
@@ -235,6 +239,76 @@ class StepFolders:
             self._silence.close()
 
 
+class SaveMeetings:
+    """Makes the processes wait for one another, as orbax asks; raises in all when one has failed.
+
+    Orbax writes in background threads, which wait for those of the other processes when theirs is
+    written, and again when the state counts. In a process whose write failed the thread ends, and
+    the others would wait for it until the time is up. But it asks for one more wait as it ends,
+    with its error in flight. So here every process has one sequence of meetings a state, whatever
+    orbax calls them: one that failed says so, and comes to the meeting at which the others are.
+
+    It is orbax's `AsyncOptions.barrier_sync_fn`.
+
+    Args:
+      client: of the service that `jax.distributed` started; None for a process alone.
+      index: this process.
+      count: of how many.
+      name: the same in all of them, and no other's.
+    """
+
+    def __init__(self, client: Any, index: int, count: int, name: str):
+        self._client, self._index, self._count, self._name = client, index, count, name
+        self._state, self._met, self._step = 0, 0, 0
+        self._starter = 0
+        self._one_at_a_time = threading.Lock()
+        self.failure = ""
+
+    def begin(self, step: int) -> None:
+        """Begins the next state. Every process calls this, by the thread that starts to write."""
+        self._state, self._met, self._step, self.failure = self._state + 1, 0, step, ""
+        self._starter = threading.get_ident()
+
+    def note(self, error: BaseException) -> StorageFailure:
+        """Returns why the state failed: what a process has reported, or the error of this one."""
+        self.failure = self.failure or self.sentence({self._index: told(error)})
+        return StorageFailure(self.failure)
+
+    def __call__(self, *, key: str, timeout_ms: int) -> None:
+        if self._count == 1:
+            return
+        # The thread that starts to write may itself handle an error, of something else.
+        starts = threading.get_ident() == self._starter
+        error = None if starts else sys.exception()
+        place = f"wedlm/{self._name}/{self._state}"
+        if error is not None and not self.failure:
+            self._client.key_value_set(f"{place}/failed/{self._index}", told(error), True)
+        with self._one_at_a_time:
+            if not self.failure:
+                self._meet(place, timeout_ms)
+        if self.failure and error is None:
+            raise StorageFailure(self.failure)
+
+    def _meet(self, place: str, timeout_ms: int) -> None:
+        self._met += 1
+        try:
+            self._client.wait_at_barrier(f"{place}/{self._met}", timeout_ms)
+        except jax.errors.JaxRuntimeError as error:
+            self.note(error)
+            return
+        failed = self._client.key_value_dir_get(f"{place}/failed/")
+        if failed:
+            self.failure = self.sentence({int(name.split("/")[-1]): said for name, said in failed})
+
+    def sentence(self, failed: dict[int, str]) -> str:
+        """Returns the message for a state: what the storage said to each process that failed."""
+        reasons = [
+            f"host {index} of {self._count}: {said}" if self._count > 1 else said
+            for index, said in sorted(failed.items())
+        ]
+        return f"the state of step {self._step} could not be written ({'; '.join(reasons)})"
+
+
 class _ListedSteps:
     """Names the folders of states for orbax, which finds there the steps that it is told of: the
     processes agreed on them, and a listing by each may be old."""
@@ -302,23 +376,22 @@ def check_state(step_folder: Path, like: Mapping[str, Any]) -> None:
     """
     # Orbax's own words on another model's state tell only that a shape is not compatible.
     folder = step_tree(step_folder)
-    found = array_shapes(folder)
+    found = array_headers(folder)
     if found.keys() != like.keys():
         raise OtherState(
             f"{folder}: a state of {len(found)} arrays where this recipe has {len(like)}; it is "
             "of another model or optimizer"
         )
     for name, leaf in like.items():
-        shape, dtype = found[name]
-        if shape != leaf.shape:
+        if found[name].shape != leaf.shape:
             raise OtherState(
-                f"{folder}: array {name} has shape {list(shape)} where this recipe has "
+                f"{folder}: array {name} has shape {list(found[name].shape)} where this recipe has "
                 f"{list(leaf.shape)}; it is of another model"
             )
-        if dtype != leaf.dtype.name:
+        if found[name].dtype != leaf.dtype:
             raise OtherState(
-                f"{folder}: array {name} is {dtype} where this recipe has {leaf.dtype.name}; it is "
-                "of another optimizer.first_moment_dtype"
+                f"{folder}: array {name} is {found[name].dtype.name} where this recipe has "
+                f"{leaf.dtype.name}; it is of another optimizer.first_moment_dtype"
             )
 
 
@@ -359,14 +432,18 @@ def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray | DeferredArray])
             checkpointer.save(absolute(folder), args=ocp.args.PyTreeSave(_nested(deferred)))
 
 
-def array_shapes(folder: Path) -> ArrayHeaders:
-    """Returns the shape and dtype name of each array by dotted path; no values are read.
+def array_headers(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shape and dtype of each array by dotted path; no values are read.
 
     Raises:
       InputError: the folder is no orbax checkpoint, or parts of it are missing.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(_metadata(folder))
-    return {_dotted(path): (tuple(leaf.shape), np.dtype(leaf.dtype).name) for path, leaf in leaves}
+    with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+        tree = _read(folder, lambda: handler.metadata(epath.Path(absolute(folder))).tree)
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    if not leaves:
+        raise InputError(f"{folder}: this orbax checkpoint holds no arrays")
+    return {_dotted(path): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves}
 
 
 def read_arrays(folder: Path, paths: Iterable[str] | None = None) -> dict[str, np.ndarray]:
@@ -378,22 +455,13 @@ def read_arrays(folder: Path, paths: Iterable[str] | None = None) -> dict[str, n
     Raises:
       InputError: the folder is no orbax checkpoint, or parts of it are missing or cut off.
     """
-    shapes = array_shapes(folder)
-    wanted = shapes if paths is None else {path: shapes[path] for path in paths}
-    item = _nested({path: jax.ShapeDtypeStruct(*header) for path, header in wanted.items()})
+    headers = array_headers(folder)
+    item = _nested(headers if paths is None else {path: headers[path] for path in paths})
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
     args = ocp.args.PyTreeRestore(item=item, restore_args=as_numpy, partial_restore=True)
     with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
         tree = _read(folder, lambda: handler.restore(epath.Path(absolute(folder)), args=args))
     return {_dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def _metadata(folder: Path) -> Any:
-    with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-        tree = _read(folder, lambda: handler.metadata(epath.Path(absolute(folder))).tree)
-    if not jax.tree.leaves(tree):
-        raise InputError(f"{folder}: this orbax checkpoint holds no arrays")
-    return tree
 
 
 def _read(folder: Path, read: Callable[[], T]) -> T:
@@ -407,15 +475,10 @@ def _read(folder: Path, read: Callable[[], T]) -> T:
         raise  # nothing of these is about what lies there
     except Exception as error:
         # Tensorstore's errors are of many types; the others mean that the files are damaged.
-        raise _damaged(folder, error) from None
-
-
-def _damaged(folder: Path, error: Exception) -> DamagedCheckpoint:
-    reason = str(error).strip().splitlines()
-    return DamagedCheckpoint(
-        f"{folder}: damaged or not an orbax checkpoint "
-        f"({reason[0][:200] if reason else type(error).__name__})"
-    )
+        [reason, *_] = str(error).strip().splitlines() or [type(error).__name__]
+        raise DamagedCheckpoint(
+            f"{folder}: damaged or not an orbax checkpoint ({reason[:200]})"
+        ) from None
 
 
 def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:

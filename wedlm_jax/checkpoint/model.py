@@ -1,0 +1,435 @@
+"""Models out of a checkpoint and into one, wherever their arrays lie.
+
+A host reads its own rows once: tensor by tensor, whole rows at a time, straight into the slices
+that its devices hold. Beyond what is on the devices its memory holds the slices of one parameter,
+and each of these is freed as soon as its device has it. Where a mesh cuts columns over several
+hosts, each reads rows of its own and the devices exchange them.
+
+Writing goes host by host and tensor by tensor; beyond the parameters a host holds one tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from wedlm_jax.checkpoint.hf import (
+    SHARD_BYTES,
+    Checkpoint,
+    copy_tokenizer,
+    largest_dtype,
+    plan_files,
+    require_replaceable,
+    write_config,
+    write_stop_tokens,
+    write_weights,
+)
+from wedlm_jax.checkpoint.names import (
+    Entry,
+    arrays_from_model,
+    check_tensors,
+    model_from_arrays,
+    parameter_entries,
+)
+from wedlm_jax.checkpoint.open import open_checkpoint
+from wedlm_jax.checkpoint.safetensors import DeferredArray, bits, cast, numpy_dtype
+from wedlm_jax.config import ModelConfig, config_to_hf
+from wedlm_jax.errors import InputError
+from wedlm_jax.host.processes import Processes, jax_processes, replacing_together
+from wedlm_jax.host.storage import as_path
+from wedlm_jax.model import Transformer
+from wedlm_jax.model.layer_layout import are_stacked
+from wedlm_jax.model.lora import adapter_of, merged_weight
+from wedlm_jax.model.quantization import check_quantization, rounded_alone
+from wedlm_jax.sharding import parameter_axes, spec
+
+PIECE_BYTES = 2**28
+"""What each device holds for a moment, beside its own, of an array that several hosts share."""
+
+Span = tuple[int, int]
+"""From the first to before the last."""
+Index = tuple[Span, ...]
+"""A slice of an array: a span of each axis."""
+
+
+def load_checkpoint(
+    folder: str | Path,
+    *,
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+    stacked: bool = True,
+    quantization: str | None = None,
+) -> Transformer:
+    """Reads a checkpoint (of a type in `wedlm_jax.config.FAMILIES`) into a model.
+
+    Names, shapes and sizes are checked before any values are read. Beyond the parameters
+    themselves a host holds its slices of one of them; see `wedlm_jax.checkpoint.model`.
+
+    Args:
+      folder: in Hugging Face format, or one that `wedlm convert` made, or a training run's, or a
+        GGUF file. Of orbax's files each host reads whole parameters, one at a time.
+      dtype: of the parameters; that of the file by default.
+      mesh: lays each parameter out as `wedlm_jax.sharding` says, and each host reads only the
+        slices that its devices hold; the default device holds all without one.
+      stacked: whether the model's layers are to lie stacked, or apart, each read by itself.
+      quantization: a name in `wedlm_jax.model.quantization.QUANTIZATIONS`: each matrix is rounded
+        as soon as it is read, so that no more than one is in memory as it was.
+
+    Raises:
+      InputError: naming the file and tensor that is missing, extra, misshapen or truncated,
+        or the parameter that the mesh does not divide.
+    """
+    check_quantization(quantization)
+    checkpoint = open_checkpoint(folder)
+    entries = check_tensors(checkpoint, stacked=stacked)
+    if mesh is not None:
+        for entry in entries:
+            parameter_sharding(mesh, entry)
+
+    def load(entry: Entry) -> Any:
+        value = load_parameter(checkpoint, entry, dtype, mesh)
+        name = entry.path.rpartition(".")[2]
+        return value if quantization is None else rounded_alone(value, name)
+
+    values = {entry.path: load(entry) for entry in entries}
+    return model_from_arrays(checkpoint.config, values, stacked=stacked)
+
+
+def load_parameter(
+    checkpoint: Checkpoint, entry: Entry, dtype: Any, mesh: Mesh | None
+) -> jax.Array:
+    """Reads one parameter onto its devices.
+
+    Args:
+      checkpoint: an opened folder, its tensors checked.
+      entry: the parameter.
+      dtype: of the result; see `entry_dtype`.
+      mesh: laid out on it as `wedlm_jax.sharding` says; on the default device without one.
+    """
+    if mesh is None:
+        return jnp.asarray(read_parameter(checkpoint, entry, dtype))
+    sharding = parameter_sharding(mesh, entry)
+    if not spans_processes(mesh):
+        return _read_onto(checkpoint, entry, dtype, sharding)
+    by_rows = _read_onto(checkpoint, entry, dtype, rows_first(sharding, entry))
+    return jax.device_put(by_rows, sharding, donate=True)
+
+
+def spans_processes(mesh: Mesh) -> bool:
+    """Tells whether the devices of a mesh belong to several processes."""
+    return len({device.process_index for device in mesh.devices.flat}) > 1
+
+
+def rows_first(sharding: NamedSharding, entry: Entry) -> NamedSharding:
+    """Returns a layout of a parameter that cuts the Hugging Face tensor along its rows alone, over
+    as many devices as divide them.
+
+    So each process reads its own rows, whole and once, and the devices exchange what belongs
+    elsewhere. Of a tensor cut along its columns every process would read all.
+    """
+    axes = [_axis_names(axis) for axis in sharding.spec]
+    axes += [()] * (len(entry.shape) - len(axes))
+    if len(entry.hf_shape) < 2:
+        return sharding
+    others = [axis for place in axes[:-2] for axis in place]  # what cuts the layers stays
+    wanted = dict.fromkeys([*axes[-2], *axes[-1], *sharding.mesh.axis_names])
+    chosen: list[str] = []
+    for axis in [axis for axis in wanted if axis not in others]:
+        shards = math.prod(sharding.mesh.shape[name] for name in [*chosen, axis])
+        if entry.shape[-2] % shards == 0:
+            chosen.append(axis)
+    return NamedSharding(sharding.mesh, PartitionSpec(*axes[:-2], tuple(chosen), ()))
+
+
+def _axis_names(axis: Any) -> tuple[str, ...]:
+    """Returns the mesh axes that cut an array's axis, as a tuple."""
+    return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def _read_onto(
+    checkpoint: Checkpoint, entry: Entry, dtype: Any, sharding: NamedSharding
+) -> jax.Array:
+    """Reads one parameter, each process what its own devices hold."""
+    indices = {
+        device: _spans(index, entry.shape)
+        for device, index in sharding.addressable_devices_indices_map(entry.shape).items()
+    }
+    slices = read_slices(checkpoint, entry, dtype, set(indices.values()))
+    arrays = []
+    # Replicas of a slice follow one another, so that each slice is freed after its last.
+    for device, index in sorted(indices.items(), key=lambda item: item[1]):
+        for other in [i for i in slices if i < index]:
+            del slices[other]
+        arrays.append(jax.device_put(slices[index], device).block_until_ready())
+    return jax.make_array_from_single_device_arrays(entry.shape, sharding, arrays)
+
+
+def parameter_sharding(mesh: Mesh, entry: Entry) -> NamedSharding:
+    """Tells where a parameter lies on a mesh.
+
+    Raises:
+      InputError: the mesh does not divide its shape.
+    """
+    axes = parameter_axes(entry.path.replace(".", "/"))
+    assert axes is not None, f"no rule names the axes of {entry.path}"
+    sharding = NamedSharding(mesh, spec(axes))
+    try:
+        sharding.shard_shape(entry.shape)
+    except ValueError:
+        sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+        raise InputError(
+            f"mesh: {sizes} does not divide parameter {entry.path!r} of shape {list(entry.shape)}"
+        ) from None
+    return sharding
+
+
+def read_parameter(checkpoint: Checkpoint, entry: Entry, dtype: Any = None) -> np.ndarray:
+    """Reads a whole parameter into host memory; see `read_slices`."""
+    whole = tuple((0, size) for size in entry.shape)
+    return read_slices(checkpoint, entry, dtype, [whole])[whole]
+
+
+def read_slices(
+    checkpoint: Checkpoint, entry: Entry, dtype: Any, indices: Iterable[Index]
+) -> dict[Index, np.ndarray]:
+    """Reads slices of a parameter, in our shape, each value once.
+
+    Args:
+      checkpoint: open, its tensors checked.
+      entry: the parameter.
+      dtype: that of the result; see `entry_dtype`.
+      indices: the slices: the pieces of a grid over the parameter's shape, or some of them.
+
+    Raises:
+      InputError: values do not fit ``dtype``.
+    """
+    target = entry_dtype(checkpoint, entry, dtype)
+    slices = {index: np.empty([end - start for start, end in index], target) for index in indices}
+    for layer, name in enumerate(entry.hf_names):
+        parts = []
+        for index, values in slices.items():
+            if not entry.stacked:
+                parts.append((index, values))
+            elif index[0][0] <= layer < index[0][1]:
+                parts.append((index[1:], values[layer - index[0][0]]))
+        _read_tensor(checkpoint.tensors[name], parts)
+    return slices
+
+
+def stored_parameters(checkpoint: Checkpoint, dtype: Any = None) -> list[DeferredArray]:
+    """Returns a checkpoint's parameters as our table has them, layers stacked, checked by
+    `check_tensors`; see `wedlm_jax.checkpoint.names.stored_tensors` for the tensors."""
+    return [
+        DeferredArray(
+            entry.path,
+            entry.shape,
+            entry_dtype(checkpoint, entry, dtype),
+            partial(read_parameter, checkpoint, entry, dtype),
+        )
+        for entry in check_tensors(checkpoint)
+    ]
+
+
+def entry_dtype(checkpoint: Checkpoint, entry: Entry, dtype: Any = None) -> np.dtype:
+    """Returns the dtype that a parameter is read in: ``dtype``; by default that of the file, and
+    where the layers' tensors differ, the narrowest that holds all their values."""
+    if dtype is not None:
+        return np.dtype(dtype)
+    kinds = {checkpoint.tensors[name].dtype for name in entry.hf_names}
+    return kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
+
+
+def _read_tensor(tensor: DeferredArray, parts: list[tuple[Index, np.ndarray]]) -> None:
+    """Fills each part with its slice of a tensor; rows that any part wants are read once."""
+    for wanted in _joined(index[0] for index, _ in parts):
+        for start, values in tensor.read_rows(slice(*wanted)):
+            for (rows, *columns), target in parts:
+                first, end = max(start, rows[0]), min(start + len(values), rows[1])
+                if first < end:
+                    own = values[first - start : end - start]
+                    if columns:
+                        own = own[:, slice(*columns[0])]
+                    to = bits(target.reshape(len(target), -1))[first - rows[0] : end - rows[0]]
+                    to[:] = bits(cast(tensor.name, own, target.dtype))
+
+
+def _joined(spans: Iterable[Span]) -> list[Span]:
+    """Merges spans that touch or overlap."""
+    joined: list[Span] = []
+    for start, end in sorted(set(spans)):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _spans(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Index:
+    assert index is not None
+    return tuple(axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True))
+
+
+# --- out of a model -----------------------------------------------------------------------
+
+
+def save_checkpoint(
+    model: Transformer,
+    config: ModelConfig,
+    folder: str | Path,
+    *,
+    dtype: str | None = None,
+    tokenizer_from: str | Path | None = None,
+    raw_config: dict[str, Any] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    processes: Processes | None = None,
+) -> None:
+    """Writes a Hugging Face checkpoint folder: weights, ``config.json``, tokenizer files.
+
+    The folder appears whole or not at all: files are written to one beside it, which
+    then takes its name.
+
+    Beyond the parameters a host holds one tensor. In a job of several processes all of them
+    call this: each writes some of the files, process 0 the rest of the folder, and parameters
+    that lie on several hosts are gathered tensor by tensor.
+
+    Args:
+      model: what to write, however it is sharded; adapters are merged.
+      config: written as ``config.json``; normally ``model.config``.
+      folder: must not exist, or hold an earlier checkpoint, which is replaced.
+      dtype: "float32", "bfloat16" or "float16"; that of the parameters by default.
+      tokenizer_from: a folder whose tokenizer files are copied.
+      raw_config: written as ``config.json`` instead, as it stands.
+      shard_bytes: a file holds at most this, but for a tensor that alone has more.
+      processes: of the job; those of JAX by default.
+
+    Raises:
+      InputError: ``folder`` holds something else, the values do not fit ``dtype``, or the
+        model's matrices are rounded.
+    """
+    np_dtype = numpy_dtype(dtype)
+    require_replaceable(as_path(folder))
+    processes = processes or jax_processes()
+    entries = parameter_entries(model.config, stacked=are_stacked(model))
+    arrays = arrays_from_model(model)
+    if any(entry.path not in arrays for entry in entries):
+        raise InputError(f"{folder}: the model's matrices are rounded; export it as it was before")
+    scale = 0.0 if model.lora is None else model.lora.scale
+    tensors = model_tensors(entries, arrays, np_dtype, scale)
+    with replacing_together(folder, processes) as beside:
+        write_weights(plan_files(tensors, shard_bytes), beside, processes)
+        if processes.index == 0:
+            written = dtype or largest_dtype(tensors)
+            write_config(beside, raw_config or config_to_hf(config, dtype=written))
+            if tokenizer_from is not None:
+                copy_tokenizer(as_path(tokenizer_from), beside)
+                if raw_config is None:
+                    write_stop_tokens(beside, config.eos_token_ids)
+
+
+def model_tensors(
+    entries: Sequence[Entry],
+    values: Mapping[str, jax.Array],
+    dtype: Any = None,
+    lora_scale: float = 0.0,
+) -> list[DeferredArray]:
+    """Returns a model's parameters as Hugging Face's tensors, what adapters add included.
+
+    Args:
+      entries: the table, from `parameter_entries`.
+      values: the parameters by dotted path, however they are sharded.
+      dtype: of the tensors; that of the parameters by default.
+      lora_scale: of the adapters, if there are some.
+    """
+
+    def tensor(entry: Entry, layer: int | None, name: str) -> DeferredArray:
+        value = values[entry.path]
+        a, b = (values.get(path) for path in adapter_of(entry.path))
+
+        def read() -> np.ndarray:
+            whole = gathered(value, layer)
+            if a is not None and b is not None:
+                whole = merged_weight(whole, gathered(a, layer), gathered(b, layer), lora_scale)
+            return whole
+
+        return DeferredArray(name, entry.hf_shape, np.dtype(dtype or value.dtype), read)
+
+    return [
+        tensor(entry, layer if entry.stacked else None, name)
+        for entry in entries
+        for layer, name in enumerate(entry.hf_names)
+    ]
+
+
+def gathered(array: jax.Array, layer: int | None = None) -> np.ndarray:
+    """Returns an array, or one layer of a stacked one, in host memory; not to be changed.
+
+    Where its slices lie on several hosts, all of them have to call this in the same order,
+    and each gets all of it.
+    """
+    if not array.is_fully_addressable:
+        return _from_all_hosts(array if layer is None else _layer(array, layer))
+    shape = array.shape if layer is None else array.shape[1:]
+    whole = None
+    for shard in array.addressable_shards:
+        index = shard.index
+        if layer is not None:
+            start, end, _ = index[0].indices(array.shape[0])
+            if not start <= layer < end:
+                continue
+            index = index[1:]
+        if shard.replica_id:
+            continue
+        values = _on_host(shard.data, None if layer is None else layer - start)
+        if values.shape == shape:
+            return values
+        whole = np.empty(shape, array.dtype) if whole is None else whole
+        bits(whole)[index] = bits(values)
+    assert whole is not None
+    return whole
+
+
+def _from_all_hosts(array: jax.Array) -> np.ndarray:
+    """Returns all of an array in host memory; it goes through every device in chunks."""
+    if array.ndim == 0 or array.nbytes <= PIECE_BYTES:
+        return _from_hosts(array)
+    whole = np.empty(array.shape, array.dtype)
+    rows = max(PIECE_BYTES * len(array) // array.nbytes, 1)
+    for start in range(0, len(array), rows):
+        # The last piece begins where a whole one still fits, so that one program serves all.
+        start = min(start, len(array) - rows)
+        piece = _from_hosts(_rows(array, start, rows))
+        bits(whole)[start : start + rows] = bits(piece)
+    return whole
+
+
+def _from_hosts(array: jax.Array) -> np.ndarray:
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+@partial(jax.jit, static_argnums=2)
+def _rows(array: jax.Array, start: int, count: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(array, start, count)
+
+
+def _on_host(data: jax.Array, layer: int | None) -> np.ndarray:
+    [device] = data.devices()
+    if device.platform == "cpu":
+        values = np.asarray(data)  # the memory of the array itself
+        return values if layer is None else values[layer]
+    # From elsewhere values are copied, and an array keeps such a copy while it lives: so one
+    # that is dropped at once is copied.
+    return np.asarray(data.copy() if layer is None else _layer(data, layer))
+
+
+@jax.jit
+def _layer(stacked: jax.Array, layer: int) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(stacked, layer, keepdims=False)
