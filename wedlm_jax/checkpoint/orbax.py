@@ -1,13 +1,15 @@
-"""Orbax: the one file that imports it.
+"""The one file that imports orbax.
 
-Two kinds of folder: weights alone, a nested dictionary of arrays in one orbax checkpoint
-(`write_arrays`, `read_arrays`), and the numbered states of a training run (`StepFolders`).
+It writes and reads two kinds of folder: a model's arrays, nested in one orbax checkpoint
+(`write_arrays`, `read_arrays`), and the numbered states of a training run (`StepFolders`,
+`restore_state`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import sys
@@ -47,11 +49,11 @@ LATE_REPORTS_S = 0.5
 
 
 class DamagedCheckpoint(InputError):
-    """Says that what is on disk cannot be read, or is not what was written."""
+    """What is on disk cannot be read, or is not what was written."""
 
 
 class OtherState(InputError):
-    """Says that a state is of another model or optimizer."""
+    """A state is of another model or optimizer."""
 
 
 class StepFolders:
@@ -61,11 +63,11 @@ class StepFolders:
     multi-process run calls each method, and writes and reads its own shards.
 
     Args:
-      folder: holds a folder a step; made if absent.
+      folder: holds a folder per step; made if absent.
       keep: how many of the newest to keep.
       keep_every: also keep each state whose step is a multiple of this; 0 for none.
       timeout: seconds in which a state must be written.
-      states: the steps of those that there are, the same in every process; by default what
+      states: the steps of the states that there are, the same in every process; by default what
         process 0 finds.
     """
 
@@ -107,10 +109,10 @@ class StepFolders:
         return sorted(found, reverse=True)
 
     def _opened(self) -> ocp.CheckpointManager:
-        """Returns orbax's manager, made when the first state is written: what it lists by itself,
-        each process for itself, is never asked for."""
+        """Returns orbax's manager, made when the first state is written. It is never asked what it
+        lists by itself, since each process would list for itself."""
         if self._manager is None:
-            # What its background threads write of an error; `finish` has one sentence for it.
+            # Its background threads log their errors; `finish` has one sentence for them.
             self._silence.enter_context(_late_reports_unheard())
             logging.getLogger("absl").addFilter(_is_no_error_of_orbax)
             self._silence.callback(logging.getLogger("absl").removeFilter, _is_no_error_of_orbax)
@@ -123,7 +125,7 @@ class StepFolders:
     def save(self, step: int, state: dict[str, jax.Array]) -> None:
         """Writes a state in the background; returns when its arrays may be overwritten.
 
-        The one before it must be over: see `finish`.
+        The state before it must be finished: see `finish`.
         """
         self._meetings.begin(step)
         # Orbax's threads would wait for minutes for a folder that could not be made.
@@ -152,10 +154,10 @@ class StepFolders:
         return self._manager is not None and self._manager.is_saving_in_progress()
 
     def finish(self) -> None:
-        """Waits until the state under way is over.
+        """Waits until the state under way is written.
 
         Raises:
-          StorageFailure: in every process, when one of them could not write it. It does not
+          StorageFailure: in every process, when one of them could not write it. The state does not
             count, and another can be written.
         """
         if self._refused:
@@ -171,19 +173,8 @@ class StepFolders:
                 self._manager._checkpointer.wait_until_finished()
             raise self._meetings.note(error) from None
 
-    def restore(self, step: int, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Reads the state of a step, with the shapes, dtypes and placement of ``like``. A process
-        does not wait for the others.
-
-        Raises:
-          DamagedCheckpoint: it cannot be read.
-          StorageFailure: the storage fails, so that nothing is known of the state.
-          OtherState: its arrays have other names, shapes or dtypes.
-        """
-        return restore_state(self._folder / str(step), like)
-
     def files(self, step: int) -> str:
-        """Describes which files of a state this process sees, and how long they are.
+        """Describes the files of a state that this process sees, and their sizes.
 
         Raises:
           StorageFailure: the storage fails.
@@ -194,31 +185,27 @@ class StepFolders:
         return f"{len(found)} files of {sum(size for _, size in found):,} bytes ({digest})"
 
     def set_aside(self, step: int) -> None:
-        """Renames a state, so that it counts no more and its step can be written again. To be
-        called before a state is written."""
+        """Renames a state, so that it counts no more and its step can be written again. Call this
+        before a state is written."""
         assert self._manager is None
-        failure = ""
+        folder, failure = self._folder / str(step), ""
         if is_first():
             try:
-                self._move_aside(self._folder / str(step))
+                suffixes = itertools.chain([""], (f"-{i}" for i in itertools.count(2)))
+                places = (folder.with_name(f"{step}{DAMAGED}{suffix}") for suffix in suffixes)
+                place = next(place for place in places if not place.exists())
+                if is_remote(folder):
+                    move_tree(folder, place, COMMITTED)
+                else:
+                    folder.rename(place)
             except Exception as error:
                 # A bucket's client has errors of many types.
-                failure = f"{self._folder / str(step)}: cannot be renamed ({told(error)})"
+                failure = f"{folder}: cannot be renamed ({told(error)})"
         fail_together(failure)
         self._states.remove(step)
 
-    def _move_aside(self, folder: Path) -> None:
-        place, number = folder.with_name(f"{folder.name}{DAMAGED}"), 1
-        while place.exists():
-            number += 1
-            place = folder.with_name(f"{folder.name}{DAMAGED}-{number}")
-        if is_remote(folder):
-            move_tree(folder, place, COMMITTED)
-        else:
-            folder.rename(place)
-
     def any_set_aside(self) -> bool:
-        """Tells whether process 0 sees a state that was set aside here, by this run or an earlier
+        """Returns whether process 0 sees a state that was set aside, by this run or an earlier
         attempt at it."""
         return bool(text_of_first("yes" if any(self._folder.glob(f"*{DAMAGED}*")) else ""))
 
@@ -240,21 +227,20 @@ class StepFolders:
 
 
 class SaveMeetings:
-    """Makes the processes wait for one another, as orbax asks; raises in all when one has failed.
+    """Orbax's `AsyncOptions.barrier_sync_fn`: processes wait for one another, and when one of them
+    has failed all raise.
 
-    Orbax writes in background threads, which wait for those of the other processes when theirs is
+    Orbax writes in background threads, which wait for those of the other processes when they have
     written, and again when the state counts. In a process whose write failed the thread ends, and
-    the others would wait for it until the time is up. But it asks for one more wait as it ends,
-    with its error in flight. So here every process has one sequence of meetings a state, whatever
-    orbax calls them: one that failed says so, and comes to the meeting at which the others are.
-
-    It is orbax's `AsyncOptions.barrier_sync_fn`.
+    the others would wait for it until the time is up. But as it ends it asks for one more wait,
+    with its error in flight. So every process has one sequence of meetings per state here, whatever
+    orbax calls them: one that failed says so, and comes to the meeting where the others are.
 
     Args:
-      client: of the service that `jax.distributed` started; None for a process alone.
+      client: the client of `jax.distributed`'s service; None for a single process.
       index: this process.
-      count: of how many.
-      name: the same in all of them, and no other's.
+      count: how many processes there are.
+      name: the same in all of them, and used for nothing else.
     """
 
     def __init__(self, client: Any, index: int, count: int, name: str):
@@ -265,7 +251,7 @@ class SaveMeetings:
         self.failure = ""
 
     def begin(self, step: int) -> None:
-        """Begins the next state. Every process calls this, by the thread that starts to write."""
+        """Begins the next state. Every process calls this, in the thread that starts to write."""
         self._state, self._met, self._step, self.failure = self._state + 1, 0, step, ""
         self._starter = threading.get_ident()
 
@@ -301,7 +287,7 @@ class SaveMeetings:
             self.failure = self.sentence({int(name.split("/")[-1]): said for name, said in failed})
 
     def sentence(self, failed: dict[int, str]) -> str:
-        """Returns the message for a state: what the storage said to each process that failed."""
+        """Returns the message about a state: what the storage said to each process that failed."""
         reasons = [
             f"host {index} of {self._count}: {said}" if self._count > 1 else said
             for index, said in sorted(failed.items())
@@ -310,8 +296,8 @@ class SaveMeetings:
 
 
 class _ListedSteps:
-    """Names the folders of states for orbax, which finds there the steps that it is told of: the
-    processes agreed on them, and a listing by each may be old."""
+    """Lists a run's states for orbax: those that the processes agreed on. A listing by each of them
+    may be out of date."""
 
     def __init__(self, steps: Sequence[int]):
         self._steps = tuple(steps)
@@ -327,12 +313,12 @@ class _ListedSteps:
 
 
 def step_tree(step_folder: Path) -> Path:
-    """Tells where a numbered state keeps its arrays."""
+    """Returns the folder of a numbered state's arrays."""
     return step_folder / "default"
 
 
 def is_whole(step_folder: Path) -> bool:
-    """Tells whether a numbered state was written completely."""
+    """Returns whether a numbered state was written completely."""
     if is_remote(step_folder):
         return (step_folder / COMMITTED).exists()
     # On a file system a state that is still being written stands under another name.
@@ -340,8 +326,7 @@ def is_whole(step_folder: Path) -> bool:
 
 
 def whole_steps(folder: Path) -> list[int]:
-    """Lists the steps of the numbered states in a folder that were written completely; none where
-    there is no such folder.
+    """Lists the steps of the complete states in a folder; none where there is no such folder.
 
     Raises:
       StorageFailure: it cannot be read.
@@ -358,7 +343,14 @@ def whole_steps(folder: Path) -> list[int]:
 
 
 def restore_state(step_folder: Path, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Reads a numbered state; see `StepFolders.restore`. Nothing is written to its folder."""
+    """Reads a numbered state, with the shapes, dtypes and placement of ``like``. Nothing is written
+    to its folder, and a process does not wait for the others.
+
+    Raises:
+      DamagedCheckpoint: it cannot be read.
+      StorageFailure: the storage fails, so nothing is known about the state.
+      OtherState: its arrays have other names, shapes or dtypes.
+    """
     folder = step_tree(step_folder)
     check_state(step_folder, like)
     target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
@@ -374,7 +366,7 @@ def check_state(step_folder: Path, like: Mapping[str, Any]) -> None:
     Raises:
       OtherState: naming the first of another shape or dtype.
     """
-    # Orbax's own words on another model's state tell only that a shape is not compatible.
+    # Orbax would only say that a shape is not compatible.
     folder = step_tree(step_folder)
     found = array_headers(folder)
     if found.keys() != like.keys():
@@ -416,8 +408,8 @@ def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray | DeferredArray])
 
     Args:
       folder: must not exist.
-      arrays: by dotted path, such as ``layers.mlp.up_proj.weight``. Of those deferred, a few
-        are in memory at once: one is read, one is being written.
+      arrays: by dotted path, such as ``layers.mlp.up_proj.weight``. Few of the deferred ones are
+        in memory at once: one is read while one is written.
     """
     deferred = {
         path: DeferredArray(path, array.shape, array.dtype, lambda array=array: array)  # type: ignore[misc]
@@ -450,7 +442,7 @@ def read_arrays(folder: Path, paths: Iterable[str] | None = None) -> dict[str, n
     """Returns arrays of a checkpoint in host memory, by dotted path.
 
     Args:
-      paths: those to read, all by default; the others stay on disk.
+      paths: the arrays to read, all by default; the others stay on disk.
 
     Raises:
       InputError: the folder is no orbax checkpoint, or parts of it are missing or cut off.
@@ -472,7 +464,7 @@ def _read(folder: Path, read: Callable[[], T]) -> T:
     try:
         return asked_again(folder, quietly)
     except (StorageFailure, MemoryError, jax.errors.JaxRuntimeError):
-        raise  # nothing of these is about what lies there
+        raise  # none of these is about what lies there
     except Exception as error:
         # Tensorstore's errors are of many types; the others mean that the files are damaged.
         [reason, *_] = str(error).strip().splitlines() or [type(error).__name__]

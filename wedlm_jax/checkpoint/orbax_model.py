@@ -1,9 +1,9 @@
-"""Models in orbax's files, opened: a folder that `wedlm convert` made, and a training run's state.
+"""Models in orbax's files: a folder that `wedlm convert` made, or a training run's state.
 
 A state knows nothing of the model: its arrays are numbered in the order of `jax.tree.leaves`, the
-step first and then what is trained (`train.checkpoint`). So a run says beside its states what its
-model is (`describe_run`), and which adapters it trains, if it trains only these; the parameters
-that they belong to are then in ``base/``.
+step first and then what is trained (`train.checkpoint`). So a run describes its model beside its
+states (`describe_run`), including the adapters if it trains only these; the parameters that they
+belong to are then in ``base/``.
 """
 
 from __future__ import annotations
@@ -166,11 +166,8 @@ class RunCheckpoint(OrbaxTensors):
 def describe_run(
     run: Path, config: ModelConfig, tokenizer_from: Path, lora: LoraConfig | None = None
 ) -> None:
-    """Writes ``<run>/model``: the model's ``config.json``, the tokenizer's files, and which
-    adapters are trained, if these are all that is.
-
-    They are what an export needs beside a state. All processes of a run call this.
-    """
+    """Writes ``<run>/model``, which an export needs beside a state: the model's ``config.json``,
+    the tokenizer's files, and the adapters if only they are trained. All processes call this."""
     processes = jax_processes()
     with replacing_together(run / RUN_MODEL, processes) as beside:
         if processes.index == 0:
@@ -198,7 +195,7 @@ def described_lora(run: Path) -> LoraConfig | None:
 
 
 def is_described(run: Path, config: ModelConfig) -> bool:
-    """Tells whether `describe_run` has written ``config`` already."""
+    """Returns whether `describe_run` has written ``config`` already."""
     folder = run / RUN_MODEL
     described = (folder / "config.json").exists() and (folder / "tokenizer.json").exists()
     return described and model_config(folder, read_config_json(folder), ()) == dataclasses.replace(

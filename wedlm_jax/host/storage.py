@@ -237,20 +237,20 @@ _STATUS = re.compile(
     r"(UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|RESOURCE_EXHAUSTED"
     r"|ABORTED|CANCELLED|INTERNAL|UNKNOWN): "
 )
-"""What tensorstore's messages begin with when the bytes were not had. Bytes that are wrong are
+"""How tensorstore's messages begin when it got no bytes. Bytes that are wrong are
 DATA_LOSS, OUT_OF_RANGE, FAILED_PRECONDITION or INVALID_ARGUMENT, absent ones NOT_FOUND."""
 _ERRNO = re.compile(r"os_error_code='(\d+)'")
 
 
 def is_of_storage(error: BaseException) -> bool:
-    """Tells whether an error, or one that led to it, is of a storage that fails."""
+    """Returns whether an error, or one that led to it, comes from a storage that fails."""
     return any(map(_is_of_storage, _chain(error)))
 
 
 def told(error: BaseException) -> str:
     """Returns the storage's own message, or else the error's, on one line."""
     first = next(filter(_is_of_storage, _chain(error)), error)
-    # Behind this tensorstore lays out how the array was opened.
+    # Tensorstore goes on with how the array was opened.
     text = str(first).split(" [tensorstore_spec")[0].split(" [source locations")[0]
     return shortened(text or type(first).__name__, 300)
 
@@ -284,7 +284,7 @@ def _reached(folder: Path, read: Callable[[], T]) -> T:
         return read()
     except Exception as error:
         if not is_of_storage(error):
-            # Whoever asks whether a file exists is told no where it cannot be reached.
+            # A file that cannot be reached looks like one that does not exist.
             _open_all(folder)
         raise
 

@@ -19,6 +19,7 @@ from wedlm_jax.checkpoint.orbax import (
     StepFolders,
     array_headers,
     read_arrays,
+    restore_state,
     write_arrays,
 )
 from wedlm_jax.checkpoint.safetensors import DeferredArray
@@ -44,7 +45,7 @@ def folder(tmp_path):
 def test_restores_a_state_as_it_was(folder):
     states = StepFolders(folder, keep=2)
     assert states.steps() == [7]
-    restored = states.restore(7, jax.tree.map(jnp.zeros_like, STATE))
+    restored = restore_state(folder / "7", jax.tree.map(jnp.zeros_like, STATE))
     states.close()
     assert restored.keys() == STATE.keys()
     for name, leaf in STATE.items():
@@ -60,7 +61,7 @@ def test_keeps_the_newest_states(folder):
     assert sorted(path.name for path in folder.iterdir()) == ["8", "9"]
     again = StepFolders(folder, keep=2)
     assert again.steps() == [9, 8]
-    assert int(again.restore(9, STATE)["0000"]) == 9
+    assert int(restore_state(folder / "9", STATE)["0000"]) == 9
     again.close()
 
 
@@ -74,10 +75,8 @@ def test_keeps_the_newest_states(folder):
     ],
 )
 def test_state_of_another_model_is_refused(folder, like, expected):
-    states = StepFolders(folder, keep=2)
     with pytest.raises(InputError, match=expected) as error:
-        states.restore(7, like)
-    states.close()
+        restore_state(folder / "7", like)
     assert "\n" not in str(error.value)
     assert str(folder) in str(error.value)
 
@@ -86,7 +85,7 @@ def test_nothing_to_restore(tmp_path):
     states = StepFolders(tmp_path / "new", keep=2)
     assert states.steps() == []
     with pytest.raises(DamagedCheckpoint):
-        states.restore(7, STATE)
+        restore_state(tmp_path / "new" / "7", STATE)
     states.close()
 
 
