@@ -28,7 +28,7 @@ from infer.bench.measure import Report, by_turns, table
 from train.step import LossFn, Objective, accumulate, prepare
 from train.step_cost import forward_flops
 from wedlm_jax.attention import IMPLEMENTATIONS
-from wedlm_jax.checkpoint.names import arrays_from_model, hf_path
+from wedlm_jax.checkpoint.names import arrays_from_model, dotted_path
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.corruption import DualStreamBatch, PackedRows
 from wedlm_jax.errors import InputError
@@ -188,7 +188,7 @@ class JaxStep:
 
     def gradients(self) -> dict[str, np.ndarray]:
         leaves = jax.tree_util.tree_leaves_with_path(self._found[0])
-        return {hf_path(path): np.asarray(leaf) for path, leaf in leaves}
+        return {dotted_path(path): np.asarray(leaf) for path, leaf in leaves}
 
 
 def steps_of(

@@ -26,6 +26,7 @@ from tokenizers import (
     processors,
 )
 
+from wedlm_jax.checkpoint import GGUF
 from wedlm_jax.checkpoint.hf import PART_TENSORS, Checkpoint
 from wedlm_jax.checkpoint.names import PARAMETER_TABLE
 from wedlm_jax.checkpoint.safetensors import DeferredArray, Rows, array_in_rows
@@ -95,6 +96,8 @@ class GGUFCheckpoint(Checkpoint):
     Raises:
       InputError: naming the file and what was expected of it; or the package is not installed.
     """
+
+    kind = GGUF
 
     def __init__(self, path: Path):
         with path.open("rb") as file:

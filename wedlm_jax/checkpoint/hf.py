@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from wedlm_jax.checkpoint import HF
 from wedlm_jax.checkpoint.safetensors import DeferredArray, SafetensorsFile, write_safetensors
 from wedlm_jax.config import ModelConfig, config_from_hf, read_config_json
 from wedlm_jax.errors import InputError, StorageFailure, shortened
@@ -52,6 +53,7 @@ class Checkpoint:
     """An open checkpoint of any format. No values are read until they are asked for.
 
     Attributes:
+      kind: which of those in `wedlm_jax.checkpoint`.
       folder: where it is, for messages.
       tokenizer_folder: where its tokenizer's files are.
       config: the architecture.
@@ -59,6 +61,7 @@ class Checkpoint:
       tensors: by Hugging Face name.
     """
 
+    kind: str
     folder: Path
     tokenizer_folder: Path
     config: ModelConfig
@@ -89,6 +92,8 @@ class HFCheckpoint(Checkpoint):
     Raises:
       InputError: a file is missing, cut off or not what it should be.
     """
+
+    kind = HF
 
     def __init__(self, folder: str | Path):
         self.folder = self.tokenizer_folder = as_path(folder)

@@ -8,7 +8,7 @@ from typing import Any
 
 from wedlm_jax.checkpoint import TITLES
 from wedlm_jax.checkpoint.hf import read_object
-from wedlm_jax.checkpoint.open import find_model, kind_of, open_checkpoint
+from wedlm_jax.checkpoint.open import find_model, open_checkpoint
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.storage import file_sizes
@@ -55,7 +55,7 @@ def describe(folder: str | Path | None) -> dict[str, Any]:
     dtypes, files = checkpoint.values_by_dtype(), file_sizes(folder)
     return {
         "folder": str(folder),
-        "format": kind_of(folder),
+        "format": checkpoint.kind,
         "model_type": config.model_type,
         "parameters": {
             "total": config.num_parameters(),

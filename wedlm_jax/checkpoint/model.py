@@ -296,9 +296,9 @@ def save_checkpoint(
     """Writes a Hugging Face checkpoint folder: weights, ``config.json``, tokenizer files.
 
     The folder appears whole or not at all: files are written to one beside it, which then takes
-    its name. In a job of several processes all of them call this: each writes some of the files,
-    process 0 the rest of the folder, and parameters that lie on several hosts are gathered tensor
-    by tensor.
+    its name. Beyond the parameters a host holds one tensor. In a job of several processes all of
+    them call this: each writes some of the files, process 0 the rest of the folder, and parameters
+    that lie on several hosts are gathered tensor by tensor.
 
     Args:
       model: however it is sharded; adapters are merged.

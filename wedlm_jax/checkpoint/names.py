@@ -138,7 +138,7 @@ def stored_tensors(checkpoint: Checkpoint, dtype: np.dtype | None = None) -> lis
 def arrays_from_model(model: Transformer) -> dict[str, jax.Array]:
     """Returns the parameters by dotted path of the table."""
     leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model))
-    return {hf_path(path): leaf for path, leaf in leaves}
+    return {dotted_path(path): leaf for path, leaf in leaves}
 
 
 def model_from_arrays(
@@ -148,12 +148,12 @@ def model_from_arrays(
     dtype = values["embed_tokens"].dtype
     graph, abstract = nnx.split(abstract_model(config, stacked=stacked, dtype=dtype))
     state = jax.tree_util.tree_map_with_path(
-        lambda path, _: jax.tree.map(jnp.asarray, values[hf_path(path)]), abstract
+        lambda path, _: jax.tree.map(jnp.asarray, values[dotted_path(path)]), abstract
     )
     return nnx.merge(graph, state)
 
 
-def hf_path(path: tuple[Any, ...]) -> str:
+def dotted_path(path: tuple[Any, ...]) -> str:
     """Converts a pytree key path of a model's `nnx.State` to a dotted path of the table."""
     parts = [str(getattr(p, "key", getattr(p, "name", ""))) for p in path]
     return ".".join(p for p in parts if p not in ("value", ""))

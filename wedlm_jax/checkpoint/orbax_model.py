@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from wedlm_jax.checkpoint import ORBAX, RUN_BASE, RUN_MODEL, RUN_STATES
+from wedlm_jax.checkpoint import ORBAX, RUN, RUN_BASE, RUN_MODEL, RUN_STATES
 from wedlm_jax.checkpoint.hf import (
     Checkpoint,
     HFCheckpoint,
@@ -26,7 +26,7 @@ from wedlm_jax.checkpoint.hf import (
     model_config,
     write_config,
 )
-from wedlm_jax.checkpoint.names import PARAMETER_TABLE, check_tensors, hf_path
+from wedlm_jax.checkpoint.names import PARAMETER_TABLE, check_tensors, dotted_path
 from wedlm_jax.checkpoint.orbax import (
     array_headers,
     is_whole,
@@ -99,6 +99,8 @@ class OrbaxCheckpoint(OrbaxTensors):
       InputError: a file is missing, cut off or not what it should be.
     """
 
+    kind = ORBAX
+
     def __init__(self, folder: Path):
         self.tokenizer_folder = folder
         self.raw_config = read_config_json(folder)
@@ -124,6 +126,8 @@ class RunCheckpoint(OrbaxTensors):
     Raises:
       InputError: there is no state, or it is too small for this model.
     """
+
+    kind = RUN
 
     def __init__(self, folder: Path, described: Path, config: ModelConfig):
         state = newest_state(folder)
@@ -226,4 +230,4 @@ def _trained_paths(config: ModelConfig, lora: LoraConfig | None) -> list[str]:
 
     kind = nnx.Param if lora is None else nnx.LoRAParam
     state = nnx.state(nnx.eval_shape(make), kind)
-    return [hf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    return [dotted_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]

@@ -1,5 +1,7 @@
 """States of a run and folders of arrays, as orbax keeps them."""
 
+import dataclasses
+import json
 import shutil
 import sys
 import threading
@@ -9,11 +11,24 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 
-from tests.examples.checkpoints import refused
+from tests.examples.checkpoints import (
+    assert_same_bits,
+    model_arrays,
+    refused,
+    tiny_config,
+    tiny_model,
+    write_tiny,
+)
+from train.checkpoint import Checkpoints
+from train.step import TrainState
 from wedlm_jax.checkpoint.convert import convert
+from wedlm_jax.checkpoint.model import load_checkpoint, save_checkpoint
+from wedlm_jax.checkpoint.open import kind_of, open_checkpoint
 from wedlm_jax.checkpoint.orbax import (
     DamagedCheckpoint,
     StepFolders,
@@ -22,6 +37,7 @@ from wedlm_jax.checkpoint.orbax import (
     restore_state,
     write_arrays,
 )
+from wedlm_jax.checkpoint.orbax_model import describe_run, newest_state
 from wedlm_jax.checkpoint.safetensors import DeferredArray
 from wedlm_jax.errors import InputError
 
@@ -147,3 +163,102 @@ def test_damaged_folders_are_named(orbax, damage):
     said = "damaged or not an orbax checkpoint"
     with refused(folder, said):
         convert(orbax, orbax.with_name("out"))
+
+
+# --- the model of a training run -------------------------------------------------------------
+
+QWEN2 = {"model_type": "qwen2", "qk_norm": False, "attention_bias": True}
+
+
+def trained(factor, changes):
+    """A model other than that of the starting checkpoint."""
+    graph, parameters = nnx.split(tiny_model(tiny_config(**changes)))
+    return nnx.merge(graph, jax.tree.map(lambda x: x * factor, parameters))
+
+
+def write_run(folder, *steps, **changes):
+    """A run's folder with a state of each step, whose parameters are step times those it began
+    with; and the folder that it began with."""
+    states = Checkpoints(folder / "run" / "checkpoints", keep=5)
+    for step in steps:
+        parameters = nnx.state(trained(step, changes))
+        optimizer = optax.adamw(1e-3).init(parameters)
+        states.save(TrainState(jnp.int32(step), parameters, optimizer))
+    states.close()
+    return folder / "run", write_tiny(folder / "start", **changes)
+
+
+def assert_same_files(found, expected):
+    names = sorted(path.name for path in expected.iterdir())
+    assert sorted(path.name for path in found.iterdir()) == names
+    for name in names:
+        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("changes", [{}, QWEN2], ids=["qwen3 style", "qwen2 style"])
+def test_newest_state_is_what_the_run_would_export(tmp_path, changes):
+    run, start = write_run(tmp_path, 9, 10, **changes)
+    model = trained(10, changes)
+    config = dataclasses.replace(model.config, model_type="wedlm")
+    save_checkpoint(model, config, tmp_path / "expected", tokenizer_from=start)
+    convert(run, tmp_path / "out", config_from=start)
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert_same_files(tmp_path / "out", tmp_path / "expected")
+
+    describe_run(run, tiny_config(**changes), start)
+    describe_run(run, tiny_config(**changes), start)  # as when it is resumed
+    for number, source in enumerate((run, run / "checkpoints", run / "checkpoints" / "10")):
+        assert kind_of(source) == "run"
+        convert(source, tmp_path / str(number))
+        assert_same_files(tmp_path / str(number), tmp_path / "expected")
+    ninth = load_checkpoint(run / "checkpoints" / "9")
+    assert_same_bits(model_arrays(ninth), model_arrays(trained(9, changes)))
+
+
+def test_what_a_run_has_exported_is_no_run(tmp_path):
+    run, start = write_run(tmp_path, 1)
+    describe_run(run, tiny_config(), start)
+    assert (kind_of(run), kind_of(write_tiny(run / "hf"))) == ("run", "hf")
+
+
+@pytest.mark.full
+def test_configuration_alone_is_enough(tmp_path):
+    run, start = write_run(tmp_path, 1)
+    (start / "model.safetensors").unlink()
+    convert(run, tmp_path / "out", config_from=start, to="orbax", dtype="bfloat16")
+    convert(tmp_path / "out", tmp_path / "hf")
+    assert set(open_checkpoint(tmp_path / "hf").values_by_dtype()) == {"bfloat16"}
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_unfinished_state_is_passed_over(tmp_path):
+    """Orbax writes under another name; a state's folder without its arrays is none either."""
+    run, _ = write_run(tmp_path, 4)
+    (run / "checkpoints" / "5.orbax-checkpoint-tmp-17" / "default").mkdir(parents=True)
+    (run / "checkpoints" / "6").mkdir()
+    assert newest_state(run).name == "4"
+
+
+def test_bad_input_is_one_sentence(tmp_path):
+    run, start = write_run(tmp_path, 1)
+    (tmp_path / "empty").mkdir()
+    for name in ("none", "empty", "start"):
+        said = f"{name}: no complete state"
+        with refused(said):
+            open_checkpoint(tmp_path / name, start)
+    with refused("none: no such folder"):
+        open_checkpoint(run, tmp_path / "none")
+    others = {
+        "mlp.gate_proj.weight' has shape [12, 16], expected [20, 16]": {"intermediate_size": 20},
+        "has shape": {"attention_bias": True},
+        "is not part of this model": {"num_hidden_layers": 2},
+        "is missing": {"num_hidden_layers": 4},
+    }
+    for number, (said, changes) in enumerate(others.items()):
+        other = write_tiny(tmp_path / str(number), **changes)
+        with refused(run, said):
+            convert(run, tmp_path / "out", config_from=other)
+    assert not (tmp_path / "out").exists()
+    for source in (run, run / "checkpoints", run / "checkpoints" / "1"):
+        with refused("--config DIR"):
+            convert(source, tmp_path / "out")
