@@ -208,11 +208,13 @@ def test_help_teaches(capsys):
     ("name", "content", "said"),
     [
         ("tokenizer_config.json", b"[1", "JSON"),
+        ("tokenizer_config.json", None, "cannot be read"),
         ("config.json", b'{"model_type": "gpt2"}', "'gpt2'"),
         ("model.safetensors", b"{", "truncated"),
     ],
 )
 def test_spoilt_files(folder, name, content, said):
-    (folder / name).write_bytes(content)
+    (folder / name).unlink()
+    (folder / name).mkdir() if content is None else (folder / name).write_bytes(content)
     with refused(folder / name, said):
         describe(folder)
