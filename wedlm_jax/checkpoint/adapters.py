@@ -20,17 +20,16 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from wedlm_jax.checkpoint.hf_folder import Checkpoint
-from wedlm_jax.checkpoint.load import read_slices
+from wedlm_jax.checkpoint.hf import Checkpoint
+from wedlm_jax.checkpoint.model import gathered, read_slices
 from wedlm_jax.checkpoint.names import check_tensors
 from wedlm_jax.checkpoint.open import open_checkpoint
-from wedlm_jax.checkpoint.safetensors_file import (
+from wedlm_jax.checkpoint.safetensors import (
     DeferredArray,
     SafetensorsFile,
     numpy_dtype,
     write_safetensors,
 )
-from wedlm_jax.checkpoint.save import gathered
 from wedlm_jax.errors import InputError, file_error
 from wedlm_jax.host.processes import jax_processes, replacing_together
 from wedlm_jax.host.storage import as_path
@@ -126,7 +125,7 @@ def with_drafter(
         lambda: with_adapters(Transformer(model.config, rngs=nnx.Rngs(0)), lora, nnx.Rngs(0))
     )
     expected = dict(nnx.state(shapes, nnx.LoRAParam).flat_state())
-    left = set(file.names())
+    left = dict(file.tensors)
     values: dict[tuple[Any, ...], np.ndarray] = {}
     for path, leaf in expected.items():
         stacked = path[0] == "layers"
@@ -136,13 +135,13 @@ def with_drafter(
             name, shape = _stored_name(path, layer), leaf.shape[1:] if stacked else leaf.shape
             if name not in left:
                 raise InputError(f"{file.path}: tensor {name!r} is missing")
-            if file.shape(name) != shape:
+            tensor = left.pop(name)
+            if tensor.shape != shape:
                 raise InputError(
-                    f"{file.path}: tensor {name!r} has shape {list(file.shape(name))}, expected "
+                    f"{file.path}: tensor {name!r} has shape {list(tensor.shape)}, expected "
                     f"{list(shape)}"
                 )
-            left.discard(name)
-            parts.append(file.read(name).astype(np.float32))
+            parts.append(tensor.read().astype(np.float32))
         values[path] = np.stack(parts) if stacked else parts[0]
     if left:
         raise InputError(f"{file.path}: tensor {min(left)!r} is not part of a drafter")
