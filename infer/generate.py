@@ -161,6 +161,12 @@ def _add_job(group: Any) -> None:
         default=False,
         help="compile before the first prompt is decoded",
     )
+    add(
+        "--prompt-token-ids",
+        action="store_true",
+        default=False,
+        help="also write the prompt's tokens, for `wedlm tokenize --format completions`",
+    )
     add("--shard-size", type=int, metavar="N", help="records in each shard [1000]")
     add(
         "--fail-fast",
@@ -232,7 +238,8 @@ def _run_job(options: dict[str, Any]) -> int:
     from infer.job.job import Job, JobOptions
     from wedlm_jax.host.processes import find_host
 
-    names = ("chat", "shard_size", "fail_fast", "max_errors", "overwrite", "grace")
+    names = ["chat", "prompt_token_ids", "shard_size", "fail_fast"]
+    names += ["max_errors", "overwrite", "grace"]
     job = Job(
         JobOptions(
             inputs=tuple(options["input"]),

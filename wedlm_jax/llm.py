@@ -100,6 +100,8 @@ class LLM:
 
     @_with_hints
     def __init__(self, model: str | Path | None = None, **options: Any):
+        if isinstance(options.get("drafter"), Path):
+            options["drafter"] = str(options["drafter"])
         config = self.options = EngineConfig(**options)
         self.dtype = config.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
         check_quantization(config.quantization)

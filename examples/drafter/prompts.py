@@ -13,6 +13,9 @@ import json
 import random
 import sys
 
+from wedlm_jax.host.command_line import CommandParser, at_least_1, run_command
+from wedlm_jax.host.signals import exit_process
+
 TOPICS = """
 the moon; volcanoes; the Roman Empire; honey bees; electric cars; chess; coffee; the ocean tides;
 vaccines; the printing press; jazz; earthquakes; penguins; solar panels; the human heart; bridges;
@@ -128,11 +131,18 @@ def prompts(count: int, seed: int = 0) -> list[str]:
     return list(found)
 
 
-def main() -> None:
-    for number, text in enumerate(prompts(int(sys.argv[1]))):
-        messages = [{"role": "user", "content": text}]
-        print(json.dumps({"id": number, "messages": messages}))
+def main(arguments: list[str]) -> int:
+    parser = CommandParser(
+        prog="python -m examples.drafter.prompts",
+        description="Writes prompts as JSONL, for `wedlm generate --input`, to standard output.",
+    )
+    parser.add_argument("count", type=at_least_1, metavar="N", help="how many, all different")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draw [0]")
+    options = parser.parse_args(arguments)
+    for number, text in enumerate(prompts(options.count, options.seed)):
+        print(json.dumps({"id": number, "messages": [{"role": "user", "content": text}]}))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    exit_process(run_command("python -m examples.drafter.prompts", lambda: main(sys.argv[1:])))

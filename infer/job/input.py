@@ -471,12 +471,14 @@ class Workload:
       params: sampling parameters that a record may override; with a seed, so that a restart samples
         the same.
       chat: whether a ``prompt`` is a user's message, for the chat template.
+      prompt_token_ids: whether results have the prompt's tokens, too.
     """
 
     files: tuple[RecordFile, ...]
     index: RecordIndex
     params: SamplingParams
     chat: bool
+    prompt_token_ids: bool = False
     _reading: dict[str, Any] = dataclasses.field(
         init=False, repr=False, compare=False, default_factory=dict
     )

@@ -143,7 +143,7 @@ class JobOptions:
     Attributes:
       inputs: files, folders, or one pipe.
       output: a folder, or a .jsonl or .parquet file.
-      params, chat: as in `Workload`.
+      params, chat, prompt_token_ids: as in `Workload`.
       shard_size: records per shard; None takes that of the job in the output, or `SHARD_SIZE`.
       host: this one of the processes that share the job.
       fail_fast: whether the first bad record refuses the job.
@@ -156,6 +156,7 @@ class JobOptions:
     output: str
     params: SamplingParams
     chat: bool = False
+    prompt_token_ids: bool = False
     shard_size: int | None = None
     host: Host = dataclasses.field(default_factory=Host)
     fail_fast: bool = False
@@ -268,7 +269,8 @@ class Job:
             self.say(
                 f"{counted(index.records, 'record')} read in {time.monotonic() - started:.0f} s"
             )
-        return Workload(files, index, self.options.params, self.options.chat)
+        options = self.options
+        return Workload(files, index, options.params, options.chat, options.prompt_token_ids)
 
     def open_folder(self, index: RecordIndex, identity: Identity) -> ShardFolder:
         self.folder = ShardFolder(

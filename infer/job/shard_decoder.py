@@ -16,7 +16,7 @@ from rich.console import Console
 
 from infer.job.input import BadPrompt, Own, Place, Shard, Workload
 from infer.job.part_file import InUse, PartFile, allow_open_files
-from infer.job.prompt_record import RecordId
+from infer.job.prompt_record import BatchRecord, RecordId
 from infer.job.result_record import Counts, result_record
 from infer.job.shard_folder import ShardFolder
 from wedlm_jax.errors import TERMINATED, BadData, InputError, counted
@@ -290,8 +290,11 @@ class ShardDecoder:
                 except BadPrompt as bad:
                     self._add_bad(shard, part, number, bad, place)
                     continue
+                own = record.own
+                if self._workload.prompt_token_ids and not isinstance(own, BatchRecord):
+                    own = {"prompt_token_ids": list(record.prompt[0]), **own}
                 self._under_way[next(places)] = _DecodingRecord(
-                    shard, part, number, record.id, place, record.own
+                    shard, part, number, record.id, place, own
                 )
                 yield record.prompt
             self._seal_if_whole(shard, part)

@@ -105,6 +105,8 @@ def identity_of(llm: LLM, workload: Workload) -> Identity:
     }
     rare = {
         "quantization": llm.options.quantization,
+        "drafter": llm.options.drafter,
+        "prompt_token_ids": workload.prompt_token_ids,
         "kv_cache_dtype": llm.engine.kv_cache_dtype,
         "chat_template_kwargs": dict(llm.codec.variables) if llm.codec else {},
         "trust_special_tokens": llm.codec is not None and llm.codec.trust_special_tokens,

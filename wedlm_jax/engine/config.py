@@ -50,6 +50,7 @@ class EngineConfig:
         Option(
             "folder of adapters that let masks of this checkpoint draft, from `wedlm train` with "
             "objective drafter; its tokens stay its own",
+            text=True,
             none="none",
         ),
     ] = None

@@ -52,6 +52,15 @@ def test_results_and_errors_have_them(model: Path, quick: None, capsys: Capture)
     assert "did you mean" not in said
 
 
+def test_the_prompts_tokens_on_request(model: Path, quick: None) -> None:
+    write([{"prompt": "a b", "x": 1}, {"prompt_token_ids": [5, 6]}])
+    assert run(model, "--prompt-token-ids") == 0
+    first, second = results()
+    assert list(first) == [*KEYS, "prompt_token_ids", "x"]
+    assert len(first["prompt_token_ids"]) > 1
+    assert second["prompt_token_ids"] == [5, 6]
+
+
 def test_values_of_tables_become_those_of_json(model: Path, quick: None) -> None:
     row: dict[str, Any] = {
         "prompt": "a",
