@@ -62,10 +62,18 @@ def guard_of(config: TrainConfig) -> Guard:
 
 def objective_of(config: TrainConfig, model: ModelConfig) -> Objective:
     mask = model.require_mask_token_id() if config.objective == "wedlm" else None
-    loss = LossConfig(**dataclasses.asdict(config.loss), distance=config.drafter.distance)
-    drafts = config.objective == "drafter"
-    size = config.drafter.window_size if drafts else config.block_size
-    return Objective(config.objective, size, mask, loss, config.suffix_share, config.windows)
+    loss = LossConfig(**dataclasses.asdict(config.loss))
+    if config.objective == "drafter":
+        section = config.drafter
+        return Objective(
+            "drafter",
+            section.window_size,
+            None,
+            loss,
+            windows=config.windows,
+            distance=section.distance,
+        )
+    return Objective(config.objective, config.block_size, mask, loss, config.suffix_share)
 
 
 def abstract_state(

@@ -158,7 +158,8 @@ class Objective:
       block_size: B of the dual stream, or W of a drafter's windows.
       mask_token_id: what stands at masked inputs; unused by "ar".
       suffix_share: the share of blocks whose masks are its last tokens.
-      windows: of masks in a row, of a drafter.
+      windows, distance: of a drafter: windows of masks in a row, and how far its predictions are from
+        the model's, by one of `wedlm_jax.model.distillation.DISTANCES`.
       loss: weights and memory of the loss.
     """
 
@@ -168,6 +169,7 @@ class Objective:
     loss: LossConfig
     suffix_share: float = 0.0
     windows: int = 0
+    distance: str = "kl"
 
 
 class TrainStep(Protocol):
@@ -283,7 +285,8 @@ def prepare(
         windows = jax.vmap(partial(window_batch, width=objective.block_size))(rows, anchors)
         each = jax.vmap(drafter_denominators)(windows)
         totals = jax.tree.map(partial(jnp.sum, axis=0), each)
-        return windows, totals, partial(_call, drafter_loss, objective.loss)
+        loss = partial(drafter_loss, distance=objective.distance)
+        return windows, totals, partial(_call, loss, objective.loss)
     masked, ratio = jax.vmap(jax.vmap(partial(_row_masks, objective)))(keys, rows.trainable)
     return prepare_given(objective, rows, masked, ratio)
 

@@ -121,7 +121,12 @@ def drafter_denominators(batch: WindowBatch) -> dict[str, Array]:
 
 
 def drafter_loss(
-    model: Transformer, batch: WindowBatch, denominators: dict[str, Array], config: LossConfig
+    model: Transformer,
+    batch: WindowBatch,
+    denominators: dict[str, Array],
+    config: LossConfig,
+    *,
+    distance: str,
 ) -> tuple[Array, dict[str, Array]]:
     """Returns this batch's share of the loss, Σ_k w_k d_k, a mean over windows.
 
@@ -130,6 +135,7 @@ def drafter_loss(
       batch: R rows.
       denominators: of the global batch, from `drafter_denominators`.
       config: see `LossConfig`.
+      distance: one of `wedlm_jax.model.distillation.DISTANCES`.
 
     Returns:
       The scalar share, and shares of ``agreement_by_offset`` and ``overlap_by_offset``
@@ -154,7 +160,7 @@ def drafter_loss(
         model.head_matrix(),
         batch.targets,
         batch.wanted,
-        distance=config.distance,
+        distance=distance,
         chunk=min(config.chunk, batch.targets.size),
     )
     loss, overlap, hit = (_by_window(batch, x)[..., 1:] for x in found)

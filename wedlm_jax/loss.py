@@ -39,14 +39,12 @@ class LossConfig:
       weighting: "inverse_ratio" weighs a masked token by 1 / (γ + ε), "uniform" by 1.
       ar_weight: a in (MLM + a·AR) / (1 + a).
       chunk: the most tokens whose logits a device holds at once; see `head_chunks`.
-      distance: of a drafter's predictions from the model's; see `wedlm_jax.model.distillation`.
       dtype, remat, attention, tile, unroll: passed to the model.
     """
 
     weighting: str = "inverse_ratio"
     ar_weight: float = 1.0
     chunk: int = 2048
-    distance: str = "tv"
     dtype: str = "float32"
     remat: str = "none"
     attention: str = "streams"

@@ -197,11 +197,13 @@ def reference(model: Transformer, one: WindowBatch, distance: str) -> tuple[Arra
 def test_loss_and_gradients_are_those_of_windows_alone(distance: str) -> None:
     one = batch()
     graph, adapters, rest = nnx.split(drafter(), nnx.LoRAParam, ...)
-    config = LossConfig(distance=distance, chunk=7)
+    config = LossConfig(chunk=7)
     denominators = drafter_denominators(one)
 
     def packed_loss(adapters: nnx.State) -> tuple[Array, dict]:
-        return drafter_loss(nnx.merge(graph, adapters, rest), one, denominators, config)
+        return drafter_loss(
+            nnx.merge(graph, adapters, rest), one, denominators, config, distance=distance
+        )
 
     def loss_alone(adapters: nnx.State) -> tuple[Array, Array]:
         return reference(nnx.merge(graph, adapters, rest), one, distance)
@@ -218,7 +220,7 @@ def test_loss_and_gradients_are_those_of_windows_alone(distance: str) -> None:
 def test_micro_batches_add_up_to_the_batch() -> None:
     one, model = batch(), drafter()
     totals = drafter_denominators(one)
-    share = jax.jit(partial(drafter_loss, config=LossConfig()))
+    share = jax.jit(partial(drafter_loss, config=LossConfig(), distance="tv"))
     whole, shares = share(model, one, totals)
     rows = [jax.tree.map(lambda x, row=row: x[row : row + 1], one) for row in range(len(SAMPLES))]
     parts = [share(model, row, totals) for row in rows]

@@ -199,7 +199,7 @@ def test_an_unknown_attention_is_refused_with_those_that_are_known(tmp_path: Pat
 
 
 def test_an_unknown_objective_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="objective must be wedlm or ar, not 'mlm'"):
+    with pytest.raises(InputError, match="objective must be one of wedlm, ar, drafter, not 'mlm'"):
         load_config(recipe(tmp_path), ["objective=mlm"])
 
 
