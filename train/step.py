@@ -158,8 +158,8 @@ class Objective:
       block_size: B of the dual stream, or W of a drafter's windows.
       mask_token_id: what stands at masked inputs; unused by "ar".
       suffix_share: the share of blocks whose masks are its last tokens.
-      windows, distance: of a drafter: windows of masks in a row, and how far its predictions are from
-        the model's, by one of `wedlm_jax.model.distillation.DISTANCES`.
+      windows, distance: of a drafter: windows of masks in a row, and the name in
+        `wedlm_jax.model.distillation.DISTANCES` of how far it is from its model.
       loss: weights and memory of the loss.
     """
 

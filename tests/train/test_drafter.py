@@ -82,7 +82,11 @@ def tokens(llm: LLM, params: SamplingParams) -> list[list[int]]:
     return [list(one.token_ids) for one in llm.generate(PROMPTS, params)]
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"temperature": 0.9, "seed": 3}, marks=pytest.mark.full)],
+    ids=str,
+)
 def test_tokens_are_those_of_the_model_alone(
     run: Path, stock: Path, options: dict[str, float]
 ) -> None:
@@ -94,6 +98,7 @@ def test_tokens_are_those_of_the_model_alone(
     assert sum(one.num_forwards for one in results) <= sum(map(len, alone))
 
 
+@pytest.mark.full
 def test_a_killed_run_goes_on_to_the_same_drafter(
     run: Path, stock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
