@@ -80,24 +80,11 @@ def forward_flops(
 def model_flops(config: TrainConfig, model: ModelConfig) -> float:
     """Counts the products of a step, forward and backward, without recomputation: what MFU is
     relative to."""
-    rows = config.rows * config.accumulation
-    forward = forward_flops(model, rows, config.row_length, config.prediction_length)
-    if config.objective == "drafter":
-        # The memory has no backward pass; a teacher's row passes the head beside each mask's.
-        memory = forward_flops(model, rows, config.row_length, 0)
-        memory -= 2 * _head_parameters(model) * rows * _targets(config.row_length, 0)
-        masks = rows * config.prediction_length
-        adapters = 3 * 2 * masks * _adapter_parameters(config, model)
-        head = 3 * 2 * _head_parameters(model) * masks
-        layers = 2 * _layer_parameters(model) * masks
-        attention = 2 * _FORWARD * _width(model) * masks * config.row_length / 2
-        return memory + 2 * layers + 3 * attention + head + adapters
-    tokens = rows * config.row_tokens
-    adapters = 3 * 2 * tokens * _adapter_parameters(config, model)
-    # No gradient of a parameter that stays as it is; attention has none to leave out.
+    products = _row_products(config, model)
+    # Forward once, and backward twice as much where there is a backward pass.
+    tokens = config.row_tokens + 2 * _learning_tokens(config)
     attention = 2 * _FORWARD * _width(model) * tokens * config.row_length / 2
-    left_out = forward - attention if config.lora.rank else 0.0
-    return 3 * forward - left_out + adapters
+    return config.rows * config.accumulation * (products + attention)
 
 
 def program_flops(config: TrainConfig, model: ModelConfig, rows: int, kind: str = "") -> StepFlops:
@@ -107,17 +94,30 @@ def program_flops(config: TrainConfig, model: ModelConfig, rows: int, kind: str 
     Args:
       kind: kind of device, which decides the size of tiles.
     """
-    tokens = rows * config.row_tokens
     kept = KEPT.get(config.loss.remat)
     again = 0 if kept is None else _parameters_anew(model, kept)
-    passes, adapters = 2 if config.lora.rank else 3, 3 * _adapter_parameters(config, model)
-    layers = 2 * tokens * (passes * _layer_parameters(model) + again + adapters)
-    targets = rows * _targets(config.row_length, config.prediction_length)
-    head = passes * 2 * _head_parameters(model) * targets
     repeats = kept is not None and "attended" not in kept
     pairs = rows * visited_pairs(config, kind)
     attention = 2 * _width(model) * pairs * (_FORWARD * (1 + repeats) + _BACKWARD)
-    return StepFlops(layers + head, attention)
+    return StepFlops(rows * _row_products(config, model, again), attention)
+
+
+def _row_products(config: TrainConfig, model: ModelConfig, again: int = 0) -> float:
+    """Counts the products of a row with parameters, forward and backward, of which the backward
+    pass recomputes ``again``."""
+    # No gradient of a parameter that stays as it is.
+    passes, adapters = 2 if config.lora.rank else 3, 3 * _adapter_parameters(config, model)
+    backward = (passes - 1) * _layer_parameters(model) + again + adapters
+    layers = config.row_tokens * _layer_parameters(model) + _learning_tokens(config) * backward
+    head = passes * _targets(config.row_length, config.prediction_length)
+    if config.objective == "drafter":  # logits of the mask and of its teacher, and one gradient
+        head = 3 * config.prediction_length
+    return 2 * (layers + head * _head_parameters(model))
+
+
+def _learning_tokens(config: TrainConfig) -> int:
+    """Counts a row's tokens that have a backward pass: of a drafter, its masks."""
+    return config.prediction_length if config.objective == "drafter" else config.row_tokens
 
 
 def visited_pairs(config: TrainConfig, kind: str = "", samples: int = 1) -> int:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.examples.checkpoints import assert_same_bits, hf_values
 from tests.examples.tiny_run import metric_lines, on_devices, run_until_killed, tiny_recipe
+from tests.examples.training import TINY
 from train.loop import train as run_training
 from train.recipe.config import (
     DrafterSection,
@@ -22,6 +23,7 @@ from train.recipe.config import (
     TrainConfig,
     load_config,
 )
+from train.step_cost import model_flops, program_flops
 from wedlm_jax import LLM, SamplingParams
 from wedlm_jax.errors import InputError
 
@@ -206,3 +208,16 @@ def test_recipes_that_make_no_drafter_are_refused(
     path.write_text("objective: drafter\nlora: {rank: 4}\nmodel: {init_from: x}\n")
     with pytest.raises(InputError, match=sentence):
         load_config(path, changes)
+
+
+def test_products_are_those_counted_by_hand() -> None:
+    """Rows of 128 with 16 windows of 4: the memory has no backward pass, a teacher has logits."""
+    config = dataclasses.replace(recipe(Path("unused"), Path("unused")), rows=1, accumulation=1)
+    hidden, inner, layers = TINY.hidden_size, TINY.intermediate_size, TINY.num_hidden_layers
+    parameters = TINY.num_parameters(embeddings=False)
+    adapters = layers * 4 * (2 * (hidden + 24) + 2 * (hidden + 12) + 3 * (hidden + inner))
+    products = 128 * parameters + 64 * (2 * parameters + 3 * adapters)
+    products += 3 * 64 * hidden * TINY.vocab_size
+    attention = (128 + 3 * 64) * 2 * (4 * 6 * layers) * 128 / 2
+    assert model_flops(config, TINY) == 2 * products + 2 * attention
+    assert program_flops(config, TINY, 1).products == 2 * products
