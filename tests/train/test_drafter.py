@@ -25,6 +25,7 @@ from train.recipe.config import (
 )
 from train.step_cost import model_flops, program_flops
 from wedlm_jax import LLM, SamplingParams
+from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.errors import InputError
 
 WINDOW = 4
@@ -178,6 +179,12 @@ def test_masks_of_a_drafter_are_not_to_decide(run: Path, stock: Path) -> None:
     llm = LLM(stock, drafter=str(run / "drafter"))
     with pytest.raises(InputError, match="mode: expected verified or ar, not paper"):
         llm.generate(PROMPTS, SamplingParams(mode="paper", max_tokens=4))
+
+
+def test_a_run_is_not_taken_for_a_model(run: Path, tmp_path: Path) -> None:
+    """Merged adapters would act on text, too."""
+    with pytest.raises(InputError, match="this run trains a drafter, which it exports to"):
+        convert(run, tmp_path / "out")
 
 
 def test_the_files_are_pefts(run: Path) -> None:

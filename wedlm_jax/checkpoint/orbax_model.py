@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from wedlm_jax.checkpoint import ORBAX, RUN, RUN_BASE, RUN_MODEL, RUN_STATES
+from wedlm_jax.checkpoint import ORBAX, RUN, RUN_BASE, RUN_DRAFTER, RUN_MODEL, RUN_STATES
 from wedlm_jax.checkpoint.hf import (
     Checkpoint,
     HFCheckpoint,
@@ -135,6 +135,11 @@ class RunCheckpoint(OrbaxTensors):
         self.tokenizer_folder = described
         self.config = dataclasses.replace(config, model_type="wedlm")
         self._lora = described_lora(run)
+        if self._lora is not None and self._lora.rows == "masked":
+            raise InputError(
+                f"{run}: this run trains a drafter, which it exports to {run / RUN_DRAFTER} at its "
+                f"end; the model that it belongs to is {run / RUN_BASE}"
+            )
         headers = array_headers(arrays)
         paths = _trained_paths(self.config, self._lora)
         names = list(headers)[LEAVES_BEFORE_PARAMETERS:][: len(paths)]
