@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from wedlm_jax.corruption import PackedRows
-from wedlm_jax.loss import LossConfig
+from wedlm_jax.loss import LossConfig, hidden_states
 from wedlm_jax.masks import PAD_SEGMENT, DualStreamMask
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.distillation import distances
@@ -142,16 +142,7 @@ def drafter_loss(
       (``[W - 1]``: how often a mask's likeliest token is the model's, and Σ min(p, q)), and of
       ``tokens_per_forward``: a token that is known, and the drafts before the first that is wrong.
     """
-    hidden = model(
-        batch.token_ids,
-        batch.positions,
-        batch.mask,
-        dtype=jnp.dtype(config.dtype),
-        remat=config.remat,
-        attention=config.attention,
-        tile=config.tile,
-        unroll=config.unroll,
-    )
+    hidden = hidden_states(model, batch.token_ids, batch.positions, batch.mask, config)
     length = batch.token_ids.shape[1] - batch.targets.shape[1]
     memory, masks = jnp.split(hidden, [length], axis=1)
     found = distances(

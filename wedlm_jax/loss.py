@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from wedlm_jax.corruption import DualStreamBatch, PackedRows, next_token_targets
-from wedlm_jax.masks import PAD_SEGMENT, CausalMask
+from wedlm_jax.masks import PAD_SEGMENT, CausalMask, Mask
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.cross_entropy import weighted_cross_entropy
 from wedlm_jax.sharding import shards
@@ -100,6 +100,22 @@ def head_chunks(
     return turns, min(most, math.ceil(wanted / turns / SUBLANES) * SUBLANES)
 
 
+def hidden_states(
+    model: Transformer, token_ids: Array, positions: Array, mask: Mask, config: LossConfig
+) -> Array:
+    """Returns the final hidden states ``[R, T, D]``, computed as the configuration says."""
+    return model(
+        token_ids,
+        positions,
+        mask,
+        dtype=jnp.dtype(config.dtype),
+        remat=config.remat,
+        attention=config.attention,
+        tile=config.tile,
+        unroll=config.unroll,
+    )
+
+
 def masked_weights(masked: Array, mask_ratio: Array, weighting: str) -> Array:
     """Returns the float32 weights wᵢ of the MLM loss, 0 where not masked (WeDLM eq. 8).
 
@@ -160,16 +176,7 @@ def wedlm_loss(
       where rows tell their source ``mlm_loss_by_source`` and ``ar_loss_by_source`` (``[S]``);
       each sums to the global batch's value over micro-batches.
     """
-    hidden = model(
-        batch.token_ids,
-        batch.positions,
-        batch.mask,
-        dtype=jnp.dtype(config.dtype),
-        remat=config.remat,
-        attention=config.attention,
-        tile=config.tile,
-        unroll=config.unroll,
-    )
+    hidden = hidden_states(model, batch.token_ids, batch.positions, batch.mask, config)
     a = config.ar_weight
     weights = masked_weights(batch.masked, batch.mask_ratio, config.weighting)
     loss, nll, hit = weighted_cross_entropy(
@@ -221,16 +228,8 @@ def ar_loss(
 ) -> tuple[Array, dict[str, Array]]:
     """Returns this batch's share of the plain next-token loss, as `wedlm_loss` does."""
     targets, valid = next_token_targets(rows)
-    hidden = model(
-        rows.tokens,
-        rows.positions,
-        CausalMask(rows.segment_ids),
-        dtype=jnp.dtype(config.dtype),
-        remat=config.remat,
-        attention=config.attention,
-        tile=config.tile,
-        unroll=config.unroll,
-    )
+    mask = CausalMask(rows.segment_ids)
+    hidden = hidden_states(model, rows.tokens, rows.positions, mask, config)
     weights = _share(valid, denominators["ar"])
     loss, nll, hit = weighted_cross_entropy(
         hidden, model.head_matrix(), targets, weights, valid, chunk=_chunk(config, valid)

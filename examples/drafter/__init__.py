@@ -1,1 +1,1 @@
-"""A drafter for SmolLM2-135M-Instruct: prompts, the model's own answers, and the run."""
+"""Prompts whose answers a drafter is trained on."""

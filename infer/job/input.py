@@ -91,7 +91,7 @@ class Source:
 
     @property
     def shown(self) -> str:
-        """What messages call it."""
+        """The name of the file in messages."""
         if self.pipe is not None:
             return "standard input" if self.pipe == STANDARD_INPUT else self.pipe
         return self.files[0].shown if len(self.files) == 1 else "the input"

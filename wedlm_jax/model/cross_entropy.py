@@ -97,13 +97,13 @@ _cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 def _loss(
     hidden: Array, head: Array, targets: Array, wanted: Array, *, chunk: int
 ) -> tuple[Array, Array]:
-    order, place, count, chunk = _wanted_first(wanted, chunk)
+    order, place, count, chunk = wanted_first(wanted, chunk)
     states, target = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
 
     def body(number: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
-        own = _part(order, number, chunk)
+        own = part_of(order, number, chunk)
         nll, hit, _ = _of_chunk(states[own], head, target[own])
-        return _put(results[0], nll, number), _put(results[1], hit, number)
+        return put_part(results[0], nll, number), put_part(results[1], hit, number)
 
     start = jnp.zeros(len(order), jnp.float32), jnp.zeros(len(order), bool)
     nll, hit = jax.lax.fori_loop(0, -(-count // chunk), body, start)
@@ -120,20 +120,22 @@ def _loss_and_gradients(
     chunk: int,
     by_head: bool,
 ) -> tuple[Array, ...]:
-    order, place, count, chunk = _wanted_first(wanted, chunk)
+    order, place, count, chunk = wanted_first(wanted, chunk)
     width = hidden.shape[-1]
     states, target = hidden.reshape(-1, width), targets.reshape(-1)
     # What fills up the last chunk has no weight: a token without a target, or one met before.
     weight = weights.reshape(-1)[order] * (jnp.arange(len(order)) < count)
 
     def body(number: Array, results: tuple[Array, ...]) -> tuple[Array, ...]:
-        own = _part(order, number, chunk)
+        own = part_of(order, number, chunk)
         nll, hit, slope = _of_chunk(states[own], head, target[own])
-        slope = slope * _part(weight, number, chunk)[:, None]
+        slope = slope * part_of(weight, number, chunk)[:, None]
         d_states = jnp.matmul(
             slope.astype(head.dtype), head, preferred_element_type=jnp.float32
         ).astype(hidden.dtype)
-        chunks = (_put(x, y, number) for x, y in zip(results, (nll, hit, d_states), strict=False))
+        chunks = (
+            put_part(x, y, number) for x, y in zip(results, (nll, hit, d_states), strict=False)
+        )
         if not by_head:
             return tuple(chunks)
         # The gradients of logits stay float32 in this product, where the device has one.
@@ -168,7 +170,7 @@ def _of_chunk(states: Array, head: Array, target: Array) -> tuple[Array, Array, 
     return nll, (picked >= top)[:, 0], shares / total - here
 
 
-def _wanted_first(wanted: Array, chunk: int) -> tuple[Array, Array, Array, int]:
+def wanted_first(wanted: Array, chunk: int) -> tuple[Array, Array, Array, int]:
     """Orders tokens for the loop.
 
     Returns:
@@ -189,9 +191,9 @@ def _wanted_first(wanted: Array, chunk: int) -> tuple[Array, Array, Array, int]:
     return order, place.reshape(wanted.shape), count, chunk
 
 
-def _part(x: Array, number: Array, chunk: int) -> Array:
+def part_of(x: Array, number: Array, chunk: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, number * chunk, chunk)
 
 
-def _put(x: Array, part: Array, number: Array) -> Array:
+def put_part(x: Array, part: Array, number: Array) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(x, part, number * len(part), 0)

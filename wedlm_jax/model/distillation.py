@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from wedlm_jax.model.cross_entropy import TOKENS, _part, _put, _wanted_first
+from wedlm_jax.model.cross_entropy import TOKENS, part_of, put_part, wanted_first
 from wedlm_jax.model.quantization import product
 from wedlm_jax.sharding import constrain, on_own_tokens
 
@@ -104,18 +104,20 @@ def _in_chunks(
     distance: str,
     chunk: int,
 ) -> tuple[Array, Array, Array, Array]:
-    order, place, count, chunk = _wanted_first(wanted, chunk)
+    order, place, count, chunk = wanted_first(wanted, chunk)
     width = student.shape[-1]
     students, teachers = student.reshape(-1, width), teacher.reshape(-1, width)
     target = targets.reshape(-1)
 
     def body(number: Array, results: tuple[Array, ...]) -> tuple[Array, ...]:
-        own = _part(order, number, chunk)
+        own = part_of(order, number, chunk)
         *values, slope = _of_chunk(students[own], teachers[own], head, target[own], distance)
         d_states = jnp.matmul(
             slope.astype(head.dtype), head, preferred_element_type=jnp.float32
         ).astype(student.dtype)
-        return tuple(_put(x, y, number) for x, y in zip(results, (*values, d_states), strict=True))
+        return tuple(
+            put_part(x, y, number) for x, y in zip(results, (*values, d_states), strict=True)
+        )
 
     start = (
         jnp.zeros(len(order), jnp.float32),
