@@ -213,3 +213,16 @@ def test_any_blocks_equal_dense_in_blockwise(data: st.DataObject) -> None:
     expected = output_and_gradients(mask, qkv, "streams")
     for ours, theirs in zip(output_and_gradients(mask, qkv, "blockwise"), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=5e-6)
+
+
+@pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "dense"])
+def test_windows_at_any_place_equal_dense(implementation: str) -> None:
+    """As a drafter's, which stand behind tokens, not behind whole blocks."""
+    before = jnp.array([[1, 3, 10, 0], [5, 6, 7, 23], [2, 11, 0, 0]], jnp.int32)
+    own = jnp.array([[1, 1, 2, 0], [1, 1, 1, 1], [1, 1, 0, 0]], jnp.int32)
+    mask = DualStreamMask(jnp.asarray(SEGMENTS), BLOCK, before, jnp.repeat(own, BLOCK, axis=1))
+    qkv = random_qkv(LENGTH + PLACES * BLOCK, batch=3)
+    expected = output_and_gradients(mask, qkv, "dense")
+    assert all(np.abs(x).max() > 0.1 for x in expected)
+    for found, dense in zip(output_and_gradients(mask, qkv, implementation), expected, strict=True):
+        np.testing.assert_allclose(found, dense, atol=5e-6)
